@@ -10,7 +10,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from jaxserve.beams import BeamSearchParams
     from jaxserve.config import EngineConfig
+    from jaxserve.engine.arguments import AsyncEngineArgs, EngineArgs
     from jaxserve.engine.async_llm import AsyncLLM
     from jaxserve.engine.llm import LLM
     from jaxserve.errors import (
@@ -22,7 +24,14 @@ if TYPE_CHECKING:
         Overloaded,
         UnsupportedModel,
     )
-    from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput
+    from jaxserve.outputs import (
+        BeamSearchOutput,
+        BeamSearchSequence,
+        CompletionOutput,
+        Logprob,
+        RequestOutput,
+        RequestStateStats,
+    )
     from jaxserve.request import FinishReason, SamplingParams
     from jaxserve.structured import StructuredOutputsParams
 
@@ -32,6 +41,12 @@ _HOMES = {
     "LLM": "jaxserve.engine.llm",
     "AsyncLLM": "jaxserve.engine.async_llm",
     "EngineConfig": "jaxserve.config",
+    "EngineArgs": "jaxserve.engine.arguments",
+    "AsyncEngineArgs": "jaxserve.engine.arguments",
+    "BeamSearchParams": "jaxserve.beams",
+    "BeamSearchOutput": "jaxserve.outputs",
+    "BeamSearchSequence": "jaxserve.outputs",
+    "RequestStateStats": "jaxserve.outputs",
     "SamplingParams": "jaxserve.request",
     "StructuredOutputsParams": "jaxserve.structured",
     "FinishReason": "jaxserve.request",
@@ -49,9 +64,14 @@ _HOMES = {
 
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
     "AsyncLLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CheckpointError",
     "CompletionOutput",
+    "EngineArgs",
     "EngineClosed",
     "EngineConfig",
     "EngineDead",
@@ -61,6 +81,7 @@ __all__ = [
     "Logprob",
     "Overloaded",
     "RequestOutput",
+    "RequestStateStats",
     "SamplingParams",
     "StructuredOutputsParams",
     "UnsupportedModel",

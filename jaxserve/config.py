@@ -12,6 +12,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from jaxserve.checks import exact_int, finite_float, within
 from jaxserve.kv_events import KVEventsConfig, events_config
 from jaxserve.machine import (
     VisibleCard,
@@ -21,7 +22,6 @@ from jaxserve.machine import (
     with_gpu_flags,
 )
 from jaxserve.overrides import json_object
-from jaxserve.request import exact_int, finite_float
 from jaxserve.unserved import OTHER_NAMES
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
@@ -31,6 +31,7 @@ Quantization = Literal["int8", "fp8", "int4", "awq", "gptq", "compressed-tensors
                        "modelopt", "auto-round", "fbgemm_fp8"]  # fmt: skip
 QUANTIZATIONS = get_args(Quantization)
 KV_CACHE_DTYPES = ("auto", "fp8")
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 IMPLEMENTATIONS = ("auto", "xla", "triton", "mosaic_gpu")
 PRECISIONS = ("highest", "high")
 
@@ -101,17 +102,19 @@ class EngineConfig:
         num_scheduler_steps: most decode steps of one launch, taken where nobody waits, or only
             for a slot while none is free; None lets each launch take as many as fit into 20 ms.
         seed: of requests that bring none, and of dummy weights.
+        max_logprobs: most alternatives of a token that requests may ask for, -1 for all. Above 20,
+            a GPU compiles programs that keep logits, which logprob_token_ids needs there too.
+        logprobs_mode: log-probabilities or logits, the model's own or what tokens are drawn from.
         attention_backend: "auto", "xla", "triton" or "mosaic_gpu".
         float32_matmul_precision: of the products of a float32 model on a GPU, under PyTorch's
-            names. "highest" computes them in float32, as a CPU does. "high" rounds their factors
-            to TF32's 10 bits, by NVIDIA's figures 8 times as fast on an A100 for long prompts.
+            names. "highest" computes them in float32, as a CPU does; "high" rounds factors to
+            TF32's 10 bits, by NVIDIA's figures 8 times as fast on an A100 for long prompts.
         decode_sizes: padded row counts compiled for steps of one token a row.
         token_sizes: padded token counts compiled for all other steps.
         compilation_cache_dir: where compiled programs are kept for the next start; "auto" is
             `jaxserve` in the user's cache folder, "none" (or None) keeps none.
-        wait_for_all_programs: start only once every padded size is compiled. Otherwise the sizes
-            that pad less are compiled behind the first answers, at the lowest priority, by a
-            process of its own; on a GPU, and where nothing is kept, all are waited for.
+        wait_for_all_programs: start only once every padded size is compiled, as on a GPU and where
+            nothing is kept. Otherwise those that pad less are compiled behind the first answers.
         profile_start: file for a timeline of the start, which Perfetto shows.
         check_invariants: verify every page, slot and counter after each step (slow).
 
@@ -148,6 +151,8 @@ class EngineConfig:
     async_scheduling: bool = True
     num_scheduler_steps: int | None = None
     seed: int = 0
+    max_logprobs: int = 20
+    logprobs_mode: LogprobsMode = "raw_logprobs"
     attention_backend: str = "auto"
     float32_matmul_precision: Literal["highest", "high"] = "highest"
     decode_sizes: tuple[int, ...] | None = None
@@ -167,24 +172,24 @@ class EngineConfig:
             ("kv_cache_memory_bytes", 1, 2**50),
             ("num_gpu_blocks_override", 2, 2**31 - 1),
             ("num_scheduler_steps", 1, MAX_SCHEDULER_STEPS),
+            ("long_prefill_token_threshold", 0, 2**22),
+            ("block_size", 1, 1024),
+            ("seed", 0, 2**64 - 1),
+            ("max_logprobs", -1, 2**31 - 1),
         ):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, exact_int(getattr(self, name), name, low, high))
-        exact_int(self.long_prefill_token_threshold, "long_prefill_token_threshold", 0, 2**22)
-        exact_int(self.block_size, "block_size", 1, 1024)
-        exact_int(self.seed, "seed", 0, 2**64 - 1)
         if not 0.0 < finite_float(self.memory_share, "memory_share") <= 1.0:
             raise ValueError(f"memory_share must be in (0, 1], got {self.memory_share}")
         if self.gpu_memory_utilization is not None:
-            share = finite_float(self.gpu_memory_utilization, "gpu_memory_utilization")
-            if not 0.05 <= share <= 1.0:
-                raise ValueError(f"gpu_memory_utilization must be from 0.05 to 1, got {share}")
+            within(self.gpu_memory_utilization, "gpu_memory_utilization", 0.05, 1.0)
         for name, allowed in (
             ("dtype", DTYPES),
             ("quantization", (None, *QUANTIZATIONS)),
             ("kv_cache_dtype", KV_CACHE_DTYPES),
             ("scheduling_policy", POLICIES),
             ("load_format", LOAD_FORMATS),
+            ("logprobs_mode", get_args(LogprobsMode)),
             ("attention_backend", IMPLEMENTATIONS),
             ("float32_matmul_precision", PRECISIONS),
         ):
@@ -311,9 +316,7 @@ def cards_are_hidden() -> bool:
 
 def cpu_threads() -> int:
     """Return the cores that this process may use; XLA divides a program's work by them."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def has_cuda_plugin() -> bool:
@@ -357,11 +360,9 @@ def claimed(card: VisibleCard, fraction: float, preallocate: bool) -> Iterator[N
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in before:
+            del os.environ[name]
+        os.environ.update({name: old for name, old in before.items() if old is not None})
 
 
 def _runs_on_cpu() -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.overrides import json_object
-from jaxserve.request import exact_int
+from jaxserve.checks import exact_int
 
 NAME = "kv_events_config"
 PUBLISHERS = ("null", "zmq")

@@ -41,13 +41,34 @@ class CompletionOutput:
 
 
 @dataclass
+class RequestStateStats:
+    """Times of a request and counts of its tokens, with vLLM's names.
+
+    `arrival_time` is the wall clock's (`time.time`), the others are of `time.monotonic`: when the
+    engine took the request in, gave it its first slot, and read its first and its last token; of
+    several completions the earliest, and the last one's end. They are 0 until a token has ended a
+    completion. `first_token_latency` is in seconds, from `queued_ts` on.
+    """
+
+    num_generation_tokens: int = 0
+    num_preemptions: int = 0
+    arrival_time: float = 0.0
+    queued_ts: float = 0.0
+    scheduled_ts: float = 0.0
+    first_token_ts: float = 0.0
+    last_token_ts: float = 0.0
+    first_token_latency: float = 0.0
+
+
+@dataclass
 class RequestOutput:
     """A request's answer: complete from `LLM`, what is new since the last from `AsyncLLM`.
 
     `num_cached_tokens` counts the prompt tokens whose KV was found in the prefix cache.
     `error` is that of the first completion that failed, None where none has: one failed request
     raises nothing, so that others in the same call keep their answers. `prompt_logprobs`, where
-    they were asked for, has an entry for each prompt token, the first of them None.
+    they were asked for, has an entry for each prompt token, the first of them None. `metrics` are
+    complete in a request's last output.
     """
 
     request_id: str
@@ -58,3 +79,27 @@ class RequestOutput:
     num_cached_tokens: int = 0
     error: str | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    metrics: RequestStateStats | None = None
+
+
+@dataclass
+class BeamSearchSequence:
+    """A sequence that a beam search found: tokens and text of prompt and answer together.
+
+    `logprobs` has, for each generated token, the candidates at its place by their ids;
+    `cum_logprob` is the sum over the tokens, an ending one included.
+    """
+
+    tokens: list[int]
+    logprobs: list[dict[int, Logprob]]
+    cum_logprob: float
+    text: str | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass
+class BeamSearchOutput:
+    """The best sequences of a beam search, the best one first."""
+
+    sequences: list[BeamSearchSequence]

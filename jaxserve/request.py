@@ -7,19 +7,18 @@ reads the same here. Results are in `outputs.py`.
 from __future__ import annotations
 
 import enum
-import math
-import operator
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from jaxserve.checks import exact_int, finite_float, flag, is_listing, within
 from jaxserve.errors import InvalidRequest
 from jaxserve.structured import NAME as STRUCTURED
 from jaxserve.structured import StructuredOutputsParams
 
-MAX_CHOICES = 16
+MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 32
@@ -34,7 +33,9 @@ MAX_REPETITION_PENALTY = 100.0
 MAX_LOGIT_BIAS = 100.0
 MAX_BIASED_TOKENS = 300
 MAX_ALLOWED_TOKEN_IDS = 2**20
+# Alternatives that the device finds; the host finds more, where the engine allows it.
 MAX_LOGPROBS = 20
+MAX_LOGPROB_TOKEN_IDS = 128
 MAX_BAD_WORDS = 1000
 MAX_BAD_WORD_CHARS = 256
 # Once they are tokens: most sequences of two and more, and most tokens of each.
@@ -62,55 +63,9 @@ class SamplerFeature(enum.IntFlag):
     EDITS = PENALTIES | ALLOWED | BANNED | BIAS
     LOGPROBS = 16
     PROMPT_LOGPROBS = 32
-    SCORES = LOGPROBS | PROMPT_LOGPROBS
-
-
-def exact_int(value: Any, name: str, low: int, high: int, parameter: str | None = None) -> int:
-    """Return `value` as an int if it is one (numpy's too, never bool) and within [low, high].
-
-    Raises:
-        InvalidRequest: naming `name` and the range; about `parameter`, or else `name`.
-    """
-    parameter = parameter or name
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        number = operator.index(value)
-    except TypeError:
-        kind = type(value).__name__
-        raise InvalidRequest(f"{name} must be an integer, got {kind}", parameter) from None
-    if not low <= number <= high:
-        raise InvalidRequest(f"{name} must be from {low} to {high}, got {number}", parameter)
-    return number
-
-
-def is_listing(value: Any) -> bool:
-    """Return whether it may be a list of numbers: a list or array, no text, no single number."""
-    sized = hasattr(value, "__len__") and getattr(value, "ndim", 1) > 0
-    return sized and not isinstance(value, str | bytes)
-
-
-def finite_float(value: Any, name: str) -> float:
-    """Return `value` as a finite float.
-
-    Raises:
-        InvalidRequest: naming `name`.
-    """
-    if isinstance(value, bool | str | bytes) or not hasattr(value, "__float__"):
-        raise InvalidRequest(f"{name} must be a number, got {type(value).__name__}", name)
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        raise InvalidRequest(f"{name} must be one finite number", name) from None
-    if not math.isfinite(number):
-        raise InvalidRequest(f"{name} must be finite, got {number}", name)
-    return number
-
-
-def _flag(value: Any, name: str) -> bool:
-    if not isinstance(value, bool):
-        raise InvalidRequest(f"{name} must be True or False, got {type(value).__name__}", name)
-    return value
+    # Log-probabilities of tokens drawn that the host computes, from logits.
+    LOGITS = 64
+    SCORES = LOGPROBS | PROMPT_LOGPROBS | LOGITS
 
 
 @dataclass(frozen=True)
@@ -118,7 +73,7 @@ class SamplingParams:
     """Settings of how the tokens of one request are chosen and when they end.
 
     Args:
-        n: independent completions of the prompt, 1 to 16; choice i uses `seed + i`.
+        n: independent completions of the prompt, 1 to 128; choice i uses `seed + i`.
         temperature: 0 for greedy decoding, else 0.0001 to 100.
         top_p: smallest set of tokens whose probability reaches this, 1.1755e-38 to 1.
         top_k: number of most likely tokens kept; 0 or -1 keeps all.
@@ -134,6 +89,8 @@ class SamplingParams:
             context ends sooner, it ends the sequence, as in vLLM.
         detokenize: whether outputs carry text.
         skip_special_tokens: whether special tokens are left out of the text.
+        spaces_between_special_tokens: whether a special token behind another one keeps the spaces
+            that the tokenizer puts before it, where such tokens are part of the text.
         include_stop_str_in_output: whether a matched stop string stays in the text.
         presence_penalty: taken from the logit of each generated token, -2 to 2.
         frequency_penalty: the same, times how often it was generated, -2 to 2.
@@ -144,9 +101,12 @@ class SamplingParams:
         bad_words: strings that may not be generated: the token that would complete one is
             excluded, at the start of a word and in the middle of a text.
         logprobs: outputs carry the log-probability of each of their tokens, and of this many most
-            likely ones, 0 to 20; None for none. They are the model's own: no setting of the
-            sampler changes them.
+            likely ones, up to the engine's `max_logprobs`; -1 for all, None for none. The engine's
+            `logprobs_mode` says whether they are the model's own, which is the default, or those
+            that tokens are drawn from.
         prompt_logprobs: the same for the tokens of the prompt, but for the first.
+        logprob_token_ids: up to 128 token ids, whose log-probabilities outputs carry in place of
+            those of the most likely ones; `logprobs` is then None, or their number.
         structured_outputs: the form that the text must have.
         thinking_token_budget: tokens after which thoughts are ended, where the model is known to
             think before it answers; None for no bound.
@@ -171,6 +131,7 @@ class SamplingParams:
     min_tokens: int = 0
     detokenize: bool = True
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -180,6 +141,7 @@ class SamplingParams:
     bad_words: Listing[str] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: Listing[int] | None = None
     structured_outputs: StructuredOutputsParams | None = None
     thinking_token_budget: int | None = None
     features: int = field(init=False, repr=False, compare=False)
@@ -194,13 +156,14 @@ class SamplingParams:
             ("frequency_penalty", -MAX_PENALTY, MAX_PENALTY),
             ("repetition_penalty", MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
         ):
-            put(name, _within(getattr(self, name), name, low, high))
+            put(name, within(getattr(self, name), name, low, high))
         put("logit_bias", _logit_bias(self.logit_bias))
         put("allowed_token_ids", _allowed_token_ids(self.allowed_token_ids))
         put("bad_words", _bad_words(self.bad_words))
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                put(name, exact_int(getattr(self, name), name, 0, MAX_LOGPROBS))
+                put(name, exact_int(getattr(self, name), name, -1, 2**31 - 1))
+        put("logprob_token_ids", _logprob_token_ids(self.logprob_token_ids, self.logprobs))
         name = "thinking_token_budget"
         if self.thinking_token_budget is not None:
             put(name, exact_int(self.thinking_token_budget, name, 0, 2**31 - 1))
@@ -217,6 +180,12 @@ class SamplingParams:
         """Every proper beginning of each stop string."""
         return frozenset(text[:end] for text in self.stop or () for end in range(1, len(text)))
 
+    @property
+    def _scores_on_host(self) -> bool:
+        """Whether the device does not find what is to be scored among the most likely tokens."""
+        wanted = 0 if self.logprobs is None else self.logprobs
+        return bool(self.logprob_token_ids) or not 0 <= wanted <= MAX_LOGPROBS
+
     def _features(self) -> int:
         penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
         uses = {
@@ -227,15 +196,16 @@ class SamplingParams:
             or self.thinking_token_budget is not None,
             SamplerFeature.BANNED: bool(self.bad_words),
             SamplerFeature.BIAS: bool(self.logit_bias),
-            SamplerFeature.LOGPROBS: self.logprobs is not None,
+            SamplerFeature.LOGPROBS: self.logprobs is not None and not self._scores_on_host,
+            SamplerFeature.LOGITS: self._scores_on_host,
         }
-        return int(sum(flag for flag, is_used in uses.items() if is_used))
+        return int(sum(feature for feature, is_used in uses.items() if is_used))
 
     def _check_basics(self, put: Callable[[str, Any], None]) -> None:
         put("n", exact_int(self.n, "n", 1, MAX_CHOICES))
         put("temperature", _temperature(self.temperature))
         for name, low in (("top_p", MIN_TOP_P), ("min_p", 0.0)):
-            put(name, _within(getattr(self, name), name, low, 1.0))
+            put(name, within(getattr(self, name), name, low, 1.0))
         put("top_k", max(0, exact_int(self.top_k, "top_k", -1, 2**31 - 1)))
         if self.seed is not None:
             seed = exact_int(self.seed, "seed", -(2**63), 2**64 - 1)
@@ -251,17 +221,11 @@ class SamplingParams:
                 "min_tokens",
             )
         for name in ("ignore_eos", "detokenize", "skip_special_tokens"):
-            _flag(getattr(self, name), name)
-        _flag(self.include_stop_str_in_output, "include_stop_str_in_output")
+            flag(getattr(self, name), name)
+        for name in ("spaces_between_special_tokens", "include_stop_str_in_output"):
+            flag(getattr(self, name), name)
         if self.stop and not self.detokenize:
             raise InvalidRequest("stop strings need detokenize=True", "stop")
-
-
-def _within(value: Any, name: str, low: float, high: float) -> float:
-    number = finite_float(value, name)
-    if not low <= number <= high:
-        raise InvalidRequest(f"{name} must be from {low:g} to {high:g}, got {number}", name)
-    return number
 
 
 def _temperature(value: Any) -> float:
@@ -325,6 +289,23 @@ def _allowed_token_ids(value: Any) -> tuple[int, ...] | None:
         raise InvalidRequest(f"{name} must be a list of token ids", name)
     if not 1 <= len(value) <= MAX_ALLOWED_TOKEN_IDS:
         raise InvalidRequest(f"{name} takes 1 to {MAX_ALLOWED_TOKEN_IDS} token ids", name)
+    return tuple(dict.fromkeys(exact_int(token, name, 0, 2**31 - 1) for token in value))
+
+
+def _logprob_token_ids(value: Any, logprobs: int | None) -> tuple[int, ...]:
+    name = "logprob_token_ids"
+    if value is None:
+        return ()
+    if not is_listing(value):
+        raise InvalidRequest(f"{name} must be a list of token ids", name)
+    if len(value) > MAX_LOGPROB_TOKEN_IDS:
+        raise InvalidRequest(f"{name} takes at most {MAX_LOGPROB_TOKEN_IDS} token ids", name)
+    if len(value) and logprobs not in (None, len(value)):
+        raise InvalidRequest(
+            f"{name} has {len(value)} token ids, and logprobs must be None or their number, "
+            f"got {logprobs}",
+            name,
+        )
     return tuple(dict.fromkeys(exact_int(token, name, 0, 2**31 - 1) for token in value))
 
 

@@ -10,6 +10,8 @@ with the oracle: all fields of a request in any mix, structured outputs of every
 chunks of 1 to 64 tokens, pages of 1, 4 and 16, so few pages that sequences are preempted, prefix
 caching on and off, both policies, aborts at any step, with and without a step in flight. Compiled
 programs and the cache's contents carry over from schedule to schedule, so that every page is dirty.
+Log-probabilities are of any mode, of any number of tokens or of some by name. A twentieth as many
+beam searches, beside workloads and with the prefix cache reset at any step, equal their definition.
 
 In other types the answers are compared with those of the same engine to each request alone, with
 one page size, one step a launch, nothing cached and whole prompts: tokens and log-probabilities are
@@ -25,7 +27,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +35,9 @@ import llguidance
 import llguidance.numpy
 import numpy as np
 
-from jaxserve.config import EngineConfig
+from jaxserve.beams import BeamSearchParams
+from jaxserve.config import EngineConfig, LogprobsMode
+from jaxserve.engine.beam_search import BeamSearch, run_searches
 from jaxserve.engine.delta import Delta, Sink
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.loading import Loaded
@@ -42,7 +46,7 @@ from jaxserve.engine.text.grammars import grammar_source
 from jaxserve.errors import InvalidRequest
 from jaxserve.execution.start.warm_up import start_runner
 from jaxserve.models import parse_model_config
-from jaxserve.request import SamplingParams
+from jaxserve.request import Request, SamplingParams
 from jaxserve.scheduling.logprobs import TokenLogprobs
 from jaxserve.structured import StructuredOutputsParams
 from jaxserve.weights import random_weights
@@ -173,19 +177,20 @@ class Bench:
                 num_gpu_blocks_override=DEVICE_PAGES,
                 check_invariants=True,
                 num_scheduler_steps=MOST_STEPS,
+                max_logprobs=-1,
             ).resolve("cpu", model_config.max_position_embeddings)
             runner = start_runner(config, model_config, model)
-            limits = Limits(VOCAB, MAX_LEN, (END,), seed=0)
+            limits = Limits(VOCAB, MAX_LEN, (END,), seed=0, max_logprobs=-1)
             self.loaded[page] = Loaded(config, runner, self.tokenizer, limits, SamplingParams())
 
-    def answer(self, ask: Ask, index: int) -> Answer | Got:
+    def answer(self, ask: Ask, index: int, mode: LogprobsMode) -> Answer | Got:
         """What one completion of a request alone gets."""
         if self.oracle is None:
-            return self._answers_alone(ask)[index]
-        return self._oracle_answer(self.oracle, ask, index)
+            return self._answers_alone(ask, mode)[index]
+        return self._oracle_answer(self.oracle, ask, index, mode)
 
-    def _answers_alone(self, ask: Ask) -> list[Got]:
-        key = (tuple(ask.prompt), ask.sampling)
+    def _answers_alone(self, ask: Ask, mode: LogprobsMode) -> list[Got]:
+        key = (tuple(ask.prompt), ask.sampling, mode)
         if key not in self._alone:
             loaded = self.loaded[min(self.loaded)]
             config = replace(
@@ -193,17 +198,18 @@ class Bench:
                 enable_prefix_caching=False,
                 async_scheduling=False,
                 num_scheduler_steps=1,
+                logprobs_mode=mode,
             )
             engine = Engine(replace(loaded, config=config))
             (self._alone[key],) = drive(engine, [replace(ask, at_step=0, abort_at=None)])
         return self._alone[key]
 
-    def _oracle_answer(self, oracle: Oracle, ask: Ask, index: int) -> Answer:
+    def _oracle_answer(self, oracle: Oracle, ask: Ask, index: int, mode: LogprobsMode) -> Answer:
         sampling = ask.sampling
         own = () if sampling.ignore_eos else (END,)
         stops = tuple(dict.fromkeys((*own, *(sampling.stop_token_ids or ()))))
         seed = ((sampling.seed or 0) + index) % 2**64
-        key = (tuple(ask.prompt), sampling, index)
+        key = (tuple(ask.prompt), sampling, index, mode)
         if key not in self._answers:
             words = sampling.bad_words or ()
             self._answers[key] = oracle.answer(
@@ -214,6 +220,7 @@ class Bench:
                 bad_words_token_ids(words, self.tokenizer.encode_word, VOCAB),
                 TEXTS if sampling.detokenize else (),
                 self._form(sampling.structured_outputs),
+                mode,
             )
         return self._answers[key]
 
@@ -255,6 +262,7 @@ def run_schedule(bench: Bench, seed: int) -> Counter[str]:
         scheduling_policy=rng.choice(["fcfs", "priority"]),
         async_scheduling=rng.random() < 0.8,
         num_scheduler_steps=rng.choice([1, 1, 2, 3, MOST_STEPS]),
+        logprobs_mode=rng.choice(["raw_logprobs", *get_args(LogprobsMode)]),
     )
     engine = Engine(replace(loaded, config=config))
     # Fewer pages than the device has: the host's pool is what runs out.
@@ -272,7 +280,7 @@ def run_schedule(bench: Bench, seed: int) -> Counter[str]:
     stats = engine.stats()
     assert stats.pages_in_use == 0 and stats.num_compiles == 0, stats
     engine.scheduler.check()
-    compare(bench, asks, got, seed)
+    compare(bench, asks, got, seed, config.logprobs_mode)
     return Counter(
         requests=len(asks),
         tokens=stats.generation_tokens,
@@ -289,6 +297,88 @@ def run_schedule(bench: Bench, seed: int) -> Counter[str]:
         stopped_by_text=sum(isinstance(one.stop_reason, str) for each in got for one in each),
         steps=stats.num_steps,
     )
+
+
+def run_search(bench: Bench, seed: int) -> int:
+    """One random beam search beside a workload, compared with its definition; returns its beams.
+
+    Raises:
+        AssertionError: it found other sequences, or the engine lost something.
+    """
+    assert bench.oracle is not None
+    rng = random.Random(seed)
+    page = rng.choice(list(bench.loaded))
+    config = replace(bench.loaded[page].config, enable_prefix_caching=rng.random() < 0.8)
+    engine = Engine(replace(bench.loaded[page], config=config))
+    engine.pool.__init__(min(2 + 2 * -(-MAX_LEN // page), DEVICE_PAGES), page)
+    prompt = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, LONGEST_PROMPT))]
+    params = BeamSearchParams(
+        beam_width=rng.choice([1, 2, 3, 7]),
+        max_tokens=rng.randrange(1, 7),
+        ignore_eos=rng.random() < 0.3,
+        length_penalty=rng.choice([1.0, 1.0, 0.0, -1.5, 3.0]),
+        allowed_token_ids=rng.choice([None, None, rng.sample(range(VOCAB), 5)]),
+    )
+    search = BeamSearch(prompt, params, engine.requests, engine.limits)
+    for number, ask in enumerate(
+        adversarial_workload(
+            rng, count=3, vocab=VOCAB, page=page, longest_prompt=20, longest_output=9
+        )
+    ):
+        got = [Got() for _ in range(ask.sampling.n)]
+        _start(engine, number, ask, lambda delta: None, got)
+    drawn: dict[str, TokenLogprobs] = {}
+
+    def sink(delta: Delta) -> None:
+        if delta.logprobs is not None:
+            drawn[delta.request_id] = delta.logprobs
+
+    def serve(requests: list[Request]) -> list[TokenLogprobs]:
+        for request in requests:
+            engine.add(request, sink)
+        while not all(request.request_id in drawn for request in requests):
+            engine.step()
+            if rng.random() < 0.1:
+                engine.reset_prefix_cache(rng.random() < 0.5)
+        return [drawn[request.request_id] for request in requests]
+
+    run_searches([search], serve)
+    while engine.has_work:
+        engine.step()
+    engine.scheduler.check()
+    assert engine.stats().pages_in_use == 0 and engine.stats().num_compiles == 0
+    got = search.best()
+    want = found_beams(bench.oracle, prompt, params, () if params.ignore_eos else (END,))
+    where = f"search {seed}: {params}\n got {got}\nwant {want}"
+    assert [beam.token_ids for beam in got] == [tokens for tokens, _ in want], where
+    sums = [total for _, total in want]
+    assert np.allclose([beam.cum_logprob for beam in got], sums, rtol=0, atol=1e-9), where
+    return len(got)
+
+
+def found_beams(
+    oracle: Oracle, prompt: list[int], params: BeamSearchParams, ends: tuple[int, ...]
+) -> list[tuple[list[int], float]]:
+    """Tokens and sums of log-probabilities of a beam search, by its definition."""
+    going: list[tuple[list[int], float]] = [([], 0.0)]
+    complete: list[tuple[list[int], float]] = []
+    for _ in range(params.max_tokens):
+        longer = []
+        for tokens, total in going:
+            row = oracle.logits(tuple(prompt + tokens))
+            row = row - row.max() - np.log(np.exp(row - row.max()).sum())
+            allowed = params.allowed_token_ids
+            for token in np.argsort(-row, kind="stable").tolist()[
+                : None if allowed is not None else 2 * params.beam_width
+            ]:
+                if allowed is None or token in allowed:
+                    beam = ([*tokens, token], total + row[token])
+                    (complete if token in ends else longer).append(beam)
+        going = sorted(longer, key=lambda beam: -beam[1])[: params.beam_width]
+    ranked = sorted(
+        [*complete, *going], key=lambda beam: -(beam[1] / len(beam[0]) ** params.length_penalty)
+    )
+    return ranked[: params.beam_width]
 
 
 def drive(engine: Engine, asks: list[Ask]) -> list[list[Got]]:
@@ -341,8 +431,8 @@ def _start(engine: Engine, number: int, ask: Ask, sink: Sink, got: list[Got]) ->
 
 def scores_of(scores: TokenLogprobs | None) -> list[Score]:
     """One entry a token."""
-    columns = [] if scores is None else [part.tolist() for part in scores]
-    return [Score(*row) for row in zip(*columns, strict=True)]
+    columns = () if scores is None else (*scores[:4], scores.ranks())
+    return [Score(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
 
 
 def same_scores(got: list[Score], want: list[Score], to_the_bit: bool = False) -> bool:
@@ -350,19 +440,21 @@ def same_scores(got: list[Score], want: list[Score], to_the_bit: bool = False) -
     if to_the_bit:
         return got == want
     return len(got) == len(want) and all(
-        (one.rank, one.top_ids) == (other.rank, other.top_ids)
+        (one.rank, one.top_ids, one.top_ranks) == (other.rank, other.top_ids, other.top_ranks)
         and np.allclose(one.logprob, other.logprob, rtol=0, atol=1e-9)
         and np.allclose(one.top_logprobs, other.top_logprobs, rtol=0, atol=1e-9)
         for one, other in zip(got, want, strict=True)
     )
 
 
-def compare(bench: Bench, asks: list[Ask], got: list[list[Got]], seed: int) -> None:
+def compare(
+    bench: Bench, asks: list[Ask], got: list[list[Got]], seed: int, mode: LogprobsMode
+) -> None:
     """Every completion equals the oracle's; an aborted one is a beginning of it."""
     same = partial(same_scores, to_the_bit=bench.oracle is None)
     for number, (ask, completions) in enumerate(zip(asks, got, strict=True)):
         for index, one in enumerate(completions):
-            want = bench.answer(ask, index)
+            want = bench.answer(ask, index, mode)
             where = f"schedule {seed}, request {number}, completion {index}: {ask}"
             if one.finish_reason == "abort":
                 assert one.token_ids == want.token_ids[: len(one.token_ids)], where
@@ -384,7 +476,7 @@ def compare(bench: Bench, asks: list[Ask], got: list[list[Got]], seed: int) -> N
             assert one.times_prompt == (asked and bool(one.token_ids)), where
             if one.times_prompt:
                 assert same(one.prompt_logprobs, want.prompt_logprobs), where
-            if ask.sampling.logprobs is not None:
+            if ask.sampling.logprobs is not None or ask.sampling.logprob_token_ids:
                 assert len(one.logprobs) == len(one.token_ids), where
 
 
@@ -416,6 +508,9 @@ def main() -> int:
     totals: Counter[str] = Counter()
     for seed in range(arguments.seed, arguments.seed + arguments.schedules):
         totals += run_schedule(bench, seed)
+    searches = arguments.schedules // 20 if bench.oracle and not is_special else 0
+    for seed in range(arguments.seed, arguments.seed + searches):
+        totals["beams"] += run_search(bench, seed)
     other = "the oracle" if bench.oracle else "each request alone"
     print(f"{arguments.schedules} schedules equal {other}: {dict(totals)}")
     return 0

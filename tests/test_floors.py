@@ -19,6 +19,8 @@ PACKAGES = ("jaxserve", "pallas_kernels")
 FLOORS = {
     "pallas_kernels": 0,
     "jaxserve.errors": 1,
+    "jaxserve.checks": 1,
+    "jaxserve.beams": 1,
     "jaxserve.structured": 1,
     "jaxserve.request": 1,
     "jaxserve.outputs": 1,
@@ -42,6 +44,7 @@ BASE = (
     *("jaxserve.errors", "jaxserve.structured", "jaxserve.request", "jaxserve.outputs"),
     *("jaxserve.config", "jaxserve.machine", "jaxserve.unserved", "jaxserve"),
     *("jaxserve.model_name", "jaxserve.overrides", "jaxserve.kv_events"),
+    *("jaxserve.checks", "jaxserve.beams"),
 )
 # All that crosses from the host half to the device half.
 SEAM = tuple(f"jaxserve.scheduling.{name}" for name in ("plan", "logprobs", "slot_table"))

@@ -81,7 +81,6 @@ SERVER: dict[str, Unserved] = {
     "tool_server": Unserved((), _NO_TOOLS),
     "middleware": Unserved(([],), _NO_PLUGIN),
     "enable_prompt_tokens_details": Unserved((True,), "usage always has prompt_tokens_details"),
-    "enable_per_request_metrics": Unserved((False,), "/metrics has the times of all requests"),
     "enable_server_load_tracking": Unserved((True, False), "GET /load always tells it"),
     "sse_keep_alive_interval": Unserved((0,), "streams hold events of answers alone"),
     "enable_tokenizer_info_endpoint": Unserved((False,), "/tokenize and /detokenize are served"),

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 from uuid import uuid4
 
+from jaxserve.beams import BeamSearchParams
 from jaxserve.config import EngineConfig
+from jaxserve.engine.arguments import EngineArgs
+from jaxserve.engine.beam_search import BeamSearch
 from jaxserve.engine.delta import Delta
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.llm import Prompt, prompt_parts
 from jaxserve.engine.loading import Loaded
 from jaxserve.engine.logprobs import LogprobReader
+from jaxserve.engine.metric_values import Metric, metric_values
 from jaxserve.engine.metrics import EngineStats, Histogram
+from jaxserve.engine.prompts import Prompt, encoded, prompt_parts, tokenized
 from jaxserve.engine.request_factory import Limits, RequestFactory
+from jaxserve.engine.request_stats import RequestStats
 from jaxserve.engine.stream import Delivery, Stream
 from jaxserve.engine.thread import NOT_PICKLED, EngineThread
-from jaxserve.errors import InvalidRequest
+from jaxserve.errors import EngineDead, InvalidRequest
 from jaxserve.execution.runner import OnProgress
-from jaxserve.outputs import CompletionOutput, RequestOutput
-from jaxserve.request import Request, SamplingParams
+from jaxserve.outputs import BeamSearchOutput, CompletionOutput, RequestOutput
+from jaxserve.request import FinishReason, Request, SamplingParams
+from jaxserve.scheduling.logprobs import TokenLogprobs
 
 T = TypeVar("T")
 
@@ -60,6 +68,7 @@ class AsyncLLM:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Stream what is new about a request's completions until all have ended.
 
@@ -68,6 +77,9 @@ class AsyncLLM:
         A request that fails while it is served raises nothing: its last output has finish_reason
         "error" and the reason in `error`, the completion's and the output's.
 
+        Args:
+            tokenization_kwargs: as for `LLM.generate`.
+
         Raises:
             InvalidRequest: the request cannot be served; nothing has been started.
             EngineClosed, EngineDead: the engine takes no requests.
@@ -75,13 +87,15 @@ class AsyncLLM:
         text, body, own_salt = prompt_parts(prompt)
         salt = cache_salt if own_salt is None else own_salt
         self._thread.check_open()
+        longest = self.limits.max_model_len
+        body = tokenized(body, tokenization_kwargs, self.get_tokenizer(), longest)
         request = self.requests.make(body, sampling_params, priority=priority, cache_salt=salt)
         # Callers number their requests too: a number would collide with theirs sooner or later.
         name = f"request-{uuid4().hex}" if request_id is None else request_id
         if name in self._internal:
             raise InvalidRequest(f"request_id {name!r} is being served", "request_id")
         prompt_token_ids = request.prompt_token_ids.tolist()
-        logprobs = LogprobReader(request, self.get_tokenizer())
+        logprobs, stats = LogprobReader(request, self.get_tokenizer()), RequestStats(request)
         stream = self.open([request])
         self._internal[name] = request.request_id
         try:
@@ -90,6 +104,9 @@ class AsyncLLM:
                 deltas = await stream.take()
                 finished = stream.is_finished
                 output = RequestOutput(name, text, prompt_token_ids, finished=finished)
+                for delta in deltas:
+                    stats.add(delta)
+                output.metrics = replace(stats.value)
                 yield _merged(output, deltas, logprobs)
         finally:
             del self._internal[name]
@@ -110,11 +127,100 @@ class AsyncLLM:
             self._delivery = Delivery(loop)
         return Stream(self._thread, self._delivery, requests, max_unread)
 
-    async def abort(self, request_id: str) -> None:
-        """End a request now; its stream ends with finish_reason "abort". Ignore unknown ids."""
-        internal = self._internal.get(request_id)
-        if internal is not None:
-            self._thread.abort(internal)
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs, **_: Any) -> Self:
+        """Make one from its arguments. What else vLLM takes here changes nothing.
+
+        Raises:
+            InvalidRequest, CheckpointError, UnsupportedModel: as the class itself.
+        """
+        return cls(engine_args.create_engine_config())
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End requests now; their streams end with finish_reason "abort". Ignore unknown ids."""
+        for name in [request_id] if isinstance(request_id, str) else request_id:
+            internal = self._internal.get(name)
+            if internal is not None:
+                self._thread.abort(internal)
+
+    async def search(self, search: BeamSearch) -> None:
+        """Run a beam search to its end; where it is cancelled, its requests are aborted.
+
+        Raises:
+            EngineClosed, EngineDead: the engine takes no requests, or one of the search failed.
+        """
+        while not search.is_done:
+            stream = self.open(search.requests())
+            drawn: dict[str, TokenLogprobs] = {}
+            try:
+                while not stream.is_finished:
+                    for delta in await stream.take():
+                        if delta.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
+                            why = delta.error or "it was ended"
+                            raise EngineDead(f"the beam search failed: {why}")
+                        if delta.logprobs is not None:
+                            drawn[delta.request_id] = delta.logprobs
+            finally:
+                stream.close()
+            search.advance([drawn[request.request_id] for request in stream.requests])
+
+    async def beam_search(
+        self,
+        prompt: Prompt,
+        params: BeamSearchParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> BeamSearchOutput:
+        """Search for the most likely continuations of a prompt.
+
+        Raises:
+            InvalidRequest: it cannot be served; nothing has been started.
+            EngineClosed, EngineDead: as `search`.
+        """
+        _, body, own_salt = prompt_parts(prompt)
+        ids = encoded(body, self.get_tokenizer())
+        salt = cache_salt if own_salt is None else own_salt
+        search = self.make_search(ids, params, priority=priority, cache_salt=salt)
+        await self.search(search)
+        return search.output(self.get_tokenizer())
+
+    def make_search(
+        self, prompt_token_ids: Any, params: BeamSearchParams, **options: Any
+    ) -> BeamSearch:
+        """Make what `search` takes.
+
+        Args:
+            options: priority and cache_salt.
+
+        Raises:
+            InvalidRequest: it cannot be served.
+        """
+        is_processed = self.config.logprobs_mode.startswith("processed")
+        made = (prompt_token_ids, params, self.requests, self.limits, is_processed)
+        return BeamSearch(*made, **options)
+
+    async def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Forget all cached prefixes; see `LLM.reset_prefix_cache`.
+
+        Raises:
+            EngineClosed, EngineDead: the engine has ended.
+        """
+        engine = self._thread.engine
+        reset = partial(engine.reset_prefix_cache, reset_running_requests)
+        return await asyncio.to_thread(self._thread.call, reset)
+
+    async def get_metrics(self) -> list[Metric]:
+        """Return the engine's counts under vLLM's names; see `LLM.get_metrics`.
+
+        Raises:
+            EngineClosed, EngineDead: the engine has ended.
+        """
+        engine, name = self._thread.engine, str(self.config.model)
+        stats = await self.stats()
+        return metric_values(stats, engine.step_tokens, name)
 
     def abort_waiting(self, request_id: str, error: str) -> None:
         """End an opened request, by the id that `requests` gave it, unless it has started."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxserve.engine.delta import Delta, Sink
+from jaxserve.engine.draw_scores import DrawScores, allowed_tokens
 from jaxserve.engine.metrics import SequenceTimes
 from jaxserve.engine.recovery import Recovery
 from jaxserve.engine.text.detokenizer import Detokenizer
@@ -80,7 +81,8 @@ class LiveSequence:
         Args:
             vocab_size: width of the logits.
         """
-        if _allowed(self.sequence, vocab_size).any():
+        drawn = self.sequence.output_token_ids()
+        if allowed_tokens(self.sequence, drawn, vocab_size).any():
             return "the model's logits were not finite"
         sampling = self.sequence.request.sampling
         excluding = {
@@ -101,19 +103,19 @@ class Delivery:
         scheduler: that runs them; a sequence that its text ends is ended there.
         slots: the slot table, which has their constraints' masks.
         recovery: forgets those that have ended.
-        vocab_size: width of the logits.
+        scores: of tokens that the host scores.
 
     Attributes:
         num_tokens: tokens delivered since the start.
     """
 
     def __init__(
-        self, scheduler: Scheduler, slots: SlotTable, recovery: Recovery, vocab_size: int
+        self, scheduler: Scheduler, slots: SlotTable, recovery: Recovery, scores: DrawScores
     ) -> None:
         self._scheduler = scheduler
         self._slots = slots
         self._recovery = recovery
-        self._vocab_size = vocab_size
+        self._scores = scores
         self._live: dict[Sequence, LiveSequence] = {}
         self._by_request: dict[str, list[LiveSequence]] = {}
         self.num_tokens = 0
@@ -146,6 +148,10 @@ class Delivery:
             sequence = self._slots.sequences[plan.slots[row]]
             prompt = sequence.prompt_logprobs
             start, first = int(plan.starts[row]), int(logprobs.ends[row] - plan.num_tokens[row])
+            if row in logprobs.prompts:
+                prompt.put(start, logprobs.prompts[row])
+                continue
+            assert logprobs.logprobs is not None
             last = min(int(logprobs.ends[row]), first + sequence.num_prompt - 1 - start)
             prompt.put(start, logprobs.logprobs.part(slice(first, last), prompt.width))
 
@@ -156,8 +162,10 @@ class Delivery:
             for sequence in result.finished
             if sequence.finish_reason is not FinishReason.ERROR
         }
-        without = [None] * len(result.sequences)
+        without: list[TokenLogprobs | None] = [None] * len(result.sequences)
         of_tokens = without if logprobs is None else logprobs.of_draws(result.drawn)
+        if logprobs is not None and logprobs.logits is not None:
+            self._scores.put(of_tokens, result, logprobs.logits)
         drawn = zip(result.sequences, result.token_ids, of_tokens, strict=True)
         following = [*result.sequences[1:], None]
         for (sequence, token, logprob), then in zip(drawn, following, strict=False):
@@ -176,7 +184,7 @@ class Delivery:
         for sequence in result.finished:
             live = self._live.get(sequence)
             if live is not None:  # no token ended it
-                self.end(live, FinishReason.ERROR, live.why_none(self._vocab_size))
+                self.end(live, FinishReason.ERROR, live.why_none(self._scores.vocab_size))
 
     def _deliver_token(
         self, live: LiveSequence, token: int, logprob: TokenLogprobs | None, ended: bool
@@ -235,25 +243,6 @@ class Delivery:
         lives.remove(live)
         if not lives:
             del self._by_request[request_id]
-
-
-def _allowed(sequence: Sequence, vocab_size: int) -> np.ndarray:
-    """Return bool[V]: the tokens that a sequence's request allows next, as in `logit_edits`."""
-    request = sequence.request
-    listed = request.sampling.allowed_token_ids
-    allowed = np.full(vocab_size, listed is None)
-    if listed is not None:
-        allowed[list(listed)] = True
-    if sequence.constraint is not None:
-        words = sequence.constraint.words.view(np.uint8)
-        allowed &= np.unpackbits(words, bitorder="little")[:vocab_size].astype(bool)
-    drawn = tuple(sequence.output_token_ids())
-    for *before, last in request.bad_words_token_ids:
-        if drawn[len(drawn) - len(before) :] == tuple(before):
-            allowed[last] = False
-    if len(drawn) < request.sampling.min_tokens:
-        allowed[list(request.stop_token_ids)] = False
-    return allowed
 
 
 def _nowhere(delta: Delta) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from jaxserve.config import EngineConfig
 from jaxserve.engine.delivery import Delivery, LiveSequence
 from jaxserve.engine.delta import Sink
+from jaxserve.engine.draw_scores import DrawScores
 from jaxserve.engine.launch_length import LaunchLength
 from jaxserve.engine.loading import Loaded, load
 from jaxserve.engine.metrics import STEP_TOKENS, EngineStats, Histogram
@@ -22,7 +23,7 @@ from jaxserve.engine.text.detokenizer import Detokenizer
 from jaxserve.engine.text.grammars import grammars_of
 from jaxserve.errors import InvalidRequest
 from jaxserve.execution.runner import InFlight, OnProgress
-from jaxserve.request import FinishReason, Request
+from jaxserve.request import MAX_LOGPROBS, FinishReason, Request
 from jaxserve.scheduling.logprobs import PromptLogprobs
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.plan import LaunchPlan
@@ -89,9 +90,8 @@ class Engine:
         self._in_flight: InFlight | None = None
         self._pace = LaunchLength(self.runner.most_steps, self.config.num_scheduler_steps)
         self._recovery = Recovery(self.scheduler, self.slots)
-        self._delivery = Delivery(
-            self.scheduler, self.slots, self._recovery, self.limits.vocab_size
-        )
+        scores = DrawScores(self.slots, self.config.logprobs_mode, self.limits.vocab_size)
+        self._delivery = Delivery(self.scheduler, self.slots, self._recovery, scores)
         self._num_arrivals = 0
         self._num_steps = 0
         self._num_failed_steps = 0
@@ -120,15 +120,21 @@ class Engine:
                 seed=(request.seed + index) % 2**64,
                 constraint=None if request.constraint is None else request.constraint.copy(),
             )
-            width = request.sampling.prompt_logprobs
-            if width is not None and index == 0:
-                sequence.prompt_logprobs = PromptLogprobs(sequence.num_prompt, width)
+            if request.sampling.prompt_logprobs is not None and index == 0:
+                sequence.prompt_logprobs = self._prompt_logprobs(request)
             lives.append(LiveSequence(sequence, sink, self._detokenizer(request), now))
         for live in lives:
             self.scheduler.add(live.sequence)
         self._delivery.add(request.request_id, lives)
         self._num_arrivals += len(lives)
         self._prompt_tokens += len(request.prompt_token_ids)
+
+    def _prompt_logprobs(self, request: Request) -> PromptLogprobs:
+        width, count = request.sampling.prompt_logprobs or 0, len(request.prompt_token_ids)
+        width = self.limits.vocab_size if width == -1 else width
+        # As in vLLM, no setting of the sampler changes what a prompt's tokens get.
+        as_logits = self.config.logprobs_mode.endswith("_logits")
+        return PromptLogprobs(count, width, as_logits or width > MAX_LOGPROBS, as_logits)
 
     def _detokenizer(self, request: Request) -> Detokenizer | None:
         if self.tokenizer is None or not request.sampling.detokenize:
@@ -229,6 +235,18 @@ class Engine:
         count = step.plan.total_tokens if steps == 1 else len(result.token_ids) / steps
         self.step_tokens.add(count, steps)
         self._delivery.deliver(result, logprobs)
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget what the cache holds for later prefixes; return True.
+
+        Args:
+            reset_running_requests: send running sequences back to wait, so that their pages are
+                computed again; their tokens stay.
+        """
+        if reset_running_requests:
+            self.scheduler.preempt_all(lambda sequence: sequence.precedence)
+        self.pool.clear_cache()
+        return True
 
     def _recover(self, error: Exception, plans: list[LaunchPlan]) -> None:
         """Rebuild after a step was lost, and the cache with it; every sequence is computed again.

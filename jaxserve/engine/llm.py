@@ -2,122 +2,42 @@
 
 from __future__ import annotations
 
-import logging
-import queue
+import threading
 import weakref
 from collections.abc import Mapping
 from collections.abc import Sequence as Listing
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, NoReturn, Self
+from typing import Any, NoReturn, Self
 
-from tqdm.auto import tqdm
-
+from jaxserve.beams import BeamSearchParams
+from jaxserve.checks import exact_int
 from jaxserve.config import EngineConfig
-from jaxserve.engine.delta import Delta
+from jaxserve.engine.arguments import EngineArgs
+from jaxserve.engine.batch import Batch
+from jaxserve.engine.beam_search import BeamSearch, run_searches
 from jaxserve.engine.loading import Loaded
-from jaxserve.engine.logprobs import LogprobReader
+from jaxserve.engine.metric_values import Metric, metric_values
 from jaxserve.engine.metrics import EngineStats
-from jaxserve.engine.text.messages import COMMON_INPUTS, RENDERING_ARGUMENTS, plain_message
+from jaxserve.engine.prompts import (
+    Prompt,
+    as_list,
+    encoded,
+    one_each,
+    plain_messages,
+    prompt_parts,
+    template_inputs,
+    tokenized,
+)
 from jaxserve.engine.text.named_templates import find_template
 from jaxserve.engine.text.template_names import HOW_TO_GIVE
-from jaxserve.engine.text.tokenizer import NO_TEMPLATE, Tokenizer
+from jaxserve.engine.text.tokenizer import NO_TEMPLATE
 from jaxserve.engine.thread import NOT_PICKLED, EngineThread
 from jaxserve.errors import EngineDead, InvalidRequest
-from jaxserve.outputs import CompletionOutput, RequestOutput
-from jaxserve.request import Request, SamplingParams, is_listing
-from jaxserve.unserved import is_neutral, refuse_unsupported, served
-
-_log = logging.getLogger(__name__)
-Prompt = str | Listing[int] | Mapping[str, Any]
-
-
-# Keys of vLLM's prompt dicts and arguments of its `LLM.chat` that are not supported, each with its
-# neutral values, which pass.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "chat_template_content_format": ("auto",),
-    "lora_request": (None,),
-    "mm_processor_kwargs": (None, {}),
-    "multi_modal_data": (None, {}),
-    "multi_modal_uuids": (None, {}),
-}
-
-
-class PromptParts(NamedTuple):
-    """A prompt as a caller passed it.
-
-    Attributes:
-        text: of the prompt, if it has one.
-        body: the text or the token ids to serve.
-        cache_salt: cached pages are shared only with prompts of the same salt.
-    """
-
-    text: str | None
-    body: Any
-    cache_salt: str | None = None
-
-
-def prompt_parts(prompt: Any) -> PromptParts:
-    """Split a prompt into its parts.
-
-    Accepts text, token ids, and vLLM's dicts {"prompt": text} and {"prompt_token_ids": ids}, which
-    may hold a "cache_salt".
-
-    Raises:
-        InvalidRequest: a dict with neither of the first two keys, or with one that is unsupported.
-    """
-    if not isinstance(prompt, Mapping):
-        return PromptParts(prompt if isinstance(prompt, str) else None, prompt)
-    for name, value in prompt.items():
-        is_served = name in ("prompt", "prompt_token_ids", "cache_salt")
-        if not is_served and not is_neutral(value, _UNSUPPORTED.get(name, ())):
-            raise InvalidRequest(f"a prompt dict may not hold {str(name)[:60]!r}", "prompt")
-    text, salt = prompt.get("prompt"), prompt.get("cache_salt")
-    if prompt.get("prompt_token_ids") is not None:
-        return PromptParts(text, prompt["prompt_token_ids"], salt)
-    if "prompt" not in prompt:
-        raise InvalidRequest("a prompt dict needs 'prompt' or 'prompt_token_ids'", "prompt")
-    return PromptParts(text if isinstance(text, str) else None, text, salt)
-
-
-def _template_inputs(tokenizer: Tokenizer, options: Mapping[str, Any], free: Any) -> dict[str, Any]:
-    """Return the inputs of the chat template.
-
-    Args:
-        options: passed as arguments; the template must read those that not every template reads.
-        free: passed as `chat_template_kwargs`, which the template may leave unread.
-
-    Raises:
-        InvalidRequest: naming an input that would have been ignored.
-    """
-    name = "chat_template_kwargs"
-    if free is not None and not isinstance(free, Mapping):
-        raise InvalidRequest(f"{name} must be a dict, got {type(free).__name__}", name)
-    refuse_unsupported(options, _UNSUPPORTED)
-    inputs = {}
-    for option, value in options.items():
-        if option in _UNSUPPORTED:
-            continue
-        if option in RENDERING_ARGUMENTS:
-            raise InvalidRequest(f"{option} is not supported", option)
-        is_common = option in COMMON_INPUTS and not (option == "documents" and value)
-        if not is_common and not tokenizer.template_reads(option):
-            raise InvalidRequest(f"the chat template knows no {option[:60]!r}", option)
-        inputs[option] = value
-    for option in free or ():
-        if not isinstance(option, str) or option in RENDERING_ARGUMENTS:
-            raise InvalidRequest(f"{name} may not hold {str(option)[:60]!r}", name)
-    return inputs | dict(free or {})
-
-
-def _plain(messages: Any) -> Any:
-    """Return a conversation with contents as texts; a value that is no list stays, to be refused.
-
-    Raises:
-        InvalidRequest: see `plain_message`.
-    """
-    is_list = isinstance(messages, list | tuple)
-    return [plain_message(message) for message in messages] if is_list else messages
+from jaxserve.outputs import BeamSearchOutput, RequestOutput
+from jaxserve.request import Request, SamplingParams
+from jaxserve.scheduling.logprobs import TokenLogprobs
+from jaxserve.unserved import served
 
 
 class LLM:
@@ -143,7 +63,18 @@ class LLM:
         parts = model if isinstance(model, Loaded) else EngineConfig(model=model, **settings)
         self._thread = EngineThread(parts)
         self._requests = self._thread.engine.requests
+        self._lock = threading.Lock()
+        self._queued: list[Batch] = []
         weakref.finalize(self, self._thread.close).atexit = False
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """Make one from its arguments.
+
+        Raises:
+            InvalidRequest, CheckpointError, UnsupportedModel, DeviceError: as the class itself.
+        """
+        return cls(**vars(engine_args))
 
     def generate(
         self,
@@ -151,8 +82,9 @@ class LLM:
         sampling_params: SamplingParams | Listing[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
-        priority: Listing[int] | None = None,
+        priority: int | Listing[int] | None = None,
         cache_salt: str | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Complete every prompt. Outputs are in the order of the prompts.
 
@@ -164,25 +96,47 @@ class LLM:
             sampling_params: for all prompts, or a list with one for each; None for what the
                 checkpoint recommends.
             use_tqdm: show a progress bar.
-            priority: a number for each prompt, under the priority policy.
+            priority: for all prompts, or a number for each, under the priority policy.
             cache_salt: share cached pages only with requests of the same salt; the salt of a
                 prompt dict takes precedence.
+            tokenization_kwargs: add_special_tokens, truncate_prompt_tokens and truncation_side.
 
         Raises:
             InvalidRequest: a prompt or setting cannot be served; no request has been started.
             EngineClosed, EngineDead: the engine takes no requests.
         """
-        many = _as_list(prompts)
-        settings = _one_each(sampling_params, len(many), "sampling_params")
-        ranks = _one_each(priority, len(many), "priority")
+        options = {"priority": priority, "cache_salt": cache_salt}
+        made = self._requests_of(
+            prompts, sampling_params, tokenization_kwargs=tokenization_kwargs, **options
+        )
+        return self._run(*made, use_tqdm)
+
+    def _requests_of(
+        self,
+        prompts: Prompt | Listing[Prompt],
+        sampling_params: SamplingParams | Listing[SamplingParams] | None,
+        *,
+        priority: int | Listing[int] | None = None,
+        cache_salt: str | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> tuple[list[Request], list[str | None]]:
+        """Return the requests of prompts, and their texts."""
+        many = as_list(prompts)
+        settings = one_each(sampling_params, len(many), "sampling_params")
+        ranks = one_each(priority, len(many), "priority")
         self._thread.check_open()
-        texts, requests = [], []
+        engine = self._thread.engine
+        texts: list[str | None] = []
+        requests: list[Request] = []
         for prompt, params, rank in zip(many, settings, ranks, strict=True):
             text, body, own_salt = prompt_parts(prompt)
             texts.append(text)
             salt = cache_salt if own_salt is None else own_salt
+            body = tokenized(
+                body, tokenization_kwargs, engine.tokenizer, engine.limits.max_model_len
+            )
             requests.append(self._requests.make(body, params, priority=rank or 0, cache_salt=salt))
-        return self._run(requests, texts, use_tqdm)
+        return requests, texts
 
     def chat(
         self,
@@ -212,6 +166,35 @@ class LLM:
             InvalidRequest: as `generate`; or the template refuses the messages.
             EngineClosed, EngineDead: as `generate`.
         """
+        options = {"priority": priority, "cache_salt": cache_salt}
+        prompts = self._rendered(messages, chat_template, chat_template_kwargs, template_options)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, **options)
+
+    def enqueue_chat(
+        self,
+        messages: Listing[Any],
+        sampling_params: SamplingParams | Listing[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: int | Listing[int] | None = None,
+        cache_salt: str | None = None,
+        chat_template: str | Path | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **template_options: Any,
+    ) -> list[str]:
+        """Start to answer conversations, as `chat` does, and return the ids of their requests.
+
+        Raises:
+            InvalidRequest, EngineClosed, EngineDead: as `chat`.
+        """
+        options = {"priority": priority, "cache_salt": cache_salt}
+        prompts = self._rendered(messages, chat_template, chat_template_kwargs, template_options)
+        return self.enqueue(prompts, sampling_params, **options)
+
+    def _rendered(
+        self, messages: Any, chat_template: Any, free: Any, template_options: Mapping[str, Any]
+    ) -> list[Any]:
+        """Return the prompts of conversations."""
         tokenizer = self._thread.engine.tokenizer
         if tokenizer is None:
             raise InvalidRequest("this engine has no tokenizer: pass token ids to LLM.generate")
@@ -219,58 +202,118 @@ class LLM:
         many = messages if several else [messages]
         if chat_template is not None:
             tokenizer = tokenizer.with_template(find_template(chat_template))
-        inputs = _template_inputs(tokenizer, template_options, chat_template_kwargs)
+        inputs = template_inputs(tokenizer, template_options, free)
         if not tokenizer.has_template(bool(inputs.get("tools"))):
             raise InvalidRequest(
                 f"{NO_TEMPLATE}: pass prompts to LLM.generate, or chat_template: {HOW_TO_GIVE}",
                 "messages",
             )
-        prompts = [tokenizer.render_chat(_plain(conversation), **inputs) for conversation in many]
-        return self.generate(
-            prompts, sampling_params, use_tqdm=use_tqdm, priority=priority, cache_salt=cache_salt
-        )
+        return [
+            tokenizer.render_chat(plain_messages(conversation), **inputs) for conversation in many
+        ]
 
     def _run(
         self, requests: list[Request], texts: list[str | None], use_tqdm: bool
     ) -> list[RequestOutput]:
-        outputs = {
-            request.request_id: RequestOutput(
-                request_id=request.request_id,
-                prompt=text,
-                prompt_token_ids=request.prompt_token_ids.tolist(),
-                outputs=[CompletionOutput(i, "", []) for i in range(request.sampling.n)],
-            )
-            for request, text in zip(requests, texts, strict=True)
-        }
-        tokenizer = self._thread.engine.tokenizer
-        readers = {r.request_id: LogprobReader(r, tokenizer) for r in requests}
-        inbox: queue.SimpleQueue[Delta] = queue.SimpleQueue()
-        unfinished = sum(request.sampling.n for request in requests)
-        progress = _Progress(len(requests), use_tqdm)
-        try:
-            for request in requests:
-                self._thread.add(request, inbox.put)
-            while unfinished:
-                delta = self._next(inbox)
-                output = outputs[delta.request_id]
-                unfinished -= _apply(output, delta, readers[delta.request_id])
-                progress.update(output, delta)
-        except BaseException:
-            for request in requests:
-                if not outputs[request.request_id].finished:
-                    self._thread.abort(request.request_id)
-            raise
-        finally:
-            progress.close()
-        return list(outputs.values())
+        return Batch(self._thread, requests, texts).wait(use_tqdm)
 
-    def _next(self, inbox: queue.SimpleQueue[Delta]) -> Delta:
-        while True:
-            try:
-                return inbox.get(timeout=1.0)
-            except queue.Empty:
-                if self._thread.has_ended() and inbox.empty():
-                    raise EngineDead("the engine ended before it answered") from None
+    def enqueue(
+        self,
+        prompts: Prompt | Listing[Prompt],
+        sampling_params: SamplingParams | Listing[SamplingParams] | None = None,
+        **options: Any,
+    ) -> list[str]:
+        """Start to complete prompts, and return the ids of their requests at once.
+
+        Args:
+            **options: as for `generate`.
+
+        Raises:
+            InvalidRequest, EngineClosed, EngineDead: as `generate`.
+        """
+        options.pop("use_tqdm", None)
+        batch = Batch(self._thread, *self._requests_of(prompts, sampling_params, **options))
+        with self._lock:
+            self._queued.append(batch)
+        return batch.request_ids
+
+    def wait_for_completion(
+        self, output_type: Any = None, *, use_tqdm: bool = True
+    ) -> list[RequestOutput]:
+        """Return the outputs of all requests that were enqueued, in the order of their arrival.
+
+        Args:
+            output_type: has no meaning here: all outputs are RequestOutput.
+            use_tqdm: show a progress bar.
+
+        Raises:
+            EngineDead: the engine ended before it answered.
+        """
+        with self._lock:
+            batches, self._queued = self._queued, []
+        try:
+            return [output for batch in batches for output in batch.wait(use_tqdm)]
+        except BaseException:
+            for batch in batches:
+                batch.abort()
+            raise
+
+    def abort(self, request_id: str | Listing[str]) -> None:
+        """End enqueued requests now; their outputs have finish_reason "abort". Unknown ids are
+        ignored."""
+        for one_id in [request_id] if isinstance(request_id, str) else request_id:
+            self._thread.abort(one_id)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Listing[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+        priority: int | Listing[int] | None = None,
+    ) -> list[BeamSearchOutput]:
+        """Search for the most likely continuations of every prompt.
+
+        Args:
+            prompts: as for `generate`.
+            params: of every search.
+            use_tqdm: has no meaning here.
+            concurrency_limit: most prompts at a time; None for all.
+            priority: for all prompts, or a number for each.
+
+        Raises:
+            InvalidRequest: a prompt or setting cannot be served; no request has been started.
+            EngineClosed, EngineDead: the engine takes no requests, or a request failed.
+        """
+        many = as_list(prompts)
+        ranks = one_each(priority, len(many), "priority")
+        if not isinstance(params, BeamSearchParams):
+            kind = type(params).__name__
+            raise InvalidRequest(f"params must be BeamSearchParams, got {kind}", "params")
+        count = len(many) if concurrency_limit is None else concurrency_limit
+        exact_int(count, "concurrency_limit", 1, 2**31 - 1)
+        self._thread.check_open()
+        engine = self._thread.engine
+        mode, tokenizer = engine.config.logprobs_mode, engine.tokenizer
+        searches: list[BeamSearch] = []
+        for prompt, rank in zip(many, ranks, strict=True):
+            _, body, salt = prompt_parts(prompt)
+            ids = encoded(body, tokenizer)
+            made = (ids, params, self._requests, engine.limits, mode.startswith("processed"))
+            searches.append(BeamSearch(*made, priority=rank or 0, cache_salt=salt))
+        for start in range(0, len(searches), count):
+            run_searches(searches[start : start + count], self._serve_step)
+        return [search.output(tokenizer) for search in searches]
+
+    def _serve_step(self, requests: list[Request]) -> list[TokenLogprobs]:
+        """Return what each of these requests of one token drew."""
+        batch = Batch(self._thread, requests, [None] * len(requests), keeps_scores=True)
+        outputs = batch.wait(False)
+        for output in outputs:
+            if output.outputs[0].finish_reason not in ("stop", "length"):
+                raise EngineDead(f"the beam search failed: {output.error or 'it was ended'}")
+        return batch.scores()
 
     def get_tokenizer(self) -> Any:
         """Return the tokenizer, or None with skip_tokenizer_init."""
@@ -292,6 +335,31 @@ class LLM:
             EngineClosed, EngineDead: the engine has ended.
         """
         return self._thread.call(self._thread.engine.stats)
+
+    def get_metrics(self) -> list[Metric]:
+        """Return the engine's counts under vLLM's names, taken between two steps.
+
+        Raises:
+            EngineClosed, EngineDead: the engine has ended.
+        """
+        engine = self._thread.engine
+        name = str(engine.config.model)
+        return self._thread.call(lambda: metric_values(engine.stats(), engine.step_tokens, name))
+
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Forget all cached prefixes; return True. Running requests keep their pages and tokens.
+
+        Args:
+            reset_running_requests: let running requests be computed again, from their prompts on.
+            reset_connector: has no meaning here.
+
+        Raises:
+            EngineClosed, EngineDead: the engine has ended.
+        """
+        engine = self._thread.engine
+        return self._thread.call(lambda: engine.reset_prefix_cache(reset_running_requests))
 
     def check(self) -> None:
         """Verify every page, slot and counter.
@@ -320,68 +388,3 @@ class LLM:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def _as_list(prompts: Any) -> list[Any]:
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if not is_listing(prompts):
-        kind = type(prompts).__name__
-        raise InvalidRequest(f"prompts must be a prompt or a list of prompts, got {kind}", "prompt")
-    many = list(prompts)
-    if not many:
-        raise InvalidRequest("prompts is empty", "prompt")
-    first = many[0]
-    if isinstance(first, str | Mapping) or hasattr(first, "__len__"):
-        return many
-    return [prompts]
-
-
-def _one_each(value: Any, count: int, name: str) -> list[Any]:
-    if not isinstance(value, list | tuple):
-        return [value] * count
-    if len(value) != count:
-        raise InvalidRequest(f"{name} has {len(value)} entries for {count} prompts", name)
-    return list(value)
-
-
-def _apply(output: RequestOutput, delta: Delta, logprobs: LogprobReader) -> int:
-    """Add a delta to an output. Return 1 if it ended a completion, else 0."""
-    completion = output.outputs[delta.index]
-    completion.text += delta.text
-    completion.token_ids += delta.token_ids
-    logprobs.add(output, completion, delta)
-    output.num_cached_tokens = max(output.num_cached_tokens, delta.num_cached_tokens)
-    if delta.finish_reason is None:
-        return 0
-    completion.finish_reason = str(delta.finish_reason)
-    completion.stop_reason = delta.stop_reason
-    completion.error = delta.error
-    if delta.error is not None:
-        _log.warning("request %s failed: %s", output.request_id, delta.error)
-    output.error = output.error or delta.error
-    output.finished = all(completion.finished() for completion in output.outputs)
-    return 1
-
-
-class _Progress:
-    """A progress bar of finished prompts, with the tokens per second so far."""
-
-    def __init__(self, total: int, shown: bool) -> None:
-        self._bar = tqdm(total=total, desc="Processed prompts", disable=not shown)
-        self._input = self._output = 0
-
-    def update(self, output: RequestOutput, delta: Delta) -> None:
-        self._output += len(delta.token_ids)
-        if not output.finished or delta.finish_reason is None:
-            return
-        self._input += len(output.prompt_token_ids)
-        seconds = max(self._bar.format_dict["elapsed"], 1e-6)
-        self._bar.set_postfix_str(
-            f"in {self._input / seconds:.0f} tok/s, out {self._output / seconds:.0f} tok/s",
-            refresh=False,
-        )
-        self._bar.update()
-
-    def close(self) -> None:
-        self._bar.close()

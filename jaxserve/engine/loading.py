@@ -73,7 +73,9 @@ class Loaded:
         """Make an empty slot table for the configuration and the model's window."""
         config, window = self.config, self.runner.model_config.layers.window
         assert config.max_num_seqs and config.max_model_len
-        return SlotTable(config.max_num_seqs, config.max_model_len, config.block_size, window)
+        table = SlotTable(config.max_num_seqs, config.max_model_len, config.block_size, window)
+        table.scores_on_host = config.logprobs_mode != "raw_logprobs"
+        return table
 
 
 def load(
@@ -125,7 +127,10 @@ def load(
         runner = start.run(on_progress)
     timeline.mark("ready")
     _log.info("%s", start.report)
-    limits = Limits(model_config.vocab_size, capacity, ends, config.seed, runner.most_steps)
+    limits = Limits(
+        *(model_config.vocab_size, capacity, ends, config.seed, runner.most_steps),
+        *(config.max_logprobs, runner.keeps_logits),
+    )
     longest = source.generation_config.get("max_new_tokens")
     behind = start.behind(runner)
     timeline.write()

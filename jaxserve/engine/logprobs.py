@@ -29,15 +29,16 @@ def logprob_dicts(
             texts[token] = decode(token)
         return texts[token]
 
-    rows = zip(token_ids, *(part.tolist() for part in scores), strict=True)
+    ranks = scores.ranks()
+    rows = zip(token_ids, *(part.tolist() for part in scores[:4]), ranks.tolist(), strict=True)
     return [
         {token: Logprob(logprob, rank, text(token))}
         | {
             other: Logprob(value, place, text(other))
-            for place, (other, value) in enumerate(zip(ids, values, strict=True), 1)
+            for other, value, place in zip(ids, values, places, strict=True)
             if other != token
         }
-        for token, logprob, rank, ids, values in rows
+        for token, logprob, rank, ids, values, places in rows
     ]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxserve.checks import exact_int, is_listing
 from jaxserve.config import MAX_SCHEDULER_STEPS
 from jaxserve.engine.text.grammars import Constraint, Grammars
 from jaxserve.engine.text.thinking import ThinkingConstraint, ThinkingMarks
@@ -20,11 +21,10 @@ from jaxserve.request import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS_TOKENIZED,
     MAX_CACHE_SALT_CHARS,
+    MAX_LOGPROBS,
     MAX_STOP_TOKEN_IDS,
     Request,
     SamplingParams,
-    exact_int,
-    is_listing,
 )
 from jaxserve.structured import NAME as STRUCTURED
 
@@ -42,6 +42,9 @@ class Limits:
         seed: the engine's, from which requests without a seed get theirs.
         launch_steps: most decode steps of a launch; by default the most that a configuration
             allows.
+        max_logprobs: most alternatives of a token, -1 for the whole vocabulary.
+        keeps_logits: whether programs keep logits, from which the host takes what the device does
+            not score.
     """
 
     vocab_size: int
@@ -49,6 +52,8 @@ class Limits:
     eos_token_ids: tuple[int, ...]
     seed: int
     launch_steps: int = MAX_SCHEDULER_STEPS
+    max_logprobs: int = MAX_LOGPROBS
+    keeps_logits: bool = True
 
 
 def check_token_ids(token_ids: Any, vocab_size: int) -> np.ndarray:
@@ -152,6 +157,7 @@ class RequestFactory:
         wanted = _answer_length(len(ids), sampling, limits)
         if sampling.min_tokens > wanted:
             sampling = replace(sampling, min_tokens=wanted)
+        check_logprobs(sampling, limits)
         stop_token_ids = _stop_token_ids(sampling, limits)
         encode = None if tokenizer is None else tokenizer.encode_word
         bad_words = bad_words_token_ids(sampling.bad_words or (), encode, limits.vocab_size)
@@ -208,6 +214,35 @@ def _answer_length(prompt_length: int, sampling: SamplingParams, limits: Limits)
         )
     room = limits.max_model_len - prompt_length
     return room if sampling.max_tokens is None else min(sampling.max_tokens, room)
+
+
+def check_logprobs(sampling: SamplingParams, limits: Limits) -> None:
+    """Check that the engine scores as many tokens as a request names.
+
+    Raises:
+        InvalidRequest: naming the field.
+    """
+    most = limits.vocab_size if limits.max_logprobs == -1 else limits.max_logprobs
+    for name in ("logprobs", "prompt_logprobs"):
+        wanted = getattr(sampling, name)
+        if name == "logprobs" and sampling.logprob_token_ids:
+            continue
+        wanted = limits.vocab_size if wanted == -1 else wanted
+        if wanted is not None and wanted > most:
+            raise InvalidRequest(
+                f"{name} must be from 0 to {most}, the engine's max_logprobs, got "
+                f"{getattr(sampling, name)}",
+                name,
+            )
+    name = "logprob_token_ids"
+    for token in sampling.logprob_token_ids or ():
+        exact_int(token, name, 0, limits.vocab_size - 1)
+    if sampling.logprob_token_ids and not limits.keeps_logits:
+        raise InvalidRequest(
+            f"{name} needs logits that this engine's programs do not keep: start it with "
+            "max_logprobs above 20, or -1",
+            name,
+        )
 
 
 def _checked_salt(cache_salt: Any) -> str:

@@ -213,18 +213,25 @@ class BucketSet:
         """The bucket that holds every plan, but for launches of several steps."""
         return self._mixed[-1]
 
-    def pick(self, plan: LaunchPlan, greedy: bool = False, scores: bool = False) -> Bucket:
+    def pick(
+        self,
+        plan: LaunchPlan,
+        greedy: bool = False,
+        scores: bool = False,
+        keeps_logits: bool = False,
+    ) -> Bucket:
         """Return the smallest bucket that holds the plan.
 
         Args:
             greedy: no row draws, or uses a feature of the sampler.
             scores: the log-probabilities of a prompt's tokens are requested, for which only
                 programs of mixed rows exist; where the sampler is apart, for the largest alone.
+            keeps_logits: the host needs the logits, which programs of mixed rows keep.
         """
         rows, tokens = len(plan), plan.total_tokens
         if scores and self._mixed[-1].keeps_logits:
             return self._mixed[-1]
-        if tokens == rows and not scores:
+        if tokens == rows and not scores and not keeps_logits:
             if greedy and (index := bisect_left(self._greedy_sizes, rows)) < len(self._greedy):
                 return self._greedy[index]
             if (index := bisect_left(self._decode_sizes, rows)) < len(self._decode):

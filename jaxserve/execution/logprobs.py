@@ -20,7 +20,7 @@ from pallas_kernels import row_sums
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int32
 
-_BLOCK = 32
+BLOCK = 32  # positions whose logits are computed at a time
 _ONE_LEVEL = 2048
 _VECTOR = 16
 
@@ -110,7 +110,7 @@ def position_logprobs(
         token_ids: the draws.
         draws: which rows draw.
     """
-    num_tokens, size = len(hidden), min(_BLOCK, len(hidden))
+    num_tokens, size = len(hidden), min(BLOCK, len(hidden))
     row = batch.row_of_token
     is_requested = (
         (draws & (batch.features & int(SamplerFeature.LOGPROBS) != 0)).at[row].get(mode="clip")

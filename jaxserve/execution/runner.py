@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -15,14 +15,14 @@ import numpy as np
 from jaxserve.config import EngineConfig
 from jaxserve.execution.batch import pack, rows_of
 from jaxserve.execution.buckets import Bucket, BucketSet, Demand, Program, Sampler
-from jaxserve.execution.logprobs import DeviceLogprobs
+from jaxserve.execution.logprobs import BLOCK, DeviceLogprobs
 from jaxserve.execution.page_table import room_for_pages, take_new_pages
 from jaxserve.execution.sampler_state import SamplerState, SlotLoad, allowed_words, slot_loads
 from jaxserve.execution.sampling import is_greedy
 from jaxserve.execution.state import DeviceState, StepOutput, release
 from jaxserve.models import ModelConfig
 from jaxserve.request import SamplerFeature
-from jaxserve.scheduling.logprobs import StepLogprobs, TokenLogprobs
+from jaxserve.scheduling.logprobs import StepLogprobs, TokenLogprobs, score_tokens
 from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.slot_table import NO_TOKEN, SlotTable
 
@@ -37,6 +37,7 @@ Draw = Callable[
 ]
 Score = Callable[[list[jax.Array], StepOutput, np.ndarray], DeviceLogprobs]
 LoadSlot = Callable[[SamplerState, SlotLoad[np.ndarray]], SamplerState]
+Project = Callable[[list[jax.Array], jax.Array, np.ndarray, np.ndarray], jax.Array]
 SetRows = Callable[[jax.Array, np.ndarray, np.ndarray], jax.Array]
 SetAllowed = Callable[[SamplerState, np.ndarray, np.ndarray], SamplerState]
 
@@ -81,6 +82,8 @@ class Programs:
         set_rows: (page table, slots, rows) to the page table with rows replaced.
         set_allowed: by how many slots' masks they replace, (sampler, slots, words) to the sampler
             state.
+        project: logits at positions of the largest step of mixed rows, where the engine's settings
+            let the host score prompts: (leaves, hidden states, first position, tokens) to logits.
     """
 
     steps: Mapping[Bucket, Step]
@@ -90,6 +93,7 @@ class Programs:
     load_slot: LoadSlot
     set_rows: SetRows
     set_allowed: Mapping[int, SetAllowed]
+    project: Project | None = None
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,9 @@ class InFlight:
     num_logprobs: Int32[np.ndarray, " R"] | None  # alternatives asked for; None if none is
     has_positions: bool  # whether there is a log-probability for each token, not for each row
     submitted: float  # by time.perf_counter
+    logits: jax.Array | None = None  # of each row's draw, where the host scores one
+    # What the host has scored of prompts, by row.
+    prompts: Mapping[int, TokenLogprobs] = field(default_factory=dict[int, TokenLogprobs])
 
 
 class Runner:
@@ -124,6 +131,7 @@ class Runner:
     Attributes:
         buckets: the padded shapes that there are programs for.
         most_steps: most decode steps of one launch, once all programs are there.
+        keeps_logits: whether the host can have the logits of what is drawn.
         counts_demand: whether launches are counted for `take_demand`.
         weight_bytes: of the parameters as they are stored.
     """
@@ -151,11 +159,13 @@ class Runner:
         self.kv_dtype = kv_dtype
         self.page_bytes = page_bytes
         self.most_steps = buckets.num_steps
+        self.keeps_logits = buckets.largest.keeps_logits
         self.weight_bytes = sum(leaf.nbytes for leaf in leaves)
         self._leaves = leaves
         self._steps: dict[Bucket, Step] = dict(programs.steps)
         self._samplers: dict[Sampler, Draw] = dict(programs.samplers)
         self._score = programs.score
+        self._project = programs.project
         self._make_state = programs.make_state
         self._load_slot = programs.load_slot
         self._set_rows = programs.set_rows
@@ -237,7 +247,8 @@ class Runner:
             slots.wants_logprob(plan.slots, plan.starts).any()
         )
         greedy = not any_features and is_greedy(plan, slots)
-        bucket = self.buckets.pick(plan, greedy, scores)
+        keeps_logits = bool(any_features & SamplerFeature.LOGITS)
+        bucket = self.buckets.pick(plan, greedy, scores, keeps_logits)
         self._count(bucket, plan.total_tokens)
         state, self._state = self._state, None
         assert state is not None, "the runner is closed, or lacks the reset after a failed launch"
@@ -251,6 +262,7 @@ class Runner:
             state = self._guide(state, plan, slots)
         submitted = time.perf_counter()
         state, output = self._steps[bucket](self._leaves, state, batch)
+        logits, prompts = output.logits if keeps_logits else None, {}
         if bucket.keeps_logits and greedy:
             output = StepOutput(output.token_ids, None)  # the logits' memory is free again
         elif bucket.keeps_logits:
@@ -262,16 +274,48 @@ class Runner:
                 assert self._score is not None
                 kept = replace(output, token_ids=drawn.token_ids)
                 drawn = replace(drawn, logprobs=self._score(self._leaves, kept, batch))
+                prompts = self._score_prompts(plan, slots, kept.hidden)
             output = drawn
         self._state = state
         output.token_ids.copy_to_host_async()
         has_positions = scores or not (bucket.decode_only or bucket.keeps_logits)
         if not any_features & SamplerFeature.SCORES:
             return InFlight(plan, output, bucket, None, has_positions, submitted)
-        for leaf in output.logprobs or ():
+        for leaf in (*(output.logprobs or ()), *(() if logits is None else (logits,))):
             leaf.copy_to_host_async()
         widths = slots.num_logprobs[plan.slots]
-        return InFlight(plan, output, bucket, widths, has_positions, submitted)
+        more = (has_positions, submitted, logits, prompts)
+        return InFlight(plan, output, bucket, widths, *more)
+
+    def _score_prompts(
+        self, plan: LaunchPlan, slots: SlotTable, hidden: jax.Array | None
+    ) -> dict[int, TokenLogprobs]:
+        """Score the prompts' tokens that are the host's to score, by row of the plan.
+
+        At once, a few positions at a time: the logits of a whole chunk may take gigabytes.
+        """
+        scored: dict[int, TokenLogprobs] = {}
+        ends = np.cumsum(plan.num_tokens)
+        wanted = slots.wants_logprob(plan.slots, plan.starts)
+        for row in np.flatnonzero(wanted).tolist():
+            sequence, start = slots.sequences[plan.slots[row]], int(plan.starts[row])
+            if not (prompt := sequence.prompt_logprobs).by_host:
+                continue
+            assert self._project is not None and hidden is not None
+            first, total = int(ends[row] - plan.num_tokens[row]), np.array(ends[-1], np.int32)
+            count = min(int(plan.num_tokens[row]), sequence.num_prompt - 1 - start)
+            targets = slots.tokens[plan.slots[row], start + 1 : start + 1 + count]
+            parts: list[TokenLogprobs] = []
+            for done in range(0, count, BLOCK):
+                where = np.array(first + done, np.int32), total
+                logits = np.asarray(self._project(self._leaves, hidden, *where))
+                skipped = max(0, first + done + len(logits) - len(hidden))
+                chunk = targets[done : done + BLOCK]
+                logits = logits[skipped : skipped + len(chunk)]
+                parts.append(score_tokens(logits, chunk, prompt.width, (), prompt.as_logits))
+            columns = zip(*(part[:4] for part in parts), strict=True)
+            scored[row] = TokenLogprobs(*map(np.concatenate, columns))
+        return scored
 
     @staticmethod
     def _draw(
@@ -333,11 +377,15 @@ class Runner:
         if token_ids.ndim == 2:
             token_ids = token_ids[slice(num_steps) if num_steps > 1 else 0]
         ok = token_ids != NO_TOKEN
-        if step.num_logprobs is None or step.output.logprobs is None:
+        if step.num_logprobs is None:
             return token_ids, ok, None
-        logprobs = TokenLogprobs(*(np.asarray(leaf) for leaf in step.output.logprobs))
+        logprobs, logits = None, None if step.logits is None else np.asarray(step.logits)
+        if step.output.logprobs is not None:
+            logprobs = TokenLogprobs(*(np.asarray(leaf) for leaf in step.output.logprobs))
         tokens = step.plan.num_tokens if step.has_positions else np.ones(num_rows, np.int32)
-        return token_ids, ok, StepLogprobs(step.num_logprobs, np.cumsum(tokens), logprobs)
+        ends = np.cumsum(tokens)
+        found = StepLogprobs(step.num_logprobs, ends, logprobs, logits, step.prompts)
+        return token_ids, ok, found
 
     def close(self) -> None:
         """Free the device's memory. Idempotent."""

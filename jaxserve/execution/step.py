@@ -190,6 +190,29 @@ def score_positions(
     return position_logprobs(model.logits, output.hidden, output.logits, indices, draws, batch)
 
 
+def project_positions(
+    graphdef: nnx.GraphDef[Decoder],
+    treedef: Any,
+    leaves: list[Array],
+    hidden: Float[Array, "T D"],
+    start: Int32[Array, ""],
+    num_tokens: Int32[Array, ""],
+    *,
+    count: int,
+    implementation: str,
+) -> Float[Array, "count V"]:
+    """Compute the logits at positions of a step, for what the host scores of prompts.
+
+    Args:
+        hidden: of the step; its first `num_tokens` rows are no padding.
+        start: first of the positions; the last ones are taken where it lies too far behind.
+        count: static; positions.
+    """
+    parameters = with_implementation(jax.tree.unflatten(treedef, leaves), implementation)
+    model = nnx.merge(graphdef, with_num_rows(parameters, num_tokens))
+    return model.logits(lax.dynamic_slice_in_dim(hidden, start, count))
+
+
 def _with_draws(
     last_token: Int32[Array, " slots_plus_1"],
     slots: Int32[Array, " R"],

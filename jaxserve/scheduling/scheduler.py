@@ -193,9 +193,7 @@ class Scheduler:
         if table.num_guided and (is_waiting := awaits_token(table, running)).any():
             left[is_waiting], max_steps = 0, min(max_steps, BESIDE_WAITING)
         slots = running[left > 0]
-        alone = table.is_guided[slots] | (
-            table.features[slots] & (SamplerFeature.SCORES | SamplerFeature.PROMPT_LOGPROBS)
-        )
+        alone = table.is_guided[slots] | (table.features[slots] & SamplerFeature.SCORES)
         if not len(slots) or alone.any():
             return None
         if (length[left > 0] - table.num_computed[slots] != 1).any():

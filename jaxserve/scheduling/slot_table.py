@@ -19,6 +19,7 @@ NO_PENALTIES = (1.0, 0.0, 0.0)
 _NO_STOPS = (NO_TOKEN,) * MAX_STOP_TOKEN_IDS
 # As plain numbers: those of an IntFlag cost a microsecond each time.
 _EDITS, _PROMPT_LOGPROBS = int(SamplerFeature.EDITS), int(SamplerFeature.PROMPT_LOGPROBS)
+_LOGPROBS, _LOGITS = int(SamplerFeature.LOGPROBS), int(SamplerFeature.LOGITS)
 
 
 class SlotTable:
@@ -97,6 +98,8 @@ class SlotTable:
         self.num_guided = 0
         # Whether any request so far needs log-probabilities of its prompt: most engines see none.
         self.has_prompt_logprobs = False
+        # Whether the host computes all log-probabilities of tokens drawn.
+        self.scores_on_host = False
         self.needs_mask = column(dtype=np.bool_)
         self.needs_load = column(dtype=np.bool_)
         # `None` marks a free slot; only the slots of running sequences are ever looked up.
@@ -130,9 +133,9 @@ class SlotTable:
             self.page_keys[slot, : len(prefix.keys)] = prefix.keys
             self.key_state[slot] = prefix.state
         sampling = sequence.request.sampling
-        self.num_logprobs[slot] = -1 if sampling.logprobs is None else sampling.logprobs
         self.num_prompt[slot] = sequence.num_prompt
-        self._put_settings(slot, sequence)
+        features = self._put_settings(slot, sequence)
+        self.num_logprobs[slot] = sampling.logprobs if features & _LOGPROBS else -1
         self.needs_load[slot] = sampling.features & _EDITS != 0
         self.needs_mask[slot] = False
         self.is_guided[slot] = False
@@ -140,13 +143,16 @@ class SlotTable:
             self.guide(slot)
         return slot
 
-    def _put_settings(self, slot: int, sequence: Sequence) -> None:
+    def _put_settings(self, slot: int, sequence: Sequence) -> int:
+        """Write a slot's settings; return its features."""
         request = sequence.request
         sampling, stops, features = (
             request.sampling,
             request.stop_token_ids,
             request.sampling.features,
         )
+        if self.scores_on_host and features & _LOGPROBS:
+            features ^= _LOGPROBS | _LOGITS
         if sequence.lacks_prompt_logprobs:
             features |= _PROMPT_LOGPROBS
             self.has_prompt_logprobs = True
@@ -170,6 +176,7 @@ class SlotTable:
         # Most requests have few, and columns beyond those used so far hold NO_TOKEN already.
         if used := self.max_stops:
             self.stop_token_ids[slot, :used] = (*stops, *_NO_STOPS[len(stops) : used])
+        return features
 
     def put_tokens(self, slots: np.ndarray, where: np.ndarray, tokens: np.ndarray) -> None:
         """Write token ids that are known now: tokens[i] to position where[i] of slots[i]."""

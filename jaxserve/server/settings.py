@@ -8,8 +8,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxserve.checks import exact_int, finite_float
 from jaxserve.errors import InvalidRequest
-from jaxserve.request import exact_int, finite_float
 from jaxserve.server.tool_calls.formats import CALL_FORMATS, THINKING_FORMATS
 
 MAX_SOCKET_PATH = 107  # bytes, by Linux
@@ -60,8 +60,8 @@ class ServerConfig:
             may give as Host.
         strict: refuse fields that the server does not know, instead of ignoring them.
         share_prefix_cache: let requests with different keys hit each other's cached prefixes.
-        max_num_queued_reqs: completions that may wait for a slot, 4 for each slot by default;
-            beyond that requests are answered 429.
+        max_num_queued_reqs: completions that may wait for a slot, 4 for each slot and at least 128
+            by default; beyond that requests are answered 429.
         max_queued_prompt_tokens: prompt tokens that may wait to be computed, by default as
             many as 64 full steps take; beyond that requests are answered 429.
         queue_timeout: how long a request may wait for its start.
@@ -108,6 +108,9 @@ class ServerConfig:
             gets another.
         return_tokens_as_token_ids: spell tokens of log-probabilities as token_id:N.
         enable_force_include_usage: end every stream with its usage.
+        enable_per_request_metrics: let answers of one completion carry its times, as `metrics`; a
+            stream does with its usage.
+        server_dev_mode: open POST /reset_prefix_cache, which an api_key opens too.
         root_path: path at which a proxy shows the server, like /llm; requests may come with it or
             without.
         uds: a Unix domain socket to listen on, instead of host and port.
@@ -156,7 +159,7 @@ class ServerConfig:
     max_body_bytes: int = 8 << 20
     max_json_depth: int = 64
     max_json_nodes: int = 250_000
-    max_prompts: int = 64
+    max_prompts: int = 128
     tool_call_parser: str | None = None
     enable_auto_tool_choice: bool = True
     reasoning_parser: str | None = None
@@ -176,6 +179,8 @@ class ServerConfig:
     reasoning_effort_map: dict[str, Any] | None = None
     return_tokens_as_token_ids: bool = False
     enable_force_include_usage: bool = False
+    enable_per_request_metrics: bool = False
+    server_dev_mode: bool = False
     root_path: str = ""
     uds: str | None = None
     ssl_keyfile: str | None = None

@@ -16,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from jaxserve import LLM, EngineClosed, InvalidRequest, SamplingParams
+from jaxserve.engine.batch import Batch
 from jaxserve.engine.loading import Loaded
 from tests.engine.conftest import GREEDY, Canary
 
@@ -244,7 +245,7 @@ def test_prompt_of_all_but_one_token_is_served(canary: Canary) -> None:
 BAD_PARAMS: list[dict[str, Any]] = [
     {"max_tokens": 0}, {"max_tokens": -1}, {"max_tokens": 10**12}, {"max_tokens": 1.5},
     {"max_tokens": True}, {"max_tokens": "5"}, {"min_tokens": -1},
-    {"min_tokens": 20, "max_tokens": 10}, {"n": 0}, {"n": -1}, {"n": 17}, {"n": 10**9},
+    {"min_tokens": 20, "max_tokens": 10}, {"n": 0}, {"n": -1}, {"n": 129}, {"n": 10**9},
     {"temperature": -1}, {"temperature": 1e-320}, {"temperature": 1e300},
     {"temperature": float("nan")}, {"temperature": float("inf")}, {"temperature": "1"},
     {"temperature": None}, {"top_p": 0}, {"top_p": -1}, {"top_p": 2}, {"top_p": float("nan")},
@@ -264,8 +265,8 @@ BAD_PARAMS: list[dict[str, Any]] = [
     {"allowed_token_ids": []}, {"allowed_token_ids": [-1]}, {"allowed_token_ids": 5},
     {"allowed_token_ids": "5"}, {"allowed_token_ids": [1.0]},
     {"bad_words": [""]}, {"bad_words": ["  "]}, {"bad_words": "word"}, {"bad_words": [5]},
-    {"logprobs": -1}, {"logprobs": 21}, {"logprobs": 10**6}, {"logprobs": True},
-    {"prompt_logprobs": -1}, {"prompt_logprobs": 21}, {"prompt_logprobs": 1.0},
+    {"logprobs": -2}, {"logprobs": 2**31}, {"logprobs": True},
+    {"prompt_logprobs": -2}, {"prompt_logprobs": 1.0},
     {"bad_words": ["w"] * 10_000}, {"bad_words": ["w" * 300]},
 ]  # fmt: skip
 
@@ -355,15 +356,15 @@ def test_generate_from_two_threads(canary: Canary) -> None:
 
 
 def test_interrupt_gives_everything_back(canary: Canary, monkeypatch: pytest.MonkeyPatch) -> None:
-    original, calls = canary.llm._next, iter([None, None, KeyboardInterrupt()])
+    original, calls = Batch._next, iter([None, None, KeyboardInterrupt()])
 
-    def interrupted(inbox: Any) -> Any:
+    def interrupted(batch: Batch) -> Any:
         if (error := next(calls)) is not None:
             raise error
-        return original(inbox)
+        return original(batch)
 
     with monkeypatch.context() as patch:
-        patch.setattr(canary.llm, "_next", interrupted)
+        patch.setattr(Batch, "_next", interrupted)
         with pytest.raises(KeyboardInterrupt):
             canary.llm.generate(["long"] * 9, SamplingParams(max_tokens=200), use_tqdm=False)
     canary.check()

@@ -230,7 +230,6 @@ BAD: list[tuple[str, str, dict[str, Any]]] = [
     *((CHAT, "top_logprobs", {"logprobs": True, "top_logprobs": v}) for v in (-1, 21, True, 2.0)),
     (CHAT, "top_logprobs", {"top_logprobs": 3}),
     *((path, "prompt_logprobs", {"prompt_logprobs": v}) for path in (TEXT, CHAT) for v in (-1, 21)),
-    *((path, "prompt_logprobs", {"prompt_logprobs": 1, "stream": True}) for path in (TEXT, CHAT)),
     ("/v1/responses", "top_logprobs", {"top_logprobs": 21}),
     ("/v1/responses", "include", {"include": ["file_search_call.colour"]}),
 ]

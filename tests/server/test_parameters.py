@@ -94,7 +94,7 @@ RANGES: list[tuple[str, dict[str, Any]]] = [
     *(("/v1/messages", {"max_tokens": value}) for value in (0, -1, None, "a")),
     *(("/v1/responses", {"max_output_tokens": value}) for value in (0, -1, "a")),
     *((TEXT, {"min_tokens": value}) for value in (-1, 3, 10**12)),
-    *((TEXT, {"n": value}) for value in (0, -1, 17, 10**9)),
+    *((TEXT, {"n": value}) for value in (0, -1, 129, 10**9)),
     *((TEXT, {"temperature": value}) for value in (-1, 1e-320, 1e300)),
     *((TEXT, {"top_p": value}) for value in (0, -1, 2)),
     *((TEXT, {"min_p": value}) for value in (-0.1, 1.1)),
@@ -106,6 +106,8 @@ RANGES: list[tuple[str, dict[str, Any]]] = [
     *(("/v1/messages", {"stop_sequences": value}) for value in ([""], ["a"] * 17, "a")),
     *((TEXT, {"cache_salt": value}) for value in ("a" * 129, "a" * 1_000_000, "\x07", "a\nb")),
     *((TEXT, {"truncate_prompt_tokens": value}) for value in (0, -2, 10**6)),
+    *((TEXT, {"logprobs": value}) for value in (-2, -1, 21, 2**40)),
+    *((CHAT, {"top_logprobs": value, "logprobs": True}) for value in (-2, -1, 21, 2**40)),
     (TEXT, {"best_of": 2}),
     (TEXT, {"suffix": "b"}),
     *((CHAT, {"continue_final_message": True, "add_generation_prompt": True}) for _ in range(1)),
@@ -149,6 +151,11 @@ REFUSED: dict[str, tuple[Any, ...]] = {
         {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "foo"}}},
         {"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref": "http://a/b"}}},
     ),
+    "prompt_logprobs": (-2, -1, 21, 2**40, 1.5, "3", [3]),
+    "truncation_side": ("middle", "", 5, True, ["left"]),
+    "spaces_between_special_tokens": ("yes", 1, [True]),
+    "use_beam_search": ("yes", 1, {}),
+    "length_penalty": (2.0, "1", [1]),
     "structured_outputs": (
         *({}, {"regex": "("}, {"regex": "a", "json_object": True}, {"json": "{"}, {"choice": []}),
         *({"regex": "a" * 5000}, {"grammar": "start: nothing"}, {"json": {"type": 5}}, "json"),
@@ -163,6 +170,49 @@ def test_settings_of_the_sampler_are_checked(server: Server, path: str, name: st
     for value in REFUSED[name]:
         named = refuse(server, path, {name: value})["param"]
         assert named is not None and named.partition(".")[0] == name, value
+
+
+LISTED: tuple[Any, ...] = (
+    *([-1], [VOCABULARY], [2**31], [2**70], ["5"], [1.5], [True], [None], 5, "5"),
+    *([5] * 129, {"5": 1}, [[5]]),
+)
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_lists_of_tokens_to_score_are_checked(server: Server, path: str) -> None:
+    name, logprobs = "logprob_token_ids", True if path == CHAT else 1
+    for value in LISTED:
+        named = refuse(server, path, {name: value, "logprobs": logprobs})["param"]
+        assert named is not None and named.partition("[")[0] == name, value
+    assert refuse(server, path, {name: [5]})["param"] == name  # it needs logprobs
+    assert refuse(server, path, {name: [5] * 200_000, "logprobs": logprobs})["param"] == name
+
+
+BEAMS: list[dict[str, Any]] = [
+    *({name: 1} for name in ("presence_penalty", "frequency_penalty", "min_tokens")),
+    *({"repetition_penalty": 1.5}, {"stop": "a"}, {"stop_token_ids": [5]}, {"stream": True}),
+    *({"logit_bias": {"5": 1}}, {"bad_words": ["a"]}, {"prompt_logprobs": 1}),
+    *({"structured_outputs": {"regex": "a"}}, {"response_format": {"type": "json_object"}}),
+    *({"length_penalty": value} for value in (-17, 17, 1e300)),
+    {"allowed_token_ids": list(range(129))},
+]
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+@pytest.mark.parametrize("fields", BEAMS, ids=lambda fields: str(fields)[:40])
+def test_what_a_beam_search_has_not_is_refused(
+    server: Server, path: str, fields: dict[str, Any]
+) -> None:
+    error = refuse(server, path, {"use_beam_search": True, "n": 2} | fields)
+    assert error["param"] == next(iter(fields))
+
+
+def test_a_beam_search_compares_no_more_candidates_than_are_scored(server: Server) -> None:
+    for n, parameter in ((11, "beam_width"), (129, "n")):
+        error = refuse(server, TEXT, {"use_beam_search": True, "n": n})
+        assert error["param"] == parameter
+    asked = {"use_beam_search": True, "echo": True, "logprobs": 1}
+    assert refuse(server, TEXT, asked)["param"] == "echo"
 
 
 def test_an_answer_has_the_form_that_was_asked_for(server: Server) -> None:
@@ -347,9 +397,9 @@ def test_strict_servers_refuse_unknown_fields(narrow: Server) -> None:
     "fields",
     [
         {"prompt": ["a"] * 100_000},
-        {"prompt": ["a"] * 65},
-        {"prompt": ["a"] * 5, "n": 16},
-        {"prompt": [[5]] * 65},
+        {"prompt": ["a"] * 129},
+        {"prompt": ["a"] * 5, "n": 32},
+        {"prompt": [[5]] * 129},
     ],
     ids=lambda fields: f"{len(fields['prompt'])}x{fields.get('n', 1)}",
 )

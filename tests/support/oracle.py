@@ -34,6 +34,7 @@ class Score(NamedTuple):
     rank: int
     top_ids: list[int]
     top_logprobs: list[float]
+    top_ranks: list[int]
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,7 @@ class Oracle:
         bad_words: Words = (),
         texts: Listing[str] = (),
         form: Form | None = None,
+        mode: str = "raw_logprobs",
     ) -> Answer:
         """The completion of one prompt, alone; max_tokens must be given.
 
@@ -146,10 +148,16 @@ class Oracle:
             bad_words: in token ids.
             texts: of each token id; nothing is decoded without.
             form: of structured_outputs.
+            mode: of log-probabilities; a prompt's are the model's own in any.
         """
         assert sampling.max_tokens is not None
         tokens = tuple(prompt)
-        prompt_scores = self._scores(tokens, 1, sampling.prompt_logprobs)
+        as_logits, width = mode.endswith("_logits"), sampling.prompt_logprobs
+        prompt_scores: list[Score] = []
+        for at in range(1, len(tokens)) if width is not None else ():
+            row = self.logits(tokens[:at])
+            prompt_scores.append(score(row, tokens[at], width, (), as_logits))
+        scores: list[Score] = []
 
         def answer(finish_reason: str) -> Answer:
             output = tokens[len(prompt) :]
@@ -160,7 +168,6 @@ class Oracle:
             text, reason = stopped_text(pieces, sampling)
             if reason is None and ended and output[-1] in (sampling.stop_token_ids or ()):
                 reason = output[-1]
-            scores = self._scores(tokens, len(prompt), sampling.logprobs)
             return Answer(list(output), text, finish_reason, reason, scores, prompt_scores)
 
         for index in range(sampling.max_tokens):
@@ -173,7 +180,12 @@ class Oracle:
                 logits[~form(output)[0]] = -np.inf
             if np.all(logits == -np.inf):
                 return answer("error")
+            raw = self.logits(tokens)
             tokens += (choose(logits, sampling, seed, len(tokens)),)
+            if sampling.logprobs is not None or sampling.logprob_token_ids:
+                row = processed(logits, sampling) if mode.startswith("processed") else raw
+                listed = sampling.logprob_token_ids or ()
+                scores.append(score(row, tokens[-1], sampling.logprobs or 0, listed, as_logits))
             output = tokens[len(prompt) :]
             if tokens[-1] in stops:
                 return answer("stop")
@@ -182,13 +194,6 @@ class Oracle:
             if form is not None and index + 1 < sampling.max_tokens and form(output)[1]:
                 return answer("stop")
         return answer("length")
-
-    def _scores(self, tokens: tuple[int, ...], first: int, width: int | None) -> list[Score]:
-        if width is None:
-            return []
-        return [
-            score(self.logits(tokens[:at]), tokens[at], width) for at in range(first, len(tokens))
-        ]
 
 
 def _through_fp8(x: Array) -> Array:
@@ -254,13 +259,35 @@ def edited_logits(
     return logits
 
 
-def score(logits: Array, token: int, width: int) -> Score:
-    """A token under the softmax of logits, by sorting."""
-    logprobs = logits - logits.max()
-    logprobs -= np.log(np.exp(logprobs).sum())
-    order = np.argsort(-logits, kind="stable")[:width]
-    rank = 1 + int((logits > logits[token]).sum())
-    return Score(float(logprobs[token]), rank, order.tolist(), logprobs[order].tolist())
+def score(
+    logits: Array,
+    token: int,
+    width: int,
+    listed: Listing[int] = (),
+    as_logits: bool = False,
+) -> Score:
+    """A token under the softmax of logits, or its logit, by sorting; with `width` others, -1 for
+    all, or those of a list."""
+    values = logits - logits.max()
+    values -= np.log(np.exp(values).sum())
+    if as_logits:
+        values = logits
+    order = np.argsort(-logits, kind="stable")
+    ranks = [1 + int((logits > own).sum()) for own in logits]
+    if listed:
+        others, places = list(listed), [ranks[other] for other in listed]
+    else:
+        others = order[: len(logits) if width == -1 else width].tolist()
+        places = list(range(1, len(others) + 1))
+    return Score(float(values[token]), ranks[token], others, values[others].tolist(), places)
+
+
+def processed(logits: Array, sampling: SamplingParams) -> Array:
+    """float64[V]: edited logits as a token is drawn from them, -inf where it cannot be."""
+    if sampling.temperature == 0:
+        return logits
+    scaled = logits / float(np.float32(sampling.temperature))
+    return np.where(kept_tokens(logits, sampling) > 0, scaled, -np.inf)
 
 
 def kept_tokens(logits: Array, sampling: SamplingParams) -> Array:

@@ -88,6 +88,14 @@ def random_ends(rng: random.Random, vocab: int) -> dict[str, Any]:
     }
 
 
+def random_scores(rng: random.Random, vocab: int) -> dict[str, Any]:
+    """What is to be scored: as many of the most likely tokens, or tokens by name."""
+    if rng.random() < 0.85:
+        return {"logprobs": rng.choice([None, None, None, 0, 1, 5, 20, -1])}
+    listed = rng.sample(range(vocab), rng.randrange(1, 9))
+    return {"logprob_token_ids": listed, "logprobs": rng.choice([None, len(listed)])}
+
+
 def random_sampling(rng: random.Random, vocab: int, longest: int) -> SamplingParams:
     """Any mix of settings."""
     max_tokens = rng.randrange(1, longest + 1)
@@ -103,8 +111,8 @@ def random_sampling(rng: random.Random, vocab: int, longest: int) -> SamplingPar
         min_tokens=rng.randrange(0, max_tokens + 1) if rng.random() < 0.3 else 0,
         stop_token_ids=[rng.randrange(vocab) for _ in range(rng.choice([0, 0, 1, 6]))],
         ignore_eos=rng.random() < 0.2,
-        logprobs=rng.choice([None, None, None, 0, 1, 5, 20]),
-        prompt_logprobs=rng.choice([None, None, None, None, 0, 3, 20]),
+        **random_scores(rng, vocab),
+        prompt_logprobs=rng.choice([None, None, None, None, 0, 3, 20, -1]),
         structured_outputs=None if form is None else StructuredOutputsParams(**form),
         **random_ends(rng, vocab),
         **random_edits(rng, vocab, letters),

@@ -39,6 +39,11 @@ class Detokenizer:
         # The stream begins with the context itself, where that ends in U+FFFD: it may be a
         # character that is not whole yet, and what completes it would change the context's text.
         self._repeats_context = self._before.endswith("\ufffd")
+        self._added: dict[int, str] = {}
+        if not (sampling.skip_special_tokens or sampling.spaces_between_special_tokens):
+            added = self._backend.get_added_tokens_decoder()
+            self._added = {token: str(word.content) for token, word in added.items()}
+        self._follows_added = False
         self._stops = sampling.stop or ()
         self._longest_stop = max(map(len, self._stops), default=0)
         self._beginnings_of_stops = sampling.beginnings_of_stops
@@ -55,6 +60,10 @@ class Detokenizer:
         """Take one more token; return whether its text completes a stop string."""
         self._num_tokens += 1
         piece = self._stream.step(self._backend, token_id)
+        if self._added:
+            word = self._added.get(token_id)
+            piece = word if word is not None and self._follows_added else piece
+            self._follows_added = word is not None
         if piece is None:
             self._waiting.append(token_id)
             return False

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxserve.config import EngineConfig
 from jaxserve.execution.buckets import Bucket, BucketSet, Program, Sampler, default_steps
+from jaxserve.request import MAX_LOGPROBS
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -25,6 +26,12 @@ _BUSY_SECONDS = {"cpu": 120.0, "gpu": 4 * 3600.0}
 def busy_seconds(platform: str) -> float:
     """Return the busy time in which a program must save more than it costs to compile."""
     return _BUSY_SECONDS["cpu" if platform == "cpu" else "gpu"]
+
+
+def needs_logits(config: EngineConfig) -> bool:
+    """Return whether the host scores prompts too, and so needs their logits."""
+    is_default = 0 <= config.max_logprobs <= MAX_LOGPROBS
+    return not is_default or config.logprobs_mode != "raw_logprobs"
 
 
 def buckets_of(
@@ -48,8 +55,9 @@ def buckets_of(
         *sizes,
         greedy_decode,
         config.num_scheduler_steps or default_steps(platform),
-        # On a GPU a second launch is not known to cost less than a conditional node.
-        split_sampler=platform == "cpu",
+        # On a GPU a second launch is not known to cost less than a conditional node, but only
+        # programs with a sampler apart keep logits.
+        split_sampler=platform == "cpu" or needs_logits(config),
     )
 
 

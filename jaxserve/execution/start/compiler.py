@@ -16,7 +16,7 @@ from jax.stages import Compiled, Lowered
 from jaxserve.config import EngineConfig
 from jaxserve.execution.batch import pack, rows_size, unpack
 from jaxserve.execution.buckets import Bucket, Program, Sampler
-from jaxserve.execution.logprobs import DeviceLogprobs
+from jaxserve.execution.logprobs import BLOCK, DeviceLogprobs
 from jaxserve.execution.page_table import null_rows, set_rows
 from jaxserve.execution.sampler_state import (
     SamplerState,
@@ -28,7 +28,13 @@ from jaxserve.execution.sampler_state import (
 from jaxserve.execution.start.described_card import DescribedCard
 from jaxserve.execution.start.programs import ProgramStore
 from jaxserve.execution.state import DeviceState, StepOutput, kv_dtype, make_state
-from jaxserve.execution.step import choose_tokens, decode_steps, model_step, score_positions
+from jaxserve.execution.step import (
+    choose_tokens,
+    decode_steps,
+    model_step,
+    project_positions,
+    score_positions,
+)
 from jaxserve.models import Decoder, ModelConfig
 from jaxserve.models.linear import accumulator
 from jaxserve.scheduling.plan import LaunchPlan
@@ -257,6 +263,24 @@ class Compiler:
 
         rows, config = bucket.num_rows, self.model_config
         return self.store.get(f"score, {bucket}", lower)
+
+    def project(self, bucket: Bucket) -> Compiled:
+        """Compile the logits at a few positions of a bucket's steps."""
+        options: Any = {"implementation": self.config.attention_backend}
+        options["count"] = min(BLOCK, bucket.num_tokens)
+
+        def run(leaves: list[Array], hidden: Array, start: Array, num_tokens: Array) -> Array:
+            positions = (leaves, hidden, start, num_tokens)
+            return project_positions(self._graphdef, self._treedef, *positions, **options)
+
+        def lower() -> Lowered:
+            shape: Any = jax.ShapeDtypeStruct
+            hidden = shape((bucket.num_tokens, self.model_config.hidden_size), self.dtype)
+            number = shape((), np.int32)
+            with product_precision(self.config.float32_matmul_precision, self.dtype):
+                return self._lower(run, self.leaves, hidden, number, number)
+
+        return self.store.get(f"project, {bucket}", lower)
 
     def make_state(self, num_pages: int) -> Compiled:
         """Compile the maker of an empty device state."""

@@ -22,7 +22,7 @@ from jax.stages import Compiled
 
 from jaxserve.config import EngineConfig, cpu_threads
 from jaxserve.errors import DeviceError
-from jaxserve.execution.buckets import few_sizes
+from jaxserve.execution.buckets import Sampler, few_sizes
 from jaxserve.execution.start.bucket_plan import buckets_of
 from jaxserve.execution.start.cache_size import CACHE_NOTES, CacheSize
 from jaxserve.execution.start.compilation import open_store
@@ -127,7 +127,13 @@ class CardPrograms:
         compiler = self.compiler
         for bucket in sorted(self.buckets, reverse=True):
             yield program_name(bucket, pages), partial(compiler.step, bucket, pages)
-        for count in few_sizes(self.config.max_num_seqs or 1):
+        largest, sizes = self.buckets.largest, few_sizes(self.config.max_num_seqs or 1)
+        if largest.keeps_logits:
+            for size in sizes:
+                yield str(Sampler(size)), partial(compiler.sampler, Sampler(size))
+            yield f"score, {largest}", partial(compiler.score, largest)
+            yield f"project, {largest}", partial(compiler.project, largest)
+        for count in sizes:
             yield f"set allowed, {count}", partial(compiler.set_allowed, count)
         yield "load slot", compiler.load_slot
         yield "set rows", compiler.set_rows

@@ -23,6 +23,7 @@ from jaxserve.execution.start.bucket_plan import (
     buckets_of,
     busy_seconds,
     choose_sizes,
+    needs_logits,
 )
 from jaxserve.execution.start.cache_size import CacheSize, temporary_bytes_of
 from jaxserve.execution.start.compilation import open_store
@@ -67,6 +68,7 @@ class Parts:
 
     samplers: dict[Sampler, Future[Compiled]]
     score: Future[Compiled | None]
+    project: Future[Compiled | None]
     load_slot: Future[Compiled]
     set_rows: Future[Compiled]
     masks: dict[int, Future[Compiled]]
@@ -74,7 +76,7 @@ class Parts:
     @property
     def all(self) -> list[Future[Any]]:
         """All of them."""
-        others = (self.score, self.load_slot, self.set_rows)
+        others = (self.score, self.project, self.load_slot, self.set_rows)
         return [*self.samplers.values(), *others, *self.masks.values()]
 
 
@@ -161,7 +163,8 @@ class WarmUp:
         submit = self._pool.submit
         self._parts = Parts(
             self._samplers(),
-            submit(self._compile_score),
+            submit(self._compile_if, self.buckets.largest.keeps_logits, self.compiler.score),
+            submit(self._compile_if, needs_logits(self.config), self.compiler.project),
             submit(self.compiler.load_slot),
             submit(self.compiler.set_rows),
             {count: submit(self.compiler.set_allowed, count) for count in self._few_sizes},
@@ -219,6 +222,7 @@ class WarmUp:
             parts.load_slot.result(),
             parts.set_rows.result(),
             {count: compiled.result() for count, compiled in parts.masks.items()},
+            parts.project.result(),
         )
 
     def _make_runner(self, programs: Programs) -> Runner:
@@ -250,17 +254,15 @@ class WarmUp:
         """Start to compile the samplers that follow launches without one, or the largest alone."""
         if not self.buckets.largest.keeps_logits:
             return {}
-        sizes = self._few_sizes if self._waits_for_all else self._few_sizes[-1:]
-        samplers = map(Sampler, sizes)
+        samplers = map(Sampler, self._few_sizes[0 if self._waits_for_all else -1 :])
         return {sampler: self._pool.submit(self.compiler.sampler, sampler) for sampler in samplers}
 
     @property
     def _few_sizes(self) -> tuple[int, ...]:
         return few_sizes(self.config.max_num_seqs or 1)
 
-    def _compile_score(self) -> Compiled | None:
-        largest = self.buckets.largest
-        return self.compiler.score(largest) if largest.keeps_logits else None
+    def _compile_if(self, is_used: bool, compile_: Callable[[Bucket], Compiled]) -> Compiled | None:
+        return compile_(self.buckets.largest) if is_used else None
 
     def _first_steps(self) -> list[Bucket]:
         """Return the buckets without which an engine cannot serve, or would start at a crawl.
@@ -288,9 +290,8 @@ class WarmUp:
         """Start to add the programs that `run` left out; None where there are none."""
         if self._waits_for_all:
             return None
-        plan = self.report.bucket_plan
+        plan, samplers = self.report.bucket_plan, list(map(Sampler, self._few_sizes[:-1]))
         is_chosen = self._sizes_are_named or plan.step_seconds is not None
-        samplers = [Sampler(size) for size in self._few_sizes[:-1]]
         return ProgramsBehind(
             *(runner, self.compiler, self.buckets, samplers),
             *(plan if is_chosen else None, self._note),

@@ -10,10 +10,11 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jaxserve.engine.prompts import truncated
 from jaxserve.engine.text.messages import plain_message
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import SamplingParams
-from jaxserve.server.api.completions import truncated
+from jaxserve.server.api.beam_generation import BeamGeneration, beam_params
 from jaxserve.server.api.endpoint_request import EndpointRequest
 from jaxserve.server.api.generation import Choice, Generation, Part
 from jaxserve.server.api.streaming import DONE, event, respond
@@ -31,6 +32,7 @@ from jaxserve.server.schema.openai import (
     ChunkChoice,
     FunctionCall,
     FunctionDelta,
+    PromptLogprobs,
     ToolCall,
 )
 from jaxserve.server.schema.sampling import check_sizes, check_stream, sampling_params
@@ -137,6 +139,9 @@ async def prepare(request: EndpointRequest, body: ChatRequest) -> Generation:
     dialect = model.dialect
     tools = tool_use(body, dialect.parser, request.config.enable_auto_tool_choice, dialect.spell)
     sampling = chat_sampling(body, model, wanted, tools)
+    beams = beam_params(body, sampling, model.limits.max_model_len)
+    if beams is not None and sampling.structured_outputs is not None:
+        raise InvalidRequest("tools are not supported with use_beam_search", "tools")
     if tools is not None and tools.grammar is not None:
         request.renamed["structured_outputs"] = "tools"
     request.admit(model, sampling.n)
@@ -145,10 +150,13 @@ async def prepare(request: EndpointRequest, body: ChatRequest) -> Generation:
     if tools is not None:
         options["tools"] = tools.described
     prompt = await model.render(messages, **options)
-    prompt = truncated(prompt, body.truncate_prompt_tokens, model.limits.max_model_len)
+    longest = model.limits.max_model_len
+    prompt = truncated(prompt, body.truncate_prompt_tokens, longest, body.truncation_side)
     marks = dialect.marks(prompt, tools, sampling.structured_outputs is not None)
     engine_request = await request.engine_request(model, prompt, sampling, body, marks)
     answer_format = dialect.answer_format(prompt, tools, body.include_reasoning is not False)
+    if beams is not None:
+        return BeamGeneration(model, [engine_request], beams, answer_format)
     return Generation(model, [engine_request], answer_format)
 
 
@@ -214,6 +222,8 @@ class ChatFormatter:
         self._usage = bool(options and options.include_usage)
         self._continuous = self._usage and bool(options and options.continuous_usage_stats)
         self._sent: list[int] = []  # tokens of each choice that have gone out
+        self._owes_prompt = body.prompt_logprobs is not None
+        self._held: list[Part] = []  # parts that wait for the prompt's logprobs
 
     def whole(self, generation: Generation) -> ChatResponse:
         response = ChatResponse(
@@ -225,11 +235,17 @@ class ChatFormatter:
         )
         if self._ids:
             response.prompt_token_ids = generation.choices[0].prompt_token_ids
-        width, logprobs = self._body.prompt_logprobs, generation.prompt_logprobs[0]
-        if width is not None and logprobs is not None:
-            prompt = generation.choices[0].prompt_token_ids
-            response.prompt_logprobs = self._texts.prompt(prompt, logprobs, width)
+        response.prompt_logprobs = self._of_prompt(generation)
+        if generation.model.config.enable_per_request_metrics:
+            response.metrics = generation.timing()
         return response
+
+    def _of_prompt(self, generation: Generation) -> PromptLogprobs | None:
+        """Return the prompt's logprobs, where they were requested and have come."""
+        width, logprobs = self._body.prompt_logprobs, generation.prompt_logprobs[0]
+        if width is None or logprobs is None:
+            return None
+        return self._texts.prompt(generation.choices[0].prompt_token_ids, logprobs, width)
 
     def _logprobs(self, part: Part | Choice) -> ChatLogprobs | None:
         if not self._body.logprobs:
@@ -249,6 +265,8 @@ class ChatFormatter:
             chunk.usage = generation.usage(self._sent)
         elif self._usage:
             chunk.usage = None
+        if self._owes_prompt and generation.prompt_logprobs[0] is not None:
+            self._owes_prompt, chunk.prompt_logprobs = False, self._of_prompt(generation)
         return chunk
 
     def opening(self, generation: Generation) -> bytes:
@@ -263,9 +281,15 @@ class ChatFormatter:
 
     def parts(self, generation: Generation, parts: list[Part]) -> bytes:
         chunks = []
+        if self._owes_prompt and generation.prompt_logprobs[0] is None:
+            self._held += parts
+            return b""
+        parts, self._held = self._held + parts, []
         for part in parts:
             self._sent[part.index] += len(part.token_ids)
-            if not (part.pieces or part.finish_reason or self._ids or part.logprobs):
+            if not (
+                part.pieces or self._owes_prompt or part.finish_reason or self._ids or part.logprobs
+            ):
                 continue
             choice = ChunkChoice(part.index, _delta(part.pieces), self._logprobs(part))
             if part.finish_reason:
@@ -280,6 +304,8 @@ class ChatFormatter:
             return DONE
         chunk = self._chunk(generation, [])
         chunk.usage = generation.usage()
+        if generation.model.config.enable_per_request_metrics:
+            chunk.metrics = generation.timing()
         return event(chunk) + DONE
 
     def failure(self, error: ApiError) -> bytes:

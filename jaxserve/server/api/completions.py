@@ -9,9 +9,11 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jaxserve.engine.prompts import truncated
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import Request as EngineRequest
-from jaxserve.request import SamplingParams, exact_int
+from jaxserve.request import SamplingParams
+from jaxserve.server.api.beam_generation import BeamGeneration, beam_params
 from jaxserve.server.api.endpoint_request import EndpointRequest
 from jaxserve.server.api.generation import Choice, Generation, Part
 from jaxserve.server.api.streaming import DONE, event, respond
@@ -21,6 +23,7 @@ from jaxserve.server.schema.openai import (
     CompletionChoice,
     CompletionRequest,
     CompletionResponse,
+    PromptLogprobs,
     Usage,
 )
 from jaxserve.server.schema.sampling import (
@@ -80,9 +83,15 @@ async def completions(http_request: Request) -> Response:
     # An echoed prompt has as many logprobs as the answer. Too many are refused under that name.
     width = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
-        width = max(body.logprobs, -1 if width is None else width)
+        width = wider(body.logprobs, width)
     check_sizes(body, model.limits.vocab_size)
     sampling = sampling_params(body, model.default_sampling, wanted, body.logprobs, width)
+    beams = beam_params(body, sampling, model.limits.max_model_len)
+    if beams is not None and body.echo and body.logprobs is not None:
+        raise InvalidRequest("echo with logprobs is not supported with use_beam_search", "echo")
+    if sampling.logprob_token_ids and is_echo_only(body):
+        name = "logprob_token_ids"
+        raise InvalidRequest(f"{name} needs tokens to score: max_tokens is 0", name)
     if body.best_of is not None and body.best_of != sampling.n:
         raise InvalidRequest("best_of must be equal to n", "best_of")
     request.admit(model, len(prompts) * sampling.n)
@@ -92,29 +101,29 @@ async def completions(http_request: Request) -> Response:
         ids = prompt
         if isinstance(ids, str):
             ids = await model.encode(ids, body.add_special_tokens is not False)
-        kept = truncated(ids, body.truncate_prompt_tokens, model.limits.max_model_len)
+        kept = truncated(
+            *(ids, body.truncate_prompt_tokens, model.limits.max_model_len, body.truncation_side)
+        )
         engine_requests.append(await request.engine_request(model, kept, sampling, body))
         whole = prompt if len(kept) == len(ids) else kept
         texts.append(_text(model, whole, sampling.skip_special_tokens) if body.echo else "")
     generation = Generation(model, engine_requests)
+    if beams is not None:
+        generation = BeamGeneration(model, engine_requests, beams)
     formatter = CompletionFormatter(body, texts, sampling, model.llm.get_tokenizer())
     return await respond(http_request, generation, formatter, bool(body.stream))
 
 
-def truncated(prompt: list[int], keep: int | None, max_model_len: int) -> list[int]:
-    """Return the last `keep` tokens of a prompt; -1 leaves room for one token of answer.
+def wider(drawn: int, prompt: int | None) -> int:
+    """Return the larger number of alternatives, of which -1 stands for all.
 
-    Raises:
-        InvalidRequest: `keep` is out of range.
+    Below that neither is a number of alternatives: it is returned to be refused.
     """
-    if keep is None:
+    if prompt is None or drawn < -1:
+        return drawn
+    if prompt < -1:
         return prompt
-    keep = exact_int(keep, "truncate_prompt_tokens", -1, max_model_len - 1)
-    if keep == 0:
-        raise InvalidRequest(
-            "truncate_prompt_tokens must be -1 or at least 1", "truncate_prompt_tokens"
-        )
-    return prompt[-(max_model_len - 1 if keep == -1 else keep) :]
+    return -1 if -1 in (drawn, prompt) else max(drawn, prompt)
 
 
 def _text(model: ServedModel, prompt: str | list[int], skip_special_tokens: bool) -> str:
@@ -153,6 +162,9 @@ class CompletionFormatter:
         self._fresh = set(range(len(self._echoes)))
         self._texts = TokenTexts(tokenizer, bool(body.return_tokens_as_token_ids))
         self._echoes_logprobs = bool(body.echo) and body.logprobs is not None
+        # Alternatives shown of each token drawn: all that were listed by name.
+        self._width = -1 if body.logprob_token_ids else body.logprobs
+        self._waits_for_prompts = self._echoes_logprobs or body.prompt_logprobs is not None
         self._tokens = [
             CompletionTokens(self._texts, sampling.skip_special_tokens) for _ in self._echoes
         ]
@@ -181,7 +193,7 @@ class CompletionFormatter:
             before = tokens.prompt(choice.prompt_token_ids, logprobs, width)
             if self._echo_only:
                 return before
-        return joined(before, tokens.drawn(part.token_ids, part.logprobs, width))
+        return joined(before, tokens.drawn(part.token_ids, part.logprobs, self._width or 0))
 
     def whole(self, generation: Generation) -> CompletionResponse:
         choices = []
@@ -199,20 +211,27 @@ class CompletionFormatter:
             if self._ids:
                 choice.token_ids = [] if self._echo_only else drawn.token_ids
                 choice.prompt_token_ids = drawn.prompt_token_ids
-            found, width = generation.prompt_logprobs[drawn.prompt], self._body.prompt_logprobs
-            if width is not None and found is not None:
-                choice.prompt_logprobs = self._texts.prompt(drawn.prompt_token_ids, found, width)
+            choice.prompt_logprobs = self._of_prompt(generation, drawn)
             choices.append(choice)
         response = self._response(generation, choices)
         response.usage = self._used(generation)
         response.service_tier = response.kv_transfer_params = None
+        if generation.model.config.enable_per_request_metrics:
+            response.metrics = generation.timing()
         return response
+
+    def _of_prompt(self, generation: Generation, choice: Choice) -> PromptLogprobs | None:
+        """Return the logprobs of a choice's prompt, where they were requested."""
+        found, width = generation.prompt_logprobs[choice.prompt], self._body.prompt_logprobs
+        if width is None or found is None:
+            return None
+        return self._texts.prompt(choice.prompt_token_ids, found, width)
 
     def opening(self, generation: Generation) -> bytes:
         return b""
 
     def parts(self, generation: Generation, parts: list[Part]) -> bytes:
-        if self._echoes_logprobs:
+        if self._waits_for_prompts:
             parts, self._held = self._held + parts, []
             ready = []
             for part in parts:
@@ -229,11 +248,15 @@ class CompletionFormatter:
         if is_first:
             self._fresh.discard(part.index)
             text = self._echoes[part.index] + text
-        if not (text or part.finish_reason or self._ids or part.logprobs):
+        shows_prompt = is_first and self._body.prompt_logprobs is not None
+        if not (text or part.finish_reason or self._ids or part.logprobs or shows_prompt):
             return b""
         logprobs = self._logprobs(generation, part, is_first)
         choice = CompletionChoice(part.index, text, logprobs, part.finish_reason, part.stop_reason)
         choice.prompt_logprobs = msgspec.UNSET
+        if shows_prompt:
+            drawn = generation.choices[part.index]
+            choice.prompt_logprobs = self._of_prompt(generation, drawn)
         if self._echo_only:
             choice.finish_reason, choice.stop_reason = "length", None
         if self._ids:
@@ -252,6 +275,8 @@ class CompletionFormatter:
             return DONE
         response = self._response(generation, [])
         response.usage = self._used(generation)
+        if generation.model.config.enable_per_request_metrics:
+            response.metrics = generation.timing()
         return event(response) + DONE
 
     def failure(self, error: ApiError) -> bytes:

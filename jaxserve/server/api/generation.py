@@ -12,14 +12,20 @@ from typing import Self
 
 from jaxserve.engine.delta import Delta
 from jaxserve.engine.metrics import SequenceTimes
+from jaxserve.engine.stream import Stream
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import FinishReason, Request
 from jaxserve.scheduling.logprobs import TokenLogprobs
 from jaxserve.server.schema.errors import ApiError
-from jaxserve.server.schema.openai import CompletionTokensDetails, PromptTokensDetails, Usage
+from jaxserve.server.schema.openai import (
+    CompletionTokensDetails,
+    PerRequestMetrics,
+    PromptTokensDetails,
+    Usage,
+)
 from jaxserve.server.served.admission import prompt_tokens
 from jaxserve.server.served.models import ServedModel
-from jaxserve.server.served.request_metrics import RequestMetrics
+from jaxserve.server.served.request_metrics import RequestMetrics, per_request_metrics
 from jaxserve.server.served.request_trace import RequestTrace
 from jaxserve.server.tool_calls.answer import AnswerFormat, AnswerReader
 from jaxserve.server.tool_calls.pieces import Content, Message, Piece
@@ -144,7 +150,7 @@ class Generation:
         self._admission.check(self._live, sum(self._unstarted.values()))
         self._opened = time.monotonic()
         self._last: dict[int, float] = {}  # arrival of each choice's newest tokens
-        self._stream = self.model.llm.open(self.requests, config.max_unread_tokens)
+        self._stream = self._open_stream()
         self._stream.on_pause = self._pause
         self.model.active.add(self)
         self._admission.num_live += self._live
@@ -154,6 +160,21 @@ class Generation:
             loop.call_later(config.request_timeout, self._expire),
         ]
         return self
+
+    def _open_stream(self) -> Stream:
+        return self.model.llm.open(self.requests, self.model.config.max_unread_tokens)
+
+    def _start_all(self) -> None:
+        """Note that what waits beside the engine's own queue has started."""
+        self._admission.num_prompt_tokens -= sum(self._unstarted.values())
+        self._unstarted = {}
+
+    def _end(self, choice: Choice, reason: str) -> None:
+        """Note the end of a choice that no delta brought."""
+        choice.finish_reason = reason
+        self._metrics.ended(reason, 1)
+        self._live -= 1
+        self._admission.num_live -= 1
 
     def __exit__(
         self,
@@ -294,6 +315,12 @@ class Generation:
             siblings = self.choices[first : first + request.sampling.n]
             most = max(len(sibling.token_ids) for sibling in siblings)
             self._metrics.completed(len(siblings), most)
+
+    def timing(self) -> PerRequestMetrics | None:
+        """Return the times of the only completion; None of several, which share none."""
+        if len(self.choices) != 1:
+            return None
+        return per_request_metrics(self._times.get(0), len(self.choices[0].token_ids))
 
     def _trace_failure(self, why: str) -> None:
         seconds = time.monotonic() - self._opened

@@ -46,7 +46,7 @@ _OPENAI: dict[str, str] = {
     "POST /v1/load_lora_adapter /v1/unload_lora_adapter": _LORA,
     "POST /sleep /wake_up /release_kv_cache_memory": _AWAKE,
     "GET /is_sleeping": _AWAKE,
-    "POST /reset_prefix_cache /reset_mm_cache /reset_encoder_cache": _CACHE,
+    "POST /reset_mm_cache /reset_encoder_cache": _CACHE,
     "POST /pause /resume /abort_requests /inference/v1/abort_requests": _PAUSE,
     "GET /is_paused": _PAUSE,
     "POST /init_weight_transfer_engine /start_weight_update /start_draft_weight_update "

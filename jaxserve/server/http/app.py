@@ -14,6 +14,7 @@ from starlette.routing import BaseRoute, Route
 
 from jaxserve.server.api.anthropic import count_tokens, messages
 from jaxserve.server.api.behind import BatchService
+from jaxserve.server.api.cache import reset_prefix_cache
 from jaxserve.server.api.chat import chat_completions
 from jaxserve.server.api.completions import completions
 from jaxserve.server.api.files import (
@@ -96,6 +97,7 @@ def routes() -> list[BaseRoute]:
         Route("/v1/batches/{batch_id}/cancel", cancel_batch, methods=["POST"]),
         Route("/tokenize", tokenize, methods=["POST"]),
         Route("/detokenize", detokenize, methods=["POST"]),
+        Route("/reset_prefix_cache", reset_prefix_cache, methods=["POST"]),
         Route("/v1/models", list_models, methods=["GET"]),
         Route("/v1/models/{model:path}", get_model, methods=["GET"]),
         Route("/health", health, methods=["GET"]),
@@ -116,7 +118,8 @@ def routes() -> list[BaseRoute]:
 
 def _reads_no_body(path: str) -> bool:
     """Return whether the kind of a path's body does not matter."""
-    return path == "/ping" or path.endswith("/cancel") or is_unserved(path)
+    bodiless = ("/ping", "/reset_prefix_cache")
+    return path in bodiless or path.endswith("/cancel") or is_unserved(path)
 
 
 class App:

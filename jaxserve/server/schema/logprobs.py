@@ -76,6 +76,11 @@ def rows(token_ids: Iterable[int], scores: Iterable[TokenLogprobs]) -> Iterator[
             yield Row(next(ids), logprob, rank, list(zip(others, values, strict=True)))
 
 
+def shown(width: int) -> int | None:
+    """Return how many alternatives are shown where -1 stands for all: the end of a slice."""
+    return None if width < 0 else width
+
+
 class TokenTexts:
     """Texts of tokens, as answers spell them.
 
@@ -130,7 +135,7 @@ class TokenTexts:
         answer: list[dict[int, PromptLogprob] | None] = [None]
         for row in rows(token_ids[1:], [scores]):
             entry = {row.token: PromptLogprob(row.logprob, row.rank, self.text(row.token))}
-            for rank, (token, value) in enumerate(row.best[:width], 1):
+            for rank, (token, value) in enumerate(row.best[: shown(width)], 1):
                 entry.setdefault(token, PromptLogprob(value, rank, self.text(token)))
             answer.append(entry)
         return answer
@@ -170,7 +175,8 @@ class CompletionTokens:
         return answer
 
     def _append_row(self, answer: CompletionLogprobs, row: Row, width: int) -> None:
-        best = {self._texts.text(token): value for token, value in reversed(row.best[:width])}
+        listed = reversed(row.best[: shown(width)])
+        best = {self._texts.text(token): value for token, value in listed}
         # Several tokens may have one spelling: the best counts, but the row's own token before all.
         best = dict(reversed(best.items())) | {self._texts.text(row.token): row.logprob}
         self._append(answer, row.token, row.logprob, best)

@@ -65,6 +65,7 @@ class Sampling(msgspec.Struct, kw_only=True):
     max_tokens: int | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -79,9 +80,13 @@ class Sampling(msgspec.Struct, kw_only=True):
     priority: int | None = None
     cache_salt: str | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
     echo: bool | None = None
     user: str | None = None
 
@@ -192,6 +197,20 @@ class Usage(msgspec.Struct):
     completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
 
 
+class PerRequestMetrics(msgspec.Struct):
+    """Times of a completion, by vLLM's names and rules.
+
+    The first token's counts from its slot on, `generation_time_ms` from the first token to the
+    last; `tokens_per_second` is of all tokens, from the slot to the last of them.
+    """
+
+    time_to_first_token_ms: float | None = None
+    generation_time_ms: float | None = None
+    queue_time_ms: float | None = None
+    mean_itl_ms: float | None = None
+    tokens_per_second: float | None = None
+
+
 class CompletionChoice(msgspec.Struct, omit_defaults=False):
     index: int
     text: str
@@ -215,6 +234,7 @@ class CompletionResponse(msgspec.Struct):
     system_fingerprint: str | None = None
     service_tier: msgspec.UnsetType | None = msgspec.UNSET  # null in whole answers
     kv_transfer_params: msgspec.UnsetType | None = msgspec.UNSET
+    metrics: PerRequestMetrics | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class AnswerMessage(msgspec.Struct):
@@ -254,6 +274,7 @@ class ChatResponse(msgspec.Struct):
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = None
     kv_transfer_params: None = None
+    metrics: PerRequestMetrics | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class FunctionDelta(msgspec.Struct, omit_defaults=True):
@@ -302,6 +323,8 @@ class ChatChunk(msgspec.Struct):
     object: str = "chat.completion.chunk"
     system_fingerprint: str | None = None
     prompt_token_ids: list[int] | msgspec.UnsetType | None = msgspec.UNSET
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType | None = msgspec.UNSET
+    metrics: PerRequestMetrics | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class ErrorDetail(msgspec.Struct):

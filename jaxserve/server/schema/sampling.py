@@ -9,24 +9,20 @@ from typing import Any
 import msgspec
 
 from jaxserve.errors import InvalidRequest
-from jaxserve.request import SamplingParams
+from jaxserve.request import MAX_LOGPROB_TOKEN_IDS, SamplingParams
 from jaxserve.server.schema.openai import Sampling
 from jaxserve.structured import NAME, StructuredOutputsParams
 
 # Fields that are not supported yet, each with its neutral values, which pass.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "logprob_token_ids": (None, []),
     "guided_json": (None,),
     "guided_regex": (None,),
     "guided_choice": (None,),
     "guided_grammar": (None,),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
-    "use_beam_search": (None, False),
-    "length_penalty": (None, 1, 1.0),
     "prompt_embeds": (None,),
     "lora_path": (None,),
-    "spaces_between_special_tokens": (None, True),
     "modalities": (None, ["text"]),
     "audio": (None,),
     "prediction": (None,),
@@ -34,7 +30,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "suffix": (None, ""),
     "mm_processor_kwargs": (None, {}),
     "kv_transfer_params": (None,),
-    "truncation_side": (None, "left"),
 }
 # Fields of a conversation's template, which are no fields of endpoints without one of their own.
 NO_TEMPLATE_FIELDS: dict[str, tuple[Any, ...]] = {"chat_template": (None,), "documents": (None, [])}
@@ -43,7 +38,7 @@ _SAMPLING = (
     *("n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids"),
     *("min_tokens", "ignore_eos", "skip_special_tokens", "include_stop_str_in_output"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("allowed_token_ids", "bad_words"),
+    *("allowed_token_ids", "bad_words", "spaces_between_special_tokens"),
 )
 
 
@@ -62,6 +57,11 @@ def sampling_params(
     given = {name: getattr(request, name) for name in _SAMPLING}
     given["logit_bias"] = _logit_bias(request.logit_bias)
     given["structured_outputs"] = _form(request)
+    if request.logprob_token_ids:
+        name = "logprob_token_ids"
+        if logprobs is None:
+            raise InvalidRequest(f"{name} needs logprobs", name)
+        given[name], logprobs = request.logprob_token_ids, None
     given = {name: value for name, value in given.items() if value is not None}
     return replace(
         defaults,
@@ -78,9 +78,12 @@ def check_sizes(request: Sampling, vocab_size: int) -> None:
     Raises:
         InvalidRequest: naming the field.
     """
-    name = "allowed_token_ids"
-    if len(request.allowed_token_ids or ()) > vocab_size:
-        raise InvalidRequest(f"{name} takes at most the model's {vocab_size} token ids", name)
+    for name, most in (
+        ("allowed_token_ids", vocab_size),
+        ("logprob_token_ids", MAX_LOGPROB_TOKEN_IDS),
+    ):
+        if len(getattr(request, name) or ()) > most:
+            raise InvalidRequest(f"{name} takes at most {most} token ids here", name)
 
 
 def _logit_bias(biases: Mapping[str, float] | None) -> dict[int, float] | None:
@@ -127,7 +130,3 @@ def check_stream(request: Sampling) -> None:
     """
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options needs stream=true", "stream_options")
-    if request.stream and request.prompt_logprobs is not None:
-        raise InvalidRequest(
-            "prompt_logprobs are not available with stream=true", "prompt_logprobs"
-        )

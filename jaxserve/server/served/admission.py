@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from jaxserve.config import EngineConfig
 from jaxserve.errors import Overloaded
-from jaxserve.request import Request
+from jaxserve.request import MAX_CHOICES, Request
 from jaxserve.server.settings import ServerConfig
 
 # Limits that --max-num-queued-reqs and --max-queued-prompt-tokens replace.
@@ -81,7 +81,7 @@ def make_admission(engine: EngineConfig, server: ServerConfig) -> Admission:
     queued, tokens = server.max_num_queued_reqs, server.max_queued_prompt_tokens
     return Admission(
         slots,
-        QUEUED_FOR_EACH_SLOT * slots if queued is None else queued,
+        max(QUEUED_FOR_EACH_SLOT * slots, MAX_CHOICES) if queued is None else queued,
         QUEUED_STEPS_OF_PROMPTS * step_tokens if tokens is None else tokens,
     )
 

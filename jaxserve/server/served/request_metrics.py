@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from itertools import count, takewhile
 
 from jaxserve.engine.metrics import Histogram, SequenceTimes
+from jaxserve.server.schema.openai import PerRequestMetrics
 
 SHORT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 LONG = (0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -42,6 +43,28 @@ def vllm_tokens(most: int) -> tuple[float, ...]:
 
 def _both(ours: Iterable[float], theirs: Iterable[float]) -> Histogram:
     return Histogram(sorted({*ours, *theirs}))
+
+
+def per_request_metrics(times: SequenceTimes | None, num_tokens: int) -> PerRequestMetrics:
+    """Return a completion's times in the form of answers, by vLLM's rules (its
+    `build_per_request_timing_metrics`).
+
+    Args:
+        times: of a completion that a token has ended.
+        num_tokens: that it drew.
+    """
+    if times is None:
+        return PerRequestMetrics()
+    metrics = PerRequestMetrics(
+        time_to_first_token_ms=times.prefill * 1000,
+        generation_time_ms=times.decode * 1000,
+        queue_time_ms=times.queue * 1000,
+    )
+    if num_tokens > 1:
+        metrics.mean_itl_ms = times.decode / (num_tokens - 1) * 1000
+    if times.inference > 0:
+        metrics.tokens_per_second = num_tokens / times.inference
+    return metrics
 
 
 class RequestMetrics:

@@ -1,0 +1,74 @@
+"""Checks of what callers pass: numbers that are exact, finite, and lists of them."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+from jaxserve.errors import InvalidRequest
+
+
+def exact_int(value: Any, name: str, low: int, high: int, parameter: str | None = None) -> int:
+    """Return `value` as an int if it is one (numpy's too, never bool) and within [low, high].
+
+    Raises:
+        InvalidRequest: naming `name` and the range; about `parameter`, or else `name`.
+    """
+    parameter = parameter or name
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        kind = type(value).__name__
+        raise InvalidRequest(f"{name} must be an integer, got {kind}", parameter) from None
+    if not low <= number <= high:
+        raise InvalidRequest(f"{name} must be from {low} to {high}, got {number}", parameter)
+    return number
+
+
+def is_listing(value: Any) -> bool:
+    """Return whether it may be a list of numbers: a list or array, no text, no single number."""
+    sized = hasattr(value, "__len__") and getattr(value, "ndim", 1) > 0
+    return sized and not isinstance(value, str | bytes)
+
+
+def finite_float(value: Any, name: str) -> float:
+    """Return `value` as a finite float.
+
+    Raises:
+        InvalidRequest: naming `name`.
+    """
+    if isinstance(value, bool | str | bytes) or not hasattr(value, "__float__"):
+        raise InvalidRequest(f"{name} must be a number, got {type(value).__name__}", name)
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise InvalidRequest(f"{name} must be one finite number", name) from None
+    if not math.isfinite(number):
+        raise InvalidRequest(f"{name} must be finite, got {number}", name)
+    return number
+
+
+def flag(value: Any, name: str) -> bool:
+    """Return `value`, which must be True or False.
+
+    Raises:
+        InvalidRequest: naming `name`.
+    """
+    if not isinstance(value, bool):
+        raise InvalidRequest(f"{name} must be True or False, got {type(value).__name__}", name)
+    return value
+
+
+def within(value: Any, name: str, low: float, high: float) -> float:
+    """Return `value` as a finite float in [low, high].
+
+    Raises:
+        InvalidRequest: naming `name` and the range.
+    """
+    number = finite_float(value, name)
+    if not low <= number <= high:
+        raise InvalidRequest(f"{name} must be from {low:g} to {high:g}, got {number}", name)
+    return number

@@ -1,0 +1,42 @@
+"""EngineArgs and AsyncEngineArgs: an engine's settings under vLLM's names for them."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from types import SimpleNamespace
+from typing import Any
+
+from jaxserve.config import EngineConfig
+from jaxserve.unserved import UNSERVED, served
+
+
+class EngineArgs(SimpleNamespace):
+    """The arguments of an engine, as attributes; a namespace that may be changed until it is used.
+
+    Args:
+        model: as for `EngineConfig`.
+        **settings: further fields of `EngineConfig`, and vLLM's names of unsupported settings, of
+            which only neutral values pass.
+
+    Raises:
+        TypeError: a name that neither has.
+    """
+
+    def __init__(self, model: Any = None, **settings: Any) -> None:
+        known_names = {field.name: field.default for field in fields(EngineConfig)}
+        unknown = sorted(settings.keys() - known_names.keys() - UNSERVED.keys())
+        if unknown:
+            raise TypeError(f"{type(self).__name__} has no argument {unknown[0]!r}")
+        super().__init__(**known_names | {"model": model} | settings)
+
+    def create_engine_config(self, *_: Any, **__: Any) -> EngineConfig:
+        """Return the settings, checked. What else vLLM takes here changes nothing.
+
+        Raises:
+            InvalidRequest: a setting is out of range or not supported.
+        """
+        return EngineConfig(**served(vars(self)))
+
+
+class AsyncEngineArgs(EngineArgs):
+    """The arguments of an engine for asyncio programs: the same ones."""

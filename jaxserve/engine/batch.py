@@ -1,0 +1,153 @@
+"""Batch: requests that are served together, and their outputs, for plain Python."""
+
+from __future__ import annotations
+
+import logging
+import queue
+from collections.abc import Iterable
+
+from tqdm.auto import tqdm
+
+from jaxserve.engine.delta import Delta
+from jaxserve.engine.logprobs import LogprobReader
+from jaxserve.engine.request_stats import RequestStats
+from jaxserve.engine.thread import EngineThread
+from jaxserve.errors import EngineDead
+from jaxserve.outputs import CompletionOutput, RequestOutput
+from jaxserve.request import Request
+from jaxserve.scheduling.logprobs import TokenLogprobs
+
+_log = logging.getLogger(__name__)
+
+
+class Batch:
+    """Requests on the way to their outputs. They start once the batch is made.
+
+    Args:
+        thread: serves them.
+        requests: from the engine's factory.
+        texts: of the prompts that have one.
+        keeps_scores: keep log-probabilities as arrays, for `scores`, and not in the outputs.
+
+    Raises:
+        EngineClosed, EngineDead: the engine takes no requests; none has been started.
+    """
+
+    def __init__(
+        self,
+        thread: EngineThread,
+        requests: Iterable[Request],
+        texts: Iterable[str | None],
+        keeps_scores: bool = False,
+    ) -> None:
+        self._thread = thread
+        self._requests = list(requests)
+        self._outputs = {
+            request.request_id: RequestOutput(
+                request_id=request.request_id,
+                prompt=text,
+                prompt_token_ids=request.prompt_token_ids.tolist(),
+                outputs=[CompletionOutput(i, "", []) for i in range(request.sampling.n)],
+            )
+            for request, text in zip(self._requests, texts, strict=True)
+        }
+        tokenizer = thread.engine.tokenizer
+        self._readers = {r.request_id: LogprobReader(r, tokenizer) for r in self._requests}
+        self._stats = {request.request_id: RequestStats(request) for request in self._requests}
+        self._inbox: queue.SimpleQueue[Delta] = queue.SimpleQueue()
+        self._scores: dict[str, TokenLogprobs] | None = {} if keeps_scores else None
+        self._unfinished = sum(request.sampling.n for request in self._requests)
+        try:
+            for request in self._requests:
+                thread.add(request, self._inbox.put)
+        except BaseException:
+            self.abort()
+            raise
+
+    @property
+    def request_ids(self) -> list[str]:
+        """The ids of the requests, in their order."""
+        return [request.request_id for request in self._requests]
+
+    def wait(self, use_tqdm: bool) -> list[RequestOutput]:
+        """Return the outputs once all have ended; where waiting ends on an error, abort them.
+
+        Raises:
+            EngineDead: the engine ended before it answered.
+        """
+        progress = _Progress(len(self._requests), use_tqdm)
+        try:
+            while self._unfinished:
+                delta = self._next()
+                output = self._outputs[delta.request_id]
+                self._take(output, delta)
+                progress.update(output, delta)
+        except BaseException:
+            self.abort()
+            raise
+        finally:
+            progress.close()
+        return list(self._outputs.values())
+
+    def scores(self) -> list[TokenLogprobs]:
+        """Return the scores of the one token that each request drew, if they were kept."""
+        assert self._scores is not None
+        return [self._scores[request.request_id] for request in self._requests]
+
+    def abort(self) -> None:
+        """End the requests that have not ended."""
+        for request_id, output in self._outputs.items():
+            if not output.finished:
+                self._thread.abort(request_id)
+
+    def _next(self) -> Delta:
+        while True:
+            try:
+                return self._inbox.get(timeout=1.0)
+            except queue.Empty:
+                if self._thread.has_ended() and self._inbox.empty():
+                    raise EngineDead("the engine ended before it answered") from None
+
+    def _take(self, output: RequestOutput, delta: Delta) -> None:
+        completion = output.outputs[delta.index]
+        completion.text += delta.text
+        completion.token_ids += delta.token_ids
+        if self._scores is None:
+            self._readers[delta.request_id].add(output, completion, delta)
+        elif delta.logprobs is not None:
+            self._scores[delta.request_id] = delta.logprobs
+        output.metrics = self._stats[delta.request_id].add(delta)
+        output.num_cached_tokens = max(output.num_cached_tokens, delta.num_cached_tokens)
+        if delta.finish_reason is None:
+            return
+        completion.finish_reason = str(delta.finish_reason)
+        completion.stop_reason = delta.stop_reason
+        completion.error = delta.error
+        if delta.error is not None:
+            _log.warning("request %s failed: %s", output.request_id, delta.error)
+        output.error = output.error or delta.error
+        output.finished = all(completion.finished() for completion in output.outputs)
+        self._unfinished -= 1
+
+
+class _Progress:
+    """A progress bar of finished prompts, with the tokens per second so far."""
+
+    def __init__(self, total: int, shown: bool) -> None:
+        self._bar = tqdm(total=total, desc="Processed prompts", disable=not shown)
+        self._input = self._output = 0
+
+    def update(self, output: RequestOutput, delta: Delta) -> None:
+        self._output += len(delta.token_ids)
+        if not output.finished or delta.finish_reason is None:
+            return
+        self._input += len(output.prompt_token_ids)
+        seconds = max(self._bar.format_dict["elapsed"], 1e-6)
+        self._bar.set_postfix_str(
+            f"in {self._input / seconds:.0f} tok/s, out {self._output / seconds:.0f} tok/s",
+            refresh=False,
+        )
+        self._bar.update()
+
+    def close(self) -> None:
+        self._bar.close()

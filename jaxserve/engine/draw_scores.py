@@ -1,0 +1,140 @@
+"""DrawScores: log-probabilities of drawn tokens that the host computes, from logits.
+
+The device scores the 20 most likely tokens of the model's own distribution. Whatever else a request
+may name (a list of tokens, the whole vocabulary, what a token was drawn from) follows here from
+logits that a step keeps for such rows, in numpy: no program changes, and nobody else pays for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Listing
+
+import numpy as np
+
+from jaxserve.request import SamplerFeature, SamplingParams
+from jaxserve.scheduling.commit_result import StepResult
+from jaxserve.scheduling.logprobs import TokenLogprobs, score_tokens
+from jaxserve.scheduling.sequence import NO_SLOT, Sequence
+from jaxserve.scheduling.slot_table import SlotTable
+
+
+class DrawScores:
+    """The log-probabilities of drawn tokens in an engine's mode.
+
+    Args:
+        slots: the slot table, which has the tokens of running sequences.
+        mode: the engine's `logprobs_mode`.
+        vocab_size: V, width of the logits.
+    """
+
+    def __init__(self, slots: SlotTable, mode: str, vocab_size: int) -> None:
+        self._slots = slots
+        self._is_processed = mode.startswith("processed")
+        self._as_logits = mode.endswith("_logits")
+        self.vocab_size = vocab_size
+
+    def put(
+        self, scores: list[TokenLogprobs | None], result: StepResult, logits: np.ndarray
+    ) -> None:
+        """Put the scores of a step's tokens into their places, for rows that the host scores.
+
+        Args:
+            scores: one for each token of the result.
+            logits: float[R, V], of the rows of the step's plan.
+        """
+        rows = np.flatnonzero(result.drawn).tolist()
+        tokens = zip(rows, result.sequences, result.token_ids, strict=True)
+        for place, (row, sequence, token) in enumerate(tokens):
+            sampling = sequence.request.sampling
+            if sampling.features & SamplerFeature.LOGITS or (
+                self._slots.scores_on_host and sampling.features & SamplerFeature.LOGPROBS
+            ):
+                scores[place] = self._score(sequence, token, logits[row])
+
+    def _score(self, sequence: Sequence, token: int, logits: np.ndarray) -> TokenLogprobs:
+        sampling = sequence.request.sampling
+        if self._is_processed:
+            logits = self._processed(sequence, token, logits)
+        width = sampling.logprobs or 0
+        width = self.vocab_size if width == -1 else width
+        listed = sampling.logprob_token_ids or ()
+        tokens = np.array([token], np.int32)
+        return score_tokens(logits[None], tokens, width, listed, self._as_logits)
+
+    def _processed(self, sequence: Sequence, token: int, logits: np.ndarray) -> np.ndarray:
+        """Return the logits that the token was drawn from, -inf where none could be."""
+        request, sampling = sequence.request, sequence.request.sampling
+        tokens = sequence.token_ids
+        if sequence.slot != NO_SLOT:
+            tokens = self._slots.tokens[sequence.slot, : self._slots.num_known[sequence.slot]]
+        drawn = tokens[len(request.prompt_token_ids) : -1].tolist()
+        made = logits.copy()
+        made[~allowed_tokens(sequence, drawn, self.vocab_size)] = -np.inf
+        for other, bias in (sampling.logit_bias or {}).items():
+            made[other] += np.float32(bias)
+        if sampling.features & SamplerFeature.PENALTIES:
+            _penalize(made, sampling, tokens[:-1], drawn)
+        if sampling.temperature > 0:
+            made = _truncated(made, sampling)
+        # Rounding may place the border of top_p elsewhere than the device did.
+        if made[token] == -np.inf:
+            temperature = np.float32(sampling.temperature or 1.0)
+            made[token] = logits[token] / temperature
+        return made
+
+
+def allowed_tokens(sequence: Sequence, drawn: Listing[int], vocab_size: int) -> np.ndarray:
+    """Return bool[V]: the tokens that a sequence's request allows next, as in `logit_edits`.
+
+    Args:
+        drawn: the tokens before, without the prompt.
+    """
+    request = sequence.request
+    listed = request.sampling.allowed_token_ids
+    allowed = np.full(vocab_size, listed is None)
+    if listed is not None:
+        allowed[list(listed)] = True
+    if sequence.constraint is not None:
+        words = sequence.constraint.words.view(np.uint8)
+        allowed &= np.unpackbits(words, bitorder="little")[:vocab_size].astype(bool)
+    for *before, last in request.bad_words_token_ids:
+        if tuple(drawn[len(drawn) - len(before) :]) == tuple(before):
+            allowed[last] = False
+    if len(drawn) < request.sampling.min_tokens:
+        allowed[list(request.stop_token_ids)] = False
+    return allowed
+
+
+def _penalize(
+    logits: np.ndarray, sampling: SamplingParams, tokens: np.ndarray, drawn: Listing[int]
+) -> None:
+    """Apply penalties in place, as `execution.logit_edits` does."""
+    repetition, frequency, presence = (
+        logits.dtype.type(np.float32(getattr(sampling, f"{name}_penalty")))
+        for name in ("repetition", "frequency", "presence")
+    )
+    seen = np.unique(tokens)
+    seen = seen[logits[seen] > -np.inf]
+    most = np.finfo(logits.dtype).max
+    with np.errstate(over="ignore"):
+        values = logits[seen]
+        changed = np.where(values > 0, values / repetition, values * repetition)
+    logits[seen] = np.clip(changed, -most, most)
+    ids, counts = np.unique(np.array(drawn, np.int64), return_counts=True)
+    logits[ids] -= frequency * counts.astype(logits.dtype) + presence
+
+
+def _truncated(logits: np.ndarray, sampling: SamplingParams) -> np.ndarray:
+    """Return logits over the temperature, -inf where min_p, top_k or top_p exclude a token."""
+    scaled = logits / logits.dtype.type(np.float32(sampling.temperature))
+    probs = np.exp(scaled - scaled.max())
+    kept = (logits > -np.inf) & (probs >= np.float32(sampling.min_p))
+    if 0 < sampling.top_k < len(probs):
+        least = np.partition(logits, len(logits) - sampling.top_k)[len(logits) - sampling.top_k]
+        kept &= logits >= least
+    if sampling.top_p < 1:
+        order = np.argsort(-logits, kind="stable")
+        mass = np.cumsum(np.where(kept, probs, 0)[order])
+        last = int(np.argmax(mass >= np.float32(sampling.top_p) * mass[-1]))
+        kept &= logits >= logits[order[last]]
+    return np.where(kept, scaled, -np.inf).astype(logits.dtype)

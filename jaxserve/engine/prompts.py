@@ -1,0 +1,202 @@
+"""Prompts and conversations as callers of `LLM` and `AsyncLLM` pass them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Listing
+from typing import Any, NamedTuple
+
+from jaxserve.checks import exact_int, is_listing
+from jaxserve.engine.text.messages import COMMON_INPUTS, RENDERING_ARGUMENTS, plain_message
+from jaxserve.engine.text.tokenizer import Tokenizer
+from jaxserve.errors import InvalidRequest
+from jaxserve.unserved import is_neutral, refuse_unsupported
+
+Prompt = str | Listing[int] | Mapping[str, Any]
+
+
+# Keys of vLLM's prompt dicts and arguments of its `LLM.chat` that are not supported, each with its
+# neutral values, which pass.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "chat_template_content_format": ("auto",),
+    "lora_request": (None,),
+    "mm_processor_kwargs": (None, {}),
+    "multi_modal_data": (None, {}),
+    "multi_modal_uuids": (None, {}),
+}
+
+
+class PromptParts(NamedTuple):
+    """A prompt as a caller passed it.
+
+    Attributes:
+        text: of the prompt, if it has one.
+        body: the text or the token ids to serve.
+        cache_salt: cached pages are shared only with prompts of the same salt.
+    """
+
+    text: str | None
+    body: Any
+    cache_salt: str | None = None
+
+
+def prompt_parts(prompt: Any) -> PromptParts:
+    """Split a prompt into its parts.
+
+    Accepts text, token ids, and vLLM's dicts {"prompt": text} and {"prompt_token_ids": ids}, which
+    may hold a "cache_salt".
+
+    Raises:
+        InvalidRequest: a dict with neither of the first two keys, or with one that is unsupported.
+    """
+    if not isinstance(prompt, Mapping):
+        return PromptParts(prompt if isinstance(prompt, str) else None, prompt)
+    for name, value in prompt.items():
+        is_served = name in ("prompt", "prompt_token_ids", "cache_salt")
+        if not is_served and not is_neutral(value, UNSUPPORTED.get(name, ())):
+            raise InvalidRequest(f"a prompt dict may not hold {str(name)[:60]!r}", "prompt")
+    text, salt = prompt.get("prompt"), prompt.get("cache_salt")
+    if prompt.get("prompt_token_ids") is not None:
+        return PromptParts(text, prompt["prompt_token_ids"], salt)
+    if "prompt" not in prompt:
+        raise InvalidRequest("a prompt dict needs 'prompt' or 'prompt_token_ids'", "prompt")
+    return PromptParts(text if isinstance(text, str) else None, text, salt)
+
+
+def template_inputs(tokenizer: Tokenizer, options: Mapping[str, Any], free: Any) -> dict[str, Any]:
+    """Return the inputs of the chat template.
+
+    Args:
+        options: passed as arguments; the template must read those that not every template reads.
+        free: passed as `chat_template_kwargs`, which the template may leave unread.
+
+    Raises:
+        InvalidRequest: naming an input that would have been ignored.
+    """
+    name = "chat_template_kwargs"
+    if free is not None and not isinstance(free, Mapping):
+        raise InvalidRequest(f"{name} must be a dict, got {type(free).__name__}", name)
+    refuse_unsupported(options, UNSUPPORTED)
+    inputs = {}
+    for option, value in options.items():
+        if option in UNSUPPORTED:
+            continue
+        if option in RENDERING_ARGUMENTS:
+            raise InvalidRequest(f"{option} is not supported", option)
+        is_common = option in COMMON_INPUTS and not (option == "documents" and value)
+        if not is_common and not tokenizer.template_reads(option):
+            raise InvalidRequest(f"the chat template knows no {option[:60]!r}", option)
+        inputs[option] = value
+    for option in free or ():
+        if not isinstance(option, str) or option in RENDERING_ARGUMENTS:
+            raise InvalidRequest(f"{name} may not hold {str(option)[:60]!r}", name)
+    return inputs | dict(free or {})
+
+
+def plain_messages(messages: Any) -> Any:
+    """Return a conversation with contents as texts; a value that is no list stays, to be refused.
+
+    Raises:
+        InvalidRequest: see `plain_message`.
+    """
+    is_list = isinstance(messages, list | tuple)
+    return [plain_message(message) for message in messages] if is_list else messages
+
+
+def as_list(prompts: Any) -> list[Any]:
+    """Return a list of prompts, from one or several.
+
+    Raises:
+        InvalidRequest: none, or what is no prompt.
+    """
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not is_listing(prompts):
+        kind = type(prompts).__name__
+        raise InvalidRequest(f"prompts must be a prompt or a list of prompts, got {kind}", "prompt")
+    many = list(prompts)
+    if not many:
+        raise InvalidRequest("prompts is empty", "prompt")
+    first = many[0]
+    if isinstance(first, str | Mapping) or hasattr(first, "__len__"):
+        return many
+    return [prompts]
+
+
+def one_each(value: Any, count: int, name: str) -> list[Any]:
+    """Return one value for each prompt, from one for all or a list of them.
+
+    Raises:
+        InvalidRequest: the list has another length.
+    """
+    if not isinstance(value, list | tuple):
+        return [value] * count
+    if len(value) != count:
+        raise InvalidRequest(f"{name} has {len(value)} entries for {count} prompts", name)
+    return list(value)
+
+
+def truncated(
+    prompt: list[int], keep: int | None, max_model_len: int, side: str | None = None
+) -> list[int]:
+    """Return the last `keep` tokens of a prompt, or the first; -1 leaves room for one more.
+
+    Args:
+        side: what is cut off: "left", which is the default, or "right".
+
+    Raises:
+        InvalidRequest: `keep` is out of range, or there is no such side.
+    """
+    if side not in (None, "left", "right"):
+        raise InvalidRequest(
+            f"truncation_side must be left or right, got {side!r:.60}", "truncation_side"
+        )
+    if keep is None:
+        return prompt
+    keep = exact_int(keep, "truncate_prompt_tokens", -1, max_model_len - 1)
+    if keep == 0:
+        raise InvalidRequest(
+            "truncate_prompt_tokens must be -1 or at least 1", "truncate_prompt_tokens"
+        )
+    keep = max_model_len - 1 if keep == -1 else keep
+    return prompt[:keep] if side == "right" else prompt[-keep:]
+
+
+def encoded(prompt: Any, tokenizer: Tokenizer | None, add_special_tokens: bool = True) -> Any:
+    """Return a prompt's token ids; what is no text stays as it is.
+
+    Raises:
+        InvalidRequest: the engine has no tokenizer.
+    """
+    if not isinstance(prompt, str):
+        return prompt
+    if tokenizer is None:
+        raise InvalidRequest("this engine has no tokenizer; pass token ids", "prompt")
+    return tokenizer.encode(prompt, add_special_tokens)
+
+
+def tokenized(
+    prompt: Any, options: Mapping[str, Any] | None, tokenizer: Tokenizer | None, longest: int
+) -> Any:
+    """Return a prompt as vLLM's `tokenization_kwargs` want it: as it is where there are none.
+
+    Args:
+        options: add_special_tokens, truncate_prompt_tokens and truncation_side.
+        longest: the engine's max_model_len.
+
+    Raises:
+        InvalidRequest: naming an option that is unknown or out of range.
+    """
+    if not options:
+        return prompt
+    name = "tokenization_kwargs"
+    if not isinstance(options, Mapping):
+        raise InvalidRequest(f"{name} must be a dict, got {type(options).__name__}", name)
+    unknown = options.keys() - {"add_special_tokens", "truncate_prompt_tokens", "truncation_side"}
+    if unknown:
+        raise InvalidRequest(f"{name} may not hold {str(min(unknown, key=str))[:60]!r}", name)
+    prompt = encoded(prompt, tokenizer, options.get("add_special_tokens") is not False)
+    if not is_listing(prompt):
+        return prompt  # which is refused where requests are made
+    keep, side = options.get("truncate_prompt_tokens"), options.get("truncation_side")
+    return truncated(prompt, keep, longest, side)

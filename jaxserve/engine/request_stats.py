@@ -1,0 +1,41 @@
+"""RequestStats: a request's times, as its deltas bring them."""
+
+from __future__ import annotations
+
+import time
+
+from jaxserve.engine.delta import Delta
+from jaxserve.outputs import RequestStateStats
+from jaxserve.request import Request
+
+
+class RequestStats:
+    """The sum of what the completions of one request say of their times.
+
+    Args:
+        request: the request.
+
+    Attributes:
+        value: the stats so far.
+    """
+
+    def __init__(self, request: Request) -> None:
+        since = time.monotonic() - request.arrival_time
+        self.value = RequestStateStats(arrival_time=time.time() - since)
+
+    def add(self, delta: Delta) -> RequestStateStats:
+        """Take in a delta; return the stats so far, which later deltas change."""
+        stats, times = self.value, delta.times
+        stats.num_generation_tokens += len(delta.token_ids)
+        if times is None:
+            return stats
+        is_first = not stats.first_token_ts
+        stats.queued_ts = times.arrived
+        stats.num_preemptions += times.num_preemptions
+        stats.last_token_ts = max(stats.last_token_ts, times.last_token)
+        if is_first or times.started < stats.scheduled_ts:
+            stats.scheduled_ts = times.started
+        if is_first or times.first_token < stats.first_token_ts:
+            stats.first_token_ts = times.first_token
+            stats.first_token_latency = times.first_token - times.arrived
+        return stats

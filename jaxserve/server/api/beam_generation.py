@@ -1,0 +1,157 @@
+"""BeamGeneration: the completions of a beam search."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence as Listing
+
+from jaxserve.beams import BeamSearchParams
+from jaxserve.engine.beam_search import Beam, BeamSearch
+from jaxserve.engine.stream import Stream
+from jaxserve.errors import EngineDead, InvalidRequest
+from jaxserve.request import Request, SamplingParams
+from jaxserve.scheduling.logprobs import TokenLogprobs
+from jaxserve.server.api.generation import Choice, Generation, Part
+from jaxserve.server.schema.errors import ApiError
+from jaxserve.server.schema.openai import Sampling
+from jaxserve.server.served.models import ServedModel
+from jaxserve.server.tool_calls.dialect import AnswerFormat
+
+# Settings that a search does not have, each with its neutral values.
+_EXCLUDED = {
+    "stop": (None, "", []),
+    "stop_token_ids": (None, []),
+    "min_tokens": (None, 0),
+    "logit_bias": (None, {}),
+    "bad_words": (None, []),
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "repetition_penalty": (None, 1),
+    "structured_outputs": (None,),
+    "prompt_logprobs": (None,),
+    "logprob_token_ids": (None, []),
+}
+
+
+def beam_params(body: Sampling, sampling: SamplingParams, longest: int) -> BeamSearchParams | None:
+    """Return the settings of the search that a request wants; None if it wants none.
+
+    Args:
+        sampling: the request's settings as they are without a search.
+        longest: tokens of an answer where the request sets no limit.
+
+    Raises:
+        InvalidRequest: naming a field, or one that a search excludes.
+    """
+    if not body.use_beam_search:
+        if body.length_penalty not in (None, 1):
+            raise InvalidRequest("length_penalty needs use_beam_search=true", "length_penalty")
+        return None
+    if body.stream:
+        raise InvalidRequest("stream is not supported with use_beam_search", "stream")
+    for name, neutral in _EXCLUDED.items():
+        if getattr(body, name) not in neutral:
+            raise InvalidRequest(f"{name} is not supported with use_beam_search", name)
+    if body.response_format is not None and body.response_format.type != "text":
+        name = "response_format"
+        raise InvalidRequest(f"{name} is not supported with use_beam_search", name)
+    return BeamSearchParams(
+        beam_width=sampling.n,
+        max_tokens=longest if sampling.max_tokens is None else sampling.max_tokens,
+        ignore_eos=sampling.ignore_eos,
+        temperature=sampling.temperature,
+        length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
+        include_stop_str_in_output=sampling.include_stop_str_in_output,
+        skip_special_tokens=sampling.skip_special_tokens,
+        allowed_token_ids=sampling.allowed_token_ids,
+    )
+
+
+class BeamGeneration(Generation):
+    """A generation whose choices are the best sequences of searches, one for each prompt.
+
+    Args:
+        model: draws them.
+        requests: one for each prompt, which are never served: they say what the search is for.
+        params: of every search.
+        answer_format: of the answers' thoughts and calls.
+
+    Raises:
+        InvalidRequest: the engine compares fewer candidates.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        requests: Listing[Request],
+        params: BeamSearchParams,
+        answer_format: AnswerFormat | None = None,
+    ) -> None:
+        super().__init__(model, requests, answer_format)
+        self._params = params
+        self._searches = [
+            model.llm.make_search(
+                request.prompt_token_ids,
+                params,
+                priority=request.priority,
+                cache_salt=request.cache_salt,
+            )
+            for request in requests
+        ]
+
+    def _open_stream(self) -> Stream:
+        return self.model.llm.open([])
+
+    async def run(self) -> None:
+        """Wait for the end of every search.
+
+        Raises:
+            ApiError: it took too long, or the engine failed.
+        """
+        searches = asyncio.gather(*map(self.model.llm.search, self._searches))
+        failure = asyncio.ensure_future(self._stream.take())  # which ends by `fail` alone
+        self._start_all()
+        try:
+            await asyncio.wait({searches, failure}, return_when=asyncio.FIRST_COMPLETED)
+            if failure.done():
+                failure.result()
+            await searches
+        except EngineDead as error:
+            raise ApiError(500, str(error), code="engine_error") from None
+        finally:
+            searches.cancel()
+            failure.cancel()
+            await asyncio.gather(searches, failure, return_exceptions=True)
+        first = 0
+        for search, request in zip(self._searches, self.requests, strict=True):
+            for choice, beam in zip(self.choices[first:], search.best(), strict=False):
+                self._fill(choice, search, beam)
+            first += request.sampling.n
+
+    def _fill(self, choice: Choice, search: BeamSearch, beam: Beam) -> None:
+        tokens, shown = beam.token_ids, beam.token_ids
+        if beam.end is not None:
+            shown = tokens[:-1]  # the text has no place for it, as in vLLM
+            tokens = tokens if self._params.include_stop_str_in_output else shown
+        choice.token_ids = tokens
+        tokenizer = self.model.llm.get_tokenizer()
+        if tokenizer is not None:
+            choice.text = tokenizer.decode(shown, self._params.skip_special_tokens)
+        width = self.requests[choice.prompt].sampling.logprobs
+        if width is not None:
+            pairs = zip(tokens, beam.scores, strict=False)
+            choice.logprobs = [_of_token(token, scores, width) for token, scores in pairs]
+        choice.stop_reason = beam.end
+        part = Part(choice.index, choice.text, tokens)
+        part.finish_reason = "length" if beam.end is None else "stop"
+        choice.read(part)
+        self._end(choice, part.finish_reason)
+
+
+def _of_token(token: int, scores: TokenLogprobs, width: int) -> TokenLogprobs:
+    """Return the scores of one of the candidates, with the best ones of the others."""
+    place = scores.top_ids[0].tolist().index(token)
+    best = scores.part(slice(0, 1), scores.top_ids.shape[1] if width < 0 else width)
+    return best._replace(
+        logprob=scores.top_logprobs[:, place], rank=scores.ranks()[:, place], top_ranks=None
+    )
