@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -119,7 +120,6 @@ def test_values_out_of_range_are_named(server: Server, path: str, fields: dict[s
 
 
 UNSERVED: dict[str, tuple[Any, ...]] = {
-    "guided_json": ({},),
     "prompt_embeds": ("a",),
     "lora_path": ("../../etc",),
     "chat_template": ("{{ messages }}",),
@@ -148,11 +148,21 @@ REFUSED: dict[str, tuple[Any, ...]] = {
         ),
         {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "foo"}}},
         {"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref": "http://a/b"}}},
+        *({"type": "structural_tag"}, {"type": "structural_tag", "format": {"type": "x"}}),
+        {"type": "structural_tag", "structures": [{"begin": "a", "end": "b"}], "triggers": ["c"]},
+        {"type": "structural_tag", "format": "any_text"},
     ),
+    "guided_json": (5, "{", {"type": "foo"}, [1]),
+    "guided_regex": ("(", "", 5, "a" * 5000),
+    "guided_choice": ([], [""], "a", [5]),
+    "guided_grammar": ("start: nothing", "", 5),
+    "guided_whitespace_pattern": (5,),
+    "guided_decoding_backend": (5,),
     "structured_outputs": (
         *({}, {"regex": "("}, {"regex": "a", "json_object": True}, {"json": "{"}, {"choice": []}),
         *({"regex": "a" * 5000}, {"grammar": "start: nothing"}, {"json": {"type": 5}}, "json"),
         *({"structural_tag": "{}"}, {"json": "{}", "disable_any_whitespace": "yes"}),
+        *({"structural_tag": 5}, {"structural_tag": {"format": {"type": "x"}}, "regex": "a"}),
     ),
 }
 
@@ -192,6 +202,73 @@ def test_an_answer_has_the_form_that_was_asked_for(server: Server) -> None:
     asked = GOOD[TEXT] | more | {"structured_outputs": tight | {"regex": None}}
     text = server.request(TEXT, asked).json()["choices"][0]["text"]
     assert text in ('{"ok":true}', '{"ok":false}')
+
+
+GUIDED: list[tuple[dict[str, Any], str]] = [
+    ({"guided_json": {"enum": [1, 2]}}, "[12]"),
+    ({"guided_json": '{"enum": [1, 2]}', "guided_decoding_backend": "xgrammar"}, "[12]"),
+    ({"guided_regex": "ab|c"}, "ab|c"),
+    ({"guided_choice": ["left", "right"]}, "left|right"),
+    ({"guided_grammar": 'root ::= "x" | "y"'}, "x|y"),
+    (
+        {
+            "guided_json": {"type": "array", "items": {"const": 1}, "maxItems": 1, "minItems": 1},
+            "guided_whitespace_pattern": "_?",
+        },
+        r"\[_?1_?\]",
+    ),
+]
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+@pytest.mark.parametrize(("fields", "pattern"), GUIDED, ids=str)
+def test_forms_in_the_fields_of_older_clients(
+    server: Server, path: str, fields: dict[str, Any], pattern: str
+) -> None:
+    asked = GOOD[path] | {"temperature": 1, "seed": 5, "max_tokens": 30} | fields
+    choice = server.request(path, asked).json()["choices"][0]
+    text = choice["text"] if path == TEXT else choice["message"]["content"]
+    assert re.fullmatch(pattern, text) and choice["finish_reason"] == "stop"
+    [name, *_] = fields
+    for other in (
+        {"structured_outputs": {"regex": "a"}},
+        {"response_format": {"type": "json_object"}},
+    ):
+        error = refuse(server, path, fields | other)
+        assert error["param"] == name and "exclude each other" in error["message"]
+    for more in GUIDED:
+        if name not in more[0]:
+            assert refuse(server, path, fields | more[0])["param"] in (name, next(iter(more[0])))
+
+
+def test_forms_of_older_clients_are_no_fields_elsewhere(server: Server) -> None:
+    for path in ("/v1/messages", "/v1/responses"):
+        assert refuse(server, path, {"guided_regex": "a"})["param"] == "guided_regex"
+
+
+def test_an_answer_takes_a_form_where_a_trigger_begins_a_tag(server: Server) -> None:
+    content = {"type": "json_schema", "json_schema": {"enum": [1, 2]}}
+    tag = {"type": "tag", "begin": "<f>", "content": content, "end": "</f>"}
+    form = {"type": "triggered_tags", "triggers": ["<f"], "tags": [tag]}
+    form |= {"at_least_one": True, "stop_after_first": True}
+    newer = {"type": "structural_tag", "format": form}
+    more = {"temperature": 1, "seed": 3, "max_tokens": 60}
+    answers = [
+        server.request(CHAT, GOOD[CHAT] | more | fields).json()["choices"][0]
+        for fields in (
+            {"response_format": newer},
+            {"structured_outputs": {"structural_tag": newer}},
+            {"structured_outputs": {"structural_tag": json.dumps(newer)}},
+        )
+    ]
+    assert answers[0]["message"]["content"] in ("<f>1</f>", "<f>2</f>")
+    assert answers[1:] == answers[:1] * 2 and answers[0]["finish_reason"] == "stop"
+    structure = {"begin": "a(", "schema": {"enum": [1, 2]}, "end": ")"}
+    older = {"type": "structural_tag", "structures": [structure], "triggers": ["a"]}
+    asked = GOOD[TEXT] | more | {"response_format": older, "n": 4}
+    texts = [choice["text"] for choice in server.request(TEXT, asked).json()["choices"]]
+    called = "".join(re.sub(r"a(\(([12](\)|\Z)|\Z)|\Z)", "!", text) for text in texts)
+    assert "!" in called and "a" not in called
 
 
 def test_settings_of_the_sampler_are_obeyed(server: Server) -> None:

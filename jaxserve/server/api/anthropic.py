@@ -26,13 +26,14 @@ from jaxserve.server.schema.anthropic import (
     as_chat,
 )
 from jaxserve.server.schema.errors import ApiError
-from jaxserve.server.schema.sampling import NO_TEMPLATE_FIELDS
+from jaxserve.server.schema.sampling import NO_GUIDED_FIELDS, NO_TEMPLATE_FIELDS
 from jaxserve.server.tool_calls.pieces import CallPart, Message, Piece, Thought
 from jaxserve.server.tool_calls.tools import check_tools, described
 
 # Fields of these endpoints alone that are not supported, with their neutral values.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **NO_TEMPLATE_FIELDS,
+    **NO_GUIDED_FIELDS,
     "mcp_servers": (None, []),
     "container": (None,),
     "output_format": (None,),

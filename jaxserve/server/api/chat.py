@@ -33,7 +33,13 @@ from jaxserve.server.schema.openai import (
     FunctionDelta,
     ToolCall,
 )
-from jaxserve.server.schema.sampling import check_sizes, check_stream, sampling_params
+from jaxserve.server.schema.sampling import (
+    GUIDED,
+    check_sizes,
+    check_stream,
+    form_field,
+    sampling_params,
+)
 from jaxserve.server.served.chat_template import check_inputs
 from jaxserve.server.served.models import ServedModel
 from jaxserve.server.tool_calls.pieces import CallPart, Message, Piece, Thought
@@ -131,8 +137,7 @@ async def prepare(request: EndpointRequest, body: ChatRequest) -> Generation:
     if renamed:
         request.renamed["max_tokens"] = request.renamed.get("max_tokens", "max_completion_tokens")
     wanted = model.max_tokens(body.max_completion_tokens if renamed else body.max_tokens)
-    if body.response_format is not None:
-        request.renamed.setdefault("structured_outputs", "response_format")
+    request.renamed.setdefault("structured_outputs", form_field(body))
     model.tokenizer()  # refuses the request where there is none
     dialect = model.dialect
     tools = tool_use(body, dialect.parser, request.config.enable_auto_tool_choice, dialect.spell)
@@ -170,10 +175,10 @@ def chat_sampling(
         sampling = replace(sampling, skip_special_tokens=False)
     if tools is None or tools.grammar is None:
         return sampling
-    if body.structured_outputs is not None:
+    field = form_field(body)
+    if body.structured_outputs is not None or field in GUIDED:
         raise InvalidRequest(
-            "structured_outputs and calls of tools that must be well formed exclude each other",
-            "structured_outputs",
+            f"{field} and calls of tools that must be well formed exclude each other", field
         )
     return replace(sampling, structured_outputs=StructuredOutputsParams(grammar=tools.grammar))
 

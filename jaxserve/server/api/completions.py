@@ -27,6 +27,7 @@ from jaxserve.server.schema.sampling import (
     NO_TEMPLATE_FIELDS,
     check_sizes,
     check_stream,
+    form_field,
     sampling_params,
 )
 from jaxserve.server.served.models import ServedModel
@@ -70,8 +71,7 @@ async def completions(http_request: Request) -> Response:
     request = EndpointRequest(http_request)
     body = request.parse(CompletionRequest, UNSUPPORTED)
     check_stream(body)
-    if body.response_format is not None:
-        request.renamed["structured_outputs"] = "response_format"
+    request.renamed["structured_outputs"] = form_field(body)
     model = request.find_model(body.model)
     prompts = as_prompts(body.prompt)
     wanted = model.max_tokens(DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens)

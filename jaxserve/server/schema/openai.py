@@ -31,8 +31,13 @@ class JsonSchemaFormat(msgspec.Struct, kw_only=True):
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True):
-    type: Literal["text", "json_object", "json_schema"]
+    """Form of an answer; see `StructuredOutputsParams.structural_tag` for the last three fields."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
+    format: dict[str, Any] | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True):
@@ -46,7 +51,7 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool | None = None
     disable_additional_properties: bool | None = None
-    structural_tag: Any = None
+    structural_tag: str | dict[str, Any] | None = None
 
 
 class Sampling(msgspec.Struct, kw_only=True):
@@ -74,6 +79,12 @@ class Sampling(msgspec.Struct, kw_only=True):
     bad_words: list[str] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    guided_decoding_backend: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: int | None = None
