@@ -72,7 +72,6 @@ SERVER: dict[str, Unserved] = {
     "log_config_file": Unserved((), _NO_LOG),
     "chat_template_content_format": Unserved(("auto", "string"), _TEMPLATE),
     "trust_request_mm_kwargs": Unserved((False,), "only text is served: leave it out"),
-    "response_role": Unserved(("assistant",), "answers have the role assistant"),
     "exclude_tools_when_tool_choice_none": Unserved(
         (True,), "with tool_choice none the tools stay out of the prompt"
     ),

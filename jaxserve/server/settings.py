@@ -88,6 +88,7 @@ class ServerConfig:
             gets another.
         return_tokens_as_token_ids: spell tokens of log-probabilities as token_id:N.
         enable_force_include_usage: end every stream with its usage.
+        response_role: role of the answers to conversations.
         root_path: path at which a proxy shows the server, like /llm; requests may come with it or
             without.
         uds: a Unix domain socket to listen on, instead of host and port.
@@ -147,6 +148,7 @@ class ServerConfig:
     reasoning_effort_map: dict[str, Any] | None = None
     return_tokens_as_token_ids: bool = False
     enable_force_include_usage: bool = False
+    response_role: str = "assistant"
     root_path: str = ""
     uds: str | None = None
     ssl_keyfile: str | None = None
@@ -176,6 +178,8 @@ class ServerConfig:
             if getattr(self, name) not in (None, "none", *formats):
                 raise InvalidRequest(f"{name} must be none, {', '.join(formats)}", name)
         self._check_names()
+        if not 1 <= len(self.response_role) <= 64:
+            raise InvalidRequest("response_role must have 1 to 64 characters", "response_role")
         if self.otlp_traces_endpoint is not None and not _ENDPOINT.fullmatch(
             self.otlp_traces_endpoint
         ):

@@ -16,6 +16,7 @@ USER = [{"role": "user", "content": "Reverse: s-t-o-n-e"}]
 GOOD: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "a", "max_tokens": 2, "temperature": 0},
     "/v1/chat/completions": {"messages": USER, "max_tokens": 2, "temperature": 0},
+    "/v1/chat/completions/batch": {"messages": [USER, USER], "max_tokens": 2, "temperature": 0},
     "/v1/responses": {"input": "Reverse: a-b", "max_output_tokens": 2, "temperature": 0},
     "/v1/messages": {"messages": USER, "max_tokens": 2, "temperature": 0},
     "/v1/messages/count_tokens": {"messages": USER},
@@ -89,6 +90,7 @@ def test_text_that_can_never_fit_is_refused_unread(server: Server) -> None:
 
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+BATCH = f"{CHAT}/batch"
 RANGES: list[tuple[str, dict[str, Any]]] = [
     *((TEXT, {"max_tokens": value}) for value in (0, -1, 10**12)),
     *((CHAT, {"max_completion_tokens": value}) for value in (0, -1, 10**12)),
@@ -110,7 +112,24 @@ RANGES: list[tuple[str, dict[str, Any]]] = [
     (TEXT, {"best_of": 2}),
     (TEXT, {"suffix": "b"}),
     *((CHAT, {"continue_final_message": True, "add_generation_prompt": True}) for _ in range(1)),
-    (CHAT, {"echo": True}),
+    *(
+        (path, {"request_id": value})
+        for path in (CHAT, TEXT)
+        for value in ("", "a b", "a" * 129, 5)
+    ),
+    *((CHAT, {"mm_payload": value}) for value in ("a", 5)),
+    *((CHAT, {"return_prompt_text": "yes"}), (TEXT, {"return_token_offsets": 5})),
+    *(
+        (CHAT, {"functions": value})
+        for value in (["a"], {}, [{"name": "a b"}], [{"name": "f"}] * 2)
+    ),
+    *((CHAT, {"function_call": value}) for value in ("f", {"name": "f"}, 5)),
+    (CHAT, {"functions": [{"name": "f"}], "tools": [{"function": {"name": "g"}}]}),
+    *((CHAT, {"function_call": {"name": "g"}, "functions": [{"name": "f"}]}) for _ in range(1)),
+    *((BATCH, {"messages": value}) for value in ([], USER, [[]], [USER, []], None)),
+    *((BATCH, {"n": 2}), (BATCH, {"stream": True}), (BATCH, {"prompt_logprobs": 1})),
+    (BATCH, {"tools": [{"function": {"name": "f"}}]}),
+    (BATCH, {"messages": [USER] * 65}),
 ]
 
 
@@ -122,6 +141,14 @@ def test_values_out_of_range_are_named(server: Server, path: str, fields: dict[s
 UNSERVED: dict[str, tuple[Any, ...]] = {
     "prompt_embeds": ("a",),
     "lora_path": ("../../etc",),
+    "watermarking": (True,),
+    "media_io_kwargs": ({"image": {}},),
+    "vllm_xargs": ({"a": 1},),
+    "ec_transfer_params": ({},),
+    "repetition_detection": ({"max_pattern_size": 5},),
+    "return_weight_versions": (True,),
+    "routed_experts_prompt_start": (1,),
+    "stream_interval": (2,),
     "chat_template": ("{{ messages }}",),
     "documents": ([{}],),
 }
@@ -305,6 +332,18 @@ def test_values_that_ask_for_nothing_pass(server: Server) -> None:
         "stop": [],
         "seed": 2**64 - 1,
         "unknown": [1, 2],
+        "watermarking": False,
+        "vllm_xargs": {},
+        "session_id": "a",
+        "mm_payload": "none",
+        "return_mm_kwargs": False,
+        "return_token_offsets": True,
+        "return_weight_versions": False,
+        "routed_experts_prompt_start": 0,
+        "stream_interval": 1,
+        "thinking_token_budget": -1,
+        "functions": [],
+        "function_call": "none",
     } | dict.fromkeys(("n", "temperature", "top_p", "top_k", "stream_options", "model"))
     plain = server.request(CHAT, GOOD[CHAT]).json()["choices"]
     assert server.request(CHAT, GOOD[CHAT] | neutral).json()["choices"] == plain

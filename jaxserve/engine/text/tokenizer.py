@@ -196,6 +196,11 @@ class Tokenizer:
         """
         return self._within(self._encode(text, add_special_tokens), "prompt")
 
+    def leading_tokens(self) -> list[int]:
+        """Return the special tokens that encoding puts before a prompt."""
+        plain, whole = self._encode("a", False), self._encode("a", True)
+        return whole[: next(i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)]
+
     def encode_word(self, text: str) -> list[int]:
         """Return token ids of a piece of text, with nothing around it and without checks."""
         return self._encode(text, False)

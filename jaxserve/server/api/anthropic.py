@@ -9,7 +9,8 @@ from uuid import uuid4
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxserve.server.api.chat import as_template_messages, prepare, template_options
+from jaxserve.server.api.chat import prepare
+from jaxserve.server.api.conversations import as_template_messages, template_options
 from jaxserve.server.api.endpoint_request import EndpointRequest
 from jaxserve.server.api.generation import Choice, Generation, Part
 from jaxserve.server.api.streaming import event, json_response, respond
@@ -26,7 +27,7 @@ from jaxserve.server.schema.anthropic import (
     as_chat,
 )
 from jaxserve.server.schema.errors import ApiError
-from jaxserve.server.schema.sampling import NO_GUIDED_FIELDS, NO_TEMPLATE_FIELDS
+from jaxserve.server.schema.sampling import NO_FUNCTIONS, NO_GUIDED_FIELDS, NO_TEMPLATE_FIELDS
 from jaxserve.server.tool_calls.pieces import CallPart, Message, Piece, Thought
 from jaxserve.server.tool_calls.tools import check_tools, described
 
@@ -34,6 +35,7 @@ from jaxserve.server.tool_calls.tools import check_tools, described
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **NO_TEMPLATE_FIELDS,
     **NO_GUIDED_FIELDS,
+    **NO_FUNCTIONS,
     "mcp_servers": (None, []),
     "container": (None,),
     "output_format": (None,),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from uuid import uuid4
 
 import msgspec
 from starlette.requests import Request
@@ -24,6 +23,7 @@ from jaxserve.server.schema.openai import (
     Usage,
 )
 from jaxserve.server.schema.sampling import (
+    NO_FUNCTIONS,
     NO_TEMPLATE_FIELDS,
     check_sizes,
     check_stream,
@@ -36,9 +36,10 @@ DEFAULT_MAX_TOKENS = 16
 # Fields that only conversations have, with their neutral values.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **NO_TEMPLATE_FIELDS,
+    **NO_FUNCTIONS,
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
-    "thinking_token_budget": (None,),
+    "thinking_token_budget": (None, -1),
 }
 
 
@@ -97,7 +98,8 @@ async def completions(http_request: Request) -> Response:
         whole = prompt if len(kept) == len(ids) else kept
         texts.append(_text(model, whole, sampling.skip_special_tokens) if body.echo else "")
     generation = Generation(model, engine_requests)
-    formatter = CompletionFormatter(body, texts, sampling, model.llm.get_tokenizer())
+    answer_id = request.answer_id("cmpl", body.request_id)
+    formatter = CompletionFormatter(body, texts, sampling, model.llm.get_tokenizer(), answer_id)
     return await respond(http_request, generation, formatter, bool(body.stream))
 
 
@@ -136,13 +138,19 @@ class CompletionFormatter:
         echoes: for each prompt, the text that its completions begin with.
         sampling: settings of the prompts.
         tokenizer: spells tokens; None where there is none.
+        answer_id: of the answer.
     """
 
     def __init__(
-        self, body: CompletionRequest, echoes: list[str], sampling: SamplingParams, tokenizer: Any
+        self,
+        body: CompletionRequest,
+        echoes: list[str],
+        sampling: SamplingParams,
+        tokenizer: Any,
+        answer_id: str,
     ) -> None:
         self._body = body
-        self._id = f"cmpl-{uuid4().hex}"
+        self._id = answer_id
         self._ids = bool(body.return_token_ids)
         self._echo_only = is_echo_only(body)
         options = body.stream_options

@@ -31,6 +31,7 @@ from jaxserve.server.schema.anthropic import (
     MessagesResponse,
 )
 from jaxserve.server.schema.openai import (
+    BatchChatRequest,
     ChatRequest,
     ChatResponse,
     CompletionRequest,
@@ -43,6 +44,7 @@ from jaxserve.server.schema.responses import ResponsesRequest, ResponsesResponse
 POSTS: dict[str, tuple[type, type]] = {
     "/v1/completions": (CompletionRequest, CompletionResponse),
     "/v1/chat/completions": (ChatRequest, ChatResponse),
+    "/v1/chat/completions/batch": (BatchChatRequest, ChatResponse),
     "/v1/responses": (ResponsesRequest, ResponsesResponse),
     "/v1/messages": (MessagesRequest, MessagesResponse),
     "/v1/messages/count_tokens": (CountRequest, CountResponse),
@@ -88,7 +90,7 @@ def document() -> dict[str, Any]:
     paths: dict[str, Any] = {}
     for path, (requested, answered) in POSTS.items():
         good = _answer("The answer.", by_type[answered])
-        if hasattr(requested, "stream"):
+        if hasattr(requested, "stream") and requested is not BatchChatRequest:
             good["content"]["text/event-stream"] = {}  # a schema could only be that of each event
         paths[path] = {
             "post": {

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from jaxserve.engine.request_factory import check_token_ids
 from jaxserve.errors import InvalidRequest
-from jaxserve.server.api.chat import as_template_messages, template_options
+from jaxserve.server.api.conversations import as_template_messages, template_options
 from jaxserve.server.api.endpoint_request import EndpointRequest
 from jaxserve.server.api.streaming import json_response
 from jaxserve.server.schema.openai import ChatMessage, ChatRequest, Tool

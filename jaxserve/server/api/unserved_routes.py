@@ -64,7 +64,6 @@ _OPENAI: dict[str, str] = {
     "/v1/responses/input_tokens /responses/input_tokens": _COUNT,
     "POST /inference/v1/generate": "POST /v1/completions takes token ids as its prompt",
     "POST /invocations": f"{_CHAT}, or /v1/completions",
-    "POST /v1/chat/completions/batch": "send each conversation to POST /v1/chat/completions",
     "POST /cohere/v2/chat /cohere/v2/chat/render": _CHAT,
     "GET /tokenizer_info": "POST /tokenize and POST /detokenize are served",
     "GET /docs /redoc": "the API's one document is GET /openapi.json",

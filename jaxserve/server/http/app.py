@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from jaxserve.server.api.anthropic import count_tokens, messages
+from jaxserve.server.api.batch_chat import batch_chat_completions
 from jaxserve.server.api.chat import chat_completions
 from jaxserve.server.api.completions import completions
 from jaxserve.server.api.info import (
@@ -37,7 +38,10 @@ from jaxserve.server.served.models import Models
 from jaxserve.server.settings import ServerConfig
 
 # Paths whose requests make an engine draw tokens.
-_DRAWING = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"})
+_DRAWING = frozenset(
+    "/v1/completions /v1/chat/completions /v1/chat/completions/batch /v1/responses "
+    "/v1/messages".split()
+)
 # Other names of endpoints, as llama.cpp's server has them.
 _ALIASES = {
     "/completions": "/v1/completions",
@@ -53,6 +57,7 @@ def routes() -> list[BaseRoute]:
     own = [
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+        Route("/v1/chat/completions/batch", batch_chat_completions, methods=["POST"]),
         Route("/v1/responses", responses, methods=["POST"]),
         Route("/v1/messages", messages, methods=["POST"]),
         Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),

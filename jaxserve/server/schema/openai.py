@@ -95,6 +95,11 @@ class Sampling(msgspec.Struct, kw_only=True):
     prompt_logprobs: int | None = None
     echo: bool | None = None
     user: str | None = None
+    request_id: str | None = None
+    session_id: str | None = None
+    return_token_offsets: bool | None = None
+    mm_payload: Literal["tensors", "none"] | None = None
+    return_mm_kwargs: bool | None = None
 
 
 class CompletionRequest(Sampling, kw_only=True):
@@ -162,6 +167,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    function_call: FunctionCall | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
 
@@ -185,6 +191,15 @@ class ChatRequest(Sampling, kw_only=True):
     include_reasoning: bool | None = None
     reasoning_effort: str | None = None
     thinking_token_budget: int | None = None
+    return_prompt_text: bool | None = None
+    functions: list[FunctionDefinition] | None = None
+    function_call: Literal["none", "auto"] | FunctionName | None = None
+
+
+class BatchChatRequest(ChatRequest, kw_only=True):
+    """Body of POST /v1/chat/completions/batch: conversations that are answered by themselves."""
+
+    messages: list[list[ChatMessage]]  # type: ignore[assignment]
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -236,7 +251,7 @@ class AnswerMessage(msgspec.Struct):
     refusal: str | None = None
     annotations: None = None
     audio: None = None
-    function_call: None = None
+    function_call: FunctionCall | None = None
     tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
     reasoning: str | None = None
     reasoning_content: str | None = None
@@ -263,6 +278,7 @@ class ChatResponse(msgspec.Struct):
     system_fingerprint: str | None = None
     service_tier: None = None
     prompt_token_ids: list[int] | None = None
+    prompt_text: str | None = None
     prompt_logprobs: PromptLogprobs | None = None
     kv_transfer_params: None = None
 
@@ -285,6 +301,7 @@ class ChatDelta(msgspec.Struct, omit_defaults=True):
     role: str | None = None
     content: str | None = None
     tool_calls: list[CallDelta] | None = None
+    function_call: FunctionDelta | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
 
@@ -313,6 +330,7 @@ class ChatChunk(msgspec.Struct):
     object: str = "chat.completion.chunk"
     system_fingerprint: str | None = None
     prompt_token_ids: list[int] | msgspec.UnsetType | None = msgspec.UNSET
+    prompt_text: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class ErrorDetail(msgspec.Struct):

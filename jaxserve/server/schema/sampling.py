@@ -16,8 +16,6 @@ from jaxserve.structured import NAME, StructuredOutputsParams
 # Fields that are not supported yet, each with its neutral values, which pass.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "logprob_token_ids": (None, []),
-    "functions": (None, []),
-    "function_call": (None, "none", "auto"),
     "use_beam_search": (None, False),
     "length_penalty": (None, 1, 1.0),
     "prompt_embeds": (None,),
@@ -31,9 +29,23 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": (None, {}),
     "kv_transfer_params": (None,),
     "truncation_side": (None, "left"),
+    "watermarking": (None, False),
+    "media_io_kwargs": (None, {}),
+    "vllm_xargs": (None, {}),
+    "ec_transfer_params": (None,),
+    "repetition_detection": (None,),
+    "return_weight_versions": (None, False),
+    "routed_experts_prompt_start": (None, 0),
+    "stream_interval": (None, 1),
+    "early_stopping": (None, False),
 }
 # Fields of a conversation's template, which are no fields of endpoints without one of their own.
 NO_TEMPLATE_FIELDS: dict[str, tuple[Any, ...]] = {"chat_template": (None,), "documents": (None, [])}
+# Tools of OpenAI's older chat API, likewise.
+NO_FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+}
 # Forms of older clients, by the name of the form today; likewise.
 GUIDED = {f"guided_{form}": form for form in ("json", "regex", "choice", "grammar")}
 NO_GUIDED_FIELDS: dict[str, tuple[Any, ...]] = dict.fromkeys(GUIDED, (None,))
