@@ -91,6 +91,9 @@ def test_text_that_can_never_fit_is_refused_unread(server: Server) -> None:
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 BATCH = f"{CHAT}/batch"
+ANTHROPIC = "/v1/messages"
+SCHEMA = {"type": "json_schema", "schema": {"type": "object"}}
+BAD_OUTPUTS = (5, {"effort": "most"}, {"format": {}}, {"format": {"schema": {"type": "foo"}}})
 RANGES: list[tuple[str, dict[str, Any]]] = [
     *((TEXT, {"max_tokens": value}) for value in (0, -1, 10**12)),
     *((CHAT, {"max_completion_tokens": value}) for value in (0, -1, 10**12)),
@@ -130,6 +133,14 @@ RANGES: list[tuple[str, dict[str, Any]]] = [
     *((BATCH, {"n": 2}), (BATCH, {"stream": True}), (BATCH, {"prompt_logprobs": 1})),
     (BATCH, {"tools": [{"function": {"name": "f"}}]}),
     (BATCH, {"messages": [USER] * 65}),
+    *((ANTHROPIC, {"output_config": value}) for value in BAD_OUTPUTS),
+    *((ANTHROPIC, {"output_format": value}) for value in (5, {"type": "text"}, {"schema": 5})),
+    (ANTHROPIC, {"output_format": {"schema": {"type": "foo"}}}),
+    (ANTHROPIC, {"output_format": SCHEMA, "output_config": {"format": SCHEMA}}),
+    *((ANTHROPIC, {"tools": [{"type": kind, "name": "a"}]}) for kind in ("bash_20250124", 5)),
+    *((ANTHROPIC, {"chat_template_kwargs": value}) for value in (5, {"tools": []})),
+    *((ANTHROPIC, {"context_management": 5}), (ANTHROPIC, {"cache_salt": "a" * 129})),
+    *((ANTHROPIC, {"mcp_servers": [{}]}), (ANTHROPIC, {"container": "a"})),
 ]
 
 

@@ -331,7 +331,7 @@ class Generation:
             drawn = [ids[:count] for ids, count in zip(drawn, sent, strict=True)]
         prompts = sum(len(request.prompt_token_ids) for request in self.requests)
         count = sum(map(len, drawn))
-        details = PromptTokensDetails(sum(self._cached.values()))
+        details = PromptTokensDetails(sum(self._cached.values()), self._num_published())
         usage = Usage(prompts, count, prompts + count, details)
         if self._formats[0].thinking is not None:
             thought = [
@@ -340,6 +340,18 @@ class Generation:
             ]
             usage.completion_tokens_details = CompletionTokensDetails(sum(thought))
         return usage
+
+    def _num_published(self) -> int:
+        """Count the tokens of prompts in the full pages that they gave to the prefix cache."""
+        config = self.model.llm.config
+        if not config.enable_prefix_caching:
+            return 0
+        size = config.block_size
+        full = [len(request.prompt_token_ids) // size * size for request in self.requests]
+        return sum(
+            max(0, tokens - cached)
+            for tokens, cached in zip(full, self._cached.values(), strict=True)
+        )
 
     def finish_reason(self, choice: Choice) -> str | None:
         """Return a choice's reason to end for chat endpoints, where free calls are a reason."""

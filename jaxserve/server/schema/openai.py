@@ -203,7 +203,10 @@ class BatchChatRequest(ChatRequest, kw_only=True):
 
 
 class PromptTokensDetails(msgspec.Struct):
+    """Tokens of prompts that came from the prefix cache, and those that were written to it."""
+
     cached_tokens: int
+    created_cache_tokens: int = 0
 
 
 class CompletionTokensDetails(msgspec.Struct):
