@@ -83,7 +83,6 @@ SERVER: dict[str, Unserved] = {
     "enable_per_request_metrics": Unserved((False,), "/metrics has the times of all requests"),
     "enable_server_load_tracking": Unserved((True, False), "GET /load always tells it"),
     "sse_keep_alive_interval": Unserved((0,), "streams hold events of answers alone"),
-    "enable_tokenizer_info_endpoint": Unserved((False,), "/tokenize and /detokenize are served"),
     "cohere_is_reasoning_model": Unserved((True, False), "Cohere's own API is not served"),
     "cohere_format": Unserved(_NOTHING, "Cohere's own API is not served"),
     "anthropic_disabled_thinking_effort": Unserved(

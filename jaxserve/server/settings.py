@@ -88,6 +88,7 @@ class ServerConfig:
             gets another.
         return_tokens_as_token_ids: spell tokens of log-probabilities as token_id:N.
         enable_force_include_usage: end every stream with its usage.
+        enable_tokenizer_info_endpoint: serve GET /tokenizer_info, which shows the chat template.
         response_role: role of the answers to conversations.
         root_path: path at which a proxy shows the server, like /llm; requests may come with it or
             without.
@@ -148,6 +149,7 @@ class ServerConfig:
     reasoning_effort_map: dict[str, Any] | None = None
     return_tokens_as_token_ids: bool = False
     enable_force_include_usage: bool = False
+    enable_tokenizer_info_endpoint: bool = False
     response_role: str = "assistant"
     root_path: str = ""
     uds: str | None = None

@@ -17,6 +17,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "a", "max_tokens": 2, "temperature": 0},
     "/v1/chat/completions": {"messages": USER, "max_tokens": 2, "temperature": 0},
     "/v1/chat/completions/batch": {"messages": [USER, USER], "max_tokens": 2, "temperature": 0},
+    "/invocations": {"prompt": "a", "max_tokens": 2, "temperature": 0},
     "/v1/responses": {"input": "Reverse: a-b", "max_output_tokens": 2, "temperature": 0},
     "/v1/messages": {"messages": USER, "max_tokens": 2, "temperature": 0},
     "/v1/messages/count_tokens": {"messages": USER},
@@ -113,7 +114,7 @@ RANGES: list[tuple[str, dict[str, Any]]] = [
     *((TEXT, {"cache_salt": value}) for value in ("a" * 129, "a" * 1_000_000, "\x07", "a\nb")),
     *((TEXT, {"truncate_prompt_tokens": value}) for value in (0, -2, 10**6)),
     (TEXT, {"best_of": 2}),
-    (TEXT, {"suffix": "b"}),
+    *((path, {"suffix": value}) for path in (TEXT, CHAT, "/v1/messages") for value in ("b", 5)),
     *((CHAT, {"continue_final_message": True, "add_generation_prompt": True}) for _ in range(1)),
     *(
         (path, {"request_id": value})

@@ -176,6 +176,11 @@ class Tokenizer:
         found = self._templates.get(True) or self._templates.get(False)
         return found.source if found else ""
 
+    @property
+    def special_names(self) -> dict[str, str]:
+        """Texts of special tokens by names like eos_token."""
+        return dict(self._tokenizer.special_tokens_map)
+
     def template_reads(self, name: str) -> bool:
         """Return whether a chat template looks at a variable of this name."""
         return any(template.reads(name) for template in self._templates.values())
@@ -195,11 +200,6 @@ class Tokenizer:
             InvalidRequest: it is no text, or holds a token that the model has no logits for.
         """
         return self._within(self._encode(text, add_special_tokens), "prompt")
-
-    def leading_tokens(self) -> list[int]:
-        """Return the special tokens that encoding puts before a prompt."""
-        plain, whole = self._encode("a", False), self._encode("a", True)
-        return whole[: next(i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)]
 
     def encode_word(self, text: str) -> list[int]:
         """Return token ids of a piece of text, with nothing around it and without checks."""

@@ -32,7 +32,12 @@ from jaxserve.server.schema.anthropic import (
 )
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.schema.openai import ChatRequest, PromptTokensDetails
-from jaxserve.server.schema.sampling import NO_FUNCTIONS, NO_GUIDED_FIELDS, NO_TEMPLATE_FIELDS
+from jaxserve.server.schema.sampling import (
+    NO_FUNCTIONS,
+    NO_GUIDED_FIELDS,
+    NO_SUFFIX,
+    NO_TEMPLATE_FIELDS,
+)
 from jaxserve.server.tool_calls.pieces import Call, CallPart, Message, Piece, Thought
 from jaxserve.server.tool_calls.tools import check_tools, described
 
@@ -41,6 +46,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **NO_TEMPLATE_FIELDS,
     **NO_GUIDED_FIELDS,
     **NO_FUNCTIONS,
+    **NO_SUFFIX,
     "mcp_servers": (None, []),
     "container": (None,),
 }

@@ -13,11 +13,12 @@ from jaxserve.server.api.chat import ChatFormatter, echo_of, prepare
 from jaxserve.server.api.endpoint_request import EndpointRequest
 from jaxserve.server.api.streaming import respond
 from jaxserve.server.schema.openai import BatchChatRequest, ChatRequest
-from jaxserve.server.schema.sampling import NO_FUNCTIONS
+from jaxserve.server.schema.sampling import NO_FUNCTIONS, NO_SUFFIX
 
 # Fields of one conversation alone, with their neutral values.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **NO_FUNCTIONS,
+    **NO_SUFFIX,
     "stream": (None, False),
     "n": (None, 1),
     "tools": (None, []),

@@ -35,6 +35,7 @@ from jaxserve.server.schema.openai import (
 )
 from jaxserve.server.schema.sampling import (
     GUIDED,
+    NO_SUFFIX,
     check_sizes,
     check_stream,
     form_field,
@@ -133,7 +134,7 @@ async def chat_completions(http_request: Request) -> Response:
     """
     request = EndpointRequest(http_request)
     request.renamed |= {"prompt": "messages", "logprobs": "top_logprobs"}
-    body = request.parse(ChatRequest)
+    body = request.parse(ChatRequest, NO_SUFFIX)
     if body.functions:
         request.renamed |= {"tools": "functions", "tool_choice": "function_call"}
     chat = as_tools(body)

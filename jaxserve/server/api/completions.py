@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jaxserve.engine.text.infill import end_tokens, infill_prompt
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import Request as EngineRequest
 from jaxserve.request import SamplingParams, exact_int
@@ -84,15 +87,16 @@ async def completions(http_request: Request) -> Response:
         width = max(body.logprobs, -1 if width is None else width)
     check_sizes(body, model.limits.vocab_size)
     sampling = sampling_params(body, model.default_sampling, wanted, body.logprobs, width)
+    if body.suffix:
+        ends = [*(sampling.stop_token_ids or ()), *end_tokens(model.tokenizer())]
+        sampling = replace(sampling, stop_token_ids=ends)
     if body.best_of is not None and body.best_of != sampling.n:
         raise InvalidRequest("best_of must be equal to n", "best_of")
     request.admit(model, len(prompts) * sampling.n)
     engine_requests: list[EngineRequest] = []
     texts: list[str] = []
     for prompt in prompts:
-        ids = prompt
-        if isinstance(ids, str):
-            ids = await model.encode(ids, body.add_special_tokens is not False)
+        ids = await _token_ids(model, prompt, body)
         kept = truncated(ids, body.truncate_prompt_tokens, model.limits.max_model_len)
         engine_requests.append(await request.engine_request(model, kept, sampling, body))
         whole = prompt if len(kept) == len(ids) else kept
@@ -101,6 +105,20 @@ async def completions(http_request: Request) -> Response:
     answer_id = request.answer_id("cmpl", body.request_id)
     formatter = CompletionFormatter(body, texts, sampling, model.llm.get_tokenizer(), answer_id)
     return await respond(http_request, generation, formatter, bool(body.stream))
+
+
+async def _token_ids(
+    model: ServedModel, prompt: str | list[int], body: CompletionRequest
+) -> list[int]:
+    """Return a prompt's token ids, with the suffix where the request has one."""
+    if body.suffix:
+        if not isinstance(prompt, str):
+            raise InvalidRequest("suffix needs a prompt of text", "suffix")
+        model.check_length(len(prompt) + len(body.suffix), "suffix")
+        return await asyncio.to_thread(infill_prompt, model.tokenizer(), prompt, body.suffix)
+    if isinstance(prompt, str):
+        return await model.encode(prompt, body.add_special_tokens is not False)
+    return prompt
 
 
 def truncated(prompt: list[int], keep: int | None, max_model_len: int) -> list[int]:

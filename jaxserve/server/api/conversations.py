@@ -93,5 +93,12 @@ async def render(
     """
     prompt = await model.render(as_template_messages(messages), **options)
     if body.add_special_tokens:
-        prompt = [*model.tokenizer().leading_tokens(), *prompt]
+        prompt = [*_leading_tokens(model), *prompt]
     return truncated(prompt, body.truncate_prompt_tokens, model.limits.max_model_len)
+
+
+def _leading_tokens(model: ServedModel) -> list[int]:
+    """Return the special tokens that encoding puts before a prompt."""
+    plain, whole = (model.tokenizer().encode("a", flag) for flag in (False, True))
+    places = range(len(whole) - len(plain) + 1)
+    return whole[: next(n for n in places if whole[n : n + len(plain)] == plain)]

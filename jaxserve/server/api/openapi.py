@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import jaxserve
+from jaxserve.server.api.infill import InfillRequest, InfillResponse
 from jaxserve.server.api.info import (
     HealthResponse,
     LoadResponse,
@@ -23,6 +24,7 @@ from jaxserve.server.api.tokens import (
     DetokenizeResponse,
     TokenizeRequest,
     TokenizeResponse,
+    TokenizerInfo,
 )
 from jaxserve.server.schema.anthropic import (
     CountRequest,
@@ -50,6 +52,7 @@ POSTS: dict[str, tuple[type, type]] = {
     "/v1/messages/count_tokens": (CountRequest, CountResponse),
     "/tokenize": (TokenizeRequest, TokenizeResponse),
     "/detokenize": (DetokenizeRequest, DetokenizeResponse),
+    "/infill": (InfillRequest, InfillResponse),
 }
 GETS: dict[str, type | None] = {
     "/v1/models": ModelList,
@@ -58,9 +61,12 @@ GETS: dict[str, type | None] = {
     "/ready": HealthResponse,
     "/version": VersionResponse,
     "/load": LoadResponse,
+    "/tokenizer_info": TokenizerInfo,
     "/server_info": ServerInfo,
     "/metrics": None,
 }
+# What POST /invocations stands for.
+_INVOKED = ("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch")
 _REFUSALS = {
     "400": "A field is wrong; `param` names it.",
     "401": "No valid API key.",
@@ -89,19 +95,16 @@ def document() -> dict[str, Any]:
     refusals = {status: _answer(text, by_type[ErrorResponse]) for status, text in _REFUSALS.items()}
     paths: dict[str, Any] = {}
     for path, (requested, answered) in POSTS.items():
-        good = _answer("The answer.", by_type[answered])
+        good = {"200": _answer("The answer.", by_type[answered])}
         if hasattr(requested, "stream") and requested is not BatchChatRequest:
-            good["content"]["text/event-stream"] = {}  # a schema could only be that of each event
-        paths[path] = {
-            "post": {
-                "operationId": _name(path),
-                "requestBody": {
-                    "required": True,
-                    "content": {"application/json": {"schema": by_type[requested]}},
-                },
-                "responses": {"200": good, **refusals},
-            }
-        }
+            # A schema could only be that of each event.
+            good["200"]["content"]["text/event-stream"] = {}
+        paths[path] = {"post": _post(path, by_type[requested], good | refusals)}
+    ways = [POSTS[path] for path in _INVOKED]
+    asked, answers = ([by_type[kind] for kind in kinds] for kinds in zip(*ways, strict=True))
+    good = {"200": _answer("The answer.", {"anyOf": answers})}
+    good["200"]["content"]["text/event-stream"] = {}
+    paths["/invocations"] = {"post": _post("/invocations", {"anyOf": asked}, good | refusals)}
     for path, answered in GETS.items():
         good: dict[str, Any] = {"description": "Metrics.", "content": {"text/plain": {}}}
         if answered is not None:
@@ -125,8 +128,20 @@ def document() -> dict[str, Any]:
     }
 
 
+def _post(path: str, schema: dict[str, Any], responses: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "operationId": _name(path),
+        "requestBody": {"required": True, "content": _json(schema)},
+        "responses": responses,
+    }
+
+
+def _json(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"application/json": {"schema": schema}}
+
+
 def _answer(text: str, schema: dict[str, Any]) -> dict[str, Any]:
-    return {"description": text, "content": {"application/json": {"schema": schema}}}
+    return {"description": text, "content": _json(schema)}
 
 
 def _name(path: str) -> str:

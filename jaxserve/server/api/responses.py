@@ -29,7 +29,12 @@ from jaxserve.server.schema.responses import (
     as_chat,
     wants_logprobs,
 )
-from jaxserve.server.schema.sampling import NO_FUNCTIONS, NO_GUIDED_FIELDS, NO_TEMPLATE_FIELDS
+from jaxserve.server.schema.sampling import (
+    NO_FUNCTIONS,
+    NO_GUIDED_FIELDS,
+    NO_SUFFIX,
+    NO_TEMPLATE_FIELDS,
+)
 from jaxserve.server.tool_calls.pieces import CallPart, Content, Message, Piece, Thought
 
 # Fields of this endpoint alone that are not supported, with their neutral values.
@@ -37,6 +42,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **NO_TEMPLATE_FIELDS,
     **NO_GUIDED_FIELDS,
     **NO_FUNCTIONS,
+    **NO_SUFFIX,
     "previous_response_id": (None,),
     "conversation": (None,),
     "background": (None, False),

@@ -63,9 +63,7 @@ _OPENAI: dict[str, str] = {
     "POST /v1/chat/completions/input_tokens /chat/completions/input_tokens "
     "/v1/responses/input_tokens /responses/input_tokens": _COUNT,
     "POST /inference/v1/generate": "POST /v1/completions takes token ids as its prompt",
-    "POST /invocations": f"{_CHAT}, or /v1/completions",
     "POST /cohere/v2/chat /cohere/v2/chat/render": _CHAT,
-    "GET /tokenizer_info": "POST /tokenize and POST /detokenize are served",
     "GET /docs /redoc": "the API's one document is GET /openapi.json",
     "GET DELETE /v1/responses/{id}": _STATELESS,
     "POST /v1/responses/{id}/cancel": "a request ends when its client closes the connection",
@@ -79,7 +77,6 @@ _OPENAI: dict[str, str] = {
 }
 _LLAMA: dict[str, str] = {
     "POST /completion": f"{_COMPLETE}; n_predict is max_tokens, cache_prompt is always so",
-    "POST /infill": _COMPLETE,
     "POST /embedding /embeddings /reranking /v1/reranking": _GENERATES,
     "POST /apply-template": _RENDER,
     "GET POST /props": f"{_MODELS}, with max_model_len; settings are those of the start",

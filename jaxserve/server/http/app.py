@@ -16,6 +16,7 @@ from jaxserve.server.api.anthropic import count_tokens, messages
 from jaxserve.server.api.batch_chat import batch_chat_completions
 from jaxserve.server.api.chat import chat_completions
 from jaxserve.server.api.completions import completions
+from jaxserve.server.api.infill import infill
 from jaxserve.server.api.info import (
     get_model,
     health,
@@ -25,11 +26,12 @@ from jaxserve.server.api.info import (
     server_info,
     version,
 )
+from jaxserve.server.api.invocations import invocations
 from jaxserve.server.api.metrics import metrics
 from jaxserve.server.api.openapi import openapi
 from jaxserve.server.api.responses import responses
 from jaxserve.server.api.streaming import error_response
-from jaxserve.server.api.tokens import detokenize, tokenize
+from jaxserve.server.api.tokens import detokenize, tokenize, tokenizer_info
 from jaxserve.server.api.unserved_routes import UNSERVED_ROUTES, is_unserved
 from jaxserve.server.http.guard import Guard
 from jaxserve.server.schema.errors import ApiError
@@ -40,7 +42,7 @@ from jaxserve.server.settings import ServerConfig
 # Paths whose requests make an engine draw tokens.
 _DRAWING = frozenset(
     "/v1/completions /v1/chat/completions /v1/chat/completions/batch /v1/responses "
-    "/v1/messages".split()
+    "/v1/messages /infill /invocations".split()
 )
 # Other names of endpoints, as llama.cpp's server has them.
 _ALIASES = {
@@ -63,6 +65,9 @@ def routes() -> list[BaseRoute]:
         Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
         Route("/tokenize", tokenize, methods=["POST"]),
         Route("/detokenize", detokenize, methods=["POST"]),
+        Route("/tokenizer_info", tokenizer_info, methods=["GET"]),
+        Route("/infill", infill, methods=["POST"]),
+        Route("/invocations", invocations, methods=["POST"]),
         Route("/v1/models", list_models, methods=["GET"]),
         Route("/v1/models/{model:path}", get_model, methods=["GET"]),
         Route("/health", health, methods=["GET"]),

@@ -25,7 +25,7 @@ _BILLING = "x-anthropic-billing-header"
 
 
 class Source(msgspec.Struct, kw_only=True):
-    """Where a document comes from; only text and blocks of text in the request are served."""
+    """Source of a document; only text and blocks of text in the request are served."""
 
     type: str
     data: str | None = None
@@ -93,7 +93,7 @@ class JsonOutput(msgspec.Struct, kw_only=True):
 
 
 class OutputConfig(msgspec.Struct, kw_only=True):
-    """How much an answer may think, and its form."""
+    """Effort of an answer, and its form."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: JsonOutput | None = None
@@ -133,7 +133,7 @@ class MessagesRequest(CountRequest, kw_only=True):
 
 
 class CountedContext(msgspec.Struct):
-    """What a conversation would take before anything of it was left out."""
+    """Size of a conversation before anything of it is left out."""
 
     original_input_tokens: int
 

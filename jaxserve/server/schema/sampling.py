@@ -25,7 +25,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "prediction": (None,),
     "web_search_options": (None,),
-    "suffix": (None, ""),
     "mm_processor_kwargs": (None, {}),
     "kv_transfer_params": (None,),
     "truncation_side": (None, "left"),
@@ -41,6 +40,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 # Fields of a conversation's template, which are no fields of endpoints without one of their own.
 NO_TEMPLATE_FIELDS: dict[str, tuple[Any, ...]] = {"chat_template": (None,), "documents": (None, [])}
+# Text behind a gap, which completions alone fill.
+NO_SUFFIX: dict[str, tuple[Any, ...]] = {"suffix": (None, "")}
 # Tools of OpenAI's older chat API, likewise.
 NO_FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "functions": (None, []),
