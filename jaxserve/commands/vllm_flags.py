@@ -58,7 +58,7 @@ SERVER: dict[str, Unserved] = {
     "dp_supervisor_probe_failure_threshold": Unserved(_NOTHING, _ONE_PROCESS),
     "grpc": Unserved((False,), _HTTP),
     "grpc_port": Unserved((), _HTTP),
-    "enable_scale_out": Unserved((False,), "prompts are rendered where they are answered"),
+    "enable_scale_out": Unserved((True, False), "/render and /inference/v1/generate are served"),
     "tokens_only": Unserved((False,), "--skip-tokenizer-init serves token ids alone"),
     "max_log_len": Unserved(_NOTHING, _NO_LOG),
     "uvicorn_log_level": Unserved(("critical", "error", "warning", "info"), _NO_LOG),

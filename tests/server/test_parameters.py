@@ -17,6 +17,10 @@ GOOD: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "a", "max_tokens": 2, "temperature": 0},
     "/v1/chat/completions": {"messages": USER, "max_tokens": 2, "temperature": 0},
     "/v1/chat/completions/batch": {"messages": [USER, USER], "max_tokens": 2, "temperature": 0},
+    "/inference/v1/generate": {"token_ids": [5], "sampling_params": {"max_tokens": 2}},
+    "/v1/completions/render": {"prompt": "a", "max_tokens": 2},
+    "/v1/chat/completions/render": {"messages": USER, "max_tokens": 2},
+    "/v1/messages/render": {"messages": USER, "max_tokens": 2},
     "/invocations": {"prompt": "a", "max_tokens": 2, "temperature": 0},
     "/v1/responses": {"input": "Reverse: a-b", "max_output_tokens": 2, "temperature": 0},
     "/v1/messages": {"messages": USER, "max_tokens": 2, "temperature": 0},
@@ -92,7 +96,7 @@ def test_text_that_can_never_fit_is_refused_unread(server: Server) -> None:
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 BATCH = f"{CHAT}/batch"
-ANTHROPIC = "/v1/messages"
+ANTHROPIC, GENERATE = "/v1/messages", "/inference/v1/generate"
 SCHEMA = {"type": "json_schema", "schema": {"type": "object"}}
 BAD_OUTPUTS = (5, {"effort": "most"}, {"format": {}}, {"format": {"schema": {"type": "foo"}}})
 RANGES: list[tuple[str, dict[str, Any]]] = [
@@ -134,6 +138,11 @@ RANGES: list[tuple[str, dict[str, Any]]] = [
     *((BATCH, {"n": 2}), (BATCH, {"stream": True}), (BATCH, {"prompt_logprobs": 1})),
     (BATCH, {"tools": [{"function": {"name": "f"}}]}),
     (BATCH, {"messages": [USER] * 65}),
+    *((GENERATE, {"token_ids": value}) for value in ([], [-1], [VOCABULARY], "a", [1.5], None)),
+    *((GENERATE, {"sampling_params": value}) for value in (5, None, "a")),
+    *((GENERATE, {"output_mode": "derender"}), (GENERATE, {"features": {"mm_hashes": {}}})),
+    (GENERATE, {"content_parts": [{}]}),
+    *((f"{TEXT}/render", {"n": 2000}), (f"{CHAT}/render", {"messages": []})),
     *((ANTHROPIC, {"output_config": value}) for value in BAD_OUTPUTS),
     *((ANTHROPIC, {"output_format": value}) for value in (5, {"type": "text"}, {"schema": 5})),
     (ANTHROPIC, {"output_format": {"schema": {"type": "foo"}}}),

@@ -55,7 +55,7 @@ _PROBE = [{"role": role, "content": "a"} for role in ("system", "user", "system"
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
 
 
-def _renaming_request(http_request: Request) -> EndpointRequest:
+def renaming_request(http_request: Request) -> EndpointRequest:
     request = EndpointRequest(http_request)
     request.renamed |= {"prompt": "messages", "stop": "stop_sequences"}
     request.renamed["thinking_token_budget"] = "thinking"
@@ -68,15 +68,15 @@ async def messages(http_request: Request) -> Response:
     Raises:
         ApiError, InvalidRequest, Overloaded: see `EndpointRequest.parse` and `prepare`.
     """
-    request = _renaming_request(http_request)
+    request = renaming_request(http_request)
     body = request.parse(MessagesRequest, UNSUPPORTED)
-    chat = await _as_chat(request, body)
+    chat = await template_chat(request, body)
     formatter = MessagesFormatter(body.context_management is not None)
     generation = await prepare(request, chat)
     return await respond(http_request, generation, formatter, bool(body.stream))
 
 
-async def _as_chat(request: EndpointRequest, body: CountRequest) -> ChatRequest:
+async def template_chat(request: EndpointRequest, body: CountRequest) -> ChatRequest:
     """Return the chat that a request stands for, in a form that the model's template takes.
 
     Raises:
@@ -103,9 +103,9 @@ async def count_tokens(http_request: Request) -> Response:
         ApiError: the body is malformed, or there is no such model.
         InvalidRequest: naming the field.
     """
-    request = _renaming_request(http_request)
+    request = renaming_request(http_request)
     body = request.parse(CountRequest, UNSUPPORTED)
-    chat = await _as_chat(request, body)
+    chat = await template_chat(request, body)
     model = request.find_model(chat.model)
     rendered, options = as_template_messages(chat.messages), await template_options(chat, model)
     if chat.tools and chat.tool_choice != "none":

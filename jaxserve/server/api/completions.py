@@ -74,6 +74,23 @@ async def completions(http_request: Request) -> Response:
     """
     request = EndpointRequest(http_request)
     body = request.parse(CompletionRequest, UNSUPPORTED)
+    generation, texts = await prepare_completions(request, body)
+    answer_id = request.answer_id("cmpl", body.request_id)
+    sampling, tokenizer = generation.requests[0].sampling, generation.model.llm.get_tokenizer()
+    formatter = CompletionFormatter(body, texts, sampling, tokenizer, answer_id)
+    return await respond(http_request, generation, formatter, bool(body.stream))
+
+
+async def prepare_completions(
+    request: EndpointRequest, body: CompletionRequest
+) -> tuple[Generation, list[str]]:
+    """Do all that comes before the first token.
+
+    Returns:
+        The generation, and for each prompt the text that its completions begin with.
+
+    Raises: as `completions`.
+    """
     check_stream(body)
     request.renamed["structured_outputs"] = form_field(body)
     model = request.find_model(body.model)
@@ -101,10 +118,7 @@ async def completions(http_request: Request) -> Response:
         engine_requests.append(await request.engine_request(model, kept, sampling, body))
         whole = prompt if len(kept) == len(ids) else kept
         texts.append(_text(model, whole, sampling.skip_special_tokens) if body.echo else "")
-    generation = Generation(model, engine_requests)
-    answer_id = request.answer_id("cmpl", body.request_id)
-    formatter = CompletionFormatter(body, texts, sampling, model.llm.get_tokenizer(), answer_id)
-    return await respond(http_request, generation, formatter, bool(body.stream))
+    return Generation(model, engine_requests), texts
 
 
 async def _token_ids(

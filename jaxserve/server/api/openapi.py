@@ -32,6 +32,7 @@ from jaxserve.server.schema.anthropic import (
     MessagesRequest,
     MessagesResponse,
 )
+from jaxserve.server.schema.generate import GenerateRequest, GenerateResponse
 from jaxserve.server.schema.openai import (
     BatchChatRequest,
     ChatRequest,
@@ -43,7 +44,7 @@ from jaxserve.server.schema.openai import (
 from jaxserve.server.schema.responses import ResponsesRequest, ResponsesResponse
 
 # Types of request and answer of every endpoint that takes a body; those with `stream` can stream.
-POSTS: dict[str, tuple[type, type]] = {
+POSTS: dict[str, tuple[type, Any]] = {
     "/v1/completions": (CompletionRequest, CompletionResponse),
     "/v1/chat/completions": (ChatRequest, ChatResponse),
     "/v1/chat/completions/batch": (BatchChatRequest, ChatResponse),
@@ -52,6 +53,10 @@ POSTS: dict[str, tuple[type, type]] = {
     "/v1/messages/count_tokens": (CountRequest, CountResponse),
     "/tokenize": (TokenizeRequest, TokenizeResponse),
     "/detokenize": (DetokenizeRequest, DetokenizeResponse),
+    "/inference/v1/generate": (GenerateRequest, GenerateResponse),
+    "/v1/completions/render": (CompletionRequest, list[GenerateRequest]),
+    "/v1/chat/completions/render": (ChatRequest, GenerateRequest),
+    "/v1/messages/render": (MessagesRequest, GenerateRequest),
     "/infill": (InfillRequest, InfillResponse),
 }
 GETS: dict[str, type | None] = {
@@ -65,6 +70,8 @@ GETS: dict[str, type | None] = {
     "/server_info": ServerInfo,
     "/metrics": None,
 }
+# Ends of paths that answer at once whatever `stream` says.
+_WHOLE = ("/batch", "/render")
 # What POST /invocations stands for.
 _INVOKED = ("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch")
 _REFUSALS = {
@@ -96,7 +103,7 @@ def document() -> dict[str, Any]:
     paths: dict[str, Any] = {}
     for path, (requested, answered) in POSTS.items():
         good = {"200": _answer("The answer.", by_type[answered])}
-        if hasattr(requested, "stream") and requested is not BatchChatRequest:
+        if hasattr(requested, "stream") and not path.endswith(_WHOLE):
             # A schema could only be that of each event.
             good["200"]["content"]["text/event-stream"] = {}
         paths[path] = {"post": _post(path, by_type[requested], good | refusals)}

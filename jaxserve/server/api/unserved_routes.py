@@ -58,11 +58,9 @@ _OPENAI: dict[str, str] = {
     ),
     "GET /get_world_size /fault_tolerance/status /kv_event_sources": _ONE_PROCESS,
     "POST /start_profile /stop_profile": _PROFILE,
-    "POST /v1/chat/completions/render /v1/completions/render /v1/messages/render "
-    "/v1/responses/render /v1/chat/completions/derender /v1/completions/derender": _RENDER,
+    "POST /v1/responses/render /v1/chat/completions/derender /v1/completions/derender": _RENDER,
     "POST /v1/chat/completions/input_tokens /chat/completions/input_tokens "
     "/v1/responses/input_tokens /responses/input_tokens": _COUNT,
-    "POST /inference/v1/generate": "POST /v1/completions takes token ids as its prompt",
     "POST /cohere/v2/chat /cohere/v2/chat/render": _CHAT,
     "GET /docs /redoc": "the API's one document is GET /openapi.json",
     "GET DELETE /v1/responses/{id}": _STATELESS,

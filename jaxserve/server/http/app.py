@@ -31,6 +31,12 @@ from jaxserve.server.api.metrics import metrics
 from jaxserve.server.api.openapi import openapi
 from jaxserve.server.api.responses import responses
 from jaxserve.server.api.streaming import error_response
+from jaxserve.server.api.token_io import (
+    generate,
+    render_chat,
+    render_completions,
+    render_messages,
+)
 from jaxserve.server.api.tokens import detokenize, tokenize, tokenizer_info
 from jaxserve.server.api.unserved_routes import UNSERVED_ROUTES, is_unserved
 from jaxserve.server.http.guard import Guard
@@ -42,7 +48,7 @@ from jaxserve.server.settings import ServerConfig
 # Paths whose requests make an engine draw tokens.
 _DRAWING = frozenset(
     "/v1/completions /v1/chat/completions /v1/chat/completions/batch /v1/responses "
-    "/v1/messages /infill /invocations".split()
+    "/v1/messages /infill /invocations /inference/v1/generate".split()
 )
 # Other names of endpoints, as llama.cpp's server has them.
 _ALIASES = {
@@ -65,6 +71,10 @@ def routes() -> list[BaseRoute]:
         Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
         Route("/tokenize", tokenize, methods=["POST"]),
         Route("/detokenize", detokenize, methods=["POST"]),
+        Route("/inference/v1/generate", generate, methods=["POST"]),
+        Route("/v1/completions/render", render_completions, methods=["POST"]),
+        Route("/v1/chat/completions/render", render_chat, methods=["POST"]),
+        Route("/v1/messages/render", render_messages, methods=["POST"]),
         Route("/tokenizer_info", tokenizer_info, methods=["GET"]),
         Route("/infill", infill, methods=["POST"]),
         Route("/invocations", invocations, methods=["POST"]),
