@@ -111,6 +111,15 @@ SPECIAL: list[tuple[dict[str, Any], list[tuple[str | int, ...]], list[tuple[str 
         [("a", START), ("a", START, "g 5!"), ("a", BEGIN), ("<tt>",), ("<t>b",)],
     ),
     (
+        tag(
+            "<a>",
+            {"type": "triggered_tags", "triggers": ["<t"], "tags": [tag("<t>", NUMBER, "</t>")]},
+            "</a>",
+        ),
+        [("<a>b<t>5</t></a>",), ("<a></a>",)],
+        [("<a>b</a><t>5</t></a>",), ("<a>b</a>c",)],
+    ),
+    (
         {"type": "sequence", "elements": [ANY, tag("<t>", NUMBER, "</t>")]},
         [("a<t>5</t>",), ("<t>5</t>",)],
         [("a",), ("<t>5</t><t>6</t>",)],
@@ -148,13 +157,15 @@ def test_settings_of_json_hold_within_tags(grammars: Grammars, pieces: list[byte
         "structures": [{"begin": "<f>", "schema": schema, "end": "</f>"}],
         "triggers": ["<f>"],
     }
-    tight: Any = {"disable_any_whitespace": True, "disable_additional_properties": True}
-    free = grammars.compile(StructuredOutputsParams(structural_tag=older))
-    closed = grammars.compile(StructuredOutputsParams(structural_tag=older, **tight))
-    for text, opened in (('{"a":true}', True), ('{"a": true}', False), ('{"a":true,"b":1}', False)):
-        asked = f"<f>{text}</f>"
-        assert accepts(free, asked, grammars=grammars)
-        assert accepts(closed, asked, grammars=grammars) == opened
+    closes: Any = {"disable_additional_properties": True}
+    for options, opened in (
+        ({}, [1, 1, 1]),
+        (closes, [1, 1, 0]),
+        (closes | {"disable_any_whitespace": True}, [1, 0, 0]),
+    ):
+        made = grammars.compile(StructuredOutputsParams(structural_tag=older, **options))
+        texts = [f"<f>{text}</f>" for text in ('{"a":true}', '{"a": true}', '{"a":true,"b":1}')]
+        assert [accepts(made, text, grammars=grammars) for text in texts] == opened
 
 
 BAD: list[tuple[Any, str]] = [
