@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from jaxserve.checks import exact_int
 from jaxserve.errors import InvalidRequest
 from jaxserve.overrides import json_object
-from jaxserve.checks import exact_int
 
 NAME = "kv_events_config"
 PUBLISHERS = ("null", "zmq")

@@ -17,7 +17,7 @@ MAX_REGEX_CHARS = 4096
 MAX_CHOICES = 1000
 MAX_CHOICE_CHARS = 4096
 
-Form = Literal["json", "json_object", "regex", "choice", "grammar"]
+Form = Literal["json", "json_object", "regex", "choice", "grammar", "structural_tag"]
 NAME = "structured_outputs"
 # Keywords whose entries are schemas by name, and those whose content is no schema.
 _OF_NAMES = frozenset(("properties", "patternProperties", "$defs", "definitions"))
@@ -29,7 +29,7 @@ _FORMATS = frozenset(
 
 @dataclass(frozen=True)
 class StructuredOutputsParams:
-    """Exactly one of five forms; the names are vLLM's.
+    """Exactly one of six forms; the names are vLLM's.
 
     Args:
         json: a JSON schema, as text or as a mapping.
@@ -38,6 +38,9 @@ class StructuredOutputsParams:
             look-around.
         choice: texts, one of which is the answer.
         grammar: a context-free grammar in Lark's syntax, or in GBNF's (`root ::= ...`).
+        structural_tag: text that takes a form where a trigger begins a tag, as JSON or as a
+            mapping: {"type": "structural_tag", "format": {...}} in xgrammar's language, or the
+            older {"structures": [{"begin", "schema", "end"}], "triggers": [...]}.
         whitespace_pattern: what may stand between the parts of a JSON text, as a regular
             expression; None for up to 16 spaces and line ends.
         disable_any_whitespace: nothing stands between them.
@@ -54,6 +57,7 @@ class StructuredOutputsParams:
     regex: str | None = None
     choice: Listing[str] | None = field(default=None, hash=False)
     grammar: str | None = None
+    structural_tag: str | Mapping[str, Any] | None = field(default=None, hash=False)
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
@@ -109,27 +113,31 @@ def _problem(form: str, message: str) -> InvalidRequest:
     return InvalidRequest(f"{NAME}.{form} {message}", NAME)
 
 
-def _schema(value: Any) -> str:
-    """Check that the schema is small, and return it as canonical text."""
-    text = value
-    if not isinstance(value, str):
+def _object(form: str, noun: str) -> Any:
+    """Return a check that a JSON object is small, which returns it as canonical text."""
+
+    def check(value: Any) -> str:
+        text = value
+        if not isinstance(value, str):
+            try:
+                text = json.dumps(value, allow_nan=False)
+            except (TypeError, ValueError, RecursionError):
+                raise _problem(form, f"must be {noun}") from None
+        if len(text.encode(errors="replace")) > MAX_SCHEMA_BYTES:
+            raise _problem(form, f"takes at most {MAX_SCHEMA_BYTES} bytes")
         try:
-            text = json.dumps(value, allow_nan=False)
-        except (TypeError, ValueError, RecursionError):
-            raise _problem("json", "must be a JSON schema") from None
-    if len(text.encode(errors="replace")) > MAX_SCHEMA_BYTES:
-        raise _problem("json", f"takes at most {MAX_SCHEMA_BYTES} bytes")
-    try:
-        schema = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _problem("json", f"is not JSON: {error}"[:200]) from None
-    if not isinstance(schema, dict):
-        raise _problem("json", "must be a JSON schema, an object")
-    _check_size(schema)
-    return json.dumps(schema)
+            found = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise _problem(form, f"is not JSON: {error}"[:200]) from None
+        if not isinstance(found, dict):
+            raise _problem(form, f"must be {noun}, an object")
+        _check_size(found, form)
+        return json.dumps(found)
+
+    return check
 
 
-def _check_size(schema: Any) -> None:
+def _check_size(schema: Any, form: str) -> None:
     """Refuse what is too deep or too wide, level by level."""
     level: list[Any] = [schema]
     for _ in range(MAX_SCHEMA_DEPTH):
@@ -137,12 +145,12 @@ def _check_size(schema: Any) -> None:
         for node in level:
             if isinstance(node, dict | list):
                 if len(node) > MAX_SCHEMA_ITEMS:
-                    raise _problem("json", f"takes at most {MAX_SCHEMA_ITEMS} entries at one place")
+                    raise _problem(form, f"takes at most {MAX_SCHEMA_ITEMS} entries at one place")
                 below.extend(node.values() if isinstance(node, dict) else node)
         if not below:
             return
         level = below
-    raise _problem("json", f"takes at most {MAX_SCHEMA_DEPTH} levels")
+    raise _problem(form, f"takes at most {MAX_SCHEMA_DEPTH} levels")
 
 
 def _text(form: str, most: int) -> Any:
@@ -173,9 +181,10 @@ def _any_object(value: Any) -> str:
 
 
 _TEXTS = {
-    "json": _schema,
+    "json": _object("json", "a JSON schema"),
     "json_object": _any_object,
     "regex": _text("regex", MAX_REGEX_CHARS),
     "choice": _choices,
     "grammar": _text("grammar", MAX_SCHEMA_BYTES),
+    "structural_tag": _object("structural_tag", "a structural tag"),
 }

@@ -58,7 +58,7 @@ SERVER: dict[str, Unserved] = {
     "dp_supervisor_probe_failure_threshold": Unserved(_NOTHING, _ONE_PROCESS),
     "grpc": Unserved((False,), _HTTP),
     "grpc_port": Unserved((), _HTTP),
-    "enable_scale_out": Unserved((False,), "prompts are rendered where they are answered"),
+    "enable_scale_out": Unserved((True, False), "/render and /inference/v1/generate are served"),
     "tokens_only": Unserved((False,), "--skip-tokenizer-init serves token ids alone"),
     "max_log_len": Unserved(_NOTHING, _NO_LOG),
     "uvicorn_log_level": Unserved(("critical", "error", "warning", "info"), _NO_LOG),
@@ -72,7 +72,6 @@ SERVER: dict[str, Unserved] = {
     "log_config_file": Unserved((), _NO_LOG),
     "chat_template_content_format": Unserved(("auto", "string"), _TEMPLATE),
     "trust_request_mm_kwargs": Unserved((False,), "only text is served: leave it out"),
-    "response_role": Unserved(("assistant",), "answers have the role assistant"),
     "exclude_tools_when_tool_choice_none": Unserved(
         (True,), "with tool_choice none the tools stay out of the prompt"
     ),
@@ -83,7 +82,6 @@ SERVER: dict[str, Unserved] = {
     "enable_prompt_tokens_details": Unserved((True,), "usage always has prompt_tokens_details"),
     "enable_server_load_tracking": Unserved((True, False), "GET /load always tells it"),
     "sse_keep_alive_interval": Unserved((0,), "streams hold events of answers alone"),
-    "enable_tokenizer_info_endpoint": Unserved((False,), "/tokenize and /detokenize are served"),
     "cohere_is_reasoning_model": Unserved((True, False), "Cohere's own API is not served"),
     "cohere_format": Unserved(_NOTHING, "Cohere's own API is not served"),
     "anthropic_disabled_thinking_effort": Unserved(

@@ -111,6 +111,8 @@ class ServerConfig:
         enable_per_request_metrics: let answers of one completion carry its times, as `metrics`; a
             stream does with its usage.
         server_dev_mode: open POST /reset_prefix_cache, which an api_key opens too.
+        enable_tokenizer_info_endpoint: serve GET /tokenizer_info, which shows the chat template.
+        response_role: role of the answers to conversations.
         root_path: path at which a proxy shows the server, like /llm; requests may come with it or
             without.
         uds: a Unix domain socket to listen on, instead of host and port.
@@ -181,6 +183,8 @@ class ServerConfig:
     enable_force_include_usage: bool = False
     enable_per_request_metrics: bool = False
     server_dev_mode: bool = False
+    enable_tokenizer_info_endpoint: bool = False
+    response_role: str = "assistant"
     root_path: str = ""
     uds: str | None = None
     ssl_keyfile: str | None = None
@@ -210,6 +214,8 @@ class ServerConfig:
             if getattr(self, name) not in (None, "none", *formats):
                 raise InvalidRequest(f"{name} must be none, {', '.join(formats)}", name)
         self._check_names()
+        if not 1 <= len(self.response_role) <= 64:
+            raise InvalidRequest("response_role must have 1 to 64 characters", "response_role")
         if self.otlp_traces_endpoint is not None and not _ENDPOINT.fullmatch(
             self.otlp_traces_endpoint
         ):

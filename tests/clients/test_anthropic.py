@@ -32,7 +32,9 @@ def test_message(client: Anthropic) -> None:
     assert (message.role, message.stop_reason, message.model) == ("assistant", "end_turn", MODEL)
     assert message.usage.output_tokens > 1
     counted = client.messages.count_tokens(model=MODEL, messages=ASKED["messages"])
-    assert counted.input_tokens == message.usage.input_tokens
+    usage = message.usage
+    cached = (usage.cache_creation_input_tokens or 0) + (usage.cache_read_input_tokens or 0)
+    assert counted.input_tokens == usage.input_tokens + cached
 
 
 def test_stream(client: Anthropic) -> None:

@@ -14,7 +14,7 @@ def main_server() -> Iterator[Server]:
     """The bundled model, with short times for slow clients."""
     times = "--header-timeout 3 --body-timeout 3 --write-timeout 4"
     buffers = "--max-unread-tokens 64 --send-buffer-bytes 4096"
-    slow = [*times.split(), *buffers.split()]
+    slow = [*times.split(), *buffers.split(), "--enable-tokenizer-info-endpoint"]
     with Server([*SMALL, *slow]) as server:
         yield server
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,6 +16,12 @@ USER = [{"role": "user", "content": "Reverse: s-t-o-n-e"}]
 GOOD: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "a", "max_tokens": 2, "temperature": 0},
     "/v1/chat/completions": {"messages": USER, "max_tokens": 2, "temperature": 0},
+    "/v1/chat/completions/batch": {"messages": [USER, USER], "max_tokens": 2, "temperature": 0},
+    "/inference/v1/generate": {"token_ids": [5], "sampling_params": {"max_tokens": 2}},
+    "/v1/completions/render": {"prompt": "a", "max_tokens": 2},
+    "/v1/chat/completions/render": {"messages": USER, "max_tokens": 2},
+    "/v1/messages/render": {"messages": USER, "max_tokens": 2},
+    "/invocations": {"prompt": "a", "max_tokens": 2, "temperature": 0},
     "/v1/responses": {"input": "Reverse: a-b", "max_output_tokens": 2, "temperature": 0},
     "/v1/messages": {"messages": USER, "max_tokens": 2, "temperature": 0},
     "/v1/messages/count_tokens": {"messages": USER},
@@ -88,6 +95,10 @@ def test_text_that_can_never_fit_is_refused_unread(server: Server) -> None:
 
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+BATCH = f"{CHAT}/batch"
+ANTHROPIC, GENERATE = "/v1/messages", "/inference/v1/generate"
+SCHEMA = {"type": "json_schema", "schema": {"type": "object"}}
+BAD_OUTPUTS = (5, {"effort": "most"}, {"format": {}}, {"format": {"schema": {"type": "foo"}}})
 RANGES: list[tuple[str, dict[str, Any]]] = [
     *((TEXT, {"max_tokens": value}) for value in (0, -1, 10**12)),
     *((CHAT, {"max_completion_tokens": value}) for value in (0, -1, 10**12)),
@@ -109,9 +120,39 @@ RANGES: list[tuple[str, dict[str, Any]]] = [
     *((TEXT, {"logprobs": value}) for value in (-2, -1, 21, 2**40)),
     *((CHAT, {"top_logprobs": value, "logprobs": True}) for value in (-2, -1, 21, 2**40)),
     (TEXT, {"best_of": 2}),
-    (TEXT, {"suffix": "b"}),
+    *((path, {"suffix": value}) for path in (TEXT, CHAT, "/v1/messages") for value in ("b", 5)),
     *((CHAT, {"continue_final_message": True, "add_generation_prompt": True}) for _ in range(1)),
-    (CHAT, {"echo": True}),
+    *(
+        (path, {"request_id": value})
+        for path in (CHAT, TEXT)
+        for value in ("", "a b", "a" * 129, 5)
+    ),
+    *((CHAT, {"mm_payload": value}) for value in ("a", 5)),
+    *((CHAT, {"return_prompt_text": "yes"}), (TEXT, {"return_token_offsets": 5})),
+    *(
+        (CHAT, {"functions": value})
+        for value in (["a"], {}, [{"name": "a b"}], [{"name": "f"}] * 2)
+    ),
+    *((CHAT, {"function_call": value}) for value in ("f", {"name": "f"}, 5)),
+    (CHAT, {"functions": [{"name": "f"}], "tools": [{"function": {"name": "g"}}]}),
+    *((CHAT, {"function_call": {"name": "g"}, "functions": [{"name": "f"}]}) for _ in range(1)),
+    *((BATCH, {"messages": value}) for value in ([], USER, [[]], [USER, []], None)),
+    *((BATCH, {"n": 2}), (BATCH, {"stream": True}), (BATCH, {"prompt_logprobs": 1})),
+    (BATCH, {"tools": [{"function": {"name": "f"}}]}),
+    (BATCH, {"messages": [USER] * 65}),
+    *((GENERATE, {"token_ids": value}) for value in ([], [-1], [VOCABULARY], "a", [1.5], None)),
+    *((GENERATE, {"sampling_params": value}) for value in (5, None, "a")),
+    *((GENERATE, {"output_mode": "derender"}), (GENERATE, {"features": {"mm_hashes": {}}})),
+    (GENERATE, {"content_parts": [{}]}),
+    *((f"{TEXT}/render", {"n": 2000}), (f"{CHAT}/render", {"messages": []})),
+    *((ANTHROPIC, {"output_config": value}) for value in BAD_OUTPUTS),
+    *((ANTHROPIC, {"output_format": value}) for value in (5, {"type": "text"}, {"schema": 5})),
+    (ANTHROPIC, {"output_format": {"schema": {"type": "foo"}}}),
+    (ANTHROPIC, {"output_format": SCHEMA, "output_config": {"format": SCHEMA}}),
+    *((ANTHROPIC, {"tools": [{"type": kind, "name": "a"}]}) for kind in ("bash_20250124", 5)),
+    *((ANTHROPIC, {"chat_template_kwargs": value}) for value in (5, {"tools": []})),
+    *((ANTHROPIC, {"context_management": 5}), (ANTHROPIC, {"cache_salt": "a" * 129})),
+    *((ANTHROPIC, {"mcp_servers": [{}]}), (ANTHROPIC, {"container": "a"})),
 ]
 
 
@@ -121,9 +162,16 @@ def test_values_out_of_range_are_named(server: Server, path: str, fields: dict[s
 
 
 UNSERVED: dict[str, tuple[Any, ...]] = {
-    "guided_json": ({},),
     "prompt_embeds": ("a",),
     "lora_path": ("../../etc",),
+    "watermarking": (True,),
+    "media_io_kwargs": ({"image": {}},),
+    "vllm_xargs": ({"a": 1},),
+    "ec_transfer_params": ({},),
+    "repetition_detection": ({"max_pattern_size": 5},),
+    "return_weight_versions": (True,),
+    "routed_experts_prompt_start": (1,),
+    "stream_interval": (2,),
     "chat_template": ("{{ messages }}",),
     "documents": ([{}],),
 }
@@ -150,16 +198,26 @@ REFUSED: dict[str, tuple[Any, ...]] = {
         ),
         {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "foo"}}},
         {"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref": "http://a/b"}}},
+        *({"type": "structural_tag"}, {"type": "structural_tag", "format": {"type": "x"}}),
+        {"type": "structural_tag", "structures": [{"begin": "a", "end": "b"}], "triggers": ["c"]},
+        {"type": "structural_tag", "format": "any_text"},
     ),
     "prompt_logprobs": (-2, -1, 21, 2**40, 1.5, "3", [3]),
     "truncation_side": ("middle", "", 5, True, ["left"]),
     "spaces_between_special_tokens": ("yes", 1, [True]),
     "use_beam_search": ("yes", 1, {}),
     "length_penalty": (2.0, "1", [1]),
+    "guided_json": (5, "{", {"type": "foo"}, [1]),
+    "guided_regex": ("(", "", 5, "a" * 5000),
+    "guided_choice": ([], [""], "a", [5]),
+    "guided_grammar": ("start: nothing", "", 5),
+    "guided_whitespace_pattern": (5,),
+    "guided_decoding_backend": (5,),
     "structured_outputs": (
         *({}, {"regex": "("}, {"regex": "a", "json_object": True}, {"json": "{"}, {"choice": []}),
         *({"regex": "a" * 5000}, {"grammar": "start: nothing"}, {"json": {"type": 5}}, "json"),
         *({"structural_tag": "{}"}, {"json": "{}", "disable_any_whitespace": "yes"}),
+        *({"structural_tag": 5}, {"structural_tag": {"format": {"type": "x"}}, "regex": "a"}),
     ),
 }
 
@@ -244,6 +302,73 @@ def test_an_answer_has_the_form_that_was_asked_for(server: Server) -> None:
     assert text in ('{"ok":true}', '{"ok":false}')
 
 
+GUIDED: list[tuple[dict[str, Any], str]] = [
+    ({"guided_json": {"enum": [1, 2]}}, "[12]"),
+    ({"guided_json": '{"enum": [1, 2]}', "guided_decoding_backend": "xgrammar"}, "[12]"),
+    ({"guided_regex": "ab|c"}, "ab|c"),
+    ({"guided_choice": ["left", "right"]}, "left|right"),
+    ({"guided_grammar": 'root ::= "x" | "y"'}, "x|y"),
+    (
+        {
+            "guided_json": {"type": "array", "items": {"const": 1}, "maxItems": 1, "minItems": 1},
+            "guided_whitespace_pattern": "_?",
+        },
+        r"\[_?1_?\]",
+    ),
+]
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+@pytest.mark.parametrize(("fields", "pattern"), GUIDED, ids=str)
+def test_forms_in_the_fields_of_older_clients(
+    server: Server, path: str, fields: dict[str, Any], pattern: str
+) -> None:
+    asked = GOOD[path] | {"temperature": 1, "seed": 5, "max_tokens": 30} | fields
+    choice = server.request(path, asked).json()["choices"][0]
+    text = choice["text"] if path == TEXT else choice["message"]["content"]
+    assert re.fullmatch(pattern, text) and choice["finish_reason"] == "stop"
+    [name, *_] = fields
+    for other in (
+        {"structured_outputs": {"regex": "a"}},
+        {"response_format": {"type": "json_object"}},
+    ):
+        error = refuse(server, path, fields | other)
+        assert error["param"] == name and "exclude each other" in error["message"]
+    for more in GUIDED:
+        if name not in more[0]:
+            assert refuse(server, path, fields | more[0])["param"] in (name, next(iter(more[0])))
+
+
+def test_forms_of_older_clients_are_no_fields_elsewhere(server: Server) -> None:
+    for path in ("/v1/messages", "/v1/responses"):
+        assert refuse(server, path, {"guided_regex": "a"})["param"] == "guided_regex"
+
+
+def test_an_answer_takes_a_form_where_a_trigger_begins_a_tag(server: Server) -> None:
+    content = {"type": "json_schema", "json_schema": {"enum": [1, 2]}}
+    tag = {"type": "tag", "begin": "<f>", "content": content, "end": "</f>"}
+    form = {"type": "triggered_tags", "triggers": ["<f"], "tags": [tag]}
+    form |= {"at_least_one": True, "stop_after_first": True}
+    newer = {"type": "structural_tag", "format": form}
+    more = {"temperature": 1, "seed": 3, "max_tokens": 60}
+    answers = [
+        server.request(CHAT, GOOD[CHAT] | more | fields).json()["choices"][0]
+        for fields in (
+            {"response_format": newer},
+            {"structured_outputs": {"structural_tag": newer}},
+            {"structured_outputs": {"structural_tag": json.dumps(newer)}},
+        )
+    ]
+    assert answers[0]["message"]["content"] in ("<f>1</f>", "<f>2</f>")
+    assert answers[1:] == answers[:1] * 2 and answers[0]["finish_reason"] == "stop"
+    structure = {"begin": "a(", "schema": {"enum": [1, 2]}, "end": ")"}
+    older = {"type": "structural_tag", "structures": [structure], "triggers": ["a"]}
+    asked = GOOD[TEXT] | more | {"response_format": older, "n": 4}
+    texts = [choice["text"] for choice in server.request(TEXT, asked).json()["choices"]]
+    called = "".join(re.sub(r"a(\(([12](\)|\Z)|\Z)|\Z)", "!", text) for text in texts)
+    assert "!" in called and "a" not in called
+
+
 def test_settings_of_the_sampler_are_obeyed(server: Server) -> None:
     only = {"allowed_token_ids": [70, 71], "max_tokens": 8, "ignore_eos": True}
     asked = GOOD[TEXT] | only | {"return_token_ids": True}
@@ -278,6 +403,18 @@ def test_values_that_ask_for_nothing_pass(server: Server) -> None:
         "stop": [],
         "seed": 2**64 - 1,
         "unknown": [1, 2],
+        "watermarking": False,
+        "vllm_xargs": {},
+        "session_id": "a",
+        "mm_payload": "none",
+        "return_mm_kwargs": False,
+        "return_token_offsets": True,
+        "return_weight_versions": False,
+        "routed_experts_prompt_start": 0,
+        "stream_interval": 1,
+        "thinking_token_budget": -1,
+        "functions": [],
+        "function_call": "none",
     } | dict.fromkeys(("n", "temperature", "top_p", "top_k", "stream_options", "model"))
     plain = server.request(CHAT, GOOD[CHAT]).json()["choices"]
     assert server.request(CHAT, GOOD[CHAT] | neutral).json()["choices"] == plain

@@ -188,7 +188,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [TOOL], "tool_choice": "auto"}, "tool_choice"),
     ({"tools": [TOOL], "structured_outputs": {"regex": "a"}}, "structured_outputs"),
     ({"thinking_token_budget": 5}, "thinking_token_budget"),
-    ({"functions": [{"name": "f"}]}, "functions"),
+    ({"functions": [{"name": "f"}]}, "function_call"),
 ]
 
 

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxserve.engine.text.grammar_vocabulary import vocabulary_for_grammars
+from jaxserve.engine.text.structural_tags import structural_tag_grammar
 from jaxserve.engine.text.tokenizer import Tokenizer
 from jaxserve.errors import InvalidRequest
-from jaxserve.structured import NAME, StructuredOutputsParams
+from jaxserve.structured import NAME, StructuredOutputsParams, plain_schema
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -224,7 +225,8 @@ class Grammars:
         Raises:
             InvalidRequest: the form has no meaning, or no text of this vocabulary satisfies it.
         """
-        key = (params.form, params.text, *_space(params).items())
+        closes = params.disable_additional_properties
+        key = (params.form, params.text, closes, *_space(params).items())
         with self._lock:
             found = self._known.get(key)
             if found is not None:
@@ -242,7 +244,7 @@ class Grammars:
 
         tokenizer, started = self.tokenizer(), self._clock()
         try:
-            source = grammar_source(params, self._named)
+            source = grammar_source(params, self._named, tokenizer.is_special_token)
             matcher = llguidance.LLMatcher(tokenizer, source, log_level=0)
             if matcher.is_error():
                 return _first_line(matcher.get_error())
@@ -305,12 +307,15 @@ def _with_ids(grammar: str, named: Mapping[str, int]) -> str:
     return _LARK_NAMES.sub(spell, grammar)
 
 
-def grammar_source(params: StructuredOutputsParams, named: Mapping[str, int]) -> str:
+def grammar_source(
+    params: StructuredOutputsParams, named: Mapping[str, int], is_special: Callable[[int], bool]
+) -> str:
     """Return the form in llguidance's language.
 
     Args:
         params: the form.
         named: ids of added tokens by their texts.
+        is_special: whether no text spells a token.
 
     Raises:
         ValueError: the form is not one of that language.
@@ -325,8 +330,40 @@ def grammar_source(params: StructuredOutputsParams, named: Mapping[str, int]) ->
     if params.form == "choice":
         options = " | ".join(json.dumps(option) for option in json.loads(params.text))
         return LLMatcher.grammar_from_lark(f"start: {options}")
+    if params.form == "structural_tag":
+        special = {text: number for text, number in named.items() if is_special(number)}
+        return LLMatcher.grammar_from_lark(_structural_tag(params, special))
     if _GBNF.search(params.text):
-        if len(params.text) > _MAX_GBNF_CHARS:
-            raise ValueError(f"takes at most {_MAX_GBNF_CHARS} characters in GBNF")
-        return grammar_from("gbnf", params.text)
+        return grammar_from("gbnf", _small_gbnf(params.text))
     return LLMatcher.grammar_from_lark(_with_ids(params.text, named))
+
+
+def _small_gbnf(text: str) -> str:
+    if len(text) > _MAX_GBNF_CHARS:
+        raise ValueError(f"takes at most {_MAX_GBNF_CHARS} characters in GBNF")
+    return text
+
+
+def _structural_tag(params: StructuredOutputsParams, special: Mapping[str, int]) -> str:
+    """Return a structural tag in Lark.
+
+    Raises:
+        ValueError: it has no meaning, or one that is not served.
+    """
+    from llguidance import grammar_from
+
+    def schema_rule(schema: Any, spaces: int | None) -> str:
+        options: Any = _space(params)
+        if spaces is not None:
+            options = {"whitespace_pattern": f"[ \\n]{{0,{spaces}}}"}
+        schema = plain_schema(schema, params.disable_additional_properties)
+        if isinstance(schema, dict):
+            schema = {**schema, "x-guidance": options}
+        return f"%json {json.dumps(schema)}"
+
+    def grammar_rule(text: str) -> str:
+        if _GBNF.search(text):
+            text = grammar_from("gbnf", _small_gbnf(text))
+        return f"%lark {{\n{text}\n}}"
+
+    return structural_tag_grammar(json.loads(params.text), special, schema_rule, grammar_rule)

@@ -176,6 +176,11 @@ class Tokenizer:
         found = self._templates.get(True) or self._templates.get(False)
         return found.source if found else ""
 
+    @property
+    def special_names(self) -> dict[str, str]:
+        """Texts of special tokens by names like eos_token."""
+        return dict(self._tokenizer.special_tokens_map)
+
     def template_reads(self, name: str) -> bool:
         """Return whether a chat template looks at a variable of this name."""
         return any(template.reads(name) for template in self._templates.values())

@@ -9,12 +9,15 @@ from uuid import uuid4
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxserve.server.api.chat import as_template_messages, prepare, template_options
+from jaxserve.errors import InvalidRequest
+from jaxserve.server.api.chat import prepare
+from jaxserve.server.api.conversations import as_template_messages, template_options
 from jaxserve.server.api.endpoint_request import EndpointRequest
 from jaxserve.server.api.generation import Choice, Generation, Part
 from jaxserve.server.api.streaming import event, json_response, respond
 from jaxserve.server.schema.anthropic import (
     AnswerBlock,
+    CountedContext,
     CountRequest,
     CountResponse,
     MessagesRequest,
@@ -24,24 +27,35 @@ from jaxserve.server.schema.anthropic import (
     ThinkingBlock,
     ToolUseBlock,
     as_chat,
+    merged_system,
+    output_field,
 )
 from jaxserve.server.schema.errors import ApiError
-from jaxserve.server.schema.sampling import NO_TEMPLATE_FIELDS
-from jaxserve.server.tool_calls.pieces import CallPart, Message, Piece, Thought
+from jaxserve.server.schema.openai import ChatRequest, PromptTokensDetails
+from jaxserve.server.schema.sampling import (
+    NO_FUNCTIONS,
+    NO_GUIDED_FIELDS,
+    NO_SUFFIX,
+    NO_TEMPLATE_FIELDS,
+)
+from jaxserve.server.tool_calls.pieces import Call, CallPart, Message, Piece, Thought
 from jaxserve.server.tool_calls.tools import check_tools, described
 
 # Fields of these endpoints alone that are not supported, with their neutral values.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **NO_TEMPLATE_FIELDS,
+    **NO_GUIDED_FIELDS,
+    **NO_FUNCTIONS,
+    **NO_SUFFIX,
     "mcp_servers": (None, []),
     "container": (None,),
-    "output_format": (None,),
-    "output_config": (None,),
 }
+# A conversation that tells whether a template takes system messages behind the first.
+_PROBE = [{"role": role, "content": "a"} for role in ("system", "user", "system", "user")]
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
 
 
-def _renaming_request(http_request: Request) -> EndpointRequest:
+def renaming_request(http_request: Request) -> EndpointRequest:
     request = EndpointRequest(http_request)
     request.renamed |= {"prompt": "messages", "stop": "stop_sequences"}
     request.renamed["thinking_token_budget"] = "thinking"
@@ -54,10 +68,32 @@ async def messages(http_request: Request) -> Response:
     Raises:
         ApiError, InvalidRequest, Overloaded: see `EndpointRequest.parse` and `prepare`.
     """
-    request = _renaming_request(http_request)
+    request = renaming_request(http_request)
     body = request.parse(MessagesRequest, UNSUPPORTED)
-    generation = await prepare(request, as_chat(body))
-    return await respond(http_request, generation, MessagesFormatter(), bool(body.stream))
+    chat = await template_chat(request, body)
+    formatter = MessagesFormatter(body.context_management is not None)
+    generation = await prepare(request, chat)
+    return await respond(http_request, generation, formatter, bool(body.stream))
+
+
+async def template_chat(request: EndpointRequest, body: CountRequest) -> ChatRequest:
+    """Return the chat that a request stands for, in a form that the model's template takes.
+
+    Raises:
+        ApiError: there is no such model.
+        InvalidRequest: naming the field.
+    """
+    request.renamed |= {
+        "structured_outputs": output_field(body),
+        "response_format": output_field(body),
+    }
+    chat = as_chat(body)
+    if any(message.role == "system" for message in chat.messages[1:]):
+        try:
+            await request.find_model(chat.model).render(_PROBE, add_generation_prompt=False)
+        except InvalidRequest:
+            return merged_system(chat)
+    return chat
 
 
 async def count_tokens(http_request: Request) -> Response:
@@ -67,14 +103,18 @@ async def count_tokens(http_request: Request) -> Response:
         ApiError: the body is malformed, or there is no such model.
         InvalidRequest: naming the field.
     """
-    request = _renaming_request(http_request)
-    chat = as_chat(request.parse(CountRequest, UNSUPPORTED))
+    request = renaming_request(http_request)
+    body = request.parse(CountRequest, UNSUPPORTED)
+    chat = await template_chat(request, body)
     model = request.find_model(chat.model)
     rendered, options = as_template_messages(chat.messages), await template_options(chat, model)
     if chat.tools and chat.tool_choice != "none":
         check_tools(chat.tools)
         options["tools"] = described(chat.tools)
-    return json_response(CountResponse(len(await model.render(rendered, **options))))
+    counted = CountResponse(len(await model.render(rendered, **options)))
+    if body.context_management is not None:
+        counted.context_management = CountedContext(counted.input_tokens)
+    return json_response(counted)
 
 
 def _blocks(message: Message) -> list[AnswerBlock]:
@@ -93,35 +133,53 @@ def _blocks(message: Message) -> list[AnswerBlock]:
     return blocks
 
 
-class MessagesFormatter:
-    """Formatter of Anthropic's messages, and of the events that build one."""
+def _is_whole(call: Call) -> bool:
+    """Return whether nothing of a call's arguments is missing."""
+    try:
+        json.loads(call.arguments)
+    except ValueError:
+        return False
+    return True
 
-    def __init__(self) -> None:
+
+class MessagesFormatter:
+    """Formatter of Anthropic's messages, and of the events that build one.
+
+    Args:
+        manages_context: whether the request says what may be left out of its conversation, which
+            is nothing here.
+    """
+
+    def __init__(self, manages_context: bool = False) -> None:
+        self._edits = {"applied_edits": []} if manages_context else None
         self._id = f"msg_{uuid4().hex}"
         self._num_blocks = 0
         self._open: type | int | None = None  # kind of the open block; of calls, their index
 
     def _usage(self, generation: Generation, drawn: int) -> MessagesUsage:
         usage = generation.usage()
-        cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
+        details = usage.prompt_tokens_details or PromptTokensDetails(0)
         return MessagesUsage(
-            input_tokens=usage.prompt_tokens - cached,
+            input_tokens=usage.prompt_tokens - details.cached_tokens - details.created_cache_tokens,
             output_tokens=drawn,
-            cache_read_input_tokens=cached,
+            cache_creation_input_tokens=details.created_cache_tokens,
+            cache_read_input_tokens=details.cached_tokens,
         )
 
     @staticmethod
     def _stop(choice: Choice) -> tuple[str, str | None]:
-        if isinstance(choice.stop_reason, str):
+        calls, stopped = choice.message.calls, choice.finish_reason == "stop"
+        # A stop sequence within a call leaves one that must not be run.
+        if isinstance(choice.stop_reason, str) and not (calls and all(map(_is_whole, calls))):
             return "stop_sequence", choice.stop_reason
-        if choice.message.calls and choice.finish_reason == "stop":
+        if calls and stopped:
             return "tool_use", None
         return _STOP_REASONS.get(choice.finish_reason or "", "end_turn"), None
 
     def whole(self, generation: Generation) -> MessagesResponse:
         choice = generation.choices[0]
         reason, sequence = self._stop(choice)
-        return MessagesResponse(
+        response = MessagesResponse(
             id=self._id,
             model=generation.model.name,
             content=_blocks(choice.message),
@@ -129,6 +187,9 @@ class MessagesFormatter:
             stop_reason=reason,
             stop_sequence=sequence,
         )
+        if self._edits is not None:
+            response.context_management = self._edits
+        return response
 
     def opening(self, generation: Generation) -> bytes:
         message = MessagesResponse(
@@ -191,6 +252,7 @@ class MessagesFormatter:
                     "message_delta",
                     delta={"stop_reason": reason, "stop_sequence": sequence},
                     usage=usage,
+                    **({} if self._edits is None else {"context_management": self._edits}),
                 ),
                 _event("message_stop"),
             )

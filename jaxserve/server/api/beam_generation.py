@@ -74,7 +74,7 @@ class BeamGeneration(Generation):
         model: draws them.
         requests: one for each prompt, which are never served: they say what the search is for.
         params: of every search.
-        answer_format: of the answers' thoughts and calls.
+        formats: of the answers' thoughts and calls, one for each request; none by default.
 
     Raises:
         InvalidRequest: the engine compares fewer candidates.
@@ -85,9 +85,9 @@ class BeamGeneration(Generation):
         model: ServedModel,
         requests: Listing[Request],
         params: BeamSearchParams,
-        answer_format: AnswerFormat | None = None,
+        formats: Listing[AnswerFormat] = (),
     ) -> None:
-        super().__init__(model, requests, answer_format)
+        super().__init__(model, requests, formats)
         self._params = params
         self._searches = [
             model.llm.make_search(

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence as Listing
+from dataclasses import dataclass, replace
 from typing import Any
-from uuid import uuid4
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxserve.engine.prompts import truncated
-from jaxserve.engine.text.messages import plain_message
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import SamplingParams
 from jaxserve.server.api.beam_generation import BeamGeneration, beam_params
+from jaxserve.server.api.conversations import as_template_messages, render, template_options
 from jaxserve.server.api.endpoint_request import EndpointRequest
 from jaxserve.server.api.generation import Choice, Generation, Part
 from jaxserve.server.api.streaming import DONE, event, respond
 from jaxserve.server.schema.errors import ApiError
+from jaxserve.server.schema.functions import as_tools
 from jaxserve.server.schema.logprobs import ChatLogprobs, TokenTexts
 from jaxserve.server.schema.openai import (
     AnswerMessage,
@@ -35,80 +35,18 @@ from jaxserve.server.schema.openai import (
     PromptLogprobs,
     ToolCall,
 )
-from jaxserve.server.schema.sampling import check_sizes, check_stream, sampling_params
-from jaxserve.server.served.chat_template import check_inputs
+from jaxserve.server.schema.sampling import (
+    GUIDED,
+    NO_SUFFIX,
+    check_sizes,
+    check_stream,
+    form_field,
+    sampling_params,
+)
 from jaxserve.server.served.models import ServedModel
 from jaxserve.server.tool_calls.pieces import CallPart, Message, Piece, Thought
-from jaxserve.server.tool_calls.tools import ToolUse, read_arguments, tool_use
+from jaxserve.server.tool_calls.tools import ToolUse, tool_use
 from jaxserve.structured import StructuredOutputsParams
-
-MAX_MESSAGES = MAX_DOCUMENTS = 4096
-
-
-def as_template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
-    """Convert messages to the form of chat templates, in which content is text.
-
-    Raises:
-        InvalidRequest: too few or too many, or one without content; see `plain_message`.
-    """
-    if not 1 <= len(messages) <= MAX_MESSAGES:
-        raise InvalidRequest(f"messages must hold 1 to {MAX_MESSAGES} messages", "messages")
-    rendered = []
-    for message in messages:
-        fields: dict[str, Any] = {"role": message.role, "content": message.content}
-        if isinstance(message.content, list):
-            fields["content"] = [msgspec.structs.asdict(part) for part in message.content]
-        for name in ("name", "tool_call_id"):
-            if getattr(message, name) is not None:
-                fields[name] = getattr(message, name)
-        if message.tool_calls:
-            fields["tool_calls"] = [_template_call(call) for call in message.tool_calls]
-        reasoning = message.reasoning_content or message.reasoning
-        if reasoning and message.role == "assistant":
-            # Most templates read the first name, some the second.
-            fields["reasoning_content"] = fields["thinking"] = reasoning
-        rendered.append(plain_message(fields))
-    return rendered
-
-
-def _template_call(call: ToolCall) -> dict[str, Any]:
-    function = call.function
-    arguments = read_arguments(function.arguments, function.name)
-    made = {"type": "function", "function": {"name": function.name, "arguments": arguments}}
-    return made if call.id is None else {"id": call.id, **made}
-
-
-async def template_options(body: ChatRequest, model: ServedModel) -> dict[str, Any]:
-    """Return a request's inputs to the chat template, and the template that it brings.
-
-    Raises:
-        InvalidRequest: naming an input that a request may not set.
-    """
-    own = body.chat_template_kwargs or {}
-    check_inputs(own, "chat_template_kwargs")
-    options = {**(model.config.default_chat_template_kwargs or {}), **own}
-    if len(body.documents or ()) > MAX_DOCUMENTS:
-        raise InvalidRequest(f"documents holds more than {MAX_DOCUMENTS}", "documents")
-    if body.documents:
-        options["documents"] = body.documents
-    if body.chat_template is not None:
-        options["chat_template"] = await model.request_templates.get(body.chat_template)
-    if body.reasoning_effort is not None:
-        efforts = model.config.reasoning_effort_map or {}
-        effort = efforts.get(body.reasoning_effort, body.reasoning_effort)
-        options.setdefault("reasoning_effort", effort)
-        if effort == "none":
-            options.setdefault("enable_thinking", False)
-    last = bool(body.continue_final_message)
-    if last and body.add_generation_prompt:
-        raise InvalidRequest(
-            "add_generation_prompt and continue_final_message exclude each other",
-            "continue_final_message",
-        )
-    options["add_generation_prompt"] = body.add_generation_prompt is not False and not last
-    if last:
-        options["continue_final_message"] = True
-    return options
 
 
 def _wanted_logprobs(body: ChatRequest) -> int | None:
@@ -119,8 +57,17 @@ def _wanted_logprobs(body: ChatRequest) -> int | None:
     return body.top_logprobs or 0
 
 
-async def prepare(request: EndpointRequest, body: ChatRequest) -> Generation:
+async def prepare(
+    request: EndpointRequest,
+    body: ChatRequest,
+    conversations: Listing[list[ChatMessage]] | None = None,
+) -> Generation:
     """Do all that comes before the first token: check, count and render.
+
+    Args:
+        request: the request.
+        body: its body.
+        conversations: to answer instead of the body's own.
 
     Raises:
         ApiError: there is no such model, or the server is stopping.
@@ -133,8 +80,7 @@ async def prepare(request: EndpointRequest, body: ChatRequest) -> Generation:
     if renamed:
         request.renamed["max_tokens"] = request.renamed.get("max_tokens", "max_completion_tokens")
     wanted = model.max_tokens(body.max_completion_tokens if renamed else body.max_tokens)
-    if body.response_format is not None:
-        request.renamed.setdefault("structured_outputs", "response_format")
+    request.renamed.setdefault("structured_outputs", form_field(body))
     model.tokenizer()  # refuses the request where there is none
     dialect = model.dialect
     tools = tool_use(body, dialect.parser, request.config.enable_auto_tool_choice, dialect.spell)
@@ -144,20 +90,21 @@ async def prepare(request: EndpointRequest, body: ChatRequest) -> Generation:
         raise InvalidRequest("tools are not supported with use_beam_search", "tools")
     if tools is not None and tools.grammar is not None:
         request.renamed["structured_outputs"] = "tools"
-    request.admit(model, sampling.n)
-    messages = as_template_messages(body.messages)
+    if conversations is None:
+        conversations = [body.messages]
+    request.admit(model, len(conversations) * sampling.n)
+    engine_requests, formats = [], []
     options = await template_options(body, model)
     if tools is not None:
         options["tools"] = tools.described
-    prompt = await model.render(messages, **options)
-    longest = model.limits.max_model_len
-    prompt = truncated(prompt, body.truncate_prompt_tokens, longest, body.truncation_side)
-    marks = dialect.marks(prompt, tools, sampling.structured_outputs is not None)
-    engine_request = await request.engine_request(model, prompt, sampling, body, marks)
-    answer_format = dialect.answer_format(prompt, tools, body.include_reasoning is not False)
+    for conversation in conversations:
+        prompt = await render(model, conversation, body, options)
+        marks = dialect.marks(prompt, tools, sampling.structured_outputs is not None)
+        engine_requests.append(await request.engine_request(model, prompt, sampling, body, marks))
+        formats.append(dialect.answer_format(prompt, tools, body.include_reasoning is not False))
     if beams is not None:
-        return BeamGeneration(model, [engine_request], beams, answer_format)
-    return Generation(model, [engine_request], answer_format)
+        return BeamGeneration(model, engine_requests, beams, formats)
+    return Generation(model, engine_requests, formats)
 
 
 def chat_sampling(
@@ -172,7 +119,7 @@ def chat_sampling(
     sampling = sampling_params(
         body, model.default_sampling, max_tokens, _wanted_logprobs(body), body.prompt_logprobs
     )
-    if body.thinking_token_budget is not None:
+    if body.thinking_token_budget not in (None, -1):  # unlimited, as vLLM has it
         sampling = replace(sampling, thinking_token_budget=body.thinking_token_budget)
     if model.dialect.shows_special(tools):
         sampling = replace(sampling, skip_special_tokens=False)
@@ -181,10 +128,10 @@ def chat_sampling(
         sampling = replace(sampling, stop_token_ids=[*(sampling.stop_token_ids or ()), *more])
     if tools is None or tools.grammar is None:
         return sampling
-    if body.structured_outputs is not None:
+    field = form_field(body)
+    if body.structured_outputs is not None or field in GUIDED:
         raise InvalidRequest(
-            "structured_outputs and calls of tools that must be well formed exclude each other",
-            "structured_outputs",
+            f"{field} and calls of tools that must be well formed exclude each other", field
         )
     return replace(sampling, structured_outputs=StructuredOutputsParams(grammar=tools.grammar))
 
@@ -197,12 +144,42 @@ async def chat_completions(http_request: Request) -> Response:
     """
     request = EndpointRequest(http_request)
     request.renamed |= {"prompt": "messages", "logprobs": "top_logprobs"}
-    body = request.parse(ChatRequest)
-    if body.echo:
-        raise InvalidRequest("echo is not supported for chat", "echo")
-    generation = await prepare(request, body)
-    formatter = ChatFormatter(body, generation.model.llm.get_tokenizer())
+    body = request.parse(ChatRequest, NO_SUFFIX)
+    if body.functions:
+        request.renamed |= {"tools": "functions", "tool_choice": "function_call"}
+    chat = as_tools(body)
+    if body.echo and body.prompt_logprobs is None and body.logprobs and not body.stream:
+        chat.prompt_logprobs = body.top_logprobs or 0
+    generation = await prepare(request, chat)
+    echoes = [echo_of(chat, chat.messages, request.config.response_role)]
+    tokenizer = generation.model.llm.get_tokenizer()
+    answer_id = request.answer_id("chatcmpl", body.request_id)
+    formatter = ChatFormatter(chat, tokenizer, answer_id, echoes)
     return await respond(http_request, generation, formatter, bool(body.stream))
+
+
+@dataclass(frozen=True)
+class Echo:
+    """Role of the answers to a conversation, and the text before them that they repeat."""
+
+    role: str = "assistant"
+    text: str = ""
+
+
+def echo_of(body: ChatRequest, messages: list[ChatMessage], role: str) -> Echo:
+    """Return what vLLM's rules say: answers repeat the last message if it has their role.
+
+    Args:
+        body: the request.
+        messages: the conversation.
+        role: of answers that begin a message.
+    """
+    begins = body.add_generation_prompt is not False and not body.continue_final_message
+    last = messages[-1]
+    role = role if begins else last.role
+    if not body.echo or last.role != role:
+        return Echo(role)
+    return Echo(role, as_template_messages([last])[0]["content"])
 
 
 class ChatFormatter:
@@ -211,13 +188,20 @@ class ChatFormatter:
     Args:
         body: the request.
         tokenizer: spells tokens.
+        answer_id: of the answer.
+        echoes: one for each conversation.
     """
 
-    def __init__(self, body: ChatRequest, tokenizer: Any) -> None:
+    def __init__(
+        self, body: ChatRequest, tokenizer: Any, answer_id: str, echoes: Listing[Echo]
+    ) -> None:
         self._body = body
+        self._tokenizer = tokenizer
         self._texts = TokenTexts(tokenizer, bool(body.return_tokens_as_token_ids))
-        self._id = f"chatcmpl-{uuid4().hex}"
+        self._id = answer_id
+        self._echoes = echoes
         self._ids = bool(body.return_token_ids)
+        self._is_older = bool(body.functions)
         options = body.stream_options
         self._usage = bool(options and options.include_usage)
         self._continuous = self._usage and bool(options and options.continuous_usage_stats)
@@ -233,12 +217,17 @@ class ChatFormatter:
             [self._choice(generation, choice) for choice in generation.choices],
             generation.usage(),
         )
-        if self._ids:
+        if self._ids and len(self._echoes) == 1:
             response.prompt_token_ids = generation.choices[0].prompt_token_ids
+        if self._body.return_prompt_text:
+            response.prompt_text = self._prompt_text(generation)
         response.prompt_logprobs = self._of_prompt(generation)
         if generation.model.config.enable_per_request_metrics:
             response.metrics = generation.timing()
         return response
+
+    def _prompt_text(self, generation: Generation) -> str:
+        return self._tokenizer.decode(generation.choices[0].prompt_token_ids, False)
 
     def _of_prompt(self, generation: Generation) -> PromptLogprobs | None:
         """Return the prompt's logprobs, where they were requested and have come."""
@@ -254,6 +243,14 @@ class ChatFormatter:
 
     def _choice(self, generation: Generation, drawn: Choice) -> ChatChoice:
         reason, answer = generation.finish_reason(drawn), _answer(drawn.message)
+        echo = self._echoes[drawn.prompt]
+        answer.role = echo.role
+        if echo.text:
+            answer.content = echo.text + (answer.content or "")
+        if self._is_older and answer.tool_calls:
+            answer.function_call = answer.tool_calls[0].function
+            answer.tool_calls = msgspec.UNSET
+            reason = "function_call" if reason == "tool_calls" else reason
         choice = ChatChoice(drawn.index, answer, self._logprobs(drawn), reason, drawn.stop_reason)
         if self._ids:
             choice.token_ids = drawn.token_ids
@@ -273,10 +270,16 @@ class ChatFormatter:
         chunks = []
         self._sent = [0] * len(generation.choices)
         for choice in generation.choices:
-            delta = ChatDelta("assistant", "")
+            echo = self._echoes[choice.prompt]
+            delta = ChatDelta(echo.role, "")
             chunk = self._chunk(generation, [ChunkChoice(choice.index, delta)])
             chunk.prompt_token_ids = choice.prompt_token_ids if self._ids else None
+            if self._body.return_prompt_text:
+                chunk.prompt_text = self._prompt_text(generation)
             chunks.append(event(chunk))
+            if echo.text:
+                repeated = ChunkChoice(choice.index, ChatDelta(content=echo.text))
+                chunks.append(event(self._chunk(generation, [repeated])))
         return b"".join(chunks)
 
     def parts(self, generation: Generation, parts: list[Part]) -> bytes:
@@ -295,6 +298,8 @@ class ChatFormatter:
             if part.finish_reason:
                 choice.finish_reason = generation.finish_reason(generation.choices[part.index])
                 choice.stop_reason = part.stop_reason
+            if self._is_older:
+                _make_older(choice)
             choice.token_ids = part.token_ids if self._ids else None
             chunks.append(event(self._chunk(generation, [choice])))
         return b"".join(chunks)
@@ -345,3 +350,12 @@ def _delta(pieces: list[Piece]) -> ChatDelta:
     if calls:
         delta.tool_calls = list(calls.values())
     return delta
+
+
+def _make_older(choice: ChunkChoice) -> None:
+    """Turn what is new of a call into that of OpenAI's older API, which has one."""
+    delta = choice.delta
+    if delta.tool_calls:
+        delta.function_call, delta.tool_calls = delta.tool_calls[0].function, None
+    if choice.finish_reason == "tool_calls":
+        choice.finish_reason = "function_call"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
 from typing import Any
-from uuid import uuid4
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxserve.engine.prompts import truncated
+from jaxserve.engine.text.infill import end_tokens, infill_prompt
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import Request as EngineRequest
 from jaxserve.request import SamplingParams
@@ -27,9 +29,11 @@ from jaxserve.server.schema.openai import (
     Usage,
 )
 from jaxserve.server.schema.sampling import (
+    NO_FUNCTIONS,
     NO_TEMPLATE_FIELDS,
     check_sizes,
     check_stream,
+    form_field,
     sampling_params,
 )
 from jaxserve.server.served.models import ServedModel
@@ -38,9 +42,10 @@ DEFAULT_MAX_TOKENS = 16
 # Fields that only conversations have, with their neutral values.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **NO_TEMPLATE_FIELDS,
+    **NO_FUNCTIONS,
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
-    "thinking_token_budget": (None,),
+    "thinking_token_budget": (None, -1),
 }
 
 
@@ -72,9 +77,25 @@ async def completions(http_request: Request) -> Response:
     """
     request = EndpointRequest(http_request)
     body = request.parse(CompletionRequest, UNSUPPORTED)
+    generation, texts = await prepare_completions(request, body)
+    answer_id = request.answer_id("cmpl", body.request_id)
+    sampling, tokenizer = generation.requests[0].sampling, generation.model.llm.get_tokenizer()
+    formatter = CompletionFormatter(body, texts, sampling, tokenizer, answer_id)
+    return await respond(http_request, generation, formatter, bool(body.stream))
+
+
+async def prepare_completions(
+    request: EndpointRequest, body: CompletionRequest
+) -> tuple[Generation, list[str]]:
+    """Do all that comes before the first token.
+
+    Returns:
+        The generation, and for each prompt the text that its completions begin with.
+
+    Raises: as `completions`.
+    """
     check_stream(body)
-    if body.response_format is not None:
-        request.renamed["structured_outputs"] = "response_format"
+    request.renamed["structured_outputs"] = form_field(body)
     model = request.find_model(body.model)
     prompts = as_prompts(body.prompt)
     wanted = model.max_tokens(DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens)
@@ -92,26 +113,39 @@ async def completions(http_request: Request) -> Response:
     if sampling.logprob_token_ids and is_echo_only(body):
         name = "logprob_token_ids"
         raise InvalidRequest(f"{name} needs tokens to score: max_tokens is 0", name)
+    if body.suffix:
+        ends = [*(sampling.stop_token_ids or ()), *end_tokens(model.tokenizer())]
+        sampling = replace(sampling, stop_token_ids=ends)
     if body.best_of is not None and body.best_of != sampling.n:
         raise InvalidRequest("best_of must be equal to n", "best_of")
     request.admit(model, len(prompts) * sampling.n)
     engine_requests: list[EngineRequest] = []
     texts: list[str] = []
     for prompt in prompts:
-        ids = prompt
-        if isinstance(ids, str):
-            ids = await model.encode(ids, body.add_special_tokens is not False)
+        ids = await _token_ids(model, prompt, body)
         kept = truncated(
             *(ids, body.truncate_prompt_tokens, model.limits.max_model_len, body.truncation_side)
         )
         engine_requests.append(await request.engine_request(model, kept, sampling, body))
         whole = prompt if len(kept) == len(ids) else kept
         texts.append(_text(model, whole, sampling.skip_special_tokens) if body.echo else "")
-    generation = Generation(model, engine_requests)
     if beams is not None:
-        generation = BeamGeneration(model, engine_requests, beams)
-    formatter = CompletionFormatter(body, texts, sampling, model.llm.get_tokenizer())
-    return await respond(http_request, generation, formatter, bool(body.stream))
+        return BeamGeneration(model, engine_requests, beams), texts
+    return Generation(model, engine_requests), texts
+
+
+async def _token_ids(
+    model: ServedModel, prompt: str | list[int], body: CompletionRequest
+) -> list[int]:
+    """Return a prompt's token ids, with the suffix where the request has one."""
+    if body.suffix:
+        if not isinstance(prompt, str):
+            raise InvalidRequest("suffix needs a prompt of text", "suffix")
+        model.check_length(len(prompt) + len(body.suffix), "suffix")
+        return await asyncio.to_thread(infill_prompt, model.tokenizer(), prompt, body.suffix)
+    if isinstance(prompt, str):
+        return await model.encode(prompt, body.add_special_tokens is not False)
+    return prompt
 
 
 def wider(drawn: int, prompt: int | None) -> int:
@@ -145,13 +179,19 @@ class CompletionFormatter:
         echoes: for each prompt, the text that its completions begin with.
         sampling: settings of the prompts.
         tokenizer: spells tokens; None where there is none.
+        answer_id: of the answer.
     """
 
     def __init__(
-        self, body: CompletionRequest, echoes: list[str], sampling: SamplingParams, tokenizer: Any
+        self,
+        body: CompletionRequest,
+        echoes: list[str],
+        sampling: SamplingParams,
+        tokenizer: Any,
+        answer_id: str,
     ) -> None:
         self._body = body
-        self._id = f"cmpl-{uuid4().hex}"
+        self._id = answer_id
         self._ids = bool(body.return_token_ids)
         self._echo_only = is_echo_only(body)
         options = body.stream_options

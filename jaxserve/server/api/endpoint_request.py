@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, TypeVar
+from uuid import uuid4
 
 from starlette.requests import Request
 
@@ -22,6 +24,7 @@ from jaxserve.server.settings import ServerConfig
 from jaxserve.unserved import refuse_unsupported
 
 T = TypeVar("T")
+_ID = re.compile(r"[!-~]{1,128}")
 
 
 class EndpointRequest:
@@ -63,6 +66,7 @@ class EndpointRequest:
         refuse_unsupported(value, UNSUPPORTED | dict(unsupported or {}), " by this server")
         if config.strict:
             unknown = unknown_fields(value, schema)  # type: ignore[arg-type]
+            unknown = [name for name in unknown if name not in UNSUPPORTED]
             if unknown:
                 names = ", ".join(name[:60] for name in unknown[:10])
                 raise ApiError(400, f"unknown: {names}", unknown[0][:60], "unknown_field")
@@ -79,6 +83,22 @@ class EndpointRequest:
         if config.enable_force_include_usage and body.stream:
             body.stream_options = body.stream_options or StreamOptions()
             body.stream_options.include_usage = True
+
+    def answer_id(self, kind: str, request_id: str | None) -> str:
+        """Return the id of an answer, as vLLM's: that of X-Request-Id, of the body, or a new one.
+
+        Args:
+            kind: what it begins with.
+            request_id: field of the body.
+
+        Raises:
+            InvalidRequest: a character that no header could hold, or too many of them.
+        """
+        if request_id is not None and not _ID.fullmatch(request_id):
+            raise InvalidRequest("request_id takes 1 to 128 printable characters", "request_id")
+        if self._http_request.headers.get("x-request-id"):
+            return f"{kind}-{self._http_request.scope['jaxserve.request_id']}"
+        return f"{kind}-{request_id or uuid4().hex}"
 
     def find_model(self, name: str | None) -> ServedModel:
         """Return the model of a name, the first for None.

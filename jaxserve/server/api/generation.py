@@ -90,7 +90,7 @@ class Generation:
     Args:
         model: draws them.
         requests: one for each prompt, from the engine's factory.
-        answer_format: of the answers' thoughts and calls.
+        formats: of the answers' thoughts and calls, one for each request; none by default.
 
     Attributes:
         choices: all of them, n for each prompt, in the order of the prompts.
@@ -105,14 +105,16 @@ class Generation:
         self,
         model: ServedModel,
         requests: Listing[Request],
-        answer_format: AnswerFormat | None = None,
+        formats: Listing[AnswerFormat] = (),
     ) -> None:
         self.model = model
-        self.answer_format = AnswerFormat() if answer_format is None else answer_format
         self.requests = list(requests)
+        self._formats = list(formats) or [AnswerFormat()] * len(self.requests)
         self.created = int(time.time())
         self.choices = [
-            Choice(0, prompt, request.prompt_token_ids.tolist(), reader=self.answer_format.reader())
+            Choice(
+                0, prompt, request.prompt_token_ids.tolist(), reader=self._formats[prompt].reader()
+            )
             for prompt, request in enumerate(requests)
             for _ in range(request.sampling.n)
         ]
@@ -356,18 +358,30 @@ class Generation:
             drawn = [ids[:count] for ids, count in zip(drawn, sent, strict=True)]
         prompts = sum(len(request.prompt_token_ids) for request in self.requests)
         count = sum(map(len, drawn))
-        details = PromptTokensDetails(sum(self._cached.values()))
+        details = PromptTokensDetails(sum(self._cached.values()), self._num_published())
         usage = Usage(prompts, count, prompts + count, details)
-        if self.answer_format.thinking is not None:
+        if self._formats[0].thinking is not None:
             thought = [
-                self.answer_format.num_thought(ids, choice.message.reasoning)
+                self._formats[choice.prompt].num_thought(ids, choice.message.reasoning)
                 for ids, choice in zip(drawn, self.choices, strict=True)
             ]
             usage.completion_tokens_details = CompletionTokensDetails(sum(thought))
         return usage
 
+    def _num_published(self) -> int:
+        """Count the tokens of prompts in the full pages that they gave to the prefix cache."""
+        config = self.model.llm.config
+        if not config.enable_prefix_caching:
+            return 0
+        size = config.block_size
+        full = [len(request.prompt_token_ids) // size * size for request in self.requests]
+        return sum(
+            max(0, tokens - cached)
+            for tokens, cached in zip(full, self._cached.values(), strict=True)
+        )
+
     def finish_reason(self, choice: Choice) -> str | None:
         """Return a choice's reason to end for chat endpoints, where free calls are a reason."""
-        tools = self.answer_format.tools
+        tools = self._formats[choice.prompt].tools
         called = tools is not None and not tools.is_named and choice.message.calls
         return "tool_calls" if called and choice.finish_reason == "stop" else choice.finish_reason

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import jaxserve
+from jaxserve.server.api.infill import InfillRequest, InfillResponse
 from jaxserve.server.api.info import (
     HealthResponse,
     LoadResponse,
@@ -23,6 +24,7 @@ from jaxserve.server.api.tokens import (
     DetokenizeResponse,
     TokenizeRequest,
     TokenizeResponse,
+    TokenizerInfo,
 )
 from jaxserve.server.schema.anthropic import (
     CountRequest,
@@ -38,7 +40,9 @@ from jaxserve.server.schema.files import (
     FileList,
     FileObject,
 )
+from jaxserve.server.schema.generate import GenerateRequest, GenerateResponse
 from jaxserve.server.schema.openai import (
+    BatchChatRequest,
     ChatRequest,
     ChatResponse,
     CompletionRequest,
@@ -54,9 +58,10 @@ from jaxserve.server.schema.response_items import (
 from jaxserve.server.schema.responses import CountInputRequest, ResponsesRequest
 
 # Types of request and answer of every endpoint that takes a body; those with `stream` can stream.
-POSTS: dict[str, tuple[type, type]] = {
+POSTS: dict[str, tuple[type, Any]] = {
     "/v1/completions": (CompletionRequest, CompletionResponse),
     "/v1/chat/completions": (ChatRequest, ChatResponse),
+    "/v1/chat/completions/batch": (BatchChatRequest, ChatResponse),
     "/v1/responses": (ResponsesRequest, ResponsesResponse),
     "/v1/responses/input_tokens": (CountInputRequest, InputTokens),
     "/v1/batches": (BatchRequest, Batch),
@@ -64,6 +69,11 @@ POSTS: dict[str, tuple[type, type]] = {
     "/v1/messages/count_tokens": (CountRequest, CountResponse),
     "/tokenize": (TokenizeRequest, TokenizeResponse),
     "/detokenize": (DetokenizeRequest, DetokenizeResponse),
+    "/inference/v1/generate": (GenerateRequest, GenerateResponse),
+    "/v1/completions/render": (CompletionRequest, list[GenerateRequest]),
+    "/v1/chat/completions/render": (ChatRequest, GenerateRequest),
+    "/v1/messages/render": (MessagesRequest, GenerateRequest),
+    "/infill": (InfillRequest, InfillResponse),
 }
 GETS: dict[str, type | None] = {
     "/v1/models": ModelList,
@@ -72,6 +82,7 @@ GETS: dict[str, type | None] = {
     "/ready": HealthResponse,
     "/version": VersionResponse,
     "/load": LoadResponse,
+    "/tokenizer_info": TokenizerInfo,
     "/server_info": ServerInfo,
     "/metrics": None,
 }
@@ -106,6 +117,10 @@ _FORM: dict[str, Any] = {
     "required": ["purpose", "file"],
     "properties": {"purpose": {"enum": ["batch"]}, "file": {"type": "string", "format": "binary"}},
 }
+# Ends of paths that answer at once whatever `stream` says.
+_WHOLE = ("/batch", "/render")
+# What POST /invocations stands for.
+_INVOKED = ("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch")
 _REFUSALS = {
     "400": "A field is wrong; `param` names it.",
     "401": "No valid API key.",
@@ -134,19 +149,16 @@ def document() -> dict[str, Any]:
     refusals = {status: _answer(text, by_type[ErrorResponse]) for status, text in _REFUSALS.items()}
     paths: dict[str, Any] = {}
     for path, (requested, answered) in POSTS.items():
-        good = _answer("The answer.", by_type[answered])
-        if hasattr(requested, "stream"):
-            good["content"]["text/event-stream"] = {}  # a schema could only be that of each event
-        paths[path] = {
-            "post": {
-                "operationId": _name(path),
-                "requestBody": {
-                    "required": True,
-                    "content": {"application/json": {"schema": by_type[requested]}},
-                },
-                "responses": {"200": good, **refusals},
-            }
-        }
+        good = {"200": _answer("The answer.", by_type[answered])}
+        if hasattr(requested, "stream") and not path.endswith(_WHOLE):
+            # A schema could only be that of each event.
+            good["200"]["content"]["text/event-stream"] = {}
+        paths[path] = {"post": _post(path, by_type[requested], good | refusals)}
+    ways = [POSTS[path] for path in _INVOKED]
+    asked, answers = ([by_type[kind] for kind in kinds] for kinds in zip(*ways, strict=True))
+    good = {"200": _answer("The answer.", {"anyOf": answers})}
+    good["200"]["content"]["text/event-stream"] = {}
+    paths["/invocations"] = {"post": _post("/invocations", {"anyOf": asked}, good | refusals)}
     for path, answered in GETS.items():
         good: dict[str, Any] = {"description": "Metrics.", "content": {"text/plain": {}}}
         if answered is not None:
@@ -202,8 +214,20 @@ def _argument(name: str, schema: dict[str, Any], place: str = "path") -> dict[st
     return {"name": name, "in": place, "required": place == "path", "schema": schema}
 
 
+def _post(path: str, schema: dict[str, Any], responses: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "operationId": _name(path),
+        "requestBody": {"required": True, "content": _json(schema)},
+        "responses": responses,
+    }
+
+
+def _json(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"application/json": {"schema": schema}}
+
+
 def _answer(text: str, schema: dict[str, Any]) -> dict[str, Any]:
-    return {"description": text, "content": {"application/json": {"schema": schema}}}
+    return {"description": text, "content": _json(schema)}
 
 
 def _name(path: str) -> str:

@@ -10,7 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxserve.errors import InvalidRequest, PromptTooLong
-from jaxserve.server.api.chat import as_template_messages, prepare, template_options
+from jaxserve.server.api.chat import prepare
+from jaxserve.server.api.conversations import as_template_messages, template_options
 from jaxserve.server.api.endpoint_request import EndpointRequest
 from jaxserve.server.api.generation import Generation
 from jaxserve.server.api.kept_responses import StoredStream, draw
@@ -34,12 +35,20 @@ from jaxserve.server.schema.responses import (
     check_metadata,
     items_of,
 )
-from jaxserve.server.schema.sampling import NO_TEMPLATE_FIELDS
+from jaxserve.server.schema.sampling import (
+    NO_FUNCTIONS,
+    NO_GUIDED_FIELDS,
+    NO_SUFFIX,
+    NO_TEMPLATE_FIELDS,
+)
 from jaxserve.server.tool_calls.tools import check_tools, described
 
 # Fields of this endpoint alone that are not supported, with their neutral values.
 UNSUPPORTED = {
     **NO_TEMPLATE_FIELDS,
+    **NO_GUIDED_FIELDS,
+    **NO_FUNCTIONS,
+    **NO_SUFFIX,
     "conversation": (None,),
     "prompt": (None,),
     "previous_input_messages": (None, []),

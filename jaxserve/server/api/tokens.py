@@ -11,9 +11,10 @@ from starlette.responses import Response
 
 from jaxserve.engine.request_factory import check_token_ids
 from jaxserve.errors import InvalidRequest
-from jaxserve.server.api.chat import as_template_messages, template_options
+from jaxserve.server.api.conversations import as_template_messages, template_options
 from jaxserve.server.api.endpoint_request import EndpointRequest
 from jaxserve.server.api.streaming import json_response
+from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.schema.openai import ChatMessage, ChatRequest, Tool
 from jaxserve.server.tool_calls.tools import check_tools, described
 
@@ -56,6 +57,16 @@ class DetokenizeResponse(msgspec.Struct):
     prompt: str
 
 
+class TokenizerInfo(msgspec.Struct):
+    """Answer of GET /tokenizer_info."""
+
+    tokenizer_class: str
+    model_max_length: int
+    added_tokens_decoder: dict[str, str] = {}
+    special_tokens_map: dict[str, str] = {}
+    chat_template: str | None = None
+
+
 async def tokenize(http_request: Request) -> Response:
     """Answer with the token ids of a prompt, or of a conversation through the chat template.
 
@@ -89,6 +100,30 @@ async def tokenize(http_request: Request) -> Response:
     if body.return_token_strs:
         response.token_strs = model.tokenizer().token_strings(ids)
     return json_response(response)
+
+
+async def tokenizer_info(http_request: Request) -> Response:
+    """Answer with what tokenizer_config.json says, as vLLM does; of the model in `?model=`.
+
+    Raises:
+        ApiError: 404, the server does not show it, or there is no such model.
+        InvalidRequest: the server has no tokenizer.
+    """
+    request = EndpointRequest(http_request)
+    if not request.config.enable_tokenizer_info_endpoint:
+        raise ApiError(
+            404,
+            "/tokenizer_info is not served: start the server with --enable-tokenizer-info-endpoint",
+            code="not_supported",
+        )
+    model = request.find_model(http_request.query_params.get("model"))
+    tokenizer = model.tokenizer()
+    added = tokenizer.backend.get_added_tokens_decoder()
+    info = TokenizerInfo("PreTrainedTokenizerFast", model.limits.max_model_len)
+    info.added_tokens_decoder = {str(number): token.content for number, token in added.items()}
+    info.special_tokens_map = tokenizer.special_names
+    info.chat_template = tokenizer.template_source or None
+    return json_response(info)
 
 
 async def detokenize(http_request: Request) -> Response:

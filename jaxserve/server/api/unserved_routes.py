@@ -58,14 +58,9 @@ _OPENAI: dict[str, str] = {
     ),
     "GET /get_world_size /fault_tolerance/status /kv_event_sources": _ONE_PROCESS,
     "POST /start_profile /stop_profile": _PROFILE,
-    "POST /v1/chat/completions/render /v1/completions/render /v1/messages/render "
-    "/v1/responses/render /v1/chat/completions/derender /v1/completions/derender": _RENDER,
+    "POST /v1/responses/render /v1/chat/completions/derender /v1/completions/derender": _RENDER,
     "POST /v1/chat/completions/input_tokens /chat/completions/input_tokens": _COUNT,
-    "POST /inference/v1/generate": "POST /v1/completions takes token ids as its prompt",
-    "POST /invocations": f"{_CHAT}, or /v1/completions",
-    "POST /v1/chat/completions/batch": "send each conversation to POST /v1/chat/completions",
     "POST /cohere/v2/chat /cohere/v2/chat/render": _CHAT,
-    "GET /tokenizer_info": "POST /tokenize and POST /detokenize are served",
     "GET /docs /redoc": "the API's one document is GET /openapi.json",
     "GET POST DELETE /v1/conversations /v1/conversations/{more:path} /v1/threads "
     "/v1/threads/{more:path} /v1/assistants /v1/assistants/{more:path}": _NO_CONVERSATIONS,
@@ -76,7 +71,6 @@ _OPENAI: dict[str, str] = {
 }
 _LLAMA: dict[str, str] = {
     "POST /completion": f"{_COMPLETE}; n_predict is max_tokens, cache_prompt is always so",
-    "POST /infill": _COMPLETE,
     "POST /embedding /embeddings /reranking /v1/reranking": _GENERATES,
     "POST /apply-template": _RENDER,
     "GET POST /props": f"{_MODELS}, with max_model_len; settings are those of the start",

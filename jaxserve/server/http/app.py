@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from jaxserve.server.api.anthropic import count_tokens, messages
+from jaxserve.server.api.batch_chat import batch_chat_completions
 from jaxserve.server.api.behind import BatchService
 from jaxserve.server.api.cache import reset_prefix_cache
 from jaxserve.server.api.chat import chat_completions
@@ -28,6 +29,7 @@ from jaxserve.server.api.files import (
     list_files,
     upload_file,
 )
+from jaxserve.server.api.infill import infill
 from jaxserve.server.api.info import (
     get_model,
     health,
@@ -38,6 +40,7 @@ from jaxserve.server.api.info import (
     version,
 )
 from jaxserve.server.api.inner import InnerClient
+from jaxserve.server.api.invocations import invocations
 from jaxserve.server.api.metrics import metrics
 from jaxserve.server.api.openapi import openapi
 from jaxserve.server.api.responses import (
@@ -49,7 +52,13 @@ from jaxserve.server.api.responses import (
     responses,
 )
 from jaxserve.server.api.streaming import error_response
-from jaxserve.server.api.tokens import detokenize, tokenize
+from jaxserve.server.api.token_io import (
+    generate,
+    render_chat,
+    render_completions,
+    render_messages,
+)
+from jaxserve.server.api.tokens import detokenize, tokenize, tokenizer_info
 from jaxserve.server.api.unserved_routes import UNSERVED_ROUTES, is_unserved
 from jaxserve.server.http.guard import FILES, Guard
 from jaxserve.server.kept.batches import Batches
@@ -61,7 +70,10 @@ from jaxserve.server.served.models import Models
 from jaxserve.server.settings import ServerConfig
 
 # Paths whose requests make an engine draw tokens.
-_DRAWING = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"})
+_DRAWING = frozenset(
+    "/v1/completions /v1/chat/completions /v1/chat/completions/batch /v1/responses "
+    "/v1/messages /infill /invocations /inference/v1/generate".split()
+)
 # Other names of endpoints, as llama.cpp's server has them.
 _ALIASES = {
     "/completions": "/v1/completions",
@@ -78,6 +90,7 @@ def routes() -> list[BaseRoute]:
     own = [
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+        Route("/v1/chat/completions/batch", batch_chat_completions, methods=["POST"]),
         Route("/v1/responses", responses, methods=["POST"]),
         Route("/v1/responses/input_tokens", count_input_tokens, methods=["POST"]),
         Route("/v1/responses/{response_id}", get_response, methods=["GET"]),
@@ -98,6 +111,13 @@ def routes() -> list[BaseRoute]:
         Route("/tokenize", tokenize, methods=["POST"]),
         Route("/detokenize", detokenize, methods=["POST"]),
         Route("/reset_prefix_cache", reset_prefix_cache, methods=["POST"]),
+        Route("/inference/v1/generate", generate, methods=["POST"]),
+        Route("/v1/completions/render", render_completions, methods=["POST"]),
+        Route("/v1/chat/completions/render", render_chat, methods=["POST"]),
+        Route("/v1/messages/render", render_messages, methods=["POST"]),
+        Route("/tokenizer_info", tokenizer_info, methods=["GET"]),
+        Route("/infill", infill, methods=["POST"]),
+        Route("/invocations", invocations, methods=["POST"]),
         Route("/v1/models", list_models, methods=["GET"]),
         Route("/v1/models/{model:path}", get_model, methods=["GET"]),
         Route("/health", health, methods=["GET"]),

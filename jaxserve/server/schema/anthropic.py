@@ -14,17 +14,43 @@ from jaxserve.server.schema.openai import (
     FunctionCall,
     FunctionDefinition,
     FunctionName,
+    JsonSchemaFormat,
     NamedTool,
+    ResponseFormat,
     Tool,
     ToolCall,
 )
 
+_BILLING = "x-anthropic-billing-header"
+
+
+class Source(msgspec.Struct, kw_only=True):
+    """Source of a document; only text and blocks of text in the request are served."""
+
+    type: str
+    data: str | None = None
+    content: str | list[Block] | None = None
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the document stands here, as text."""
+        return self.type in ("text", "content")
+
+    @property
+    def words(self) -> str:
+        """The document's text."""
+        return (self.data or "") if self.type == "text" else _text(self.content, "\n")
+
 
 class Block(msgspec.Struct, kw_only=True):
-    """Part of a message: text, thinking, tool_use or tool_result; other types are not served."""
+    """Part of a message: what is text, thinking, tool_use or tool_result; see `_words`."""
 
     type: str
     text: str | None = None
+    title: str | None = None
+    context: str | None = None
+    source: str | Source | None = None
+    tool_name: str | None = None
     thinking: str | None = None
     id: str | None = None
     name: str | None = None
@@ -35,7 +61,7 @@ class Block(msgspec.Struct, kw_only=True):
 
 
 class InputMessage(msgspec.Struct, kw_only=True):
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
 
@@ -43,7 +69,7 @@ class MessagesTool(msgspec.Struct, kw_only=True):
     name: str
     description: str | None = None
     input_schema: dict[str, Any] | None = None
-    type: Literal["custom"] | None = None
+    type: str | None = None
     strict: bool | None = None
 
 
@@ -59,8 +85,25 @@ class ThinkingOptions(msgspec.Struct, kw_only=True):
     display: str | None = None
 
 
+class JsonOutput(msgspec.Struct, kw_only=True):
+    """JSON schema of an answer."""
+
+    type: Literal["json_schema"] = "json_schema"
+    schema: dict[str, Any] | None = None
+
+
+class OutputConfig(msgspec.Struct, kw_only=True):
+    """Effort of an answer, and its form."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: JsonOutput | None = None
+
+
 class CountRequest(msgspec.Struct, kw_only=True):
-    """Body of POST /v1/messages/count_tokens."""
+    """Body of POST /v1/messages/count_tokens.
+
+    Of `context_management` nothing is applied: the client's conversation is read as it is sent.
+    """
 
     messages: list[InputMessage]
     model: str | None = None
@@ -68,6 +111,12 @@ class CountRequest(msgspec.Struct, kw_only=True):
     tools: list[MessagesTool] | None = None
     tool_choice: MessagesToolChoice | None = None
     thinking: ThinkingOptions | None = None
+    output_config: OutputConfig | None = None
+    output_format: JsonOutput | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    context_management: dict[str, Any] | None = None
+    mm_payload: Literal["tensors", "none"] | None = None
+    return_mm_kwargs: bool | None = None
 
 
 class MessagesRequest(CountRequest, kw_only=True):
@@ -80,12 +129,20 @@ class MessagesRequest(CountRequest, kw_only=True):
     top_k: int | None = None
     stream: bool | None = None
     metadata: dict[str, Any] | None = None
+    cache_salt: str | None = None
+
+
+class CountedContext(msgspec.Struct):
+    """Size of a conversation before anything of it is left out."""
+
+    original_input_tokens: int
 
 
 class CountResponse(msgspec.Struct):
     """Answer of POST /v1/messages/count_tokens."""
 
     input_tokens: int
+    context_management: CountedContext | msgspec.UnsetType = msgspec.UNSET
 
 
 class TextBlock(msgspec.Struct, kw_only=True, tag="text"):
@@ -124,6 +181,7 @@ class MessagesResponse(msgspec.Struct, kw_only=True):
     stop_sequence: str | None = None
     type: str = "message"
     role: str = "assistant"
+    context_management: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
 
 
 def as_chat(body: CountRequest) -> ChatRequest:
@@ -134,29 +192,60 @@ def as_chat(body: CountRequest) -> ChatRequest:
     """
     messages: list[ChatMessage] = []
     if body.system is not None:
-        messages.append(ChatMessage(role="system", content=_text(body.system)))
+        messages.append(ChatMessage(role="system", content=_system_text(body.system)))
     for message in body.messages:
         messages += _chat_messages(message)
     chat = ChatRequest(model=body.model, messages=messages)
+    chat.chat_template_kwargs = body.chat_template_kwargs
     if body.messages and body.messages[-1].role == "assistant":
         chat.continue_final_message = True
     _put_tools(chat, body)
     thinking = body.thinking
     if thinking is not None:
-        chat.chat_template_kwargs = {"enable_thinking": thinking.type != "disabled"}
+        own = chat.chat_template_kwargs or {}
+        chat.chat_template_kwargs = {"enable_thinking": thinking.type != "disabled", **own}
         if thinking.type == "enabled":
             if thinking.budget_tokens is None:
                 raise InvalidRequest("thinking: enabled needs budget_tokens", "thinking")
             chat.thinking_token_budget = thinking.budget_tokens
+    _put_output(chat, body)
     if isinstance(body, MessagesRequest):
-        chat.max_tokens = body.max_tokens
+        chat.max_tokens, chat.cache_salt = body.max_tokens, body.cache_salt
         chat.stop = body.stop_sequences
         chat.temperature, chat.top_p, chat.top_k = body.temperature, body.top_p, body.top_k
     return chat
 
 
+def output_field(body: CountRequest) -> str:
+    """Return the field that holds the form of an answer."""
+    return "output_format" if body.output_format is not None else "output_config"
+
+
+def _put_output(chat: ChatRequest, body: CountRequest) -> None:
+    config = body.output_config or OutputConfig()
+    if config.format is not None and body.output_format is not None:
+        raise InvalidRequest(
+            "output_format and output_config.format exclude each other", "output_format"
+        )
+    form = config.format or body.output_format
+    if form is not None:
+        if form.schema is None:
+            field = output_field(body)
+            raise InvalidRequest(f"{field} of type json_schema needs a schema", field)
+        schema = JsonSchemaFormat(schema=form.schema)
+        chat.response_format = ResponseFormat(type="json_schema", json_schema=schema)
+    chat.reasoning_effort = config.effort
+
+
 def _put_tools(chat: ChatRequest, body: CountRequest) -> None:
     choice = body.tool_choice
+    for tool in body.tools or ():
+        if tool.type not in (None, "custom"):
+            raise InvalidRequest(
+                f"tools: {tool.type[:60]!r} is a tool of Anthropic's own; only tools with a name "
+                "and an input_schema are served, which the client runs",
+                "tools",
+            )
     if body.tools:
         chat.tools = [
             Tool(
@@ -183,31 +272,59 @@ def _put_tools(chat: ChatRequest, body: CountRequest) -> None:
         chat.tool_choice = choice.type
 
 
-def _text(content: str | list[Block] | None) -> str:
+def _system_text(content: str | list[Block]) -> str:
+    """Return a system prompt, without Claude Code's line for billing.
+
+    That line differs from request to request, and no prefix would be found in the cache again.
+    """
+    texts = [content] if isinstance(content, str) else [_words(block) for block in content]
+    return "".join(text for text in texts if not text.startswith(_BILLING))
+
+
+def _text(content: str | list[Block] | None, between: str = "") -> str:
     """Return the text of a content, which may hold nothing else."""
     if content is None or isinstance(content, str):
         return content or ""
-    for block in content:
-        if block.type != "text" or block.text is None:
-            raise InvalidRequest(
-                f"content of type {block.type[:40]!r} is not supported here: only text is",
-                "messages",
-            )
-    return "".join(block.text or "" for block in content)
+    return between.join(_words(block) for block in content)
+
+
+def _words(block: Block) -> str:
+    """Return what a block of text says: a text, a document, what was found or a summary.
+
+    Raises:
+        InvalidRequest: it is none of these.
+    """
+    source = block.source
+    words = None
+    if block.type == "text":
+        words = block.text
+    elif block.type == "tool_reference":
+        words = block.tool_name or block.name
+    elif block.type == "compaction":
+        words = _text(block.content)
+    elif block.type == "search_result" and isinstance(source, str):
+        words = "\n".join(filter(None, (block.title, source, _text(block.content, "\n"))))
+    elif block.type == "document" and isinstance(source, Source) and source.is_text:
+        words = "\n".join(filter(None, (block.title, block.context, source.words)))
+    if words is None:
+        raise InvalidRequest(
+            f"content of type {block.type[:40]!r} is not supported here: only text is", "messages"
+        )
+    return words
 
 
 def _chat_messages(message: InputMessage) -> list[ChatMessage]:
     """Convert a message to those of a chat; results of tools become messages before the rest."""
+    if message.role == "system":
+        text = _system_text(message.content)
+        return [ChatMessage(role="system", content=text)] if text else []
     if isinstance(message.content, str):
         return [ChatMessage(role=message.role, content=message.content)]
     results, rest, calls, thoughts = [], [], [], []
     for block in message.content:
         if block.type == "tool_result" and message.role == "user":
-            results.append(
-                ChatMessage(
-                    role="tool", content=_text(block.content), tool_call_id=block.tool_use_id
-                )
-            )
+            text = _text(block.content, "\n")
+            results.append(ChatMessage(role="tool", content=text, tool_call_id=block.tool_use_id))
         elif block.type == "tool_use" and message.role == "assistant":
             if block.name is None:
                 raise InvalidRequest("messages: a tool_use block needs a name", "messages")
@@ -222,3 +339,14 @@ def _chat_messages(message: InputMessage) -> list[ChatMessage]:
     chat_message = ChatMessage(role=message.role, content=_text(rest), tool_calls=calls or None)
     chat_message.reasoning_content = "".join(thoughts) or None
     return [*results, chat_message]
+
+
+def merged_system(chat: ChatRequest) -> ChatRequest:
+    """Return a chat with all of its system messages as the first one.
+
+    For templates that take none but the first.
+    """
+    texts = [str(message.content) for message in chat.messages if message.role == "system"]
+    rest = [message for message in chat.messages if message.role != "system"]
+    first = ChatMessage(role="system", content="".join(texts))
+    return msgspec.structs.replace(chat, messages=[first, *rest])

@@ -31,8 +31,13 @@ class JsonSchemaFormat(msgspec.Struct, kw_only=True):
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True):
-    type: Literal["text", "json_object", "json_schema"]
+    """Form of an answer; see `StructuredOutputsParams.structural_tag` for the last three fields."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
+    format: dict[str, Any] | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True):
@@ -46,7 +51,7 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool | None = None
     disable_additional_properties: bool | None = None
-    structural_tag: Any = None
+    structural_tag: str | dict[str, Any] | None = None
 
 
 class Sampling(msgspec.Struct, kw_only=True):
@@ -75,6 +80,12 @@ class Sampling(msgspec.Struct, kw_only=True):
     bad_words: list[str] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    guided_decoding_backend: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: int | None = None
@@ -89,6 +100,11 @@ class Sampling(msgspec.Struct, kw_only=True):
     length_penalty: float | None = None
     echo: bool | None = None
     user: str | None = None
+    request_id: str | None = None
+    session_id: str | None = None
+    return_token_offsets: bool | None = None
+    mm_payload: Literal["tensors", "none"] | None = None
+    return_mm_kwargs: bool | None = None
 
 
 class CompletionRequest(Sampling, kw_only=True):
@@ -156,6 +172,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    function_call: FunctionCall | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
 
@@ -179,10 +196,22 @@ class ChatRequest(Sampling, kw_only=True):
     include_reasoning: bool | None = None
     reasoning_effort: str | None = None
     thinking_token_budget: int | None = None
+    return_prompt_text: bool | None = None
+    functions: list[FunctionDefinition] | None = None
+    function_call: Literal["none", "auto"] | FunctionName | None = None
+
+
+class BatchChatRequest(ChatRequest, kw_only=True):
+    """Body of POST /v1/chat/completions/batch: conversations that are answered by themselves."""
+
+    messages: list[list[ChatMessage]]  # type: ignore[assignment]
 
 
 class PromptTokensDetails(msgspec.Struct):
+    """Tokens of prompts that came from the prefix cache, and those that were written to it."""
+
     cached_tokens: int
+    created_cache_tokens: int = 0
 
 
 class CompletionTokensDetails(msgspec.Struct):
@@ -245,7 +274,7 @@ class AnswerMessage(msgspec.Struct):
     refusal: str | None = None
     annotations: None = None
     audio: None = None
-    function_call: None = None
+    function_call: FunctionCall | None = None
     tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
     reasoning: str | None = None
     reasoning_content: str | None = None
@@ -272,6 +301,7 @@ class ChatResponse(msgspec.Struct):
     system_fingerprint: str | None = None
     service_tier: None = None
     prompt_token_ids: list[int] | None = None
+    prompt_text: str | None = None
     prompt_logprobs: PromptLogprobs | None = None
     kv_transfer_params: None = None
     metrics: PerRequestMetrics | msgspec.UnsetType | None = msgspec.UNSET
@@ -295,6 +325,7 @@ class ChatDelta(msgspec.Struct, omit_defaults=True):
     role: str | None = None
     content: str | None = None
     tool_calls: list[CallDelta] | None = None
+    function_call: FunctionDelta | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
 
@@ -325,6 +356,7 @@ class ChatChunk(msgspec.Struct):
     prompt_token_ids: list[int] | msgspec.UnsetType | None = msgspec.UNSET
     prompt_logprobs: PromptLogprobs | msgspec.UnsetType | None = msgspec.UNSET
     metrics: PerRequestMetrics | msgspec.UnsetType | None = msgspec.UNSET
+    prompt_text: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class ErrorDetail(msgspec.Struct):

@@ -10,29 +10,41 @@ import msgspec
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import MAX_LOGPROB_TOKEN_IDS, SamplingParams
-from jaxserve.server.schema.openai import Sampling
+from jaxserve.server.schema.openai import ResponseFormat, Sampling
 from jaxserve.structured import NAME, StructuredOutputsParams
 
 # Fields that are not supported yet, each with its neutral values, which pass.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
-    "functions": (None, []),
-    "function_call": (None, "none", "auto"),
     "prompt_embeds": (None,),
     "lora_path": (None,),
     "modalities": (None, ["text"]),
     "audio": (None,),
     "prediction": (None,),
     "web_search_options": (None,),
-    "suffix": (None, ""),
     "mm_processor_kwargs": (None, {}),
     "kv_transfer_params": (None,),
+    "watermarking": (None, False),
+    "media_io_kwargs": (None, {}),
+    "vllm_xargs": (None, {}),
+    "ec_transfer_params": (None,),
+    "repetition_detection": (None,),
+    "return_weight_versions": (None, False),
+    "routed_experts_prompt_start": (None, 0),
+    "stream_interval": (None, 1),
+    "early_stopping": (None, False),
 }
 # Fields of a conversation's template, which are no fields of endpoints without one of their own.
 NO_TEMPLATE_FIELDS: dict[str, tuple[Any, ...]] = {"chat_template": (None,), "documents": (None, [])}
+# Text behind a gap, which completions alone fill.
+NO_SUFFIX: dict[str, tuple[Any, ...]] = {"suffix": (None, "")}
+# Tools of OpenAI's older chat API, likewise.
+NO_FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+}
+# Forms of older clients, by the name of the form today; likewise.
+GUIDED = {f"guided_{form}": form for form in ("json", "regex", "choice", "grammar")}
+NO_GUIDED_FIELDS: dict[str, tuple[Any, ...]] = dict.fromkeys(GUIDED, (None,))
 # Fields that are read by name from a request; the rest of SamplingParams is settled elsewhere.
 _SAMPLING = (
     *("n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids"),
@@ -96,27 +108,45 @@ def _logit_bias(biases: Mapping[str, float] | None) -> dict[int, float] | None:
     return {int(key): value for key, value in biases.items()}
 
 
+def form_field(request: Sampling) -> str:
+    """Return the field that holds the form of a request's text, `structured_outputs` by default."""
+    for name in GUIDED:
+        if getattr(request, name) is not None:
+            return name
+    return NAME if request.response_format is None else "response_format"
+
+
 def _form(request: Sampling) -> StructuredOutputsParams | None:
-    """Return the form of the text, given in vLLM's fields or in OpenAI's.
+    """Return the form of the text, given in vLLM's fields, in its older ones or in OpenAI's.
 
     Raises:
         InvalidRequest: naming the field that holds it.
     """
     outputs, form = request.structured_outputs, request.response_format
-    if form is None or form.type == "text":
-        if outputs is None:
-            return None
+    form = None if form is None or form.type == "text" else form
+    guided = [name for name in GUIDED if getattr(request, name) is not None]
+    fields = [*guided, *(["response_format"] if form else []), *([NAME] if outputs else [])]
+    if len(fields) > 1:
+        raise InvalidRequest(f"{fields[0]} and {fields[1]} exclude each other", fields[0])
+    if guided:
+        given = {GUIDED[guided[0]]: getattr(request, guided[0])}
+        return StructuredOutputsParams(
+            **given, whitespace_pattern=request.guided_whitespace_pattern
+        )
+    if outputs is not None:
         fields = msgspec.structs.asdict(outputs)
         given = {name: value for name, value in fields.items() if value is not None}
-        if "structural_tag" in given:
-            raise InvalidRequest("structured_outputs.structural_tag is not supported", NAME)
         return StructuredOutputsParams(**given)
-    if outputs is not None:
-        raise InvalidRequest(
-            "response_format and structured_outputs exclude each other", "response_format"
-        )
+    return None if form is None else _response_format(form)
+
+
+def _response_format(form: ResponseFormat) -> StructuredOutputsParams:
     if form.type == "json_object":
         return StructuredOutputsParams(json_object=True)
+    if form.type == "structural_tag":
+        fields = msgspec.structs.asdict(form)
+        tag = {name: value for name, value in fields.items() if value is not None}
+        return StructuredOutputsParams(structural_tag=tag)
     if form.json_schema is None or form.json_schema.schema is None:
         raise InvalidRequest("response_format needs json_schema.schema", "response_format")
     return StructuredOutputsParams(json=form.json_schema.schema)

@@ -138,7 +138,7 @@ class ServedModel:
             raise InvalidRequest("prompt is empty; it needs at least one token", "prompt")
         tokenizer = self.tokenizer()
         encode = tokenizer.encode
-        self._check_length(len(text), "prompt")
+        self.check_length(len(text), "prompt")
         if len(text) <= INLINE_CHARS:
             return encode(text, add_special_tokens)
         return await asyncio.to_thread(encode, text, add_special_tokens)
@@ -182,14 +182,14 @@ class ServedModel:
     async def _render(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> list[int]:
         render = self.tokenizer().render_chat
         characters = sum(len(message["content"] or "") for message in messages)
-        self._check_length(characters, "messages")
+        self.check_length(characters, "messages")
         inputs = {name: value for name, value in options.items() if name != "chat_template"}
         if weigh([messages, inputs], INLINE_CHARS) <= INLINE_CHARS:
             with suppress(TemplateTooLong):
                 return render(messages, seconds=INLINE_SECONDS, **options)
         return await asyncio.to_thread(render, messages, **options)
 
-    def _check_length(self, characters: int, field: str) -> None:
+    def check_length(self, characters: int, field: str) -> None:
         """Check that the text could fit if all its tokens were the longest there are.
 
         Raises:

@@ -1,0 +1,385 @@
+"""Structural tags: free text that takes a form where a trigger begins a tag, as a grammar.
+
+The language is that of xgrammar 0.2 (structural_tag.py there), which vLLM takes in
+`structured_outputs.structural_tag` and in `response_format`; so is its older form, of `structures`
+and `triggers`. What comes out is llguidance's dialect of Lark. Its lexer is greedy, so whatever is
+regular (texts, patterns, free text up to an end) becomes a single terminal, within which every way
+to read a text counts; rules are left for JSON, for grammars and for what holds these.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxserve.engine.text.structural_tag_fields import (
+    content_field,
+    elements_field,
+    flag_field,
+    from_older,
+    list_field,
+    number_field,
+    tags_field,
+    text_field,
+    texts_field,
+)
+
+# Any text, and any text but the empty one.
+_BASIS = ("ANY: /(?s:.*)/", "SOME: /(?s:.+)/")
+_MAX_CHARS = 4096  # of a region whose length a terminal counts
+_MAX_REPEAT = 1000
+_PIECE = re.compile(r"\\.|.", re.DOTALL)  # of a regular expression
+_REPEATED = {"optional": "?", "star": "*", "plus": "+"}
+TYPES = (
+    *("any_text", "const_string", "json_schema", "regex", "grammar", "token", "tag", "sequence"),
+    *("or", "optional", "star", "plus", "repeat", "triggered_tags", "tags_with_separator"),
+    "dispatch",
+)
+
+
+@dataclass(frozen=True)
+class _Ending:
+    """Text or token that closes a tag, and with it the free text that stands before.
+
+    Attributes:
+        stop: terminal of the texts that end free text wherever they stand; None for none.
+        prefix: terminal of the text before a special token; only where `token` is one.
+        token: rule from the special token on.
+    """
+
+    stop: str | None = None
+    prefix: str | None = None
+    token: str = ""
+
+    @property
+    def rule(self) -> str:
+        """The ending behind what is no free text."""
+        return " ".join(filter(None, (self.stop, self.prefix, self.token)))
+
+
+_OPEN = _Ending()
+
+
+def structural_tag_grammar(
+    tag: Mapping[str, Any],
+    specials: Mapping[str, int],
+    schema_rule: Callable[[Any, int | None], str],
+    grammar_rule: Callable[[str], str],
+) -> str:
+    """Return a grammar in Lark whose texts are those of a structural tag.
+
+    Args:
+        tag: {"type": "structural_tag", "format": ...}, or the older {"structures", "triggers"}.
+        specials: ids of special tokens by their texts, which no text spells otherwise.
+        schema_rule: the right-hand side of a rule for a JSON schema, with at most so many
+            characters of white space at one place, or None for the default.
+        grammar_rule: likewise for a grammar.
+
+    Raises:
+        ValueError: the tag has no meaning, or one that is not served.
+    """
+    if "structures" in tag or "triggers" in tag:
+        form = from_older(tag)
+    else:
+        if text_field(tag, "type", "structural_tag") != "structural_tag":
+            raise ValueError("type must be structural_tag")
+        form = tag.get("format")
+    writer = _Writer(specials, schema_rule, grammar_rule)
+    start = writer.write(form, _OPEN) or '""'
+    return "\n".join((*_BASIS, f"start: {start}", *writer.lines))
+
+
+def _any_of(texts: list[str]) -> str:
+    return "(" + " | ".join(json.dumps(text) for text in texts) + ")"
+
+
+def _without(text: str, *parts: str | None) -> str:
+    """Return the terminal of a text that holds none of some parts."""
+    return "(" + " & ".join([text, *(f"~(ANY {part} ANY)" for part in parts if part)]) + ")"
+
+
+def _pattern(form: Mapping[str, Any]) -> str:
+    """Return a regular expression as a terminal; it cannot end the terminal itself."""
+    spelled = {"/": r"\x2f", r"\/": r"\x2f", "\n": r"\n", "\r": r"\r"}
+    return (
+        "/(?:" + _PIECE.sub(lambda m: spelled.get(m[0], m[0]), text_field(form, "pattern")) + ")/"
+    )
+
+
+class _Writer:
+    """Writer of the rules and terminals of one grammar; see `structural_tag_grammar`.
+
+    Attributes:
+        lines: those written so far.
+    """
+
+    def __init__(
+        self,
+        specials: Mapping[str, int],
+        schema_rule: Callable[[Any, int | None], str],
+        grammar_rule: Callable[[str], str],
+    ) -> None:
+        self._specials = {text: number for text, number in specials.items() if text}
+        found = "|".join(map(re.escape, sorted(self._specials, key=len, reverse=True)))
+        self._special = re.compile(f"({found})" if found else r"(?!)")
+        self._schema_rule = schema_rule
+        self._grammar_rule = grammar_rule
+        self.lines: list[str] = []
+
+    def _put(self, name: str, right: str) -> str:
+        """Write a rule or a terminal, as the case of the name's letter says; return its name."""
+        named = f"{name}{len(self.lines)}"
+        self.lines.append(f"{named}: {right}")
+        return named
+
+    def _literal(self, text: str) -> str:
+        """Return a text for a rule, with the special tokens in it."""
+        parts = self._special.split(text)
+        return " ".join(
+            f"<[{self._specials[part]}]>" if index % 2 else json.dumps(part)
+            for index, part in enumerate(parts)
+            if part
+        )
+
+    def _is_text(self, text: str) -> bool:
+        return self._special.search(text) is None
+
+    def write(self, form: Any, ending: _Ending) -> str:
+        """Write a format and what ends it. Return the names that stand for both in a rule.
+
+        Raises:
+            ValueError: see `structural_tag_grammar`.
+        """
+        if not isinstance(form, Mapping):
+            raise ValueError("a format must be an object with a type")
+        kind = form.get("type")
+        if kind not in TYPES:
+            raise ValueError(
+                f"a format of type {str(kind)[:40]!r} is not supported; types are "
+                + ", ".join(TYPES)
+            )
+        regular = self._regular(form, ending.stop)
+        if regular is not None:
+            if ending.prefix is not None:
+                regular += f" {ending.prefix}"
+            return f"{self._put('T', regular)} {ending.token}"
+        return getattr(self, f"_write_{kind}")(form, ending)
+
+    def _regular(self, form: Mapping[str, Any], stop: str | None = None) -> str | None:
+        """Return the terminal of a format and of what stops it; None where there is none."""
+        kind, behind = form.get("type"), f" {stop}" if stop else ""
+        if kind == "const_string":
+            value = text_field(form, "value")
+            return json.dumps(value) + behind if self._is_text(value) else None
+        if kind == "regex":
+            return _pattern(form) + behind
+        if kind == "any_text":
+            return self._free(form, stop) + behind
+        if kind in ("sequence", "or"):
+            elements = elements_field(form)
+            stops = [stop if kind == "or" else None] * (len(elements) - 1) + [stop]
+            parts = [self._regular(*pair) for pair in zip(elements, stops, strict=True)]
+            if None in parts:
+                return None
+            return "(" + (" " if kind == "sequence" else " | ").join(filter(None, parts)) + ")"
+        if kind in _REPEATED or kind == "repeat":
+            inner = self._regular(content_field(form))
+            return None if inner is None else f"({inner}){self._times(form)}{behind}"
+        if kind == "tag":
+            begin, end = form.get("begin"), self._ending(form)
+            if not isinstance(begin, str) or not self._is_text(begin) or end.token:
+                return None
+            inner = self._regular(content_field(form), end.stop)
+            return None if inner is None else f"({json.dumps(begin)} {inner}){behind}"
+        return None
+
+    def _free(self, form: Mapping[str, Any], *stops: str | None) -> str:
+        """Return the terminal of free text without what stops it or is excluded from it."""
+        excluded = texts_field(form, "excludes")
+        if form.get("max_tokens") is not None:
+            raise ValueError("max_tokens is not supported; max_chars is")
+        text = "ANY"
+        if form.get("max_chars") is not None:
+            text = f"/(?s:.{{0,{number_field(form, 'max_chars', 0, _MAX_CHARS)}}})/"
+        return _without(text, *stops, _any_of(excluded) if excluded else None)
+
+    @staticmethod
+    def _times(form: Mapping[str, Any]) -> str:
+        if form["type"] != "repeat":
+            return _REPEATED[form["type"]]
+        least = number_field(form, "min", 0, _MAX_REPEAT)
+        if form.get("max") == -1:
+            return f"{{{least},}}"
+        return f"{{{least},{number_field(form, 'max', max(least, 1), _MAX_REPEAT)}}}"
+
+    def _token(self, form: Mapping[str, Any]) -> str:
+        """Return a token for a rule, by its id or its text."""
+        token = form.get("token")
+        number = self._specials.get(token) if isinstance(token, str) else token
+        if type(number) is not int or number < 0:
+            raise ValueError("token must be the id or the text of a special token")
+        return f"<[{number}]>"
+
+    def _ending(self, form: Mapping[str, Any]) -> _Ending:
+        """Return what ends a tag."""
+        end = form.get("end")
+        if isinstance(end, Mapping):
+            return _Ending(token=self._token(end))
+        ends = [end] if isinstance(end, str) else end
+        if not isinstance(ends, list) or not ends or not all(isinstance(e, str) for e in ends):
+            raise ValueError("end must be a text, a list of texts or a token")
+        if all(map(self._is_text, ends)):
+            if len(ends) > 1 and not all(ends):
+                raise ValueError("an end of several may not be empty")
+            return _Ending(_any_of(ends)) if ends[0] else _OPEN
+        if len(ends) > 1:
+            raise ValueError("several ends may not hold special tokens")
+        prefix, *rest = self._special.split(ends[0], maxsplit=1)
+        return _Ending(
+            prefix=json.dumps(prefix) if prefix else None, token=self._literal("".join(rest))
+        )
+
+    def _write_json_schema(self, form: Mapping[str, Any], ending: _Ending) -> str:
+        if form.get("style", "json") != "json" or form.get("excludes"):
+            raise ValueError("json_schema takes the style json alone, and no excludes")
+        if not isinstance(form.get("json_schema"), dict | bool):
+            raise ValueError("json_schema must be a JSON schema, an object")
+        spaces = form.get("max_whitespace_cnt")
+        if spaces is not None:
+            spaces = number_field(form, "max_whitespace_cnt", 0, _MAX_CHARS)
+        return f"{self._put('r', self._schema_rule(form['json_schema'], spaces))} {ending.rule}"
+
+    def _write_grammar(self, form: Mapping[str, Any], ending: _Ending) -> str:
+        return f"{self._put('r', self._grammar_rule(text_field(form, 'grammar')))} {ending.rule}"
+
+    def _write_const_string(self, form: Mapping[str, Any], ending: _Ending) -> str:
+        return f"{self._literal(text_field(form, 'value'))} {ending.rule}"
+
+    def _write_token(self, form: Mapping[str, Any], ending: _Ending) -> str:
+        return f"{self._token(form)} {ending.rule}"
+
+    def _write_sequence(self, form: Mapping[str, Any], ending: _Ending) -> str:
+        elements, written, run = elements_field(form), [], []
+        for place, element in enumerate(elements):
+            if self._regular(element) is not None:
+                run.append(element)
+                continue
+            last = ending if place == len(elements) - 1 else _OPEN
+            written.append(self._write_behind(run, element, last))
+            run = []
+        if run:
+            written.append(self.write({"type": "sequence", "elements": run}, ending))
+        return " ".join(written)
+
+    def _write_behind(
+        self, run: list[Mapping[str, Any]], element: Mapping[str, Any], ending: _Ending
+    ) -> str:
+        """Write regular formats and what follows them, which free text among them ends at."""
+        if not run:
+            return self.write(element, ending)
+        if run[-1].get("type") != "any_text":
+            return " ".join(
+                (
+                    self.write({"type": "sequence", "elements": run}, _OPEN),
+                    self.write(element, ending),
+                )
+            )
+        begin = element.get("begin") if element.get("type") == "tag" else None
+        if not isinstance(begin, str) or not begin or not self._is_text(begin):
+            raise ValueError("any_text in a sequence is the last element, or stands before a tag")
+        free = self.write({"type": "sequence", "elements": run}, _Ending(_any_of([begin])))
+        return f"{free} {self._inside(element, '', ending)}"
+
+    def _write_or(self, form: Mapping[str, Any], ending: _Ending) -> str:
+        ways = [self.write(element, ending) or '""' for element in elements_field(form)]
+        return self._put("r", " | ".join(ways))
+
+    def _write_repeat(self, form: Mapping[str, Any], ending: _Ending) -> str:
+        inner = self._put("r", self.write(content_field(form), _OPEN))
+        return f"{self._put('r', f'{inner}{self._times(form)}')} {ending.rule}"
+
+    _write_optional = _write_star = _write_plus = _write_repeat
+
+    def _write_tag(self, form: Mapping[str, Any], ending: _Ending) -> str:
+        begin = form.get("begin")
+        if isinstance(begin, Mapping):
+            return f"{self._token(begin)} {self._inside(form, '', ending)}"
+        return self._inside(form, text_field(form, "begin"), ending)
+
+    def _inside(self, tag: Mapping[str, Any], begin: str, ending: _Ending) -> str:
+        """Write a tag from some point of its beginning on."""
+        inner = self.write(content_field(tag), self._ending(tag))
+        return " ".join(filter(None, (self._literal(begin), inner, ending.rule)))
+
+    def _write_tags_with_separator(self, form: Mapping[str, Any], ending: _Ending) -> str:
+        tag = self._put("r", " | ".join(self._write_tag(tag, _OPEN) for tag in tags_field(form)))
+        separator = self._literal(text_field(form, "separator"))
+        several = tag if flag_field(form, "stop_after_first") else f"{tag} ({separator} {tag})*"
+        listed = self._put("r", several if flag_field(form, "at_least_one") else f"({several})?")
+        return f"{listed} {ending.rule}"
+
+    def _write_triggered_tags(self, form: Mapping[str, Any], ending: _Ending) -> str:
+        triggers, tags = texts_field(form, "triggers"), tags_field(form)
+        if not triggers:
+            raise ValueError("triggers must hold at least one")
+        inside: dict[str, list[str]] = {trigger: [] for trigger in triggers}
+        for tag in tags:
+            begin = text_field(tag, "begin")
+            found = [trigger for trigger in inside if begin.startswith(trigger)]
+            if len(found) != 1:
+                raise ValueError(
+                    f"the tag that begins with {begin[:60]!r} must begin with one of the triggers, "
+                    f"and begins with {len(found)}"
+                )
+            inside[found[0]].append(self._inside(tag, begin[len(found[0]) :], _OPEN))
+        rules = {trigger: ways for trigger, ways in inside.items() if ways}
+        first, loops = "", not flag_field(form, "stop_after_first")
+        if flag_field(form, "at_least_one"):
+            first = self._put("r", " | ".join(self._write_tag(tag, _OPEN) for tag in tags))
+            if not loops:
+                return f"{first} {ending.rule}"
+        return f"{first} {self._dispatch(form, rules, loops, ending)}"
+
+    def _write_dispatch(self, form: Mapping[str, Any], ending: _Ending) -> str:
+        rules: dict[str, list[str]] = {}
+        for rule in list_field(form, "rules"):
+            if not (isinstance(rule, list) and len(rule) == 2 and isinstance(rule[0], str)):
+                raise ValueError("rules must be pairs of a text and a format")
+            rules.setdefault(rule[0], []).append(self.write(rule[1], _OPEN))
+        if not rules or not all(rules):
+            raise ValueError("rules must hold at least one pair, and no empty text")
+        loops = form.get("loop") is None or flag_field(form, "loop")
+        return self._dispatch(form, rules, loops, ending)
+
+    def _dispatch(
+        self, form: Mapping[str, Any], rules: dict[str, list[str]], loops: bool, ending: _Ending
+    ) -> str:
+        """Write free text in which each trigger is followed by one of its forms."""
+        texts = [trigger for trigger in rules if self._is_text(trigger)]
+        mixed = [trigger for trigger in rules if trigger not in texts]
+        for trigger in mixed:
+            if trigger not in self._specials:
+                raise ValueError(
+                    f"the trigger {trigger[:60]!r} must be a special token, or hold none"
+                )
+        stops = [_any_of(texts) if texts else None, ending.stop]
+        free = self._free(form, *stops)
+        ways = []
+        for trigger in texts:
+            # Free text up to the first trigger in it, and the trigger.
+            begun = [f"~(ANY {stops[0]} SOME)"]
+            kept = self._free(form, ending.stop)
+            hit = self._put("T", f"(({kept} {json.dumps(trigger)}) & {begun[0]})")
+            ways.append((hit, rules[trigger]))
+        if mixed:
+            before = self._put("T", free)
+            ways += [(f"{before} <[{self._specials[text]}]>", rules[text]) for text in mixed]
+        tagged = self._put("r", " | ".join(f"{hit} ({' | '.join(forms)})" for hit, forms in ways))
+        last = " ".join(filter(None, (free, ending.stop, ending.prefix)))
+        rest = f"{self._put('T', last)} {ending.token}"
+        if loops:
+            return self._put("r", f"{tagged}* {rest}")
+        return self._put("r", f"{tagged} {ending.rule} | {rest}")

@@ -1,0 +1,105 @@
+"""Conversations as chat templates take them, and what a request says of its template."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from jaxserve.engine.prompts import truncated
+from jaxserve.engine.text.messages import plain_message
+from jaxserve.errors import InvalidRequest
+from jaxserve.server.schema.openai import ChatMessage, ChatRequest, ToolCall
+from jaxserve.server.served.chat_template import check_inputs
+from jaxserve.server.served.models import ServedModel
+from jaxserve.server.tool_calls.tools import read_arguments
+
+MAX_MESSAGES = MAX_DOCUMENTS = 4096
+
+
+def as_template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
+    """Convert messages to the form of chat templates, in which content is text.
+
+    Raises:
+        InvalidRequest: too few or too many, or one without content; see `plain_message`.
+    """
+    if not 1 <= len(messages) <= MAX_MESSAGES:
+        raise InvalidRequest(f"messages must hold 1 to {MAX_MESSAGES} messages", "messages")
+    rendered = []
+    for message in messages:
+        fields: dict[str, Any] = {"role": message.role, "content": message.content}
+        if isinstance(message.content, list):
+            fields["content"] = [msgspec.structs.asdict(part) for part in message.content]
+        for name in ("name", "tool_call_id"):
+            if getattr(message, name) is not None:
+                fields[name] = getattr(message, name)
+        if message.tool_calls:
+            fields["tool_calls"] = [_template_call(call) for call in message.tool_calls]
+        reasoning = message.reasoning_content or message.reasoning
+        if reasoning and message.role == "assistant":
+            # Most templates read the first name, some the second.
+            fields["reasoning_content"] = fields["thinking"] = reasoning
+        rendered.append(plain_message(fields))
+    return rendered
+
+
+def _template_call(call: ToolCall) -> dict[str, Any]:
+    function = call.function
+    arguments = read_arguments(function.arguments, function.name)
+    made = {"type": "function", "function": {"name": function.name, "arguments": arguments}}
+    return made if call.id is None else {"id": call.id, **made}
+
+
+async def template_options(body: ChatRequest, model: ServedModel) -> dict[str, Any]:
+    """Return a request's inputs to the chat template, and the template that it brings.
+
+    Raises:
+        InvalidRequest: naming an input that a request may not set.
+    """
+    own = body.chat_template_kwargs or {}
+    check_inputs(own, "chat_template_kwargs")
+    options = {**(model.config.default_chat_template_kwargs or {}), **own}
+    if len(body.documents or ()) > MAX_DOCUMENTS:
+        raise InvalidRequest(f"documents holds more than {MAX_DOCUMENTS}", "documents")
+    if body.documents:
+        options["documents"] = body.documents
+    if body.chat_template is not None:
+        options["chat_template"] = await model.request_templates.get(body.chat_template)
+    if body.reasoning_effort is not None:
+        efforts = model.config.reasoning_effort_map or {}
+        effort = efforts.get(body.reasoning_effort, body.reasoning_effort)
+        options.setdefault("reasoning_effort", effort)
+        if effort == "none":
+            options.setdefault("enable_thinking", False)
+    last = bool(body.continue_final_message)
+    if last and body.add_generation_prompt:
+        raise InvalidRequest(
+            "add_generation_prompt and continue_final_message exclude each other",
+            "continue_final_message",
+        )
+    options["add_generation_prompt"] = body.add_generation_prompt is not False and not last
+    if last:
+        options["continue_final_message"] = True
+    return options
+
+
+async def render(
+    model: ServedModel, messages: list[ChatMessage], body: ChatRequest, options: dict[str, Any]
+) -> list[int]:
+    """Return the token ids of a conversation, cut where the request says so.
+
+    Raises:
+        InvalidRequest: naming the field.
+    """
+    prompt = await model.render(as_template_messages(messages), **options)
+    if body.add_special_tokens:
+        prompt = [*_leading_tokens(model), *prompt]
+    longest = model.limits.max_model_len
+    return truncated(prompt, body.truncate_prompt_tokens, longest, body.truncation_side)
+
+
+def _leading_tokens(model: ServedModel) -> list[int]:
+    """Return the special tokens that encoding puts before a prompt."""
+    plain, whole = (model.tokenizer().encode("a", flag) for flag in (False, True))
+    places = range(len(whole) - len(plain) + 1)
+    return whole[: next(n for n in places if whole[n : n + len(plain)] == plain)]

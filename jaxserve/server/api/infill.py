@@ -1,0 +1,122 @@
+"""Endpoint POST /infill: llama.cpp's, text for the gap between two texts."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxserve.engine.text.infill import end_tokens, infill_prompt
+from jaxserve.server.api.endpoint_request import EndpointRequest
+from jaxserve.server.api.generation import Choice, Generation, Part
+from jaxserve.server.api.streaming import event, respond
+from jaxserve.server.schema.errors import ApiError
+from jaxserve.server.schema.openai import Sampling
+from jaxserve.server.schema.sampling import (
+    NO_FUNCTIONS,
+    NO_SUFFIX,
+    NO_TEMPLATE_FIELDS,
+    sampling_params,
+)
+
+# Fields of this endpoint alone that are not supported, with their neutral values.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    **NO_TEMPLATE_FIELDS,
+    **NO_FUNCTIONS,
+    **NO_SUFFIX,
+    "n": (None, 1),
+    "echo": (None, False),
+    "prompt_logprobs": (None,),
+    "stream_options": (None,),
+}
+
+
+class File(msgspec.Struct, kw_only=True):
+    """Text of another file, for the model to see."""
+
+    text: str
+    filename: str = ""
+
+
+class InfillRequest(Sampling, kw_only=True):
+    """Body of POST /infill: texts around a gap, the beginning of what fills it, other files."""
+
+    input_prefix: str = ""
+    input_suffix: str = ""
+    prompt: str = ""
+    n_predict: int | None = None
+    input_extra: list[File] | None = None
+
+
+class InfillResponse(msgspec.Struct):
+    """Answer of POST /infill, or one event of it: `stop` marks the last, which has the counts."""
+
+    content: str
+    model: str
+    stop: bool
+    tokens_predicted: int = 0
+    tokens_evaluated: int = 0
+    stop_type: str = "none"
+    stopping_word: str = ""
+
+
+async def infill(http_request: Request) -> Response:
+    """Answer with the text of a gap.
+
+    Raises:
+        ApiError: the body is malformed, there is no such model, or the server is stopping.
+        InvalidRequest: naming the field.
+        Overloaded: the queue is full.
+    """
+    request = EndpointRequest(http_request)
+    body = request.parse(InfillRequest, UNSUPPORTED)
+    request.renamed |= {"prompt": "input_prefix", "suffix": "input_suffix"}
+    if body.max_tokens is None:
+        request.renamed["max_tokens"] = "n_predict"
+    model = request.find_model(body.model)
+    wanted = body.n_predict if body.max_tokens is None else body.max_tokens
+    sampling = sampling_params(
+        body, model.default_sampling, model.max_tokens(None if wanted == -1 else wanted)
+    )
+    request.admit(model, 1)
+    tokenizer = model.tokenizer()
+    files = "".join(f"{file.filename}\n{file.text}\n" for file in body.input_extra or ())
+    before = files + body.input_prefix
+    model.check_length(len(before) + len(body.input_suffix) + len(body.prompt), "input_prefix")
+    ids = await asyncio.to_thread(infill_prompt, tokenizer, before, body.input_suffix)
+    ids += tokenizer.encode(body.prompt, False) if body.prompt else []
+    ends = [*(sampling.stop_token_ids or ()), *end_tokens(tokenizer)]
+    sampling = replace(sampling, stop_token_ids=ends)
+    generation = Generation(model, [await request.engine_request(model, ids, sampling, body)])
+    return await respond(http_request, generation, InfillFormatter(), bool(body.stream))
+
+
+class InfillFormatter:
+    """Formatter of llama.cpp's completions."""
+
+    def whole(self, generation: Generation) -> InfillResponse:
+        choice = generation.choices[0]
+        return self._last(generation, choice, choice.text)
+
+    def _last(self, generation: Generation, choice: Choice, text: str) -> InfillResponse:
+        word = choice.stop_reason if isinstance(choice.stop_reason, str) else ""
+        kind = "limit" if choice.finish_reason == "length" else "word" if word else "eos"
+        counts = len(choice.token_ids), len(choice.prompt_token_ids)
+        return InfillResponse(text, generation.model.name, True, *counts, kind, word)
+
+    def opening(self, generation: Generation) -> bytes:
+        return b""
+
+    def parts(self, generation: Generation, parts: list[Part]) -> bytes:
+        name = generation.model.name
+        return b"".join(event(InfillResponse(p.text, name, False)) for p in parts if p.text)
+
+    def closing(self, generation: Generation) -> bytes:
+        return event(self._last(generation, generation.choices[0], ""))
+
+    def failure(self, error: ApiError) -> bytes:
+        return event(error.body())

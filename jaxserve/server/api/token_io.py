@@ -1,0 +1,218 @@
+"""Endpoints of vLLM that render prompts to token ids, and one that takes and gives token ids."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxserve.errors import InvalidRequest
+from jaxserve.request import Request as EngineRequest
+from jaxserve.request import exact_int
+from jaxserve.server.api import anthropic, chat, completions
+from jaxserve.server.api.endpoint_request import EndpointRequest
+from jaxserve.server.api.generation import Choice, Generation, Part
+from jaxserve.server.api.streaming import DONE, event, json_response, respond
+from jaxserve.server.schema.anthropic import MessagesRequest
+from jaxserve.server.schema.decode import to_schema
+from jaxserve.server.schema.errors import ApiError
+from jaxserve.server.schema.functions import as_tools
+from jaxserve.server.schema.generate import (
+    DrawnToken,
+    GenerateChoice,
+    GenerateLogprobs,
+    GenerateRequest,
+    GenerateResponse,
+    ScoredToken,
+    rendered,
+)
+from jaxserve.server.schema.logprobs import ChatLogprobs, TokenTexts, rows
+from jaxserve.server.schema.openai import ChatRequest, CompletionRequest, Sampling
+from jaxserve.server.schema.sampling import NO_SUFFIX, UNSUPPORTED, check_sizes, sampling_params
+from jaxserve.unserved import refuse_unsupported
+
+# Fields that are not supported, with their neutral values: only text is served.
+MEDIA: dict[str, tuple[Any, ...]] = {"features": (None,), "content_parts": (None, [])}
+
+
+async def render_completions(http_request: Request) -> Response:
+    """Answer with the token ids and settings of each prompt of a completion.
+
+    Raises: as `completions.completions`.
+    """
+    request = EndpointRequest(http_request)
+    body = request.parse(CompletionRequest, completions.UNSUPPORTED)
+    generation, _ = await completions.prepare_completions(request, body)
+    name = request.answer_id("cmpl", body.request_id)
+    several = len(generation.requests) > 1
+    names = [f"{name}-{n}" if several else name for n in range(len(generation.requests))]
+    made = [
+        rendered(r, name, body.model) for r, name in zip(generation.requests, names, strict=True)
+    ]
+    for each in made:
+        each.cache_salt, each.priority = body.cache_salt, body.priority or 0
+    return json_response(made)
+
+
+async def render_chat(http_request: Request) -> Response:
+    """Answer with the token ids and settings of a conversation.
+
+    Raises: as `chat.chat_completions`.
+    """
+    request = EndpointRequest(http_request)
+    request.renamed |= {"prompt": "messages", "logprobs": "top_logprobs"}
+    body = request.parse(ChatRequest, NO_SUFFIX)
+    return await _render(request, as_tools(body), body.request_id)
+
+
+async def render_messages(http_request: Request) -> Response:
+    """Answer with the token ids and settings of a conversation in Anthropic's form.
+
+    Raises: as `anthropic.messages`.
+    """
+    request = anthropic.renaming_request(http_request)
+    body = request.parse(MessagesRequest, anthropic.UNSUPPORTED)
+    return await _render(request, await anthropic.template_chat(request, body), None)
+
+
+async def _render(request: EndpointRequest, body: ChatRequest, request_id: str | None) -> Response:
+    generation = await chat.prepare(request, body)
+    name = request.answer_id("chatcmpl", request_id)
+    return json_response(_rendered(generation.requests[0], name, body))
+
+
+def _rendered(prepared: EngineRequest, name: str, body: Sampling) -> GenerateRequest:
+    made = rendered(prepared, name, body.model)
+    made.cache_salt, made.priority = body.cache_salt, body.priority or 0
+    made.return_token_ids = body.return_token_ids
+    return made
+
+
+async def generate(http_request: Request) -> Response:
+    """Complete token ids, and answer with token ids.
+
+    Raises:
+        ApiError: the body is malformed, there is no such model, or the server is stopping.
+        InvalidRequest: naming the field, or `sampling_params`.
+        Overloaded: the queue is full.
+    """
+    request = EndpointRequest(http_request)
+    body = request.parse(GenerateRequest, MEDIA)
+    request.renamed["prompt"] = "token_ids"
+    model = request.find_model(body.model)
+    own = body.sampling_params
+    refuse_unsupported(own, UNSUPPORTED, " by this server")
+    inner = {name: own[name] for name in own.keys() - {"prompt", "model", "stream", "suffix"}}
+    shared = {"cache_salt": body.cache_salt, "priority": body.priority}
+    settings = to_schema({**inner, **shared, "prompt": body.token_ids}, CompletionRequest)
+    check_sizes(settings, model.limits.vocab_size)
+    sampling = sampling_params(
+        settings,
+        model.default_sampling,
+        model.max_tokens(settings.max_tokens),
+        settings.logprobs,
+        settings.prompt_logprobs,
+    )
+    budget = own.get("thinking_token_budget")
+    if budget not in (None, -1):
+        exact_int(budget, "thinking_token_budget", 0, 2**31 - 1)
+        sampling = replace(sampling, thinking_token_budget=budget)
+    if not body.token_ids:
+        raise InvalidRequest("token_ids must hold at least one token", "token_ids")
+    request.admit(model, sampling.n)
+    marks = model.dialect.marks(body.token_ids)
+    made = await request.engine_request(model, body.token_ids, sampling, settings, marks)
+    formatter = GenerateFormatter(
+        body, request.answer_id("", body.request_id)[1:], model.llm.get_tokenizer(), settings
+    )
+    return await respond(http_request, Generation(model, [made]), formatter, bool(body.stream))
+
+
+class GenerateFormatter:
+    """Formatter of completions as token ids.
+
+    Args:
+        body: the request.
+        request_id: of the answer.
+        tokenizer: spells tokens in text; None where there is none.
+        settings: of the request.
+    """
+
+    def __init__(
+        self, body: GenerateRequest, request_id: str, tokenizer: Any, settings: CompletionRequest
+    ) -> None:
+        self._body = body
+        self._id = request_id
+        self._settings = settings
+        self._texts = TokenTexts(tokenizer, False)
+        self._sent: list[int] = []
+
+    def _choice(self, part: Part | Choice) -> GenerateChoice:
+        choice = GenerateChoice(part.index, part.token_ids)
+        choice.finish_reason, choice.stop_reason = part.finish_reason, part.stop_reason
+        if self._body.output_mode == "text":
+            choice.text = part.text
+        if self._settings.logprobs is None:
+            return choice
+        if self._body.output_mode == "text":
+            choice.logprobs = ChatLogprobs(self._texts.chat(part.token_ids, part.logprobs))
+        else:
+            choice.logprobs = _scores(part)
+        return choice
+
+    def _response(self, choices: list[GenerateChoice]) -> GenerateResponse:
+        return GenerateResponse(self._id, choices, self._body.output_mode)
+
+    def whole(self, generation: Generation) -> GenerateResponse:
+        response = self._response([self._choice(choice) for choice in generation.choices])
+        response.usage = generation.usage()
+        response.model, response.created = generation.model.name, generation.created
+        prompt = generation.choices[0].prompt_token_ids
+        if self._body.return_token_ids:
+            response.prompt_token_ids = prompt
+        width, found = self._settings.prompt_logprobs, generation.prompt_logprobs[0]
+        if width is not None and found is not None:
+            response.prompt_logprobs = self._texts.prompt(prompt, found, width)
+        return response
+
+    def opening(self, generation: Generation) -> bytes:
+        self._sent = [0] * len(generation.choices)
+        if not self._body.return_token_ids:
+            return b""
+        response = self._response([])
+        response.prompt_token_ids = generation.choices[0].prompt_token_ids
+        return event(response)
+
+    def parts(self, generation: Generation, parts: list[Part]) -> bytes:
+        options, events = self._body.stream_options, []
+        for part in parts:
+            self._sent[part.index] += len(part.token_ids)
+            response = self._response([self._choice(part)])
+            if options is not None and options.include_usage and options.continuous_usage_stats:
+                response.usage = generation.usage(self._sent)
+            events.append(event(response))
+        return b"".join(events)
+
+    def closing(self, generation: Generation) -> bytes:
+        options = self._body.stream_options
+        if options is None or not options.include_usage:
+            return DONE
+        response = self._response([])
+        response.usage = generation.usage()
+        return event(response) + DONE
+
+    def failure(self, error: ApiError) -> bytes:
+        return event(error.body()) + DONE
+
+
+def _scores(part: Part | Choice) -> GenerateLogprobs:
+    """Return log-probabilities by ids: the drawn token first, then the others by their rank."""
+    content = []
+    for row in rows(part.token_ids, part.logprobs):
+        own = ScoredToken(row.token, row.logprob, row.rank)
+        best = [ScoredToken(token, value, n) for n, (token, value) in enumerate(row.best, 1)]
+        others = [scored for scored in best if scored.token_id != row.token]
+        content.append(DrawnToken(row.token, row.logprob, row.rank, [own, *others]))
+    return GenerateLogprobs(content)

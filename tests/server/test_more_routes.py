@@ -1,0 +1,192 @@
+"""Routes of vLLM, SageMaker and llama.cpp beside the APIs: gaps, invocations, the tokenizer."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxserve.config import bundled_model
+from jaxserve.engine.text.infill import MARKS, end_tokens, infill_prompt
+from jaxserve.engine.text.tokenizer import Tokenizer
+from jaxserve.errors import InvalidRequest
+from tests.support.live_server import SMALL, Server
+
+TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+USER = [{"role": "user", "content": "Reverse: s-t-o-n-e"}]
+GOOD: dict[str, Any] = {"max_tokens": 8, "temperature": 0}
+
+
+def model_with(folder: Path, *texts: str) -> list[int]:
+    """Save the bundled model with these texts in place of its last tokens. Return their ids."""
+    shutil.copytree(bundled_model(), folder)
+    path = folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    vocab = tokenizer["model"]["vocab"]
+    lost = sorted(vocab, key=vocab.__getitem__)[-len(texts) :]
+    ids = [vocab.pop(piece) for piece in lost]
+    tokenizer["model"]["merges"] = [
+        merge
+        for merge in tokenizer["model"]["merges"]
+        if "".join(merge if isinstance(merge, list) else merge.split(" ")) not in lost
+    ]
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    for number, text in zip(ids, texts, strict=True):
+        token = {"id": number, "content": text, "special": True, **flags}
+        tokenizer["added_tokens"].append(token)
+    begin = {"SpecialToken": {"id": "<|bos|>", "type_id": 0}}
+    tokenizer["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [begin, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<|bos|>": {"id": "<|bos|>", "ids": [1], "tokens": ["<|bos|>"]}},
+    }
+    path.write_text(json.dumps(tokenizer))
+    return ids
+
+
+@pytest.fixture(scope="module")
+def coder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, list[int]]]:
+    """A server of a model with marks for gaps, and the ids of these marks."""
+    folder = tmp_path_factory.mktemp("coder") / "model"
+    ids = model_with(folder, *MARKS[0][:3], "<|fim_pad|>")
+    with Server([str(folder), *SMALL, "--served-model-name", "coder"]) as server:
+        yield server, ids
+
+
+def tokens(server: Server, text: str) -> list[int]:
+    body = {"prompt": text, "add_special_tokens": False}
+    return server.request("/tokenize", body).json()["tokens"]
+
+
+def test_a_gap_is_filled(coder: tuple[Server, list[int]]) -> None:
+    server, (before, behind, middle, pad) = coder
+    ids = [1, before, *tokens(server, "def f("), behind, *tokens(server, "): return 1"), middle]
+    plain = GOOD | {"return_token_ids": True}
+    expected = server.request(TEXT, plain | {"prompt": ids, "stop_token_ids": [pad]}).json()
+    asked = plain | {"prompt": "def f(", "suffix": "): return 1"}
+    found = server.request(TEXT, asked).json()
+    assert found["choices"] == expected["choices"]
+    assert found["choices"][0]["prompt_token_ids"] == ids
+    texts = {"input_prefix": "def f(", "input_suffix": "): return 1", "n_predict": 8}
+    answer = server.request("/infill", texts | {"temperature": 0}).json()
+    text = found["choices"][0]["text"]
+    assert (answer["content"], answer["model"], answer["stop"]) == (text, "coder", True)
+    assert answer["tokens_evaluated"] == len(ids) and answer["tokens_predicted"] == 8
+    assert answer["stop_type"] == "limit" and answer["stopping_word"] == ""
+    streamed = server.request("/infill", texts | {"temperature": 0, "stream": True}).events()
+    assert "".join(event["content"] for event in streamed) == text
+    assert [event["stop"] for event in streamed] == [False] * (len(streamed) - 1) + [True]
+    assert streamed[-1] | {"content": text} == answer
+
+
+def test_the_end_of_what_fills_a_gap(coder: tuple[Server, list[int]]) -> None:
+    server, (*_, pad) = coder
+    texts = {"input_prefix": "a", "input_suffix": "b", "logit_bias": {str(pad): 100}}
+    answer = server.request("/infill", texts).json()
+    assert (answer["stop_type"], answer["tokens_predicted"]) == ("eos", 1)
+    begun = {"input_prefix": "a", "prompt": "cd", "input_extra": [{"filename": "e", "text": "f"}]}
+    counted = server.request("/infill", begun | {"n_predict": 1}).json()["tokens_evaluated"]
+    assert counted == 4 + len(tokens(server, "e\nf\na")) + len(tokens(server, "cd"))
+
+
+INFILL: list[tuple[str, dict[str, Any]]] = [
+    ("n_predict", {"n_predict": 0}),
+    ("n", {"n": 2}),
+    ("input_extra", {"input_extra": [5]}),
+    ("input_suffix", {"input_suffix": 5}),
+    ("stop", {"stop": [""]}),
+    ("prompt_logprobs", {"prompt_logprobs": 1}),
+    ("suffix", {"suffix": "a"}),
+    ("input_prefix", {"input_prefix": "a" * 7_000_000}),
+]
+
+
+@pytest.mark.parametrize(("name", "fields"), INFILL, ids=lambda value: str(value)[:40])
+def test_what_is_wrong_about_a_gap(
+    coder: tuple[Server, list[int]], name: str, fields: dict[str, Any]
+) -> None:
+    answer = coder[0].request("/infill", {"input_prefix": "a", **fields})
+    assert answer.status == 400 and answer.error["param"] == name, answer.body
+
+
+def test_a_prompt_of_ids_has_no_suffix(coder: tuple[Server, list[int]]) -> None:
+    answer = coder[0].request(TEXT, GOOD | {"prompt": [5], "suffix": "b"})
+    assert answer.status == 400 and answer.error["param"] == "suffix"
+    assert coder[0].request(TEXT, GOOD | {"prompt": [5], "suffix": ""}).status == 200
+
+
+def test_a_model_without_marks_fills_no_gaps(server: Server) -> None:
+    for path, field, body in (
+        (TEXT, "suffix", {"prompt": "a", "suffix": "b"}),
+        ("/infill", "input_suffix", {"input_prefix": "a", "input_suffix": "b"}),
+    ):
+        error = server.request(path, body).error
+        assert error["param"] == field and "<|fim_prefix|>" in error["message"]
+        assert error["message"].startswith(field)
+
+
+@pytest.mark.parametrize("marks", MARKS, ids=lambda marks: marks.before)
+def test_marks_of_each_family(marks: Any, tmp_path: Path) -> None:
+    texts = [text for text in marks[:3] if text]
+    ids = model_with(tmp_path / "model", *texts)
+    tokenizer = Tokenizer(tmp_path / "model", 511)
+    found = infill_prompt(tokenizer, "ab", "")
+    before = [ids[0], *tokenizer.encode("ab", False)]
+    whole = [ids[1], *before] if marks.is_reversed else [*before, *ids[1:]]
+    assert found == [1, *whole]  # it begins with <|bos|>, like every prompt
+    assert end_tokens(tokenizer) == []
+
+
+def test_no_marks(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="suffix needs a model"):
+        infill_prompt(Tokenizer(bundled_model(), 511), "a", "b")
+
+
+def test_invocations_are_those_of_the_endpoint_that_the_body_is_for(server: Server) -> None:
+    for path, body in (
+        (TEXT, {"prompt": ["a", "b"]}),
+        (CHAT, {"messages": USER}),
+        (f"{CHAT}/batch", {"messages": [USER, USER]}),
+    ):
+        expected = server.request(path, body | GOOD).json()
+        found = server.request("/invocations", body | GOOD).json()
+        assert found["choices"] == expected["choices"] and found["object"] == expected["object"]
+    body = GOOD | {"messages": USER, "stream": True}
+    assert server.request("/invocations", body).events()[-1] == "[DONE]"
+    for body in ({}, {"input": "a"}, [1], {"text": 1}):
+        error = server.request("/invocations", body).error
+        assert "messages or a prompt" in error["message"]
+    assert server.request("/invocations", b"{").error["code"] == "invalid_json"
+
+
+def test_what_the_tokenizer_is(server: Server, narrow: Server) -> None:
+    info = server.request("/tokenizer_info").json()
+    assert info["added_tokens_decoder"]["3"] == "<|im_end|>"
+    assert "<|im_start|>" in info["chat_template"] and info["tokenizer_class"]
+    assert info["special_tokens_map"]["eos_token"] == "<|im_end|>"
+    assert server.request("/tokenizer_info?model=other").status == 404
+    closed = narrow.request("/tokenizer_info")
+    assert closed.status == 404
+    assert re.search(r"is not served: .*--enable-tokenizer-info-endpoint", closed.error["message"])
+
+
+def test_the_role_of_answers() -> None:
+    with Server([*SMALL, "--response-role", "critic"]) as server:
+        answer = server.request(CHAT, GOOD | {"messages": USER}).json()
+        assert answer["choices"][0]["message"]["role"] == "critic"
+        events = server.request(CHAT, GOOD | {"messages": USER, "stream": True}).events()
+        assert events[0]["choices"][0]["delta"]["role"] == "critic"
+
+
+def test_special_tokens_before_a_conversation(coder: tuple[Server, list[int]]) -> None:
+    """The template writes <|bos|> itself, so that there are two then, as in vLLM."""
+    asked = GOOD | {"messages": USER, "return_token_ids": True}
+    plain = coder[0].request(CHAT, asked).json()["prompt_token_ids"]
+    more = coder[0].request(CHAT, asked | {"add_special_tokens": True}).json()["prompt_token_ids"]
+    assert more == [1, *plain]
