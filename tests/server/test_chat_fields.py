@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
+from jaxserve.server.schema.functions import as_tools
+from jaxserve.server.schema.openai import ChatRequest
 from tests.support.live_server import Server
 
 CHAT, BATCH = "/v1/chat/completions", "/v1/chat/completions/batch"
@@ -146,6 +149,8 @@ def test_calls_and_results_of_functions_are_those_of_tools(server: Server) -> No
     ]
     answers = [ask(server, m, return_token_ids=True)["prompt_token_ids"] for m in (older, newer)]
     assert answers[0] == answers[1]
+    bodies = [msgspec.convert({"messages": messages}, ChatRequest) for messages in (older, newer)]
+    assert as_tools(bodies[0]) == as_tools(bodies[1]) == bodies[1]
 
 
 @pytest.mark.parametrize("fields", [{}, {"echo": True, "continue_final_message": True}], ids=str)

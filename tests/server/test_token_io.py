@@ -64,6 +64,7 @@ CHATS: list[dict[str, Any]] = [
     {"n": 2, "temperature": 1, "seed": 7, "top_k": 5, "min_p": 0.1, "max_tokens": 5},
     {"response_format": FORM, "max_tokens": 60},
     {"structured_outputs": {"choice": ["left", "right"], "disable_any_whitespace": True}},
+    {"response_format": {"type": "json_object"}, "temperature": 1, "seed": 3},
     {"stop": ["-t"], "logit_bias": {"77": -5}, "bad_words": ["zz"], "presence_penalty": 0.5},
     {"tools": [{"function": {"name": "f"}}], "tool_choice": "required", "max_tokens": 60},
 ]
