@@ -14,7 +14,7 @@ VERSION = "0.33.0"
 # Of its tests, and of the build that pip asks for the name of the package.
 NEEDED = (
     *("pytest", "pytest-asyncio", "pytest-timeout", "tblib", "jsonschema", "orjson", "blobfile"),
-    *("setuptools<81", "setuptools-rust", "setuptools-scm", "wheel", "jinja2"),
+    *("setuptools>=77.0.3,<81", "setuptools-rust", "setuptools-scm", "wheel", "jinja2"),
 )
 TOKENIZER = """
 import sys
