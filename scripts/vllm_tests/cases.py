@@ -101,6 +101,8 @@ REASONS = (
     Reason("test_show_version", "", "it wants vLLM's version"),
     Reason("test_more_than_one_prompt_logprobs_chat", "assert 2 == 1", WEIGHTS),
     Reason("test_response_format_json", "'result'", WEIGHTS),
+    Reason("test_previous_response_id", "assert 'Mark' in", WEIGHTS),
+    Reason("test_two_responses_with_same_prev_id", "assert 'John' in", WEIGHTS),
     Reason("test_complex_message_content", "1+1", WEIGHTS),
     Reason("test_completion_streaming", "assert 'stop' == 'length'", WEIGHTS),
     Reason("test_echo_logprob_completion", "re.search", "token 0 is a special one of this model's"),
