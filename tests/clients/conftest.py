@@ -18,7 +18,7 @@ MODEL = "demo_model"
 APART = ROOT / ".venv-clients" / "bin"
 ARGUMENTS = (
     "--max-num-seqs 8 --max-num-batched-tokens 128 --decode-sizes 8 --token-sizes 128 "
-    f"--max-num-queued-reqs 8 --api-key {KEY}"
+    f"--max-num-queued-reqs 8 --api-key {KEY} --enable-auto-tool-choice --tool-call-parser hermes"
 ).split()
 QUESTION, ANSWER = "Reverse: s-t-o-n-e", "e-n-o-t-s"
 

@@ -43,6 +43,29 @@ def test_instructor(url: str, apart: Program) -> None:
         assert whole["day"] in ("mon", "tue") and isinstance(whole["sure"], bool)
 
 
+def test_agents_sdk(url: str, apart: Program) -> None:
+    run = apart("python", "programs/agents_calls.py", url, KEY, MODEL, QUESTION)
+    came = json.loads(run.stdout.splitlines()[-1])
+    assert len(came["called"]) == 2 and set(came["called"]) <= {"mon", "tue"}
+    for route, day in zip(("chat", "responses"), came["called"], strict=True):
+        assert came[route] == [ANSWER, ANSWER, f"{day} is free"]
+
+
+def test_llama_index(url: str, apart: Program) -> None:
+    run = apart("python", "programs/llama_index_calls.py", url, KEY, MODEL, QUESTION)
+    came = json.loads(run.stdout.splitlines()[-1])
+    assert came["answers"] == [ANSWER] * 4
+    assert came["text"] and came["text"] == came["text_stream"]
+    assert came["call"][0] == "look_up" and came["call"][1]["day"] in ("mon", "tue")
+
+
+def test_dspy(url: str, apart: Program) -> None:
+    run = apart("python", "programs/dspy_calls.py", url, KEY, MODEL, QUESTION)
+    came = json.loads(run.stdout.splitlines()[-1])
+    assert came["day"] in ("mon", "tue")
+    assert came["answers"] == [ANSWER, ANSWER]
+
+
 def test_lm_eval(url: str, apart: Program, tmp_path: Path) -> None:
     arguments = f"model={MODEL},base_url={url}/v1/completions,num_concurrent=4,max_retries=1"
     apart(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pytest
 from openai import OpenAI
+from pydantic import BaseModel
 
 from tests.clients.conftest import ANSWER, KEY, MODEL, QUESTION
 
@@ -170,6 +171,24 @@ def test_responses(client: OpenAI) -> None:
         final = stream.get_final_response()
     said = [event.delta for event in events if event.type == "response.output_text.delta"]
     assert "".join(said) == final.output_text == ANSWER
+
+
+class Plan(BaseModel):
+    """An answer's form, which a small model can fill in briefly."""
+
+    day: Literal["mon", "tue"]
+    sure: bool
+
+
+def test_parse(client: OpenAI) -> None:
+    chat = client.chat.completions.parse(model=MODEL, messages=MESSAGES, response_format=Plan)
+    response = client.responses.parse(model=MODEL, input=QUESTION, text_format=Plan)
+    for parsed in (chat.choices[0].message.parsed, response.output_parsed):
+        assert isinstance(parsed, Plan)
+    with client.chat.completions.stream(
+        model=MODEL, messages=MESSAGES, response_format=Plan
+    ) as stream:
+        assert isinstance(stream.get_final_completion().choices[0].message.parsed, Plan)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[openai.APIStatusError], str | None]] = {
