@@ -248,9 +248,11 @@ def bundled_model() -> Path:
 
 
 def environment_settings() -> dict[str, str]:
-    """Return the variables JAXSERVE_<FIELD> of the environment, by field."""
+    """Return the variables JAXSERVE_<FIELD> of the environment, by field; VLLM_API_KEY too."""
     size, every = len(VARIABLE_PREFIX), os.environ.items()
     own = {name[size:]: value for name, value in every if name.startswith(VARIABLE_PREFIX)}
+    if key := os.environ.get("VLLM_API_KEY"):
+        own.setdefault("API_KEY", key)
     return {n.lower(): own[n] for n in own if not _OF_KUBERNETES.match(f"{n}={own[n]}")}
 
 

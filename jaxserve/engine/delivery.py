@@ -107,6 +107,7 @@ class Delivery:
 
     Attributes:
         num_tokens: tokens delivered since the start.
+        num_first_tokens: those of them that were the first of their sequence.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class Delivery:
         self._live: dict[Sequence, LiveSequence] = {}
         self._by_request: dict[str, list[LiveSequence]] = {}
         self.num_tokens = 0
+        self.num_first_tokens = 0
         self._now = 0.0
 
     def add(self, request_id: str, lives: list[LiveSequence]) -> None:
@@ -193,6 +195,7 @@ class Delivery:
         stopped = complete = False
         if not live.first_token:
             live.first_token = self._now
+            self.num_first_tokens += 1
         if sequence.constraint is not None and not ended:
             complete = self._slots.advance(sequence, token)
         if text is not None and not (ended and live.hides_last):

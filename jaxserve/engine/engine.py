@@ -231,10 +231,12 @@ class Engine:
             self._delivery.keep_prompt_logprobs(step.plan, logprobs)
         result = self.scheduler.commit(step.plan, token_ids, ok)
         self._num_steps += 1
-        steps = step.plan.num_steps
-        count = step.plan.total_tokens if steps == 1 else len(result.token_ids) / steps
-        self.step_tokens.add(count, steps)
+        # As vLLM counts: a row that has computed its whole prompt adds the token that it draws.
+        steps, before = step.plan.num_steps, self._delivery.num_first_tokens
         self._delivery.deliver(result, logprobs)
+        count = step.plan.total_tokens if steps == 1 else len(result.token_ids)
+        first = self._delivery.num_first_tokens - before
+        self.step_tokens.add((count + first) / steps, steps)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget what the cache holds for later prefixes; return True.

@@ -35,7 +35,7 @@ from jaxserve.execution.start.refusal import refusal
 from jaxserve.execution.start.timeline import Timeline
 from jaxserve.execution.start.warm_up import StartReport, WarmUp
 from jaxserve.models import Decoder, ModelConfig
-from jaxserve.request import SamplingParams
+from jaxserve.request import MAX_STOP_TOKEN_IDS, SamplingParams
 from jaxserve.scheduling.slot_table import SlotTable
 from jaxserve.weights import random_weights
 from jaxserve.weights.expected import expected_model
@@ -335,4 +335,10 @@ def _eos_token_ids(
             raise CheckpointError(
                 f"eos_token_id {token!r} is not a token id from 0 to {model_config.vocab_size - 1}"
             )
-    return tuple(dict.fromkeys(token for token in ids if token is not None))
+    ends = tuple(dict.fromkeys(token for token in ids if token is not None))
+    if len(ends) > MAX_STOP_TOKEN_IDS:
+        raise CheckpointError(
+            f"eos_token_id: the checkpoint's files name {len(ends)} ends of a text together; "
+            f"at most {MAX_STOP_TOKEN_IDS} are served"
+        )
+    return ends

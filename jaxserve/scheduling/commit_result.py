@@ -31,9 +31,9 @@ class DrawnTokens(NamedTuple):
     """Tokens of a launch that its sequences keep.
 
     Attributes:
-        drawn: bool[R], rows of the plan that keep stop_step least one; N in all.
+        drawn: bool[R], rows of the plan that keep at least one; N in all.
         slots: intp[N], slots of those rows.
-        length: int32[N], num_known tokens of each row, these included.
+        length: int32[N], known tokens of each row, these included.
         counts: int32[N], tokens that each row keeps; None for one each.
         tokens: int32[sum(counts)], row by row.
         is_stop: bool[N], whether the row's last token stops it.

@@ -107,7 +107,7 @@ class ServerConfig:
         reasoning_effort_map: efforts of requests, like {"medium": "low"}, by which the template
             gets another.
         return_tokens_as_token_ids: spell tokens of log-probabilities as token_id:N.
-        enable_force_include_usage: end every stream with its usage.
+        enable_force_include_usage: every event of a stream, and its end, has the usage so far.
         enable_per_request_metrics: let answers of one completion carry its times, as `metrics`; a
             stream does with its usage.
         server_dev_mode: open POST /reset_prefix_cache, which an api_key opens too.

@@ -36,7 +36,7 @@ CARD_NAMES = {
     "DGX Spark": "GB10",
 }
 # README leaves these out.
-NOT_SHORT = ("A100 40 GB",)
+NOT_SHORT = ("RTX 3060", "RTX 3090", "RTX 5090", "L4", "A100 40 GB", "H100", "B200", "DGX Spark")
 
 
 MODELS = {

@@ -77,8 +77,8 @@ def test_unknown_settings_are_refused() -> None:
         EngineConfig(max_seqs=3)  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize("eos", [260, -1, "1", 1.5, [1, 999]])
-def test_ends_outside_the_vocabulary_are_refused(tmp_path: Path, eos: Any) -> None:
+@pytest.mark.parametrize("eos", [260, -1, "1", 1.5, [1, 999], list(range(33))])
+def test_ends_outside_the_vocabulary_or_too_many_are_refused(tmp_path: Path, eos: Any) -> None:
     save_checkpoint(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
     with pytest.raises(CheckpointError, match="eos_token_id"):

@@ -239,7 +239,8 @@ class ChatFormatter:
     def _logprobs(self, part: Part | Choice) -> ChatLogprobs | None:
         if not self._body.logprobs:
             return None
-        return ChatLogprobs(self._texts.chat(part.token_ids, part.logprobs))
+        listed = bool(self._body.logprob_token_ids)  # vLLM shows the drawn token among them
+        return ChatLogprobs(self._texts.chat(part.token_ids, part.logprobs, listed))
 
     def _choice(self, generation: Generation, drawn: Choice) -> ChatChoice:
         reason, answer = generation.finish_reason(drawn), _answer(drawn.message)

@@ -82,7 +82,7 @@ class EndpointRequest:
             body.return_tokens_as_token_ids = True
         if config.enable_force_include_usage and body.stream:
             body.stream_options = body.stream_options or StreamOptions()
-            body.stream_options.include_usage = True
+            body.stream_options.include_usage = body.stream_options.continuous_usage_stats = True
 
     def answer_id(self, kind: str, request_id: str | None) -> str:
         """Return the id of an answer, as vLLM's: that of X-Request-Id, of the body, or a new one.

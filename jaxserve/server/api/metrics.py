@@ -278,13 +278,14 @@ class _Snapshot(Collector):
         info = GaugeMetricFamily(
             f"{prefix}:cache_config_info",
             "The KV cache, as labels.",
-            labels=[*_LABELS, *fields, "num_gpu_blocks"],
+            labels=[*_LABELS, *fields, "num_gpu_blocks", "kv_cache_size_tokens"],
         )
         for model in self._models:
             config = model.llm.config
             values = (
                 *(config.block_size, config.kv_cache_dtype, config.enable_prefix_caching),
                 *(config.gpu_memory_utilization, model.llm.num_pages),
+                model.llm.num_pages * config.block_size,
             )
             info.add_metric([model.name, "0", *map(str, values)], 1)
         return info

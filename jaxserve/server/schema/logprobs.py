@@ -61,6 +61,12 @@ class Row(NamedTuple):
     rank: int
     best: list[tuple[int, float]]
 
+    @property
+    def whole(self) -> list[tuple[int, float]]:
+        """The alternatives, behind the token itself where it is none of them."""
+        is_among = any(token == self.token for token, _ in self.best)
+        return self.best if is_among else [(self.token, self.logprob), *self.best]
+
 
 def rows(token_ids: Iterable[int], scores: Iterable[TokenLogprobs]) -> Iterator[Row]:
     """Yield the scores of each token; the pieces have one row for each token in total."""
@@ -113,8 +119,15 @@ class TokenTexts:
         special = self._bytes is not None and token in self._bytes.special_ids
         return not (special and skip_special_tokens)
 
-    def chat(self, token_ids: Iterable[int], scores: Iterable[TokenLogprobs]) -> list[TokenLogprob]:
-        """Return the logprobs of tokens in the form of chat completions and responses."""
+    def chat(
+        self, token_ids: Iterable[int], scores: Iterable[TokenLogprobs], with_own: bool = False
+    ) -> list[TokenLogprob]:
+        """Return the logprobs of tokens in the form of chat completions and responses.
+
+        Args:
+            token_ids, scores: of the tokens.
+            with_own: whether a token is among its alternatives in any case.
+        """
         return [
             TokenLogprob(
                 self.text(row.token),
@@ -122,7 +135,7 @@ class TokenTexts:
                 list(self.data(row.token)),
                 [
                     TopLogprob(self.text(token), value, list(self.data(token)))
-                    for token, value in row.best
+                    for token, value in (row.whole if with_own else row.best)
                 ],
             )
             for row in rows(token_ids, scores)
