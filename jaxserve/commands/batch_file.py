@@ -103,10 +103,12 @@ def run_batch(specs: Iterable[ModelSpec], config: ServerConfig, source: Path, si
         CheckpointError, UnsupportedModel, ValueError: see `load_models`.
     """
     report = StartReport(sys.stderr)
-    with source.open("rb") as file, sink.open("wb") as out:
+    with source.open("rb") as file:
+        sink.open("ab").close()  # it can be written; answers of before stay until there are others
         models = load_models(specs, config, report)
         try:
-            batch = asyncio.run(_run(App(models, config), file, out))
+            with sink.open("wb") as out:
+                batch = asyncio.run(_run(App(models, config), file, out))
         finally:
             models.close()
     failed = f", {batch.num_failed} of them without a good answer" if batch.num_failed else ""

@@ -31,6 +31,7 @@ from jaxserve.engine.text.structural_tag_fields import (
 _BASIS = ("ANY: /(?s:.*)/", "SOME: /(?s:.+)/")
 _MAX_CHARS = 4096  # of a region whose length a terminal counts
 _MAX_REPEAT = 1000
+_MAX_SIZE = 1 << 20
 _PIECE = re.compile(r"\\.|.", re.DOTALL)  # of a regular expression
 _REPEATED = {"optional": "?", "star": "*", "plus": "+"}
 TYPES = (
@@ -128,10 +129,14 @@ class _Writer:
         self._schema_rule = schema_rule
         self._grammar_rule = grammar_rule
         self.lines: list[str] = []
+        self._size = 0
 
     def _put(self, name: str, right: str) -> str:
         """Write a rule or a terminal, as the case of the name's letter says; return its name."""
         named = f"{name}{len(self.lines)}"
+        self._size += len(right)
+        if self._size > _MAX_SIZE:
+            raise ValueError(f"a tag may become a grammar of at most {_MAX_SIZE} characters")
         self.lines.append(f"{named}: {right}")
         return named
 
@@ -311,8 +316,14 @@ class _Writer:
 
     def _inside(self, tag: Mapping[str, Any], begin: str, ending: _Ending) -> str:
         """Write a tag from some point of its beginning on."""
-        inner = self.write(content_field(tag), self._ending(tag))
-        return " ".join(filter(None, (self._literal(begin), inner, ending.rule)))
+        return self._around(begin, self._content(tag), ending)
+
+    def _content(self, tag: Mapping[str, Any]) -> str:
+        """Write what stands in a tag, and its end."""
+        return self.write(content_field(tag), self._ending(tag))
+
+    def _around(self, begin: str, content: str, ending: _Ending) -> str:
+        return " ".join(filter(None, (self._literal(begin), content, ending.rule)))
 
     def _write_tags_with_separator(self, form: Mapping[str, Any], ending: _Ending) -> str:
         tag = self._put("r", " | ".join(self._write_tag(tag, _OPEN) for tag in tags_field(form)))
@@ -326,19 +337,23 @@ class _Writer:
         if not triggers:
             raise ValueError("triggers must hold at least one")
         inside: dict[str, list[str]] = {trigger: [] for trigger in triggers}
+        written: list[tuple[str, str]] = []
         for tag in tags:
-            begin = text_field(tag, "begin")
+            begin, content = text_field(tag, "begin"), self._content(tag)
+            written.append((begin, content))
             found = [trigger for trigger in inside if begin.startswith(trigger)]
             if len(found) != 1:
                 raise ValueError(
                     f"the tag that begins with {begin[:60]!r} must begin with one of the triggers, "
                     f"and begins with {len(found)}"
                 )
-            inside[found[0]].append(self._inside(tag, begin[len(found[0]) :], _OPEN))
+            inside[found[0]].append(self._around(begin[len(found[0]) :], content, _OPEN))
         rules = {trigger: ways for trigger, ways in inside.items() if ways}
         first, loops = "", not flag_field(form, "stop_after_first")
         if flag_field(form, "at_least_one"):
-            first = self._put("r", " | ".join(self._write_tag(tag, _OPEN) for tag in tags))
+            # Written once: tags within tags would double with each level.
+            ways = [self._around(begin, content, _OPEN) for begin, content in written]
+            first = self._put("r", " | ".join(ways))
             if not loops:
                 return f"{first} {ending.rule}"
         return f"{first} {self._dispatch(form, rules, loops, ending)}"

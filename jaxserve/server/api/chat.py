@@ -150,6 +150,7 @@ async def chat_completions(http_request: Request) -> Response:
     chat = as_tools(body)
     if body.echo and body.prompt_logprobs is None and body.logprobs and not body.stream:
         chat.prompt_logprobs = body.top_logprobs or 0
+        request.renamed["prompt_logprobs"] = "echo"
     generation = await prepare(request, chat)
     echoes = [echo_of(chat, chat.messages, request.config.response_role)]
     tokenizer = generation.model.llm.get_tokenizer()

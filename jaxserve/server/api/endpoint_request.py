@@ -84,11 +84,11 @@ class EndpointRequest:
             body.stream_options = body.stream_options or StreamOptions()
             body.stream_options.include_usage = body.stream_options.continuous_usage_stats = True
 
-    def answer_id(self, kind: str, request_id: str | None) -> str:
+    def answer_id(self, kind: str | None, request_id: str | None) -> str:
         """Return the id of an answer, as vLLM's: that of X-Request-Id, of the body, or a new one.
 
         Args:
-            kind: what it begins with.
+            kind: what it begins with; nothing by default.
             request_id: field of the body.
 
         Raises:
@@ -97,8 +97,9 @@ class EndpointRequest:
         if request_id is not None and not _ID.fullmatch(request_id):
             raise InvalidRequest("request_id takes 1 to 128 printable characters", "request_id")
         if self._http_request.headers.get("x-request-id"):
-            return f"{kind}-{self._http_request.scope['jaxserve.request_id']}"
-        return f"{kind}-{request_id or uuid4().hex}"
+            request_id = self._http_request.scope["jaxserve.request_id"]
+        name = request_id or uuid4().hex
+        return name if kind is None else f"{kind}-{name}"
 
     def find_model(self, name: str | None) -> ServedModel:
         """Return the model of a name, the first for None.

@@ -20,6 +20,7 @@ from jaxserve.server.schema.sampling import (
     NO_FUNCTIONS,
     NO_SUFFIX,
     NO_TEMPLATE_FIELDS,
+    check_sizes,
     sampling_params,
 )
 
@@ -32,6 +33,9 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "echo": (None, False),
     "prompt_logprobs": (None,),
     "stream_options": (None,),
+    "use_beam_search": (None, False),
+    "length_penalty": (None, 1, 1.0),
+    "truncate_prompt_tokens": (None, -1),
 }
 
 
@@ -79,6 +83,7 @@ async def infill(http_request: Request) -> Response:
         request.renamed["max_tokens"] = "n_predict"
     model = request.find_model(body.model)
     wanted = body.n_predict if body.max_tokens is None else body.max_tokens
+    check_sizes(body, model.limits.vocab_size)
     sampling = sampling_params(
         body, model.default_sampling, model.max_tokens(None if wanted == -1 else wanted)
     )
@@ -87,8 +92,12 @@ async def infill(http_request: Request) -> Response:
     files = "".join(f"{file.filename}\n{file.text}\n" for file in body.input_extra or ())
     before = files + body.input_prefix
     model.check_length(len(before) + len(body.input_suffix) + len(body.prompt), "input_prefix")
-    ids = await asyncio.to_thread(infill_prompt, tokenizer, before, body.input_suffix)
-    ids += tokenizer.encode(body.prompt, False) if body.prompt else []
+
+    def encode() -> list[int]:
+        ids = infill_prompt(tokenizer, before, body.input_suffix)
+        return ids + (tokenizer.encode(body.prompt, False) if body.prompt else [])
+
+    ids = await asyncio.to_thread(encode)
     ends = [*(sampling.stop_token_ids or ()), *end_tokens(tokenizer)]
     sampling = replace(sampling, stop_token_ids=ends)
     generation = Generation(model, [await request.engine_request(model, ids, sampling, body)])

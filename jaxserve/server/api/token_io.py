@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jaxserve.checks import exact_int
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import Request as EngineRequest
-from jaxserve.request import exact_int
+from jaxserve.request import SamplingParams
 from jaxserve.server.api import anthropic, chat, completions
 from jaxserve.server.api.endpoint_request import EndpointRequest
 from jaxserve.server.api.generation import Choice, Generation, Part
 from jaxserve.server.api.streaming import DONE, event, json_response, respond
 from jaxserve.server.schema.anthropic import MessagesRequest
-from jaxserve.server.schema.decode import to_schema
+from jaxserve.server.schema.decode import to_schema, unknown_fields
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.schema.functions import as_tools
 from jaxserve.server.schema.generate import (
@@ -35,6 +36,9 @@ from jaxserve.unserved import refuse_unsupported
 
 # Fields that are not supported, with their neutral values: only text is served.
 MEDIA: dict[str, tuple[Any, ...]] = {"features": (None,), "content_parts": (None, [])}
+# Fields of completions that token ids have no use for, with their neutral values.
+_NOT_HERE: dict[str, tuple[Any, ...]] = {"use_beam_search": (None, False), "echo": (None, False)}
+_KNOWN = UNSUPPORTED.keys() | {field.name for field in fields(SamplingParams)}
 
 
 async def render_completions(http_request: Request) -> Response:
@@ -103,7 +107,10 @@ async def generate(http_request: Request) -> Response:
     request.renamed["prompt"] = "token_ids"
     model = request.find_model(body.model)
     own = body.sampling_params
-    refuse_unsupported(own, UNSUPPORTED, " by this server")
+    refuse_unsupported(own, UNSUPPORTED | _NOT_HERE, " by this server")
+    names = [name for name in unknown_fields(own, CompletionRequest) if name not in _KNOWN]
+    if names and request.config.strict:
+        raise InvalidRequest(f"sampling_params: unknown: {names[0][:60]}", "sampling_params")
     inner = {name: own[name] for name in own.keys() - {"prompt", "model", "stream", "suffix"}}
     shared = {"cache_salt": body.cache_salt, "priority": body.priority}
     settings = to_schema({**inner, **shared, "prompt": body.token_ids}, CompletionRequest)
@@ -125,7 +132,7 @@ async def generate(http_request: Request) -> Response:
     marks = model.dialect.marks(body.token_ids)
     made = await request.engine_request(model, body.token_ids, sampling, settings, marks)
     formatter = GenerateFormatter(
-        body, request.answer_id("", body.request_id)[1:], model.llm.get_tokenizer(), settings
+        body, request.answer_id(None, body.request_id), model.llm.get_tokenizer(), settings
     )
     return await respond(http_request, Generation(model, [made]), formatter, bool(body.stream))
 

@@ -63,7 +63,7 @@ class Parser(h11.Connection):
         # Bytes of the open chunk that are still to come, which h11 holds in a private field.
         announced = getattr(self._reader, "_bytes_in_chunk", 0)
         if self._bytes + announced > self._most_bytes:
-            raise _too_large(f"The body is larger than {self._max_body_bytes} bytes.")
+            raise _too_large(f"The body is larger than {self._most_bytes} bytes.")
         return event
 
 
