@@ -65,8 +65,12 @@ class KVEventsConfig:
             ("max_queue_size", 1, 10**7),
         ):
             exact_int(getattr(self, name), f"{NAME}.{name}", low, high)
-        if not isinstance(self.topic, str) or len(self.topic.encode()) > _MOST_BYTES:
-            raise _fault("topic", f"a text of at most {_MOST_BYTES} bytes", self.topic)
+        if (
+            not isinstance(self.topic, str)
+            or len(self.topic.encode(errors="replace")) > _MOST_BYTES
+            or not self.topic.isprintable()  # nor half of a surrogate pair
+        ):
+            raise _fault("topic", f"a printable text of at most {_MOST_BYTES} bytes", self.topic)
 
     @property
     def publishes(self) -> bool:

@@ -160,7 +160,8 @@ class EventPublisher:
         self.num_dropped = 0
         self._num_gone = 0  # of those, the ones whose numbers are still to be left out
         self._next_number = 0
-        self._sent: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
+        kept = 0 if config.replay_endpoint is None else config.buffer_steps
+        self._sent: deque[tuple[int, bytes]] = deque(maxlen=kept)
         self._sent_lock = threading.Lock()
         self._context: zmq.Context[Any] = zmq.Context()
         self.replay_endpoint: str | None = None

@@ -105,8 +105,9 @@ def test_engines_of_a_secret_make_equal_keys_and_salts(tmp_path: Path, loaded: L
         ({"buffer_steps": "many"}, "buffer_steps"),
         ({"hwm": 0}, "hwm"),
         ({"max_queue_size": 1.5}, "max_queue_size"),
-        ({"topic": 7}, "topic must be a text"),
-        ({"topic": "t" * 256}, "topic must be a text of at most 255 bytes"),
+        ({"topic": 7}, "topic must be a printable text"),
+        ({"topic": "t" * 256}, "topic must be a printable text of at most 255 bytes"),
+        ({"topic": "\ud800"}, "topic must be a printable text of at most 255 bytes"),
     ],
 )
 def test_bad_settings_of_events_are_a_sentence(fields: dict[str, Any], said: str) -> None:

@@ -67,8 +67,17 @@ VALUES: list[tuple[Any, str, Any]] = [
     ({"$ref": "#/$defs/Days"}, "5", 5),
     ({"$ref": "#/$defs/Loop"}, "5", "5"),
     ({"$ref": "#/nowhere"}, "5", "5"),
+    ({"$ref": "#/$defs/Choices"}, "5", 5),
 ]
-ROOT = {"$defs": {"Days": {"type": "integer"}, "Loop": {"$ref": "#/$defs/Loop"}}}
+# Choices among themselves, four at each level: there is no looking at all of them.
+SELF = {"$ref": "#/$defs/Choices"}
+ROOT = {
+    "$defs": {
+        "Days": {"type": "integer"},
+        "Loop": {"$ref": "#/$defs/Loop"},
+        "Choices": {"anyOf": [SELF, SELF, SELF, SELF, {"type": "integer"}]},
+    }
+}
 
 
 @pytest.mark.parametrize(("schema", "text", "value"), VALUES)

@@ -128,6 +128,10 @@ RANGES: list[tuple[str, dict[str, Any]]] = [
         for value in ("", "a b", "a" * 129, 5)
     ),
     *((CHAT, {"mm_payload": value}) for value in ("a", 5)),
+    *(
+        (CHAT, {"tools": [{"function": {"name": "f", "parameters": parameters}}]})
+        for parameters in ({"required": 5}, {"required": [5]}, {"properties": ["a"]})
+    ),
     *((CHAT, {"return_prompt_text": "yes"}), (TEXT, {"return_token_offsets": 5})),
     *(
         (CHAT, {"functions": value})

@@ -111,6 +111,8 @@ def test_prompts_and_messages_are_rendered(server: Server) -> None:
         ("thinking_token_budget", {"thinking_token_budget": "a"}),
         ("logit_bias", {"logit_bias": {"x": 1}}),
         ("max_tokens", {"max_tokens": "a"}),
+        ("use_beam_search", {"use_beam_search": True}),
+        ("echo", {"echo": True}),
     ],
     ids=str,
 )

@@ -15,6 +15,7 @@ import pytest
 
 from jaxserve.config import bundled_model
 from jaxserve.engine.text.grammars import Constraint, Grammars
+from jaxserve.engine.text.structural_tags import structural_tag_grammar
 from jaxserve.errors import InvalidRequest
 from jaxserve.structured import StructuredOutputsParams
 from tests.structured.test_grammars import END, TOKENIZER, VOCABULARY, allowed, draw
@@ -208,6 +209,18 @@ BAD: list[tuple[Any, str]] = [
     ({"structures": [{"begin": "a", "end": "b"}], "triggers": ["x"]}, "begins with 0"),
     ({"format": tag("a" * 70_000, ANY, "b")}, "at most 65536 bytes"),
 ]
+
+
+def test_tags_within_tags_are_written_once() -> None:
+    """Not twice at each level, as a first tag and as one of the others."""
+    form: Any = {"type": "json_schema", "json_schema": {"type": "integer"}}
+    for level in range(12):
+        inner = tag(f"<{level}>", form, f"</{level}>")
+        form = {"type": "triggered_tags", "triggers": [f"<{level}"], "tags": [inner]}
+        form |= {"at_least_one": True}
+    whole: Any = {"type": "structural_tag", "format": form}
+    text = structural_tag_grammar(whole, {}, lambda schema, _: json.dumps(schema), str)
+    assert text.count('{"type": "integer"}') == 1
 
 
 @pytest.mark.parametrize(("asked", "message"), BAD, ids=lambda value: str(value)[:60])

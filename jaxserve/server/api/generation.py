@@ -351,19 +351,17 @@ class Generation:
         """Count tokens so far: those of each prompt once, and those of every choice.
 
         Args:
-            sent: for each choice, how many of its first tokens count; all by default.
+            sent: for each choice, how many of its first tokens count; all by default. Thoughts
+                are not counted then: an event would take as long as the answer is.
         """
-        drawn = [choice.token_ids for choice in self.choices]
-        if sent is not None:
-            drawn = [ids[:count] for ids, count in zip(drawn, sent, strict=True)]
         prompts = sum(len(request.prompt_token_ids) for request in self.requests)
-        count = sum(map(len, drawn))
+        count = sum(len(choice.token_ids) for choice in self.choices) if sent is None else sum(sent)
         details = PromptTokensDetails(sum(self._cached.values()), self._num_published())
         usage = Usage(prompts, count, prompts + count, details)
-        if self._formats[0].thinking is not None:
+        if sent is None and self._formats[0].thinking is not None:
             thought = [
-                self._formats[choice.prompt].num_thought(ids, choice.message.reasoning)
-                for ids, choice in zip(drawn, self.choices, strict=True)
+                self._formats[choice.prompt].num_thought(choice.token_ids, choice.message.reasoning)
+                for choice in self.choices
             ]
             usage.completion_tokens_details = CompletionTokensDetails(sum(thought))
         return usage

@@ -316,7 +316,10 @@ export function start(chooseModel) {
     if (event.key === "Escape" && running && !document.querySelector("dialog[open]")) stop();
   });
   addEventListener("pagehide", () => {
-    if (running?.data.content) chats.save({ ...chat, messages: [...chat.messages, running.data] });
+    const { content, thoughts, calls } = running?.data ?? {};
+    if (content || thoughts || calls) {
+      chats.save({ ...chat, messages: [...chat.messages, running.data] });
+    }
   });
   startChats();
   const last = chats.load(session.getItem(OPEN));

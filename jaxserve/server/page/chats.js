@@ -47,11 +47,13 @@ export function save(chat) {
   if (text.length > MOST_CHARACTERS) return "This chat has become too long to be kept.";
   const others = entries().filter((entry) => entry.chat.id !== chat.id);
   let size = others.reduce((sum, entry) => sum + entry.size, text.length);
+  if (!put(local, PREFIX + chat.id, text)) {
+    return "This chat is not kept: the browser's storage is full. Delete chats to make room.";
+  }
   while (others.length >= MOST || size > MOST_CHARACTERS) {
     const oldest = others.pop();
     size -= oldest.size;
     remove(oldest.chat.id);
   }
-  if (put(local, PREFIX + chat.id, text)) return "";
-  return "This chat is not kept: the browser's storage is full. Delete chats to make room.";
+  return "";
 }

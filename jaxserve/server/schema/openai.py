@@ -226,7 +226,7 @@ class Usage(msgspec.Struct):
     completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
 
 
-class PerRequestMetrics(msgspec.Struct):
+class PerRequestMetrics(msgspec.Struct, omit_defaults=True):
     """Times of a completion, by vLLM's names and rules.
 
     The first token's counts from its slot on, `generation_time_ms` from the first token to the

@@ -251,10 +251,11 @@ class XmlCall:
 @functools.lru_cache(maxsize=64)
 def _opening(before: str, is_quoted: bool, has_types: bool) -> re.Pattern[str]:
     """Return the pattern of a tag from its name on, or from the text before that."""
-    name = r"[^\s<>\"'][^<>\"'\n]{0,255}?"
+    name = r"[^\s<>\"'](?:[^<>\"'\n]{0,254}[^\s<>\"'])??"
     name = rf"(?P<quote>[\"']?)(?P<name>{name})(?P=quote)" if is_quoted else rf"(?P<name>{name})"
     types = r"(?:\s+string=\"(?P<type>true|false)\")?" if has_types else ""
-    return re.compile(rf"\s*{_loosely(before)}\s*{name}{types}\s*>")
+    before = rf"{_loosely(before)}\s*" if before else ""
+    return re.compile(rf"\s*{before}{name}{types}\s*>")
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ class _Reader:
     def _value(self, schema: Any, depth: int) -> Any:
         schema = resolve(schema, self._root)
         if self._take(self._quote):
-            text, types = self._until(self._quote), set(types_of(schema, self._root))
+            text, types = self._until(self._quote), types_of(schema, self._root)
             return text if not types or "string" in types else convert(text, schema, self._root)
         if self._take("{"):
             self._position -= 1

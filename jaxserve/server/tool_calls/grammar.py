@@ -241,7 +241,7 @@ def _python_rules(functions: Sequence[Function]) -> Iterator[str]:
         schema = _arguments(function)
         shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
         properties: dict[str, Any] = schema.get("properties") or {}
-        required = [name for name in properties if name in schema.get("required", ())]
+        required = [name for name in properties if name in (schema.get("required") or ())]
         optional = [name for name in properties if name not in required]
         names = [*required, *optional]
         bad = [name for name in names if not _KEYWORD.fullmatch(name)]

@@ -150,8 +150,12 @@ class Source:
         Raises:
             Malformed: nothing does.
         """
+        tried = ""
         while True:
-            found = pattern.match(self.text, self.position, self.position + MAX_HEAD)
+            head, found = self.text[self.position : self.position + MAX_HEAD].rstrip(), None
+            if head != tried:  # more space alone changes nothing
+                found = pattern.match(self.text, self.position, self.position + MAX_HEAD)
+                tried = head
             if found is not None:
                 self.take_to(found.end())
                 return found

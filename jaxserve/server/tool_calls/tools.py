@@ -94,6 +94,13 @@ def check_tools(tools: list[Tool], field: str = "tools") -> None:
         schema = tool.function.parameters
         if schema and schema.get("type", "object") != "object":
             raise InvalidRequest(f"{field}: parameters of {name!r} must be of type object", field)
+        properties, required = ((schema or {}).get(key) for key in ("properties", "required"))
+        if properties is not None and not isinstance(properties, dict):
+            raise InvalidRequest(f"{field}: properties of {name!r} must be an object", field)
+        if required is not None and not (
+            isinstance(required, list) and all(isinstance(each, str) for each in required)
+        ):
+            raise InvalidRequest(f"{field}: required of {name!r} must be a list of names", field)
         if not _is_within(schema, MAX_DEPTH):
             raise InvalidRequest(
                 f"{field}: parameters of {name!r} are nested deeper than {MAX_DEPTH}", field

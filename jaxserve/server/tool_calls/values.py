@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 from jaxserve.server.tool_calls.literals import read_json
@@ -56,22 +55,30 @@ def resolve(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def types_of(schema: Any, root: dict[str, Any], depth: int = 0) -> Iterator[str]:
-    """Yield the names of JSON's types that a schema allows; none where it does not say."""
-    schema = resolve(schema, root)
-    given = schema.get("type")
-    for name in given if isinstance(given, list) else [given]:
-        if isinstance(name, str):
-            yield _NAMES.get(name.lower(), name.lower())
-    values = schema.get("enum")
-    for value in values if isinstance(values, list) else []:
-        yield _TYPES.get(type(value), "string")
-    if "const" in schema:
-        yield _TYPES.get(type(schema["const"]), "string")
-    for key in _CHOICES:
-        choices = schema.get(key)
-        for choice in choices if isinstance(choices, list) and depth < _MAX_REFERENCES else []:
-            yield from types_of(choice, root, depth + 1)
+def types_of(schema: Any, root: dict[str, Any]) -> set[str]:
+    """Return the names of JSON's types that a schema allows; none where it does not say.
+
+    Each schema is looked at once, since choices may refer to each other.
+    """
+    types: set[str] = set()
+    waiting, seen = [schema], set[int]()
+    while waiting:
+        schema = resolve(waiting.pop(), root)
+        if id(schema) in seen:
+            continue
+        seen.add(id(schema))
+        given, values = schema.get("type"), schema.get("enum")
+        for name in given if isinstance(given, list) else [given]:
+            if isinstance(name, str):
+                types.add(_NAMES.get(name.lower(), name.lower()))
+        for value in values if isinstance(values, list) else []:
+            types.add(_TYPES.get(type(value), "string"))
+        if "const" in schema:
+            types.add(_TYPES.get(type(schema["const"]), "string"))
+        for key in _CHOICES:
+            choices = schema.get(key)
+            waiting += choices if isinstance(choices, list) else []
+    return types
 
 
 def convert(text: str, schema: Any, root: dict[str, Any]) -> Any:
@@ -85,7 +92,7 @@ def convert(text: str, schema: Any, root: dict[str, Any]) -> Any:
         schema: of the value.
         root: the schema to which references refer.
     """
-    types = set(types_of(schema, root)) or {"string"}
+    types = types_of(schema, root) or {"string"}
     bare = text.strip()
     if "null" in types and bare.lower() == "null":
         return None
