@@ -143,7 +143,7 @@ RANGES: list[tuple[str, dict[str, Any]]] = [
     *((BATCH, {"messages": value}) for value in ([], USER, [[]], [USER, []], None)),
     *((BATCH, {"n": 2}), (BATCH, {"stream": True}), (BATCH, {"prompt_logprobs": 1})),
     (BATCH, {"tools": [{"function": {"name": "f"}}]}),
-    (BATCH, {"messages": [USER] * 65}),
+    (BATCH, {"messages": [USER] * 129}),
     *((GENERATE, {"token_ids": value}) for value in ([], [-1], [VOCABULARY], "a", [1.5], None)),
     *((GENERATE, {"sampling_params": value}) for value in (5, None, "a")),
     *((GENERATE, {"output_mode": "derender"}), (GENERATE, {"features": {"mm_hashes": {}}})),
