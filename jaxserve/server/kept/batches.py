@@ -73,7 +73,8 @@ class Batches:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _sorted(self) -> list[BatchRecord]:
-        return sorted(self._records.values(), key=lambda r: (r.batch.created_at, r.batch.id))
+        # Those of one second stay in the order in which they came.
+        return sorted(self._records.values(), key=lambda r: r.batch.created_at)
 
     def _begin(self, record: BatchRecord) -> None:
         name = record.batch.id

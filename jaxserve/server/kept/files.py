@@ -64,7 +64,7 @@ class FileStore:
 
     Attributes:
         folder: of everything; other rooms of it are `batches`.
-        num_bytes: of all files, and of those that are being received.
+        num_bytes: of all files, of those that are being received, and of batches' answers so far.
 
     Raises:
         OSError: the folder cannot be used, or another server uses it.
@@ -199,10 +199,10 @@ class Upload:
         self.num_bytes = 0
 
     def __enter__(self) -> Upload:
-        self._store.num_uploads += 1
         self._file = os.fdopen(
             os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb"
         )
+        self._store.num_uploads += 1
         return self
 
     def __exit__(self, *_: object) -> None:
