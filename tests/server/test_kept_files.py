@@ -357,8 +357,8 @@ def test_a_folder_belongs_to_one_server_and_keeps_what_is_whole(tmp_path: Path) 
     for text in (b"one", b"two", b"three"):
         with store.receive() as upload:
             upload.write(text)
-            upload.flush()
-            made.append(upload.keep(new_file("a", "batch", 3600), None))
+            upload.flush(new_file("a", "batch", 3600), None)
+            made.append(upload.keep())
     one, two, three = (file.id for file in made)
     with store.receive() as upload:
         upload.write(b"given up")
@@ -387,7 +387,8 @@ def test_a_folder_belongs_to_one_server_and_keeps_what_is_whole(tmp_path: Path) 
 def test_a_file_is_seen_by_its_owner(tmp_path: Path) -> None:
     store = FileStore(ServerConfig(files_dir=str(tmp_path)))
     with store.receive() as upload:
-        file = upload.keep(new_file("a", "batch", None), "mine")
+        upload.flush(new_file("a", "batch", None), "mine")
+        file = upload.keep()
     assert store.get(file.id, "mine").file.id == file.id
     with pytest.raises(ApiError, match="No such File"):
         store.get(file.id, "other")
@@ -420,8 +421,8 @@ def input_of(store: FileStore, num_lines: int) -> str:
     with store.receive() as upload:
         for n in range(num_lines):
             upload.write(line(f"n {n}", "a", "/v1/completions").encode() + b"\n")
-        upload.flush()
-        return upload.keep(new_file("a", "batch", None), None).id
+        upload.flush(new_file("a", "batch", None), None)
+        return upload.keep().id
 
 
 async def whole_batch(batches: Batches, file: str) -> Batch:
@@ -433,18 +434,27 @@ async def whole_batch(batches: Batches, file: str) -> Batch:
 
 async def created(batches: Batches, file: str) -> Batch:
     request = BatchRequest(input_file_id=file, endpoint="/v1/completions", completion_window="24h")
-    return batches.create(request, None)
+    return await batches.create(request, None)
+
+
+async def go_on(store: FileStore, name: str) -> Batch:
+    batches = Batches(store, Echo(10))
+    batches.start()
+    batch = batches.get(name, None)
+    while batch.status in UNENDED:
+        await asyncio.sleep(0.01)
+    return batch
 
 
 def test_answers_that_cannot_be_written_fail_their_batch(tmp_path: Path) -> None:
     """Where the disk refuses, and where all files take what they may."""
     store = FileStore(ServerConfig(files_dir=str(tmp_path), max_files_bytes=100_000))
-    batches, file = Batches(store, Echo(5000)), input_of(store, 40)
+    file = input_of(store, 40)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     for most, code in ((12_000, "storage"), (limits[0], "storage_full")):
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
         try:
-            batch = asyncio.run(whole_batch(batches, file))
+            batch = asyncio.run(whole_batch(Batches(store, Echo(5000)), file))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert batch.status == "failed" and batch.errors is not None
@@ -469,18 +479,38 @@ def test_lines_of_an_engine_that_dies_are_drawn_again(tmp_path: Path) -> None:
         await batches.stop()
         return batch
 
-    async def go_on(name: str) -> Batch:
-        batches = Batches(store, Echo(10))
-        batches.start()
-        batch = batches.get(name, None)
-        while batch.status in UNENDED:
-            await asyncio.sleep(0.01)
-        return batch
-
     batch = asyncio.run(die())
     assert batch.status == "in_progress" and batch.request_counts.failed == 0
-    batch = asyncio.run(go_on(batch.id))
+    batch = asyncio.run(go_on(store, batch.id))
     assert batch.status == "completed" and batch.request_counts.completed == 3
+    store.close()
+
+
+def test_answers_that_cannot_become_files_are_not_lost(tmp_path: Path) -> None:
+    store = FileStore(ServerConfig(files_dir=str(tmp_path)))
+    file = input_of(store, 3)
+
+    async def fail() -> Batch:
+        batches = Batches(store, Echo(10))
+        batch = await created(batches, file)
+        while batch.status != "in_progress":
+            await asyncio.sleep(0)
+        while batch.request_counts.completed < 3:
+            await asyncio.sleep(0)
+        (tmp_path / "files").rename(tmp_path / "away")
+        while batch.status != "finalizing":
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        await batches.stop()
+        return batch
+
+    batch = asyncio.run(fail())
+    assert batch.status == "finalizing" and batch.output_file_id is None
+    (tmp_path / "away").rename(tmp_path / "files")
+    batch = asyncio.run(go_on(store, batch.id))
+    assert batch.status == "completed" and batch.output_file_id is not None
+    assert store.path(batch.output_file_id).read_bytes().count(b"\n") == 3
+    assert not list((tmp_path / "batches").glob("*.output"))
     store.close()
 
 

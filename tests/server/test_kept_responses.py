@@ -239,6 +239,17 @@ def test_a_background_response_is_cancelled(slow: Server, slowly: openai.OpenAI)
         slowly.responses.cancel(made.id)
 
 
+def test_a_fault_of_the_request_is_no_error_of_the_server(client: openai.OpenAI) -> None:
+    """As the log says, which is read after each test."""
+    grammar = {"structured_outputs": {"regex": "(a?){1000}a{1000}"}}  # which leads nowhere
+    asked: Any = {**GREEDY, "input": STONE, "max_output_tokens": 5, "background": True}
+    made = client.responses.create(**asked, extra_body=grammar)
+    while made.status in ("queued", "in_progress"):
+        made = client.responses.retrieve(made.id)
+    assert made.status == "failed" and made.error
+    assert made.error.message.startswith("structured_outputs")
+
+
 def test_a_synchronous_response_is_not_cancelled(client: openai.OpenAI) -> None:
     made = client.responses.create(**GREEDY, input=STONE)
     with pytest.raises(openai.BadRequestError, match="Cannot cancel a synchronous response"):

@@ -23,7 +23,7 @@ from jaxserve.server.kept.batch_lines import (
     output_of,
     read_line,
 )
-from jaxserve.server.kept.files import FileStore, new_file
+from jaxserve.server.kept.files import FileRecord, FileStore, new_file
 from jaxserve.server.schema.files import (
     Batch,
     BatchProblem,
@@ -35,6 +35,8 @@ from jaxserve.server.schema.files import (
 
 # Lines that have been answered are skipped in turns of the event loop of this many.
 SKIPPED_A_TURN = 64
+# Ids of a batch's files: of good answers and of others, None where there are none.
+Outputs = tuple[str | None, str | None]
 
 
 class Service(Protocol):
@@ -238,29 +240,37 @@ class BatchRun:
                 if mark_of(line.custom_id) not in self._seen:
                     self._write(output_of(line.custom_id, None, problem))
 
-    def name_outputs(self) -> None:
-        """Give the output files their ids, those that hold anything."""
-        named = [
+    def name_outputs(self) -> Outputs:
+        """Return ids for the output files, those that hold anything."""
+        good, bad = (
             f"file-{uuid4().hex}" if path.exists() and path.stat().st_size else None
             for path in self._paths
-        ]
-        self._batch.output_file_id, self._batch.error_file_id = named
+        )
+        return good, bad
 
-    def keep_outputs(self, seconds: int | None) -> None:
-        """Make the collected answers files.
+    async def keep_outputs(self, names: Outputs, seconds: int | None) -> None:
+        """Make the collected answers files, those that are none yet.
 
         Args:
+            names: of the files.
             seconds: after which they expire, if they do.
 
         Raises:
-            OSError: the disk refuses.
+            OSError: the disk refuses; the answers stay as they were.
         """
-        batch = self._batch
-        self._store.num_bytes -= self._num_bytes
-        self._num_bytes = 0
-        names = (batch.output_file_id, batch.error_file_id)
+        batch, store = self._batch, self._store
+        noted: list[tuple[Path, FileRecord]] = []
         for path, name in zip(self._paths, names, strict=True):
             if name is not None and path.exists():
-                label = f"{batch.id}_{path.suffix[1:]}.jsonl"
-                self._store.adopt(path, new_file(label, "batch_output", seconds, name), self._owner)
+                file = new_file(
+                    f"{batch.id}_{path.suffix[1:]}.jsonl", "batch_output", seconds, name
+                )
+                noted.append((path, await asyncio.to_thread(store.note, path, file, self._owner)))
+        for path, record in noted:
+            store.adopt(path, record)
+        store.num_bytes -= self._num_bytes
+        self._num_bytes = 0
+        for path in self._paths:
             path.unlink(missing_ok=True)
+        kept = [name if name is not None and store.has(name) else None for name in names]
+        batch.output_file_id, batch.error_file_id = kept
