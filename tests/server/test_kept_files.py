@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import os
+import resource
 import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 
 from jaxserve.errors import InvalidRequest
+from jaxserve.server.kept.batch_lines import BatchResponse, Line
+from jaxserve.server.kept.batches import UNENDED, Batches
 from jaxserve.server.kept.files import FileStore, new_file
 from jaxserve.server.schema.errors import ApiError
+from jaxserve.server.schema.files import Batch, BatchRequest
 from jaxserve.server.settings import ServerConfig
 from tests.support.live_server import SMALL, Canary, Server
 
@@ -351,11 +357,15 @@ def test_a_folder_belongs_to_one_server_and_keeps_what_is_whole(tmp_path: Path) 
     for text in (b"one", b"two", b"three"):
         with store.receive() as upload:
             upload.write(text)
-            upload.flush()
-            made.append(upload.keep(new_file("a", "batch", 3600), None))
+            upload.flush(new_file("a", "batch", 3600), None)
+            made.append(upload.keep())
     one, two, three = (file.id for file in made)
     with store.receive() as upload:
         upload.write(b"given up")
+    (tmp_path / "kept" / "incoming").rmdir()
+    with pytest.raises(FileNotFoundError), store.receive():
+        pass
+    (tmp_path / "kept" / "incoming").mkdir()
     assert store.num_bytes == 11 and store.num_uploads == 0
     store.close()
     # As a crash leaves them: bytes without a record, a record without bytes, half of a file.
@@ -377,11 +387,130 @@ def test_a_folder_belongs_to_one_server_and_keeps_what_is_whole(tmp_path: Path) 
 def test_a_file_is_seen_by_its_owner(tmp_path: Path) -> None:
     store = FileStore(ServerConfig(files_dir=str(tmp_path)))
     with store.receive() as upload:
-        file = upload.keep(new_file("a", "batch", None), "mine")
+        upload.flush(new_file("a", "batch", None), "mine")
+        file = upload.keep()
     assert store.get(file.id, "mine").file.id == file.id
     with pytest.raises(ApiError, match="No such File"):
         store.get(file.id, "other")
     assert store.list("other", None) == [] and len(store.list("mine", None)) == 1
+    store.close()
+
+
+class Echo:
+    """Answers of one size, from an engine that may have ended."""
+
+    def __init__(self, size: int, status: int = 200) -> None:
+        self.size, self.status = size, status
+
+    def is_alive(self, model: str | None) -> bool:
+        return self.status == 200
+
+    async def answer(self, line: Line, owner: str | None = None) -> BatchResponse:
+        await asyncio.sleep(0)
+        body = msgspec.Raw(json.dumps({"text": "x" * self.size}).encode())
+        return BatchResponse(self.status, "r", body)
+
+    async def enter(self, model: str | None) -> None:
+        await asyncio.sleep(0)
+
+    def leave(self, model: str | None) -> None:
+        pass
+
+
+def input_of(store: FileStore, num_lines: int) -> str:
+    with store.receive() as upload:
+        for n in range(num_lines):
+            upload.write(line(f"n {n}", "a", "/v1/completions").encode() + b"\n")
+        upload.flush(new_file("a", "batch", None), None)
+        return upload.keep().id
+
+
+async def whole_batch(batches: Batches, file: str) -> Batch:
+    batch = await created(batches, file)
+    while batch.status in UNENDED:
+        await asyncio.sleep(0.01)
+    return batch
+
+
+async def created(batches: Batches, file: str) -> Batch:
+    request = BatchRequest(input_file_id=file, endpoint="/v1/completions", completion_window="24h")
+    return await batches.create(request, None)
+
+
+async def go_on(store: FileStore, name: str) -> Batch:
+    batches = Batches(store, Echo(10))
+    batches.start()
+    batch = batches.get(name, None)
+    while batch.status in UNENDED:
+        await asyncio.sleep(0.01)
+    return batch
+
+
+def test_answers_that_cannot_be_written_fail_their_batch(tmp_path: Path) -> None:
+    """Where the disk refuses, and where all files take what they may."""
+    store = FileStore(ServerConfig(files_dir=str(tmp_path), max_files_bytes=100_000))
+    file = input_of(store, 40)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for most, code in ((12_000, "storage"), (limits[0], "storage_full")):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+        try:
+            batch = asyncio.run(whole_batch(Batches(store, Echo(5000)), file))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert batch.status == "failed" and batch.errors is not None
+        assert [problem.code for problem in batch.errors.data] == [code]
+        assert batch.output_file_id is not None
+        answers = store.path(batch.output_file_id).read_bytes()
+        assert answers.endswith(b"\n")
+        assert len(answers.splitlines()) == batch.request_counts.completed > 0
+        kept = sum(path.stat().st_size for path in (tmp_path / "files").glob("*.data"))
+        assert store.num_bytes == kept <= 100_000
+    store.close()
+
+
+def test_lines_of_an_engine_that_dies_are_drawn_again(tmp_path: Path) -> None:
+    store = FileStore(ServerConfig(files_dir=str(tmp_path)))
+    file = input_of(store, 3)
+
+    async def die() -> Batch:
+        batches = Batches(store, Echo(10, status=500))
+        batch = await created(batches, file)
+        await asyncio.sleep(0.2)
+        await batches.stop()
+        return batch
+
+    batch = asyncio.run(die())
+    assert batch.status == "in_progress" and batch.request_counts.failed == 0
+    batch = asyncio.run(go_on(store, batch.id))
+    assert batch.status == "completed" and batch.request_counts.completed == 3
+    store.close()
+
+
+def test_answers_that_cannot_become_files_are_not_lost(tmp_path: Path) -> None:
+    store = FileStore(ServerConfig(files_dir=str(tmp_path)))
+    file = input_of(store, 3)
+
+    async def fail() -> Batch:
+        batches = Batches(store, Echo(10))
+        batch = await created(batches, file)
+        while batch.status != "in_progress":
+            await asyncio.sleep(0)
+        while batch.request_counts.completed < 3:
+            await asyncio.sleep(0)
+        (tmp_path / "files").rename(tmp_path / "away")
+        while batch.status != "finalizing":
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        await batches.stop()
+        return batch
+
+    batch = asyncio.run(fail())
+    assert batch.status == "finalizing" and batch.output_file_id is None
+    (tmp_path / "away").rename(tmp_path / "files")
+    batch = asyncio.run(go_on(store, batch.id))
+    assert batch.status == "completed" and batch.output_file_id is not None
+    assert store.path(batch.output_file_id).read_bytes().count(b"\n") == 3
+    assert not list((tmp_path / "batches").glob("*.output"))
     store.close()
 
 

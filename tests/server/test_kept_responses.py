@@ -9,8 +9,17 @@ from typing import Any
 import openai
 import pytest
 
+from jaxserve.errors import InvalidRequest
 from jaxserve.server.kept.response_store import OVERHEAD_BYTES, ResponseStore, Turn
 from jaxserve.server.schema.errors import ApiError
+from jaxserve.server.schema.openai import NamedTool
+from jaxserve.server.schema.response_items import (
+    InputItem,
+    ResponseTool,
+    ToolChoice,
+    shown_items,
+)
+from jaxserve.server.schema.responses import ResponsesRequest, as_chat
 from tests.server.conftest import KEYS
 from tests.support.live_server import Server
 
@@ -230,6 +239,17 @@ def test_a_background_response_is_cancelled(slow: Server, slowly: openai.OpenAI)
         slowly.responses.cancel(made.id)
 
 
+def test_a_fault_of_the_request_is_no_error_of_the_server(client: openai.OpenAI) -> None:
+    """As the log says, which is read after each test."""
+    grammar = {"structured_outputs": {"regex": "(a?){1000}a{1000}"}}  # which leads nowhere
+    asked: Any = {**GREEDY, "input": STONE, "max_output_tokens": 5, "background": True}
+    made = client.responses.create(**asked, extra_body=grammar)
+    while made.status in ("queued", "in_progress"):
+        made = client.responses.retrieve(made.id)
+    assert made.status == "failed" and made.error
+    assert made.error.message.startswith("structured_outputs")
+
+
 def test_a_synchronous_response_is_not_cancelled(client: openai.OpenAI) -> None:
     made = client.responses.create(**GREEDY, input=STONE)
     with pytest.raises(openai.BadRequestError, match="Cannot cancel a synchronous response"):
@@ -395,13 +415,31 @@ def test_the_store_is_bounded_by_number_bytes_and_age() -> None:
     for n in range(9):
         store.add(turn(str(n), size=1000))
     assert [n for n in range(9) if has(store, str(n))] == [4, 5, 6, 7, 8]
-    store.add(turn("large", size=10**6))
-    assert len(store) == 0 == store.num_bytes
     old = turn("old")
     old.created -= 100
     store = ResponseStore(100, 10**9, 50)
     store.add(old)
     assert not has(store, "old") and store.num_bytes == 0
+
+
+def test_a_turn_that_is_too_large_leaves_alone() -> None:
+    store = ResponseStore(100, 5 * turn("a", size=1000).num_bytes, 1e9)
+    store.add(turn("small"))
+    store.add(turn("large", size=10**6))
+    assert has(store, "small") and not has(store, "large")
+    running = turn("running")
+    running.events, running.cancel = [], lambda: None
+    store.add(running)
+    running.append([b"x" * 10**6])
+    store.resize(running)
+    assert running.events is None and has(store, "small") and has(store, "running")
+    running.response = turn("large", size=10**6).response
+    store.resize(running)
+    assert has(store, "running")  # which is still drawn
+    running.cancel = None
+    store.resize(running)
+    assert has(store, "small") and len(store) == 1
+    assert store.num_bytes == turn("small").num_bytes
 
 
 def has(store: ResponseStore, name: str) -> bool:
@@ -426,3 +464,64 @@ def test_what_others_continue_still_counts() -> None:
     assert third.lineage() == [first, third]
     store.remove(third)
     assert store.num_bytes == 0 and len(store) == 0
+
+
+def test_a_parent_that_leaves_before_it_is_continued_counts_again() -> None:
+    store = ResponseStore(100, 10**9, 1e9)
+    first = turn("first")
+    second = turn("second", first)
+    store.add(first)
+    store.add(second)
+    store.remove(first)
+    store.remove(second)  # while an answer that continues it is drawn
+    third = turn("third", second)
+    store.add(third)
+    assert store.num_bytes == sum(kept.num_bytes for kept in (first, second, third))
+    store.remove(third)
+    assert store.num_bytes == 0
+
+
+def test_ids_of_items_are_those_of_one_client() -> None:
+    store = ResponseStore(100, 10**9, 1e9)
+    mine, theirs = turn("a"), turn("a")
+    mine.owner, theirs.owner, theirs.id = "me", "them", "b"
+    store.add(mine)
+    store.add(theirs)
+    assert list(store.find_items(["i-a"], "me", 10**9)) == ["i-a"]
+    store.remove(theirs)
+    assert list(store.find_items(["i-a"], "me", 10**9)) == ["i-a"]
+    twice = [InputItem(id="x", content="1"), InputItem(id="x", content="2")]
+    first, second = shown_items(twice)
+    assert first["id"] == "x" != second["id"]
+
+
+def test_a_conversation_is_bounded_by_what_is_read() -> None:
+    kept = turn("a", size=1000)
+    answer = json.loads(kept.response)
+    kept.response = json.dumps({**answer, "tools": ["x" * 10**6]}).encode()
+    assert 1000 < kept.num_item_bytes < 1200
+    store = ResponseStore(100, 10**9, 1e9)
+    store.add(kept)
+    assert store.find_items(["i-a"], None, 1200)
+    with pytest.raises(InvalidRequest, match="more than 1000 bytes"):
+        store.find_items(["i-a"], None, 1000)
+
+
+def test_names_of_functions_of_groups() -> None:
+    function = ResponseTool(type="function", name="find")
+    crm, shop = (ResponseTool(type="namespace", name=n, tools=[function]) for n in ("crm", "shop"))
+    call = InputItem(
+        type="function_call", namespace="crm", name="find", call_id="c", arguments="{}"
+    )
+    body = ResponsesRequest(input=[call], tools=[crm], tool_choice=ToolChoice(name="find"))
+    chat = as_chat(body, [call])
+    [made] = chat.messages[0].tool_calls or []
+    assert made.function.name == "crm__find"
+    assert isinstance(chat.tool_choice, NamedTool)
+    assert chat.tool_choice.function.name == "crm__find"
+    body.tools = [crm, shop]
+    with pytest.raises(InvalidRequest, match="crm__find, shop__find"):
+        as_chat(body, [call])
+    body.tools = [crm, function]
+    chat = as_chat(body, [call])
+    assert isinstance(chat.tool_choice, NamedTool) and chat.tool_choice.function.name == "find"

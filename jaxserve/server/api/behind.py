@@ -34,6 +34,10 @@ class BatchService:
         """Answer a line, whatever the status of the answer."""
         return await self._client.answer(line, owner)
 
+    def is_alive(self, model: str | None) -> bool:
+        """Return whether the engine of a model still answers."""
+        return self._find(model).llm.is_alive()
+
     async def enter(self, model: str | None) -> None:
         """Wait for a slot that no other client needs, and take it."""
         served = self._find(model)

@@ -71,8 +71,8 @@ async def upload_file(request: Request) -> Response:
         if form.fields.get("purpose") != "batch":
             raise InvalidRequest("purpose must be batch", "purpose")
         file = new_file(form.filename, "batch", _seconds(form))
-        await asyncio.to_thread(upload.flush)
-        return json_response(upload.keep(file, _owner(request)))
+        await asyncio.to_thread(upload.flush, file, _owner(request))
+        return json_response(upload.keep())
 
 
 def _seconds(form: Form) -> int | None:
@@ -164,7 +164,7 @@ async def create_batch(request: Request) -> Response:
     check_metadata(body.metadata)
     if body.output_expires_after is not None:
         _checked_seconds(body.output_expires_after.seconds, "output_expires_after")
-    return json_response(batches.create(body, _owner(request)))
+    return json_response(await batches.create(body, _owner(request)))
 
 
 async def list_batches(request: Request) -> Response:
@@ -195,4 +195,4 @@ async def cancel_batch(request: Request) -> Response:
         InvalidRequest: it has ended.
     """
     name = request.path_params["batch_id"]
-    return json_response(_batches(request).cancel(name, _owner(request)))
+    return json_response(await _batches(request).cancel(name, _owner(request)))

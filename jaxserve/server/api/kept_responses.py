@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from jaxserve.errors import JaxserveError
 from jaxserve.server.api.generation import Generation
 from jaxserve.server.api.response_events import ResponsesFormatter
 from jaxserve.server.api.streaming import encode, while_connected
@@ -49,7 +50,7 @@ async def draw(
     except (Exception, asyncio.CancelledError) as problem:
         error = problem
         _fail(as_failure(problem, renamed), formatter, turn)
-        if turn.status == "failed" and not isinstance(problem, ApiError):
+        if not isinstance(problem, ApiError | JaxserveError | asyncio.CancelledError):
             _log.error("a response in the background failed: %s", type(problem), exc_info=problem)
     finally:
         generation.__exit__(type(error) if error else None, error, None)  # type: ignore[arg-type]

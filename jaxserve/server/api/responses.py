@@ -26,7 +26,7 @@ from jaxserve.server.schema.response_items import (
     InputItems,
     InputTokens,
     ResponsesResponse,
-    shown_item,
+    shown_items,
 )
 from jaxserve.server.schema.responses import (
     CountInputRequest,
@@ -105,7 +105,7 @@ class _Input:
                 name,
             )
         turns, most = self.parent.lineage(), request.config.max_body_bytes
-        if sum(turn.num_bytes for turn in turns) > most:
+        if sum(turn.num_item_bytes for turn in turns) > most:
             raise InvalidRequest(f"{name}: the conversation takes more than {most} bytes", name)
         self.items = [*(item for turn in turns for item in turn.own_items()), *self.own]
 
@@ -188,7 +188,7 @@ async def responses(http_request: Request) -> Response:
             loop.call_soon_threadsafe(store.add, turn)
 
     formatter = ResponsesFormatter(body, tokenizer, keep)
-    turn = Turn(formatter.id, owner, given.parent, [shown_item(item) for item in given.own], b"")
+    turn = Turn(formatter.id, owner, given.parent, shown_items(given.own), b"")
     if not body.background:
         return await respond(http_request, generation, formatter, bool(body.stream))
     generation.follow(http_request.headers, http_request.scope["jaxserve.request_id"])

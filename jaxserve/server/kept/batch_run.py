@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, Protocol
 from uuid import uuid4
@@ -22,7 +23,7 @@ from jaxserve.server.kept.batch_lines import (
     output_of,
     read_line,
 )
-from jaxserve.server.kept.files import FileStore, new_file
+from jaxserve.server.kept.files import FileRecord, FileStore, new_file
 from jaxserve.server.schema.files import (
     Batch,
     BatchProblem,
@@ -34,6 +35,8 @@ from jaxserve.server.schema.files import (
 
 # Lines that have been answered are skipped in turns of the event loop of this many.
 SKIPPED_A_TURN = 64
+# Ids of a batch's files: of good answers and of others, None where there are none.
+Outputs = tuple[str | None, str | None]
 
 
 class Service(Protocol):
@@ -41,6 +44,10 @@ class Service(Protocol):
 
     async def answer(self, line: Line, owner: str | None = None) -> BatchResponse:
         """Answer a line, whatever the status of the answer."""
+        ...
+
+    def is_alive(self, model: str | None) -> bool:
+        """Return whether the engine of a model still answers."""
         ...
 
     async def enter(self, model: str | None) -> None:
@@ -55,6 +62,22 @@ class Service(Protocol):
 def mark_of(custom_id: str) -> bytes:
     """Return a short mark of a line's name."""
     return hashlib.blake2b(custom_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def append(sink: BinaryIO, data: bytes) -> None:
+    """Append bytes to an unbuffered file: all of them, or none.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    end, rest = os.fstat(sink.fileno()).st_size, memoryview(data)
+    try:
+        while rest:
+            rest = rest[sink.write(rest) :]
+    except OSError:
+        with suppress(OSError):  # the next start cuts off what stays of a line
+            sink.truncate(end)
+        raise
 
 
 class BatchRun:
@@ -81,6 +104,8 @@ class BatchRun:
         self._tasks: set[asyncio.Task[None]] = set()
         self._drawing: asyncio.Task[None] | None = None
         self._is_full = False
+        self._problem: OSError | None = None
+        self._num_bytes = 0
 
     def interrupt(self) -> None:
         """End the drawing now; answers in progress are lost."""
@@ -97,6 +122,7 @@ class BatchRun:
             OSError: the disk refuses.
         """
         await asyncio.to_thread(self._resume)
+        self._store.num_bytes += self._num_bytes
         batch = self._batch
         self._sinks = [path.open("ab", buffering=0) for path in self._paths]
         try:
@@ -109,9 +135,11 @@ class BatchRun:
             if batch.status != "cancelling" and time.time() >= batch.expires_at:
                 await self._halt()
                 batch.expired_at = int(time.time())
-                await asyncio.to_thread(self._expire, most)
+                await self._expire(most)
             for sink in self._sinks:
                 await asyncio.to_thread(os.fsync, sink.fileno())
+            if self._problem is not None:
+                raise self._problem
         finally:
             await self._halt()
             for sink in self._sinks:
@@ -134,9 +162,6 @@ class BatchRun:
                     continue
                 model = model_of(line)
                 await self._service.enter(model)
-                if self._is_full:
-                    self._service.leave(model)
-                    break
                 task = asyncio.ensure_future(self._answer(line))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
@@ -145,20 +170,33 @@ class BatchRun:
 
     async def _answer(self, line: Line) -> None:
         response = await self._service.answer(line, self._owner)
-        if response.status_code == 503:
+        has_failed = response.status_code >= 500
+        if response.status_code == 503 or (
+            has_failed and not self._service.is_alive(model_of(line))
+        ):
             # The server ends, or its engine has: the line is answered after the next start.
             await asyncio.Event().wait()
         self._write(output_of(line.custom_id, response, None))
 
     def _write(self, output: BatchOutput) -> None:
+        """Write an answer; the first that cannot be written ends the drawing."""
+        if self._is_full or self._problem is not None:
+            return
         data = msgspec.json.encode(output) + b"\n"
-        if len(data) > self._store.room() and not self._is_full:
+        if len(data) > self._store.room():
             self._is_full = True
             message = "its output and all files take more than --max-files-bytes"
             self._batch.errors = BatchProblems([BatchProblem("storage_full", message)])
-        if self._is_full:
+            self.interrupt()
             return
-        self._sinks[0 if output.is_good else 1].write(data)
+        try:
+            append(self._sinks[0 if output.is_good else 1], data)
+        except OSError as error:
+            self._problem = error
+            self.interrupt()
+            return
+        self._num_bytes += len(data)
+        self._store.num_bytes += len(data)
         self._count(output)
 
     def _count(self, output: BatchOutput) -> None:
@@ -187,36 +225,52 @@ class BatchRun:
                     self._count(msgspec.json.decode(line, type=BatchOutput))
                     end += len(line)
                 file.truncate(end)
+            self._num_bytes += end
 
-    def _expire(self, most: int) -> None:
+    async def _expire(self, most: int) -> None:
         """Write an error for each line without an answer."""
         problem = BatchError(
             "batch_expired", "This request could not be executed before the window expired."
         )
         with self._store.path(self._batch.input_file_id).open("rb") as source:
-            for text in lines(source, most):
+            for number, text in enumerate(lines(source, most)):
+                if not number % SKIPPED_A_TURN:
+                    await asyncio.sleep(0)
                 line = read_line(text)
                 if mark_of(line.custom_id) not in self._seen:
                     self._write(output_of(line.custom_id, None, problem))
 
-    def name_outputs(self) -> None:
-        """Give the output files their ids, those that hold anything."""
-        named = [
+    def name_outputs(self) -> Outputs:
+        """Return ids for the output files, those that hold anything."""
+        good, bad = (
             f"file-{uuid4().hex}" if path.exists() and path.stat().st_size else None
             for path in self._paths
-        ]
-        self._batch.output_file_id, self._batch.error_file_id = named
+        )
+        return good, bad
 
-    def keep_outputs(self, seconds: int | None) -> None:
-        """Make the collected answers files.
+    async def keep_outputs(self, names: Outputs, seconds: int | None) -> None:
+        """Make the collected answers files, those that are none yet.
 
         Args:
+            names: of the files.
             seconds: after which they expire, if they do.
+
+        Raises:
+            OSError: the disk refuses; the answers stay as they were.
         """
-        batch = self._batch
-        names = (batch.output_file_id, batch.error_file_id)
+        batch, store = self._batch, self._store
+        noted: list[tuple[Path, FileRecord]] = []
         for path, name in zip(self._paths, names, strict=True):
             if name is not None and path.exists():
-                label = f"{batch.id}_{path.suffix[1:]}.jsonl"
-                self._store.adopt(path, new_file(label, "batch_output", seconds, name), self._owner)
+                file = new_file(
+                    f"{batch.id}_{path.suffix[1:]}.jsonl", "batch_output", seconds, name
+                )
+                noted.append((path, await asyncio.to_thread(store.note, path, file, self._owner)))
+        for path, record in noted:
+            store.adopt(path, record)
+        store.num_bytes -= self._num_bytes
+        self._num_bytes = 0
+        for path in self._paths:
             path.unlink(missing_ok=True)
+        kept = [name if name is not None and store.has(name) else None for name in names]
+        batch.output_file_id, batch.error_file_id = kept

@@ -13,7 +13,7 @@ import msgspec
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.kept.batch_lines import LINE_FACTOR, BadLine, lines, read_line
-from jaxserve.server.kept.batch_run import BatchRun, Service, mark_of
+from jaxserve.server.kept.batch_run import BatchRun, Outputs, Service, mark_of
 from jaxserve.server.kept.files import FileStore, may_see, read_records, write_record
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.schema.files import Batch, BatchProblem, BatchProblems, BatchRequest
@@ -23,6 +23,8 @@ UNENDED = ("validating", "in_progress", "finalizing", "cancelling")
 WINDOW_SECONDS = 24 * 3600
 # Most lines of a file that are reported as wrong.
 MAX_PROBLEMS = 100
+# Between tries to keep answers on a disk that refuses.
+RETRY_SECONDS = 10.0
 
 
 class BatchRecord(msgspec.Struct):
@@ -31,11 +33,13 @@ class BatchRecord(msgspec.Struct):
     Attributes:
         owner: the key of its client.
         output_seconds: after which its output expires, if it does.
+        outputs: ids of its output files, of good answers and of others, once it is finalized.
     """
 
     batch: Batch
     owner: str | None
     output_seconds: int | None
+    outputs: Outputs = (None, None)
 
 
 class Batches:
@@ -58,6 +62,7 @@ class Batches:
         self._records = read_records(self._folder, BatchRecord)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._runs: dict[str, BatchRun] = {}
+        self._saving = asyncio.Lock()
 
     def start(self) -> None:
         """Go on with batches that have not ended."""
@@ -73,7 +78,8 @@ class Batches:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _sorted(self) -> list[BatchRecord]:
-        return sorted(self._records.values(), key=lambda r: (r.batch.created_at, r.batch.id))
+        # Those of one second stay in the order in which they came.
+        return sorted(self._records.values(), key=lambda r: r.batch.created_at)
 
     def _begin(self, record: BatchRecord) -> None:
         name = record.batch.id
@@ -81,7 +87,7 @@ class Batches:
         self._tasks[name] = task
         task.add_done_callback(lambda _: self._tasks.pop(name, None))
 
-    def create(self, request: BatchRequest, owner: str | None) -> Batch:
+    async def create(self, request: BatchRequest, owner: str | None) -> Batch:
         """Begin a batch.
 
         Raises:
@@ -93,7 +99,7 @@ class Batches:
         if file.purpose != "batch":
             raise InvalidRequest(f"{name}: the purpose of the file must be batch", name)
         most = self._config.max_batches
-        if len(self._tasks) >= most:
+        if sum(r.batch.status in UNENDED for r in self._records.values()) >= most:
             raise ApiError(
                 429,
                 f"{most} batches have not ended",
@@ -112,8 +118,12 @@ class Batches:
         )
         after = request.output_expires_after
         record = BatchRecord(batch, owner, after.seconds if after else None)
-        self._save(record)
-        self._records[batch.id] = record
+        self._records[batch.id] = record  # its place and its input are taken from now on
+        try:
+            await self._save(record)
+        except BaseException:
+            del self._records[batch.id]
+            raise
         self._forget_oldest()
         self._begin(record)
         return batch
@@ -133,7 +143,7 @@ class Batches:
         """Return the batches that a client may see, the oldest first."""
         return [r.batch for r in self._sorted() if may_see(r.owner, client)]
 
-    def cancel(self, name: str, client: str | None) -> Batch:
+    async def cancel(self, name: str, client: str | None) -> Batch:
         """Begin to cancel a batch; what has been answered is kept.
 
         Raises:
@@ -145,20 +155,22 @@ class Batches:
             raise InvalidRequest(f"a batch that is {batch.status} cannot be cancelled", "batch_id")
         if batch.status != "cancelling":
             batch.status, batch.cancelling_at = "cancelling", int(time.time())
-            self._save(self._records[name])
+            await self._save(self._records[name])
             if name in self._runs:
                 self._runs[name].interrupt()
         return batch
 
     def reader_of(self, file_id: str) -> str | None:
         """Return the id of a batch that still reads a file; None where there is none."""
-        for name in self._tasks:
-            if self._records[name].batch.input_file_id == file_id:
+        for name, record in self._records.items():
+            if record.batch.input_file_id == file_id and record.batch.status in UNENDED:
                 return name
         return None
 
-    def _save(self, record: BatchRecord) -> None:
-        write_record(self._folder / f"{record.batch.id}.json", record)
+    async def _save(self, record: BatchRecord) -> None:
+        async with self._saving:  # so that what is written last is what is true last
+            path = self._folder / f"{record.batch.id}.json"
+            await asyncio.to_thread(write_record, path, record)
 
     def _forget_oldest(self) -> None:
         ended = [r.batch.id for r in self._sorted() if r.batch.status not in UNENDED]
@@ -183,23 +195,33 @@ class Batches:
                 except OSError as error:
                     self._report(record, "storage", f"the disk refuses: {error.strerror}")
                 batch.status, batch.finalizing_at = "finalizing", int(time.time())
-                run.name_outputs()
-                self._save(record)
-            run.keep_outputs(record.output_seconds)
-            self._end(record)
+                record.outputs = run.name_outputs()
+            await self._keep_outputs(record, run)
+            await self._end(record)
         except Exception as error:
             _log.error("batch %s failed: %s", batch.id, type(error), exc_info=error)
             self._report(record, "internal_error", "the server failed at this batch")
-            self._end(record)
+            await self._end(record)
         finally:
             self._runs.pop(batch.id, None)
+
+    async def _keep_outputs(self, record: BatchRecord, run: BatchRun) -> None:
+        """Make answers files; where the disk refuses, once it does not: no answer is lost."""
+        while True:
+            try:
+                await self._save(record)
+                await run.keep_outputs(record.outputs, record.output_seconds)
+                return
+            except OSError as error:
+                _log.error("batch %s: its answers wait for the disk: %s", record.batch.id, error)
+            await asyncio.sleep(RETRY_SECONDS)
 
     def _report(self, record: BatchRecord, code: str, message: str) -> None:
         problems = record.batch.errors or BatchProblems([])
         problems.data.append(BatchProblem(code, message))
         record.batch.errors = problems
 
-    def _end(self, record: BatchRecord) -> None:
+    async def _end(self, record: BatchRecord) -> None:
         """Set the last status, which follows from what happened."""
         batch, now = record.batch, int(time.time())
         if batch.errors is not None:
@@ -211,7 +233,7 @@ class Batches:
         else:
             batch.status, batch.completed_at = "completed", now
         try:
-            self._save(record)
+            await self._save(record)
         except OSError as error:
             _log.error("batch %s: its end cannot be written: %s", batch.id, error)
 
@@ -226,11 +248,11 @@ class Batches:
         batch.request_counts.total = total
         if problems:
             batch.errors = BatchProblems(problems)
-            self._end(record)
+            await self._end(record)
             return False
         if batch.status == "validating":  # it may have been cancelled meanwhile
             batch.status, batch.in_progress_at = "in_progress", int(time.time())
-        self._save(record)
+        await self._save(record)
         return True
 
 

@@ -64,7 +64,7 @@ class FileStore:
 
     Attributes:
         folder: of everything; other rooms of it are `batches`.
-        num_bytes: of all files, and of those that are being received.
+        num_bytes: of all files, of those that are being received, and of batches' answers so far.
 
     Raises:
         OSError: the folder cannot be used, or another server uses it.
@@ -153,8 +153,8 @@ class FileStore:
         if self.room() <= 0:
             raise ApiError(413, f"the files take {most_bytes} bytes, which is all: delete some")
 
-    def adopt(self, source: Path, file: FileObject, owner: str | None) -> None:
-        """Keep what lies elsewhere in the folder as a file, by moving it.
+    def note(self, source: Path, file: FileObject, owner: str | None) -> FileRecord:
+        """Write the record of a file whose bytes lie elsewhere in the folder. Any thread may call.
 
         Raises:
             OSError: the disk is full, for example.
@@ -163,9 +163,17 @@ class FileStore:
         record = FileRecord(file, owner)
         # Bytes without a record, and a record without bytes, are removed at the next start.
         write_record(self.path(file.id).with_suffix(".json"), record)
-        source.replace(self.path(file.id))
-        self._records[file.id] = record
-        self.num_bytes += file.bytes
+        return record
+
+    def adopt(self, source: Path, record: FileRecord) -> None:
+        """Keep a file that has been noted, by moving its bytes.
+
+        Raises:
+            OSError: the disk refuses.
+        """
+        source.replace(self.path(record.file.id))
+        self._records[record.file.id] = record
+        self.num_bytes += record.file.bytes
 
     def receive(self) -> Upload:
         """Begin to receive a file.
@@ -196,13 +204,14 @@ class Upload:
         self._store = store
         self._path = path
         self._file: BinaryIO | None = None
+        self._record: FileRecord | None = None
         self.num_bytes = 0
 
     def __enter__(self) -> Upload:
-        self._store.num_uploads += 1
         self._file = os.fdopen(
             os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb"
         )
+        self._store.num_uploads += 1
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -231,16 +240,22 @@ class Upload:
         self._store.num_bytes += len(data)
         self._file.write(data)
 
-    def flush(self) -> None:
-        """Wait until the bytes are on the disk."""
+    def flush(self, file: FileObject, owner: str | None) -> None:
+        """Wait until the bytes and the record of the file are on the disk. Any thread may call.
+
+        Raises:
+            OSError: the disk is full, for example.
+        """
         assert self._file is not None
         self._file.flush()
         os.fsync(self._file.fileno())
+        self._record = self._store.note(self._path, file, owner)
 
-    def keep(self, file: FileObject, owner: str | None) -> FileObject:
+    def keep(self) -> FileObject:
         """Keep the file, which has been flushed, under its id."""
-        self._store.adopt(self._path, file, owner)
-        return file
+        assert self._record is not None
+        self._store.adopt(self._path, self._record)
+        return self._record.file
 
 
 def new_file(

@@ -24,7 +24,14 @@ class _Output(msgspec.Struct):
     output: list[InputItem]
 
 
+class _OutputText(msgspec.Struct):
+    """The same as it was written."""
+
+    output: msgspec.Raw
+
+
 _answer = msgspec.json.Decoder(_Output)
+_answer_text = msgspec.json.Decoder(_OutputText)
 
 
 class Turn:
@@ -77,6 +84,11 @@ class Turn:
         return len(self.input) + len(self.response) + self._event_bytes + OVERHEAD_BYTES
 
     @property
+    def num_item_bytes(self) -> int:
+        """Size of the items of the input and of the answer, which those that continue it read."""
+        return len(self.input) + len(_answer_text.decode(self.response).output)
+
+    @property
     def is_running(self) -> bool:
         """Whether the answer is still to come."""
         return self.cancel is not None
@@ -87,6 +99,10 @@ class Turn:
             self.events += events
             self._event_bytes += sum(map(len, events))
         self.notify()
+
+    def drop_events(self) -> None:
+        """Keep no events of the stream, neither those so far nor later ones."""
+        self.events, self._event_bytes = None, 0
 
     def notify(self) -> None:
         """Wake those that wait for a change."""
@@ -119,7 +135,8 @@ class Turn:
 class ResponseStore:
     """Responses by id, bounded by number, bytes and age. The oldest that have ended leave first.
 
-    A turn that has left, and that later ones continue, still counts: it is their beginning.
+    A turn that has left, and that later ones continue, still counts: it is their beginning. One
+    that alone is larger than all that may be kept leaves alone, as soon as it has ended.
 
     Args:
         most: responses; 0 keeps none.
@@ -135,7 +152,7 @@ class ResponseStore:
         self._most_bytes = most_bytes
         self._seconds = seconds
         self._turns: dict[str, Turn] = {}
-        self._by_item: dict[str, Turn] = {}
+        self._by_item: dict[tuple[str | None, str], Turn] = {}
         self.num_bytes = 0
 
     def __len__(self) -> int:
@@ -144,19 +161,33 @@ class ResponseStore:
     def add(self, turn: Turn) -> None:
         """Keep a turn, unless it alone is larger than all that may be kept."""
         self._turns[turn.id] = turn
-        turn.holders += 1
-        if turn.parent is not None:
-            turn.parent.holders += 1
+        last: Turn | None = turn
+        while last is not None:
+            last.holders += 1
+            if last.holders > 1:
+                break
+            self._count(last)  # a parent that has left meanwhile counts again
+            last = last.parent
         self.resize(turn)
 
     def resize(self, turn: Turn) -> None:
         """Count a turn anew, which has changed."""
+        if turn.num_bytes > self._most_bytes:
+            turn.drop_events()
         if turn.holders:
-            self.num_bytes += turn.num_bytes - turn.counted
-            turn.counted = turn.num_bytes
+            self._count(turn)
         if self._turns.get(turn.id) is turn:
-            self._by_item.update(dict.fromkeys(turn.item_ids, turn))
+            if turn.num_bytes > self._most_bytes and not turn.is_running:
+                self._forget(turn)
+            else:
+                self._by_item.update(dict.fromkeys(_keys(turn), turn))
         self._trim()
+
+    def _count(self, turn: Turn) -> None:
+        """Count what a turn takes: nothing where it cannot stay, so that no other leaves for it."""
+        size = turn.num_bytes if turn.num_bytes <= self._most_bytes else 0
+        self.num_bytes += size - turn.counted
+        turn.counted = size
 
     def get(self, response_id: str, owner: str | None, parameter: str = "response_id") -> Turn:
         """Return the turn of an id.
@@ -188,9 +219,9 @@ class ResponseStore:
         Raises:
             InvalidRequest: the responses that hold them take more than `most` bytes.
         """
-        found = [self._by_item.get(name) for name in item_ids]
-        turns = {turn.id: turn for turn in found if turn is not None and turn.owner == owner}
-        if sum(turn.num_bytes for turn in turns.values()) > most:
+        found = [self._by_item.get((owner, name)) for name in item_ids]
+        turns = {turn.id: turn for turn in found if turn is not None}
+        if sum(turn.num_item_bytes for turn in turns.values()) > most:
             raise InvalidRequest(
                 f"input refers to items of responses that take more than {most} bytes", "input"
             )
@@ -199,9 +230,9 @@ class ResponseStore:
 
     def _forget(self, turn: Turn) -> None:
         del self._turns[turn.id]
-        for name in turn.item_ids:
-            if self._by_item.get(name) is turn:
-                del self._by_item[name]
+        for key in _keys(turn):
+            if self._by_item.get(key) is turn:
+                del self._by_item[key]
         last: Turn | None = turn
         while last is not None:
             last.holders -= 1
@@ -220,3 +251,8 @@ class ResponseStore:
                 return
             if not turn.is_running:
                 self._forget(turn)
+
+
+def _keys(turn: Turn) -> list[tuple[str | None, str]]:
+    """Return the names of a turn's items. Clients choose ids, so each has names of its own."""
+    return [(turn.owner, name) for name in turn.item_ids]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any, Literal
 from uuid import uuid4
 
@@ -206,11 +207,21 @@ def input_text(arguments: str) -> str:
     return text if isinstance(text, str) else arguments
 
 
-def shown_item(item: InputItem) -> dict[str, Any]:
-    """Return an item of an input as it is listed: with an id, a status and its content in parts."""
+def shown_items(items: Iterable[InputItem]) -> list[dict[str, Any]]:
+    """Return the items of an input as they are listed: each has an id that no other has."""
+    shown: dict[str, dict[str, Any]] = {}
+    for item in items:
+        name = item.id
+        if not name or name in shown:
+            name = f"{_ID_PREFIXES.get(item.type, 'msg')}_{uuid4().hex}"
+        shown[name] = {"id": name, **_shown_item(item)}
+    return list(shown.values())
+
+
+def _shown_item(item: InputItem) -> dict[str, Any]:
+    """Return an item without its id: with a status, and its content in parts."""
     kind = item.type
-    name = item.id or f"{_ID_PREFIXES.get(kind, 'msg')}_{uuid4().hex}"
-    shown: dict[str, Any] = {"id": name, "type": kind, "status": item.status or "completed"}
+    shown: dict[str, Any] = {"type": kind, "status": item.status or "completed"}
     if kind == "message":
         role = item.role or "user"
         own = "output_text" if role == "assistant" else "input_text"

@@ -202,7 +202,8 @@ def as_chat(body: ResponsesRequest, items: Iterable[InputItem]) -> ChatRequest:
         chat.tools = [_tool(*seen) for seen in seen_tools(body.tools)] or None
     choice = body.tool_choice
     if isinstance(choice, ToolChoice):
-        chat.tool_choice = NamedTool(function=FunctionName(name=choice.name))
+        name = _chosen_name(choice.name, body.tools)
+        chat.tool_choice = NamedTool(function=FunctionName(name=name))
     else:
         chat.tool_choice = choice
     return chat
@@ -224,7 +225,7 @@ def wants_logprobs(body: ResponsesRequest) -> bool:
 
 def flat_name(namespace: str | None, name: str) -> str:
     """Return the name by which the model calls a tool of a group, as vLLM forms it."""
-    return name if namespace is None else f"{namespace}__{name}"
+    return f"{namespace}__{name}" if namespace else name
 
 
 def seen_tools(tools: list[ResponseTool] | None) -> list[tuple[str | None, ResponseTool]]:
@@ -256,6 +257,24 @@ def seen_tools(tools: list[ResponseTool] | None) -> list[tuple[str | None, Respo
     return found
 
 
+def _chosen_name(name: str, tools: list[ResponseTool] | None) -> str:
+    """Return the name by which the model calls a chosen tool; groups may be left out, as in vLLM.
+
+    Raises:
+        InvalidRequest: several groups have a tool of this name.
+    """
+    seen = [(flat_name(group, tool.name or ""), tool.name) for group, tool in seen_tools(tools)]
+    if any(flat == name for flat, _ in seen):
+        return name
+    found = [flat for flat, own in seen if own == name]
+    if len(found) > 1:
+        raise InvalidRequest(
+            f"tool_choice: {name[:60]!r} is in several groups; name one of {', '.join(found)}",
+            "tool_choice",
+        )
+    return found[0] if found else name
+
+
 def _tool(namespace: str | None, tool: ResponseTool) -> Tool:
     parameters = tool.parameters
     if tool.type == "custom":
@@ -284,7 +303,8 @@ def _append(messages: list[ChatMessage], item: InputItem) -> None:
         arguments = item.arguments or ""
         if kind == "custom_tool_call":
             arguments = json.dumps({"input": item.input or ""}, ensure_ascii=False)
-        call = ToolCall(id=item.call_id, function=FunctionCall(name=item.name, arguments=arguments))
+        function = FunctionCall(name=flat_name(item.namespace, item.name), arguments=arguments)
+        call = ToolCall(id=item.call_id, function=function)
         if not messages or messages[-1].role != "assistant":
             messages.append(ChatMessage(role="assistant", content=""))
         messages[-1].tool_calls = [*(messages[-1].tool_calls or []), call]
