@@ -23,6 +23,7 @@ SECONDS = 240.0  # of a server's start
 @pytest.hookimpl(trylast=True)
 def pytest_configure() -> None:
     """Replace what starts a server, before a test file imports it."""
+    # Imported here: the project's own environment has none of it.
     from vllm import platforms
     from vllm.platforms.cpu import CpuPlatform
 

@@ -1,4 +1,4 @@
-"""What clients send that are no packages of Python, as scripts/record_clients.py saw it."""
+"""What clients send that are no packages of Python, as scripts/serving/record_clients.py saw it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from openai.types.chat import ChatCompletionChunk
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from scripts.record_clients import shape_of
+from scripts.serving.record_clients import shape_of
 from tests.clients.conftest import KEY, MODEL
 
 RECORDED = Path(__file__).parent / "recorded"

@@ -424,7 +424,6 @@ def test_a_changed_field_changes_the_output_or_is_refused(
     except (CheckpointError, UnsupportedModel):
         return
     assert np.abs(got - unchanged[case]).max() > 1e-3
-    assert not (change.get("tie_word_embeddings") and "lm_head.weight" not in caplog.text)
 
 
 def test_longrope_takes_the_factors_of_the_length_served(checkpoints):

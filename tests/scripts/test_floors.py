@@ -16,6 +16,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "bench": ("simulate", "demo_model"),
     "serving": (),
     "compare": ("serving",),
+    "vllm_tests": ("compare",),
     "simulate": (),
     "gpu": (),
     "demo_model": (),

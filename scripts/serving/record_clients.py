@@ -91,7 +91,9 @@ CLIENTS = {
 
 def main() -> int:
     """Record each client that is asked for; return 1 where one was refused."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.record_clients", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.serving.record_clients", description=__doc__
+    )
     parser.add_argument("clients", nargs="*", choices=[*CLIENTS, []], metavar="CLIENT", default=[])
     parser.add_argument("--npm", metavar="FOLDER", type=Path, help="where npm installed them")
     arguments = parser.parse_args()
