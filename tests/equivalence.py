@@ -228,7 +228,8 @@ class Bench:
         """Reads all that was generated again for every token."""
         if asked is None:
             return None
-        start = llguidance.LLMatcher(self._vocabulary, grammar_source(asked, {}, bool), log_level=0)
+        source = grammar_source(asked, {}, lambda token: False)
+        start = llguidance.LLMatcher(self._vocabulary, source, log_level=0)
 
         def form(output: tuple[int, ...]) -> tuple[np.ndarray, bool]:
             matcher = start.deep_copy()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import Sequence as Listing
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -164,6 +165,20 @@ class AsyncLLM:
                 stream.close()
             search.advance([drawn[request.request_id] for request in stream.requests])
 
+    async def search_all(self, searches: Listing[BeamSearch]) -> None:
+        """Run beam searches to their ends; where one of them fails, none of the others goes on.
+
+        Raises:
+            EngineClosed, EngineDead: as `search`.
+        """
+        tasks = [asyncio.ensure_future(self.search(search)) for search in searches]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
     async def beam_search(
         self,
         prompt: Prompt,
@@ -191,14 +206,15 @@ class AsyncLLM:
         """Make what `search` takes.
 
         Args:
-            options: priority and cache_salt.
+            options: stop_token_ids, priority and cache_salt.
 
         Raises:
             InvalidRequest: it cannot be served.
         """
         is_processed = self.config.logprobs_mode.startswith("processed")
-        made = (prompt_token_ids, params, self.requests, self.limits, is_processed)
-        return BeamSearch(*made, **options)
+        return BeamSearch(
+            prompt_token_ids, params, self.requests, self.limits, is_processed, **options
+        )
 
     async def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False

@@ -8,10 +8,12 @@ ranks all by their sum of log-probabilities over a power of their length.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from jaxserve.beams import BeamSearchParams
 from jaxserve.checks import exact_int
@@ -48,6 +50,7 @@ class BeamSearch:
         requests: makes the requests of each step.
         limits: of the engine.
         is_processed: whether the engine's log-probabilities depend on the temperature.
+        stop_token_ids: more tokens that end a sequence, beside the model's.
         options: of every request: priority and cache_salt.
 
     Raises:
@@ -61,6 +64,7 @@ class BeamSearch:
         requests: RequestFactory,
         limits: Limits,
         is_processed: bool = False,
+        stop_token_ids: Listing[int] = (),
         **options: Any,
     ) -> None:
         self.params = params
@@ -75,7 +79,7 @@ class BeamSearch:
         self._left = min(params.max_tokens, room)
         self._requests = requests
         self._options = options
-        self._ends = frozenset(() if params.ignore_eos else limits.eos_token_ids)
+        self._ends = [*stop_token_ids, *(() if params.ignore_eos else limits.eos_token_ids)]
         self._sampling = _sampling(params, limits, is_processed)
         self._beams = [Beam([], [], 0.0)]
         self._complete: list[Beam] = []
@@ -94,34 +98,48 @@ class BeamSearch:
         ]
 
     def advance(self, drawn: Listing[TokenLogprobs]) -> None:
-        """Take what the requests drew: the candidates of each beam."""
-        going: list[Beam] = []
-        for beam, scores in zip(self._beams, drawn, strict=True):
-            for token, logprob in self._candidates(scores):
-                total = beam.cum_logprob + logprob
-                followed = Beam([*beam.token_ids, token], [*beam.scores, scores], total)
-                if token not in self._ends:
-                    going.append(followed)
-                    continue
-                followed.end = token
-                self._complete.append(followed)
-        self._beams = sorted(going, key=self._rank, reverse=True)[: self.params.beam_width]
+        """Take what the requests drew: the candidates of each beam.
+
+        All candidates are ranked as numbers; sequences are made of the best of them alone.
+        """
+        tokens = np.concatenate([scores.top_ids for scores in drawn])
+        logprobs = np.concatenate([scores.top_logprobs for scores in drawn], dtype=np.float64)
+        if self.params.allowed_token_ids is not None:
+            best_first = np.argsort(-logprobs, axis=1, kind="stable")
+            tokens = np.take_along_axis(tokens, best_first, axis=1)
+            logprobs = np.take_along_axis(logprobs, best_first, axis=1)
+        totals = logprobs + np.array([[beam.cum_logprob] for beam in self._beams])
+        ranks = totals / self._divisor(len(self._beams[0].token_ids) + 1)
+        order = np.argsort(-ranks, axis=None, kind="stable")  # of equals, the first beam's first
+        order = order[logprobs.flat[order] > -np.inf]
+        ends = np.isin(tokens, self._ends).flat[order]
+
+        def followed(places: np.ndarray) -> Iterator[Beam]:
+            for place in places[: self.params.beam_width].tolist():
+                parent, token = place // tokens.shape[1], int(tokens.flat[place])
+                beam = self._beams[parent]
+                token_ids, scores = [*beam.token_ids, token], [*beam.scores, drawn[parent]]
+                end = token if token in self._ends else None
+                yield Beam(token_ids, scores, float(totals.flat[place]), end)
+
+        self._complete = self._ranked([*self._complete, *followed(order[ends])])
+        self._beams = list(followed(order[~ends]))
         self._left -= 1
 
-    def _candidates(self, scores: TokenLogprobs) -> list[tuple[int, float]]:
-        pairs = zip(scores.top_ids[0].tolist(), scores.top_logprobs[0].tolist(), strict=True)
-        possible = [pair for pair in pairs if pair[1] > -float("inf")]
-        if self.params.allowed_token_ids is not None:
-            possible.sort(key=lambda pair: -pair[1])
-        return possible
+    def _divisor(self, length: int) -> float:
+        return max(length, 1) ** self.params.length_penalty
 
-    def _rank(self, beam: Beam) -> float:
-        return beam.cum_logprob / max(len(beam.token_ids), 1) ** self.params.length_penalty
+    def _ranked(self, beams: list[Beam]) -> list[Beam]:
+        """Return the best of some sequences, as many as there are beams, the best first."""
+
+        def rank(beam: Beam) -> float:
+            return beam.cum_logprob / self._divisor(len(beam.token_ids))
+
+        return sorted(beams, key=rank, reverse=True)[: self.params.beam_width]
 
     def best(self) -> list[Beam]:
-        """Return the best sequences so far, as many as there are beams, the best first."""
-        found = sorted([*self._complete, *self._beams], key=self._rank, reverse=True)
-        return found[: self.params.beam_width]
+        """Return the best sequences so far, at most as many as there are beams, best first."""
+        return self._ranked([*self._complete, *self._beams])
 
     def output(self, tokenizer: Any) -> BeamSearchOutput:
         """Return the best sequences in the form of vLLM's Python API.
@@ -171,13 +189,15 @@ def _sampling(params: BeamSearchParams, limits: Limits, is_processed: bool) -> S
     try:
         check_logprobs(sampling, limits)
     except InvalidRequest:
-        name = "beam_width" if params.allowed_token_ids is None else "allowed_token_ids"
+        if params.allowed_token_ids is None:
+            raise InvalidRequest(
+                "beam_width needs twice as many candidates, and the engine's max_logprobs is "
+                f"{limits.max_logprobs}",
+                "beam_width",
+            ) from None
         raise InvalidRequest(
-            f"{name} needs twice as many candidates, and the engine's max_logprobs is "
-            f"{limits.max_logprobs}"
-            if name == "beam_width"
-            else f"{name} needs an engine that was started with max_logprobs above 20, or -1",
-            name,
+            "allowed_token_ids needs an engine that was started with max_logprobs above 20, or -1",
+            "allowed_token_ids",
         ) from None
     return sampling
 

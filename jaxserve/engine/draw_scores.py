@@ -2,7 +2,8 @@
 
 The device scores the 20 most likely tokens of the model's own distribution. Whatever else a request
 may name (a list of tokens, the whole vocabulary, what a token was drawn from) follows here from
-logits that a step keeps for such rows, in numpy: no program changes, and nobody else pays for it.
+logits that a step keeps where a row of it is such a one, in numpy: no program changes. Such a step
+copies the logits of all of its rows to the host, and all of its rows wait for that.
 """
 
 from __future__ import annotations

@@ -295,13 +295,23 @@ class LLM:
         exact_int(count, "concurrency_limit", 1, 2**31 - 1)
         self._thread.check_open()
         engine = self._thread.engine
-        mode, tokenizer = engine.config.logprobs_mode, engine.tokenizer
+        is_processed = engine.config.logprobs_mode.startswith("processed")
+        tokenizer = engine.tokenizer
         searches: list[BeamSearch] = []
         for prompt, rank in zip(many, ranks, strict=True):
             _, body, salt = prompt_parts(prompt)
             ids = encoded(body, tokenizer)
-            made = (ids, params, self._requests, engine.limits, mode.startswith("processed"))
-            searches.append(BeamSearch(*made, priority=rank or 0, cache_salt=salt))
+            searches.append(
+                BeamSearch(
+                    ids,
+                    params,
+                    self._requests,
+                    engine.limits,
+                    is_processed,
+                    priority=rank or 0,
+                    cache_salt=salt,
+                )
+            )
         for start in range(0, len(searches), count):
             run_searches(searches[start : start + count], self._serve_step)
         return [search.output(tokenizer) for search in searches]

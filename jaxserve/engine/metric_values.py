@@ -65,7 +65,10 @@ def metric_values(stats: EngineStats, step_tokens: Counts, model_name: str) -> l
         *(Gauge(f"vllm:{name}", dict(labels), value) for name, value in gauges.items()),
         *(Counter(f"vllm:{name}", dict(labels), value) for name, value in counters.items()),
         Histogram(
-            *("vllm:iteration_tokens_total", dict(labels), buckets["+Inf"]),
-            *(step_tokens.sum, buckets),
+            "vllm:iteration_tokens_total",
+            dict(labels),
+            buckets["+Inf"],
+            step_tokens.sum,
+            buckets,
         ),
     ]

@@ -15,14 +15,15 @@ import numpy as np
 from jaxserve.config import EngineConfig
 from jaxserve.execution.batch import pack, rows_of
 from jaxserve.execution.buckets import Bucket, BucketSet, Demand, Program, Sampler
-from jaxserve.execution.logprobs import BLOCK, DeviceLogprobs
+from jaxserve.execution.logprobs import DeviceLogprobs
 from jaxserve.execution.page_table import room_for_pages, take_new_pages
+from jaxserve.execution.prompt_scores import Project, score_prompts
 from jaxserve.execution.sampler_state import SamplerState, SlotLoad, allowed_words, slot_loads
 from jaxserve.execution.sampling import is_greedy
 from jaxserve.execution.state import DeviceState, StepOutput, release
 from jaxserve.models import ModelConfig
 from jaxserve.request import SamplerFeature
-from jaxserve.scheduling.logprobs import StepLogprobs, TokenLogprobs, score_tokens
+from jaxserve.scheduling.logprobs import StepLogprobs, TokenLogprobs
 from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.slot_table import NO_TOKEN, SlotTable
 
@@ -37,7 +38,6 @@ Draw = Callable[
 ]
 Score = Callable[[list[jax.Array], StepOutput, np.ndarray], DeviceLogprobs]
 LoadSlot = Callable[[SamplerState, SlotLoad[np.ndarray]], SamplerState]
-Project = Callable[[list[jax.Array], jax.Array, np.ndarray, np.ndarray], jax.Array]
 SetRows = Callable[[jax.Array, np.ndarray, np.ndarray], jax.Array]
 SetAllowed = Callable[[SamplerState, np.ndarray, np.ndarray], SamplerState]
 
@@ -262,7 +262,8 @@ class Runner:
             state = self._guide(state, plan, slots)
         submitted = time.perf_counter()
         state, output = self._steps[bucket](self._leaves, state, batch)
-        logits, prompts = output.logits if keeps_logits else None, {}
+        logits = output.logits if keeps_logits else None
+        prompts: Mapping[int, TokenLogprobs] = {}
         if bucket.keeps_logits and greedy:
             output = StepOutput(output.token_ids, None)  # the logits' memory is free again
         elif bucket.keeps_logits:
@@ -274,48 +275,23 @@ class Runner:
                 assert self._score is not None
                 kept = replace(output, token_ids=drawn.token_ids)
                 drawn = replace(drawn, logprobs=self._score(self._leaves, kept, batch))
-                prompts = self._score_prompts(plan, slots, kept.hidden)
+                if self._project is not None:
+                    assert kept.hidden is not None
+                    prompts = score_prompts(plan, slots, kept.hidden, self._project, self._leaves)
             output = drawn
         self._state = state
         output.token_ids.copy_to_host_async()
         has_positions = scores or not (bucket.decode_only or bucket.keeps_logits)
         if not any_features & SamplerFeature.SCORES:
             return InFlight(plan, output, bucket, None, has_positions, submitted)
-        for leaf in (*(output.logprobs or ()), *(() if logits is None else (logits,))):
+        for leaf in output.logprobs or ():
             leaf.copy_to_host_async()
+        if logits is not None:
+            logits.copy_to_host_async()
         widths = slots.num_logprobs[plan.slots]
-        more = (has_positions, submitted, logits, prompts)
-        return InFlight(plan, output, bucket, widths, *more)
-
-    def _score_prompts(
-        self, plan: LaunchPlan, slots: SlotTable, hidden: jax.Array | None
-    ) -> dict[int, TokenLogprobs]:
-        """Score the prompts' tokens that are the host's to score, by row of the plan.
-
-        At once, a few positions at a time: the logits of a whole chunk may take gigabytes.
-        """
-        scored: dict[int, TokenLogprobs] = {}
-        ends = np.cumsum(plan.num_tokens)
-        wanted = slots.wants_logprob(plan.slots, plan.starts)
-        for row in np.flatnonzero(wanted).tolist():
-            sequence, start = slots.sequences[plan.slots[row]], int(plan.starts[row])
-            if not (prompt := sequence.prompt_logprobs).by_host:
-                continue
-            assert self._project is not None and hidden is not None
-            first, total = int(ends[row] - plan.num_tokens[row]), np.array(ends[-1], np.int32)
-            count = min(int(plan.num_tokens[row]), sequence.num_prompt - 1 - start)
-            targets = slots.tokens[plan.slots[row], start + 1 : start + 1 + count]
-            parts: list[TokenLogprobs] = []
-            for done in range(0, count, BLOCK):
-                where = np.array(first + done, np.int32), total
-                logits = np.asarray(self._project(self._leaves, hidden, *where))
-                skipped = max(0, first + done + len(logits) - len(hidden))
-                chunk = targets[done : done + BLOCK]
-                logits = logits[skipped : skipped + len(chunk)]
-                parts.append(score_tokens(logits, chunk, prompt.width, (), prompt.as_logits))
-            columns = zip(*(part[:4] for part in parts), strict=True)
-            scored[row] = TokenLogprobs(*map(np.concatenate, columns))
-        return scored
+        return InFlight(
+            plan, output, bucket, widths, has_positions, submitted, logits=logits, prompts=prompts
+        )
 
     @staticmethod
     def _draw(
@@ -379,7 +355,8 @@ class Runner:
         ok = token_ids != NO_TOKEN
         if step.num_logprobs is None:
             return token_ids, ok, None
-        logprobs, logits = None, None if step.logits is None else np.asarray(step.logits)
+        logits = None if step.logits is None else np.asarray(step.logits)
+        logprobs = None
         if step.output.logprobs is not None:
             logprobs = TokenLogprobs(*(np.asarray(leaf) for leaf in step.output.logprobs))
         tokens = step.plan.num_tokens if step.has_positions else np.ones(num_rows, np.int32)

@@ -42,6 +42,7 @@ class TokenLogprobs(NamedTuple):
             self.rank[rows].copy(),
             self.top_ids[rows, :width].copy(),
             self.top_logprobs[rows, :width].copy(),
+            None if self.top_ranks is None else self.top_ranks[rows, :width].copy(),
         )
 
 
@@ -78,13 +79,18 @@ def score_tokens(
     values = logits[rows, ids]
     ranks = None
     if len(listed):
-        better = [(logits > values[:, [column]]).sum(axis=1) for column in range(len(listed))]
-        ranks = 1 + np.array(better, np.int32).T
+        ranks = np.array([_ranks(*row) for row in zip(logits, values, strict=True)], np.int32)
+        ranks = ranks.reshape(ids.shape)
 
     def scored(parts: np.ndarray) -> np.ndarray:
         return (parts - total).astype(logits.dtype)
 
     return TokenLogprobs(scored(own)[:, 0], rank, ids, scored(values), ranks)
+
+
+def _ranks(row: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Return the rank of each of some values among float[V]: 1, and how many are greater."""
+    return 1 + len(row) - np.searchsorted(np.sort(row), values, side="right")
 
 
 def _most_likely(row: np.ndarray, width: int) -> np.ndarray:

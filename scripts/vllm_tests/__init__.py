@@ -1,0 +1,1 @@
+"""Runs vLLM's own tests of its server against ours."""

@@ -7,6 +7,7 @@ line of JSON. What it is orders comes in the variable `TOLD`, as JSON.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -29,7 +30,7 @@ def pytest_configure() -> None:
 
     # Their arguments are read by their own parser, which asks what device there is.
     platforms._current_platform = CpuPlatform()
-    from tests import utils
+    utils: Any = importlib.import_module("tests.utils")  # of vLLM's folder of tests
 
     utils.RemoteOpenAIServer._start_server = start_server
     utils.RemoteOpenAIServer._poll = raise_if_ended

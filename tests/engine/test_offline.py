@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -27,9 +28,12 @@ from jaxserve import (
     SamplingParams,
 )
 from jaxserve.config import LogprobsMode
+from jaxserve.engine.beam_search import Beam, BeamSearch
 from jaxserve.engine.loading import Loaded
-from jaxserve.engine.request_factory import check_logprobs
+from jaxserve.engine.request_factory import RequestFactory, check_logprobs
 from jaxserve.engine.text.detokenizer import Detokenizer
+from jaxserve.errors import EngineDead
+from jaxserve.scheduling.logprobs import TokenLogprobs, score_tokens
 from tests.engine.conftest import GREEDY, Canary
 
 TEXT = "a prompt that is longer than the thirty-two tokens of a step, and so comes in chunks"
@@ -137,6 +141,15 @@ def test_programs_without_logits_score_no_tokens_by_name(loaded: Loaded) -> None
         check_logprobs(SamplingParams(logprob_token_ids=[5]), limits)
 
 
+def test_ranks_of_listed_tokens_count_what_is_greater() -> None:
+    logits = np.random.default_rng(3).integers(-3, 4, (4, 50)).astype(np.float32)  # many equals
+    logits[:, ::7] = -np.inf
+    listed = [0, 7, 13, 49, 13]
+    found = score_tokens(logits, np.zeros(4, np.int64), 0, listed)
+    want = [[1 + (row > row[token]).sum() for token in listed] for row in logits]
+    assert found.top_ranks is not None and found.top_ranks.tolist() == want
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -190,6 +203,49 @@ def test_a_search_finds_the_most_likely_sequences(
     assert [s.tokens for s in asyncio.run(search()).sequences] == [
         sequence.tokens for sequence in found[0].sequences
     ]
+
+
+def scored(ids: list[int], values: list[float]) -> TokenLogprobs:
+    """The candidates of a beam."""
+    column = np.zeros(1, np.float32)
+    pairs = np.array([ids], np.int32), np.array([values], np.float32)
+    return TokenLogprobs(column, np.ones(1, np.int32), *pairs)
+
+
+def test_a_search_keeps_only_what_may_be_its_answer(loaded: Loaded) -> None:
+    """Of each step, one candidate of every beam ends it."""
+    requests = RequestFactory(None, loaded.limits, None, SamplingParams())
+    params = BeamSearchParams(beam_width=2, max_tokens=40)
+    ended = BeamSearch([1], params, requests, loaded.limits, stop_token_ids=[9])
+    for _ in range(40):
+        step = scored([5, 9, 6, 7], [-0.5, -1.0, -1.5, -2.0])
+        ended.advance([step] * len(ended.requests()))
+        assert sum(isinstance(kept, Beam) for kept in gc.get_objects()) <= 4
+    best = ended.best()
+    assert [beam.token_ids for beam in best] == [[5] * 40, [5] * 39 + [9]]
+    assert [beam.end for beam in best] == [None, 9]
+
+
+def test_no_search_goes_on_behind_one_that_failed(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = BeamSearchParams(beam_width=2, max_tokens=200, ignore_eos=True)
+    monkeypatch.setattr(loaded.runner, "close", lambda: None)
+
+    async def search_both() -> None:
+        async with AsyncLLM(loaded) as engine:
+            failing, other = (engine.make_search([5, token], params) for token in (6, 7))
+            before = asyncio.all_tasks()
+
+            def fail(drawn: Any) -> None:
+                raise EngineDead("the first step failed")
+
+            monkeypatch.setattr(failing, "advance", fail)
+            with pytest.raises(EngineDead, match="first step"):
+                await engine.search_all([failing, other])
+            assert asyncio.all_tasks() == before and not other.is_done
+
+    asyncio.run(search_both())
 
 
 def test_requests_wait_in_a_queue(llm: LLM, canary: Canary) -> None:
@@ -247,7 +303,8 @@ def test_counts_have_the_names_of_vllm(llm: LLM) -> None:
     assert metrics["vllm:generation_tokens"].value == stats.generation_tokens
     assert metrics["vllm:num_requests_running"].value == 0
     steps = metrics["vllm:iteration_tokens_total"]
-    assert steps.count == steps.buckets["+Inf"] == 12 and steps.sum == 12
+    assert steps.count == steps.buckets["+Inf"] == 12
+    assert steps.sum == 13  # of the prompt and of the answer, as in vLLM
 
 
 @pytest.mark.parametrize("reset_running_requests", [False, True])

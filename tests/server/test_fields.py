@@ -243,6 +243,33 @@ def test_beam_searches_equal_their_definition(
     assert answer["usage"]["completion_tokens"] == sum(map(len, found))
 
 
+def test_a_search_answers_the_sequences_that_it_found(server: Server, wide: Server) -> None:
+    asked = {"use_beam_search": True, "n": 2, "max_tokens": 2, "allowed_token_ids": [5]}
+    asked |= {"ignore_eos": True, "return_token_ids": True}
+    failed = wide.metric("request_success_total", finished_reason="error")
+    answer = wide.request(TEXT, {"prompt": ["a", "b"], "echo": True} | asked).json()
+    choices = answer["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1]
+    assert [choice["token_ids"] for choice in choices] == [[5, 5]] * 2
+    assert [choice["text"][0] for choice in choices] == ["a", "b"]
+    assert answer["usage"]["completion_tokens"] == 4
+    [choice] = wide.request(CHAT, {"messages": MESSAGES} | asked).json()["choices"]
+    assert (choice["token_ids"], choice["finish_reason"]) == ([5, 5], "length")
+    assert wide.metric("request_success_total", finished_reason="error") == failed
+
+
+def test_a_search_shows_the_best_of_the_listed_candidates(
+    wide: Server, oracle: Callable, tokenizer: Any
+) -> None:
+    row = oracle(tokenizer.encode(PROMPT))[-1]
+    worst_first = np.argsort(row)[-40::8].tolist()
+    asked = {"use_beam_search": True, "max_tokens": 1, "allowed_token_ids": worst_first}
+    asked |= {"logprobs": 2, "return_tokens_as_token_ids": True, "ignore_eos": True}
+    [choice] = wide.request(TEXT, {"prompt": PROMPT} | asked).json()["choices"]
+    [shown] = choice["logprobs"]["top_logprobs"]
+    assert list(shown) == [f"token_id:{token}" for token in worst_first[:-3:-1]]
+
+
 def test_a_prompt_is_cut_on_either_side(server: Server, tokenizer: Any) -> None:
     ids = tokenizer.encode(PROMPT)
     more = {"truncate_prompt_tokens": 3, "max_tokens": 1, "return_token_ids": True}

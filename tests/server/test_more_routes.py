@@ -55,7 +55,8 @@ def coder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, li
     """A server of a model with marks for gaps, and the ids of these marks."""
     folder = tmp_path_factory.mktemp("coder") / "model"
     ids = model_with(folder, *MARKS[0][:3], "<|fim_pad|>")
-    with Server([str(folder), *SMALL, "--served-model-name", "coder"]) as server:
+    more = "--served-model-name coder --max-logprobs -1".split()
+    with Server([str(folder), *SMALL, *more]) as server:
         yield server, ids
 
 
@@ -90,6 +91,9 @@ def test_the_end_of_what_fills_a_gap(coder: tuple[Server, list[int]]) -> None:
     texts = {"input_prefix": "a", "input_suffix": "b", "logit_bias": {str(pad): 100}}
     answer = server.request("/infill", texts).json()
     assert (answer["stop_type"], answer["tokens_predicted"]) == ("eos", 1)
+    search = {"prompt": "a", "suffix": "b", "use_beam_search": True, "allowed_token_ids": [pad]}
+    [choice] = server.request(TEXT, search | {"max_tokens": 3}).json()["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", pad)
     begun = {"input_prefix": "a", "prompt": "cd", "input_extra": [{"filename": "e", "text": "f"}]}
     counted = server.request("/infill", begun | {"n_predict": 1}).json()["tokens_evaluated"]
     assert counted == 4 + len(tokens(server, "e\nf\na")) + len(tokens(server, "cd"))

@@ -256,7 +256,8 @@ BEAMS: list[dict[str, Any]] = [
     *({"logit_bias": {"5": 1}}, {"bad_words": ["a"]}, {"prompt_logprobs": 1}),
     *({"structured_outputs": {"regex": "a"}}, {"response_format": {"type": "json_object"}}),
     *({"length_penalty": value} for value in (-17, 17, 1e300)),
-    {"allowed_token_ids": list(range(129))},
+    *({"allowed_token_ids": list(range(129))}, {"thinking_token_budget": 5}),
+    *({"guided_regex": "a"}, {"guided_json": {"type": "object"}}, {"guided_choice": ["a"]}),
 ]
 
 
@@ -270,9 +271,9 @@ def test_what_a_beam_search_has_not_is_refused(
 
 
 def test_a_beam_search_compares_no_more_candidates_than_are_scored(server: Server) -> None:
-    for n, parameter in ((11, "beam_width"), (129, "n")):
-        error = refuse(server, TEXT, {"use_beam_search": True, "n": n})
-        assert error["param"] == parameter
+    for path in (TEXT, CHAT):
+        for n in (11, 129):
+            assert refuse(server, path, {"use_beam_search": True, "n": n})["param"] == "n"
     asked = {"use_beam_search": True, "echo": True, "logprobs": 1}
     assert refuse(server, TEXT, asked)["param"] == "echo"
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence as Listing
 
+import numpy as np
+
 from jaxserve.beams import BeamSearchParams
-from jaxserve.engine.beam_search import Beam, BeamSearch
+from jaxserve.engine.beam_search import Beam
 from jaxserve.engine.stream import Stream
 from jaxserve.errors import EngineDead, InvalidRequest
 from jaxserve.request import Request, SamplingParams
@@ -14,6 +16,7 @@ from jaxserve.scheduling.logprobs import TokenLogprobs
 from jaxserve.server.api.generation import Choice, Generation, Part
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.schema.openai import Sampling
+from jaxserve.server.schema.sampling import form_field
 from jaxserve.server.served.models import ServedModel
 from jaxserve.server.tool_calls.dialect import AnswerFormat
 
@@ -27,7 +30,6 @@ _EXCLUDED = {
     "presence_penalty": (None, 0),
     "frequency_penalty": (None, 0),
     "repetition_penalty": (None, 1),
-    "structured_outputs": (None,),
     "prompt_logprobs": (None,),
     "logprob_token_ids": (None, []),
 }
@@ -52,8 +54,11 @@ def beam_params(body: Sampling, sampling: SamplingParams, longest: int) -> BeamS
     for name, neutral in _EXCLUDED.items():
         if getattr(body, name) not in neutral:
             raise InvalidRequest(f"{name} is not supported with use_beam_search", name)
-    if body.response_format is not None and body.response_format.type != "text":
-        name = "response_format"
+    if sampling.structured_outputs is not None:
+        name = form_field(body)
+        raise InvalidRequest(f"{name} is not supported with use_beam_search", name)
+    if sampling.thinking_token_budget is not None:
+        name = "thinking_token_budget"
         raise InvalidRequest(f"{name} is not supported with use_beam_search", name)
     return BeamSearchParams(
         beam_width=sampling.n,
@@ -93,6 +98,7 @@ class BeamGeneration(Generation):
             model.llm.make_search(
                 request.prompt_token_ids,
                 params,
+                stop_token_ids=request.sampling.stop_token_ids or (),
                 priority=request.priority,
                 cache_salt=request.cache_salt,
             )
@@ -108,7 +114,7 @@ class BeamGeneration(Generation):
         Raises:
             ApiError: it took too long, or the engine failed.
         """
-        searches = asyncio.gather(*map(self.model.llm.search, self._searches))
+        searches = asyncio.ensure_future(self.model.llm.search_all(self._searches))
         failure = asyncio.ensure_future(self._stream.take())  # which ends by `fail` alone
         self._start_all()
         try:
@@ -122,13 +128,22 @@ class BeamGeneration(Generation):
             searches.cancel()
             failure.cancel()
             await asyncio.gather(searches, failure, return_exceptions=True)
-        first = 0
-        for search, request in zip(self._searches, self.requests, strict=True):
-            for choice, beam in zip(self.choices[first:], search.best(), strict=False):
-                self._fill(choice, search, beam)
-            first += request.sampling.n
+        self._answer()
 
-    def _fill(self, choice: Choice, search: BeamSearch, beam: Beam) -> None:
+    def _answer(self) -> None:
+        """Fill the choices with what was found, and give back the places of those left over."""
+        first, answered = 0, []
+        for search, request in zip(self._searches, self.requests, strict=True):
+            choices = self.choices[first : first + request.sampling.n]
+            for choice, beam in zip(choices, search.best(), strict=False):
+                choice.index = len(answered)
+                self._fill(choice, beam)
+                answered.append(choice)
+            first += request.sampling.n
+        self._admission.num_live -= self._live
+        self.choices, self._live = answered, 0
+
+    def _fill(self, choice: Choice, beam: Beam) -> None:
         tokens, shown = beam.token_ids, beam.token_ids
         if beam.end is not None:
             shown = tokens[:-1]  # the text has no place for it, as in vLLM
@@ -149,9 +164,18 @@ class BeamGeneration(Generation):
 
 
 def _of_token(token: int, scores: TokenLogprobs, width: int) -> TokenLogprobs:
-    """Return the scores of one of the candidates, with the best ones of the others."""
-    place = scores.top_ids[0].tolist().index(token)
-    best = scores.part(slice(0, 1), scores.top_ids.shape[1] if width < 0 else width)
-    return best._replace(
-        logprob=scores.top_logprobs[:, place], rank=scores.ranks()[:, place], top_ranks=None
+    """Return the scores of one of the candidates, with the best ones of all of them.
+
+    Args:
+        width: of those, or -1 for all.
+    """
+    ranks, place = scores.ranks(), scores.top_ids[0].tolist().index(token)
+    order = np.argsort(-scores.top_logprobs[0], kind="stable")
+    best = order if width < 0 else order[:width]
+    return TokenLogprobs(
+        scores.top_logprobs[:, place],
+        ranks[:, place],
+        scores.top_ids[:, best],
+        scores.top_logprobs[:, best],
+        ranks[:, best],
     )

@@ -85,11 +85,12 @@ async def prepare(
     dialect = model.dialect
     tools = tool_use(body, dialect.parser, request.config.enable_auto_tool_choice, dialect.spell)
     sampling = chat_sampling(body, model, wanted, tools)
-    beams = beam_params(body, sampling, model.limits.max_model_len)
-    if beams is not None and sampling.structured_outputs is not None:
-        raise InvalidRequest("tools are not supported with use_beam_search", "tools")
     if tools is not None and tools.grammar is not None:
+        if body.use_beam_search:
+            raise InvalidRequest("tools are not supported with use_beam_search", "tools")
         request.renamed["structured_outputs"] = "tools"
+    beams = beam_params(body, sampling, model.limits.max_model_len)
+    request.renamed["beam_width"] = "n"
     if conversations is None:
         conversations = [body.messages]
     request.admit(model, len(conversations) * sampling.n)

@@ -95,7 +95,7 @@ async def prepare_completions(
     Raises: as `completions`.
     """
     check_stream(body)
-    request.renamed["structured_outputs"] = form_field(body)
+    request.renamed |= {"structured_outputs": form_field(body), "beam_width": "n"}
     model = request.find_model(body.model)
     prompts = as_prompts(body.prompt)
     wanted = model.max_tokens(DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens)
@@ -124,7 +124,10 @@ async def prepare_completions(
     for prompt in prompts:
         ids = await _token_ids(model, prompt, body)
         kept = truncated(
-            *(ids, body.truncate_prompt_tokens, model.limits.max_model_len, body.truncation_side)
+            ids,
+            body.truncate_prompt_tokens,
+            model.limits.max_model_len,
+            body.truncation_side,
         )
         engine_requests.append(await request.engine_request(model, kept, sampling, body))
         whole = prompt if len(kept) == len(ids) else kept
@@ -197,16 +200,17 @@ class CompletionFormatter:
         options = body.stream_options
         self._usage = bool(options and options.include_usage)
         self._continuous = self._usage and bool(options and options.continuous_usage_stats)
-        self._echoes = [echo for echo in echoes for _ in range(sampling.n)]
-        self._sent = [0] * len(self._echoes)  # tokens of each choice that have gone out
-        self._fresh = set(range(len(self._echoes)))
+        self._echoes = echoes
+        num_choices = len(echoes) * sampling.n
+        self._sent = [0] * num_choices  # tokens of each choice that have gone out
+        self._fresh = set(range(num_choices))
         self._texts = TokenTexts(tokenizer, bool(body.return_tokens_as_token_ids))
         self._echoes_logprobs = bool(body.echo) and body.logprobs is not None
         # Alternatives shown of each token drawn: all that were listed by name.
         self._width = -1 if body.logprob_token_ids else body.logprobs
         self._waits_for_prompts = self._echoes_logprobs or body.prompt_logprobs is not None
         self._tokens = [
-            CompletionTokens(self._texts, sampling.skip_special_tokens) for _ in self._echoes
+            CompletionTokens(self._texts, sampling.skip_special_tokens) for _ in self._sent
         ]
         # Parts that wait for the logprobs of their prompt, which come with its first completion.
         self._held: list[Part] = []
@@ -238,7 +242,7 @@ class CompletionFormatter:
     def whole(self, generation: Generation) -> CompletionResponse:
         choices = []
         for drawn in generation.choices:
-            text = self._echoes[drawn.index] + ("" if self._echo_only else drawn.text)
+            text = self._echoes[drawn.prompt] + ("" if self._echo_only else drawn.text)
             choice = CompletionChoice(
                 drawn.index,
                 text,
@@ -287,7 +291,7 @@ class CompletionFormatter:
         self._sent[part.index] += len(part.token_ids)
         if is_first:
             self._fresh.discard(part.index)
-            text = self._echoes[part.index] + text
+            text = self._echoes[generation.choices[part.index].prompt] + text
         shows_prompt = is_first and self._body.prompt_logprobs is not None
         if not (text or part.finish_reason or self._ids or part.logprobs or shows_prompt):
             return b""
