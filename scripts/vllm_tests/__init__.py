@@ -1,1 +1,1 @@
-"""Runs vLLM's own tests of its server against ours."""
+"""A run of vLLM's own tests of its server against ours."""

@@ -89,6 +89,8 @@ class Reason:
 
 
 WEIGHTS = "it judges what that model says"
+ENDLESS = "the model does not end its JSON in time"
+MUTE = "the model neither thinks nor calls tools by itself"
 REASONS = (
     Reason("", "-lora` does not exist", "LoRA"),
     Reason("", "Cannot find an appropriate cached snapshot", "it downloads weights"),
@@ -108,6 +110,18 @@ REASONS = (
     Reason("test_echo_logprob_completion", "re.search", "token 0 is a special one of this model's"),
     Reason("test_chat_completion_with_tool_use", "<tool_call>", WEIGHTS),
     Reason("test_comparison_with_prompt_logprobs_and_logprobs", "<|im_end|>", WEIGHTS),
+    Reason("return_tokens_as_token_ids_completion", "== ", WEIGHTS),
+    Reason("test_structured_outputs_choice_chat", "!= 'TypeScript'", WEIGHTS),
+    Reason("responses/test_basic", "assert '", WEIGHTS),
+    Reason("test_function_calling_with_streaming", "1 >= 2", WEIGHTS),
+    Reason("test_response_format_json_object", "Unterminated", ENDLESS),
+    Reason("test_named_tool_use", "JSONDecodeError", ENDLESS),
+    Reason("test_batched_chat_completions_with_json_schema", "ReadTimeout", ENDLESS),
+    Reason("test_function_tool_use", "0 > 0", MUTE),
+    Reason("test_function_tool_use", "None is not None", MUTE),
+    Reason("test_include_reasoning", "easoning", MUTE),
+    Reason("test_check_models", "IndexError", "LoRA"),
+    Reason("", "watermark_config", "texts get no watermark"),
     Reason(
         *("test_single_chat_session", "CompletionUsa"),
         "usage says how many tokens of the prompt were kept, always",
@@ -121,6 +135,11 @@ REASONS = (
     Reason(
         *("test_long_seed", "seed must be from"),
         "the refusal is worded otherwise",
+        applicable=True,
+    ),
+    Reason(
+        *("test_thinking_token_budget", "reasoning_config"),
+        "--reasoning-parser says how thoughts are marked, --reasoning-config is refused",
         applicable=True,
     ),
     Reason("test_chat_logit_bias", "assert '", "the refusal is worded otherwise", applicable=True),
