@@ -220,7 +220,8 @@ def test_a_search_keeps_only_what_may_be_its_answer(loaded: Loaded) -> None:
     for _ in range(40):
         step = scored([5, 9, 6, 7], [-0.5, -1.0, -1.5, -2.0])
         ended.advance([step] * len(ended.requests()))
-        assert sum(isinstance(kept, Beam) for kept in gc.get_objects()) <= 4
+        gc.collect()
+        assert sum(type(kept) is Beam for kept in gc.get_objects()) <= 4
     best = ended.best()
     assert [beam.token_ids for beam in best] == [[5] * 40, [5] * 39 + [9]]
     assert [beam.end for beam in best] == [None, 9]
