@@ -101,6 +101,12 @@ REASONS = (
     Reason("", "kv_transfer_params", "caches are not handed between servers"),
     Reason("", "show_hidden_metrics_for_version", "no metrics of older versions are kept"),
     Reason("test_show_version", "", "it wants vLLM's version"),
+    Reason("test_metrics_exist_run_batch", "", "it starts vLLM's own run-batch"),
+    Reason(
+        *("orca_header", "endpoint-load-metrics"),
+        "no header of ORCA's has the load: /load and /metrics do",
+        applicable=True,
+    ),
     Reason("test_more_than_one_prompt_logprobs_chat", "assert 2 == 1", WEIGHTS),
     Reason("test_response_format_json", "'result'", WEIGHTS),
     Reason("test_previous_response_id", "assert 'Mark' in", WEIGHTS),
@@ -131,7 +137,7 @@ REASONS = (
     Reason("test_check_models", "IndexError", "LoRA"),
     Reason("", "watermark_config", "texts get no watermark"),
     Reason(
-        *("test_single_chat_session", "CompletionUsa"),
+        *("test_single_c", "CompletionUsa"),
         "usage says how many tokens of the prompt were kept, always",
         applicable=True,
     ),

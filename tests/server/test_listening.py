@@ -73,7 +73,7 @@ class Secure(NamedTuple):
         data = b"" if body is None else json.dumps(body).encode()
         method = "GET" if body is None else "POST"
         head = (
-            f"{method} {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+            f"{method} {path} HTTP/1.1\r\nhost: s.sock\r\nconnection: close\r\n"
             f"content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
         )
         with self.connect() as one:

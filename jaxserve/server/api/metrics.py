@@ -33,6 +33,7 @@ from jaxserve.server.served.models import Models, ServedModel
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # No label comes from a request, so that no request can add a time series.
 _LABELS = ["model_name", "engine"]
+_SIZES = ["num_gpu_blocks", "kv_cache_size_tokens", "kv_cache_max_concurrency"]
 Read = Callable[[EngineStats], float]
 Samples = Iterable[tuple[list[str], float]]
 
@@ -278,17 +279,22 @@ class _Snapshot(Collector):
         info = GaugeMetricFamily(
             f"{prefix}:cache_config_info",
             "The KV cache, as labels.",
-            labels=[*_LABELS, *fields, "num_gpu_blocks", "kv_cache_size_tokens"],
+            labels=[*_LABELS, *fields, *_SIZES],
         )
         for model in self._models:
             config = model.llm.config
             values = (
                 *(config.block_size, config.kv_cache_dtype, config.enable_prefix_caching),
-                *(config.gpu_memory_utilization, model.llm.num_pages),
-                model.llm.num_pages * config.block_size,
+                *(config.gpu_memory_utilization, *_cache_sizes(model)),
             )
             info.add_metric([model.name, "0", *map(str, values)], 1)
         return info
+
+
+def _cache_sizes(model: ServedModel) -> tuple[int, int, float]:
+    """Return the cache's pages and tokens, and how many of the longest sequences they hold."""
+    tokens = model.llm.num_pages * model.llm.config.block_size
+    return model.llm.num_pages, tokens, round(tokens / model.limits.max_model_len, 2)
 
 
 def _families(
