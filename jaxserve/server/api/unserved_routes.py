@@ -6,11 +6,13 @@ OpenAI's client would after a status of 500 or more.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Match, Route
+from starlette.routing import BaseRoute, Match, Route
+from starlette.types import Receive, Scope, Send
 
 from jaxserve.server.api.streaming import error_response, json_response
 from jaxserve.server.schema.errors import ApiError
@@ -131,14 +133,36 @@ def _routes(rows: dict[str, str], form: Form) -> list[Route]:
     return made
 
 
-UNSERVED_ROUTES: tuple[Route, ...] = (
-    *_routes(_OPENAI, _openai_error),
-    *_routes(_LLAMA, _llama_error),
-    *_routes(_OLLAMA, _ollama_error),
-)
+@functools.cache
+def unserved_routes() -> tuple[Route, ...]:
+    """Return the routes; making them takes 50 ms, which no start should wait for."""
+    return (
+        *_routes(_OPENAI, _openai_error),
+        *_routes(_LLAMA, _llama_error),
+        *_routes(_OLLAMA, _ollama_error),
+    )
+
+
+class UnservedRoutes(BaseRoute):
+    """All of them as one route, behind those that are served."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        """Return the first whole match, or else the first that differs in its method."""
+        partial: tuple[Match, Scope] = Match.NONE, {}
+        for route in unserved_routes():
+            match, found = route.matches(scope)
+            found = {**found, "jaxserve.route": route}
+            if match is Match.FULL:
+                return match, found
+            if match is Match.PARTIAL and partial[0] is Match.NONE:
+                partial = match, found
+        return partial
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await scope["jaxserve.route"].handle(scope, receive, send)
 
 
 def is_unserved(path: str) -> bool:
     """Return whether a path is here, so that nothing of a request's body is read."""
     scope = {"type": "http", "path": path, "method": "POST"}
-    return any(route.matches(scope)[0] is not Match.NONE for route in UNSERVED_ROUTES)
+    return any(route.matches(scope)[0] is not Match.NONE for route in unserved_routes())

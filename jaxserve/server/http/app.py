@@ -59,7 +59,7 @@ from jaxserve.server.api.token_io import (
     render_messages,
 )
 from jaxserve.server.api.tokens import detokenize, tokenize, tokenizer_info
-from jaxserve.server.api.unserved_routes import UNSERVED_ROUTES, is_unserved
+from jaxserve.server.api.unserved_routes import UnservedRoutes, is_unserved
 from jaxserve.server.http.guard import FILES, Guard
 from jaxserve.server.kept.batches import Batches
 from jaxserve.server.kept.files import FileStore
@@ -192,7 +192,7 @@ class App:
                 ),
             )
         self.asgi = Starlette(
-            routes=[*routes(), *more_routes, *UNSERVED_ROUTES],
+            routes=[*routes(), *more_routes, UnservedRoutes()],
             middleware=middleware,
             exception_handlers={HTTPException: _http_error},
         )
