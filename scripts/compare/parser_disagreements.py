@@ -44,6 +44,21 @@ def differ(key: str) -> Callable[[dict[str, Any], Answer, Answer], bool]:
     return lambda output, ours, theirs: bare(ours[key]) != bare(theirs[key])
 
 
+def calls_more(output: dict[str, Any], first: Answer, second: Answer) -> bool:
+    """Return whether the second answer has more calls."""
+    return len(second["calls"]) > len(first["calls"])
+
+
+def calls_fewer(output: dict[str, Any], first: Answer, second: Answer) -> bool:
+    """Return whether the second answer has fewer calls."""
+    return len(second["calls"]) < len(first["calls"])
+
+
+def calls_otherwise(output: dict[str, Any], first: Answer, second: Answer) -> bool:
+    """Return whether the answers have other calls."""
+    return first["calls"] != second["calls"]
+
+
 def has_broken_arguments(answer: Answer) -> bool:
     """Return whether a call's arguments are no object."""
     return any(not isinstance(call["arguments"], dict) for call in answer["calls"])
@@ -64,7 +79,7 @@ WHOLE = (
         lambda output, ours, theirs: (
             differ("reasoning")(output, ours, theirs)
             and len(bare(theirs["reasoning"])) < len(bare(ours["reasoning"]))
-            and (len(theirs["calls"]) > len(ours["calls"]) or "inside" in output["about"])
+            and (calls_more(output, ours, theirs) or "inside" in output["about"])
         ),
     ),
     Kind(
@@ -113,7 +128,7 @@ WHOLE = (
         "A matter of taste. Where a dialect has no mark, vLLM takes any object with a name for a "
         "call; we take one that begins the answer or stands behind a mark.",
         lambda output, ours, theirs: (
-            len(theirs["calls"]) > len(ours["calls"]) and "inside an answer" in output["about"]
+            calls_more(output, ours, theirs) and "inside an answer" in output["about"]
         ),
     ),
     Kind(
@@ -121,27 +136,27 @@ WHOLE = (
         "Ours is right. Arguments were never finished, or are none, or stand inside a string; vLLM "
         "sends what there is of them, or closes them itself, and a client runs a tool with half of "
         "its arguments.",
-        lambda output, ours, theirs: len(theirs["calls"]) > len(ours["calls"]),
+        calls_more,
     ),
     Kind(
         "a complete call not found",
         "Ours is right. One broken call, or a mark inside a string, makes vLLM give up all; or its "
         "pattern does not fit nested arguments, white space or words beside the call.",
-        lambda output, ours, theirs: len(theirs["calls"]) < len(ours["calls"]),
+        calls_fewer,
     ),
     Kind(
         "arguments that are no JSON object",
         "Ours is right: clients read arguments as JSON. vLLM sends an empty text where a tool has "
         "no arguments, a JSON text inside a text, or cuts a string at a mark inside it.",
         lambda output, ours, theirs: (
-            ours["calls"] != theirs["calls"] and has_broken_arguments(theirs)
+            calls_otherwise(output, ours, theirs) and has_broken_arguments(theirs)
         ),
     ),
     Kind(
         "other values of arguments",
         "Ours is right. The markup or the tool's schema says the type of each value; vLLM leaves "
         "out values that are not quoted, or leaves numbers, lists and objects as texts.",
-        lambda output, ours, theirs: ours["calls"] != theirs["calls"],
+        calls_otherwise,
     ),
     Kind(
         "words beside calls left out",
@@ -190,18 +205,18 @@ STREAMED = (
     Kind(
         "calls only in the stream",
         "The stream sends a name before it is certain that a call follows.",
-        lambda output, whole, streamed: len(streamed["calls"]) > len(whole["calls"]),
+        calls_more,
     ),
     Kind(
         "calls only in the whole",
         "The stream sees a call only where it begins the text, or only with some sizes of its "
         "pieces.",
-        lambda output, whole, streamed: len(streamed["calls"]) < len(whole["calls"]),
+        calls_fewer,
     ),
     Kind(
         "other arguments",
         "What was sent cannot be taken back: parts come twice, are missing, or are no JSON.",
-        lambda output, whole, streamed: streamed["calls"] != whole["calls"],
+        calls_otherwise,
     ),
     Kind(
         "other content",

@@ -15,7 +15,7 @@ any card of `pallas_kernels.devices` ("all" is one of each compute capability), 
 card, cards.json and cards.md.
 
 Exits with 1 if a case that is required does not compile, spills registers or copies KV, or a decode
-step is more than one graph; of the cards, for those that README names.
+step is more than one graph; of the cards, for those of `fits.md`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Cards that are compiled for: one of each compute capability, and those that README names."""
+"""Cards that are compiled for: one of each compute capability, and those of `fits.md`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CLAIMED = (
     *("T4", "RTX 3060", "RTX 3090", "RTX 4090", "RTX 5090", "L4"),
     *("A100", "H100", "H200", "B200", "DGX Spark"),
 )
-"""Cards that README names."""
+"""Cards whose plans `fits.md` has."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,5 +44,5 @@ class Target(DescribedCard):
 
     @property
     def is_claimed(self) -> bool:
-        """Whether README names a card of its capability."""
+        """Whether one of `CLAIMED` has its capability."""
         return self.card.capability in {find_card(name).capability for name in CLAIMED}

@@ -1,4 +1,4 @@
-"""Record what Claude Code and Codex send to a server of ours, and whether they understand it.
+"""Record what Claude Code and Codex send to our server; fail where one cannot read its answers.
 
 Their packages come by npm into a folder that is deleted afterwards. Each asks a small random model
 one question, without a terminal, through a proxy that keeps what it sent. Written into

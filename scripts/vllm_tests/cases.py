@@ -73,7 +73,7 @@ MODELS = (
 
 @dataclass(frozen=True)
 class Reason:
-    """Why tests do not pass.
+    """An explanation of tests that do not pass.
 
     Attributes:
         test: what their names hold, as a pattern.
@@ -100,7 +100,7 @@ REASONS = (
     Reason("multimodal", "", "images"),
     Reason("", "kv_transfer_params", "caches are not handed between servers"),
     Reason("", "show_hidden_metrics_for_version", "no metrics of older versions are kept"),
-    Reason("test_show_version", "", "it wants vLLM's version"),
+    Reason("test_show_version", "", "it passes with vLLM's version number alone"),
     Reason("test_metrics_exist_run_batch", "", "it starts vLLM's own run-batch"),
     Reason(
         *("orca_header", "endpoint-load-metrics"),
@@ -138,7 +138,7 @@ REASONS = (
     Reason("", "watermark_config", "texts get no watermark"),
     Reason(
         *("test_single_c", "CompletionUsa"),
-        "usage says how many tokens of the prompt were kept, always",
+        "usage always says how many tokens of the prompt were cached",
         applicable=True,
     ),
     Reason(

@@ -102,7 +102,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
-    """Write why a file's tests could not be had."""
+    """Write why the tests of a file could not be collected."""
     if report.failed:
         lines = [line for line in str(report.longrepr).splitlines() if line.startswith("E ")]
         row = {"test": report.nodeid, "when": "collect", "outcome": "failed"}

@@ -11,7 +11,7 @@ from scripts.compare.engine_vllm import Vllm
 from scripts.compare.environments import python_of
 
 VERSION = "0.33.0"
-# Of its tests, and of the build that pip asks for the name of the package.
+# Needed by its tests, and by the build from which pip learns the package's name.
 NEEDED = (
     *("pytest", "pytest-asyncio", "pytest-timeout", "tblib", "jsonschema", "orjson", "blobfile"),
     *("setuptools>=77.0.3,<81", "setuptools-rust", "setuptools-scm", "wheel", "jinja2"),

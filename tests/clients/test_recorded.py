@@ -1,4 +1,4 @@
-"""What clients send that are no packages of Python, as scripts/serving/record_clients.py saw it."""
+"""Requests of Claude Code, Codex (scripts/serving/record_clients.py) and Open WebUI (its code)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What plain Python may do with an engine beside `generate`: queues, searches, times, counts."""
+"""Engines in plain Python beside `generate`: queues, searches, times, counts."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def scored(ids: list[int], values: list[float]) -> TokenLogprobs:
 
 
 def test_a_search_keeps_only_what_may_be_its_answer(loaded: Loaded) -> None:
-    """Of each step, one candidate of every beam ends it."""
+    """In each step, one candidate of every beam ends it."""
     requests = RequestFactory(None, loaded.limits, None, SamplingParams())
     params = BeamSearchParams(beam_width=2, max_tokens=40)
     ended = BeamSearch([1], params, requests, loaded.limits, stop_token_ids=[9])

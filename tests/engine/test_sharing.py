@@ -1,4 +1,4 @@
-"""What engines of a fleet share: a secret from a file, and the settings of events."""
+"""Engines of a fleet share a secret from a file; settings of events."""
 
 from __future__ import annotations
 

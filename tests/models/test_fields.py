@@ -1,7 +1,6 @@
 """Every field of config.json that a family reads changes its output, or its value is refused."""
 
 import json
-import logging
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -411,7 +410,7 @@ def unchanged(checkpoints) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize(("case", "change"), CHANGES)
 def test_a_changed_field_changes_the_output_or_is_refused(
-    checkpoints, unchanged, tmp_path, caplog, case, change
+    checkpoints, unchanged, tmp_path, case, change
 ):
     source = checkpoints[case][0]
     raw = changed(json.loads((source / "config.json").read_text()), change)
@@ -419,8 +418,7 @@ def test_a_changed_field_changes_the_output_or_is_refused(
     (tmp_path / "model.safetensors").symlink_to(tmp_path / "weights")
     (tmp_path / "weights").write_bytes((source / "model.safetensors").read_bytes())
     try:
-        with caplog.at_level(logging.WARNING):
-            got = last_logits(tmp_path)
+        got = last_logits(tmp_path)
     except (CheckpointError, UnsupportedModel):
         return
     assert np.abs(got - unchanged[case]).max() > 1e-3

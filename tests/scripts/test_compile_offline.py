@@ -100,7 +100,7 @@ def write_rows(monkeypatch: pytest.MonkeyPatch, rows: dict[str, list]) -> None:
     )
 
 
-def test_a_report_has_all_cards_and_fails_for_those_that_readme_names(
+def test_a_report_has_all_cards_and_fails_for_those_that_are_claimed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     about = {"command": "x", "date": "2026-01-01", "target": "t", "versions": [], "ptxas": "V13"}
@@ -113,7 +113,7 @@ def test_a_report_has_all_cards_and_fails_for_those_that_readme_names(
             tmp_path / "python", about, [target], "card", only, tmp_path
         )
 
-    assert run("B300", broken) == 0  # README does not name it
+    assert run("B300", broken) == 0  # none of `CLAIMED` has its capability
     assert run("RTX 3090", broken) == 1
     assert run("A100", DECODE) == 0
     other = DECODE | {"name": "step 8b mixed 512 tokens, 2 layers"}

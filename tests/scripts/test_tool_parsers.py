@@ -88,7 +88,7 @@ def test_disagreements_are_counted_and_shown() -> None:
 
 def test_the_corpus_is_given_with_tools_and_prompts(tmp_path: Path) -> None:
     dialects = load(CORPUS)
-    assert len(dialects) >= 30
+    assert len(dialects) >= 43
     hermes = dialects["hermes"]
     assert hermes["prompts"] == {"free": "x", "open": "x<think>", "closed": "x<think></think>"}
     assert hermes["tools"][0]["type"] == "function" and "<tool_call>" in hermes["marks"]

@@ -37,7 +37,11 @@ def test_the_table_gives_each_failure_its_reason(tmp_path: Path) -> None:
     path.write_text("\n".join(lines) + "\n")
     page, unexplained = table({"t.py": read_outcomes(path)}, "1.2.3", ["--flag"])
     assert unexplained == 2
-    failed = "1: the refusal is worded otherwise; 2: **no reason yet**"
-    other = "1: LoRA"
-    assert {*failed.split("; ")} <= {*page.replace(" |", ";").replace("| ", "; ").split("; ")}
-    assert f"| {other} |" in page and "| t.py | 1 |" in page and "`--flag`" in page
+    failed = "2: **no reason yet**; 1: the refusal is worded otherwise"
+    assert f"| t.py | 1 | {failed} | 1: LoRA |\n" in page and "`--flag`" in page
+
+
+def test_a_file_without_outcomes_is_a_failure(tmp_path: Path) -> None:
+    path = tmp_path / "outcomes.jsonl"
+    path.write_text("")
+    assert read_outcomes(path).failed == {"": 1}

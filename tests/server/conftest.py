@@ -1,12 +1,38 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import numpy as np
 import pytest
 
+from jaxserve.config import bundled_model
 from tests.support.live_server import SMALL, Canary, Server
 
 KEYS = ("first-key", "second-key")
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    """The bundled model's, as Transformers reads it."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(bundled_model())
+
+
+@pytest.fixture(scope="session")
+def oracle() -> Callable[[list[int]], np.ndarray]:
+    """The distribution behind each token by Transformers, [T, V]."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(bundled_model(), dtype=torch.float64)
+
+    def logprobs(token_ids: list[int]) -> np.ndarray:
+        with torch.no_grad():
+            return model(torch.tensor([token_ids])).logits[0].log_softmax(-1).numpy()
+
+    return logprobs
 
 
 @pytest.fixture(scope="session")

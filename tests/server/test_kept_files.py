@@ -401,6 +401,7 @@ class Echo:
 
     def __init__(self, size: int, status: int = 200) -> None:
         self.size, self.status = size, status
+        self.num_answered = 0
 
     def is_alive(self, model: str | None) -> bool:
         return self.status == 200
@@ -408,6 +409,7 @@ class Echo:
     async def answer(self, line: Line, owner: str | None = None) -> BatchResponse:
         await asyncio.sleep(0)
         body = msgspec.Raw(json.dumps({"text": "x" * self.size}).encode())
+        self.num_answered += 1
         return BatchResponse(self.status, "r", body)
 
     async def enter(self, model: str | None) -> None:
@@ -473,9 +475,11 @@ def test_lines_of_an_engine_that_dies_are_drawn_again(tmp_path: Path) -> None:
     file = input_of(store, 3)
 
     async def die() -> Batch:
-        batches = Batches(store, Echo(10, status=500))
+        service = Echo(10, status=500)
+        batches = Batches(store, service)
         batch = await created(batches, file)
-        await asyncio.sleep(0.2)
+        while service.num_answered < 3:
+            await asyncio.sleep(0)
         await batches.stop()
         return batch
 

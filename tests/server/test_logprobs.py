@@ -4,39 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.server.test_parameters import refuse
 from tests.support.live_server import Server
 
-MODEL = Path(__file__).parents[2] / "jaxserve" / "demo_model"
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT = "The caf\u00e9 says: na\u00efve \U0001f600 one"
 MESSAGES = [{"role": "user", "content": "Reverse: s-t-o-n-e"}]
 TOLERANCE = {"rtol": 0, "atol": 1e-3}  # of float32, against float64
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(MODEL)
-
-
-@pytest.fixture(scope="module")
-def oracle() -> Callable[[list[int]], np.ndarray]:
-    """The distribution behind each token, [T, V]."""
-    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float64)
-
-    def logprobs(token_ids: list[int]) -> np.ndarray:
-        with torch.no_grad():
-            return model(torch.tensor([token_ids])).logits[0].log_softmax(-1).numpy()
-
-    return logprobs
 
 
 def check_best(best: list[tuple[str, float]], row: np.ndarray, k: int, tokenizer: Any) -> None:

@@ -18,7 +18,7 @@ from jaxserve.server.tool_calls.thinking import Start
 FOLDER = Path(__file__).parent / "corpus"
 TOOLS = json.loads((FOLDER / "tools.json").read_text())
 FILES = sorted(path for path in FOLDER.glob("*.json") if path.name != "tools.json")
-MIN_OUTPUTS = 400
+MIN_OUTPUTS = 1500
 MANGLED = 12  # of each dialect, in one run of the tests
 PARTS = (" ", "\n", "{", "}", '"', "<", "[", "]", ",", "\\", "'", "\t", "é", "<|")
 
