@@ -23,12 +23,12 @@ from jaxserve.server.kept.batch_lines import (
     output_of,
     read_line,
 )
+from jaxserve.server.served.models import NO_LIMIT, NO_SECONDS
 from jaxserve.server.served.specs import ModelSpec
 from jaxserve.server.settings import ServerConfig
 
 # Lines in progress for each slot of the engine: enough that no slot waits for its next line.
 LINES_A_SLOT = 2
-NO_LIMIT, NO_SECONDS = 2**31 - 1, 1e9
 
 
 def batch_config(**settings: Any) -> ServerConfig:

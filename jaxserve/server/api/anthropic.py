@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.api.chat import prepare
-from jaxserve.server.api.conversations import as_template_messages, template_options
+from jaxserve.server.api.conversations import template_ids
 from jaxserve.server.api.endpoint_request import EndpointRequest
 from jaxserve.server.api.generation import Choice, Generation, Part
 from jaxserve.server.api.streaming import event, json_response, respond
@@ -39,7 +39,6 @@ from jaxserve.server.schema.sampling import (
     NO_TEMPLATE_FIELDS,
 )
 from jaxserve.server.tool_calls.pieces import Call, CallPart, Message, Piece, Thought
-from jaxserve.server.tool_calls.tools import check_tools, described
 
 # Fields of these endpoints alone that are not supported, with their neutral values.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -107,11 +106,7 @@ async def count_tokens(http_request: Request) -> Response:
     body = request.parse(CountRequest, UNSUPPORTED)
     chat = await template_chat(request, body)
     model = request.find_model(chat.model)
-    rendered, options = as_template_messages(chat.messages), await template_options(chat, model)
-    if chat.tools and chat.tool_choice != "none":
-        check_tools(chat.tools)
-        options["tools"] = described(chat.tools)
-    counted = CountResponse(len(await model.render(rendered, **options)))
+    counted = CountResponse(len(await template_ids(chat, model)))
     if body.context_management is not None:
         counted.context_management = CountedContext(counted.input_tokens)
     return json_response(counted)

@@ -9,9 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxserve.errors import InvalidRequest
-from jaxserve.server.api.chat import ChatFormatter, echo_of, prepare
+from jaxserve.server.api.chat import answer_chats
 from jaxserve.server.api.endpoint_request import EndpointRequest
-from jaxserve.server.api.streaming import respond
 from jaxserve.server.schema.openai import BatchChatRequest, ChatRequest
 from jaxserve.server.schema.sampling import NO_FUNCTIONS, NO_SUFFIX
 
@@ -42,10 +41,4 @@ async def batch_chat_completions(http_request: Request) -> Response:
         raise InvalidRequest("messages must hold conversations, none of them empty", "messages")
     fields: dict[str, Any] = msgspec.structs.asdict(body) | {"messages": conversations[0]}
     chat = ChatRequest(**fields)
-    generation = await prepare(request, chat, conversations)
-    role = request.config.response_role
-    echoes = [echo_of(chat, messages, role) for messages in conversations]
-    tokenizer = generation.model.llm.get_tokenizer()
-    answer_id = request.answer_id("chatcmpl", body.request_id)
-    formatter = ChatFormatter(chat, tokenizer, answer_id, echoes)
-    return await respond(http_request, generation, formatter, False)
+    return await answer_chats(http_request, request, chat, conversations)

@@ -49,16 +49,14 @@ def beam_params(body: Sampling, sampling: SamplingParams, longest: int) -> BeamS
         if body.length_penalty not in (None, 1):
             raise InvalidRequest("length_penalty needs use_beam_search=true", "length_penalty")
         return None
-    if body.stream:
-        raise InvalidRequest("stream is not supported with use_beam_search", "stream")
-    for name, neutral in _EXCLUDED.items():
-        if getattr(body, name) not in neutral:
-            raise InvalidRequest(f"{name} is not supported with use_beam_search", name)
+    excluded = ["stream"] if body.stream else []
+    excluded += [name for name, neutral in _EXCLUDED.items() if getattr(body, name) not in neutral]
     if sampling.structured_outputs is not None:
-        name = form_field(body)
-        raise InvalidRequest(f"{name} is not supported with use_beam_search", name)
+        excluded.append(form_field(body))
     if sampling.thinking_token_budget is not None:
-        name = "thinking_token_budget"
+        excluded.append("thinking_token_budget")
+    if excluded:
+        name = excluded[0]
         raise InvalidRequest(f"{name} is not supported with use_beam_search", name)
     return BeamSearchParams(
         beam_width=sampling.n,

@@ -42,6 +42,7 @@ from jaxserve.server.schema.sampling import (
     check_stream,
     form_field,
     sampling_params,
+    with_ends,
 )
 from jaxserve.server.served.models import ServedModel
 from jaxserve.server.tool_calls.pieces import CallPart, Message, Piece, Thought
@@ -126,7 +127,7 @@ def chat_sampling(
         sampling = replace(sampling, skip_special_tokens=False)
     ends = [*(sampling.stop_token_ids or ()), *model.limits.eos_token_ids]
     if more := [token for token in model.dialect.stop_token_ids if token not in ends]:
-        sampling = replace(sampling, stop_token_ids=[*(sampling.stop_token_ids or ()), *more])
+        sampling = with_ends(sampling, more)
     if tools is None or tools.grammar is None:
         return sampling
     field = form_field(body)
@@ -152,12 +153,27 @@ async def chat_completions(http_request: Request) -> Response:
     if body.echo and body.prompt_logprobs is None and body.logprobs and not body.stream:
         chat.prompt_logprobs = body.top_logprobs or 0
         request.renamed["prompt_logprobs"] = "echo"
-    generation = await prepare(request, chat)
-    echoes = [echo_of(chat, chat.messages, request.config.response_role)]
+    return await answer_chats(http_request, request, chat, [chat.messages])
+
+
+async def answer_chats(
+    http_request: Request,
+    request: EndpointRequest,
+    chat: ChatRequest,
+    conversations: Listing[list[ChatMessage]],
+) -> Response:
+    """Answer conversations under the settings of one request.
+
+    Raises:
+        ApiError, InvalidRequest, Overloaded: see `prepare`.
+    """
+    generation = await prepare(request, chat, conversations)
+    role = request.config.response_role
+    echoes = [echo_of(chat, messages, role) for messages in conversations]
     tokenizer = generation.model.llm.get_tokenizer()
-    answer_id = request.answer_id("chatcmpl", body.request_id)
+    answer_id = request.answer_id("chatcmpl", chat.request_id)
     formatter = ChatFormatter(chat, tokenizer, answer_id, echoes)
-    return await respond(http_request, generation, formatter, bool(body.stream))
+    return await respond(http_request, generation, formatter, bool(chat.stream))
 
 
 @dataclass(frozen=True)
@@ -224,8 +240,7 @@ class ChatFormatter:
         if self._body.return_prompt_text:
             response.prompt_text = self._prompt_text(generation)
         response.prompt_logprobs = self._of_prompt(generation)
-        if generation.model.config.enable_per_request_metrics:
-            response.metrics = generation.timing()
+        response.metrics = generation.timing()
         return response
 
     def _prompt_text(self, generation: Generation) -> str:
@@ -233,10 +248,8 @@ class ChatFormatter:
 
     def _of_prompt(self, generation: Generation) -> PromptLogprobs | None:
         """Return the prompt's logprobs, where they were requested and have come."""
-        width, logprobs = self._body.prompt_logprobs, generation.prompt_logprobs[0]
-        if width is None or logprobs is None:
-            return None
-        return self._texts.prompt(generation.choices[0].prompt_token_ids, logprobs, width)
+        prompt, scores = generation.choices[0].prompt_token_ids, generation.prompt_logprobs[0]
+        return self._texts.prompt(prompt, scores, self._body.prompt_logprobs)
 
     def _logprobs(self, part: Part | Choice) -> ChatLogprobs | None:
         if not self._body.logprobs:
@@ -312,8 +325,7 @@ class ChatFormatter:
             return DONE
         chunk = self._chunk(generation, [])
         chunk.usage = generation.usage()
-        if generation.model.config.enable_per_request_metrics:
-            chunk.metrics = generation.timing()
+        chunk.metrics = generation.timing()
         return event(chunk) + DONE
 
     def failure(self, error: ApiError) -> bytes:

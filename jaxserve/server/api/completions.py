@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -35,6 +34,7 @@ from jaxserve.server.schema.sampling import (
     check_stream,
     form_field,
     sampling_params,
+    with_ends,
 )
 from jaxserve.server.served.models import ServedModel
 
@@ -114,8 +114,7 @@ async def prepare_completions(
         name = "logprob_token_ids"
         raise InvalidRequest(f"{name} needs tokens to score: max_tokens is 0", name)
     if body.suffix:
-        ends = [*(sampling.stop_token_ids or ()), *end_tokens(model.tokenizer())]
-        sampling = replace(sampling, stop_token_ids=ends)
+        sampling = with_ends(sampling, end_tokens(model.tokenizer()))
     if body.best_of is not None and body.best_of != sampling.n:
         raise InvalidRequest("best_of must be equal to n", "best_of")
     request.admit(model, len(prompts) * sampling.n)
@@ -260,16 +259,13 @@ class CompletionFormatter:
         response = self._response(generation, choices)
         response.usage = self._used(generation)
         response.service_tier = response.kv_transfer_params = None
-        if generation.model.config.enable_per_request_metrics:
-            response.metrics = generation.timing()
+        response.metrics = generation.timing()
         return response
 
     def _of_prompt(self, generation: Generation, choice: Choice) -> PromptLogprobs | None:
         """Return the logprobs of a choice's prompt, where they were requested."""
-        found, width = generation.prompt_logprobs[choice.prompt], self._body.prompt_logprobs
-        if width is None or found is None:
-            return None
-        return self._texts.prompt(choice.prompt_token_ids, found, width)
+        scores = generation.prompt_logprobs[choice.prompt]
+        return self._texts.prompt(choice.prompt_token_ids, scores, self._body.prompt_logprobs)
 
     def opening(self, generation: Generation) -> bytes:
         return b""
@@ -319,8 +315,7 @@ class CompletionFormatter:
             return DONE
         response = self._response(generation, [])
         response.usage = self._used(generation)
-        if generation.model.config.enable_per_request_metrics:
-            response.metrics = generation.timing()
+        response.metrics = generation.timing()
         return event(response) + DONE
 
     def failure(self, error: ApiError) -> bytes:

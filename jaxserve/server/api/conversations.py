@@ -12,7 +12,7 @@ from jaxserve.errors import InvalidRequest
 from jaxserve.server.schema.openai import ChatMessage, ChatRequest, ToolCall
 from jaxserve.server.served.chat_template import check_inputs
 from jaxserve.server.served.models import ServedModel
-from jaxserve.server.tool_calls.tools import read_arguments
+from jaxserve.server.tool_calls.tools import check_tools, described, read_arguments
 
 MAX_MESSAGES = MAX_DOCUMENTS = 4096
 
@@ -81,6 +81,19 @@ async def template_options(body: ChatRequest, model: ServedModel) -> dict[str, A
     if last:
         options["continue_final_message"] = True
     return options
+
+
+async def template_ids(chat: ChatRequest, model: ServedModel) -> list[int]:
+    """Return the token ids of a conversation with its tools, as the chat template renders it.
+
+    Raises:
+        InvalidRequest: naming the field.
+    """
+    messages, options = as_template_messages(chat.messages), await template_options(chat, model)
+    if chat.tools and chat.tool_choice != "none":
+        check_tools(chat.tools)
+        options["tools"] = described(chat.tools)
+    return await model.render(messages, **options)
 
 
 async def render(

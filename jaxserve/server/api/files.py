@@ -23,7 +23,6 @@ from jaxserve.server.schema.files import (
     BatchRequest,
     DeletedFile,
     FileList,
-    page_of,
 )
 from jaxserve.server.schema.responses import check_metadata
 
@@ -105,7 +104,7 @@ async def list_files(request: Request) -> Response:
     purpose = query.choice("purpose", ("batch", "batch_output"))
     found = _files(request).list(_owner(request), purpose)
     page = query.page(found, lambda file: file.id, "desc", MOST_LISTED, MOST_LISTED)
-    return json_response(FileList(*page_of(*page)))
+    return json_response(FileList(*page))
 
 
 async def get_file(request: Request) -> Response:
@@ -175,7 +174,7 @@ async def list_batches(request: Request) -> Response:
     """
     found = _batches(request).list(_owner(request))
     page = Query(request).page(found, lambda batch: batch.id, "desc")
-    return json_response(BatchList(*page_of(*page)))
+    return json_response(BatchList(*page))
 
 
 async def get_batch(request: Request) -> Response:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
+import msgspec
+
 from jaxserve.engine.delta import Delta
 from jaxserve.engine.metrics import SequenceTimes
 from jaxserve.engine.stream import Stream
@@ -318,8 +320,10 @@ class Generation:
             most = max(len(sibling.token_ids) for sibling in siblings)
             self._metrics.completed(len(siblings), most)
 
-    def timing(self) -> PerRequestMetrics | None:
-        """Return the times of the only completion; None of several, which share none."""
+    def timing(self) -> PerRequestMetrics | msgspec.UnsetType | None:
+        """Return the times of the only completion; None of several, UNSET where they are off."""
+        if not self.model.config.enable_per_request_metrics:
+            return msgspec.UNSET
         if len(self.choices) != 1:
             return None
         return per_request_metrics(self._times.get(0), len(self.choices[0].token_ids))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -22,6 +21,7 @@ from jaxserve.server.schema.sampling import (
     NO_TEMPLATE_FIELDS,
     check_sizes,
     sampling_params,
+    with_ends,
 )
 
 # Fields of this endpoint alone that are not supported, with their neutral values.
@@ -71,10 +71,7 @@ class InfillResponse(msgspec.Struct):
 async def infill(http_request: Request) -> Response:
     """Answer with the text of a gap.
 
-    Raises:
-        ApiError: the body is malformed, there is no such model, or the server is stopping.
-        InvalidRequest: naming the field.
-        Overloaded: the queue is full.
+    Raises: as `completions.completions`.
     """
     request = EndpointRequest(http_request)
     body = request.parse(InfillRequest, UNSUPPORTED)
@@ -98,8 +95,7 @@ async def infill(http_request: Request) -> Response:
         return ids + (tokenizer.encode(body.prompt, False) if body.prompt else [])
 
     ids = await asyncio.to_thread(encode)
-    ends = [*(sampling.stop_token_ids or ()), *end_tokens(tokenizer)]
-    sampling = replace(sampling, stop_token_ids=ends)
+    sampling = with_ends(sampling, end_tokens(tokenizer))
     generation = Generation(model, [await request.engine_request(model, ids, sampling, body)])
     return await respond(http_request, generation, InfillFormatter(), bool(body.stream))
 

@@ -6,13 +6,12 @@ import asyncio
 import logging
 from collections.abc import Mapping
 
-from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from jaxserve.errors import JaxserveError
 from jaxserve.server.api.generation import Generation
 from jaxserve.server.api.response_events import ResponsesFormatter
-from jaxserve.server.api.streaming import encode, while_connected
+from jaxserve.server.api.streaming import EventResponse, encode, send_body, while_connected
 from jaxserve.server.kept.response_store import ResponseStore, Turn
 from jaxserve.server.schema.errors import ApiError, as_api_error
 
@@ -74,7 +73,7 @@ def _fail(error: ApiError, formatter: ResponsesFormatter, turn: Turn) -> None:
         formatter.failure(error)
 
 
-class StoredStream(Response):
+class StoredStream(EventResponse):
     """Stream of a response that is drawn, or was drawn, in the background.
 
     Args:
@@ -83,9 +82,7 @@ class StoredStream(Response):
     """
 
     def __init__(self, turn: Turn, first: int = 0) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
-        del self.headers["content-length"]
-        self.headers["content-type"] = "text/event-stream; charset=utf-8"
+        super().__init__()
         self._turn = turn
         self._next = first
 
@@ -98,22 +95,15 @@ class StoredStream(Response):
         await while_connected(receive, self._run(send))
 
     async def _run(self, send: Send) -> None:
-        await send(
-            {
-                "type": "http.response.start",
-                "status": self.status_code,
-                "headers": self.raw_headers,
-            }
-        )
+        await self.start(send)
         turn = self._turn
         while True:
             events = (turn.events or [])[self._next :]
             self._next += len(events)
             if events:
-                body = {"type": "http.response.body", "body": b"".join(events), "more_body": True}
-                await send(body)
+                await send_body(send, b"".join(events))
             elif not turn.is_running:
                 break
             else:
                 await turn.wait()
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await send_body(send, b"", more=False)

@@ -69,8 +69,10 @@ class Query:
         order: Literal["asc", "desc"],
         most: int = MAX_LIMIT,
         default: int = DEFAULT_LIMIT,
-    ) -> tuple[list[T], bool]:
-        """Return one page of a list, and whether there are more: limit, order and after say which.
+    ) -> tuple[list[T], str | None, str | None, bool]:
+        """Return a page of a list, its first and last ids, and whether more follow.
+
+        The arguments limit, order and after choose the page.
 
         Args:
             entries: the oldest first.
@@ -92,4 +94,8 @@ class Query:
             if after not in ids:
                 raise InvalidRequest(f"after: there is no {after[:60]!r} in the list", "after")
             first = ids.index(after) + 1
-        return entries[first : first + limit], len(entries) > first + limit
+        shown = entries[first : first + limit]
+        has_more = len(entries) > first + limit
+        if not shown:
+            return shown, None, None, has_more
+        return shown, id_of(shown[0]), id_of(shown[-1]), has_more

@@ -6,12 +6,13 @@ import asyncio
 from collections.abc import Mapping
 from functools import partial
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxserve.errors import InvalidRequest, PromptTooLong
 from jaxserve.server.api.chat import prepare
-from jaxserve.server.api.conversations import as_template_messages, template_options
+from jaxserve.server.api.conversations import template_ids
 from jaxserve.server.api.endpoint_request import EndpointRequest
 from jaxserve.server.api.generation import Generation
 from jaxserve.server.api.kept_responses import StoredStream, draw
@@ -41,7 +42,6 @@ from jaxserve.server.schema.sampling import (
     NO_SUFFIX,
     NO_TEMPLATE_FIELDS,
 )
-from jaxserve.server.tool_calls.tools import check_tools, described
 
 # Fields of this endpoint alone that are not supported, with their neutral values.
 UNSUPPORTED = {
@@ -294,9 +294,8 @@ async def list_input_items(http_request: Request) -> Response:
     """
     query = Query(http_request)
     turn = _turn(http_request)
-    page, has_more = query.page(turn.input_items(), lambda item: item["id"], "desc")
-    first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
-    return json_response(InputItems(page, first, last, has_more))
+    page = query.page(turn.input_items(), lambda item: item["id"], "desc")
+    return json_response(InputItems(*page))
 
 
 async def count_input_tokens(http_request: Request) -> Response:
@@ -309,13 +308,7 @@ async def count_input_tokens(http_request: Request) -> Response:
     body = request.parse(CountInputRequest, UNSUPPORTED)
     request.renamed["prompt"] = "input"
     given = _Input(request, body, store, http_request.scope["jaxserve.key"])
-    fields = ("model", "instructions", "text", "chat_template_kwargs", "tools", "tool_choice")
-    asked = ResponsesRequest(input=[], **{name: getattr(body, name) for name in fields})
-    asked.reasoning = body.reasoning
-    chat = as_chat(asked, given.items)
+    whole = ResponsesRequest(**msgspec.structs.asdict(body))
+    chat = as_chat(whole, given.items)
     model = request.find_model(chat.model)
-    messages, options = as_template_messages(chat.messages), await template_options(chat, model)
-    if chat.tools and chat.tool_choice != "none":
-        check_tools(chat.tools)
-        options["tools"] = described(chat.tools)
-    return json_response(InputTokens(len(await model.render(messages, **options))))
+    return json_response(InputTokens(len(await template_ids(chat, model))))

@@ -122,16 +122,28 @@ async def respond(
     return await while_connected(request.receive, work())
 
 
-class EventStream(Response):
+class EventResponse(Response):
+    """Response of server-sent events, whose length is not known when it begins."""
+
+    def __init__(self) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self.headers["content-type"] = "text/event-stream; charset=utf-8"
+
+    async def start(self, send: Send) -> None:
+        """Send the status and the headers."""
+        start = {"type": "http.response.start", "status": self.status_code}
+        await send({**start, "headers": self.raw_headers})
+
+
+class EventStream(EventResponse):
     """Stream of a generation's events. Nothing is sent before the first tokens are there.
 
     A request that fails earlier is therefore answered with the status of its error.
     """
 
     def __init__(self, generation: Generation, formatter: ResponseFormatter) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
-        del self.headers["content-length"]
-        self.headers["content-type"] = "text/event-stream; charset=utf-8"
+        super().__init__()
         self._generation = generation
         self._formatter = formatter
         self._is_started = False
@@ -151,19 +163,20 @@ class EventStream(Response):
         try:
             with self._generation as generation:
                 parts = await generation.take()
-                await self._start(send)
-                await _send(send, await self._first_events(parts))
+                self._is_started = True
+                await self.start(send)
+                await send_body(send, await self._first_events(parts))
                 events = b""
                 while not generation.is_finished:
                     if events and not (write and await write(events)):
-                        await _send(send, events)
+                        await send_body(send, events)
                     events = formatter.parts(generation, await generation.take())
                 # The last tokens and the end go out together.
-                await _send(send, events + formatter.closing(generation), more=False)
+                await send_body(send, events + formatter.closing(generation), more=False)
         except Exception as error:
             problem = as_api_error(error, scope.get("jaxserve.renamed"))
             if self._is_started:
-                await _send(send, formatter.failure(problem), more=False)
+                await send_body(send, formatter.failure(problem), more=False)
             else:
                 await error_response(problem)(scope, receive, send)
             if problem.status == 500 and not isinstance(error, ApiError):
@@ -177,17 +190,8 @@ class EventStream(Response):
             return opening + formatter.parts(generation, parts)
         return opening + await asyncio.to_thread(formatter.parts, generation, parts)
 
-    async def _start(self, send: Send) -> None:
-        self._is_started = True
-        await send(
-            {
-                "type": "http.response.start",
-                "status": self.status_code,
-                "headers": self.raw_headers,
-            }
-        )
 
-
-async def _send(send: Send, body: bytes, more: bool = True) -> None:
+async def send_body(send: Send, body: bytes, more: bool = True) -> None:
+    """Send a part of an answer's body; an empty one only where it is the last."""
     if body or not more:
         await send({"type": "http.response.body", "body": body, "more_body": more})

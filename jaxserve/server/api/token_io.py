@@ -10,7 +10,6 @@ from starlette.responses import Response
 
 from jaxserve.checks import exact_int
 from jaxserve.errors import InvalidRequest
-from jaxserve.request import Request as EngineRequest
 from jaxserve.request import SamplingParams
 from jaxserve.server.api import anthropic, chat, completions
 from jaxserve.server.api.endpoint_request import EndpointRequest
@@ -30,7 +29,7 @@ from jaxserve.server.schema.generate import (
     rendered,
 )
 from jaxserve.server.schema.logprobs import ChatLogprobs, TokenTexts, rows
-from jaxserve.server.schema.openai import ChatRequest, CompletionRequest, Sampling
+from jaxserve.server.schema.openai import ChatRequest, CompletionRequest
 from jaxserve.server.schema.sampling import NO_SUFFIX, UNSUPPORTED, check_sizes, sampling_params
 from jaxserve.unserved import refuse_unsupported
 
@@ -50,14 +49,10 @@ async def render_completions(http_request: Request) -> Response:
     body = request.parse(CompletionRequest, completions.UNSUPPORTED)
     generation, _ = await completions.prepare_completions(request, body)
     name = request.answer_id("cmpl", body.request_id)
-    several = len(generation.requests) > 1
-    names = [f"{name}-{n}" if several else name for n in range(len(generation.requests))]
-    made = [
-        rendered(r, name, body.model) for r, name in zip(generation.requests, names, strict=True)
-    ]
-    for each in made:
-        each.cache_salt, each.priority = body.cache_salt, body.priority or 0
-    return json_response(made)
+    prepared = generation.requests
+    names = [f"{name}-{n}" for n in range(len(prepared))] if len(prepared) > 1 else [name]
+    pairs = zip(prepared, names, strict=True)
+    return json_response([rendered(each, own_name, body) for each, own_name in pairs])
 
 
 async def render_chat(http_request: Request) -> Response:
@@ -84,14 +79,9 @@ async def render_messages(http_request: Request) -> Response:
 async def _render(request: EndpointRequest, body: ChatRequest, request_id: str | None) -> Response:
     generation = await chat.prepare(request, body)
     name = request.answer_id("chatcmpl", request_id)
-    return json_response(_rendered(generation.requests[0], name, body))
-
-
-def _rendered(prepared: EngineRequest, name: str, body: Sampling) -> GenerateRequest:
-    made = rendered(prepared, name, body.model)
-    made.cache_salt, made.priority = body.cache_salt, body.priority or 0
+    made = rendered(generation.requests[0], name, body)
     made.return_token_ids = body.return_token_ids
-    return made
+    return json_response(made)
 
 
 async def generate(http_request: Request) -> Response:
@@ -179,9 +169,8 @@ class GenerateFormatter:
         prompt = generation.choices[0].prompt_token_ids
         if self._body.return_token_ids:
             response.prompt_token_ids = prompt
-        width, found = self._settings.prompt_logprobs, generation.prompt_logprobs[0]
-        if width is not None and found is not None:
-            response.prompt_logprobs = self._texts.prompt(prompt, found, width)
+        scores, width = generation.prompt_logprobs[0], self._settings.prompt_logprobs
+        response.prompt_logprobs = self._texts.prompt(prompt, scores, width)
         return response
 
     def opening(self, generation: Generation) -> bytes:

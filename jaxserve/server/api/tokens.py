@@ -11,12 +11,11 @@ from starlette.responses import Response
 
 from jaxserve.engine.request_factory import check_token_ids
 from jaxserve.errors import InvalidRequest
-from jaxserve.server.api.conversations import as_template_messages, template_options
+from jaxserve.server.api.conversations import template_ids
 from jaxserve.server.api.endpoint_request import EndpointRequest
 from jaxserve.server.api.streaming import json_response
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.schema.openai import ChatMessage, ChatRequest, Tool
-from jaxserve.server.tool_calls.tools import check_tools, described
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -87,13 +86,9 @@ async def tokenize(http_request: Request) -> Response:
             chat_template=body.chat_template,
             chat_template_kwargs=body.chat_template_kwargs,
             documents=body.documents,
+            tools=body.tools,
         )
-        rendered = as_template_messages(body.messages)
-        options = await template_options(chat, model)
-        if body.tools:
-            check_tools(body.tools)
-            options["tools"] = described(body.tools)
-        ids = await model.render(rendered, **options)
+        ids = await template_ids(chat, model)
     else:
         ids = await model.encode(body.prompt or "", body.add_special_tokens is not False)
     response = TokenizeResponse(len(ids), model.limits.max_model_len, ids)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -165,10 +165,3 @@ def add_usage(total: BatchUsage, body: bytes) -> None:
         total.input_tokens_details.cached_tokens += cached.cached_tokens if cached else 0
     for thought in (usage.completion_tokens_details, usage.output_tokens_details):
         total.output_tokens_details.reasoning_tokens += thought.reasoning_tokens if thought else 0
-
-
-def page_of(entries: list[Any], has_more: bool) -> tuple[list[Any], str | None, str | None, bool]:
-    """Return a page's entries, the ids of the first and the last of them, and whether more come."""
-    if not entries:
-        return entries, None, None, has_more
-    return entries, entries[0].id, entries[-1].id, has_more

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from jaxserve.request import Request, SamplingParams
-from jaxserve.server.schema.openai import PromptLogprobs, StreamOptions, Usage
+from jaxserve.server.schema.openai import PromptLogprobs, Sampling, StreamOptions, Usage
 from jaxserve.structured import StructuredOutputsParams
 
 
@@ -75,15 +75,20 @@ class GenerateResponse(msgspec.Struct):
     prompt_logprobs: PromptLogprobs | None = None
 
 
-def rendered(request: Request, request_id: str, model: str | None) -> GenerateRequest:
-    """Return an engine's request as the body of one that generates the same."""
+def rendered(request: Request, request_id: str, body: Sampling) -> GenerateRequest:
+    """Return an engine's request, made of a body, as the body of one that generates the same."""
     prompt = request.prompt_token_ids.tolist()
     # All that is set, since others are taken from what a checkpoint recommends.
     settings = _settings(request.sampling)
     fields = {name: value for name, value in settings.items() if value is not None}
     fields["max_tokens"] = request.max_length - len(prompt)
     return GenerateRequest(
-        token_ids=prompt, sampling_params=fields, request_id=request_id, model=model
+        token_ids=prompt,
+        sampling_params=fields,
+        request_id=request_id,
+        model=body.model,
+        cache_salt=body.cache_salt,
+        priority=body.priority or 0,
     )
 
 

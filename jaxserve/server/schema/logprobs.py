@@ -142,9 +142,11 @@ class TokenTexts:
         ]
 
     def prompt(
-        self, token_ids: Listing[int], scores: TokenLogprobs, width: int
-    ) -> list[dict[int, PromptLogprob] | None]:
-        """Return the logprobs of a prompt in vLLM's form: by ids, None for the first token."""
+        self, token_ids: Listing[int], scores: TokenLogprobs | None, width: int | None
+    ) -> list[dict[int, PromptLogprob] | None] | None:
+        """Return a prompt's logprobs by ids, None for its first token; None if there are none."""
+        if scores is None or width is None:
+            return None
         answer: list[dict[int, PromptLogprob] | None] = [None]
         for row in rows(token_ids[1:], [scores]):
             entry = {row.token: PromptLogprob(row.logprob, row.rank, self.text(row.token))}

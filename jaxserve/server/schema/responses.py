@@ -111,7 +111,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
 
 
 class CountInputRequest(msgspec.Struct, kw_only=True):
-    """Body of POST /v1/responses/input_tokens: the fields of a request that its prompt shows."""
+    """Body of POST /v1/responses/input_tokens; `truncation` changes no count."""
 
     model: str | None = None
     input: str | list[InputItem] | None = None

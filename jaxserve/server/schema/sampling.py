@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -37,12 +37,12 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 NO_TEMPLATE_FIELDS: dict[str, tuple[Any, ...]] = {"chat_template": (None,), "documents": (None, [])}
 # Text behind a gap, which completions alone fill.
 NO_SUFFIX: dict[str, tuple[Any, ...]] = {"suffix": (None, "")}
-# Tools of OpenAI's older chat API, likewise.
+# Tools of OpenAI's older chat API, which chats alone take.
 NO_FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
 }
-# Forms of older clients, by the name of the form today; likewise.
+# Older clients' fields for the form of a text, each with the form's name today.
 GUIDED = {f"guided_{form}": form for form in ("json", "regex", "choice", "grammar")}
 NO_GUIDED_FIELDS: dict[str, tuple[Any, ...]] = dict.fromkeys(GUIDED, (None,))
 # Fields that are read by name from a request; the rest of SamplingParams is settled elsewhere.
@@ -152,8 +152,13 @@ def _response_format(form: ResponseFormat) -> StructuredOutputsParams:
     return StructuredOutputsParams(json=form.json_schema.schema)
 
 
+def with_ends(sampling: SamplingParams, token_ids: Iterable[int]) -> SamplingParams:
+    """Return settings under which answers end at these tokens too."""
+    return replace(sampling, stop_token_ids=[*(sampling.stop_token_ids or ()), *token_ids])
+
+
 def check_stream(request: Sampling) -> None:
-    """Check fields that need `stream`, and fields that exclude it.
+    """Check that `stream_options` comes with `stream`.
 
     Raises:
         InvalidRequest: naming the field.
