@@ -235,8 +235,11 @@ class AsyncLLM:
             EngineClosed, EngineDead: the engine has ended.
         """
         engine, name = self._thread.engine, str(self.config.model)
-        stats = await self.stats()
-        return metric_values(stats, engine.step_tokens, name)
+
+        def read() -> list[Metric]:
+            return metric_values(engine.stats(), engine.step_tokens, name)
+
+        return await asyncio.to_thread(self._thread.call, read)
 
     def abort_waiting(self, request_id: str, error: str) -> None:
         """End an opened request, by the id that `requests` gave it, unless it has started."""

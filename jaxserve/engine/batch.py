@@ -42,18 +42,20 @@ class Batch:
     ) -> None:
         self._thread = thread
         self._requests = list(requests)
+        self._stats = {request.request_id: RequestStats(request) for request in self._requests}
         self._outputs = {
             request.request_id: RequestOutput(
                 request_id=request.request_id,
                 prompt=text,
                 prompt_token_ids=request.prompt_token_ids.tolist(),
                 outputs=[CompletionOutput(i, "", []) for i in range(request.sampling.n)],
+                metrics=self._stats[request.request_id].value,
             )
             for request, text in zip(self._requests, texts, strict=True)
         }
         tokenizer = thread.engine.tokenizer
-        self._readers = {r.request_id: LogprobReader(r, tokenizer) for r in self._requests}
-        self._stats = {request.request_id: RequestStats(request) for request in self._requests}
+        readers = () if keeps_scores else self._requests
+        self._readers = {r.request_id: LogprobReader(r, tokenizer) for r in readers}
         self._inbox: queue.SimpleQueue[Delta] = queue.SimpleQueue()
         self._scores: dict[str, TokenLogprobs] | None = {} if keeps_scores else None
         self._unfinished = sum(request.sampling.n for request in self._requests)
@@ -116,7 +118,7 @@ class Batch:
             self._readers[delta.request_id].add(output, completion, delta)
         elif delta.logprobs is not None:
             self._scores[delta.request_id] = delta.logprobs
-        output.metrics = self._stats[delta.request_id].add(delta)
+        self._stats[delta.request_id].add(delta)
         output.num_cached_tokens = max(output.num_cached_tokens, delta.num_cached_tokens)
         if delta.finish_reason is None:
             return

@@ -1,9 +1,9 @@
 """BeamSearch: the most likely continuations of a prompt, by vLLM's rules.
 
-Every step asks the engine for one token of each beam and twice as many candidates as there are
-beams; pages of the prefix cache hold what was computed before. A candidate that ends the text is
-complete; the best others are the beams of the next step. The search goes on to the last token, and
-ranks all by their sum of log-probabilities over a power of their length.
+Every step draws one token for each beam, with twice as many candidates as there are beams; pages of
+the prefix cache hold what was computed before. A candidate that ends the text is complete; the best
+others are the beams of the next step. The search goes on to the last token, and ranks all by their
+sum of log-probabilities over a power of their length.
 """
 
 from __future__ import annotations
@@ -114,16 +114,16 @@ class BeamSearch:
         order = order[logprobs.flat[order] > -np.inf]
         ends = np.isin(tokens, self._ends).flat[order]
 
-        def followed(places: np.ndarray) -> Iterator[Beam]:
+        def followed(places: np.ndarray, is_end: bool) -> Iterator[Beam]:
             for place in places[: self.params.beam_width].tolist():
                 parent, token = place // tokens.shape[1], int(tokens.flat[place])
                 beam = self._beams[parent]
                 token_ids, scores = [*beam.token_ids, token], [*beam.scores, drawn[parent]]
-                end = token if token in self._ends else None
+                end = token if is_end else None
                 yield Beam(token_ids, scores, float(totals.flat[place]), end)
 
-        self._complete = self._ranked([*self._complete, *followed(order[ends])])
-        self._beams = list(followed(order[~ends]))
+        self._complete = self._ranked([*self._complete, *followed(order[ends], True)])
+        self._beams = list(followed(order[~ends], False))
         self._left -= 1
 
     def _divisor(self, length: int) -> float:

@@ -23,15 +23,8 @@ PACKAGES = (
     *("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cublas", "flax"),
     *("numpy", "ml_dtypes", "llvmlite", "transformers", "tokenizers", "huggingface-hub"),
     *("safetensors", "gguf", "orbax-checkpoint", "llguidance", "starlette", "uvicorn", "h11"),
-    *(
-        "msgspec",
-        "prometheus-client",
-        "python-multipart",
-        "httpx2",
-        "opentelemetry-sdk",
-        "torch",
-        "pip",
-    ),
+    *("msgspec", "prometheus-client", "python-multipart", "httpx2", "opentelemetry-sdk"),
+    *("torch", "pip"),
 )
 
 

@@ -133,8 +133,8 @@ class EventPublisher:
     """A PUB socket that tells of every change, and a ROUTER socket that tells of it again.
 
     `add` belongs to the engine's thread and hands over, no more: a thread of the publisher's own
-    encodes and sends, one more answers who lost something. A PUB socket drops what a slow
-    subscriber does not take. Each message has the next number, and so has each change that was
+    encodes and sends, another answers subscribers that lost messages. A PUB socket drops what a
+    slow subscriber does not take. Each message has the next number, and so has each change that was
     dropped because the queue was full: a gap in the numbers says that something is missing, and a
     replay has it unless it was never sent, or `buffer_steps` messages ago.
 
@@ -145,7 +145,7 @@ class EventPublisher:
 
     Attributes:
         endpoint, replay_endpoint: as they were opened, with the ports that the system chose.
-        num_dropped: changes that found the queue full and pushed out the oldest.
+        num_dropped: changes that a full queue pushed out, as of the newest batch.
 
     Raises:
         InvalidRequest: an endpoint cannot be opened.
@@ -158,7 +158,7 @@ class EventPublisher:
         self._wake = threading.Condition()
         self._closing = False
         self.num_dropped = 0
-        self._num_gone = 0  # of those, the ones whose numbers are still to be left out
+        self._num_gone = 0  # dropped since the newest batch; their numbers are still to be left out
         self._next_number = 0
         kept = 0 if config.replay_endpoint is None else config.buffer_steps
         self._sent: deque[tuple[int, bytes]] = deque(maxlen=kept)

@@ -261,8 +261,8 @@ class LLM:
     def abort(self, request_id: str | Listing[str]) -> None:
         """End enqueued requests now; their outputs have finish_reason "abort". Unknown ids are
         ignored."""
-        for one_id in [request_id] if isinstance(request_id, str) else request_id:
-            self._thread.abort(one_id)
+        for name in [request_id] if isinstance(request_id, str) else request_id:
+            self._thread.abort(name)
 
     def beam_search(
         self,

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxserve.checks import exact_int, is_listing
 from jaxserve.config import MAX_SCHEDULER_STEPS
+from jaxserve.engine.prompts import encoded
 from jaxserve.engine.text.grammars import Constraint, Grammars
 from jaxserve.engine.text.thinking import ThinkingConstraint, ThinkingMarks
 from jaxserve.engine.text.tokenizer import Tokenizer
@@ -145,10 +146,7 @@ class RequestFactory:
         """
         number = next(self._numbers) if number is None else number
         tokenizer, limits = self._tokenizer, self._limits
-        if isinstance(prompt, str):
-            if tokenizer is None:
-                raise InvalidRequest("this engine has no tokenizer; pass token ids", "prompt")
-            prompt = tokenizer.encode(prompt)
+        prompt = encoded(prompt, tokenizer)
         sampling = self._default_sampling if sampling is None else sampling
         if not isinstance(sampling, SamplingParams):
             kind = type(sampling).__name__

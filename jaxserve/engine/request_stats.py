@@ -23,12 +23,12 @@ class RequestStats:
         since = time.monotonic() - request.arrival_time
         self.value = RequestStateStats(arrival_time=time.time() - since)
 
-    def add(self, delta: Delta) -> RequestStateStats:
-        """Take in a delta; return the stats so far, which later deltas change."""
+    def add(self, delta: Delta) -> None:
+        """Take in a delta."""
         stats, times = self.value, delta.times
         stats.num_generation_tokens += len(delta.token_ids)
         if times is None:
-            return stats
+            return
         is_first = not stats.first_token_ts
         stats.queued_ts = times.arrived
         stats.num_preemptions += times.num_preemptions
@@ -38,4 +38,3 @@ class RequestStats:
         if is_first or times.first_token < stats.first_token_ts:
             stats.first_token_ts = times.first_token
             stats.first_token_latency = times.first_token - times.arrived
-        return stats

@@ -25,8 +25,8 @@ class PagePool:
         ref_count: int32[P], sequences holding each page.
         is_cached: bool[P], whether the page's content can be found by its key.
         index: the cached pages by their keys.
-        on_change: receives every change of what can be found, but for new pages, which `Publisher`
-            tells of; None where nobody keeps account.
+        on_change: receives every change of what can be found, from `Publisher` for new pages; None
+            where nobody keeps account.
         num_changes: grows whenever what did not fit may fit: pages became free, or are cached now.
     """
 

@@ -204,7 +204,7 @@ def test_a_bad_request_for_a_replay_is_not_answered(publish, caplog) -> None:
 
 
 def test_a_slow_subscriber_misses_messages_and_nobody_waits_for_it(publish, monkeypatch) -> None:
-    """What it lost it finds again, as far as the buffer goes."""
+    """Lost messages can be fetched again, as far as the buffer goes."""
     monkeypatch.setattr(event_publisher, "_MOST_CHANGES", 1)
     monkeypatch.setattr(event_publisher, "_PAUSE", 0)
     events, client = publish(hwm=1, room=1, buffer_steps=15)

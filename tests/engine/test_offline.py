@@ -91,17 +91,17 @@ def test_modes_of_log_probabilities(
         if mode.endswith("logprobs"):
             want = log_softmax(want)
         assert next(iter(entry)) == token
-        for other, one in entry.items():
-            assert one.logprob == pytest.approx(want[other], abs=1e-3)
+        for other, scored in entry.items():
+            assert scored.logprob == pytest.approx(want[other], abs=1e-3)
         assert set(entry) >= set(np.argsort(-row)[:3].tolist())
 
 
 def test_tokens_are_scored_by_name(llm: LLM, reference: Callable, canary: Canary) -> None:
     listed = [7, 250, 33]
     params = SamplingParams(temperature=0, max_tokens=6, logprob_token_ids=listed)
-    one, two = llm.generate([TEXT] * 2, [params, GREEDY], **PLAIN)
-    drawn, prompt = one.outputs[0], one.prompt_token_ids
-    assert drawn.token_ids == two.outputs[0].token_ids[:6] and two.outputs[0].logprobs is None
+    first, second = llm.generate([TEXT] * 2, [params, GREEDY], **PLAIN)
+    drawn, prompt = first.outputs[0], first.prompt_token_ids
+    assert drawn.token_ids == second.outputs[0].token_ids[:6] and second.outputs[0].logprobs is None
     rows = reference(prompt + drawn.token_ids)[len(prompt) - 1 :]
     assert drawn.logprobs is not None and len(drawn.logprobs) == 6
     for entry, token, row in zip(drawn.logprobs, drawn.token_ids, rows, strict=False):
@@ -289,10 +289,10 @@ def test_outputs_have_their_times(llm: LLM, loaded: Loaded, monkeypatch: Any) ->
 
     async def stream() -> list[Any]:
         async with AsyncLLM(loaded) as engine:
-            return [one.metrics async for one in engine.generate(TEXT, params)]
+            return [output.metrics async for output in engine.generate(TEXT, params)]
 
     *_, last = metrics = asyncio.run(stream())
-    counts = [one.num_generation_tokens for one in metrics]
+    counts = [times.num_generation_tokens for times in metrics]
     assert counts == sorted(counts) and last.num_generation_tokens == 10
     assert last.last_token_ts >= last.first_token_ts > 0
 

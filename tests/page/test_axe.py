@@ -91,7 +91,8 @@ def check(page: Page, state: str) -> None:
     """axe finds nothing, and nothing lies beside the page."""
     violations = Axe().run(page).response["violations"]
     assert [
-        (state, one["id"], [node["html"][:200] for node in one["nodes"]]) for one in violations
+        (state, violation["id"], [node["html"][:200] for node in violation["nodes"]])
+        for violation in violations
     ] == []
     width = page.viewport_size["width"] if page.viewport_size else 0
     assert page.evaluate("document.documentElement.scrollWidth") == width, state
@@ -168,5 +169,5 @@ def test_axe_finds_nothing_where_a_key_is_needed(open_page: OpenPage, guarded: S
 def test_axe_finds_what_is_wrong(open_page: OpenPage) -> None:
     page = open_page()
     page.evaluate("() => document.getElementById('theme').replaceChildren()")
-    found = {one["id"] for one in Axe().run(page).response["violations"]}
+    found = {violation["id"] for violation in Axe().run(page).response["violations"]}
     assert found == {"button-name"}

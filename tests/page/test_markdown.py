@@ -303,7 +303,7 @@ PARSED = """async (text) => {
 
 
 def test_hostile_text_does_not_hold_up_the_page(open_page: OpenPage) -> None:
-    """Where a parser's time or depth grows with what was drawn, the text is shown as it is."""
+    """Text that would cost a parser much time or depth is shown as it is."""
     page = open_page()
     for part in ("**a* ", "[", "> ", "+ ", "_a_ b", "a` ", "<a ", "*a", "![a]("):
         found: dict[str, Any] = page.evaluate(PARSED, part * (40_000 // len(part)))

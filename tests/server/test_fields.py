@@ -50,7 +50,7 @@ def test_tokens_are_scored_by_name(server: Server, oracle: Callable, tokenizer: 
     prompt, drawn = choice["prompt_token_ids"], choice["token_ids"]
     expected = oracle(prompt + drawn)[len(prompt) - 1 :]
     for token, row, best in zip(drawn, expected, choice["logprobs"]["top_logprobs"], strict=False):
-        assert set(best) == {f"token_id:{one}" for one in (*listed, token)}
+        assert set(best) == {f"token_id:{number}" for number in (*listed, token)}
         for name, value in best.items():
             np.testing.assert_allclose(value, row[int(name[9:])], **TOLERANCE)
     streamed = server.request(TEXT, body | {"stream": True}).events()[:-1]
@@ -61,8 +61,8 @@ def test_tokens_are_scored_by_name(server: Server, oracle: Callable, tokenizer: 
     [entry, *_] = answer["choices"][0]["logprobs"]["content"]
     row = oracle(answer["prompt_token_ids"])[-1]
     shown = [answer["choices"][0]["token_ids"][0], *listed]  # as vLLM, the drawn token too
-    assert [one["token"] for one in entry["top_logprobs"]] == [f"token_id:{t}" for t in shown]
-    values = [one["logprob"] for one in entry["top_logprobs"]]
+    assert [scored["token"] for scored in entry["top_logprobs"]] == [f"token_id:{t}" for t in shown]
+    values = [scored["logprob"] for scored in entry["top_logprobs"]]
     np.testing.assert_allclose(values, row[shown], **TOLERANCE)
 
 
@@ -122,9 +122,9 @@ def test_a_stream_scores_its_prompt_first(server: Server, n: int) -> None:
     assert n > 1 or "prompt_logprobs" in events[0]
     texts = [""] * n
     for event in events:
-        for one in event["choices"]:
-            texts[one["index"]] += one["delta"].get("content") or ""
-    assert texts == [one["message"]["content"] for one in answer["choices"]]
+        for choice in event["choices"]:
+            texts[choice["index"]] += choice["delta"].get("content") or ""
+    assert texts == [choice["message"]["content"] for choice in answer["choices"]]
 
 
 def test_a_stream_waits_for_the_scores_of_its_prompt(wide: Server) -> None:
@@ -155,8 +155,8 @@ def same_scores(found: list[Any], want: list[Any]) -> None:
     assert found[0] is want[0] is None and len(found) == len(want)
     for entry, other in zip(found[1:], want[1:], strict=True):
         assert entry.keys() == other.keys()
-        for token, one in entry.items():
-            np.testing.assert_allclose(one["logprob"], other[token]["logprob"], **TOLERANCE)
+        for token, scored in entry.items():
+            np.testing.assert_allclose(scored["logprob"], other[token]["logprob"], **TOLERANCE)
 
 
 def test_128_completions_of_a_prompt(server: Server) -> None:
@@ -165,8 +165,8 @@ def test_128_completions_of_a_prompt(server: Server) -> None:
     assert [choice["index"] for choice in choices] == list(range(128))
     for index in (0, 77, 127):  # choice i is what the seed of choice i gets alone
         alone = {"prompt": PROMPT, "seed": 7 + index, "max_tokens": 2, "return_token_ids": True}
-        [one] = server.request(TEXT, alone).json()["choices"]
-        assert one["token_ids"] == choices[index]["token_ids"]
+        [choice] = server.request(TEXT, alone).json()["choices"]
+        assert choice["token_ids"] == choices[index]["token_ids"]
     chat = {"messages": MESSAGES, "n": 128, "seed": 7, "max_tokens": 1}
     assert len(server.request(CHAT, chat).json()["choices"]) == 128
 

@@ -24,6 +24,7 @@ from jaxserve.server.kept.files import FileStore, new_file
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.schema.files import Batch, BatchRequest
 from jaxserve.server.settings import ServerConfig
+from tests.server.test_kept_responses import to
 from tests.support.live_server import SMALL, Canary, Server
 
 MODEL, WORDS = "demo_model", ["abc", "stone", "horse", "lamp", "grey", "book", "tree", "cloud"]
@@ -58,10 +59,6 @@ def files(running: Server, first: Canary) -> Iterator[Server]:
 def client(files: Server) -> Iterator[openai.OpenAI]:
     with to(files) as client:
         yield client
-
-
-def to(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
 
 
 def line(name: str, word: str, url: str = CHAT, **more: Any) -> str:
@@ -300,7 +297,7 @@ def test_a_batch_is_cancelled_gives_way_and_survives_a_crash(tmp_path: Path) -> 
         keeps_no_responses(server)
         file = send(client, lines)
         doomed = begin(client, file)
-        wait_for_some(client, doomed.id, 2)
+        wait_for_answers(client, doomed.id, 2)
         with pytest.raises(openai.BadRequestError, match=doomed.id):
             client.files.delete(file)
         # A queue of none leaves two places, and a batch takes neither of them from others.
@@ -313,7 +310,7 @@ def test_a_batch_is_cancelled_gives_way_and_survives_a_crash(tmp_path: Path) -> 
         assert len(rows(client, batch.output_file_id)) == batch.request_counts.completed >= 2
         assert batch.request_counts.completed < len(lines)
         killed = begin(client, file)
-        wait_for_some(client, killed.id, 3)
+        wait_for_answers(client, killed.id, 3)
         server.process.kill()
         server.process.wait()
     [path] = (folder / "batches").glob("*.output")
@@ -341,7 +338,7 @@ def test_a_batch_is_cancelled_gives_way_and_survives_a_crash(tmp_path: Path) -> 
         }
         # An orderly end leaves a batch to the next start.
         later = begin(client, file)
-        wait_for_some(client, later.id, 1)
+        wait_for_answers(client, later.id, 1)
         os.kill(server.process.pid, signal.SIGTERM)
         assert server.process.wait(timeout=20) == 0
     record = json.loads((folder / "batches" / f"{later.id}.json").read_text())
@@ -527,8 +524,8 @@ def keeps_no_responses(server: Server) -> None:
     assert answer.status == 400 and answer.error["param"] == "background"
 
 
-def wait_for_some(client: openai.OpenAI, name: str, most: int) -> None:
+def wait_for_answers(client: openai.OpenAI, name: str, least: int) -> None:
     deadline = time.monotonic() + 60
-    while client.batches.retrieve(name).request_counts.completed < most:  # type: ignore
+    while client.batches.retrieve(name).request_counts.completed < least:  # type: ignore
         assert time.monotonic() < deadline
         time.sleep(0.02)

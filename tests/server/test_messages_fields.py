@@ -95,7 +95,7 @@ def test_efforts_thoughts_and_inputs_reach_the_template(
 
 
 def test_system_messages_in_the_middle(server: Server, strange: Server) -> None:
-    """Where the template refuses them they join the first, as in vLLM."""
+    """They join the first where the template refuses them, as in vLLM."""
     inline = [USER, {"role": "system", "content": "Be brief."}, USER]
     assert prompt(strange, *inline, system="Hm. ") == prompt(
         strange, USER, USER, system="Hm. Be brief."

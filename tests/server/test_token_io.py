@@ -38,7 +38,7 @@ def test_token_ids_are_completed(server: Server) -> None:
     for entry in entries:
         first, *others = entry["top_logprobs"]
         assert first == {name: entry[name] for name in ("token_id", "logprob", "rank")}
-        assert [one["rank"] for one in others] == sorted(one["rank"] for one in others)
+        assert [other["rank"] for other in others] == sorted(other["rank"] for other in others)
         assert len(others) in (1, 2)
     text = generate(server, ids, sampling_params=scored, output_mode="text", return_token_ids=True)
     assert text["choices"][0]["text"] == other["text"] and text["prompt_token_ids"] == ids

@@ -56,7 +56,7 @@ DIALECTS = [load(path) for path in FILES]
 
 
 def said(message: Message) -> Any:
-    """What a message says; ids are random."""
+    """Return a message without its ids, which are random."""
     calls = [(call.name, call.arguments) for call in message.calls]
     return message.reasoning, message.content, calls
 
@@ -66,7 +66,7 @@ def whole(dialect: Dialect, start: str, text: str) -> Any:
 
 
 def fed(dialect: Dialect, start: str, pieces: list[str]) -> Any:
-    """What a reader makes of pieces, of which the last is known to be that."""
+    """Read pieces; the reader is told which is the last."""
     reader = dialect.reader(start)
     for piece in pieces[:-1]:
         reader.feed(piece)
@@ -75,7 +75,7 @@ def fed(dialect: Dialect, start: str, pieces: list[str]) -> Any:
 
 
 def streamed(dialect: Dialect, start: str, pieces: list[str]) -> Any:
-    """What the pieces of a stream add up to, by our own adding."""
+    """Add up the pieces of a stream, by our own adding."""
     reader = dialect.reader(start)
     reasoning, content, calls = "", "", []
     given = [piece for text in pieces for piece in reader.feed(text)] + reader.feed("", True)

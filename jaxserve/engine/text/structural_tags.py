@@ -383,11 +383,10 @@ class _Writer:
         stops = [_any_of(texts) if texts else None, ending.stop]
         free = self._free(form, *stops)
         ways = []
+        kept, first = self._free(form, ending.stop), f"~(ANY {stops[0]} SOME)"
         for trigger in texts:
             # Free text up to the first trigger in it, and the trigger.
-            begun = [f"~(ANY {stops[0]} SOME)"]
-            kept = self._free(form, ending.stop)
-            hit = self._put("T", f"(({kept} {json.dumps(trigger)}) & {begun[0]})")
+            hit = self._put("T", f"(({kept} {json.dumps(trigger)}) & {first})")
             ways.append((hit, rules[trigger]))
         if mixed:
             before = self._put("T", free)

@@ -29,7 +29,7 @@ def busy_seconds(platform: str) -> float:
 
 
 def needs_logits(config: EngineConfig) -> bool:
-    """Return whether the host scores prompts too, and so needs their logits."""
+    """Return whether the host may score what the device does not, and so needs logits."""
     is_default = 0 <= config.max_logprobs <= MAX_LOGPROBS
     return not is_default or config.logprobs_mode != "raw_logprobs"
 

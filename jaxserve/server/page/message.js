@@ -70,7 +70,7 @@ export class Message {
     return this;
   }
 
-  // Take what a delta of a stream brings. Returns whether it brought anything.
+  // Take what a delta of a stream brings.
   grow(delta, tokens = []) {
     const { data } = this, thought = delta.reasoning_content ?? delta.reasoning;
     if (thought) {
@@ -91,7 +91,6 @@ export class Message {
       call.arguments += part.function?.arguments ?? "";
     }
     if (delta.tool_calls) this.#showCalls();
-    return Boolean(thought || delta.content || delta.tool_calls);
   }
 
   // Nothing more comes.

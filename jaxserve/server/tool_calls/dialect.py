@@ -108,7 +108,7 @@ class Dialect:
         # DeepSeek's templates join the text of arguments to others, and render calls only where
         # there is no content at all.
         self._has_text_arguments = _TEXT_ARGUMENTS.search(template) is not None
-        self._wants_no_content = "['content'] is none" in template
+        self._needs_no_content = "['content'] is none" in template
 
     @property
     def call_format(self) -> CallFormat:
@@ -186,7 +186,7 @@ class Dialect:
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
         """Return a conversation and its tools as the model's template can render them."""
-        if self._has_text_arguments or self._wants_no_content:
+        if self._has_text_arguments or self._needs_no_content:
             messages = [self._as_text(message) for message in messages]
         if self.thinking is None or not self.thinking.is_harmony:
             return messages, tools
@@ -202,7 +202,7 @@ class Dialect:
         calls = message["tool_calls"]
         if self._has_text_arguments:
             calls = [{**call, "function": _with_text(call["function"])} for call in calls]
-        content = None if self._wants_no_content else ""
+        content = None if self._needs_no_content else ""
         return {**message, "content": message["content"] or content, "tool_calls": calls}
 
     def _decode(self, ids: Sequence[int]) -> str:

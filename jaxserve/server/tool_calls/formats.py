@@ -45,11 +45,6 @@ class CallFormat:
     is_harmony: bool = False
 
     @property
-    def arguments(self) -> str:
-        """Key of a call's arguments, where calls are JSON."""
-        return self.body.arguments if isinstance(self.body, JsonCall) else "arguments"
-
-    @property
     def is_python(self) -> bool:
         """Whether calls are written as in Python."""
         return isinstance(self.body, PythonCalls)

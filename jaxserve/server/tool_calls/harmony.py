@@ -24,7 +24,7 @@ START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", 
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 # Tokens after which a model waits: for a user, or for the result of a call.
 HARMONY_STOPS = (RETURN, CALL)
-# Where an answer begins, or an answer or a call, or any message.
+# Patterns of the beginning of an answer; of an answer or a call; of any message.
 HARMONY_ANSWER = re.compile(r"<\|channel\|>final[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>")
 HARMONY_ANSWER_OR_CALL = re.compile(r"<\|channel\|>(?:final|commentary)")
 HARMONY_TURN = re.compile(r"<\|start\|>assistant")
@@ -88,14 +88,12 @@ class HarmonyReader:
         self._pieces: list[Piece] = []
         self._said: set[type[Piece]] = set()
         self._num_malformed = 0
-        self._is_done = False
         self._reading = self._read()
 
     def feed(self, text: str, final: bool = False) -> list[Piece]:
         """Read more text. Return the new pieces that are certain by now."""
         self._source.add(text, final)
-        if not self._is_done:
-            self._is_done = next(self._reading, self) is self
+        next(self._reading, None)
         pieces, self._pieces = self._pieces, []
         return pieces
 

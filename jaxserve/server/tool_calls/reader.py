@@ -47,14 +47,12 @@ class CallReader:
         self._source = Source()
         self._pieces = Outgoing(parallel, call_format.id_length)
         self._num_malformed = 0
-        self._is_done = False
         self._reading = self._read()
 
     def feed(self, text: str, final: bool = False) -> list[Piece]:
         """Read more text. Return the new pieces that are certain by now."""
         self._source.add(text, final)
-        if not self._is_done:
-            self._is_done = next(self._reading, self) is self
+        next(self._reading, None)
         return self._pieces.fetch(final)
 
     def _read(self) -> Reading[None]:

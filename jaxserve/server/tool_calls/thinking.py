@@ -42,14 +42,12 @@ class ThinkingReader:
         self._pieces: list[Thought | Content] = []
         self._answer = _AnswerMarks(thinking) if thinking.answer_marks else None
         self._reading = self._read()
-        self._is_done = False
         self.has_ended = False
 
     def feed(self, text: str, final: bool = False) -> list[Thought | Content]:
         """Read more text. Return the new thoughts and the new answer that are certain by now."""
         self._source.add(text, final)
-        if not self._is_done:
-            self._is_done = next(self._reading, self) is self
+        next(self._reading, None)
         pieces = self._pieces.copy()
         self._pieces.clear()
         if self._answer is None:

@@ -13,11 +13,11 @@ NAME = r"[A-Za-z0-9_.-]{1,128}"
 
 @dataclass(frozen=True)
 class WrittenCall:
-    """A complete call.
+    """A call, or the beginning of one that a grammar forms.
 
     Attributes:
         name: of the tool.
-        arguments: JSON text of an object.
+        arguments: JSON text of an object, or its beginning.
         id: as the model wrote it; None where it writes none that templates need.
     """
 
