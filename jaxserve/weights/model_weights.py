@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from jaxserve.errors import UnsupportedModel
 from jaxserve.models import Decoder, ModelConfig, abstract_model, checkpoint_weights
 from jaxserve.models.linear import Constant
 from jaxserve.models.panels import with_panels
@@ -25,8 +27,10 @@ from jaxserve.weights.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.weights.gguf.file import GgufFile
 from jaxserve.weights.gguf.names import named_tensors
 from jaxserve.weights.names import as_stored, match_names, renamed
+from jaxserve.weights.panel_rows import PanelPlan
 from jaxserve.weights.placement import (
     Place,
+    divided,
     panel_plans,
     panelled,
     place_panels,
@@ -58,6 +62,7 @@ def load_weights(
     place: Place | None = None,
     panels: bool = False,
     packed: bool = False,
+    mesh: Mesh | None = None,
 ) -> Decoder:
     """Load a model with the weights of a Hugging Face checkpoint or GGUF file, cast to `dtype`.
 
@@ -75,8 +80,10 @@ def load_weights(
         place: function that places an array; by default, the arrays go to JAX's default device.
         panels: lay out matrices for the CPU's own products; see `models/panels.py`.
         packed: keep a GGUF file's blocks where those take them.
+        mesh: devices that `config.split` divides the model over; None for one.
 
     Raises:
+        UnsupportedModel: a form of weights that is not divided over devices.
         CheckpointError: files missing, malformed, unsafe, in disagreement with `config`, changed
             during the load, or holding values that are not finite.
     """
@@ -87,14 +94,19 @@ def load_weights(
     report = _counted(on_progress, [*entries.values(), *sorted_.packed.values()])
     model, parameters = _structure(config, dtype, sorted_.table, entries, panels)
     shapes = {path: (leaf.shape, np.dtype(leaf.dtype)) for path, leaf in parameters.items()}
+    if mesh is not None and (quantization is not None or sorted_.packed or packed):
+        raise UnsupportedModel("quantized weights are not divided over devices")
     place = panelled(place or place_on_default, parameters) if panels else place or place_on_default
+    place = divided(place, config, parameters, mesh)
     place = quantizing(place, parameters, quantization, panels)
     finish = with_panels if panels else _as_it_is
     values = read_packed(sorted_, parameters, dims, place, report, finish)
     table = sorted_.table
     if packed and quantization is None:
         table = read_blocks(table, entries, parameters, dims, report, values, on_cpu=panels)
-    plans = panel_plans(table, entries, dims, parameters, quantization) if panels else {}
+    plans: dict[str, PanelPlan] = {}
+    if panels and mesh is None:
+        plans = panel_plans(table, entries, dims, parameters, quantization)
     leave = quantization is not None or target_device().platform != "cpu"
     flags = {"check_finite": check_finite, "leave_host": leave}
     reading = read_parameters(table, entries, dims, shapes, report, plans=plans, **flags)
@@ -159,6 +171,7 @@ def random_weights(
     seed: int = 0,
     quantization: str | None = None,
     panels: bool = False,
+    mesh: Mesh | None = None,
 ) -> Decoder:
     """Build a model with normal weights, for benchmarks, fast and with logits of about unit size.
 
@@ -168,7 +181,10 @@ def random_weights(
     model = abstract_model(config, dtype)
     depth = (2 * config.num_hidden_layers) ** -0.5
     parameters = parameters_of(model)
+    if mesh is not None and quantization is not None:
+        raise UnsupportedModel("quantized weights are not divided over devices")
     place = panelled(place_on_default, parameters) if panels else place_on_default
+    place = divided(place, config, parameters, mesh)
     place = quantizing(place, parameters, quantization, panels)
     finish = with_panels if panels else _as_it_is
     streams = np.random.SeedSequence(seed).spawn(len(parameters))

@@ -11,13 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from jaxserve.errors import CheckpointError
-from jaxserve.models import Decoder
+from jaxserve.models import Decoder, ModelConfig
 from jaxserve.models.attention import Attention
 from jaxserve.models.output_rows import with_output_rows
 from jaxserve.models.panels import BlockPanels, PanelWeight, with_panels
 from jaxserve.models.quantized import EXPERTS, PROJECTIONS, flat_shape
+from jaxserve.models.shards import parts_of
 from jaxserve.models.token_rounding import TokenRounded, with_weight
 from jaxserve.models.weight_table import WeightName
 from jaxserve.weights.block_quantize import best_rows, block_forms, grouped_form
@@ -25,6 +27,7 @@ from jaxserve.weights.codes import Codes
 from jaxserve.weights.expert_codes import fused_experts, quantized_experts
 from jaxserve.weights.fused_parameters import dequantized, fused
 from jaxserve.weights.panel_rows import Axes, PanelPlan, panel_plan
+from jaxserve.weights.pieces import placed_parts
 from jaxserve.weights.quantize import in_groups, quantize
 from jaxserve.weights.quantized_tensors import SplitCheckpoint, kv_scale_of
 from jaxserve.weights.safetensors import TensorEntry, read_tensor
@@ -64,6 +67,24 @@ def panelled(place: Place, parameters: Parameters) -> Place:
         return place(path, values) if panels is None else panels
 
     return place_panels
+
+
+def divided(place: Place, config: ModelConfig, parameters: Parameters, mesh: Mesh | None) -> Place:
+    """Return `place`, changed to put on each device of a mesh the part that it has.
+
+    Args:
+        place: makes a part's form on JAX's default device, given the parameter's path.
+        config: of the model, with its split over the mesh.
+        mesh: None for one device.
+    """
+    if mesh is None:
+        return place
+
+    def place_parts(path: str, values: np.ndarray) -> Any:
+        parts = parts_of(config, parameters[path].get_metadata()["axes"], values.shape)
+        return placed_parts(mesh, parts, lambda device: place(path, parts[device].cut(values)))
+
+    return place_parts
 
 
 def use_panels(model: Decoder) -> None:

@@ -20,6 +20,7 @@ from jaxserve.models.config.quantization import FIELD as QUANTIZATION
 from jaxserve.models.config.quantization import StoredQuantization, read_quantization
 from jaxserve.models.config.rope import Rope, read_ropes
 from jaxserve.models.config.rules import ConfigRules, Scales
+from jaxserve.models.shards import Split
 
 MAX_HIDDEN = 1 << 17
 MAX_MLP = 1 << 20
@@ -64,7 +65,8 @@ class ModelConfig:
     queries, keys and values, `output_bias` of the projection after attention. `head_dim` is that of
     the cache. `experts` and `latent` are None for models without them; `extra_layers` of the
     checkpoint are not the model's. `wrapper` is the model of images or sound that this is the text
-    of. Hashable, so that modules can hold it.
+    of. `split` is how an engine divides the model over devices. Hashable, so that modules can
+    hold it.
     """
 
     architecture: str
@@ -94,6 +96,7 @@ class ModelConfig:
     bos_token_id: int | None
     quantization: StoredQuantization | None = None
     wrapper: str | None = None
+    split: Split = Split()
 
     @classmethod
     def from_fields(

@@ -1,0 +1,227 @@
+"""Split: which part of every parameter lies on which of several devices; index arithmetic alone.
+
+Tensor parallelism (Shoeybi et al. 2019, "Megatron-LM"): each device has some of the heads, of the
+MLP's width and of the vocabulary, and results that are sums over those are added over the devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxserve.errors import UnsupportedModel
+
+if TYPE_CHECKING:
+    from jaxserve.models.config.model_config import ModelConfig
+
+AXIS = "model"
+"""Name of the mesh's one axis."""
+
+# Consecutive indices, as first and end.
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Split:
+    """Division of a model over devices.
+
+    Attributes:
+        devices: how many there are.
+        expert_parallel: each device has whole experts, and not a part of every expert's width.
+    """
+
+    devices: int = 1
+    expert_parallel: bool = False
+
+    @property
+    def axis(self) -> str | None:
+        """Name of the axis that sums run over; None on one device."""
+        return AXIS if self.devices > 1 else None
+
+
+@dataclass(frozen=True)
+class Part:
+    """The part of an array that lies on one device.
+
+    Attributes:
+        shape: of the whole array.
+        spans: by dimension, the indices of it, in their order; those past the end are padding,
+            which is zeros.
+    """
+
+    shape: tuple[int, ...]
+    spans: tuple[tuple[Span, ...], ...]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is the whole array, as every device has it."""
+        return all(
+            spans == ((0, size),) for size, spans in zip(self.shape, self.spans, strict=True)
+        )
+
+    @property
+    def own_shape(self) -> tuple[int, ...]:
+        """Shape of the part."""
+        return tuple(sum(end - start for start, end in spans) for spans in self.spans)
+
+    def cut(self, values: np.ndarray) -> np.ndarray:
+        """Return the part of an array of the whole's shape; a view of it where that can be."""
+        if values.shape != self.shape:
+            raise ValueError(f"an array is {list(values.shape)}; allowed: {list(self.shape)}")
+        for dimension, spans in enumerate(self.spans):
+            values = _cut(values, dimension, spans)
+        return values
+
+    def outputs(self, contract: int) -> np.ndarray:
+        """Return int64[O]: indices of the part's outputs, among all that are flattened.
+
+        Args:
+            contract: number of dimensions in front that are inputs.
+        """
+        return self._indices(slice(contract, None))
+
+    def inputs(self, contract: int) -> np.ndarray:
+        """Return int64[I]: indices of the part's inputs, among all that are flattened."""
+        return self._indices(slice(contract))
+
+    def _indices(self, dimensions: slice) -> np.ndarray:
+        """Return flat indices into some dimensions; of padding, the number of all indices."""
+        shape, flat = self.shape[dimensions], np.zeros((), np.int64)
+        is_real = np.ones((), np.bool_)
+        for size, spans in zip(shape, self.spans[dimensions], strict=True):
+            indices = np.concatenate([np.arange(*span) for span in spans])
+            flat = flat[..., None] * size + indices
+            is_real = is_real[..., None] & (indices < size)
+        return np.where(is_real, flat, prod(shape)).reshape(-1)
+
+
+def _cut(values: np.ndarray, dimension: int, spans: tuple[Span, ...]) -> np.ndarray:
+    """Take the indices of one dimension."""
+    size, before = values.shape[dimension], (slice(None),) * dimension
+    if spans == ((0, size),):
+        return values
+    taken = [values[(*before, slice(*span))] for span in spans]
+    missing = sum(end - start for start, end in spans) - sum(t.shape[dimension] for t in taken)
+    if missing:
+        shape = list(values.shape)
+        shape[dimension] = missing
+        taken.append(np.zeros(shape, values.dtype))
+    return taken[0] if len(taken) == 1 else np.concatenate(taken, axis=dimension)
+
+
+def part_of(config: ModelConfig, axes: Any, shape: tuple[int, ...], device: int) -> Part:
+    """Return which part of a parameter a device has.
+
+    kv heads, the MLP's width and the vocabulary are divided; with `expert_parallel` experts are, in
+    place of their width. Where there are fewer kv heads than devices several have the same, and the
+    query heads that share it are divided among those. A vocabulary that does not divide is padded.
+
+    Args:
+        config: of the model, with its `split`; see `check_split`.
+        axes: logical axes of the parameter.
+        shape: of all of it.
+        device: number of the device.
+    """
+    split = config.split
+    if split.devices == 1:
+        return Part(shape, tuple(((0, size),) for size in shape))
+    has_experts = len(axes) > 1 and axes[0] == "experts" and split.expert_parallel
+    spans: list[tuple[Span, ...]] = []
+    for dimension, (name, size) in enumerate(zip(axes, shape, strict=True)):
+        divided = name == "experts" and dimension == 0 if has_experts else name in ("mlp", "vocab")
+        if name == "kv_heads":
+            spans.append((_kv_heads(config, device),))
+        elif name == "group":
+            spans.append(tuple(_group(config, size, device)))
+        elif divided and len(axes) > 1:
+            each = -(-size // split.devices)
+            spans.append(((device * each, (device + 1) * each),))
+        else:
+            spans.append(((0, size),))
+    return Part(shape, tuple(spans))
+
+
+def parts_of(config: ModelConfig, axes: Any, shape: tuple[int, ...]) -> list[Part]:
+    """Return every device's part of a parameter, in the devices' order."""
+    return [part_of(config, axes, shape, device) for device in range(config.split.devices)]
+
+
+def kv_copies(config: ModelConfig) -> int:
+    """Return how many devices have each kv head."""
+    return max(1, config.split.devices // config.num_key_value_heads)
+
+
+def _kv_heads(config: ModelConfig, device: int) -> Span:
+    heads, devices = config.num_key_value_heads, config.split.devices
+    first = device * heads // devices
+    return first, first + max(1, heads // devices)
+
+
+def _group(config: ModelConfig, size: int, device: int) -> Iterator[Span]:
+    """Yield the query heads of a group that a device has; then the key and the value, if any."""
+    group, copies = config.num_attention_heads // config.num_key_value_heads, kv_copies(config)
+    share = group // copies
+    first = device % copies * share
+    if copies == 1:
+        yield 0, size
+        return
+    yield first, first + share
+    if size > group:
+        yield group, size
+
+
+def group_of(config: ModelConfig) -> int:
+    """Return the query heads that share a kv head on one device."""
+    return config.num_attention_heads // config.num_key_value_heads // kv_copies(config)
+
+
+def local_kv_heads(config: ModelConfig) -> int:
+    """Return the kv heads that each device has."""
+    return max(1, config.num_key_value_heads // config.split.devices)
+
+
+def padded_vocab(config: ModelConfig) -> int:
+    """Return the size of the vocabulary with its padding."""
+    devices = config.split.devices
+    return -(-config.vocab_size // devices) * devices
+
+
+def check_split(config: ModelConfig) -> None:
+    """Refuse a division that the model's sizes do not allow.
+
+    Raises:
+        UnsupportedModel: names every size that does not divide, and what is allowed.
+    """
+    devices, problems = config.split.devices, list(_problems(config))
+    if problems:
+        raise UnsupportedModel(
+            f"tensor_parallel_size is {devices}, over which this {config.architecture} cannot be "
+            f"divided: {'; '.join(problems)}"
+        )
+
+
+def _problems(config: ModelConfig) -> Iterator[str]:
+    devices, experts = config.split.devices, config.experts
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if heads % devices:
+        yield _multiple("num_attention_heads", heads, devices)
+    elif kv_heads % devices and devices % kv_heads:
+        yield f"num_key_value_heads is {kv_heads}; allowed: a multiple or a divisor of {devices}"
+    if (experts is None or not all(experts.layers)) and config.intermediate_size % devices:
+        yield _multiple("intermediate_size", config.intermediate_size, devices)
+    if experts is None:
+        return
+    if config.split.expert_parallel and experts.count % devices:
+        yield _multiple("the number of experts", experts.count, devices)
+    if not config.split.expert_parallel and experts.size % devices:
+        yield _multiple("the width of an expert", experts.size, devices)
+    if experts.shared % devices:
+        yield _multiple("the width of shared experts", experts.shared, devices)
+
+
+def _multiple(name: str, size: int, devices: int) -> str:
+    return f"{name} is {size}; allowed: a multiple of {devices}"

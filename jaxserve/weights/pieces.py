@@ -1,0 +1,60 @@
+# pyright: reportUnknownMemberType=false
+"""Parameters on several devices: each device's part in its own form, joined leaf by leaf.
+
+A form that one device multiplies (panels, codes with scales) is made of each part, and the arrays
+of all forms are joined along their first axis. Inside the step, which is mapped over the mesh, each
+device then sees a form as it is on one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxserve.models.shards import AXIS, Part
+
+if TYPE_CHECKING:
+    from jaxtyping import Array
+
+
+def placed_parts(mesh: Mesh, parts: Sequence[Part], form: Callable[[int], Any]) -> Any:
+    """Make each device's form of a parameter there, and join them.
+
+    Args:
+        mesh: of one axis.
+        parts: of the parameter, one a device.
+        form: returns the form of a device's part, by the number of the device; its arrays must be
+            placed on JAX's default device.
+    """
+    forms: list[Any] = []
+    for index, device in enumerate(mesh.devices.flat):
+        with jax.default_device(device):
+            forms.append(form(index))
+    return joined(mesh, forms, is_whole=all(part.is_whole for part in parts))
+
+
+def joined(mesh: Mesh, forms: Sequence[Any], is_whole: bool = False) -> Any:
+    """Join the forms of a parameter that lie on the devices of a mesh, in their order.
+
+    Args:
+        is_whole: every device has the whole parameter.
+
+    Raises:
+        ValueError: forms of different kinds or sizes.
+    """
+
+    def join(*leaves: Array) -> Array:
+        shape, spec = leaves[0].shape, PartitionSpec()
+        if not is_whole:
+            shape, spec = (len(leaves) * shape[0], *shape[1:]), PartitionSpec(AXIS)
+        sharding = NamedSharding(mesh, spec)
+        placed = [
+            jax.device_put(leaf, device)
+            for leaf, device in zip(leaves, mesh.devices.flat, strict=True)
+        ]
+        return jax.make_array_from_single_device_arrays(shape, sharding, placed)
+
+    return jax.tree.map(join, *forms)
