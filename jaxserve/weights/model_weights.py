@@ -94,7 +94,7 @@ def load_weights(
     report = _counted(on_progress, [*entries.values(), *sorted_.packed.values()])
     model, parameters = _structure(config, dtype, sorted_.table, entries, panels)
     shapes = {path: (leaf.shape, np.dtype(leaf.dtype)) for path, leaf in parameters.items()}
-    if mesh is not None and (quantization is not None or sorted_.packed or packed):
+    if mesh is not None and (quantization is not None or sorted_.packed):
         raise UnsupportedModel("quantized weights are not divided over devices")
     place = panelled(place or place_on_default, parameters) if panels else place or place_on_default
     place = divided(place, config, parameters, mesh)
@@ -102,7 +102,7 @@ def load_weights(
     finish = with_panels if panels else _as_it_is
     values = read_packed(sorted_, parameters, dims, place, report, finish)
     table = sorted_.table
-    if packed and quantization is None:
+    if packed and quantization is None and mesh is None:
         table = read_blocks(table, entries, parameters, dims, report, values, on_cpu=panels)
     plans: dict[str, PanelPlan] = {}
     if panels and mesh is None:
