@@ -116,7 +116,7 @@ def load_weights(
     opened.check_unchanged()
     model = filled(model, values)
     if kv_scales:
-        set_kv_scales(model, sorted_.kv_scales)
+        set_kv_scales(model, sorted_.kv_scales, mesh)
     return model
 
 

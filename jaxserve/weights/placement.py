@@ -261,8 +261,14 @@ def read_packed(
     return values
 
 
-def set_kv_scales(model: Decoder, entries: Mapping[str, TensorEntry]) -> None:
+def set_kv_scales(
+    model: Decoder, entries: Mapping[str, TensorEntry], mesh: Mesh | None = None
+) -> None:
     """Give each layer the scales of its cache that a checkpoint holds, 1 where it holds one only.
+
+    Args:
+        entries: of the checkpoint's scales, by name.
+        mesh: devices that the model is divided over; None for one.
 
     Raises:
         CheckpointError: a scale that is not one positive number for a layer of the model.
@@ -286,6 +292,18 @@ def set_kv_scales(model: Decoder, entries: Mapping[str, TensorEntry]) -> None:
             attention.kv_scales = scales_parameter(jnp.ones((2, kv_heads), jnp.float32))
         row = 0 if kind == "k" else 1
         attention.kv_scales[...] = attention.kv_scales[...].at[row].set(value.item())
+    for attention in scales_of(model).values() if mesh is not None else ():
+        if attention.kv_scales is not None:
+            _divide_scales(attention.kv_scales, model.config, mesh)
+
+
+def _divide_scales(scales: nnx.Param[Any], config: ModelConfig, mesh: Mesh | None) -> None:
+    """Put on each device of a mesh the scales of the heads that it has."""
+    assert mesh is not None
+    values = np.asarray(scales[...])
+    parts = parts_of(config, scales.get_metadata()["axes"], values.shape)
+    place = placed_parts(mesh, parts, lambda device: jax.device_put(parts[device].cut(values)))
+    scales.set_value(place)
 
 
 def scales_parameter(values: Any) -> nnx.Param[Any]:
