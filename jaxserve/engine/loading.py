@@ -263,7 +263,7 @@ def _model(
         model = source.load(
             model_config, dtype, on_progress, quantization, kv_scales, panels, packed, mesh
         )
-    if device.is_gpu and not device.runs_triton:
+    if device.is_gpu and not device.runs_triton and mesh is None:
         use_output_rows(model)
     return model
 

@@ -9,6 +9,7 @@ from jax.stages import Compiled
 from jaxserve.config import EngineConfig
 from jaxserve.errors import InvalidRequest
 from jaxserve.execution.buckets import Bucket
+from jaxserve.execution.mesh import local_bytes
 from jaxserve.execution.start.compiler import Compiler
 from jaxserve.execution.start.device import DeviceMemory, started_device
 from jaxserve.execution.start.memory_plan import (
@@ -130,8 +131,8 @@ class CacheSize:
         Args:
             temporary: bytes that the launch takes beside weights and cache.
         """
-        own = sum(leaf.size * leaf.dtype.itemsize for leaf in self.compiler.leaves)
-        memory = self._memory or started_device()
+        own = sum(map(local_bytes, self.compiler.leaves))
+        memory = self._memory or started_device(count=self.model_config.split.devices)
         if not memory.is_limit:  # what is free is what the weights have left
             memory = replace(memory, free=memory.free + own, in_use=own)
         budget = memory.budget(self.config.gpu_memory_utilization, DEFAULT_SHARE)
