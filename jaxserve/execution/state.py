@@ -18,6 +18,7 @@ from jaxserve.execution.sampler_state import SamplerState, make_sampler_state
 from jaxserve.models import ModelConfig
 from jaxserve.models.linear import accumulator
 from jaxserve.models.paged import KVPages
+from jaxserve.models.shards import local_kv_heads
 from pallas_kernels.arguments import FP8, FP8_BITS
 from pallas_kernels.implementation import FOUR_GIB, TWO_GIB
 
@@ -69,8 +70,8 @@ def kv_dtype(asked: str, activations: DTypeLike, platform: str) -> np.dtype:
 
 
 def page_bytes(config: ModelConfig, page_size: int, dtype: DTypeLike) -> int:
-    """Return the bytes of one page of KV cache over all layers."""
-    cell = config.num_key_value_heads * config.head_dim * jnp.dtype(dtype).itemsize
+    """Return the bytes of one page of KV cache over all layers, on each device."""
+    cell = local_kv_heads(config) * config.head_dim * jnp.dtype(dtype).itemsize
     return 2 * config.num_hidden_layers * page_size * cell
 
 

@@ -14,7 +14,8 @@ import re
 
 from jaxserve.config import EngineConfig
 from jaxserve.execution.start.device import named_device
-from jaxserve.execution.start.memory_plan import MemoryPlan, Weights, plan_memory
+from jaxserve.execution.start.memory_plan import MemoryPlan, plan_memory
+from jaxserve.execution.start.weight_sizes import Weights
 from jaxserve.models.registry import parse_model_config
 from pallas_kernels.devices import GIB, find_card
 from scripts.gpu import models as gpu_models
