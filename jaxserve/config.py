@@ -77,6 +77,10 @@ class EngineConfig:
             in "int4": blocks of 4 to 6 bits, on a GPU codes of 4 or 8. Others are checkpoints'.
         kv_cache_dtype: "auto" is that of activations; "fp8" (e4m3) takes a half or a quarter of
             the memory, with the checkpoint's scales.
+        tensor_parallel_size: devices that heads, MLPs and vocabulary are divided over; sizes of
+            memory in other settings are of each. On CPU XLA_FLAGS can divide the processor into
+            devices, to try it.
+        enable_expert_parallel: of several devices, each has whole experts, not a part of each.
         max_model_len: most tokens of one sequence, prompt and output together; by default what
             the model declares, or on CPU what the default cache holds, if that is less.
         allow_long_max_model_len: let max_model_len exceed what the model declares; what answers
@@ -134,6 +138,8 @@ class EngineConfig:
     dtype: str = "auto"
     quantization: Quantization | None = None
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    tensor_parallel_size: int = 1
+    enable_expert_parallel: bool = False
     max_model_len: int | None = None
     allow_long_max_model_len: bool = False
     max_num_seqs: int | None = None
@@ -166,6 +172,7 @@ class EngineConfig:
         for name, others in OTHER_NAMES.items():
             object.__setattr__(self, name, others.get(getattr(self, name), getattr(self, name)))
         for name, low, high in (
+            ("tensor_parallel_size", 1, 1024),
             ("max_model_len", 2, 2**27),
             ("max_num_seqs", 1, 2**16),
             ("max_num_batched_tokens", 1, 2**22),

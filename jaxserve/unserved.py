@@ -45,10 +45,8 @@ def _rows(instead: str, **neutral: tuple[Any, ...]) -> dict[str, Unserved]:
 
 _SECRETS = ("hf_token",)  # which no log may hold
 UNSERVED: dict[str, Unserved] = {
-    "tensor_parallel_size": Unserved((1,), _ONE_DEVICE),
     "pipeline_parallel_size": Unserved((1,), _ONE_DEVICE),
     "data_parallel_size": Unserved((1,), _ONE_DEVICE),
-    "enable_expert_parallel": Unserved((False,), _ONE_DEVICE),
     "distributed_executor_backend": Unserved(("uni",), _ONE_DEVICE),
     "disable_custom_all_reduce": Unserved((True, False), _ONE_DEVICE),
     "enforce_eager": Unserved(

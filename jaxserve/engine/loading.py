@@ -25,6 +25,7 @@ from jaxserve.engine.weight_forms import (
     report_narrow,
 )
 from jaxserve.errors import CheckpointError, InvalidRequest
+from jaxserve.execution.mesh import make_mesh
 from jaxserve.execution.runner import OnProgress, Runner
 from jaxserve.execution.start.behind import ProgramsBehind
 from jaxserve.execution.start.compilation import prepare_cache
@@ -39,7 +40,7 @@ from jaxserve.request import MAX_STOP_TOKEN_IDS, SamplingParams
 from jaxserve.scheduling.slot_table import SlotTable
 from jaxserve.weights import random_weights
 from jaxserve.weights.expected import expected_model
-from jaxserve.weights.placement import use_output_rows
+from jaxserve.weights.placement import multiplies_input_major, use_output_rows
 from pallas_kernels.devices import DeviceLimits, target_device
 from pallas_kernels.implementation import device_limit
 
@@ -209,6 +210,7 @@ def _start_device(
     if reason is not None:
         raise InvalidRequest(f"attention_backend: {reason}", "attention_backend")
     plan = _open_device(config, source, memory)
+    make_mesh(config.tensor_parallel_size)  # before a byte of weights is read
     device = target_device()
     if device.is_gpu != memory.limits.is_gpu:  # JAX could not open the card
         plan = _plan_start(config, source, replace(this_device(root), limits=device))
@@ -252,16 +254,16 @@ def _model(
 ) -> Decoder:
     """Make the model with its weights placed as `device` multiplies them: on CPU in panels."""
     quantization = choose_quantization(config.quantization, model_config)
-    panels = device.platform == "cpu"
+    panels, mesh = device.platform == "cpu", make_mesh(config.tensor_parallel_size)
     if config.load_format == "dummy":
-        model = random_weights(model_config, dtype, config.seed, quantization, panels)
+        model = random_weights(model_config, dtype, config.seed, quantization, panels, mesh)
     else:
         kv_scales = config.kv_cache_dtype == "fp8"
         packed = keeps_blocks(config)
         model = source.load(
-            model_config, dtype, on_progress, quantization, kv_scales, panels, packed
+            model_config, dtype, on_progress, quantization, kv_scales, panels, packed, mesh
         )
-    if device.is_gpu and not device.runs_triton:
+    if mesh is None and not multiplies_input_major(device):  # otherwise parts are turned
         use_output_rows(model)
     return model
 
@@ -280,6 +282,7 @@ def _expected(
     """
     form = choose_quantization(config.quantization, model_config)
     is_plain = form is None and model_config.quantization is None and config.kv_cache_dtype != "fp8"
+    is_plain = is_plain and config.tensor_parallel_size == 1
     if device.platform != "cpu" or not is_plain or config.load_format == "dummy":
         return None
     if not isinstance(source.weights, Path) or _tensor_bytes(source.weights) < _LONG_READ:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig, bundled_model
 from jaxserve.engine.text.gguf_ends import gguf_ends
@@ -15,6 +17,7 @@ from jaxserve.errors import CheckpointError, UnsupportedModel
 from jaxserve.execution.runner import OnProgress
 from jaxserve.model_name import NO_MODEL, kind_of_model
 from jaxserve.models import Decoder, ModelConfig, parse_model_config, read_config_fields
+from jaxserve.models.shards import Split, check_split
 from jaxserve.overrides import overridden
 from jaxserve.weights import (
     ConvertedModel,
@@ -28,6 +31,7 @@ from jaxserve.weights import (
     open_gguf,
 )
 from jaxserve.weights.checkpoint import check_text_files
+from jaxserve.weights.converted_parts import load_converted_parts
 from jaxserve.weights.names import has_own_output
 from jaxserve.weights.placement import use_panels
 from jaxserve.weights.wrapped import NAMINGS, naming
@@ -90,6 +94,7 @@ class Source:
         kv_scales: bool = False,
         panels: bool = False,
         packed: bool = False,
+        mesh: Mesh | None = None,
     ) -> Decoder:
         """Return the model with its weights; see `load_weights` and `load_converted`.
 
@@ -104,6 +109,9 @@ class Source:
                     f"{self.path}: was converted {f'to {made}' if made else 'in full'} and cannot "
                     f"be quantized to {quantization}; convert the checkpoint that it was made of"
                 )
+            if mesh is not None:
+                flags = {"panels": panels, "kv_scales": kv_scales}
+                return load_converted_parts(self.weights, model_config, mesh, **flags)
             model = load_converted(self.weights, model_config, kv_scales=kv_scales)
             if panels:
                 use_panels(model)
@@ -116,6 +124,7 @@ class Source:
             kv_scales=kv_scales,
             panels=panels,
             packed=packed,
+            mesh=mesh,
             on_progress=None if on_progress is None else _stage("weights", on_progress),
         )
 
@@ -146,10 +155,11 @@ def find_source(
         generation = _generation_config(
             config, path.parent, {"eos_token_id": gguf_ends(file.metadata)}
         )
-        return Source(path, fields, parse_model_config(fields, str(path)), generation, file)
+        made = _divided(parse_model_config(fields, str(path)), config)
+        return Source(path, fields, made, generation, file)
     where = str(path / "config.json")
     fields = overridden(read_config_fields(path), config.hf_overrides)
-    model_config = parse_model_config(fields, where)
+    model_config = _divided(parse_model_config(fields, where), config)
     generation = _generation_config(config, path, None)
     if is_converted(path):
         return Source(path, fields, model_config, generation, open_converted(path))
@@ -157,8 +167,20 @@ def find_source(
         tied = _ties(path, fields, model_config)
         if tied != model_config.tie_word_embeddings:
             fields["tie_word_embeddings"] = tied
-            model_config = parse_model_config(fields, where)
+            model_config = _divided(parse_model_config(fields, where), config)
     return Source(path, fields, model_config, generation, path)
+
+
+def _divided(model_config: ModelConfig, config: EngineConfig) -> ModelConfig:
+    """Return the configuration of a model over as many devices as the settings name.
+
+    Raises:
+        UnsupportedModel: its sizes do not divide.
+    """
+    split = Split(config.tensor_parallel_size, config.enable_expert_parallel)
+    made = replace(model_config, split=split)
+    check_split(made)
+    return made
 
 
 def _ties(path: Path, fields: dict[str, Any], config: ModelConfig) -> bool:

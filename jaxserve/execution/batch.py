@@ -64,6 +64,17 @@ jax.tree_util.register_dataclass(
 )
 
 
+_ROWS = (
+    *("kv_len", "slots", "sample_slots", "min_length", "temperature", "top_p", "min_p", "top_k"),
+    *("seed", "penalties", "features", "stop_token_ids"),
+)
+
+
+def row_fields(batch: StepBatch[AnyArray]) -> dict[str, AnyArray]:
+    """Return, by name, the arrays of R rows that a sampler reads."""
+    return {name: getattr(batch, name) for name in _ROWS}
+
+
 @dataclass(slots=True)
 class _Parts(Generic[AnyArray]):
     """The parts of a batch in its one array, from front to back."""

@@ -12,7 +12,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jaxserve.execution.batch import StepBatch
-from jaxserve.execution.sampling import LANES, in_groups
+from jaxserve.execution.columns import LANES, Columns, in_groups
 from jaxserve.execution.typed_jax import cond, fori_loop
 from jaxserve.request import MAX_LOGPROBS, SamplerFeature
 from pallas_kernels import row_sums
@@ -82,12 +82,15 @@ def no_logprobs(count: int, vocab_size: int, dtype: DTypeLike) -> DeviceLogprobs
 
 
 def draw_logprobs(
-    logits: Float[Array, "R V"], token_ids: Int32[Array, " R"], batch: StepBatch[Array]
+    logits: Float[Array, "R V"],
+    token_ids: Int32[Array, " R"],
+    batch: StepBatch[Array],
+    columns: Columns,
 ) -> DeviceLogprobs:
     """Compute log-probabilities of a decode step's draws, of all rows if any requests them."""
-    none = no_logprobs(logits.shape[0], logits.shape[1], logits.dtype)
+    none = no_logprobs(logits.shape[0], columns.vocab_size, logits.dtype)
     is_requested = jnp.any(batch.features & int(SamplerFeature.LOGPROBS) != 0)
-    return cond(is_requested, lambda: logprobs_of(logits, token_ids), lambda: none)
+    return cond(is_requested, lambda: columns.by_rows(logprobs_of, logits, token_ids), lambda: none)
 
 
 def position_logprobs(
@@ -97,6 +100,7 @@ def position_logprobs(
     token_ids: Int32[Array, " R"],
     draws: Bool[Array, " R"],
     batch: StepBatch[Array],
+    columns: Columns,
 ) -> DeviceLogprobs:
     """Compute the log-probabilities of the token that follows each of a step's tokens.
 
@@ -106,7 +110,7 @@ def position_logprobs(
 
     Args:
         project: hidden states [N, D] to logits [N, V].
-        logits: those of each row's last token; only their shape and type count.
+        logits: those of each row's last token; only their type counts.
         token_ids: the draws.
         draws: which rows draw.
     """
@@ -118,7 +122,7 @@ def position_logprobs(
     is_last = batch.sample_index.at[row].get(mode="clip") == jnp.arange(num_tokens)
     drawn = token_ids.at[row].get(mode="clip")
     targets = jnp.where(is_requested & is_last, drawn, batch.targets)
-    none = no_logprobs(num_tokens, logits.shape[1], logits.dtype)
+    none = no_logprobs(num_tokens, columns.vocab_size, logits.dtype)
 
     def block(index: Array, logprobs: DeviceLogprobs) -> DeviceLogprobs:
         # The last block begins where it still fits, and so does what it writes.
@@ -129,7 +133,8 @@ def position_logprobs(
             return lax.dynamic_update_slice_in_dim(old, part, start, 0)
 
         def found() -> DeviceLogprobs:
-            new = logprobs_of(project(lax.dynamic_slice_in_dim(hidden, start, size)), here)
+            part = project(lax.dynamic_slice_in_dim(hidden, start, size))
+            new = columns.by_rows(logprobs_of, part, here)
             return jax.tree.map(put, logprobs, new)
 
         return cond(jnp.any(here >= 0), found, lambda: logprobs)

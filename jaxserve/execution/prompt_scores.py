@@ -22,6 +22,7 @@ def score_prompts(
     hidden: jax.Array,
     project: Project,
     leaves: list[jax.Array],
+    vocab_size: int,
 ) -> dict[int, TokenLogprobs]:
     """Score the prompts' tokens that are the host's to score, by row of the plan.
 
@@ -33,6 +34,7 @@ def score_prompts(
         hidden: [T, D], the step's hidden states.
         project: see `Programs`.
         leaves: the model's placed arrays.
+        vocab_size: columns of logits before padding.
     """
     scored: dict[int, TokenLogprobs] = {}
     ends = np.cumsum(plan.num_tokens)
@@ -49,7 +51,7 @@ def score_prompts(
         parts: list[TokenLogprobs] = []
         for done in range(0, count, BLOCK):
             position = np.array(first + done, np.int32)
-            logits = np.asarray(project(leaves, hidden, position, total))
+            logits = np.asarray(project(leaves, hidden, position, total))[:, :vocab_size]
             skipped = max(0, first + done + len(logits) - len(hidden))
             chunk = targets[done : done + BLOCK]
             logits = logits[skipped : skipped + len(chunk)]

@@ -281,7 +281,8 @@ class Runner:
                 drawn = replace(drawn, logprobs=self._score(self._leaves, kept, batch))
                 if self._project is not None:
                     assert kept.hidden is not None
-                    prompts = score_prompts(plan, slots, kept.hidden, self._project, self._leaves)
+                    how = self._project, self._leaves, self.vocab_size
+                    prompts = score_prompts(plan, slots, kept.hidden, *how)
             output = drawn
         self._state = state
         output.token_ids.copy_to_host_async()
@@ -359,7 +360,8 @@ class Runner:
         ok = token_ids != NO_TOKEN
         if step.num_logprobs is None:
             return token_ids, ok, None
-        logits = None if step.logits is None else np.asarray(step.logits)
+        # Behind the vocabulary there is padding where it is divided over devices.
+        logits = None if step.logits is None else np.asarray(step.logits)[:, : self.vocab_size]
         logprobs = None
         if step.output.logprobs is not None:
             logprobs = TokenLogprobs(*(np.asarray(leaf) for leaf in step.output.logprobs))

@@ -10,12 +10,14 @@ nor a restart change it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 from jax import lax
 
-from jaxserve.execution.batch import StepBatch
+from jaxserve.execution.batch import StepBatch, row_fields
+from jaxserve.execution.columns import LANES, Columns, argmax, best, in_groups, is_finite
 from jaxserve.execution.logit_edits import edit_logits
 from jaxserve.execution.random import uniform
 from jaxserve.execution.sampler_state import SamplerState
@@ -28,34 +30,6 @@ from pallas_kernels.devices import target_device
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int, Int32, UInt
-
-LANES = 128
-
-
-def in_groups(x: Float[Array, "R V"], fill: float) -> Float[Array, "R groups 128"]:
-    """Return columns in groups of 128, padded with `fill`."""
-    pad = -x.shape[1] % LANES
-    if pad:
-        x = jnp.pad(x, ((0, 0), (0, pad)), constant_values=fill)
-    return x.reshape(x.shape[0], -1, LANES)
-
-
-def argmax(logits: Float[Array, "R V"]) -> Int32[Array, " R"]:
-    """Return the first index of the greatest value; see `best`."""
-    return best(logits)[0]
-
-
-def best(logits: Float[Array, "R V"]) -> tuple[Int32[Array, " R"], Float[Array, " R"]]:
-    """Return the first index of the greatest value, and that value, in two levels.
-
-    XLA's argmax on CPU costs 13 to 57 times its max over a vocabulary; here the index is only
-    searched among group maxima and then within one group.
-    """
-    groups = in_groups(logits, -jnp.inf)
-    tops = groups.max(axis=-1)
-    group = jnp.argmax(tops, axis=-1)
-    lane = jnp.argmax(jnp.take_along_axis(groups, group[:, None, None], axis=1)[:, 0], axis=-1)
-    return (group * LANES + lane).astype(jnp.int32), tops.max(axis=-1)
 
 
 def _ordered_bits(x: Float[Array, "*sizes"]) -> UInt[Array, "*sizes"]:
@@ -193,6 +167,7 @@ def sample(
     state: SamplerState,
     greedy_only: bool = False,
     implementation: str = "auto",
+    columns: Columns | None = None,
 ) -> Int32[Array, " R"]:
     """Draw each row's next token.
 
@@ -204,29 +179,83 @@ def sample(
         state: the sampler's state of the requests.
         greedy_only: static; `is_greedy` holds and no row uses a feature of the sampler.
         implementation: static; which kernels run, if any.
+        columns: static; of logits that are divided over devices. None for one device.
 
     Returns:
         Token ids; NO_TOKEN where the row's logits were not all finite, or left it no token to draw.
     """
+    if columns is not None and columns.axis is not None:
+        return _sample_divided(logits, batch, state, greedy_only, implementation, columns)
     if greedy_only and has_greatest(logits, implementation):  # whose -1 is NO_TOKEN
         return greatest(logits, implementation=implementation)
-    # NaN and infinity are the greatest of a row; XLA on CPU vectorizes a maximum, no conjunction.
-    ok = jnp.isfinite(jnp.abs(logits).max(axis=1))
+    ok = is_finite(logits)
     if greedy_only:
         return jnp.where(ok, argmax(logits), NO_TOKEN)
+    edits, draws = _uses(batch)
+    # A branch that hands all logits through copies them: skip it when no row edits or draws.
+    tokens, value = cond(
+        edits | draws,
+        lambda: _chosen(logits, batch, state, edits, draws),
+        lambda: best(logits),
+    )
+    return _valid(tokens, value, ok, batch, state)
+
+
+def _uses(batch: StepBatch[Array]) -> tuple[Bool[Array, ""], Bool[Array, ""]]:
+    """Return whether a row edits its logits, and whether one draws."""
     has_edits = batch.features & int(SamplerFeature.EDITS) != 0
     has_edits |= batch.kv_len < batch.min_length
-    edits, draws = jnp.any(has_edits), jnp.any(batch.temperature > 0)
+    return jnp.any(has_edits), jnp.any(batch.temperature > 0)
 
-    def chosen() -> tuple[Int32[Array, " R"], Float[Array, " R"]]:
-        changed = cond(edits, lambda: edit_logits(logits, batch, state), lambda: logits)
-        greedy, value = best(changed)
-        drawn = cond(draws, lambda: _sampled(changed, batch, greedy, value), lambda: greedy)
-        return drawn, value
 
-    # A branch that hands all logits through copies them: skip it when no row edits or draws.
-    tokens, value = cond(edits | draws, chosen, lambda: best(logits))
+def _chosen(
+    logits: Float[Array, "R V"],
+    batch: StepBatch[Array],
+    state: SamplerState,
+    edits: Bool[Array, ""],
+    draws: Bool[Array, ""],
+) -> tuple[Int32[Array, " R"], Float[Array, " R"]]:
+    """Return each row's token, and the greatest of its logits once they are edited."""
+    changed = cond(edits, lambda: edit_logits(logits, batch, state), lambda: logits)
+    greedy, value = best(changed)
+    drawn = cond(draws, lambda: _sampled(changed, batch, greedy, value), lambda: greedy)
+    return drawn, value
+
+
+def _valid(
+    tokens: Int32[Array, " R"],
+    value: Float[Array, " R"],
+    ok: Bool[Array, " R"],
+    batch: StepBatch[Array],
+    state: SamplerState,
+) -> Int32[Array, " R"]:
+    """Return the tokens, but NO_TOKEN for rows that are not finite or have nothing to draw."""
     # A row in the middle of its tokens draws nothing, so that it needs no token to draw.
     null_slot = state.history.shape[0] - 1
     ok &= (value > -jnp.inf) | (batch.sample_slots == null_slot)
     return jnp.where(ok, tokens, NO_TOKEN)
+
+
+def _sample_divided(
+    logits: Float[Array, "R V"],
+    batch: StepBatch[Array],
+    state: SamplerState,
+    greedy_only: bool,
+    implementation: str,
+    columns: Columns,
+) -> Int32[Array, " R"]:
+    """Draw where each device has a part of every row: whole rows only where a row needs them."""
+    tokens, value, ok = columns.greatest(logits, implementation)
+    if greedy_only:
+        return jnp.where(ok, tokens, NO_TOKEN)
+    edits, draws = _uses(batch)
+
+    def choose(rows: Array, fields: dict[str, Array]) -> tuple[Array, Array]:
+        return _chosen(rows, replace(batch, **fields), state, edits, draws)
+
+    tokens, value = cond(
+        edits | draws,
+        lambda: columns.by_rows(choose, logits, row_fields(batch)),
+        lambda: (tokens, value),
+    )
+    return _valid(tokens, value, ok, batch, state)

@@ -6,11 +6,12 @@ from __future__ import annotations
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxserve.execution.logprobs import DeviceLogprobs
@@ -18,7 +19,7 @@ from jaxserve.execution.sampler_state import SamplerState, make_sampler_state
 from jaxserve.models import ModelConfig
 from jaxserve.models.linear import accumulator
 from jaxserve.models.paged import KVPages
-from jaxserve.models.shards import local_kv_heads
+from jaxserve.models.shards import AXIS, local_kv_heads
 from pallas_kernels.arguments import FP8, FP8_BITS
 from pallas_kernels.implementation import FOUR_GIB, TWO_GIB
 
@@ -103,7 +104,9 @@ def make_state(
         num_slots: beside the null slot.
         max_pages: most pages of a slot.
     """
-    shape = (num_pages, config.num_key_value_heads, page_size, config.head_dim)
+    # A head that several devices have is several here.
+    heads = local_kv_heads(config) * config.split.devices
+    shape = (num_pages, heads, page_size, config.head_dim)
     return DeviceState(
         kv=[
             (jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
@@ -113,6 +116,13 @@ def make_state(
         last_token=jnp.zeros(num_slots + 1, np.int32),
         sampler=make_sampler_state(num_slots, config.vocab_size),
     )
+
+
+def state_specs(layers: int) -> DeviceState:
+    """Return how the state lies on a mesh: pages by their heads, the rest whole on each device."""
+    kv, whole = PartitionSpec(None, AXIS), PartitionSpec()
+    specs: Any = {"page_table": whole, "last_token": whole, "sampler": whole}
+    return DeviceState(kv=[(kv, kv)] * layers, **specs)  # pyright: ignore[reportArgumentType]
 
 
 def release(state: DeviceState | None, error: Exception | None) -> None:

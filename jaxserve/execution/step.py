@@ -13,6 +13,7 @@ from flax import nnx
 from jax import lax
 
 from jaxserve.execution.batch import StepBatch
+from jaxserve.execution.columns import Columns
 from jaxserve.execution.logprobs import DeviceLogprobs, draw_logprobs, position_logprobs
 from jaxserve.execution.page_table import put_pages
 from jaxserve.execution.sampler_state import SamplerState, record
@@ -126,7 +127,8 @@ def _take_step(
     num_rows = (batch.query_start[:-1] < num_tokens).sum(dtype=jnp.int32)
     logits = model.logits(last, num_rows)
     with jax.named_scope("sample"):
-        token_ids = sample(logits, batch, state.sampler, greedy, step.others)
+        columns = Columns.of(model.config)
+        token_ids = sample(logits, batch, state.sampler, greedy, step.others, columns)
         # Where every row is greedy none counts its tokens. A row that drew nothing ends, but what
         # it counts until then must lie in the vocabulary.
         indices = token_ids if greedy else jnp.maximum(token_ids, 0)
@@ -136,10 +138,11 @@ def _take_step(
     if not greedy:
         with jax.named_scope("scores"):
             if decode_only:
-                logprobs = draw_logprobs(logits, indices, batch)
+                logprobs = draw_logprobs(logits, indices, batch, columns)
             else:
                 draws = batch.sample_slots < state.last_token.shape[0] - 1
-                logprobs = position_logprobs(model.logits, hidden, logits, indices, draws, batch)
+                scored = (model.logits, hidden, logits, indices, draws, batch)
+                logprobs = position_logprobs(*scored, columns)
     state = replace(state, kv=kv, last_token=last_token, sampler=sampler)
     output = StepOutput(token_ids=token_ids, logprobs=logprobs)
     return state, replace(output, logits=logits, hidden=hidden) if keeps_logits else output
@@ -150,6 +153,7 @@ def choose_tokens(
     sampler: SamplerState,
     logits: Float[Array, "R V"],
     batch: StepBatch[Array],
+    columns: Columns,
 ) -> tuple[Int32[Array, " slots_plus_1"], SamplerState, StepOutput]:
     """Draw the next token of each row behind a step that took the most likely ones.
 
@@ -157,11 +161,12 @@ def choose_tokens(
         last_token, sampler: of the step's state; donated.
         logits: of each row's last token.
         batch: the step's; its rows alone are read.
+        columns: static; of the logits.
     """
-    token_ids = sample(logits, batch, sampler)
+    token_ids = sample(logits, batch, sampler, columns=columns)
     indices = jnp.maximum(token_ids, 0)
     sampler = record(sampler, batch, indices)
-    logprobs = draw_logprobs(logits, indices, batch)
+    logprobs = draw_logprobs(logits, indices, batch, columns)
     last_token = _with_draws(last_token, batch.sample_slots, token_ids)
     return last_token, sampler, StepOutput(token_ids=token_ids, logprobs=logprobs)
 
@@ -187,7 +192,8 @@ def score_positions(
     draws = batch.sample_slots < null_slot
     assert output.hidden is not None and output.logits is not None
     indices = jnp.maximum(output.token_ids, 0)
-    return position_logprobs(model.logits, output.hidden, output.logits, indices, draws, batch)
+    scored = (model.logits, output.hidden, output.logits, indices, draws, batch)
+    return position_logprobs(*scored, Columns.of(model.config))
 
 
 def project_positions(

@@ -23,6 +23,7 @@ from jaxserve.models.linear import (
     weight,
 )
 from jaxserve.models.paged import KVPages, LogicalAxes, PagedStep
+from jaxserve.models.shards import group_of, kv_copies
 from pallas_kernels import (
     QkvOptions,
     has_rope_kv_write,
@@ -54,7 +55,9 @@ class Attention(nnx.Module):
         window: int | None = None,
     ) -> None:
         embed, kv_heads, head_dim = config.hidden_size, config.num_key_value_heads, config.head_dim
-        self.group = group = config.num_attention_heads // kv_heads
+        group = config.num_attention_heads // kv_heads
+        # Of one device, where heads are divided over several; parameters are created whole.
+        self.group, self.axis = group_of(config), config.split.axis
         self.window, self.scale = window, config.scales.attention
         self.soft_cap, self.interleaved = config.scales.attention_cap, traits.interleaved
         scaling = config.rope.scaling
@@ -89,6 +92,9 @@ class Attention(nnx.Module):
         normed, eps = traits.qk_norm is not None, config.rms_norm_eps
         self.query_norm = Norm(*query, eps, dtype, traits, over) if normed else None
         self.key_norm = Norm(*key, eps, dtype, traits, over) if normed else None
+        if self.query_norm is not None and self.key_norm is not None and over is None:
+            self.query_norm.axis = self.key_norm.axis = self.axis
+            self.key_norm.copies = kv_copies(config)
 
     def __call__(
         self,
@@ -109,8 +115,9 @@ class Attention(nnx.Module):
         attended = attended.reshape(num_tokens, -1, group, attended.shape[-1])  # [T, K, G, H]
         out = self.out[...]
         if in_parts and isinstance(out, jax.Array) and self.out_bias is None:
-            return matmul_in_parts(attended, out, 3, step.others), kv
-        return matmul(attended, out, contract=3, bias=value_of(self.out_bias)), kv
+            return matmul_in_parts(attended, out, 3, step.others, self.axis), kv
+        bias = value_of(self.out_bias)
+        return matmul(attended, out, contract=3, bias=bias, axis=self.axis), kv
 
     def _placed(
         self, x: Float[Array, "T D"], cos_sin: CosSin | None, step: PagedStep, kv: KVPages
@@ -154,7 +161,8 @@ class Attention(nnx.Module):
             options["key_norm"] = self.key_norm.scale[...]
             options["norm"] = self.query_norm.options
             if not self.query_norm.is_per_head:
-                options["mean_squares"] = _mean_squares(qkv, bias, x.shape[0], x.dtype)
+                norms = self.query_norm, self.key_norm
+                options["mean_squares"] = _mean_squares(qkv, bias, x.shape[0], x.dtype, norms)
         query, keys, values, arrivals = rope_kv_write(
             *(qkv, cos_sin, *kv, step.slot_mapping, QkvOptions(**options)),
             dtype=x.dtype,
@@ -196,6 +204,7 @@ def _mean_squares(
     bias: Float[Array, "K G_plus_2 H"] | None,
     num_tokens: int,
     dtype: DTypeLike,
+    norms: tuple[Norm, Norm],
 ) -> Float[Array, "T 2"]:
     """Return the mean squares of each token's queries, and of its keys, of all heads together."""
     exact = accumulator(dtype)
@@ -204,7 +213,11 @@ def _mean_squares(
         qkv = qkv if bias is None else qkv + bias.astype(exact)
     squares = jnp.square(qkv.astype(dtype).astype(exact))
     parts = squares[:, :, :-2], squares[:, :, -2]
-    return jnp.stack([part.reshape(num_tokens, -1).mean(axis=1) for part in parts], axis=1)
+    means = [
+        norm.over_devices(part.reshape(num_tokens, -1).mean(axis=1))
+        for norm, part in zip(norms, parts, strict=True)
+    ]
+    return jnp.stack(means, axis=1)
 
 
 def _growth(

@@ -201,7 +201,8 @@ class Decoder(nnx.Module):
     ) -> Float[Array, "R V"]:
         """Return the logits of every token after the given hidden states, in at least float32.
 
-        Rows from `num_rows` on are padding; their logits are undefined.
+        Rows from `num_rows` on are padding; their logits are undefined. Where the vocabulary is
+        divided over devices, they are those of this device's part of it.
         """
         with jax.named_scope("logits"):
             logits, scales = self.embedding.logits(hidden, num_rows), self.config.scales

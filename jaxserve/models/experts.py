@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from jaxserve.models.collectives import device_index, summed
 from jaxserve.models.config.experts import Experts
 from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.family import FamilyTraits
@@ -44,7 +45,7 @@ class SparseMLP(nnx.Module):
         traits: FamilyTraits,
     ) -> None:
         embed, count, mlp = config.hidden_size, experts.count, experts.size
-        self.experts = experts
+        self.experts, self.split = experts, config.split
         self.kind: Router = traits.router
         self.router = weight(rngs, (embed, count), ("embed", "experts"), dtype)
         self.gate_up = _stacked(
@@ -73,7 +74,12 @@ class SparseMLP(nnx.Module):
         with jax.named_scope("experts"):
             real = step.slot_mapping >= 0
             y = self._experts(x, weights, chosen, real, step.implementation)
-        return y if self.shared is None else y + self.shared(x)
+        if self.split.axis is None:
+            return y if self.shared is None else y + self.shared(x)
+        # One sum over devices for the experts and the one that all tokens pass.
+        y = summed(y if self.shared is None else y + self.shared.share(x), self.split.axis)
+        bias = None if self.shared is None else value_of(self.shared.down_bias)
+        return (y if bias is None else y + bias).astype(x.dtype)
 
     def _experts(
         self,
@@ -83,8 +89,13 @@ class SparseMLP(nnx.Module):
         real: Bool[Array, " T"],
         implementation: str,
     ) -> Float[Array, "T D"]:
-        count, fanout = self.experts.count, chosen.shape[1]
-        expert = jnp.where(real[:, None], chosen, count).reshape(-1)
+        count, fanout, axis = self.experts.count, chosen.shape[1], self.split.axis
+        is_own = real[:, None]
+        if axis is not None and self.split.expert_parallel:
+            count //= self.split.devices
+            chosen = chosen - device_index(axis) * count
+            is_own &= (chosen >= 0) & (chosen < count)
+        expert = jnp.where(is_own, chosen, count).reshape(-1)
         order = jnp.argsort(expert, stable=True).astype(jnp.int32)
         sizes = (expert[:, None] == jnp.arange(count)).sum(axis=0, dtype=jnp.int32)
         place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=jnp.int32))
@@ -92,11 +103,24 @@ class SparseMLP(nnx.Module):
         rows = _product(x[order // fanout], self.gate_up[...], sizes, implementation)
         hidden = self._activate(_add_bias(rows, self.gate_up_bias, owner))  # of [T * C, 2, M]
         rows = _product(hidden.astype(x.dtype), self.down[...], sizes, implementation)
-        rows = _add_bias(rows, self.down_bias, owner)[place].reshape(*chosen.shape, -1)
+        rows = self._add_down_bias(rows, owner)[place].reshape(*chosen.shape, -1)
+        if axis is not None:  # rows of other devices' experts, and of padding, may be anything
+            rows = jnp.where(is_own[..., None], rows, 0)
         # One after the other: in bfloat16 what is added to XLA's sum over this axis has other bits
         # for few tokens than for many.
         weighted = (rows[:, i].astype(weights.dtype) * weights[:, i, None] for i in range(fanout))
-        return reduce(jnp.add, weighted).astype(x.dtype)
+        total = reduce(jnp.add, weighted)
+        return total.astype(x.dtype) if axis is None else total
+
+    def _add_down_bias(
+        self, rows: Float[Array, "A D"], owner: Int32[Array, " A"]
+    ) -> Float[Array, "A D"]:
+        """Add the bias of each row's expert; of a device's part of every expert, once."""
+        axis = self.split.axis
+        biased = _add_bias(rows, self.down_bias, owner)
+        if self.down_bias is None or axis is None or self.split.expert_parallel:
+            return biased
+        return jnp.where(device_index(axis) == 0, biased, rows)
 
     def _activate(self, rows: Float[Array, "A two M"]) -> Float[Array, "A M"]:
         gate, up = rows[:, 0], rows[:, 1]

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from jaxserve.models.collectives import axis_size, device_index, summed
 from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.family import LLAMA_TRAITS, FamilyTraits
 from jaxserve.models.linear import (
@@ -60,6 +61,10 @@ class Norm(nnx.Module):
     ) -> None:
         self.scale = constant(1.0 - traits.norm_offset, shape, axes, dtype)
         self.eps, self.traits, self.over = eps, traits, over or len(shape)
+        # Set where what is normalised together is divided over devices: their axis, and how many
+        # of them have the same part.
+        self.axis: str | None = None
+        self.copies = 1
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         """Divide by rms(x) in at least float32, round to x's dtype as Llama does, then scale."""
@@ -96,7 +101,16 @@ class Norm(nnx.Module):
         """Return the mean over the last dimensions, in at least float32."""
         size = prod(x.shape[-self.over :])
         sums = row_sums(x.reshape(*x.shape[: -self.over], size), kind)
-        return sums.reshape(*sums.shape, *(1,) * self.over) / size
+        means = sums.reshape(*sums.shape, *(1,) * self.over) / size
+        return self.over_devices(means)
+
+    def over_devices(self, means: Float[Array, "*sizes"]) -> Float[Array, "*sizes"]:
+        """Return the means over all devices, of those of each; of equal parts, one counts."""
+        if self.axis is None:
+            return means
+        counts = device_index(self.axis) % self.copies == 0
+        different = axis_size(self.axis) // self.copies
+        return summed(jnp.where(counts, means, 0), self.axis) / different
 
 
 @jax.tree_util.register_dataclass
@@ -155,6 +169,7 @@ class Embedding(nnx.Module):
 
     def __init__(self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs | None) -> None:
         vocab, embed = config.vocab_size, config.hidden_size
+        self.vocab_size, self.axis = vocab, config.split.axis
         self.tied = config.tie_word_embeddings
         self.project = weight(rngs, (embed, vocab), ("embed", "vocab"), dtype)
         if not self.tied:
@@ -162,6 +177,17 @@ class Embedding(nnx.Module):
 
     def __call__(self, tokens: Int32[Array, " T"]) -> Float[Array, "T D"]:
         """Look tokens up. Ids outside [0, V) are the caller's to refuse: they clamp here."""
+        if self.axis is None:
+            return self._rows(tokens)
+        # Each device has some of the rows; the others' are zeros to the sum.
+        size = -(-self.vocab_size // axis_size(self.axis))
+        own = jnp.clip(tokens, 0, self.vocab_size - 1) - device_index(self.axis) * size
+        is_own = (own >= 0) & (own < size)
+        rows = jnp.where(is_own[:, None], self._rows(jnp.clip(own, 0, size - 1)), 0)
+        return summed(rows, self.axis)
+
+    def _rows(self, tokens: Int32[Array, " T"]) -> Float[Array, "T D"]:
+        """Look up the tokens of a device's part of the vocabulary."""
         table = self.project[...] if self.tied else self.table[...]
         if isinstance(table, PanelWeight | BlockPanels):
             return table.columns(tokens)
@@ -172,7 +198,10 @@ class Embedding(nnx.Module):
     def logits(
         self, hidden: Float[Array, "R D"], num_rows: Int32[Array, ""] | None = None
     ) -> Float[Array, "R V"]:
-        """Return every token's logits, in at least float32; undefined from row `num_rows` on."""
+        """Return every token's logits, in at least float32; undefined from row `num_rows` on.
+
+        Where the vocabulary is divided over devices they are those of this device's part.
+        """
         project = self.project[...]
         if num_rows is not None:
             project = with_num_rows(project, num_rows)
@@ -194,6 +223,7 @@ class GatedMLP(nnx.Module):
         width: int | None = None,
     ) -> None:
         self.activation: Activation = traits.activation
+        self.axis = config.split.axis
         embed, mlp = config.hidden_size, width or config.intermediate_size
         self.gate_up = weight(rngs, (embed, 2, mlp), ("embed", "gate_up", "mlp"), dtype)
         self.down = weight(rngs, (mlp, embed), ("mlp", "embed"), dtype)
@@ -213,8 +243,12 @@ class GatedMLP(nnx.Module):
         """
         hidden, down = self._hidden(x, implementation), self.down[...]
         if in_parts and isinstance(down, jax.Array) and self.down_bias is None:
-            return matmul_in_parts(hidden, down, implementation=implementation)
-        return matmul(hidden, down, bias=value_of(self.down_bias))
+            return matmul_in_parts(hidden, down, implementation=implementation, axis=self.axis)
+        return matmul(hidden, down, bias=value_of(self.down_bias), axis=self.axis)
+
+    def share(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        """Return this device's share of the result, in at least float32, without a bias."""
+        return matmul(self._hidden(x, "xla"), self.down[...], out_dtype=accumulator(x.dtype))
 
     def _hidden(self, x: Float[Array, "T D"], implementation: str) -> Float[Array, "T F"]:
         weights = self.gate_up[...]

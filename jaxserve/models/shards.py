@@ -43,6 +43,9 @@ class Split:
         return AXIS if self.devices > 1 else None
 
 
+ONE_DEVICE = Split()
+
+
 @dataclass(frozen=True)
 class Part:
     """The part of an array that lies on one device.

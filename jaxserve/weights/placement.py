@@ -40,7 +40,7 @@ from jaxserve.weights.quantize import in_groups, quantize
 from jaxserve.weights.quantized_tensors import SplitCheckpoint, kv_scale_of
 from jaxserve.weights.safetensors import TensorEntry, read_tensor
 from pallas_kernels.cpu.blocks import FORMATS
-from pallas_kernels.devices import target_device
+from pallas_kernels.devices import DeviceLimits, target_device
 
 Parameters = Mapping[str, nnx.Param[Any]]
 # Puts a parameter, given its path and values, on its device or devices.
@@ -126,16 +126,16 @@ def finishing(
 
         def form(device: int) -> Any:
             piece = placed(cut(value, axes, parts[device], path))
-            return piece if multiplies_input_major() else with_weight(piece, with_output_rows)
+            turned = not multiplies_input_major(target_device())
+            return with_weight(piece, with_output_rows) if turned else piece
 
         return placed_parts(mesh, parts, form)
 
     return finish
 
 
-def multiplies_input_major() -> bool:
-    """Return whether the device being compiled for multiplies quantized matrices as they lie."""
-    device = target_device()
+def multiplies_input_major(device: DeviceLimits) -> bool:
+    """Return whether a device multiplies quantized matrices whose rows are inputs."""
     return not device.is_gpu or device.runs_triton
 
 

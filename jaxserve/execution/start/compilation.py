@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from jaxserve.config import EngineConfig, compiler_settings, cpu_threads
+from jaxserve.execution.mesh import spec_of
 from jaxserve.execution.start.autotuning import lay_down
 from jaxserve.execution.start.described_card import DescribedCard
 from jaxserve.execution.start.programs import ProgramStore, make_private
@@ -97,13 +98,20 @@ def open_store(
     what: dict[str, Any] = {
         "settings": repr(sorted(settings.items())),
         "model": repr(model_config),
-        "leaves": [f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves],
+        "leaves": [f"{leaf.dtype}{list(leaf.shape)}{_division(leaf)}" for leaf in leaves],
         "asked_sizes": [config.decode_sizes, config.token_sizes],
         "device": devices()[0].device_kind if card is None else card.card.name,
         # Programs of a card leave its host nothing to do that depends on it.
         "threads": cpu_threads() if card is None and devices()[0].platform == "cpu" else 0,
     }
-    return ProgramStore(directory, what, fingerprint(card), is_loadable=card is None)
+    number = model_config.split.devices
+    return ProgramStore(directory, what, fingerprint(card), card is None, number)
+
+
+def _division(leaf: jax.Array) -> str:
+    """Say how an array is divided over devices, if it is."""
+    spec = spec_of(leaf)
+    return f" {spec}" if any(spec) else ""
 
 
 def fingerprint(card: DescribedCard | None = None) -> dict[str, Any]:

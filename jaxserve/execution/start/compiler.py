@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, cast
 
 import jax
@@ -16,7 +17,17 @@ from jax.stages import Compiled, Lowered
 from jaxserve.config import EngineConfig
 from jaxserve.execution.batch import pack, rows_size, unpack
 from jaxserve.execution.buckets import Bucket, Program, Sampler
+from jaxserve.execution.columns import Columns
 from jaxserve.execution.logprobs import BLOCK, DeviceLogprobs
+from jaxserve.execution.mesh import (
+    SECOND,
+    WHOLE,
+    make_mesh,
+    mapped,
+    placed_arguments,
+    placed_shapes,
+    spec_of,
+)
 from jaxserve.execution.page_table import null_rows, set_rows
 from jaxserve.execution.sampler_state import (
     SamplerState,
@@ -27,7 +38,7 @@ from jaxserve.execution.sampler_state import (
 )
 from jaxserve.execution.start.described_card import DescribedCard
 from jaxserve.execution.start.programs import ProgramStore
-from jaxserve.execution.state import DeviceState, StepOutput, kv_dtype, make_state
+from jaxserve.execution.state import DeviceState, StepOutput, kv_dtype, make_state, state_specs
 from jaxserve.execution.step import (
     choose_tokens,
     decode_steps,
@@ -37,6 +48,7 @@ from jaxserve.execution.step import (
 )
 from jaxserve.models import Decoder, ModelConfig
 from jaxserve.models.linear import accumulator
+from jaxserve.models.shards import padded_vocab
 from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.slot_table import SlotTable
 from pallas_kernels.devices import target_device
@@ -60,7 +72,7 @@ def product_precision(chosen: str, dtype: Any) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-_NOT_PICKLED = ("leaves", "store", "_treedef", "_null_slots")
+_NOT_PICKLED = ("leaves", "store", "_treedef", "_null_slots", "_mesh")
 
 
 class Compiler:
@@ -89,6 +101,7 @@ class Compiler:
         card: DescribedCard | None = None,
     ) -> None:
         self._card = card
+        self._mesh = make_mesh(model_config.split.devices)
         self.config = config
         self.model_config = model_config
         dtype = self.dtype = np.dtype(model.norm.scale.get_value().dtype)  # of a shape alone too
@@ -106,7 +119,7 @@ class Compiler:
         if (graphdef, treedef) != (self._graphdef, self._treedef):
             return False
         if any(
-            (new.shape, new.dtype) != (leaf.shape, leaf.dtype)
+            (new.shape, new.dtype, spec_of(new)) != (leaf.shape, leaf.dtype, spec_of(leaf))
             for new, leaf in zip(leaves, self.leaves, strict=True)
         ):
             return False
@@ -116,14 +129,19 @@ class Compiler:
     def __getstate__(self) -> dict[str, Any]:
         """Return what another process needs to compile the same programs: of arrays, the shapes."""
         shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self.leaves]
+        specs = list(map(spec_of, self.leaves))
         kept = {name: value for name, value in vars(self).items() if name not in _NOT_PICKLED}
         model: Any = jax.tree.unflatten(cast(Any, self._treedef), shapes)
-        return kept | {"model": model}
+        return kept | {"model": model, "specs": specs}
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
         """Restore a compiler without a store."""
         self.leaves, self._treedef = jax.tree.flatten(kept.pop("model"))
+        specs = kept.pop("specs")
         vars(self).update(kept)
+        self._mesh = make_mesh(self.model_config.split.devices)
+        if self._mesh is not None:
+            self.leaves = placed_shapes(self._mesh, self.leaves, specs)
         self._null_slots = _slot_table(self.config)
 
     def null_batch(self, bucket: Bucket) -> Int32[np.ndarray, " N"]:
@@ -153,7 +171,10 @@ class Compiler:
         )
 
     def _shapes(self, num_pages: int) -> DeviceState:
-        return jax.eval_shape(self.state_maker(num_pages))
+        shapes = jax.eval_shape(self.state_maker(num_pages))
+        if self._mesh is None:
+            return shapes
+        return placed_shapes(self._mesh, shapes, state_specs(len(shapes.kv)))
 
     def sampler_shapes(self) -> SamplerState:
         """Return the shapes of what the sampler keeps on the device."""
@@ -184,14 +205,27 @@ class Compiler:
 
     def _lower_step(self, bucket: Bucket, num_pages: int) -> Lowered:
         run, arguments = self.step_call(bucket, num_pages)
-        return self._lower(run, *arguments, donate=1)
+        output = StepOutput(WHOLE, WHOLE, SECOND, WHOLE)  # pyright: ignore[reportArgumentType]
+        results = state_specs(self.model_config.num_hidden_layers), output
+        return self._lower(run, *arguments, donate=1, results=results)
 
     def _lower(
-        self, function: Callable[..., Any], *arguments: Any, donate: int | tuple[int, ...] = ()
+        self,
+        function: Callable[..., Any],
+        *arguments: Any,
+        donate: int | tuple[int, ...] = (),
+        results: Any = WHOLE,
     ) -> Lowered:
-        """Lower a function of arrays, or of their shapes; of those it donates some."""
+        """Lower a function of arrays, or of their shapes; of those it donates some.
+
+        Args:
+            results: how its results lie on a mesh.
+        """
         if self._card is not None:
             return self._card.lower(function, arguments, donate)
+        if self._mesh is not None:
+            function = mapped(self._mesh, function, arguments, results)
+            arguments = placed_arguments(self._mesh, arguments)
         return jax.jit(function, donate_argnums=donate).lower(*arguments)
 
     def step_call(
@@ -227,12 +261,13 @@ class Compiler:
             last_token: Array, state: SamplerState, logits: Array, words: Int32[Array, " n"]
         ) -> tuple[Array, SamplerState, StepOutput]:
             batch = jax.tree.map(_first(num_rows), unpack(words, 0, most))
-            return choose_tokens(last_token, state, logits[:num_rows], batch)
+            columns = Columns.of(self.model_config)
+            return choose_tokens(last_token, state, logits[:num_rows], batch, columns)
 
         def lower() -> Lowered:
             state = self._shapes(num_pages=2)
             words = jax.ShapeDtypeStruct((rows_size(most),), np.int32)
-            logits = jax.ShapeDtypeStruct((most, self.model_config.vocab_size), self._logits)
+            logits = self._logits_shape(most)
             arguments = (state.last_token, state.sampler, logits, words)
             return self._lower(run, *arguments, donate=(0, 1))
 
@@ -255,7 +290,7 @@ class Compiler:
             output = StepOutput(
                 token_ids=shape((rows,), np.int32),
                 logprobs=None,
-                logits=shape((rows, config.vocab_size), self._logits),
+                logits=self._logits_shape(rows),
                 hidden=shape((bucket.num_tokens, config.hidden_size), self.dtype),
             )
             with product_precision(self.config.float32_matmul_precision, self.dtype):
@@ -278,14 +313,26 @@ class Compiler:
             hidden = shape((bucket.num_tokens, self.model_config.hidden_size), self.dtype)
             number = shape((), np.int32)
             with product_precision(self.config.float32_matmul_precision, self.dtype):
-                return self._lower(run, self.leaves, hidden, number, number)
+                return self._lower(run, self.leaves, hidden, number, number, results=SECOND)
 
         return self.store.get(f"project, {bucket}", lower)
 
     def make_state(self, num_pages: int) -> Compiled:
         """Compile the maker of an empty device state."""
         make = self.state_maker(num_pages)
-        return self.store.get(f"state, {num_pages} pages", lambda: self._lower(make))
+
+        def lower() -> Lowered:
+            if self._mesh is None:
+                return self._lower(make)
+            places = jax.tree.map(attrgetter("sharding"), self._shapes(num_pages))
+            return jax.jit(make, out_shardings=places).lower()
+
+        return self.store.get(f"state, {num_pages} pages", lower)
+
+    def _logits_shape(self, rows: int) -> Any:
+        """Return the shape of logits, of which each device has some columns."""
+        shape = jax.ShapeDtypeStruct((rows, padded_vocab(self.model_config)), self._logits)
+        return shape if self._mesh is None else placed_shapes(self._mesh, shape, SECOND)
 
     def load_slot(self) -> Compiled:
         """Compile what writes a request's settings into the sampler's state."""

@@ -60,6 +60,7 @@ class ProgramStore:
         what: what the programs are for, as JSON values: it names their folder.
         where: what they were compiled on and from; programs with another are refused.
         is_loadable: whether what is compiled can be loaded here, and not only kept.
+        devices: how many of JAX's, the first ones, a program runs on.
 
     Attributes:
         directory, what, where: likewise.
@@ -75,9 +76,11 @@ class ProgramStore:
         what: Mapping[str, Any],
         where: Mapping[str, Any],
         is_loadable: bool = True,
+        devices: int = 1,
     ) -> None:
         self.directory, self.what = directory, what
         self.is_loadable = is_loadable
+        self._num_devices = devices
         self.num_loaded = self.num_built = 0
         self.timeline = Timeline()
         self.seconds = {"load": 0.0, "trace": 0.0, "compile": 0.0}
@@ -229,7 +232,10 @@ class ProgramStore:
                     restore_kernels(kernels)
                 # Without it, for as many devices as are visible; an engine has the first of them.
                 program = serialize_executable.deserialize_and_load(
-                    payload, in_tree, out_tree, execution_devices=jax.devices()[:1]
+                    payload,
+                    in_tree,
+                    out_tree,
+                    execution_devices=jax.devices()[: self._num_devices],
                 )
             except Exception as error:  # whatever a foreign or outdated file makes of it
                 self._warn("%s cannot be loaded and is compiled anew: %s", path, error)

@@ -20,7 +20,7 @@ from jaxserve.models.config.quantization import FIELD as QUANTIZATION
 from jaxserve.models.config.quantization import StoredQuantization, read_quantization
 from jaxserve.models.config.rope import Rope, read_ropes
 from jaxserve.models.config.rules import ConfigRules, Scales
-from jaxserve.models.shards import Split
+from jaxserve.models.shards import ONE_DEVICE, Split
 
 MAX_HIDDEN = 1 << 17
 MAX_MLP = 1 << 20
@@ -96,7 +96,7 @@ class ModelConfig:
     bos_token_id: int | None
     quantization: StoredQuantization | None = None
     wrapper: str | None = None
-    split: Split = Split()
+    split: Split = ONE_DEVICE
 
     @classmethod
     def from_fields(
@@ -146,6 +146,7 @@ class ModelConfig:
             bos_token_id=next(iter(_token_ids(fields, "bos_token_id")), None),
             quantization=_quantization(fields, rules),
             wrapper=None,
+            split=ONE_DEVICE,
             **sizes,
         )
         neutral = {**NEUTRAL, **rules.neutral}

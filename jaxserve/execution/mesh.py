@@ -1,0 +1,104 @@
+# pyright: reportUnknownMemberType=false
+"""The mesh of an engine's devices, and what programs over it are made of.
+
+A whole step is mapped over the mesh with one `jax.shard_map`: kernels, panels and quantized
+products run on each device's part as on one device, and every exchange between devices stands in
+the code that is mapped (see `models.collectives`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxserve.errors import InvalidRequest
+from jaxserve.execution.typed_jax import devices as all_devices
+from jaxserve.models.shards import AXIS
+
+WHOLE, PARTS = PartitionSpec(), PartitionSpec(AXIS)
+SECOND = PartitionSpec(None, AXIS)
+"""Of arrays that are whole on each device, or divided along their first or second axis."""
+
+
+def make_mesh(devices: int) -> Mesh | None:
+    """Return the mesh of JAX's first devices; None for one device.
+
+    Raises:
+        InvalidRequest: there are fewer.
+    """
+    if devices == 1:
+        return None
+    visible = all_devices()
+    if len(visible) < devices:
+        message = too_few(devices, len(visible), visible[0].platform)
+        raise InvalidRequest(message, "tensor_parallel_size")
+    return Mesh(np.array(visible[:devices]), (AXIS,), axis_types=(AxisType.Auto,))
+
+
+def too_few(devices: int, visible: int, platform: str) -> str:
+    """Say that there are fewer devices than `tensor_parallel_size`, and what to do."""
+    cure = "CUDA_VISIBLE_DEVICES names those that a process sees"
+    if platform == "cpu":
+        cure = (
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={devices} divides the processor, "
+            "to try it"
+        )
+    sees = f"1 device ({platform})" if visible == 1 else f"{visible} devices ({platform})"
+    return f"tensor_parallel_size is {devices}, and JAX sees {sees}; {cure}"
+
+
+def spec_of(array: Any) -> PartitionSpec:
+    """Return how an array, or its shape, lies on the mesh; whole where it does not say."""
+    sharding = getattr(array, "sharding", None)
+    return sharding.spec if isinstance(sharding, NamedSharding) else WHOLE
+
+
+def placed_shapes(mesh: Mesh, shapes: Any, specs: Any) -> Any:
+    """Return shapes that say how their arrays lie on the mesh.
+
+    Args:
+        specs: of all of them, or of each in a tree that theirs begins with.
+    """
+
+    def place(spec: PartitionSpec, tree: Any) -> Any:
+        return jax.tree.map(partial(_placed, NamedSharding(mesh, spec)), tree)
+
+    return jax.tree.map(place, specs, shapes, is_leaf=_is_spec)
+
+
+def placed_arguments(mesh: Mesh, arguments: Any) -> Any:
+    """Return shapes of arguments, or of their shapes, each of which says how it lies."""
+
+    def place(leaf: Any) -> Any:
+        return _placed(NamedSharding(mesh, spec_of(leaf)), leaf)
+
+    return jax.tree.map(place, arguments)
+
+
+def _placed(sharding: NamedSharding, leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _is_spec(tree: Any) -> bool:
+    return isinstance(tree, PartitionSpec)
+
+
+def mapped(mesh: Mesh, function: Callable[..., Any], arguments: Any, results: Any) -> Any:
+    """Return a function of whole arrays that runs on each device's parts of them.
+
+    Args:
+        arguments: arrays or shapes, which say how they lie.
+        results: specs of the results.
+    """
+    return jax.shard_map(
+        function,
+        mesh=mesh,
+        in_specs=jax.tree.map(spec_of, arguments),
+        out_specs=results,
+        check_vma=False,
+    )

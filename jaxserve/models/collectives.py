@@ -1,0 +1,39 @@
+# pyright: reportUnknownMemberType=false
+"""Operations between the devices that a model is divided over; on one device none is left.
+
+Every sum of a step over devices goes through `summed`, so that a kernel may take its place.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from jax import lax
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Int32, Shaped
+
+
+def summed(x: Shaped[Array, "*sizes"], axis: str | None) -> Shaped[Array, "*sizes"]:
+    """Return the sum over the devices of an axis, the same on each; x without one."""
+    return x if axis is None else lax.psum(x, axis)
+
+
+def device_index(axis: str) -> Int32[Array, ""]:
+    """Return the number of the device that computes."""
+    return lax.axis_index(axis)
+
+
+def axis_size(axis: str) -> int:
+    """Return how many devices an axis has."""
+    return lax.axis_size(axis)
+
+
+def of_all(x: Shaped[Array, "*sizes"], axis: str, tiled: bool = False) -> Shaped[Array, ...]:
+    """Return the arrays of all devices, stacked, or one behind the other along the first axis."""
+    return lax.all_gather(x, axis, axis=0, tiled=tiled)
+
+
+def rows_for_columns(x: Shaped[Array, "R V"], axis: str) -> Shaped[Array, "r V_of_all"]:
+    """Exchange a part of the columns of all rows for all columns of a part of the rows."""
+    return lax.all_to_all(x, axis, split_axis=0, concat_axis=1, tiled=True)
