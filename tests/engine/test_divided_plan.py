@@ -38,6 +38,7 @@ def whole(name: str) -> Weights:
 def weights_of(name: str, devices: int, experts: bool = False) -> Weights:
     weights = copy(whole(name))  # whose parameters have the same shapes
     weights.config = replace(weights.config, split=Split(devices, experts))
+    weights._shapes = {}
     check_split(weights.config)
     return weights
 

@@ -39,6 +39,7 @@ class Weights:
         self.config, self.dtype = config, jnp.dtype(dtype)
         self._blocks: Mapping[str, int] = {}  # bytes by path
         self._on_cpu = on_cpu
+        self._shapes: dict[tuple[Any, tuple[int, ...]], tuple[int, ...]] = {}  # of layers alike
         self.parameters: Mapping[str, Any] = parameters_of(abstract_model(config, dtype))
 
     def with_blocks(self, blocks: Mapping[str, int]) -> Weights:
@@ -97,8 +98,10 @@ class Weights:
 
     def _own_shape(self, parameter: Any) -> tuple[int, ...]:
         """Return the shape of the first device's part."""
-        axes = parameter.get_metadata()["axes"]
-        return part_of(self.config, axes, tuple(parameter.shape), 0).own_shape
+        axes, shape = parameter.get_metadata()["axes"], tuple(parameter.shape)
+        if (axes, shape) not in self._shapes:
+            self._shapes[axes, shape] = part_of(self.config, axes, shape, 0).own_shape
+        return self._shapes[axes, shape]
 
     def _bytes(self, path: str, parameter: Any, form: str | None) -> int:
         shape = self._own_shape(parameter)
