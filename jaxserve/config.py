@@ -333,13 +333,13 @@ def has_cuda_plugin() -> bool:
     return any(PathFinder.find_spec(f"jax_cuda{version}_plugin") for version in (13, 12))
 
 
-def card_to_open() -> VisibleCard | None:
-    """Return the card that JAX is to open in this process; None where it will run on CPU."""
+def card_to_open(count: int = 1) -> VisibleCard | None:
+    """Return the card, or the cards, that JAX is to open here; None where it will run on CPU."""
     platforms = os.environ.get("JAX_PLATFORMS", "").lower()
     if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
         return None
     by_bus = os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
-    return visible_card(driver_cards(), os.environ.get("CUDA_VISIBLE_DEVICES"), by_bus)
+    return visible_card(driver_cards(), os.environ.get("CUDA_VISIBLE_DEVICES"), by_bus, count)
 
 
 def memory_fraction() -> float | None:

@@ -257,12 +257,13 @@ def _below(group: str, top: str) -> str:
 
 @dataclass(frozen=True)
 class VisibleCard:
-    """The one card that an engine opens.
+    """The card that an engine opens, or the cards.
 
     Attributes:
         setting: CUDA_VISIBLE_DEVICES for it alone.
-        cards: the card; several where the setting is a number and cards of different names could
-            have it, since CUDA numbers the fastest first and the driver by the bus.
+        cards: the card; several where an engine opens several, and where the setting is a number
+            and cards of different names could have it, since CUDA numbers the fastest first and
+            the driver by the bus.
     """
 
     setting: str
@@ -275,33 +276,52 @@ class VisibleCard:
 
 
 def visible_card(
-    cards: list[DriverCard], setting: str | None, by_bus: bool = False
+    cards: list[DriverCard], setting: str | None, by_bus: bool = False, count: int = 1
 ) -> VisibleCard | None:
-    """Choose the card to open.
+    """Choose the card to open, or several of the same name.
 
     Args:
         cards: from `driver_cards`.
-        setting: the user's CUDA_VISIBLE_DEVICES, of which the first counts. Without it cards that
-            kernels run on come first, then the one with the most memory free.
+        setting: the user's CUDA_VISIBLE_DEVICES, of which the first count. Without it cards that
+            kernels run on come first, then those with the most memory free.
         by_bus: whether CUDA_DEVICE_ORDER has CUDA number the cards as the driver does.
+        count: how many to open.
 
     Returns:
-        None where there is no card, or none is visible.
+        None where there is no card, or none is visible; fewer than `count` where there are fewer.
     """
     if not cards:
         return None
     if setting is None:
-        best = max(cards, key=lambda card: (card.capability >= _OLDEST_FOR_KERNELS, card.free))
-        return VisibleCard(best.uuid, (best,))
-    first = setting.split(",")[0].strip()
-    if first.isdecimal():
-        if int(first) >= len(cards):
+        best = sorted(
+            cards,
+            key=lambda card: (card.capability >= _OLDEST_FOR_KERNELS, card.free),
+            reverse=True,
+        )
+        chosen = [card for card in best if card.name == best[0].name][:count]
+        return VisibleCard(",".join(card.uuid for card in chosen), tuple(chosen))
+    found: list[VisibleCard] = []
+    for name in setting.split(",")[:count]:
+        card = _named_card(cards, name.strip(), by_bus)
+        if card is None:  # CUDA sees none of those behind it
+            break
+        found.append(card)
+    if not found:
+        return None
+    every = (card for visible in found for card in visible.cards)
+    return VisibleCard(",".join(visible.setting for visible in found), tuple(dict.fromkeys(every)))
+
+
+def _named_card(cards: list[DriverCard], name: str, by_bus: bool) -> VisibleCard | None:
+    """Return the card of one entry of CUDA_VISIBLE_DEVICES."""
+    if name.isdecimal():
+        if int(name) >= len(cards):
             return None
         same = by_bus or len({card.name for card in cards}) == 1
-        return VisibleCard(first, (cards[int(first)],) if same else tuple(cards))
+        return VisibleCard(name, (cards[int(name)],) if same else tuple(cards))
     # CUDA takes a UUID's beginning too.
-    named = [card for card in cards if first and card.uuid.startswith(first)]
-    return VisibleCard(first, (named[0],)) if named else None
+    named = [card for card in cards if name and card.uuid.startswith(name)]
+    return VisibleCard(name, (named[0],)) if named else None
 
 
 def gpu_flags(jaxlib: str = "") -> tuple[str, ...]:

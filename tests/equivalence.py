@@ -4,6 +4,7 @@
     python -m tests.equivalence --schedules 200 --experts     a mixture of experts
     python -m tests.equivalence --dtype bfloat16              to the bit, on CPU
     python -m tests.equivalence --dtype float32 --case gemma2_caps      of another family
+    python -m tests.equivalence --tensor-parallel-size 4                over devices of one process
 
 Random schedules of an adversarial workload run through the whole engine in float64 and are compared
 with the oracle: all fields of a request in any mix, structured outputs of every form among them;
@@ -44,8 +45,10 @@ from jaxserve.engine.loading import Loaded
 from jaxserve.engine.request_factory import Limits, bad_words_token_ids
 from jaxserve.engine.text.grammars import grammar_source
 from jaxserve.errors import InvalidRequest
+from jaxserve.execution.mesh import make_mesh
 from jaxserve.execution.start.warm_up import start_runner
 from jaxserve.models import parse_model_config
+from jaxserve.models.shards import ONE_DEVICE, Split
 from jaxserve.request import Request, SamplingParams
 from jaxserve.scheduling.logprobs import TokenLogprobs
 from jaxserve.structured import StructuredOutputsParams
@@ -144,6 +147,7 @@ class Bench:
         page_sizes: of the engines; fewer compile less.
         kv_cache_dtype: of the caches.
         dtype: of the engines; only in float64 there is an oracle.
+        split: devices that the engines are divided over.
     """
 
     def __init__(
@@ -152,11 +156,16 @@ class Bench:
         page_sizes: tuple[int, ...] = (1, 4, 16),
         kv_cache_dtype: Literal["auto", "fp8"] = "auto",
         dtype: Literal["float64", "float32", "bfloat16"] = "float64",
+        split: Split = ONE_DEVICE,
     ) -> None:
         model_config = parse_model_config(dict(fields))
         model = random_weights(model_config, jnp.dtype(dtype), seed=3)
         self.oracle = Oracle(model_config, model, kv_cache_dtype) if dtype == "float64" else None
         use_panels(model)
+        if split.devices > 1:
+            model_config = replace(model_config, split=split)
+            placed = {"panels": True, "mesh": make_mesh(split.devices)}
+            model = random_weights(model_config, jnp.dtype(dtype), 3, **placed)
         self._answers: dict[object, Answer] = {}
         self._alone: dict[object, list[Got]] = {}
         self.loaded: dict[int, Loaded] = {}
@@ -178,6 +187,8 @@ class Bench:
                 check_invariants=True,
                 num_scheduler_steps=MOST_STEPS,
                 max_logprobs=-1,
+                tensor_parallel_size=split.devices,
+                enable_expert_parallel=split.expert_parallel,
             ).resolve("cpu", model_config.max_position_embeddings)
             runner = start_runner(config, model_config, model)
             limits = Limits(VOCAB, MAX_LEN, (END,), seed=0, max_logprobs=-1)
@@ -491,10 +502,15 @@ def main() -> int:
     parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")
     types = ("float64", "float32", "bfloat16")
     parser.add_argument("--dtype", choices=types, default="float64")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--enable-expert-parallel", action="store_true")
     arguments = parser.parse_args()
     if arguments.case and arguments.dtype == "float64":
         parser.error("the oracle reads no --case: ask for --dtype float32 or bfloat16")
     is_exact = arguments.dtype == "float64"
+    split = Split(arguments.tensor_parallel_size, arguments.enable_expert_parallel)
+    if split.devices > 1:
+        jax.config.update("jax_num_cpu_devices", split.devices)
     jax.config.update("jax_enable_x64", is_exact)
     # Users have no float64: there what the engine does is compared, not the code that XLA makes.
     jax.config.update("jax_disable_most_optimizations", is_exact)
@@ -503,9 +519,12 @@ def main() -> int:
         fields = fields_of_case(arguments.case)
     elif arguments.dtype != "float64":
         fields = with_sizes(fields, WHOLE_VECTORS)
+    if split.devices > fields["num_attention_heads"]:
+        fields = with_sizes(fields, {"num_attention_heads": split.devices})
     is_special = arguments.experts or arguments.case or arguments.kv_cache_dtype != "auto"
+    is_special = is_special or split.devices > 1
     page_sizes = (4,) if is_special else (1, 4, 16)
-    bench = Bench(fields, page_sizes, arguments.kv_cache_dtype, arguments.dtype)
+    bench = Bench(fields, page_sizes, arguments.kv_cache_dtype, arguments.dtype, split)
     totals: Counter[str] = Counter()
     for seed in range(arguments.seed, arguments.seed + arguments.schedules):
         totals += run_schedule(bench, seed)

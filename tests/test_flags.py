@@ -309,7 +309,7 @@ def test_a_variable_of_no_setting_is_named(
         ("- port", "FILE:1: options are given like max-model-len: 4096"),
         ("strict: 3", "FILE:1: strict must be true or false"),
         ("config: other.yaml", "FILE:1: there is no option 'config'"),
-        ("tensor-parallel-size: 2", "FILE:1: tensor_parallel_size=2 is not supported: one device"),
+        ("data-parallel-size: 2", "FILE:1: data_parallel_size=2 is not supported: one device"),
         ("a: !!python/object:os.system x", "--config FILE: not YAML: "),
         ("a: " + "[" * 3000, "--config FILE: not YAML: "),
         ("\x00", "--config FILE: not YAML: "),

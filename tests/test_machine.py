@@ -80,6 +80,14 @@ def test_of_several_cards_the_one_with_most_room_is_opened() -> None:
     assert visible_card([OLD, FIRST], None) == VisibleCard("GPU-aa11", (FIRST,))
 
 
+def test_several_cards_are_of_one_name_and_at_most_as_many_as_there_are() -> None:
+    both = VisibleCard("GPU-bb22,GPU-aa11", (SECOND, FIRST))
+    assert visible_card([FIRST, SECOND], None, count=2) == both
+    assert visible_card([OLD, FIRST, SECOND], None, count=3) == both
+    assert visible_card([FIRST, SECOND], "1,0", True, 2) == VisibleCard("1,0", (SECOND, FIRST))
+    assert visible_card([FIRST, SECOND], "0,7,1", True, 3) == VisibleCard("0", (FIRST,))
+
+
 @pytest.mark.parametrize(
     ("setting", "by_bus", "cards"),
     [

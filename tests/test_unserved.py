@@ -31,7 +31,7 @@ def test_values_that_ask_for_nothing_pass(name: str) -> None:
 
 
 def test_a_flag_is_no_number() -> None:
-    for name, value in (("tensor_parallel_size", True), ("enforce_eager", 0)):
+    for name, value in (("data_parallel_size", True), ("enforce_eager", 0)):
         with pytest.raises(InvalidRequest, match=name):
             served({name: value})
 
@@ -46,7 +46,7 @@ def test_a_name_of_nobody_is_a_type_error() -> None:
     ("flag", "name"),
     [
         ("--enforce-eager", "enforce_eager=True"),
-        ("--tensor-parallel-size 2", "tensor_parallel_size=2"),
+        ("--data-parallel-size 2", "data_parallel_size=2"),
         ('--speculative-config {"a":1}', "speculative_config="),
         ("--tokenizer-mode slow", "tokenizer_mode='slow'"),
     ],
@@ -60,7 +60,7 @@ def test_an_option_is_refused_in_one_line(
 
 
 def test_options_that_ask_for_nothing_pass() -> None:
-    words = "serve --tensor-parallel-size 1 --no-enforce-eager --swap-space 0 --seed 3"
+    words = "serve --data-parallel-size 1 --no-enforce-eager --swap-space 0 --seed 3"
     assert engine_settings(make_parser().parse_args(words.split())) == {"seed": 3}
 
 

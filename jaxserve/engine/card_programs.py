@@ -46,6 +46,12 @@ def compile_for_card(
             before its weights are read.
     """
     card = DescribedCard.of(name)
+    if config.tensor_parallel_size > 1:
+        raise InvalidRequest(
+            f"tensor_parallel_size is {config.tensor_parallel_size}: programs over several cards "
+            "that are not there are not compiled; allowed: 1, or no --device",
+            "tensor_parallel_size",
+        )
     directory = cache_folder(config)
     if directory is None:
         raise InvalidRequest(

@@ -205,7 +205,7 @@ def _start_device(
         InvalidRequest, UnsupportedModel: the device cannot hold or compute the model.
         DeviceError: see `open_device`.
     """
-    memory = this_device(root)
+    memory = this_device(root, config.tensor_parallel_size)
     reason = device_limit(config.attention_backend, memory.limits)
     if reason is not None:
         raise InvalidRequest(f"attention_backend: {reason}", "attention_backend")

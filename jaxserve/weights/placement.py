@@ -318,6 +318,10 @@ def set_kv_scales(
 ) -> None:
     """Give each layer the scales of its cache that a checkpoint holds, 1 where it holds one only.
 
+    Args:
+        entries: of the checkpoint's scales, by name.
+        mesh: devices that the model is divided over; None for one.
+
     Raises:
         CheckpointError: a scale that is not one positive number for a layer of the model.
     """

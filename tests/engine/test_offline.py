@@ -348,14 +348,14 @@ def test_prompts_are_cut_before_they_are_served(llm: LLM) -> None:
 
 def test_arguments_of_an_engine(checkpoint: Path) -> None:
     for kind in (EngineArgs, AsyncEngineArgs):
-        arguments = kind(model=checkpoint, max_num_seqs=3, tensor_parallel_size=1)
+        arguments = kind(model=checkpoint, max_num_seqs=3, data_parallel_size=1)
         arguments.seed = 7
         config = arguments.create_engine_config()
         assert config == EngineConfig(model=checkpoint, max_num_seqs=3, seed=7)
-        with pytest.raises(InvalidRequest, match="tensor_parallel_size=2 is not supported"):
-            kind(model=checkpoint, tensor_parallel_size=2).create_engine_config()
-        with pytest.raises(InvalidRequest, match="tensor_parallel_size=2 is not supported"):
-            LLM.from_engine_args(kind(model=checkpoint, tensor_parallel_size=2))
+        with pytest.raises(InvalidRequest, match="data_parallel_size=2 is not supported"):
+            kind(model=checkpoint, data_parallel_size=2).create_engine_config()
+        with pytest.raises(InvalidRequest, match="data_parallel_size=2 is not supported"):
+            LLM.from_engine_args(kind(model=checkpoint, data_parallel_size=2))
         with pytest.raises(InvalidRequest, match="enforce_eager=True is not supported"):
             AsyncLLM.from_engine_args(kind(model=checkpoint, enforce_eager=True))
         with pytest.raises(TypeError, match="no_such_thing"):

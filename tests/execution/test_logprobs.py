@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxserve.execution.columns import Columns
 from jaxserve.execution.logprobs import logprobs_of, position_logprobs, top_k
 from jaxserve.request import SamplerFeature, SamplingParams
 from tests.execution.test_sampling import batch as batch_of
@@ -74,7 +75,8 @@ def test_positions_are_scored_where_a_row_asks(num_tokens: int) -> None:
     for drawing in (False, True):
         found = jax.jit(
             lambda draws: position_logprobs(
-                lambda x: x @ weights, hidden, logits, token_ids, draws, batch
+                *(lambda x: x @ weights, hidden, logits, token_ids, draws, batch),
+                columns=Columns(logits.shape[1]),
             )
         )(np.array([True, drawing]))
         wanted = targets.copy()

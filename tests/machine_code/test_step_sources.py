@@ -36,7 +36,7 @@ def test_a_copy_is_as_fresh_as_the_source(copied: Path) -> None:
     ("file", "old", "new"),
     [
         ("jaxserve/execution/step.py", "batch.kv_len + done", "batch.kv_len + done + 1"),
-        ("jaxserve/execution/sampling.py", "LANES = 128", "LANES = 64"),
+        ("jaxserve/execution/columns.py", "LANES = 128", "LANES = 64"),
         (
             "jaxserve/execution/sampler_state.py",
             "_IN_PROMPT, _GENERATED = 1, 2",

@@ -81,18 +81,19 @@ def _host(root: Path) -> DeviceMemory:
     return DeviceMemory(DeviceLimits("cpu", "CPU"), total, free)
 
 
-def this_device(root: Path = ROOT) -> DeviceMemory:
+def this_device(root: Path = ROOT, count: int = 1) -> DeviceMemory:
     """Return the device that an engine of this process gets, without starting JAX for a card.
 
     Args:
         root: see `host_memory`.
+        count: how many alike the engine gets; of their memory, the least free counts.
     """
     if getattr(xla_bridge, "backends_are_initialized", lambda: True)():
         return started_device(root)
     platforms = _platforms()
     if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
         return _host(root)
-    visible = card_to_open()
+    visible = card_to_open() if count == 1 else card_to_open(count)
     if visible is None or not has_cuda_plugin():  # `start_jax` says so
         return _host(root)
     return _card_memory(visible, root)

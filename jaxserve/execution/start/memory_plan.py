@@ -159,11 +159,12 @@ def temporary_bytes(config: ModelConfig, dtype: Any, sizes: Sizes, limits: Devic
         size = experts.size if config.split.expert_parallel else experts.size // devices
         each = 3 * size + 2 * config.hidden_size
         widest = max(widest, experts.chosen * each + 3 * experts.shared // devices)
+    drawn = -(-sizes.seqs // devices) * config.vocab_size  # each device draws some of the rows
     if not limits.is_gpu:  # products give float32
         token = widest * (2 * 4 + item) // 3 + config.hidden_size * item
-        return max(sizes.tokens * token, sizes.seqs * config.vocab_size * _CPU_SAMPLER)
+        return max(sizes.tokens * token, drawn * _CPU_SAMPLER)
     token = (widest + 4 * config.hidden_size) * item
-    needed = max(sizes.tokens * token, int(sizes.seqs * config.vocab_size * _GPU_SAMPLER))
+    needed = max(sizes.tokens * token, int(drawn * _GPU_SAMPLER))
     return int(needed if limits.runs_triton else needed * _WITHOUT_KERNELS)
 
 

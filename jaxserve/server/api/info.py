@@ -32,6 +32,7 @@ _GROUPS = {
         *("long_prefill_token_threshold", "num_scheduler_steps"),
     ),
     "load_config": ("load_format", "download_dir"),
+    "parallel_config": ("tensor_parallel_size", "enable_expert_parallel"),
 }
 
 
@@ -181,8 +182,8 @@ def _settings(model: ServedModel) -> dict[str, dict[str, Any]]:
     }
     cache = groups["cache_config"]
     cache |= {"cache_dtype": cache.pop("kv_cache_dtype"), "num_gpu_blocks": model.llm.num_pages}
-    parallel = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
-    return groups | {"parallel_config": dict.fromkeys(parallel, 1), "additional_config": left}
+    groups["parallel_config"] |= {"pipeline_parallel_size": 1, "data_parallel_size": 1}
+    return groups | {"additional_config": left}
 
 
 async def list_models(request: Request) -> Response:

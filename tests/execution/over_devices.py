@@ -1,0 +1,182 @@
+"""An engine and models over several devices, in a process of its own with 8 of them on CPU.
+
+    python -m tests.execution.over_devices                 what ./scripts/test runs
+    python -m tests.execution.over_devices --every-case    models alone, every case of every family
+
+Prints a JSON object of what was found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pickle
+import re
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxserve.config import EngineConfig
+from jaxserve.execution.mesh import SECOND, make_mesh, mapped, placed_shapes
+from jaxserve.execution.runner import Runner
+from jaxserve.execution.start.warm_up import WarmUp
+from jaxserve.models import Decoder, ModelConfig, PagedStep, abstract_model, parse_model_config
+from jaxserve.models.linear import Constant
+from jaxserve.models.shards import Split, local_kv_heads
+from jaxserve.weights import random_weights
+from jaxserve.weights.model_weights import filled, parameters_of, place_on_default
+from jaxserve.weights.placement import divided
+from scripts.lib.paged_runner import FAST
+from tests.equivalence import TINY, Bench, fields_of_case, run_schedule
+from tests.models.cases import CASES
+
+DEVICES = 4
+# One for each kind of parameter that is divided.
+FEW = ("olmo2_gqa", "gpt_oss_alternate", "deepseek_v3_groups", "cohere_qk_norm_bias_head_dim")
+TOKENS = np.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3], np.int32)
+
+
+def two_prompts() -> PagedStep:
+    """Where the tokens of two prompts are, and their pages."""
+    return PagedStep(
+        positions=jnp.array([0, 1, 2, 3, 4, 5, 6, 0, 1, 2], jnp.int32),
+        slot_mapping=jnp.array([4, 5, 6, 7, 12, 13, 14, 8, 9, 10], jnp.int32),
+        page_table=jnp.array([[1, 3], [2, 0]], jnp.int32),
+        query_start=jnp.array([0, 7, 10], jnp.int32),
+        kv_len=jnp.array([7, 3], jnp.int32),
+        decode_only=False,
+        implementation="xla",
+    )
+
+
+def random_values(config: ModelConfig) -> dict[str, np.ndarray]:
+    """Values of every parameter, those of norms and biases too."""
+    rng = np.random.default_rng(5)
+    values: dict[str, np.ndarray] = {}
+    for path, parameter in parameters_of(abstract_model(config, jnp.float64)).items():
+        initial = parameter.get_metadata()["initial"]
+        base = initial.value if isinstance(initial, Constant) else 0.0
+        values[path] = base + 0.3 * rng.standard_normal(parameter.shape)
+    return values
+
+
+def logits_of(config: ModelConfig, values: Mapping[str, np.ndarray]) -> np.ndarray:
+    """The logits after each token of two prompts."""
+    mesh, model = make_mesh(config.split.devices), abstract_model(config, jnp.float64)
+    place = divided(place_on_default, config, parameters_of(model), mesh)
+    graphdef, state = nnx.split(filled(model, {path: place(path, values[path]) for path in values}))
+    heads = local_kv_heads(config) * config.split.devices
+    pages: Any = jax.ShapeDtypeStruct((4, heads, 4, config.head_dim), jnp.float64)
+    if mesh is not None:
+        pages = placed_shapes(mesh, pages, SECOND)
+    pages = jnp.zeros(pages.shape, pages.dtype, device=pages.sharding)
+    kv, step = [(pages, pages)] * config.num_hidden_layers, two_prompts()
+
+    def forward(state: Any, tokens: Any, step: PagedStep, kv: Any) -> Any:
+        model: Decoder = nnx.merge(graphdef, state)
+        return model.logits(model(tokens, step, kv)[0])
+
+    run = forward
+    if mesh is not None:
+        run = mapped(mesh, forward, (state, TOKENS, step, kv), SECOND)
+    found = jax.jit(run, compiler_options=FAST)(state, TOKENS, step, kv)
+    return np.asarray(found)[:, : config.vocab_size]
+
+
+def difference(case: str, split: Split) -> float:
+    """The largest relative difference of a model's logits over devices from those on one."""
+    fields = fields_of_case(case) | {"vocab_size": 93, "eos_token_id": 2}
+    config = parse_model_config(fields)
+    values = random_values(config)
+    whole, parts = logits_of(config, values), logits_of(replace(config, split=split), values)
+    return float(np.abs(parts - whole).max() / np.abs(whole).max())
+
+
+def counts_of(runner: Runner) -> dict[str, dict[str, int]]:
+    """Exchanges between devices in each launch's program, and arrays that it takes over."""
+    found: dict[str, dict[str, int]] = {}
+    for bucket, program in runner._steps.items():
+        text = program.as_text()
+        names = re.findall(r"= \S+ (all-reduce|all-gather|all-to-all|collective-permute)\(", text)
+        sizes = re.findall(r"= \w+\[([\d,]*)\]\S* all-gather\(", text)
+        products = [np.prod([int(n) for n in size.split(",") if n]) for size in sizes]
+        header = text.split("\n", 1)[0]
+        found[str(bucket)] = Counter(names) | {
+            "largest gather": int(max(products, default=0)),
+            "taken over": header.count("may-alias") + header.count("must-alias"),
+        }
+    return found
+
+
+def warm_start(folder: Path) -> dict[str, int]:
+    """Programs compiled and read by two starts of an engine, and by a copy of its compiler."""
+    split = Split(2)
+    model_config = replace(parse_model_config(TINY), split=split)
+    model = random_weights(model_config, jnp.float64, 3, panels=True, mesh=make_mesh(2))
+    config = EngineConfig(
+        dtype="float64",
+        max_model_len=32,
+        max_num_seqs=2,
+        max_num_batched_tokens=8,
+        decode_sizes=(2,),
+        token_sizes=(8,),
+        num_gpu_blocks_override=20,
+        num_scheduler_steps=2,
+        tensor_parallel_size=2,
+        wait_for_all_programs=True,
+    ).resolve("cpu", 64)
+    starts: list[WarmUp] = []
+    for _ in range(2):
+        starts.append(WarmUp(config, model_config, model, cache=folder))
+        starts[-1].run().close()
+    first, second = (start.report.store for start in starts)
+    compiler = starts[0].compiler
+    copy = pickle.loads(pickle.dumps(compiler))
+    bucket = starts[0].buckets.largest
+    texts = [c._lower_step(bucket, 20).as_text() for c in (compiler, copy)]
+    return {
+        "compiled first": first.num_built,
+        "compiled second": second.num_built,
+        "read second": second.num_loaded,
+        "copies equal": int(texts[0] == texts[1]),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--every-case", action="store_true")
+    arguments = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", 8)
+    jax.config.update("jax_enable_x64", True)
+    jax.config.update("jax_disable_most_optimizations", True)
+    cases = CASES if arguments.every_case else FEW
+    found: dict[str, Any] = {"differences": {}}
+    for case in cases:
+        for devices in (2, DEVICES) if arguments.every_case else (DEVICES,):
+            found["differences"][f"{case}, {devices}"] = difference(case, Split(devices))
+    if not arguments.every_case:
+        found["expert parallel"] = difference("gpt_oss_alternate", Split(2, True))
+        bench = Bench(TINY, (4,), split=Split(DEVICES))
+        found["schedules"] = dict(sum(map(partial(run_schedule, bench), range(6)), Counter()))
+        runner = bench.loaded[4].runner
+        runner.reset()
+        found["after a reset"] = dict(run_schedule(bench, 7))
+        found["programs"] = counts_of(runner)
+        with tempfile.TemporaryDirectory() as folder:
+            found["starts"] = warm_start(Path(folder))
+    print(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

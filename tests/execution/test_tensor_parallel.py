@@ -1,0 +1,75 @@
+"""One engine over several devices, against the same model on one and against the oracle."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxserve.errors import InvalidRequest
+from jaxserve.execution.mesh import make_mesh
+from tests.execution.over_devices import DEVICES, FEW
+
+LAYERS = 2
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.execution.over_devices"],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=1200,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_families_compute_over_devices_what_they_do_on_one(found: dict[str, Any]) -> None:
+    assert set(found["differences"]) == {f"{case}, {DEVICES}" for case in FEW}
+    assert max(found["differences"].values()) < 1e-9
+
+
+def test_whole_experts_on_each_device_compute_the_same(found: dict[str, Any]) -> None:
+    assert found["expert parallel"] < 1e-9
+
+
+def test_random_schedules_over_devices_equal_the_oracle(found: dict[str, Any]) -> None:
+    assert found["schedules"]["requests"] > 20
+    assert found["after a reset"]["requests"] > 0
+
+
+def test_a_step_sums_twice_a_layer_and_once_for_the_embedding(found: dict[str, Any]) -> None:
+    for name, counts in found["programs"].items():
+        # Of sums that only part of a prompt's log-probabilities need there are none.
+        assert counts["all-reduce"] == 2 * LAYERS + 1, name
+        assert counts.get("collective-permute", 0) == 0, name
+        # Pages of every layer, the page table, the last tokens.
+        assert counts["taken over"] >= 2 * LAYERS + 2, name
+
+
+def test_nothing_as_large_as_pages_or_weights_is_gathered(found: dict[str, Any]) -> None:
+    for name, counts in found["programs"].items():
+        # A few numbers of each row from each device: 5 rows, of 32 positions 20 log-probabilities.
+        assert 0 < counts["largest gather"] <= 32 * 24 * DEVICES, name
+
+
+def test_a_second_start_reads_every_program(found: dict[str, Any]) -> None:
+    starts = found["starts"]
+    assert starts["compiled first"] > 5 and starts["compiled second"] == 0
+    assert starts["read second"] == starts["compiled first"]
+
+
+def test_the_process_that_compiles_traces_the_same_programs(found: dict[str, Any]) -> None:
+    assert found["starts"]["copies equal"] == 1
+
+
+def test_more_devices_than_there_are_is_refused_with_what_to_set() -> None:
+    with pytest.raises(InvalidRequest, match="xla_force_host_platform_device_count=64"):
+        make_mesh(64)
+    assert make_mesh(1) is None
