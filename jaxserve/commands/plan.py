@@ -27,6 +27,8 @@ LINES = (
     *("needed at least", "it may take", "weights", "temporaries", "KV cache", "tokens of it"),
     *("longest sequence", "such sequences", "rows of a step", "a step, at least"),
 )
+# Rows of the decode steps that are predicted, and the tokens of each.
+ROWS, CONTEXT = (1, 32, 256), 1024
 
 
 def add_plan(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
@@ -36,8 +38,9 @@ def add_plan(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         allow_abbrev=False,
         help="say what fits into a device's memory",
         description="Compute what a start would take of a device's memory and what it would hold, "
-        "in each form of the weights. No weight is read; of a model on the hub only the "
-        "configuration is fetched. Weights and cache are exact, temporaries an estimate.",
+        "in each form of the weights; of a model divided over devices (--tensor-parallel-size), "
+        "that of each. No weight is read; of a model on the hub only the configuration is fetched. "
+        "Weights and cache are exact, temporaries an estimate, times predictions from data sheets.",
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument(
@@ -83,22 +86,45 @@ def _record(found: Any) -> dict[str, Any]:
         | {"cache_bytes": plan.pages * plan.page_bytes, "cache_tokens": plan.cache_tokens}
         | {"longest_context": plan.longest, "sequences": plan.sequences}
         | {"step_seconds": plan.step_seconds}
-        for plan in found.plans
+        | {"predicted": {name: _parts(time) for name, time in _predictions(plan, times).items()}}
+        for plan, times in zip(found.plans, found.times, strict=True)
     ]
     named = {"name": device.limits.kind, "total": device.total, "free": device.free}
-    return {"device": named, "plans": plans, "refusal": found.refusal}
+    return {"device": named, "devices": found.devices, "plans": plans, "refusal": found.refusal}
+
+
+def _parts(time: Any) -> dict[str, float]:
+    return dataclasses.asdict(time) | {"seconds": time.seconds}
+
+
+def _predictions(plan: Any, times: Any) -> dict[str, Any]:
+    """Return predicted steps by name: decodes that the cache holds, and the largest prefill."""
+    if not (plan.fits and times.is_known):
+        return {}
+    made = {
+        f"decode, {rows} of {CONTEXT:,}": times.decode(rows, CONTEXT)
+        for rows in ROWS
+        if rows * CONTEXT <= plan.cache_tokens and rows <= plan.sizes.seqs
+    }
+    tokens = min(plan.sizes.tokens, plan.longest)
+    return made | {f"prefill of {tokens:,}": times.prefill(tokens)}
 
 
 def _show(found: Any) -> None:
     """Print a table, one column a form."""
     console = Console(highlight=False)
-    console.print(escape(str(found.device)), soft_wrap=True)
+    each = f"each of {found.devices} devices: " if found.devices > 1 else ""
+    console.print(escape(f"{each}{found.device}"), soft_wrap=True)
     table = Table("form")
     for plan in found.plans:
         table.add_column(_form(found, plan), justify="right")
     columns = [_cells(plan) for plan in found.plans]
     for name, *cells in zip(LINES, *columns, strict=True):
         table.add_row(name, *cells)
+    made = [_predictions(*pair) for pair in zip(found.plans, found.times, strict=True)]
+    for name in dict.fromkeys(name for times in made for name in times):
+        cells = [f"{times[name].seconds * 1e3:.2f} ms" if name in times else "" for times in made]
+        table.add_row(f"{name}, predicted", *cells)
     console.print(table)
     if found.refusal is not None:
         console.print(escape(found.refusal), soft_wrap=True)

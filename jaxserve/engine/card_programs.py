@@ -20,8 +20,9 @@ from jaxserve.execution.start.for_card import (
     card_memory,
     start_card_compiler,
 )
-from jaxserve.execution.start.memory_plan import Weights, plan_memory
+from jaxserve.execution.start.memory_plan import plan_memory
 from jaxserve.execution.start.refusal import refusal
+from jaxserve.execution.start.weight_sizes import Weights
 from jaxserve.models import Decoder, ModelConfig, abstract_model
 from jaxserve.weights.gguf.file import GgufFile
 from jaxserve.weights.quantized_shapes import quantize_shapes

@@ -40,7 +40,7 @@ from jaxserve.request import MAX_STOP_TOKEN_IDS, SamplingParams
 from jaxserve.scheduling.slot_table import SlotTable
 from jaxserve.weights import random_weights
 from jaxserve.weights.expected import expected_model
-from jaxserve.weights.placement import use_output_rows
+from jaxserve.weights.placement import multiplies_input_major, use_output_rows
 from pallas_kernels.devices import DeviceLimits, target_device
 from pallas_kernels.implementation import device_limit
 
@@ -263,7 +263,7 @@ def _model(
         model = source.load(
             model_config, dtype, on_progress, quantization, kv_scales, panels, packed, mesh
         )
-    if device.is_gpu and not device.runs_triton and mesh is None:
+    if mesh is None and not multiplies_input_major(device):  # otherwise parts are turned
         use_output_rows(model)
     return model
 

@@ -16,6 +16,7 @@ from jaxserve.execution.start.memory_plan import (
     plan_memory,
 )
 from jaxserve.execution.start.refusal import refusal
+from jaxserve.execution.start.step_time import StepTimes
 from jaxserve.model_name import kind_of_model
 
 
@@ -28,12 +29,16 @@ class ModelPlan:
         stored: how the checkpoint is quantized already; None if it is not.
         plans: of each form, the largest first.
         refusal: why the form that the settings name does not start; None if it does.
+        times: predictions of each form's steps.
+        devices: over which the model is divided; plans are of each.
     """
 
     device: DeviceMemory
     stored: str | None
     plans: list[MemoryPlan]
     refusal: str | None
+    times: list[StepTimes]
+    devices: int = 1
 
 
 def plan_model(
@@ -47,7 +52,8 @@ def plan_model(
         root: of the files that say how much of the host's memory is free.
 
     Raises:
-        CheckpointError, UnsupportedModel: nothing there, or nothing that can be served.
+        CheckpointError, UnsupportedModel: nothing there, or nothing that can be served; or a model
+            that cannot be divided over so many devices.
         ValueError: there is no such card, or settings contradict the model.
     """
     device = this_device(root) if device_name is None else named_device(device_name, root)
@@ -67,7 +73,14 @@ def plan_model(
     stored = None if model_config.quantization is None else model_config.quantization.method
     if forms[0] is None and weights[None].has_blocks:
         stored = "GGUF blocks"
-    return ModelPlan(device, stored, plans, text)
+    times = [
+        StepTimes(
+            *(weights[form], form, plan.page_bytes / plan.block_size),
+            *(device.limits.kind, device.bandwidth),
+        )
+        for form, plan in zip(forms, plans, strict=True)
+    ]
+    return ModelPlan(device, stored, plans, text, times, model_config.split.devices)
 
 
 def _is_local(config: EngineConfig) -> bool:

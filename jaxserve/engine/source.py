@@ -30,6 +30,7 @@ from jaxserve.weights import (
     open_gguf,
 )
 from jaxserve.weights.checkpoint import check_text_files
+from jaxserve.weights.converted_parts import load_converted_parts
 from jaxserve.weights.names import has_own_output
 from jaxserve.weights.placement import use_panels
 from jaxserve.weights.wrapped import NAMINGS, naming
@@ -101,14 +102,15 @@ class Source:
             UnsupportedModel: a converted folder is to be quantized, or otherwise than it is.
         """
         if isinstance(self.weights, ConvertedModel):
-            if mesh is not None:
-                raise UnsupportedModel(f"{self.path}: a converted folder is not divided yet")
             made = self.fixed_quantization
             if quantization not in (None, made):
                 raise UnsupportedModel(
                     f"{self.path}: was converted {f'to {made}' if made else 'in full'} and cannot "
                     f"be quantized to {quantization}; convert the checkpoint that it was made of"
                 )
+            if mesh is not None:
+                flags = {"panels": panels, "kv_scales": kv_scales}
+                return load_converted_parts(self.weights, model_config, mesh, **flags)
             model = load_converted(self.weights, model_config, kv_scales=kv_scales)
             if panels:
                 use_panels(model)

@@ -15,7 +15,8 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.source import Source
 from jaxserve.errors import UnsupportedModel
 from jaxserve.execution.start.device import DeviceMemory
-from jaxserve.execution.start.memory_plan import HOST_RESERVE, Weights, plan_memory
+from jaxserve.execution.start.memory_plan import HOST_RESERVE, plan_memory
+from jaxserve.execution.start.weight_sizes import Weights
 from jaxserve.models import ModelConfig
 from jaxserve.models.registry import overflows_float16
 from jaxserve.weights.block_parameters import block_bytes

@@ -143,7 +143,7 @@ def _product(
     The result has x's dtype, that of panels at least float32.
     """
     if isinstance(w, TokenRounded):
-        numbers, scales = rounded_rows(x)
+        numbers, scales = rounded_rows(x, w.axis)
         if not target_device().is_gpu:
             return _product(numbers * scales, w.weight, sizes, implementation)
         y = _product(numbers.astype(x.dtype), w.weight, sizes, implementation)

@@ -7,7 +7,7 @@ and stands for that times a / 127, as in vLLM. A row's numbers depend on no othe
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any
 
@@ -40,9 +40,14 @@ class TokenRounded:
     On CPU the product is that of the weight by whole numbers times their scale. On a GPU it is of
     whole numbers, int8 by int8 with sums in int32, or of the same numbers in the activations' dtype
     with sums in float32, which are the same below 2^24; scales come last.
+
+    Attributes:
+        weight: a QuantizedWeight, SplitWeight or QuantizedExperts, or those in another layout.
+        axis: of the devices that have a row's other inputs; None where each has all of them.
     """
 
-    weight: Any  # a QuantizedWeight, SplitWeight or QuantizedExperts, or those in another layout
+    weight: Any
+    axis: str | None = field(default=None, metadata={"static": True})
 
     def __getitem__(self, index: EllipsisType) -> TokenRounded:
         """Return itself, as a QuantizedWeight does."""
@@ -50,7 +55,7 @@ class TokenRounded:
 
     def dot(self, x: Float[Array, "T I"]) -> Float[Array, " T *outputs"]:
         """Round x and multiply, in at least float32."""
-        numbers, scales = rounded_rows(x)
+        numbers, scales = rounded_rows(x, self.axis)
         device = target_device()
         if not device.is_gpu:
             return self.weight.dot(numbers * scales)
@@ -62,14 +67,17 @@ class TokenRounded:
 
 
 def rounded_rows(
-    x: Float[Array, "T I"],
+    x: Float[Array, "T I"], axis: str | None = None
 ) -> tuple[Float[Array, "T I"], Float[Array, "T 1"]]:
     """Return the whole numbers that x is rounded to, and the scale of each row.
 
-    Both are in at least float32. A row that holds NaN or infinity gives NaN.
+    Both are in at least float32. A row that holds NaN or infinity gives NaN. Where inputs lie on
+    several devices, along `axis`, the scale is that of the whole row.
     """
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     largest = jnp.max(jnp.abs(wide), axis=1, keepdims=True)
+    if axis is not None:
+        largest = lax.pmax(largest, axis)
     steps = jnp.where(largest > TINY, LARGEST / largest, 0)
     # XLA makes a product of a quotient by a constant here, and not there.
     return jnp.round(wide * steps), largest * (1 / LARGEST)

@@ -24,7 +24,7 @@ from jaxserve.weights.fused_parameters import fused, fused_blocks, joined_blocks
 from jaxserve.weights.gguf.blocks import BlockRows, are_finite, rows_of_blocks
 from jaxserve.weights.gguf.file import GgufFile, GgufTensor
 from jaxserve.weights.gguf.names import named_tensors
-from jaxserve.weights.placement import block_inputs, contracted, holds_experts
+from jaxserve.weights.placement import Finish, block_inputs, contracted, holds_experts
 from jaxserve.weights.safetensors import SharedFile, TensorEntry
 from pallas_kernels.cpu.blocks import FORMATS
 
@@ -62,6 +62,7 @@ def read_blocks(
     dims: Mapping[str, int],
     report: Callable[[int], None],
     values: dict[str, Any],
+    finish: Finish,
     on_cpu: bool,
 ) -> list[WeightName]:
     """Read the parameters that stay in blocks into `values`, by path; return the rest of the table.
@@ -95,7 +96,7 @@ def read_blocks(
     # NumPy lets other threads run meanwhile. Codes take 4 bytes a weight on their way to a GPU.
     with ThreadPoolExecutor(cpu_threads() if on_cpu else min(2, cpu_threads())) as pool:
         for path, made in zip(parts, pool.map(read, parts), strict=True):
-            values[path] = made
+            values[path] = finish(path, made)
             report(sum(entries[name].num_bytes for name in {part.name for part in parts[path]}))
     return [weight for weight in table if weight.path not in parts]
 
@@ -135,6 +136,23 @@ def block_bytes(
     for path, parts in block_parts(table, entries, parameters, on_cpu).items():
         names = {part.name for part in parts}
         sizes[path] = sum(_held(entries[name], on_cpu) for name in names)
+    return sizes
+
+
+def block_sizes(
+    table: Iterable[WeightName],
+    entries: Mapping[str, TensorEntry],
+    parameters: Parameters,
+    on_cpu: bool,
+) -> dict[str, int]:
+    """Return the inputs of a block, by path, of the parameters that stay in a file's blocks.
+
+    On a GPU those of a scale: blocks become codes.
+    """
+    sizes: dict[str, int] = {}
+    for path, parts in block_parts(table, entries, parameters, on_cpu).items():
+        made = [FORMATS[_form(entries[part.name])] for part in parts]
+        sizes[path] = max(format_.size if on_cpu else format_.run for format_ in made)
     return sizes
 
 

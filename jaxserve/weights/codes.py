@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -87,15 +89,11 @@ class Codes:
             values = values[0::2] | values[1::2] << 4
         return values, self.scales, self.zeros
 
+    def as_weight(self, outputs: tuple[int, ...]) -> QuantizedWeight:
+        """Pack the codes as a weight whose arrays are NumPy's."""
+        host: tuple[Any, ...] = (*self.packed(), self.order)
+        return QuantizedWeight(*host, self.form, len(self.values), outputs)
+
     def placed(self, outputs: tuple[int, ...]) -> QuantizedWeight:
         """Pack the codes and place them on JAX's default device."""
-        values, scales, zeros = self.packed()
-        return QuantizedWeight(
-            jnp.asarray(values),
-            jnp.asarray(scales),
-            None if zeros is None else jnp.asarray(zeros),
-            None if self.order is None else jnp.asarray(self.order),
-            self.form,
-            len(self.values),
-            outputs,
-        )
+        return jax.tree.map(jnp.asarray, self.as_weight(outputs))

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.errors import CheckpointError
+from jaxserve.errors import CheckpointError, UnsupportedModel
 from jaxserve.models import Decoder, ModelConfig, abstract_model
 from jaxserve.models.config.fields import Fields
 from jaxserve.models.config.strict_json import read_object
@@ -199,8 +199,60 @@ def load_converted(
     Raises:
         CheckpointError: parameters that are not those of `config`, or differ from what was written.
     """
-    where, dtype = converted.directory, jnp.dtype(converted.dtype)
-    model = abstract_model(config, dtype)
+    model = abstract_model(config, jnp.dtype(converted.dtype))
+    tree = expected_tree(converted, model)
+    default = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    abstract = {
+        path: jax.ShapeDtypeStruct(
+            tuple(leaf.shape),
+            leaf.dtype,
+            sharding=default if sharding_of is None else sharding_of(path, tuple(leaf.shape)),
+        )
+        for path, leaf in named_arrays(tree).items()
+    }
+    values = restored(
+        converted,
+        lambda orbax: orbax.restore(converted.directory.absolute() / WEIGHTS, abstract),
+    )
+    verify(converted.directory, values, converted.parameters)
+    # The leaves are in the tree's own order, which is not that of the names.
+    values = jax.tree.structure(tree).unflatten([values[name] for name in abstract])
+    return with_scales(model, values, kv_scales)
+
+
+def restored(converted: ConvertedModel, use: Callable[[Any], Any]) -> Any:
+    """Call `use` with a checkpointer of Orbax, in a thread of its own.
+
+    Raises:
+        CheckpointError: the folder cannot be restored.
+    """
+    try:
+        return _with_orbax(use)
+    except (CheckpointError, UnsupportedModel):
+        raise
+    except Exception as error:  # Orbax and TensorStore raise whatever they meet
+        text = " ".join(str(error).split())[:300]
+        raise CheckpointError(
+            f"{converted.directory / WEIGHTS}: cannot be restored ({text})"
+        ) from error
+
+
+def with_scales(model: Decoder, values: dict[str, Any], kv_scales: bool) -> Decoder:
+    """Fill a model, with the scales of its cache where they are to be taken over."""
+    scales = {path: values.pop(path) for path in list(values) if path in scales_of(model)}
+    model = filled(model, values)
+    if kv_scales:
+        for path, value in scales.items():
+            scales_of(model)[path].kv_scales = scales_parameter(value)
+    return model
+
+
+def expected_tree(converted: ConvertedModel, model: Decoder) -> dict[str, Any]:
+    """Return the parameters that the folder must hold, once its card agrees.
+
+    Raises:
+        CheckpointError: the card lists others.
+    """
     tree = _abstract_tree(converted, model)
     expected = {
         name: (tuple(leaf.shape), str(leaf.dtype)) for name, leaf in named_arrays(tree).items()
@@ -209,30 +261,10 @@ def load_converted(
     if held != expected:
         wrong = [path for path in {**expected, **held} if expected.get(path) != held.get(path)]
         raise CheckpointError(
-            f"{where}: the parameters are not those of config.json: {listed(sorted(wrong))}"
+            f"{converted.directory}: the parameters are not those of config.json: "
+            f"{listed(sorted(wrong))}"
         )
-    default = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    abstract = {
-        path: jax.ShapeDtypeStruct(
-            shape, kind, sharding=default if sharding_of is None else sharding_of(path, shape)
-        )
-        for path, (shape, kind) in expected.items()
-    }
-    try:
-        values = _with_orbax(lambda orbax: orbax.restore(where.absolute() / WEIGHTS, abstract))
-    except Exception as error:  # Orbax and TensorStore raise whatever they meet
-        text = " ".join(str(error).split())[:300]
-        raise CheckpointError(f"{where / WEIGHTS}: cannot be restored ({text})") from error
-    _verify(where, values, converted.parameters)
-    # The leaves are in the tree's own order, which is not that of the names.
-    structure = jax.tree.structure(tree)
-    values = structure.unflatten([values[name] for name in expected])
-    scales = {path: values.pop(path) for path in list(values) if path in scales_of(model)}
-    model = filled(model, values)
-    if kv_scales:
-        for path, value in scales.items():
-            scales_of(model)[path].kv_scales = scales_parameter(value)
-    return model
+    return tree
 
 
 def _abstract_tree(converted: ConvertedModel, model: Decoder) -> dict[str, Any]:
@@ -276,7 +308,12 @@ def _with_orbax(use: Callable[[Any], Any]) -> Any:
         return pool.submit(call).result()
 
 
-def _verify(where: Path, values: Mapping[str, Array], written: Mapping[str, _Parameter]) -> None:
+def verify(where: Path, values: Mapping[str, Any], written: Mapping[str, _Parameter]) -> None:
+    """Compare arrays with what was written, by digests.
+
+    Raises:
+        CheckpointError: names those that differ.
+    """
     got = _describe(values)
     wrong = sorted(path for path in written if got[path] != written[path])
     if wrong:

@@ -1,4 +1,4 @@
-"""Quantized experts: the codes of each one's matrix, side by side."""
+"""Quantized experts: the codes of each one's matrix, side by side, in NumPy's arrays."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import groupby
+from typing import Any
 
-import jax
 import numpy as np
 
 from jaxserve.models.quantized import QuantizedExperts
@@ -82,6 +82,5 @@ def _stacked(
 
     with ThreadPoolExecutor(THREADS) as pool:
         list(pool.map(fill, range(count)))
-    values, scales, zeros = (None if part is None else jax.device_put(part) for part in whole)
-    assert values is not None and scales is not None
-    return QuantizedExperts(values, scales, zeros, first.form, len(first.values), outputs)
+    host: list[Any] = whole
+    return QuantizedExperts(*host, first.form, len(first.values), outputs)

@@ -23,16 +23,18 @@ def fused(
 ) -> Quantized:
     """Fuse parts into one parameter of `shape`, whose first `contract` dimensions are inputs.
 
+    Its arrays are NumPy's.
+
     Parts of one layout and order of inputs become one matrix; others stay apart.
     """
     outputs = shape[contract:]
     if all(_alike(parts[0][1], codes) for _, codes in parts):
-        return joined(parts, contract, dims, outputs).placed(outputs)
+        return joined(parts, contract, dims, outputs).as_weight(outputs)
     weights, places = [], []
     for part, codes in parts:
         piece = _arranged(part, codes, contract, dims)
         places.append(_place(part, outputs))
-        weights.append(piece.placed((piece.values.shape[1],)))
+        weights.append(piece.as_weight((piece.values.shape[1],)))
     return SplitWeight(tuple(weights), tuple(places), outputs)
 
 

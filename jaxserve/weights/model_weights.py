@@ -14,23 +14,23 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jaxserve.errors import UnsupportedModel
 from jaxserve.models import Decoder, ModelConfig, abstract_model, checkpoint_weights
 from jaxserve.models.linear import Constant
-from jaxserve.models.panels import with_panels
 from jaxserve.models.registry import tensor_names
 from jaxserve.models.weight_table import WeightName, dimensions
-from jaxserve.weights.block_parameters import read_blocks
+from jaxserve.weights.block_parameters import block_sizes, read_blocks
 from jaxserve.weights.block_reader import read_parameters, reading_ahead
 from jaxserve.weights.block_targets import prepare_panels
 from jaxserve.weights.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.weights.gguf.file import GgufFile
 from jaxserve.weights.gguf.names import named_tensors
+from jaxserve.weights.group_borders import check_groups, group_sizes
 from jaxserve.weights.names import as_stored, match_names, renamed
 from jaxserve.weights.panel_rows import PanelPlan
 from jaxserve.weights.placement import (
     Place,
     divided,
+    finishing,
     panel_plans,
     panelled,
     place_panels,
@@ -83,7 +83,7 @@ def load_weights(
         mesh: devices that `config.split` divides the model over; None for one.
 
     Raises:
-        UnsupportedModel: a form of weights that is not divided over devices.
+        UnsupportedModel: a form of weights that cannot be cut where devices would.
         CheckpointError: files missing, malformed, unsafe, in disagreement with `config`, changed
             during the load, or holding values that are not finite.
     """
@@ -94,16 +94,16 @@ def load_weights(
     report = _counted(on_progress, [*entries.values(), *sorted_.packed.values()])
     model, parameters = _structure(config, dtype, sorted_.table, entries, panels)
     shapes = {path: (leaf.shape, np.dtype(leaf.dtype)) for path, leaf in parameters.items()}
-    if mesh is not None and (quantization is not None or sorted_.packed):
-        raise UnsupportedModel("quantized weights are not divided over devices")
     place = panelled(place or place_on_default, parameters) if panels else place or place_on_default
+    check_groups(config, parameters, group_sizes(config, parameters, quantization, panels))
     place = divided(place, config, parameters, mesh)
     place = quantizing(place, parameters, quantization, panels)
-    finish = with_panels if panels else _as_it_is
+    finish = finishing(config, parameters, panels, mesh)
     values = read_packed(sorted_, parameters, dims, place, report, finish)
     table = sorted_.table
-    if packed and quantization is None and mesh is None:
-        table = read_blocks(table, entries, parameters, dims, report, values, on_cpu=panels)
+    if packed and quantization is None:
+        check_groups(config, parameters, block_sizes(table, entries, parameters, panels))
+        table = read_blocks(table, entries, parameters, dims, report, values, finish, on_cpu=panels)
     plans: dict[str, PanelPlan] = {}
     if panels and mesh is None:
         plans = panel_plans(table, entries, dims, parameters, quantization)
@@ -112,7 +112,8 @@ def load_weights(
     reading = read_parameters(table, entries, dims, shapes, report, plans=plans, **flags)
     for path, array in reading:
         plan = plans.get(path)
-        values[path] = finish(place(path, array)) if plan is None else place_panels(plan, array)
+        made = place(path, array) if plan is None else place_panels(plan, array)
+        values[path] = finish(path, made)
     opened.check_unchanged()
     model = filled(model, values)
     if kv_scales:
@@ -128,10 +129,6 @@ def _open(source: str | Path | GgufFile, config: ModelConfig) -> Checkpoint:
     if config.wrapper is not None:
         opened = text_tensors(opened)
     return renamed(opened, tensor_names(config))
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
 
 
 def _structure(
@@ -181,12 +178,11 @@ def random_weights(
     model = abstract_model(config, dtype)
     depth = (2 * config.num_hidden_layers) ** -0.5
     parameters = parameters_of(model)
-    if mesh is not None and quantization is not None:
-        raise UnsupportedModel("quantized weights are not divided over devices")
+    check_groups(config, parameters, group_sizes(config, parameters, quantization, panels))
     place = panelled(place_on_default, parameters) if panels else place_on_default
     place = divided(place, config, parameters, mesh)
     place = quantizing(place, parameters, quantization, panels)
-    finish = with_panels if panels else _as_it_is
+    finish = finishing(config, parameters, panels, mesh)
     streams = np.random.SeedSequence(seed).spawn(len(parameters))
 
     def values(path: str, stream: np.random.SeedSequence) -> Array:
@@ -198,7 +194,7 @@ def random_weights(
         generator = np.random.Generator(np.random.SFC64(stream))
         normal = generator.standard_normal(parameter.shape, np.float32)
         normal *= np.float32(scale)
-        return finish(place(path, normal.astype(parameter.dtype, copy=False)))
+        return finish(path, place(path, normal.astype(parameter.dtype, copy=False)))
 
     with ThreadPoolExecutor() as pool:
         arrays = pool.map(values, parameters, streams)

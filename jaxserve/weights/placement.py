@@ -18,12 +18,20 @@ from jaxserve.models import Decoder, ModelConfig
 from jaxserve.models.attention import Attention
 from jaxserve.models.output_rows import with_output_rows
 from jaxserve.models.panels import BlockPanels, PanelWeight, with_panels
-from jaxserve.models.quantized import EXPERTS, PROJECTIONS, flat_shape
+from jaxserve.models.quantized import (
+    EXPERTS,
+    PROJECTIONS,
+    QuantizedExperts,
+    QuantizedWeight,
+    SplitWeight,
+    flat_shape,
+)
 from jaxserve.models.shards import parts_of
 from jaxserve.models.token_rounding import TokenRounded, with_weight
 from jaxserve.models.weight_table import WeightName
 from jaxserve.weights.block_quantize import best_rows, block_forms, grouped_form
 from jaxserve.weights.codes import Codes
+from jaxserve.weights.cutting import cut
 from jaxserve.weights.expert_codes import fused_experts, quantized_experts
 from jaxserve.weights.fused_parameters import dequantized, fused
 from jaxserve.weights.panel_rows import Axes, PanelPlan, panel_plan
@@ -32,10 +40,16 @@ from jaxserve.weights.quantize import in_groups, quantize
 from jaxserve.weights.quantized_tensors import SplitCheckpoint, kv_scale_of
 from jaxserve.weights.safetensors import TensorEntry, read_tensor
 from pallas_kernels.cpu.blocks import FORMATS
+from pallas_kernels.devices import DeviceLimits, target_device
 
 Parameters = Mapping[str, nnx.Param[Any]]
 # Puts a parameter, given its path and values, on its device or devices.
 Place = Callable[[str, np.ndarray], Any]
+# Lays out a parameter's form, given its path, and puts on a device what is not on one yet.
+Finish = Callable[[str, Any], Any]
+
+
+QUANTIZED = QuantizedWeight | SplitWeight | QuantizedExperts | BlockPanels | TokenRounded
 
 
 def contracted(parameter: nnx.Param[Any]) -> int | None:
@@ -85,6 +99,44 @@ def divided(place: Place, config: ModelConfig, parameters: Parameters, mesh: Mes
         return placed_parts(mesh, parts, lambda device: place(path, parts[device].cut(values)))
 
     return place_parts
+
+
+def finishing(
+    config: ModelConfig, parameters: Parameters, panels: bool, mesh: Mesh | None
+) -> Finish:
+    """Return what lays out quantized matrices, each device's part of them on a mesh.
+
+    Args:
+        config: of the model, with its split over the mesh.
+        panels: lay them out for the CPU's own products.
+        mesh: None for one device.
+    """
+
+    def placed(value: Any) -> Any:
+        return jax.tree.map(jax.device_put, with_weight(value, with_panels) if panels else value)
+
+    def finish(path: str, value: Any) -> Any:
+        if not isinstance(value, QUANTIZED):
+            return value  # which has its place
+        if mesh is None:
+            return placed(value)
+        parameter = parameters[path]
+        axes = parameter.get_metadata()["axes"]
+        parts = parts_of(config, axes, tuple(parameter.shape))
+
+        def form(device: int) -> Any:
+            piece = placed(cut(value, axes, parts[device], path))
+            turned = not multiplies_input_major(target_device())
+            return with_weight(piece, with_output_rows) if turned else piece
+
+        return placed_parts(mesh, parts, form)
+
+    return finish
+
+
+def multiplies_input_major(device: DeviceLimits) -> bool:
+    """Return whether a device multiplies quantized matrices whose rows are inputs."""
+    return not device.is_gpu or device.runs_triton
 
 
 def use_panels(model: Decoder) -> None:
@@ -204,7 +256,7 @@ def quantizing(
         flat = values.reshape(flat_shape(values.shape, contract)).astype(np.float32, copy=False)
         is_int4 = form == "int4"
         codes = in_groups(flat, grouped_form(len(flat))) if is_int4 else quantize(flat, form)
-        return codes.placed(values.shape[contract:])
+        return codes.as_weight(values.shape[contract:])
 
     return quantize_and_place
 
@@ -215,7 +267,7 @@ def read_packed(
     dims: Mapping[str, int],
     place: Place,
     report: Callable[[int], None],
-    finish: Callable[[Any], Any],
+    finish: Finish,
 ) -> dict[str, Any]:
     """Read the parameters that a checkpoint holds quantized, by path; each is finished at once.
 
@@ -256,7 +308,7 @@ def read_packed(
                     f"to {parameter.dtype}, holds NaN or infinity"
                 )
             kept = place(path, whole)
-        values[path] = TokenRounded(finish(kept)) if rounds else finish(kept)
+        values[path] = finish(path, TokenRounded(kept) if rounds else kept)
         report(sum(checkpoint.packed[name].num_bytes for name in codes))
     return values
 
@@ -273,6 +325,7 @@ def set_kv_scales(
     Raises:
         CheckpointError: a scale that is not one positive number for a layer of the model.
     """
+    found: dict[int, np.ndarray] = {}
     for name, entry in entries.items():
         layer, kind = kv_scale_of(name) or (len(model.layers), "")
         value = read_tensor(entry).astype(np.float32) if entry.shape in ((), (1,)) else None
@@ -281,34 +334,33 @@ def set_kv_scales(
                 f"{entry.shard.path}: tensor {name!r} must be one positive number, for one of the "
                 f"{len(model.layers)} layers"
             )
-        attention = model.layers[layer].attention
-        if not isinstance(attention, Attention):
+        if not isinstance(model.layers[layer].attention, Attention):
             raise CheckpointError(
                 f"{entry.shard.path}: tensor {name!r} scales a cache, which is not supported with "
                 "latent attention"
             )
-        if attention.kv_scales is None:
-            kv_heads = model.config.num_key_value_heads
-            attention.kv_scales = scales_parameter(jnp.ones((2, kv_heads), jnp.float32))
-        row = 0 if kind == "k" else 1
-        attention.kv_scales[...] = attention.kv_scales[...].at[row].set(value.item())
-    for attention in scales_of(model).values() if mesh is not None else ():
-        if attention.kv_scales is not None:
-            _divide_scales(attention.kv_scales, model.config, mesh)
+        scales = found.setdefault(layer, np.ones((2, model.config.num_key_value_heads), np.float32))
+        scales[0 if kind == "k" else 1] = value.item()
+    for layer, scales in found.items():
+        attention = model.layers[layer].attention
+        assert isinstance(attention, Attention)
+        attention.kv_scales = scales_parameter(placed_scales(scales, model.config, mesh))
 
 
-def _divide_scales(scales: nnx.Param[Any], config: ModelConfig, mesh: Mesh | None) -> None:
-    """Put on each device of a mesh the scales of the heads that it has."""
-    assert mesh is not None
-    values = np.asarray(scales[...])
-    parts = parts_of(config, scales.get_metadata()["axes"], values.shape)
-    place = placed_parts(mesh, parts, lambda device: jax.device_put(parts[device].cut(values)))
-    scales.set_value(place)
+def placed_scales(scales: np.ndarray, config: ModelConfig, mesh: Mesh | None) -> jax.Array:
+    """Place float32[2, K], the scales of a layer's cache, on the device or devices."""
+    if mesh is None:
+        return jnp.asarray(scales)
+    parts = parts_of(config, SCALES_AXES, scales.shape)
+    return placed_parts(mesh, parts, lambda device: jnp.asarray(parts[device].cut(scales)))
+
+
+SCALES_AXES = ("key_value", "kv_heads")
 
 
 def scales_parameter(values: Any) -> nnx.Param[Any]:
     """Wrap float32[2, K] as the scales of a layer's cache, first of its keys, then its values."""
-    return nnx.Param(values, axes=("key_value", "kv_heads"))
+    return nnx.Param(values, axes=SCALES_AXES)
 
 
 def scales_of(model: Decoder) -> dict[str, Attention]:

@@ -11,11 +11,15 @@ from __future__ import annotations
 
 import argparse
 import re
+from dataclasses import replace
 
 from jaxserve.config import EngineConfig
 from jaxserve.execution.start.device import named_device
-from jaxserve.execution.start.memory_plan import MemoryPlan, Weights, plan_memory
+from jaxserve.execution.start.memory_plan import MemoryPlan, plan_memory
+from jaxserve.execution.start.step_time import StepTimes
+from jaxserve.execution.start.weight_sizes import Weights
 from jaxserve.models.registry import parse_model_config
+from jaxserve.models.shards import Split
 from pallas_kernels.devices import GIB, find_card
 from scripts.gpu import models as gpu_models
 from scripts.lib.paths import RESULTS, ROOT
@@ -64,6 +68,12 @@ Floor of a decode step of one row in milliseconds, likewise {forms}: the bytes o
 reads over the data sheet's bandwidth. Below compute capability 8.0 plain XLA runs, far above it.
 
 {seconds}
+
+Divided over several H200s (`--tensor-parallel-size`), in 16 bits: thousands of tokens of cache, and
+milliseconds of a decode step of 1 / 32 / 256 rows of 1,024 tokens and of a prompt of 8,192, by the
+data sheet's ceilings and published latencies of sums (`execution/start/step_time.py`).
+
+{divided}
 """
 
 
@@ -122,10 +132,33 @@ def _table(kind: str, plans: dict[str, dict[str, list[MemoryPlan]]]) -> str:
     return "\n".join(lines)
 
 
+DIVIDED = {"Llama 3.1 8B": (1, 2, 4, 8), "Llama 3.3 70B": (2, 4, 8)}
+"""Numbers of H200s that a model is divided over."""
+
+
+def divided_table() -> str:
+    """Make the table of models divided over devices."""
+    lines = [_row("model", "H200s", "tokens", "1 / 32 / 256 rows", "prompt of 8,192")]
+    lines.append("|---" * 5 + "|")
+    device = named_device("H200")
+    for name, counts in DIVIDED.items():
+        for count in counts:
+            config = parse_model_config(gpu_models.MODELS[MODELS[name]].config())
+            weights = Weights(replace(config, split=Split(count)), "bfloat16")
+            plan = plan_memory(EngineConfig(), weights, None, device)
+            token = plan.page_bytes / plan.block_size
+            times = StepTimes(weights, None, token, device.limits.kind, device.bandwidth)
+            steps = [times.decode(rows, 1024) for rows in (1, 32, 256)]
+            shown = " / ".join(_milliseconds(step.seconds) for step in steps)
+            prompt = _milliseconds(times.prefill(8192).seconds)
+            lines.append(_row(name, str(count), _thousands(plan.cache_tokens), shown, prompt))
+    return "\n".join(lines)
+
+
 def page(plans: dict[str, dict[str, list[MemoryPlan]]]) -> str:
     """Return the page of all predictions."""
     tables = {kind: _table(kind, plans) for kind in ("tokens", "seconds")}
-    return PAGE.format(forms=" / ".join(FORMS), unknown=UNKNOWN, **tables)
+    return PAGE.format(forms=" / ".join(FORMS), unknown=UNKNOWN, divided=divided_table(), **tables)
 
 
 def short_table(plans: dict[str, dict[str, list[MemoryPlan]]]) -> str:

@@ -36,12 +36,12 @@ from jaxserve.execution.start.device import (
 from jaxserve.execution.start.memory_plan import (
     MemoryPlan,
     Sizes,
-    Weights,
     plan_memory,
     temporary_bytes,
 )
 from jaxserve.execution.start.programs import ProgramStore
 from jaxserve.execution.start.warm_up import WarmUp
+from jaxserve.execution.start.weight_sizes import Weights
 from jaxserve.machine import DriverCard, VisibleCard
 from jaxserve.models import ModelConfig, parse_model_config
 from jaxserve.weights import random_weights

@@ -17,8 +17,8 @@ from jaxserve.engine.weight_forms import choose_quantization
 from jaxserve.errors import UnsupportedModel
 from jaxserve.execution.buckets import Bucket
 from jaxserve.execution.start.compiler import Compiler
-from jaxserve.execution.start.memory_plan import Weights
 from jaxserve.execution.start.warm_up import WarmUp
+from jaxserve.execution.start.weight_sizes import Weights
 from jaxserve.execution.state import addressable_pages
 from jaxserve.models import parse_model_config, read_model_config
 from jaxserve.weights import random_weights

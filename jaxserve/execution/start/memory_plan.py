@@ -1,16 +1,15 @@
 # pyright: reportUnknownMemberType=false
 """MemoryPlan: what a start takes of a device's memory, computed before a weight is read.
 
+Where a model is divided over devices, a plan is that of each of them: all have as much to hold.
 Weights, sampler state and cache are exact. Temporaries are those of the largest program, where XLA
 holds either the widest arrays of a block or the logits and the sampler's copies of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from copy import copy
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
 import jax
@@ -20,16 +19,11 @@ from jaxserve.config import EngineConfig
 from jaxserve.execution.sampler_state import make_sampler_state
 from jaxserve.execution.start.device import DeviceMemory
 from jaxserve.execution.start.host_cache import cpu_page_budget, host_pages
+from jaxserve.execution.start.weight_sizes import Weights
 from jaxserve.execution.state import addressable_pages, kv_dtype, page_bytes
-from jaxserve.models import ModelConfig, abstract_model
-from jaxserve.models.config.quantization import StoredQuantization
-from jaxserve.models.quantized import EXPERTS, PROJECTIONS, flat_shape
-from jaxserve.weights.block_codes import code_bits
-from jaxserve.weights.block_quantize import block_forms, grouped_form
-from jaxserve.weights.model_weights import parameters_of
-from jaxserve.weights.placement import in_blocks
-from jaxserve.weights.quantize import FORMS, GROUP
-from pallas_kernels.cpu.blocks import FORMATS
+from jaxserve.models import ModelConfig
+from jaxserve.models.shards import group_of, local_kv_heads
+from jaxserve.weights.quantize import FORMS
 from pallas_kernels.devices import GIB, DeviceLimits
 
 # From this budget on steps are large; below, temporaries of 8,192 tokens would cost the cache more
@@ -152,107 +146,25 @@ class MemoryPlan:
         return self.read / self.bandwidth if self.bandwidth else None
 
 
-class Weights:
-    """Sizes of a model's weights in any form, from their shapes.
-
-    Args:
-        config: of the model.
-        dtype: of weights that are not quantized.
-        on_cpu: whether "int4" is blocks, as on CPU.
-
-    Attributes:
-        parameters: by path, without their values.
-    """
-
-    def __init__(self, config: ModelConfig, dtype: Any, on_cpu: bool = False) -> None:
-        self.config, self.dtype = config, jnp.dtype(dtype)
-        self._blocks: Mapping[str, int] = {}  # bytes by path
-        self._on_cpu = on_cpu
-        self.parameters: Mapping[str, Any] = parameters_of(abstract_model(config, dtype))
-
-    def with_blocks(self, blocks: Mapping[str, int]) -> Weights:
-        """Return the same weights, some of which stay in a file's blocks."""
-        kept = copy(self)
-        kept._blocks = blocks
-        return kept
-
-    @property
-    def has_blocks(self) -> bool:
-        """Whether parameters stay in a file's blocks."""
-        return bool(self._blocks)
-
-    def in_dtype(self, dtype: Any) -> Weights:
-        """Return the same weights with another dtype for those that are in full."""
-        return Weights(self.config, dtype, self._on_cpu).with_blocks(self._blocks)
-
-    def sizes(self, form: str | None) -> tuple[int, int]:
-        """Return the bytes of all weights, and of those that a step of one row reads."""
-        held = read = 0
-        experts = self.config.experts
-        is_tied = "embedding.project" not in self.parameters
-        for path, parameter in self.parameters.items():
-            size = self._bytes(path, parameter, form)
-            held += size
-            if experts is not None and parameter.get_metadata()["axes"] in EXPERTS:
-                size = size * experts.chosen // experts.count
-            if path != "embedding.table" or is_tied:
-                read += size
-        return held, read
-
-    def _bytes(self, path: str, parameter: Any, form: str | None) -> int:
-        if form is None and path in self._blocks:
-            return self._blocks[path]
-        if (contract := in_blocks(parameter, form, self._on_cpu)) is not None:
-            inputs = prod(parameter.shape[:contract] if contract else parameter.shape[1:])
-            forms = block_forms(path, inputs, self.config.num_hidden_layers)
-            bits = max(FORMATS[name].num_bytes / FORMATS[name].size for name in forms)
-            return int(prod(parameter.shape) * bits)
-        axes, stored = parameter.get_metadata()["axes"], self.config.quantization
-        if axes in EXPERTS and self.config.experts is not None and self.config.experts.stacked:
-            stored = None  # such files keep these in full
-        return _parameter_bytes(parameter, axes, form, stored)
-
-
-def _parameter_bytes(
-    parameter: Any, axes: Any, form: str | None, stored: StoredQuantization | None
-) -> int:
-    shape, count = parameter.shape, 1
-    if axes in EXPERTS:
-        count, shape = shape[0], shape[1:]
-    elif axes not in PROJECTIONS:
-        form, stored = None, None
-    if form is None and (stored is None or stored.form == "full"):
-        return prod(parameter.shape) * jnp.dtype(parameter.dtype).itemsize
-    inputs, outputs = flat_shape(shape, PROJECTIONS.get(axes, 1))
-    if stored is None and form == "int4":
-        bits = code_bits("Q4_1" if axes in EXPERTS else grouped_form(inputs))
-        return int(count * outputs * -(-inputs // GROUP) * GROUP * bits / 8)
-    group = inputs
-    if stored is not None:
-        form, group = stored.form, stored.group or (stored.block or (0, inputs))[1]
-    groups = -(-inputs // group)
-    if form != "int4":
-        return count * outputs * (inputs + 4 * groups)  # scales in float32
-    return count * outputs * groups * (-(-group // 2) + 3)  # 16-bit scales, 8-bit zero points
-
-
 def temporary_bytes(config: ModelConfig, dtype: Any, sizes: Sizes, limits: DeviceLimits) -> int:
     """Estimate the temporaries of the largest program, as XLA's own reports have them.
 
     Within 10 % of the programs of an 8B compiled for an A100 and an H200 (2,048 and 8,192 tokens).
     """
-    item = jnp.dtype(dtype).itemsize
-    heads = (config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
-    widest = max(3 * config.intermediate_size, 2 * heads)
+    item, devices = jnp.dtype(dtype).itemsize, config.split.devices
+    heads = local_kv_heads(config) * (group_of(config) + 2) * config.head_dim
+    widest = max(3 * config.intermediate_size // devices, 2 * heads)
     if (experts := config.experts) is not None:
         # A row for each chosen expert: what goes in, the gates and what they give, what comes out.
-        each = 3 * experts.size + 2 * config.hidden_size
-        widest = max(widest, experts.chosen * each + 3 * experts.shared)
+        size = experts.size if config.split.expert_parallel else experts.size // devices
+        each = 3 * size + 2 * config.hidden_size
+        widest = max(widest, experts.chosen * each + 3 * experts.shared // devices)
+    drawn = -(-sizes.seqs // devices) * config.vocab_size  # each device draws some of the rows
     if not limits.is_gpu:  # products give float32
         token = widest * (2 * 4 + item) // 3 + config.hidden_size * item
-        return max(sizes.tokens * token, sizes.seqs * config.vocab_size * _CPU_SAMPLER)
+        return max(sizes.tokens * token, drawn * _CPU_SAMPLER)
     token = (widest + 4 * config.hidden_size) * item
-    needed = max(sizes.tokens * token, int(sizes.seqs * config.vocab_size * _GPU_SAMPLER))
+    needed = max(sizes.tokens * token, int(drawn * _GPU_SAMPLER))
     return int(needed if limits.runs_triton else needed * _WITHOUT_KERNELS)
 
 

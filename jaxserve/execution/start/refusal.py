@@ -13,10 +13,10 @@ from jaxserve.execution.start.host_cache import LEAST_TOKENS
 from jaxserve.execution.start.memory_plan import (
     HOST_RESERVE,
     MemoryPlan,
-    Weights,
     forms_of,
     plan_memory,
 )
+from jaxserve.execution.start.weight_sizes import Weights
 from pallas_kernels.devices import GIB
 
 

@@ -1,0 +1,150 @@
+"""Predictions of a step's time on each of several devices, from data sheets and stated latencies.
+
+A step takes the longer of its bytes through the memory's bus and its products at the peak, and the
+sums over the devices besides, during which nothing else runs. Nothing here was measured: ceilings
+are the data sheets', which no step reaches, and times of sums those that others have published.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from jaxserve.execution.start.weight_sizes import Weights
+from jaxserve.models.shards import group_of, local_kv_heads
+
+TERA, GIGA = 1e12, 1e9
+# Dense products of 16 bits with sums in float32, a second, by the data sheets.
+_FLOPS: Mapping[str, float] = MappingProxyType(
+    {
+        "Tesla V100-SXM2-16GB": 125 * TERA,
+        "Tesla V100-SXM2-32GB": 125 * TERA,
+        "Tesla T4": 65 * TERA,
+        "NVIDIA A100-SXM4-80GB": 312 * TERA,
+        "NVIDIA A100-SXM4-40GB": 312 * TERA,
+        "NVIDIA A100 80GB PCIe": 312 * TERA,
+        "NVIDIA A100-PCIE-40GB": 312 * TERA,
+        "NVIDIA A30": 165 * TERA,
+        "NVIDIA A10": 125 * TERA,
+        "NVIDIA GeForce RTX 3090": 71 * TERA,
+        "NVIDIA GeForce RTX 4090": 165 * TERA,
+        "NVIDIA GeForce RTX 5090": 209 * TERA,
+        "NVIDIA L4": 121 * TERA,
+        "NVIDIA L40S": 362 * TERA,
+        "NVIDIA H100 80GB HBM3": 989 * TERA,
+        "NVIDIA H100 PCIe": 756 * TERA,
+        "NVIDIA H200": 989 * TERA,
+        "NVIDIA B200": 2250 * TERA,
+    }
+)
+# Bytes a second between cards, one way, by the data sheets of NVLink; others have PCIe 4.
+_LINKS: Mapping[str, float] = MappingProxyType(
+    {
+        "Tesla V100-SXM2-16GB": 150 * GIGA,
+        "Tesla V100-SXM2-32GB": 150 * GIGA,
+        "NVIDIA A100-SXM4-80GB": 300 * GIGA,
+        "NVIDIA A100-SXM4-40GB": 300 * GIGA,
+        "NVIDIA H100 80GB HBM3": 450 * GIGA,
+        "NVIDIA H200": 450 * GIGA,
+        "NVIDIA B200": 900 * GIGA,
+    }
+)
+_PCIE = 32 * GIGA
+# Seconds of a small sum. Of two cards: NCCL within a CUDA graph (NVIDIA/nccl, issue 1259). Of
+# eight: NCCL on H100s, 19 to 25 us from 128 B to 512 KB (ByteDance-Seed/Triton-distributed, issue
+# 57). Of more, on several hosts: assumed, no figure was found.
+_SUM_OF_TWO, _SUM_OF_EIGHT, _SUM_OF_HOSTS = 6e-6, 20e-6, 40e-6
+_A_HOST = 8  # cards
+_SUMMED = 4  # bytes of a number that is summed, which is float32
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Predicted seconds of a step on each device.
+
+    Attributes:
+        tokens: of the step.
+        memory: of weights and cache, once through the memory's bus.
+        compute: of products at the peak.
+        sums: of results that are added over the devices.
+    """
+
+    tokens: int
+    memory: float
+    compute: float
+    sums: float
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the step."""
+        return max(self.memory, self.compute) + self.sums
+
+
+def sum_seconds(devices: int, num_bytes: float, card: str) -> float:
+    """Return the predicted seconds of a sum of so many bytes over devices; 0 for one device.
+
+    Args:
+        devices: how many add their parts.
+        num_bytes: of a part; a ring moves 2 (n - 1) / n of them over each link.
+        card: name of the devices.
+    """
+    if devices == 1:
+        return 0.0
+    least = _SUM_OF_TWO if devices == 2 else _SUM_OF_EIGHT
+    least = _SUM_OF_HOSTS if devices > _A_HOST else least
+    return least + 2 * (devices - 1) / devices * num_bytes / _LINKS.get(card, _PCIE)
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Predictions of the steps of a model in a form on a card.
+
+    Attributes:
+        weights: of the model, with its split.
+        form: of the weights.
+        token_bytes: of a token's KV cache in all layers, on a device.
+        card: name of the devices.
+        bandwidth: bytes a second of a device's memory.
+    """
+
+    weights: Weights
+    form: str | None
+    token_bytes: float
+    card: str
+    bandwidth: float
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the card's data sheet is in the table."""
+        return self.card in _FLOPS and self.bandwidth > 0
+
+    def decode(self, rows: int, context: int) -> StepTime:
+        """Predict a step that draws one token in each of `rows` sequences of `context` tokens.
+
+        Every layer reads all of them, also one with a window.
+        """
+        each, drawn = self.weights.multiplied
+        work = rows * (2 * (each + drawn) + self._attention * context)
+        read = self.weights.read(self.form, rows) + rows * context * self.token_bytes
+        return self._time(rows, read, work)
+
+    def prefill(self, tokens: int) -> StepTime:
+        """Predict a step over a prompt of so many tokens."""
+        each, drawn = self.weights.multiplied
+        work = 2 * (tokens * each + drawn) + self._attention * tokens * tokens / 2
+        return self._time(tokens, self.weights.read(self.form, tokens), work)
+
+    def _time(self, tokens: int, read: float, work: float) -> StepTime:
+        config = self.weights.config
+        size = tokens * config.hidden_size * _SUMMED
+        each = sum_seconds(config.split.devices, size, self.card)
+        sums = (2 * config.num_hidden_layers + 1) * each  # two a layer, and the embedding's
+        return StepTime(tokens, read / self.bandwidth, work / _FLOPS[self.card], sums)
+
+    @property
+    def _attention(self) -> float:
+        """Operations of a token's attention to a position, in all layers of a device."""
+        config = self.weights.config
+        heads = local_kv_heads(config) * group_of(config)
+        return 4.0 * config.num_hidden_layers * heads * config.head_dim

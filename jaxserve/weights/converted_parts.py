@@ -1,0 +1,109 @@
+# pyright: reportUnknownMemberType=false
+"""Converted folders on several devices: parameters are read whole, one after the other, and cut.
+
+Folders hold the forms that one device multiplies, whatever they were made on, and are read on any
+number of devices.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxserve.models import Decoder, ModelConfig, abstract_model
+from jaxserve.models.quantized import QuantizedExperts, QuantizedWeight, SplitWeight
+from jaxserve.models.token_rounding import TokenRounded
+from jaxserve.weights.converted import (
+    WEIGHTS,
+    ConvertedModel,
+    expected_tree,
+    restored,
+    verify,
+    with_scales,
+)
+from jaxserve.weights.group_borders import check_groups
+from jaxserve.weights.model_weights import parameters_of, place_on_default
+from jaxserve.weights.parameter_arrays import named_arrays
+from jaxserve.weights.placement import divided, finishing, panelled, placed_scales, scales_of
+from pallas_kernels.quantized_codes import codes_a_row
+
+if TYPE_CHECKING:
+    from jaxtyping import Array
+
+
+def load_converted_parts(
+    converted: ConvertedModel,
+    config: ModelConfig,
+    mesh: Mesh,
+    *,
+    panels: bool,
+    kv_scales: bool = False,
+) -> Decoder:
+    """Load the model of a converted folder on several devices, each array verified.
+
+    Args:
+        converted: the folder.
+        config: what it should hold, with its split over the mesh.
+        mesh: the devices.
+        panels: lay out matrices for the CPU's own products.
+        kv_scales: take over the scales for a cache in fp8, if it has them.
+
+    Raises:
+        CheckpointError: see `load_converted`.
+        UnsupportedModel: codes that cannot be cut where devices would.
+    """
+    model = abstract_model(config, jnp.dtype(converted.dtype))
+    parameters, tree = parameters_of(model), expected_tree(converted, model)
+    check_groups(config, parameters, _groups(tree))
+    place = panelled(place_on_default, parameters) if panels else place_on_default
+    place = divided(place, config, parameters, mesh)
+    finish = finishing(config, parameters, panels, mesh)
+    of_scales = scales_of(model)
+
+    def placed(path: str, whole: Any) -> Array:
+        if path in of_scales:
+            return placed_scales(whole, config, mesh)
+        return place(path, whole) if isinstance(whole, np.ndarray) else finish(path, whole)
+
+    def read(_: Any) -> dict[str, Any]:
+        return {path: placed(path, _whole(converted, path, form)) for path, form in tree.items()}
+
+    return with_scales(model, restored(converted, read), kv_scales)
+
+
+def _whole(converted: ConvertedModel, path: str, form: Any) -> Any:
+    """Read one parameter onto the host, and verify it.
+
+    Args:
+        form: the parameter with shapes in place of arrays.
+    """
+    orbax: Any = importlib.import_module("orbax.checkpoint")
+    expected = named_arrays({path: form})
+    arguments = orbax.args.PyTreeRestore(
+        item=expected,
+        restore_args=dict.fromkeys(expected, orbax.RestoreArgs(restore_type=np.ndarray)),
+        partial_restore=True,
+    )
+    with orbax.Checkpointer(orbax.PyTreeCheckpointHandler()) as checkpointer:
+        values = checkpointer.restore(converted.directory.absolute() / WEIGHTS, arguments)
+    verify(converted.directory, values, {name: converted.parameters[name] for name in expected})
+    return jax.tree.structure(form).unflatten([values[name] for name in expected])
+
+
+def _groups(tree: Mapping[str, Any]) -> dict[str, int]:
+    """Return the inputs of a group, by path of the parameters that have codes."""
+    found: dict[str, int] = {}
+    for path, value in tree.items():
+        weight = value.weight if isinstance(value, TokenRounded) else value
+        for part in weight.weights if isinstance(weight, SplitWeight) else (weight,):
+            if isinstance(part, QuantizedWeight | QuantizedExperts):
+                groups, width = part.scales.shape[-2], codes_a_row(part.form)
+                size = part.values.shape[-2] * width // groups if groups > 1 else width
+                found[path] = max(size, found.get(path, 1))
+    return found

@@ -1,0 +1,249 @@
+"""Pieces of a parameter for several devices: cut from what was read or quantized whole.
+
+Codes are those of the whole matrix, whose scales may span inputs that lie on several devices: a
+matrix quantized piece by piece would be another one. Outputs are cut anywhere, inputs where a group
+of them that shares a scale ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from jaxserve.errors import UnsupportedModel
+from jaxserve.models.panels import BlockPanels
+from jaxserve.models.quantized import (
+    EXPERTS,
+    PROJECTIONS,
+    QuantizedExperts,
+    QuantizedWeight,
+    SplitWeight,
+)
+from jaxserve.models.shards import AXIS, Part
+from jaxserve.models.token_rounding import TokenRounded
+from pallas_kernels.cpu.blocks import FORMATS
+from pallas_kernels.cpu.panels import PANEL
+from pallas_kernels.quantized_codes import codes_a_row
+
+
+def cut(value: Any, axes: Any, part: Part, path: str) -> Any:
+    """Return a part of a parameter, its arrays on the host.
+
+    Args:
+        value: the whole, in any form but that of panels of floats or of codes.
+        axes: logical axes of the parameter.
+        part: indices of its dimensions.
+        path: of the parameter, for errors.
+
+    Raises:
+        UnsupportedModel: its inputs are cut within a group, or lie in an order of their own.
+    """
+    if isinstance(value, TokenRounded):
+        # A row is rounded by the largest of all of its inputs, wherever those lie.
+        axis = AXIS if _cuts_inputs(axes, part) else None
+        return replace(value, weight=cut(value.weight, axes, part, path), axis=axis)
+    if isinstance(value, QuantizedExperts):
+        return _cut_experts(value, part, path)
+    if isinstance(value, BlockPanels):
+        return _cut_blocks(value, axes, part, path)
+    if isinstance(value, SplitWeight):
+        return _cut_parts(value, PROJECTIONS[axes], part, path)
+    if isinstance(value, QuantizedWeight):
+        contract = PROJECTIONS[axes]
+        outputs = part.own_shape[contract:]
+        return _cut_matrix(value, part.inputs(contract), part.outputs(contract), outputs, path)
+    return part.cut(np.asarray(value))
+
+
+def _cuts_inputs(axes: Any, part: Part) -> bool:
+    first = 1 if axes in EXPERTS else 0
+    inputs = slice(first, first + PROJECTIONS.get(axes, 1))
+    return part.own_shape[inputs] != part.shape[inputs]
+
+
+def _cut_matrix(
+    weight: QuantizedWeight,
+    inputs: np.ndarray,
+    outputs: np.ndarray,
+    shape: tuple[int, ...],
+    path: str,
+) -> QuantizedWeight:
+    """Cut a quantized matrix.
+
+    Args:
+        inputs: consecutive.
+        outputs: in any order.
+        shape: that the outputs have.
+    """
+    if weight.order is not None and len(inputs) < weight.inputs:
+        raise UnsupportedModel(
+            f"{path}: its inputs are sorted by group (desc_act), and tensor_parallel_size would "
+            "cut them; allowed: 1, or a checkpoint without desc_act"
+        )
+    values, scales, zeros = _taken(
+        _arrays(weight), weight.form, weight.inputs, inputs, outputs, path
+    )
+    order = None if weight.order is None else np.asarray(weight.order)
+    return QuantizedWeight(
+        *(values, scales, zeros, order, weight.form, len(inputs), shape, weight.implementation)
+    )
+
+
+def _taken(
+    arrays: list[np.ndarray | None],
+    form: str,
+    all_inputs: int,
+    inputs: np.ndarray,
+    outputs: np.ndarray,
+    path: str,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Take rows and columns of codes [..., rows, O], scales and zero points [..., groups, O]."""
+    values, scales, zeros = arrays
+    assert values is not None and scales is not None
+    width, groups = codes_a_row(form), scales.shape[-2]
+    group = values.shape[-2] * width // groups
+    first, last = int(inputs[0]), int(inputs[-1]) + 1
+    rows, of_groups = slice(None), slice(None)
+    if len(inputs) < all_inputs:
+        check_border(path, len(inputs), group if groups > 1 else width)
+        rows = slice(first // width, last // width)
+        if groups > 1:
+            of_groups = slice(first // group, last // group)
+
+    def take(array: np.ndarray, chosen: slice) -> np.ndarray:
+        array = array[..., chosen, :]
+        is_whole = len(outputs) == array.shape[-1] and (np.diff(outputs) == 1).all()
+        return np.ascontiguousarray(array if is_whole else array[..., outputs])
+
+    kept = None if zeros is None else take(zeros, of_groups)
+    return take(values, rows), take(scales, of_groups), kept
+
+
+def check_border(path: str, inputs: int, group: int) -> None:
+    """Refuse pieces of so many inputs where they would end within a group.
+
+    Raises:
+        UnsupportedModel: names the parameter and both sizes.
+    """
+    if inputs % group:
+        raise UnsupportedModel(
+            f"{path}: tensor_parallel_size would leave each device {inputs} of its inputs, which "
+            f"share a scale in groups of {group}; allowed: a multiple of {group}"
+        )
+
+
+def _cut_experts(experts: QuantizedExperts, part: Part, path: str) -> QuantizedExperts:
+    """Cut every expert's matrix, or take some of the experts."""
+    (first, last), matrix = part.spans[0][0], Part(part.shape[1:], part.spans[1:])
+    own = [None if array is None else array[first:last] for array in _arrays(experts)]
+    taken = matrix.inputs(1), matrix.outputs(1)
+    values, scales, zeros = _taken(own, experts.form, experts.inputs, *taken, path)
+    return QuantizedExperts(
+        *(values, scales, zeros, experts.form, len(matrix.inputs(1)), matrix.own_shape[1:])
+    )
+
+
+def _arrays(weight: QuantizedWeight | QuantizedExperts) -> list[np.ndarray | None]:
+    arrays = (weight.values, weight.scales, weight.zeros)
+    return [None if array is None else np.asarray(array) for array in arrays]
+
+
+def _cut_parts(weight: SplitWeight, contract: int, part: Part, path: str) -> SplitWeight:
+    """Cut each of a fused projection's matrices; those of which nothing is left go."""
+    own = np.full(part.shape[contract:], -1, np.int64).reshape(-1)
+    outputs = part.outputs(contract)
+    own[outputs] = np.arange(len(outputs))
+    own = own.reshape(part.shape[contract:])
+    weights, places = [], []
+    for matrix, place in zip(weight.weights, weight.places, strict=True):
+        window = tuple(slice(start, start + size) for start, size in place)
+        numbers = own[window].reshape(-1)  # of each output of the matrix, its number in the piece
+        kept = np.flatnonzero(numbers >= 0)
+        if not len(kept):
+            continue
+        piece_place = _place(numbers[kept], part.own_shape[contract:])
+        order = kept[np.argsort(numbers[kept])]
+        shape = (len(order),)
+        if isinstance(matrix, BlockPanels):
+            weights.append(_cut_rows(matrix, part.inputs(contract), order, shape, path))
+        else:
+            weights.append(_cut_matrix(matrix, part.inputs(contract), order, shape, path))
+        places.append(piece_place)
+    return SplitWeight(tuple(weights), tuple(places), part.own_shape[contract:])
+
+
+def _place(numbers: np.ndarray, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Return start and size, along each dimension, of flat indices that fill a window."""
+    corners = (np.unravel_index(numbers.min(), shape), np.unravel_index(numbers.max(), shape))
+    place = tuple((int(a), int(b - a + 1)) for a, b in zip(*corners, strict=True))
+    assert prod(size for _, size in place) == len(numbers)
+    return place
+
+
+def _cut_blocks(value: BlockPanels, axes: Any, part: Part, path: str) -> BlockPanels:
+    """Cut a matrix in blocks: of a layer, of the embedding, or of each expert."""
+    if axes not in EXPERTS:
+        contract = PROJECTIONS.get(axes, 0 if axes == ("vocab", "embed") else 1)
+        if not contract:  # a table, whose rows are outputs
+            taken = part.outputs(1), part.inputs(1)
+            return _cut_rows(value, *taken, part.own_shape[:1], path)
+        taken = part.inputs(contract), part.outputs(contract)
+        return _cut_rows(value, *taken, part.own_shape[contract:], path)
+    (first, last), matrix = part.spans[0][0], Part(part.shape[1:], part.spans[1:])
+    taken = matrix.inputs(1), matrix.outputs(1)
+    panels = np.asarray(value.panels)[first:last]
+    rows = (_rows_taken(own, value.form, *taken, path) for own in panels)
+    own_outputs = matrix.own_shape[1:]
+    return BlockPanels.of_experts(rows, last - first, value.form, value.dtype, own_outputs)
+
+
+def _cut_rows(
+    value: BlockPanels,
+    inputs: np.ndarray,
+    outputs: np.ndarray,
+    shape: tuple[int, ...],
+    path: str,
+) -> BlockPanels:
+    rows = _rows_taken(np.asarray(value.panels), value.form, inputs, outputs, path)
+    return BlockPanels.of(rows, value.form, value.dtype, shape)
+
+
+def _rows_taken(
+    panels: np.ndarray,
+    form: str,
+    inputs: np.ndarray,
+    outputs: np.ndarray,
+    path: str,
+) -> np.ndarray:
+    """Take blocks of some outputs from panels; outputs past the last one are zeros."""
+    size = FORMATS[form].size
+    first, last = int(inputs[0]), int(inputs[-1]) + 1
+    if last - first < panels.shape[1] * size:
+        check_border(path, last - first, size)
+    lowest = int(outputs.min()) // PANEL
+    used = panels[lowest : int(outputs.max()) // PANEL + 1, first // size : last // size]
+    rows = rows_of_panels(used, form)
+    # Behind the last output panels hold zeros; behind the last panel they are added.
+    missing = int(outputs.max()) - lowest * PANEL + 1 - len(rows)
+    if missing > 0:
+        rows = np.concatenate([rows, np.zeros((missing, *rows.shape[1:]), np.uint8)])
+    chosen = outputs - lowest * PANEL
+    return rows[chosen]
+
+
+def rows_of_panels(panels: np.ndarray, form: str) -> np.ndarray:
+    """Return rows of blocks, uint8 [outputs, blocks, bytes of one], of panels.
+
+    This undoes `pallas_kernels.cpu.blocks.in_panels`; rows of padding come with the others.
+    """
+    count, blocks = panels.shape[:2]
+    fields = []
+    for place in FORMATS[form].fields.values():
+        size = place.count * place.item
+        field = panels[:, :, PANEL * place.start : PANEL * (place.start + size)]
+        field = field.reshape(count, blocks, place.count, PANEL, place.item)
+        fields.append(field.transpose(0, 3, 1, 2, 4).reshape(count * PANEL, blocks, size))
+    return np.concatenate(fields, axis=2)

@@ -1,0 +1,138 @@
+"""Plans and predictions of models divided over devices, against arithmetic by hand.
+
+Sizes are of published configurations; nothing is loaded, compiled or timed.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+from jaxserve.config import EngineConfig
+from jaxserve.errors import UnsupportedModel
+from jaxserve.execution.start.device import named_device
+from jaxserve.execution.start.memory_plan import plan_memory
+from jaxserve.execution.start.step_time import StepTimes, sum_seconds
+from jaxserve.execution.start.weight_sizes import Weights
+from jaxserve.models import parse_model_config
+from jaxserve.models.shards import Split, check_split
+from tests.models.test_published_configs import DEEPSEEK_V3, LLAMA_3, shape
+
+MODELS: dict[str, Any] = {
+    "8B": LLAMA_3,
+    "70B": LLAMA_3 | shape(8192, 28672, 80, 64, 8, 128256),
+    "DeepSeek-V3": DEEPSEEK_V3,
+}
+BANDWIDTH, FLOPS, LINK = 4.8e12, 989e12, 450e9  # an H200's data sheet
+
+
+@cache
+def whole(name: str) -> Weights:
+    return Weights(parse_model_config(MODELS[name]), "bfloat16")
+
+
+def weights_of(name: str, devices: int, experts: bool = False) -> Weights:
+    weights = copy(whole(name))  # whose parameters have the same shapes
+    weights.config = replace(weights.config, split=Split(devices, experts))
+    weights._shapes = {}
+    check_split(weights.config)
+    return weights
+
+
+def llama(hidden: int, mlp: int, layers: int, heads: int, kv: int, devices: int) -> tuple[int, int]:
+    """Count the weights of a device that each token is multiplied with, and that each row is."""
+    attention = hidden * (2 * heads + 2 * kv) * 128 // devices
+    return layers * (attention + 3 * hidden * mlp // devices), hidden * 128256 // devices
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "sizes", "kv_heads"),
+    [
+        ("8B", 2, (4096, 14336, 32, 32, 8), 4),
+        ("70B", 8, (8192, 28672, 80, 64, 8), 1),
+        ("8B", 16, (4096, 14336, 32, 32, 16), 1),  # two devices have each kv head
+    ],
+)
+def test_a_llama_by_hand(name: str, devices: int, sizes: Any, kv_heads: int) -> None:
+    hidden, _, layers, heads, _ = sizes
+    each, drawn = llama(*sizes, devices)
+    norms = (2 * layers + 1) * hidden
+    weights = weights_of(name, devices)
+    held, read = weights.sizes(None)
+    assert weights.multiplied == (each, drawn)
+    assert read == 2 * (each + drawn + norms) and held == read + 2 * drawn
+    int8 = weights.sizes("int8")[0]
+    # A scale in float32 for each output: of out and down every device has those of all outputs.
+    outputs = heads * 128 // devices + 2 * kv_heads * 128 + 2 * sizes[1] // devices + 2 * hidden
+    assert int8 == each + layers * 4 * outputs + 2 * (2 * drawn + norms)
+    plan = plan_memory(EngineConfig(), weights, None, named_device("H200"))
+    token = 2 * 2 * layers * kv_heads * 128
+    assert plan.page_bytes == plan.block_size * token and plan.fits
+    times = StepTimes(weights, None, token, "NVIDIA H200", BANDWIDTH)
+    step = times.decode(32, 1024)
+    assert step.memory == pytest.approx((read + 32 * 1024 * token) / BANDWIDTH)
+    attention = 4 * layers * heads // devices * 128
+    work = 32 * (2 * (each + drawn) + attention * 1024)
+    assert step.compute == pytest.approx(work / FLOPS)
+    latency = {2: 6e-6, 8: 20e-6, 16: 40e-6}[devices]
+    moved = 2 * (devices - 1) / devices * 32 * hidden * 4
+    assert step.sums == pytest.approx((2 * layers + 1) * (latency + moved / LINK))
+    assert step.seconds == pytest.approx(max(step.memory, step.compute) + step.sums)
+    prompt = times.prefill(8192)
+    work = 2 * (8192 * each + drawn) + attention * 8192**2 / 2
+    assert prompt.compute == pytest.approx(work / FLOPS) and prompt.compute > prompt.memory
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_deepseek_v3_on_16_devices_by_hand(experts: bool) -> None:
+    """In fp8 as published, with a scale in float32 for 128 inputs of an output."""
+    weights, devices = weights_of("DeepSeek-V3", 16, experts), 16
+    hidden, latent, heads = 7168, 512, 128 // devices
+    whole = hidden * (1536 + latent + 64)  # down to latents, on every device
+    heads_own = heads * (1536 * 192 + latent * 256 + 128 * hidden)
+    one_expert = 3 * hidden * 2048
+    dense, sparse = 3 * hidden * 18432 // devices, one_expert // devices  # the shared one
+    router = hidden * 256  # stays in 16 bits
+    routed = 8 * one_expert // devices
+    each = 61 * (whole + heads_own) + 3 * dense + 58 * (sparse + router + routed)
+    assert weights.multiplied == (each, hidden * 129280 // devices)
+    held, read = weights.sizes(None)
+    assert held == pytest.approx(
+        58 * 256 * one_expert / devices + 61 * (whole + heads_own), rel=0.06
+    )
+    assert read == pytest.approx(each, rel=0.15) and held > 40e9
+    # Of 32 tokens chance misses an expert with (1 - 8 / 256)^32.
+    chosen = 256 * (1 - (248 / 256) ** 32)
+    more = 58 * (chosen - 8) * one_expert / devices * (1 + 4 / 128)
+    assert weights.read(None, 32) - read == pytest.approx(more, rel=1e-6)
+    plan = plan_memory(EngineConfig(), weights, None, named_device("H200"))
+    assert plan.fits and plan.page_bytes == plan.block_size * 2 * 2 * 61 * heads * 192
+    step = StepTimes(weights, None, 1.0, "NVIDIA H200", BANDWIDTH).decode(1, 1024)
+    assert step.sums == pytest.approx(123 * 40e-6, rel=0.01) and step.sums > step.memory
+
+
+def test_sums_take_no_time_on_one_device_and_more_over_slower_links() -> None:
+    assert sum_seconds(1, 1e6, "NVIDIA H200") == 0
+    assert sum_seconds(8, 2**21, "NVIDIA H200") == pytest.approx(20e-6 + 1.75 * 2**21 / LINK)
+    assert sum_seconds(2, 2**21, "NVIDIA L4") == pytest.approx(6e-6 + 2**21 / 32e9)
+
+
+def test_more_devices_hold_more_and_each_holds_less() -> None:
+    plans = [
+        plan_memory(EngineConfig(), weights_of("70B", devices), None, named_device("H200"))
+        for devices in (1, 2, 4, 8)
+    ]
+    assert [plan.fits for plan in plans] == [False, True, True, True]
+    assert plans[1].weights > 1.9 * plans[2].weights > 3.6 * plans[3].weights
+    assert plans[1].cache_tokens < plans[2].cache_tokens < plans[3].cache_tokens
+    assert plans[1].temporaries >= plans[2].temporaries >= plans[3].temporaries
+
+
+@pytest.mark.parametrize(("name", "devices"), [("8B", 3), ("70B", 24), ("DeepSeek-V3", 7)])
+def test_what_cannot_be_divided_is_refused_by_name(name: str, devices: int) -> None:
+    with pytest.raises(UnsupportedModel, match=f"tensor_parallel_size is {devices}.*allowed"):
+        weights_of(name, devices)

@@ -1,0 +1,185 @@
+"""Products and loads on eight devices, for `test_tensor_parallel.py`; prints a JSON object.
+
+XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m tests.weights.divided_forms FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+
+from jaxserve.execution.mesh import make_mesh, spec_of
+from jaxserve.models import Decoder, ModelConfig, abstract_model, parse_model_config
+from jaxserve.models.experts import _product
+from jaxserve.models.linear import matmul
+from jaxserve.models.shards import AXIS, Split, parts_of
+from jaxserve.weights import (
+    load_converted,
+    load_weights,
+    open_converted,
+    open_gguf,
+    random_weights,
+    write_converted,
+)
+from jaxserve.weights.converted_parts import load_converted_parts
+from jaxserve.weights.cutting import cut
+from jaxserve.weights.model_weights import parameter_values, parameters_of
+
+RAW: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "vocab_size": 70,
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "mlp_only_layers": [0],
+}
+DEVICES = 4
+CASES = {"bfloat16": ("bfloat16", None), "int8": ("float32", "int8"), "int4": ("float32", "int4")}
+"""Number forms that a checkpoint is read into, as dtype and quantization."""
+STORED = (
+    *("fp8_tensor", "fp8_blocks", "compressed", "awq", "gptq", "gptq_8", "packed", "packed_8"),
+    *("int8", "w8a8", "w4a8", "nvfp4", "mxfp4", "nf4", "llm_int8"),
+)
+"""Stored forms of `test_quantized.FORMATS` that are read in pieces."""
+
+
+def products(dtype: str, form: str | None, panels: bool) -> float:
+    """Return how far products over devices are from those of one, relative to the largest."""
+    whole = random_weights(parse_model_config(RAW), dtype, 0, form, panels)
+    config = replace(whole.config, split=Split(DEVICES))
+    mesh = make_mesh(DEVICES)
+    pieces = parameter_values(random_weights(config, dtype, 0, form, panels, mesh))
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(3, 256)), dtype)
+    hidden = jnp.asarray(rng.normal(size=(6, 128)), dtype)
+
+    def compute(values: dict[str, Any], axis: str | None) -> list[Any]:
+        device = 0 if axis is None else lax.axis_index(axis)
+        layer, sparse = "layers.0", "layers.1.mlp"
+        sizes = jnp.array([1, 0, 3, 2], jnp.int32)
+
+        def summed(y: Any) -> Any:
+            return y if axis is None else lax.psum(y, axis)
+
+        def own(hidden: Any, width: int) -> Any:
+            return lax.dynamic_slice_in_dim(hidden, device * width, width, 1)
+
+        gate_up = matmul(x, values[f"{layer}.mlp.gate_up"], out_dtype=jnp.float32)
+        down = matmul(jnp.square(gate_up[:, 0]).astype(x.dtype), values[f"{layer}.mlp.down"])
+        rows = _product(jnp.repeat(x, 2, 0), values[f"{sparse}.gate_up"], sizes, "auto")
+        width = rows.shape[-1]
+        added = _product(own(hidden, width), values[f"{sparse}.down"], sizes, "auto")
+        qkv = matmul(x, values[f"{layer}.attention.qkv"])
+        attended = qkv[:, :, :-2]
+        out = matmul(attended, values[f"{layer}.attention.out"], contract=3)
+        return [summed(part.astype(jnp.float32)) for part in (down, added, out)]
+
+    one = parameter_values(whole)
+    want = jax.jit(lambda values: compute(values, None))(one)
+    specs = jax.tree.map(spec_of, pieces)
+    mapped = jax.shard_map(
+        lambda values: compute(values, AXIS),
+        mesh=mesh,
+        in_specs=(specs,),
+        out_specs=jax.sharding.PartitionSpec(),
+        check_vma=False,
+    )
+    got = jax.jit(mapped)(pieces)
+    pairs = zip(got, want, strict=True)
+    return max(float(jnp.abs(a - b).max() / jnp.abs(b).max()) for a, b in pairs)
+
+
+def differences(config: ModelConfig, one: Decoder, several: Decoder) -> list[str]:
+    """Name the parameters whose arrays, on some device, are not the cut of the whole's."""
+    wrong: list[str] = []
+    whole, got = parameter_values(one), parameter_values(several)
+    for path, parameter in parameters_of(abstract_model(config, np.float32)).items():
+        axes = parameter.get_metadata()["axes"]
+        for device, part in enumerate(parts_of(config, axes, tuple(parameter.shape))):
+            leaves = jax.tree.leaves(cut(whole[path], axes, part, path))
+            found = [leaf.addressable_shards[device].data for leaf in jax.tree.leaves(got[path])]
+            same = len(leaves) == len(found) and all(
+                np.array_equal(np.asarray(mine), np.asarray(theirs))
+                for mine, theirs in zip(leaves, found, strict=True)
+            )
+            if not same:
+                wrong.append(f"{path} on {device}")
+    return wrong
+
+
+def stored(folder: Path, form: str, mesh: Mesh) -> list[str]:
+    """Read a quantized checkpoint on one device and on two, as a GPU's products take it."""
+    from tests.weights.test_quantized import checkpoint
+
+    raw = {**RAW, "hidden_size": 64, "head_dim": 64, "moe_intermediate_size": 160, "vocab_size": 40}
+    raw |= {"intermediate_size": 160}
+    directory, _ = checkpoint(folder / form, form, raw)
+    config = parse_model_config(json.loads((directory / "config.json").read_text()))
+    one = load_weights(directory, config, np.float32)
+    config = replace(config, split=Split(2))
+    return differences(config, one, load_weights(directory, config, np.float32, mesh=mesh))
+
+
+def folders(folder: Path, mesh: Mesh) -> dict[str, list[str]]:
+    """Read what one device wrote: converted folders, and blocks of GGUF files."""
+    from gguf import GGMLQuantizationType
+
+    from tests.support.gguf_files import random_tensors, raw_config, write_gguf
+
+    found: dict[str, list[str]] = {}
+    config = parse_model_config(RAW)
+    divided = replace(config, split=Split(2))
+    for name, form in (("converted", None), ("converted int4", "int4")):
+        one = random_weights(config, np.float32, 0, form)
+        values = parameter_values(one)
+        write_converted(values, config, folder / name, lambda _: None, "float32", form)
+        opened = open_converted(folder / name)
+        several = load_converted_parts(opened, divided, mesh, panels=False)
+        found[name] = differences(divided, load_converted(opened, config), several)
+    for form in ("Q8_0", "Q4_0"):
+        kind = GGMLQuantizationType[form]
+        raw = raw_config("llama") | {"hidden_size": 64, "intermediate_size": 128}
+        path = write_gguf(folder / f"{form}.gguf", "llama", random_tensors(raw), kind, raw=raw)
+        file = open_gguf(path)
+        config = parse_model_config(raw)
+        divided = replace(config, split=Split(2))
+        flags: Any = {"packed": True, "panels": True}
+        one = load_weights(file, config, np.float32, **flags)
+        several = load_weights(file, divided, np.float32, mesh=mesh, **flags)
+        found[f"gguf {form}"] = differences(divided, one, several)
+    return found
+
+
+def main() -> None:
+    """Compute everything and print it."""
+    folder, mesh = Path(sys.argv[1]), make_mesh(2)
+    assert mesh is not None
+    found = {
+        "products": {name: products(*case, panels=True) for name, case in CASES.items()},
+        "stored": {form: stored(folder, form, mesh) for form in STORED},
+        "folders": folders(folder, mesh),
+    }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

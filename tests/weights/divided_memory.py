@@ -1,0 +1,94 @@
+"""Peak of the host's memory while a checkpoint is read onto several devices.
+
+    python -m tests.weights.divided_memory --devices 2 --form int8
+
+Beyond the pieces, which on CPU lie in the same memory, the host should hold about two parameters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from safetensors.numpy import save_file
+
+from jaxserve.execution.mesh import make_mesh
+from jaxserve.models import ModelConfig, checkpoint_weights, parse_model_config
+from jaxserve.models.shards import Split
+from jaxserve.models.weight_table import dimensions
+from jaxserve.weights import load_weights, parameter_values
+
+RAW: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 512,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+}
+LARGEST = 2048 * 2 * 8192 * 4  # bytes of gate_up
+MEGABYTE = 1e6
+
+
+def resident() -> int:
+    """Return the bytes of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def write(folder: Path, config: ModelConfig) -> None:
+    """Write a checkpoint of 1.6 GB, one file for each layer, so that little of it is held."""
+    dims, block = dimensions(config), np.random.default_rng(0).normal(size=1 << 20)
+    files: dict[str, dict[str, np.ndarray]] = {}
+    names: dict[str, str] = {}
+    table = sorted(checkpoint_weights(config), key=lambda weight: weight.path)
+    for weight in table:
+        words = weight.path.split(".")
+        file = f"{words[1] if words[0] == 'layers' else 'rest'}.safetensors"
+        if file not in files:
+            for other, tensors in files.items():
+                save_file(tensors, folder / other)
+            files = {file: {}}
+        files[file][weight.name] = np.resize(block.astype(np.float32), weight.shape(dims))
+        names[weight.name] = file
+    for other, tensors in files.items():
+        save_file(tensors, folder / other)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+
+def main() -> None:
+    """Write the checkpoint, read it, and print what that took."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--form", choices=("int8", "fp8", "int4"))
+    arguments = parser.parse_args()
+    count = arguments.devices
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={count}"
+    config = replace(parse_model_config(RAW), split=Split(count))
+    with tempfile.TemporaryDirectory() as name:
+        write(Path(name), config)
+        before, mesh = resident(), make_mesh(count)
+        flags: Any = {"quantization": arguments.form, "panels": True, "mesh": mesh}
+        model = load_weights(name, config, np.float32, **flags)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    leaves = jax.tree.leaves(parameter_values(model))
+    pieces = sum(shard.data.nbytes for leaf in leaves for shard in leaf.addressable_shards)
+    beyond = (peak - before - pieces) / MEGABYTE
+    print(
+        f"pieces {pieces / MEGABYTE:,.0f} MB; beyond them at the peak {beyond:,.0f} MB; "
+        f"the largest parameter {LARGEST / MEGABYTE:,.0f} MB in float32"
+    )
+
+
+if __name__ == "__main__":
+    main()

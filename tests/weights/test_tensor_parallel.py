@@ -1,0 +1,225 @@
+"""Weights in every form on several devices: pieces of the whole's codes, products of the whole.
+
+What needs devices runs in one process that has eight (`divided_forms.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxserve.errors import UnsupportedModel
+from jaxserve.models import parse_model_config
+from jaxserve.models.panels import BlockPanels
+from jaxserve.models.quantized import EXPERTS, QuantizedExperts, SplitWeight
+from jaxserve.models.shards import Part, Split, parts_of
+from jaxserve.models.token_rounding import TokenRounded
+from jaxserve.weights.block_codes import codes_of
+from jaxserve.weights.codes import Codes
+from jaxserve.weights.cutting import cut, rows_of_panels
+from jaxserve.weights.expert_codes import quantized_experts
+from jaxserve.weights.gguf.blocks import BlockRows, rows_of_blocks
+from jaxserve.weights.group_borders import check_groups, group_sizes
+from jaxserve.weights.model_weights import parameters_of, random_weights
+from jaxserve.weights.quantize import quantize
+from pallas_kernels.cpu import blocks
+from tests.support.gguf_blocks import random_blocks
+from tests.weights.divided_forms import CASES, RAW, STORED
+from tests.weights.test_quantized import in_full
+
+OUT = ("kv_heads", "group", "head_dim", "embed")
+QKV = ("embed", "kv_heads", "group", "head_dim")
+GATE_UP = ("embed", "gate_up", "mlp")
+UP = ("experts", "embed", "gate_up", "mlp")
+DOWN = ("experts", "mlp", "embed")
+INPUTS = {OUT: 3, QKV: 1, GATE_UP: 1}
+SHAPES = {OUT: (2, 4, 128, 40), QKV: (256, 2, 6, 32), GATE_UP: (256, 2, 64)}
+SHAPES |= {UP: (4, 64, 2, 64), DOWN: (4, 128, 40)}
+CONFIG = parse_model_config(RAW)
+
+
+def numbers(value: Any) -> np.ndarray:
+    """Return what a form stands for, [..., I, O]."""
+    if isinstance(value, TokenRounded):
+        return numbers(value.weight)
+    if isinstance(value, SplitWeight):
+        whole = np.zeros((numbers(value.weights[0]).shape[0], *value.outputs), np.float32)
+        for weight, place in zip(value.weights, value.places, strict=True):
+            window = tuple(slice(start, start + size) for start, size in place)
+            shape = tuple(size for _, size in place)
+            whole[:, *window] = numbers(weight).reshape(-1, *shape)
+        return whole.reshape(len(whole), -1)
+    if not isinstance(value, BlockPanels):
+        found = in_full(value)
+        if getattr(value, "order", None) is not None:
+            found = found[np.argsort(np.asarray(value.order))]
+        return found
+    panels, count = np.asarray(value.panels), int(np.prod(value.outputs))
+    many = panels.reshape(-1, *panels.shape[-3:])
+    rows = [rows_of_panels(matrix, value.form)[:count] for matrix in many]
+    found = [codes_of(BlockRows(value.form, matrix)).dequantized() for matrix in rows]
+    return np.stack(found).reshape(*panels.shape[:-3], *found[0].shape)
+
+
+def in_blocks(form: str, axes: Any) -> BlockPanels:
+    """Return random blocks."""
+    shape, contract = SHAPES[axes], INPUTS[axes]
+    inputs, outputs = int(np.prod(shape[:contract])), shape[contract:]
+    rows = rows_of_blocks(random_blocks(form, int(np.prod(outputs)), inputs), form)
+    return BlockPanels.of(rows, form, "float32", outputs)
+
+
+def coded(axes: Any, form: str, group: int, zeros: bool = False, order: bool = False) -> Any:
+    """Return random codes with scales of so many inputs."""
+    rng, shape = np.random.default_rng(1), SHAPES[axes]
+    contract = INPUTS[axes]
+    inputs, outputs = int(np.prod(shape[:contract])), int(np.prod(shape[contract:]))
+    groups = inputs // group
+    codes = Codes(
+        form,
+        rng.integers(0, 16, (inputs, outputs)).astype(np.uint8 if form == "int4" else np.int8),
+        rng.uniform(0.5, 2, (groups, outputs)).astype(np.float16),
+        rng.integers(0, 16, (groups, outputs)).astype(np.uint8) if zeros else None,
+        rng.permutation(inputs).astype(np.int32) if order else None,
+        group,
+    )
+    return codes.as_weight(shape[contract:])
+
+
+def split_qkv() -> SplitWeight:
+    """Return queries in one form, keys and values in another, as files with mixed groups have."""
+    heads, group, dim = SHAPES[QKV][1:]
+    rng, parts = np.random.default_rng(2), []
+    for size, form in ((group - 2, "int8"), (2, "fp8")):
+        weight = rng.normal(size=(256, heads * size * dim)).astype(np.float32)
+        parts.append(quantize(weight, form).as_weight((heads * size * dim,)))
+    places = ((0, heads), (0, group - 2), (0, dim)), ((0, heads), (group - 2, 2), (0, dim))
+    return SplitWeight(tuple(parts), places, (heads, group, dim))
+
+
+def experts(axes: Any, form: str) -> QuantizedExperts:
+    values = np.random.default_rng(3).normal(size=SHAPES[axes]).astype(np.float32)
+    return quantized_experts(values, form)
+
+
+FORMS: dict[str, tuple[Any, Any]] = {
+    **{f"{name}, out": (OUT, partial(in_blocks, name, OUT)) for name in blocks.FORMATS},
+    "Q5_0, qkv": (QKV, partial(in_blocks, "Q5_0", QKV)),
+    "Q6_K, gate_up": (GATE_UP, partial(in_blocks, "Q6_K", GATE_UP)),
+    "int8 of 32, out": (OUT, partial(coded, OUT, "int8", 32)),
+    "int4 of 128, out": (OUT, partial(coded, OUT, "int4", 128, True)),
+    "int4 of 32, qkv": (QKV, partial(coded, QKV, "int4", 32)),
+    "int4 of 128, gate_up": (GATE_UP, partial(coded, GATE_UP, "int4", 128, True)),
+    "rounded, out": (OUT, lambda: TokenRounded(coded(OUT, "int8", 1024))),
+    "parts, qkv": (QKV, split_qkv),
+    "sorted inputs, qkv": (QKV, partial(coded, QKV, "int4", 32, True, True)),
+    **{f"{form}, experts' gate_up": (UP, partial(experts, UP, form)) for form in ("fp8", "int4")},
+    **{f"{form}, experts' down": (DOWN, partial(experts, DOWN, form)) for form in ("int8", "int4")},
+}
+"""Axes, and a function that makes a parameter in a form, by name."""
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_pieces_hold_the_wholes_codes(name: str) -> None:
+    """Of 2 kv heads on 4 devices each is on two, with half of its queries."""
+    axes, make = FORMS[name]
+    value, shape = make(), SHAPES[axes]
+    whole = numbers(value).reshape(shape)
+    splits = [Split(2), Split(4)]
+    for split in [*splits, Split(2, expert_parallel=True)] if axes in EXPERTS else splits:
+        for part in parts_of(replace(CONFIG, split=split), axes, shape):
+            got, want = numbers(cut(value, axes, part, "x")), part.cut(whole)
+            np.testing.assert_array_equal(got.reshape(want.shape), want)
+
+
+def test_a_rounded_row_is_rounded_by_all_of_its_inputs() -> None:
+    """Where devices have some of them each; elsewhere no device needs to know of another."""
+    for axes, is_divided in ((OUT, True), (GATE_UP, False)):
+        config = replace(CONFIG, split=Split(2))
+        part = parts_of(config, axes, SHAPES[axes])[1]
+        inputs = int(np.prod(SHAPES[axes][: INPUTS[axes]]))
+        piece = cut(TokenRounded(coded(axes, "int8", inputs)), axes, part, "x")
+        assert (piece.axis is not None) == is_divided
+
+
+def test_a_vocabulary_that_is_padded_has_zeros_behind_it() -> None:
+    config = replace(CONFIG, split=Split(4))
+    for outputs in (70, 64, 65):
+        for axes, shape in (
+            (("vocab", "embed"), (outputs, 64)),
+            (("embed", "vocab"), (64, outputs)),
+        ):
+            rows = rows_of_blocks(random_blocks("Q8_0", outputs, 64), "Q8_0")
+            value = BlockPanels.of(rows, "Q8_0", "float32", (outputs,))
+            got = [numbers(cut(value, axes, part, "x")) for part in parts_of(config, axes, shape)]
+            joined = np.concatenate(got, axis=1)
+            np.testing.assert_array_equal(joined[:, :outputs], numbers(value))
+            assert joined.shape[1] == -(-outputs // 4) * 4 and not joined[:, outputs:].any()
+
+
+def test_inputs_are_cut_at_borders_of_groups_only() -> None:
+    part = Part(SHAPES[OUT], (((0, 1),), ((0, 4),), ((0, 96),), ((0, 40),)))
+    for value in (coded(OUT, "int4", 256), in_blocks("Q4_K", OUT)):
+        with pytest.raises(UnsupportedModel, match=r"o_proj.*384 of its inputs.*multiple of 256"):
+            cut(value, OUT, part, "o_proj")
+    half = parts_of(replace(CONFIG, split=Split(2)), OUT, SHAPES[OUT])[0]
+    with pytest.raises(UnsupportedModel, match=r"o_proj.*desc_act.*allowed: 1"):
+        cut(coded(OUT, "int4", 32, True, True), OUT, half, "o_proj")
+
+
+@pytest.mark.parametrize(
+    ("form", "devices", "named"),
+    [
+        ("int4", 8, "mlp.down has 1024 inputs in groups of 256"),
+        ("int8", 8, None),
+        ("int4", 4, None),
+    ],
+)
+def test_groups_that_devices_would_share_are_refused_before_reading(
+    form: str, devices: int, named: str | None
+) -> None:
+    config = replace(parse_model_config(RAW | {"num_hidden_layers": 8}), split=Split(devices))
+    parameters = parameters_of(random_weights(replace(config, split=Split()), np.float32))
+    sizes = group_sizes(config, parameters, form, True)
+    if named is None:
+        check_groups(config, parameters, sizes)
+        return
+    with pytest.raises(UnsupportedModel, match=f"tensor_parallel_size is {devices}.*{named}"):
+        check_groups(config, parameters, sizes)
+
+
+@pytest.fixture(scope="module")
+def divided(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Results of the process that has devices, by case."""
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    command = [sys.executable, "-m", "tests.weights.divided_forms"]
+    command.append(str(tmp_path_factory.mktemp("divided")))
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_products_over_devices_are_those_of_one(divided: dict[str, Any], case: str) -> None:
+    """In float32, relative to the largest result; sums of pieces round elsewhere."""
+    assert divided["products"][case] < (2e-2 if case == "bfloat16" else 3e-6)
+
+
+@pytest.mark.parametrize("form", STORED)
+def test_a_stored_form_is_read_in_pieces(divided: dict[str, Any], form: str) -> None:
+    """Every array of every device is the cut of what one device reads, to the bit."""
+    assert divided["stored"][form] == []
+
+
+@pytest.mark.parametrize("kind", ["converted", "converted int4", "gguf Q8_0", "gguf Q4_0"])
+def test_a_folder_of_one_device_is_read_by_several(divided: dict[str, Any], kind: str) -> None:
+    assert divided["folders"][kind] == []
