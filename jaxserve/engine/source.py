@@ -8,12 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jax.sharding import Mesh
-
 from jaxserve.config import EngineConfig, bundled_model
 from jaxserve.engine.text.gguf_ends import gguf_ends
 from jaxserve.engine.text.tokenizer import Tokenizer, read_generation_config
 from jaxserve.errors import CheckpointError, UnsupportedModel
+from jaxserve.execution.mesh import Mesh
 from jaxserve.execution.runner import OnProgress
 from jaxserve.model_name import NO_MODEL, kind_of_model
 from jaxserve.models import Decoder, ModelConfig, parse_model_config, read_config_fields

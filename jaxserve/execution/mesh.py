@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from math import prod
 from typing import Any
 
 import jax
@@ -56,6 +57,14 @@ def spec_of(array: Any) -> PartitionSpec:
     """Return how an array, or its shape, lies on the mesh; whole where it does not say."""
     sharding = getattr(array, "sharding", None)
     return sharding.spec if isinstance(sharding, NamedSharding) else WHOLE
+
+
+def local_bytes(array: Any) -> int:
+    """Return the bytes of an array, or of its shape, on one device."""
+    shape, sharding = array.shape, getattr(array, "sharding", None)
+    if isinstance(sharding, NamedSharding):
+        shape = sharding.shard_shape(shape)
+    return prod(shape) * array.dtype.itemsize
 
 
 def placed_shapes(mesh: Mesh, shapes: Any, specs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Split: which part of every parameter lies on which of several devices; index arithmetic alone.
+"""Parts of every parameter on each of several devices: index arithmetic alone.
 
 Tensor parallelism (Shoeybi et al. 2019, "Megatron-LM"): each device has some of the heads, of the
 MLP's width and of the vocabulary, and results that are sums over those are added over the devices.
@@ -14,36 +14,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxserve.errors import UnsupportedModel
+from jaxserve.models.config.split import AXIS, ONE_DEVICE, Split
 
 if TYPE_CHECKING:
     from jaxserve.models.config.model_config import ModelConfig
 
-AXIS = "model"
-"""Name of the mesh's one axis."""
+__all__ = ["AXIS", "ONE_DEVICE", "Part", "Split"]
 
 # Consecutive indices, as first and end.
 Span = tuple[int, int]
-
-
-@dataclass(frozen=True)
-class Split:
-    """Division of a model over devices.
-
-    Attributes:
-        devices: how many there are.
-        expert_parallel: each device has whole experts, and not a part of every expert's width.
-    """
-
-    devices: int = 1
-    expert_parallel: bool = False
-
-    @property
-    def axis(self) -> str | None:
-        """Name of the axis that sums run over; None on one device."""
-        return AXIS if self.devices > 1 else None
-
-
-ONE_DEVICE = Split()
 
 
 @dataclass(frozen=True)

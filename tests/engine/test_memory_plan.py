@@ -321,7 +321,7 @@ def test_a_start_takes_what_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> No
     )
     own = sum(leaf.nbytes for leaf in start.compiler.leaves)
     memory = DeviceMemory(FREE.limits, 2 * GIB, GIB, is_limit=True, in_use=own)
-    monkeypatch.setattr(cache_size, "started_device", lambda: memory)
+    monkeypatch.setattr(cache_size, "started_device", lambda **_: memory)
     size = size_of(start)
     room = size.room(temporaries)
     config = replace(start.config, num_gpu_blocks_override=None)
@@ -333,7 +333,7 @@ def test_a_start_takes_what_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> No
     assert room - size.room(temporaries) == pytest.approx(GIB // 2, rel=0.01)
     size.config = start.config
     bare = replace(memory, free=GIB - own, is_limit=False, in_use=0)
-    monkeypatch.setattr(cache_size, "started_device", lambda: bare)
+    monkeypatch.setattr(cache_size, "started_device", lambda **_: bare)
     assert size.room(temporaries) == pytest.approx(room - 0.1 * GIB, rel=0.01)
 
 
@@ -345,7 +345,7 @@ def sized_on_a_card(monkeypatch: pytest.MonkeyPatch) -> tuple[WarmUp, CacheSize,
     size.config = replace(start.config, num_gpu_blocks_override=None)
     own = sum(leaf.nbytes for leaf in start.compiler.leaves)
     memory = DeviceMemory(FREE.limits, 2 * GIB, GIB, is_limit=True, in_use=own)
-    monkeypatch.setattr(cache_size, "started_device", lambda: memory)
+    monkeypatch.setattr(cache_size, "started_device", lambda **_: memory)
     monkeypatch.setattr(cache_size, "target_device", lambda: limits)
     monkeypatch.setattr(cache_size, "devices", lambda: [SimpleNamespace(platform="gpu")])
     sizes = Sizes(0.9, 8, 64)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import prod
-from typing import Any
 
 from jax.stages import Compiled
 
 from jaxserve.config import EngineConfig
 from jaxserve.errors import InvalidRequest
 from jaxserve.execution.buckets import Bucket
+from jaxserve.execution.mesh import local_bytes
 from jaxserve.execution.start.compiler import Compiler
 from jaxserve.execution.start.device import DeviceMemory, started_device
 from jaxserve.execution.start.memory_plan import (
@@ -132,21 +131,14 @@ class CacheSize:
         Args:
             temporary: bytes that the launch takes beside weights and cache.
         """
-        own = sum(_device_bytes(leaf) for leaf in self.compiler.leaves)
-        memory = self._memory or started_device()
+        own = sum(map(local_bytes, self.compiler.leaves))
+        memory = self._memory or started_device(count=self.model_config.split.devices)
         if not memory.is_limit:  # what is free is what the weights have left
             memory = replace(memory, free=memory.free + own, in_use=own)
         budget = memory.budget(self.config.gpu_memory_utilization, DEFAULT_SHARE)
         sampler = sampler_bytes(self.config.max_num_seqs or 1, self.model_config.vocab_size)
         left = min(int(budget * self.config.memory_share) - own, budget - memory.in_use)
         return left - int(budget * SLACK) - temporary - sampler
-
-
-def _device_bytes(leaf: Any) -> int:
-    """Return the bytes of an array, or of its shape, that each device holds."""
-    sharding = getattr(leaf, "sharding", None)
-    shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
-    return prod(shape) * leaf.dtype.itemsize
 
 
 def temporary_bytes_of(program: Compiled) -> int:

@@ -27,7 +27,10 @@ from jaxserve.execution.start.memory_return import return_memory
 from jaxserve.execution.start.programs import ProgramStore
 
 # Settings of JAX that programs depend on, and which a caller may have changed in its process.
-_SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_debug_nans")
+_SETTINGS = (
+    *("jax_enable_x64", "jax_default_matmul_precision", "jax_debug_nans"),
+    "jax_num_cpu_devices",
+)
 # The child imports what its parent does, from where that does.
 _CODE = """\
 import sys

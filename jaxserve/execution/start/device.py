@@ -126,13 +126,14 @@ def _bandwidth(name: str) -> float:
     return 0.0
 
 
-def started_device(root: Path = ROOT) -> DeviceMemory:
+def started_device(root: Path = ROOT, count: int = 1) -> DeviceMemory:
     """Return JAX's first device, with the memory that JAX allows itself.
 
     Args:
         root: see `host_memory`.
+        count: how many devices an engine has; of their memory, the least free counts.
     """
-    device = devices()[0]
+    device, *others = devices()[:count]
     if device.platform == "cpu":
         return _host(root)
     limits = limits_of(device)
@@ -142,10 +143,10 @@ def started_device(root: Path = ROOT) -> DeviceMemory:
     if stats is None or "bytes_limit" not in stats:  # an allocator of the user's choice
         free = min((card.free for card in listed), default=0)
         return DeviceMemory(limits, total, free, _bandwidth(limits.kind))
-    limit = stats["bytes_limit"]
-    return DeviceMemory(
-        *(limits, total or limit, limit, _bandwidth(limits.kind), True, stats["bytes_in_use"])
-    )
+    every = [stats, *(found for other in others if (found := other.memory_stats()))]
+    limit = min(found["bytes_limit"] for found in every)
+    in_use = max(found["bytes_in_use"] for found in every)
+    return DeviceMemory(*(limits, total or limit, limit, _bandwidth(limits.kind), True, in_use))
 
 
 def open_device(memory: DeviceMemory, budget: int) -> None:

@@ -20,7 +20,7 @@ from jaxserve.models.config.quantization import FIELD as QUANTIZATION
 from jaxserve.models.config.quantization import StoredQuantization, read_quantization
 from jaxserve.models.config.rope import Rope, read_ropes
 from jaxserve.models.config.rules import ConfigRules, Scales
-from jaxserve.models.shards import ONE_DEVICE, Split
+from jaxserve.models.config.split import ONE_DEVICE, Split
 
 MAX_HIDDEN = 1 << 17
 MAX_MLP = 1 << 20

@@ -1,0 +1,29 @@
+"""Split: the division of a model over devices, as a configuration has it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+AXIS = "model"
+"""Name of the one axis of a mesh of devices."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """Division of a model over devices.
+
+    Attributes:
+        devices: how many there are.
+        expert_parallel: each device has whole experts, and not a part of every expert's width.
+    """
+
+    devices: int = 1
+    expert_parallel: bool = False
+
+    @property
+    def axis(self) -> str | None:
+        """Name of the axis that sums run over; None on one device."""
+        return AXIS if self.devices > 1 else None
+
+
+ONE_DEVICE = Split()
