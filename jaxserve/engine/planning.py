@@ -18,6 +18,7 @@ from jaxserve.execution.start.memory_plan import (
 from jaxserve.execution.start.refusal import refusal
 from jaxserve.execution.start.step_time import StepTimes
 from jaxserve.model_name import kind_of_model
+from jaxserve.weights.group_borders import check_groups, group_sizes
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,8 @@ def plan_model(
     chosen = chosen_form(config, source)
     forms = forms_of(model_config) if chosen is None else (chosen,)
     weights = {form: placed_weights(config, source, form, device) for form in forms}
+    on_cpu, parameters = not device.limits.is_gpu, weights[forms[0]].parameters
+    check_groups(model_config, parameters, group_sizes(model_config, parameters, forms[0], on_cpu))
     plans = [plan_memory(config, weights[form], form, device) for form in forms]
     text = None
     if not plans[0].fits:

@@ -30,7 +30,7 @@ from pallas_kernels.quantized_codes import codes_a_row
 
 
 def cut(value: Any, axes: Any, part: Part, path: str) -> Any:
-    """Return a part of a parameter, its arrays on the host.
+    """Return a part of a parameter: blocks on JAX's default device, other arrays on the host.
 
     Args:
         value: the whole, in any form but that of panels of floats or of codes.

@@ -76,7 +76,10 @@ def group_sizes(
         on_cpu: whether "int4" is blocks, as on CPU.
     """
     stored, found = config.quantization, dict[str, int]()
+    is_stacked = config.experts is not None and config.experts.stacked
     for path, inputs, _ in _inputs(config, parameters):
+        if is_stacked and form is None and parameters[path].get_metadata()["axes"] in EXPERTS:
+            continue  # such files keep these in full
         if stored is not None and stored.form != "full":
             group = stored.group or (stored.block or (0, 0))[1]
             found[path] = max(group, codes_a_row(stored.form))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -26,19 +26,17 @@ from jaxserve.weights.gguf.file import GgufFile
 from jaxserve.weights.gguf.names import named_tensors
 from jaxserve.weights.group_borders import check_groups, group_sizes
 from jaxserve.weights.names import as_stored, match_names, renamed
-from jaxserve.weights.panel_rows import PanelPlan
 from jaxserve.weights.placement import (
+    Parameters,
     Place,
-    divided,
     finishing,
     panel_plans,
-    panelled,
     place_panels,
-    quantizing,
+    placing,
     read_packed,
     set_kv_scales,
 )
-from jaxserve.weights.quantized_tensors import PackedTensor, sort_packed
+from jaxserve.weights.quantized_tensors import PackedTensor, SplitCheckpoint, sort_packed
 from jaxserve.weights.safetensors import TensorEntry
 from jaxserve.weights.wrapped import text_tensors
 from pallas_kernels.devices import target_device
@@ -72,53 +70,83 @@ def load_weights(
         source: a folder with `model.safetensors`, or shards and their index; or a GGUF file.
         config: what the checkpoint should hold.
         dtype: dtype of the parameters.
-        quantization: "int8", "fp8" or "int4" for the blocks' matrices, one after the other as they
-            are read; None keeps them as they are stored. A quantized checkpoint stays in its width.
+        quantization: "int8", "fp8" or "int4" for the blocks' matrices; None keeps them as stored.
         kv_scales: take over the checkpoint's scales for a cache in fp8, if it has them.
         check_finite: refuse NaN and infinity, also where the cast to `dtype` makes them.
         on_progress: called after each tensor.
-        place: function that places an array; by default, the arrays go to JAX's default device.
+        place: places an array; by default on JAX's default device.
         panels: lay out matrices for the CPU's own products; see `models/panels.py`.
         packed: keep a GGUF file's blocks where those take them.
         mesh: devices that `config.split` divides the model over; None for one.
 
     Raises:
-        UnsupportedModel: a form of weights that cannot be cut where devices would.
-        CheckpointError: files missing, malformed, unsafe, in disagreement with `config`, changed
-            during the load, or holding values that are not finite.
+        UnsupportedModel: groups of inputs that devices would share.
+        CheckpointError: files missing, malformed, unsafe, not as `config` says, or changed
+            meanwhile; or values that are not finite.
     """
     opened, dims = _open(source, config), dimensions(config)
-    table = as_stored(checkpoint_weights(config), opened, dims)
-    sorted_ = sort_packed(opened, config.quantization, table, dims)
+    stored = as_stored(checkpoint_weights(config), opened, dims)
+    sorted_ = sort_packed(opened, config.quantization, stored, dims)
     entries = match_names(sorted_.checkpoint, config, sorted_.table)
     report = _counted(on_progress, [*entries.values(), *sorted_.packed.values()])
     model, parameters = _structure(config, dtype, sorted_.table, entries, panels)
-    shapes = {path: (leaf.shape, np.dtype(leaf.dtype)) for path, leaf in parameters.items()}
-    place = panelled(place or place_on_default, parameters) if panels else place or place_on_default
-    check_groups(config, parameters, group_sizes(config, parameters, quantization, panels))
-    place = divided(place, config, parameters, mesh)
-    place = quantizing(place, parameters, quantization, panels)
+    in_blocks = packed and quantization is None
+    blocks = block_sizes(sorted_.table, entries, parameters, panels) if in_blocks and mesh else {}
+    _check_division(config, parameters, quantization, panels, sorted_, blocks)
+    place = placing(place or place_on_default, config, parameters, quantization, panels, mesh)
     finish = finishing(config, parameters, panels, mesh)
-    values = read_packed(sorted_, parameters, dims, place, report, finish)
-    table = sorted_.table
-    if packed and quantization is None:
-        check_groups(config, parameters, block_sizes(table, entries, parameters, panels))
+    values, table = read_packed(sorted_, parameters, dims, place, report, finish), sorted_.table
+    if in_blocks:
         table = read_blocks(table, entries, parameters, dims, report, values, finish, on_cpu=panels)
-    plans: dict[str, PanelPlan] = {}
-    if panels and mesh is None:
-        plans = panel_plans(table, entries, dims, parameters, quantization)
+    straight = panels and mesh is None  # into panels
+    plans = panel_plans(table, entries, dims, parameters, quantization) if straight else {}
     leave = quantization is not None or target_device().platform != "cpu"
-    flags = {"check_finite": check_finite, "leave_host": leave}
-    reading = read_parameters(table, entries, dims, shapes, report, plans=plans, **flags)
-    for path, array in reading:
-        plan = plans.get(path)
-        made = place(path, array) if plan is None else place_panels(plan, array)
-        values[path] = finish(path, made)
+    flags = {"check_finite": check_finite, "leave_host": leave, "plans": plans}
+    reading = _read_plain(table, entries, dims, parameters, report, place, flags)
+    values |= {path: finish(path, made) for path, made in reading}
     opened.check_unchanged()
     model = filled(model, values)
-    if kv_scales:
-        set_kv_scales(model, sorted_.kv_scales, mesh)
+    set_kv_scales(model, sorted_.kv_scales if kv_scales else {}, mesh)
     return model
+
+
+def _read_plain(
+    table: Sequence[WeightName],
+    entries: Mapping[str, TensorEntry],
+    dims: Mapping[str, int],
+    parameters: Parameters,
+    report: Callable[[int], None],
+    place: Place,
+    flags: dict[str, Any],
+) -> Iterator[tuple[str, Any]]:
+    """Read the parameters of tensors in full, and place each; `flags` are of `read_parameters`."""
+    shapes = {path: (leaf.shape, np.dtype(leaf.dtype)) for path, leaf in parameters.items()}
+    for path, array in read_parameters(table, entries, dims, shapes, report, **flags):
+        plan = flags["plans"].get(path)
+        yield path, place(path, array) if plan is None else place_panels(plan, array)
+
+
+def _check_division(
+    config: ModelConfig,
+    parameters: Parameters,
+    quantization: str | None,
+    panels: bool,
+    checkpoint: SplitCheckpoint,
+    blocks: Mapping[str, int],
+) -> None:
+    """Refuse a division over devices that cuts groups of what is quantized, or is stored so.
+
+    Args:
+        blocks: inputs of a block, by path of the parameters that stay in a file's blocks.
+
+    Raises:
+        UnsupportedModel: see `check_groups`.
+    """
+    sizes = group_sizes(config, parameters, quantization, panels)
+    if quantization is None:
+        paths = {part.path for part in checkpoint.packed_table}
+        sizes = {path: size for path, size in sizes.items() if path in paths}
+    check_groups(config, parameters, sizes | dict(blocks))
 
 
 def _open(source: str | Path | GgufFile, config: ModelConfig) -> Checkpoint:
@@ -179,9 +207,7 @@ def random_weights(
     depth = (2 * config.num_hidden_layers) ** -0.5
     parameters = parameters_of(model)
     check_groups(config, parameters, group_sizes(config, parameters, quantization, panels))
-    place = panelled(place_on_default, parameters) if panels else place_on_default
-    place = divided(place, config, parameters, mesh)
-    place = quantizing(place, parameters, quantization, panels)
+    place = placing(place_on_default, config, parameters, quantization, panels, mesh)
     finish = finishing(config, parameters, panels, mesh)
     streams = np.random.SeedSequence(seed).spawn(len(parameters))
 

@@ -101,6 +101,22 @@ def divided(place: Place, config: ModelConfig, parameters: Parameters, mesh: Mes
     return place_parts
 
 
+def placing(
+    place: Place,
+    config: ModelConfig,
+    parameters: Parameters,
+    form: str | None,
+    panels: bool,
+    mesh: Mesh | None,
+) -> Place:
+    """Return `place`, changed to quantize, to lay out panels and to divide over a mesh.
+
+    Args are those of `quantizing` and `divided`. What is quantized is whole; see `finishing`.
+    """
+    place = panelled(place, parameters) if panels else place
+    return quantizing(divided(place, config, parameters, mesh), parameters, form, panels)
+
+
 def finishing(
     config: ModelConfig, parameters: Parameters, panels: bool, mesh: Mesh | None
 ) -> Finish:

@@ -5,13 +5,16 @@ Sizes are of published configurations; nothing is loaded, compiled or timed.
 
 from __future__ import annotations
 
+import json
 from copy import copy
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from jaxserve.commands.cli import main
 from jaxserve.config import EngineConfig
 from jaxserve.errors import UnsupportedModel
 from jaxserve.execution.start.device import named_device
@@ -136,3 +139,26 @@ def test_more_devices_hold_more_and_each_holds_less() -> None:
 def test_what_cannot_be_divided_is_refused_by_name(name: str, devices: int) -> None:
     with pytest.raises(UnsupportedModel, match=f"tensor_parallel_size is {devices}.*allowed"):
         weights_of(name, devices)
+
+
+def test_the_command_says_what_each_device_holds_and_predicts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw = LLAMA_3 | shape(1024, 4096, 2, 8, 4, 512) | {"eos_token_id": 2, "bos_token_id": 1}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    command = ["plan", str(tmp_path), "--device", "H200", "--quantization", "int8"]
+    plans = {}
+    for devices in (1, 2):
+        assert main([*command, "--json", "-tp", str(devices)]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["devices"] == devices
+        plans[devices] = found["plans"][0]
+    assert plans[2]["page_bytes"] * 2 == plans[1]["page_bytes"]
+    assert plans[2]["weights"] < 0.6 * plans[1]["weights"]
+    one, two = (plans[devices]["predicted"]["decode, 32 of 1,024"] for devices in (1, 2))
+    assert one["sums"] == 0 < two["sums"] and two["memory"] < 0.6 * one["memory"]
+    assert main([*command, "-tp", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "each of 2 devices: NVIDIA H200" in shown and "decode, 1 of 1,024, predicted" in shown
+    assert main([*command, "-tp", "3"]) == 2
+    assert "num_attention_heads is 8; allowed: a multiple of 3" in capsys.readouterr().err

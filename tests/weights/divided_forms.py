@@ -14,11 +14,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from gguf import GGMLQuantizationType
 from jax import lax
 from jax.sharding import Mesh
 
 from jaxserve.execution.mesh import make_mesh, spec_of
-from jaxserve.models import Decoder, ModelConfig, abstract_model, parse_model_config
+from jaxserve.models import (
+    Decoder,
+    ModelConfig,
+    abstract_model,
+    parse_model_config,
+    read_model_config,
+)
 from jaxserve.models.experts import _product
 from jaxserve.models.linear import matmul
 from jaxserve.models.shards import AXIS, Split, parts_of
@@ -33,6 +40,7 @@ from jaxserve.weights import (
 from jaxserve.weights.converted_parts import load_converted_parts
 from jaxserve.weights.cutting import cut
 from jaxserve.weights.model_weights import parameter_values, parameters_of
+from tests.support.gguf_files import random_tensors, raw_config, write_gguf
 
 RAW: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -55,11 +63,6 @@ RAW: dict[str, Any] = {
 DEVICES = 4
 CASES = {"bfloat16": ("bfloat16", None), "int8": ("float32", "int8"), "int4": ("float32", "int4")}
 """Number forms that a checkpoint is read into, as dtype and quantization."""
-STORED = (
-    *("fp8_tensor", "fp8_blocks", "compressed", "awq", "gptq", "gptq_8", "packed", "packed_8"),
-    *("int8", "w8a8", "w4a8", "nvfp4", "mxfp4", "nf4", "llm_int8"),
-)
-"""Stored forms of `test_quantized.FORMATS` that are read in pieces."""
 
 
 def products(dtype: str, form: str | None, panels: bool) -> float:
@@ -126,14 +129,9 @@ def differences(config: ModelConfig, one: Decoder, several: Decoder) -> list[str
     return wrong
 
 
-def stored(folder: Path, form: str, mesh: Mesh) -> list[str]:
+def stored(directory: Path, mesh: Mesh) -> list[str]:
     """Read a quantized checkpoint on one device and on two, as a GPU's products take it."""
-    from tests.weights.test_quantized import checkpoint
-
-    raw = {**RAW, "hidden_size": 64, "head_dim": 64, "moe_intermediate_size": 160, "vocab_size": 40}
-    raw |= {"intermediate_size": 160}
-    directory, _ = checkpoint(folder / form, form, raw)
-    config = parse_model_config(json.loads((directory / "config.json").read_text()))
+    config = read_model_config(directory)
     one = load_weights(directory, config, np.float32)
     config = replace(config, split=Split(2))
     return differences(config, one, load_weights(directory, config, np.float32, mesh=mesh))
@@ -141,10 +139,6 @@ def stored(folder: Path, form: str, mesh: Mesh) -> list[str]:
 
 def folders(folder: Path, mesh: Mesh) -> dict[str, list[str]]:
     """Read what one device wrote: converted folders, and blocks of GGUF files."""
-    from gguf import GGMLQuantizationType
-
-    from tests.support.gguf_files import random_tensors, raw_config, write_gguf
-
     found: dict[str, list[str]] = {}
     config = parse_model_config(RAW)
     divided = replace(config, split=Split(2))
@@ -175,7 +169,7 @@ def main() -> None:
     assert mesh is not None
     found = {
         "products": {name: products(*case, panels=True) for name, case in CASES.items()},
-        "stored": {form: stored(folder, form, mesh) for form in STORED},
+        "stored": {path.name: stored(path, mesh) for path in (folder / "stored").iterdir()},
         "folders": folders(folder, mesh),
     }
     print(json.dumps(found))

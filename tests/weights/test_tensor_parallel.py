@@ -32,8 +32,8 @@ from jaxserve.weights.model_weights import parameters_of, random_weights
 from jaxserve.weights.quantize import quantize
 from pallas_kernels.cpu import blocks
 from tests.support.gguf_blocks import random_blocks
-from tests.weights.divided_forms import CASES, RAW, STORED
-from tests.weights.test_quantized import in_full
+from tests.weights.divided_forms import CASES, RAW
+from tests.weights.test_quantized import checkpoint, in_full
 
 OUT = ("kv_heads", "group", "head_dim", "embed")
 QKV = ("embed", "kv_heads", "group", "head_dim")
@@ -166,7 +166,7 @@ def test_a_vocabulary_that_is_padded_has_zeros_behind_it() -> None:
 
 
 def test_inputs_are_cut_at_borders_of_groups_only() -> None:
-    part = Part(SHAPES[OUT], (((0, 1),), ((0, 4),), ((0, 96),), ((0, 40),)))
+    part = Part(SHAPES[OUT], (((0, 1),), ((0, 3),), ((0, 128),), ((0, 40),)))
     for value in (coded(OUT, "int4", 256), in_blocks("Q4_K", OUT)):
         with pytest.raises(UnsupportedModel, match=r"o_proj.*384 of its inputs.*multiple of 256"):
             cut(value, OUT, part, "o_proj")
@@ -196,12 +196,25 @@ def test_groups_that_devices_would_share_are_refused_before_reading(
         check_groups(config, parameters, sizes)
 
 
+STORED = (
+    *("fp8_blocks", "awq", "gptq", "gptq_8", "packed", "w8a8", "w4a8"),
+    *("nvfp4", "nf4", "llm_int8"),
+)
+"""Stored forms of `test_quantized.FORMATS` that are read in pieces."""
+SMALL = RAW | {"hidden_size": 64, "head_dim": 40, "num_attention_heads": 4, "num_experts": 2}
+SMALL |= {"intermediate_size": 160, "moe_intermediate_size": 160, "vocab_size": 40}
+SMALL |= {"num_experts_per_tok": 1}
+
+
 @pytest.fixture(scope="module")
 def divided(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Results of the process that has devices, by case."""
+    folder = tmp_path_factory.mktemp("divided")
+    (folder / "stored").mkdir()
+    for form in STORED:
+        checkpoint(folder / "stored" / form, form, SMALL)
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-    command = [sys.executable, "-m", "tests.weights.divided_forms"]
-    command.append(str(tmp_path_factory.mktemp("divided")))
+    command = [sys.executable, "-m", "tests.weights.divided_forms", str(folder)]
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
