@@ -1,0 +1,101 @@
+"""Work of `jaxserve serve` with replicas: join or start a cluster, run them, end what was begun."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import ray
+from ray import serve
+
+from jaxserve.errors import InvalidRequest
+from jaxserve.fleet.application import NAME, make_application
+from jaxserve.fleet.options import FleetConfig
+from jaxserve.server.served.specs import ModelSpec
+from jaxserve.server.settings import ServerConfig
+
+# Replicas exchange nothing through Ray's store of objects.
+_STORE_BYTES = 128 << 20
+_POLL_SECONDS = 0.2
+
+
+def serve_fleet(
+    specs: list[ModelSpec],
+    config: ServerConfig,
+    fleet: FleetConfig,
+    say: Callable[[str], None],
+    check: Callable[[], None],
+) -> int:
+    """Run replicas until SIGTERM or an interrupt, then let them end what they have begun.
+
+    Args:
+        specs: models of each replica.
+        config: of its server; host and port are the fleet's.
+        fleet: how many, and where.
+        say: receives lines about the start.
+        check: raises what a signal during the start has raised.
+
+    Returns:
+        The exit status: 0 after an orderly end, 1 where no replica could be started.
+
+    Raises:
+        InvalidRequest: the cluster cannot be reached, or has too little; see `make_application`.
+    """
+    _connect(fleet)
+    try:
+        application = make_application(specs, config, fleet)
+        options = {"host": config.host, "port": config.port, "request_timeout_s": None}
+        options["keep_alive_timeout_s"] = max(1, round(config.keep_alive_timeout))
+        serve.start(http_options=options, logging_config={"log_level": "WARNING"})
+        say(f"starting {_count(fleet)} on Ray Serve")
+        serve.run(application, name=NAME, blocking=False, _local_testing_mode=False)
+        check()
+        ended = _Ended()
+        say(f"ready at http://{config.host}:{config.port}")
+        while not ended.has_come:
+            time.sleep(_POLL_SECONDS)
+        return 0
+    finally:
+        # Replicas end what they have begun. Other applications of a cluster that was joined stay,
+        # and one that was started here ends with this process's connection.
+        with suppress(Exception):
+            serve.delete(NAME)
+        ray.shutdown()
+
+
+class _Ended:
+    """Whether a signal to end has come."""
+
+    def __init__(self) -> None:
+        self.has_come = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._end)
+
+    def _end(self, *_: object) -> None:
+        self.has_come = True
+
+
+def _connect(fleet: FleetConfig) -> None:
+    local: dict[str, Any] = {"include_dashboard": False, "object_store_memory": _STORE_BYTES}
+    try:
+        ray.init(
+            fleet.ray_address or "local",
+            namespace="serve",
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            configure_logging=True,
+            **({} if fleet.ray_address else local),
+        )
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise InvalidRequest(f"ray_address: {reason}", "ray_address") from error
+
+
+def _count(fleet: FleetConfig) -> str:
+    if fleet.autoscaling_config is None:
+        return f"{fleet.data_parallel_size} replicas"
+    return f"up to {fleet.most_replicas()} replicas"
