@@ -68,7 +68,7 @@ def serve_fleet(
 
 
 class _Ended:
-    """Whether a signal to end has come."""
+    """Listener for signals to end."""
 
     def __init__(self) -> None:
         self.has_come = False

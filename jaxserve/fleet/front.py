@@ -1,4 +1,4 @@
-"""What stands before Serve's own proxy: one more attempt, and errors in OpenAI's form."""
+"""Front of Serve's own proxy: one more attempt, and errors in OpenAI's form."""
 
 from __future__ import annotations
 

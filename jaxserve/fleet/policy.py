@@ -7,25 +7,29 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from jaxserve.fleet.prefixes import MOST_DIGESTS, reported
+from jaxserve.fleet.prefixes import reported
 
 Name = TypeVar("Name", bound=Hashable)
 # A replica is passed over where its load exceeds the mean of all by this factor and by this part
 # of its slots, which would otherwise stand empty.
 MOST_OVER_MEAN = 1.25
 SLACK_OF_SLOTS = 0.25
+# A prompt that was sent is in a report once it has been computed, so that it is remembered until
+# these many have come, and forgotten where it is in none.
+REPORTS_UNTIL_HELD = 30
 # Less than this part of a prompt is not worth a way.
 LEAST_SHARE = 0.25
 
 
 @dataclass
 class _Replica:
-    """What is known of a replica.
+    """Knowledge of a replica.
 
     Attributes:
         report: the last one, as it came.
         held: its digests.
-        sent: digests of requests sent there, which later reports hold or have dropped.
+        sent: digests of requests sent there, each with the number of reports before it.
+        num_reports: reports so far.
         load: requests in progress when it reported.
         num_sent: requests sent there since.
         blocks: computed there so far, as far as is known from here.
@@ -33,7 +37,8 @@ class _Replica:
 
     report: Any = None
     held: frozenset[int] = frozenset()
-    sent: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    sent: OrderedDict[int, int] = field(default_factory=OrderedDict)
+    num_reports: int = 0
     load: int = 0
     num_sent: int = 0
     blocks: int = 0
@@ -50,8 +55,9 @@ class PrefixPolicy(Generic[Name]):
     """The policy of a fleet's router.
 
     Of the replicas whose load, requests in progress there, is at most `MOST_OVER_MEAN` times the
-    mean of all and `SLACK_OF_SLOTS` more, the one that holds most blocks of the prompt, if these
-    are `LEAST_SHARE` of it; of several the least loaded, then that with the least work so far. What replicas hold is what they report, and what was sent there since.
+    mean of all and `SLACK_OF_SLOTS` more, it takes the one that holds most blocks of the prompt, if
+    these are `LEAST_SHARE` of it; of several the least loaded, then that with the least work so
+    far. What replicas hold is what they report, and what was sent there since.
 
     Args:
         slots: requests that a replica runs at once.
@@ -70,8 +76,9 @@ class PrefixPolicy(Generic[Name]):
         replica = self._replicas[name]
         if not stats or stats is replica.report:
             return
-        # What was sent before the report before is in this one, or has been dropped.
-        while len(replica.sent) > MOST_DIGESTS:
+        replica.num_reports += 1
+        oldest = replica.num_reports - REPORTS_UNTIL_HELD
+        while replica.sent and next(iter(replica.sent.values())) < oldest:
             replica.sent.popitem(last=False)
         replica.report = stats
         replica.held = reported(stats["prefixes"])
@@ -79,18 +86,18 @@ class PrefixPolicy(Generic[Name]):
 
     def rank(self, names: Iterable[Name], digests: list[int]) -> list[Name]:
         """Return replicas in order, the best for a prompt first."""
-        known = {name: self._replicas.setdefault(name, _Replica()) for name in names}
-        loads = {name: replica.load + replica.num_sent for name, replica in known.items()}
+        replicas = {name: self._replicas.setdefault(name, _Replica()) for name in names}
+        loads = {name: replica.load + replica.num_sent for name, replica in replicas.items()}
         bound = MOST_OVER_MEAN * sum(loads.values()) / max(len(loads), 1) + self._slack
 
         def order(name: Name) -> tuple[bool, int, int, int]:
             is_free = loads[name] <= bound
-            matched = known[name].matched(digests) if is_free else 0
+            matched = replicas[name].matched(digests) if is_free else 0
             # What most prompts begin with, such as a system prompt, draws nobody to a replica.
             found = matched if matched >= LEAST_SHARE * len(digests) else 0
-            return not is_free, -found, loads[name], known[name].blocks
+            return not is_free, -found, loads[name], replicas[name].blocks
 
-        return sorted(known, key=order)
+        return sorted(replicas, key=order)
 
     def send(self, name: Name, digests: list[int]) -> None:
         """Count a request as sent to a replica."""
@@ -98,5 +105,5 @@ class PrefixPolicy(Generic[Name]):
         replica.num_sent += 1
         replica.blocks += len(digests) - replica.matched(digests) + 1
         for digest in digests:
-            replica.sent[digest] = None
+            replica.sent[digest] = replica.num_reports
             replica.sent.move_to_end(digest)

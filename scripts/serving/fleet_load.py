@@ -16,7 +16,7 @@ import openai
 MODEL = "demo_model"
 QUESTIONS = [f"What is {a} + {b}?" for a, b in itertools.product((12, 47, 31), (8, 25, 9, 40))]
 # The bundled model makes them in 0.1 and 1 s: what is killed is in the middle of streams.
-TOKENS, STREAM_TOKENS = 48, 600
+TOKENS, STREAM_TOKENS = 48, 400
 SECONDS = 120.0
 # What a client raises where an answer breaks off.
 BROKEN = (openai.OpenAIError, httpx2.HTTPError)
@@ -24,7 +24,7 @@ BROKEN = (openai.OpenAIError, httpx2.HTTPError)
 
 @dataclass
 class Outcomes:
-    """What became of requests.
+    """Ends of requests.
 
     Attributes:
         answered: whole answers that were right, and streams that ran to their right end.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -28,12 +29,19 @@ class Fleet(Server):
         arguments: of `jaxserve serve` besides.
         num_replicas: replicas to start.
         with_haproxy: whether HAProxy is in front instead of Serve's own proxy.
+        environment: variables for all of its processes.
 
     Raises:
         RuntimeError: on leaving, processes are left over.
     """
 
-    def __init__(self, *arguments: str, num_replicas: int = 2, with_haproxy: bool = False) -> None:
+    def __init__(
+        self,
+        *arguments: str,
+        num_replicas: int = 2,
+        with_haproxy: bool = False,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(
             *SMALL,
             *("--data-parallel-size", str(num_replicas), "--data-parallel-backend", "ray"),
@@ -41,8 +49,11 @@ class Fleet(Server):
             *(("--host", "0.0.0.0", "--insecure") if with_haproxy else ()),
             *arguments,
         )
+        variables = dict(environment or {})
         if with_haproxy:
-            self._command = ["env", "RAY_SERVE_ENABLE_HA_PROXY=1", *self._command]
+            variables["RAY_SERVE_ENABLE_HA_PROXY"] = "1"
+        words = [f"{name}={value}" for name, value in variables.items()]
+        self._command = ["env", *words, *self._command]
 
     def __exit__(
         self,
