@@ -1,5 +1,7 @@
 """Replicas from a configuration file of Ray Serve: `import_path: jaxserve.ray_app:deployment`."""
 
+# Ray has no wheels for every Python.
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import dataclasses

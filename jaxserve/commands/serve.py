@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import sys
 from collections.abc import Callable, Container
+from typing import Any
 
 from jaxserve.commands.llama_flags import in_our_words
 from jaxserve.commands.options import (
@@ -33,7 +34,7 @@ FLEET_FIELDS = [field.name for field in dataclasses.fields(FleetConfig)]
 # Names that mean something else, or nothing, to other commands.
 OWN_FIELDS = [*SERVER_FIELDS, *FLEET_FIELDS]
 # What the processes of a cluster read that is started here.
-_CLUSTER = {
+_CLUSTER: dict[str, Any] = {
     "RAY_USAGE_STATS_ENABLED": 0,
     "RAY_SERVE_LOG_TO_STDERR": 0,
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "jaxserve.fleet.front.middlewares",
@@ -112,7 +113,7 @@ def _serve_fleet(specs: list[ModelSpec], config: ServerConfig, fleet: FleetConfi
         config = dataclasses.replace(config, port=listener.getsockname()[1])
     is_routed = fleet.request_routing == "prefix"
     more = {"RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY": 1} if is_routed else {}
-    prepare_process(**_CLUSTER, **more)
+    prepare_process(**{**_CLUSTER, **more})
     report = importlib.import_module("jaxserve.server.http.start_report")
     stop = report.Stop()
     try:

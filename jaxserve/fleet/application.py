@@ -3,6 +3,8 @@
 This module is imported wherever Serve handles the application, so it imports no JAX.
 """
 
+# Ray has no wheels for every Python.
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import importlib
@@ -12,6 +14,7 @@ from typing import Any
 import ray
 from ray import serve
 from ray.serve._private.constants import RAY_SERVE_ENABLE_HA_PROXY
+from ray.serve.config import AutoscalingConfig
 
 from jaxserve.config import prepare_process
 from jaxserve.engine.sharing import check_sharing, read_secret
@@ -142,10 +145,11 @@ def _resources(fleet: FleetConfig) -> dict[str, Any]:
 def _scale(fleet: FleetConfig, slots: int) -> dict[str, Any]:
     if fleet.autoscaling_config is None:
         return {"num_replicas": fleet.data_parallel_size}
-    scaling: Any = {"target_ongoing_requests": slots, **fleet.autoscaling_config}
+    given: Any = fleet.autoscaling_config
+    scaling: Any = {"target_ongoing_requests": slots, **given}
     scaling.setdefault("max_replicas", fleet.data_parallel_size)
     try:
-        return {"autoscaling_config": serve.config.AutoscalingConfig(**scaling)}
+        return {"autoscaling_config": AutoscalingConfig(**scaling)}
     except (TypeError, ValueError) as error:
         raise InvalidRequest(
             f"autoscaling_config: {' '.join(str(error).split())[:300]}", "autoscaling_config"

@@ -1,5 +1,7 @@
 """The choice of a replica by a request's prefix, where HAProxy asks for it with the body."""
 
+# Ray has no wheels for every Python.
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 from typing import Any
@@ -40,11 +42,12 @@ class PrefixChoice:
     @staticmethod
     def router_config(slots: int) -> RequestRouterConfig:
         """Return the setting by which the replicas' deployment gets its router."""
-        return RequestRouterConfig(
-            request_router_class=f"{PrefixRouter.__module__}.{PrefixRouter.__name__}",
-            request_router_kwargs={"slots": slots},
-            request_routing_stats_period_s=REPORT_SECONDS,
-        )
+        settings: dict[str, Any] = {
+            "request_router_class": f"{PrefixRouter.__module__}.{PrefixRouter.__name__}",
+            "request_router_kwargs": {"slots": slots},
+            "request_routing_stats_period_s": REPORT_SECONDS,
+        }
+        return RequestRouterConfig(**settings)
 
     @staticmethod
     def bind_to(replicas: serve.Application, secret: bytes) -> serve.Application:

@@ -1,5 +1,7 @@
 """Work of `jaxserve serve` with replicas: join or start a cluster, run them, end what was begun."""
 
+# Ray has no wheels for every Python.
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import logging

@@ -1,5 +1,7 @@
 """PrefixRouter: Ray Serve's hold on the policy."""
 
+# Ray has no wheels for every Python.
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 from typing import Any

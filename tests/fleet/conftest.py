@@ -26,6 +26,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="session")
 def fleet() -> Iterator[Fleet]:
     """Two replicas. Ray keeps its sockets in a folder whose path has to be short."""
-    with tempfile.TemporaryDirectory(prefix="r") as home, in_users_environment():
-        with Fleet(environment={"HOME": home, "TMPDIR": home}) as fleet:
-            yield fleet
+    with (
+        tempfile.TemporaryDirectory(prefix="r") as home,
+        in_users_environment(),
+        Fleet(environment={"HOME": home, "TMPDIR": home}) as fleet,
+    ):
+        yield fleet
