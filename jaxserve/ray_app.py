@@ -18,18 +18,18 @@ from jaxserve.server.served.specs import check_models, plan_models
 from jaxserve.server.settings import ServerConfig
 
 
-def deployment(args: Mapping[str, Any] | None = None, /, **settings: Any) -> serve.Application:
+def deployment(args: Mapping[str, Any]) -> serve.Application:
     """Return an application of replicas, for `serve.run` or a configuration file.
 
     Args:
-        args: settings, as the file's `args` gives them.
-        settings: more: `model`, and fields of `EngineConfig`, `ServerConfig` and `FleetConfig`.
+        args: settings, as the file's `args` gives them: `model`, and fields of `EngineConfig`,
+            `ServerConfig` and `FleetConfig`.
 
     Raises:
         InvalidRequest: (a ValueError) a setting is unknown, out of range, or holds in no fleet.
         CheckpointError: the model is not there.
     """
-    given = {**(args or {}), **settings}
+    given = dict(args)
     given.setdefault("data_parallel_backend", "ray")
     fleet, server, engine = (
         _take(given, kind) for kind in (FleetConfig, ServerConfig, EngineConfig)
