@@ -109,8 +109,9 @@ def serve(arguments: argparse.Namespace) -> int:
 
 def _serve_fleet(specs: list[ModelSpec], config: ServerConfig, fleet: FleetConfig) -> int:
     check_server(config)
-    with bind(config.host, config.port) as listener:  # a port in use is found before Ray starts
-        config = dataclasses.replace(config, port=listener.getsockname()[1])
+    if fleet.ray_address is None:  # a port in use is found before Ray starts
+        with bind(config.host, config.port) as listener:
+            config = dataclasses.replace(config, port=listener.getsockname()[1])
     is_routed = fleet.request_routing == "prefix"
     more = {"RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY": 1} if is_routed else {}
     prepare_process(**{**_CLUSTER, **more})

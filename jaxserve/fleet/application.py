@@ -14,7 +14,7 @@ from typing import Any
 import ray
 from ray import serve
 from ray.serve._private.constants import RAY_SERVE_ENABLE_HA_PROXY
-from ray.serve.config import AutoscalingConfig
+from ray.serve.config import AutoscalingConfig, BackpressureConfig
 
 from jaxserve.config import prepare_process
 from jaxserve.engine.sharing import check_sharing, read_secret
@@ -87,10 +87,16 @@ def make_application(
     _check_proxy(config, is_routed)
     resources = _resources(fleet)
     slots = specs[0].config.max_num_seqs or _SLOTS[bool(resources.get("num_gpus"))]
+    queue = config.max_num_queued_reqs
+    if queue is None:
+        queue = max(QUEUED_FOR_EACH_SLOT * slots, _LEAST_QUEUE)
     options: dict[str, Any] = {
         "name": NAME,
         "ray_actor_options": resources,
-        "max_ongoing_requests": slots + max(QUEUED_FOR_EACH_SLOT * slots, _LEAST_QUEUE),
+        # A replica refuses what its own queue cannot hold. Serve's queue before it has a bound too.
+        "max_ongoing_requests": 2 * slots + queue,
+        "max_queued_requests": 2 * slots + queue,
+        "backpressure_config": BackpressureConfig(status_code=429, retry_after_s=1),
         "health_check_period_s": HEALTH_SECONDS,
         "health_check_timeout_s": 5 * HEALTH_SECONDS,
         "graceful_shutdown_timeout_s": config.drain_timeout + _CLOSING_SECONDS,

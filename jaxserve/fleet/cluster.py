@@ -13,6 +13,7 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.serve.context import _get_global_client
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.fleet.application import NAME, make_application
@@ -53,8 +54,13 @@ def serve_fleet(
         options = {"host": config.host, "port": config.port, "request_timeout_s": None}
         options["keep_alive_timeout_s"] = max(1, round(config.keep_alive_timeout))
         serve.start(http_options=options, logging_config={"log_level": "WARNING"})
+        _check_port(config)
         say(f"starting {_count(fleet)} on Ray Serve")
-        serve.run(application, name=NAME, blocking=False, _local_testing_mode=False)
+        try:
+            serve.run(application, name=NAME)
+        except RuntimeError as error:  # its last line is that of the replica's own error
+            reason = str(error).strip().splitlines()[-1][:500]
+            raise InvalidRequest(f"no replica could be started: {reason}") from error
         check()
         ended = _Ended()
         say(f"ready at http://{config.host}:{config.port}")
@@ -92,9 +98,21 @@ def _connect(fleet: FleetConfig) -> None:
             configure_logging=True,
             **({} if fleet.ray_address else local),
         )
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except Exception as error:  # a plain one where the machine is too slow for its own processes
         reason = " ".join(str(error).split())[:300]
         raise InvalidRequest(f"ray_address: {reason}", "ray_address") from error
+
+
+def _check_port(config: ServerConfig) -> None:
+    """Raise InvalidRequest where Serve ran before, at another port."""
+    client = _get_global_client()
+    assert client is not None  # it was made before
+    http = client.http_config
+    if http.port != config.port:
+        raise InvalidRequest(
+            f"port must be {http.port}, at which Serve runs on this cluster; got {config.port}",
+            "port",
+        )
 
 
 def _count(fleet: FleetConfig) -> str:

@@ -248,7 +248,9 @@ def soak(arguments: argparse.Namespace) -> Result:
     kills = 0
     with Fleet(with_haproxy=arguments.haproxy) as fleet:
         started = last_kill = time.monotonic()
-        steady = [n for n, line in fleet.processes().items() if not line.startswith("ray::Serve")]
+        # An idle process may become a replica, which takes memory.
+        others = ("ray::Serve", "ray::IDLE")
+        steady = [n for n, line in fleet.processes().items() if not line.startswith(others)]
         load = Load(fleet.url, 2)
 
         async def work() -> None:
@@ -265,14 +267,14 @@ def soak(arguments: argparse.Namespace) -> Result:
             await load.close()
 
         asyncio.run(work())
-    half = [sample for sample in samples if sample[0] > arguments.seconds / 5]
-    times, memory, files = np.array(half, float).T
-    growth = {
-        "memory_bytes_in_30_min": 1800 * float(np.polyfit(times, memory, 1)[0]),
-        "files_in_30_min": 1800 * float(np.polyfit(times, files, 1)[0]),
-    }
-    result = load.outcomes.summary() | growth | {"kills": kills, "seconds": arguments.seconds}
-    print(result)
+        half = [sample for sample in samples if sample[0] > arguments.seconds / 5]
+        times, memory, files = np.array(half, float).T
+        growth = {
+            "memory_bytes_in_30_min": 1800 * float(np.polyfit(times, memory, 1)[0]),
+            "files_in_30_min": 1800 * float(np.polyfit(times, files, 1)[0]),
+        }
+        result = load.outcomes.summary() | growth | {"kills": kills, "seconds": arguments.seconds}
+        print(result, flush=True)
     _require(not result["num_failures"], "requests failed")
     _require(growth["memory_bytes_in_30_min"] < MOST_GROWTH_BYTES, "memory grows")
     _require(growth["files_in_30_min"] < MOST_GROWTH_FILES, "open files grow")

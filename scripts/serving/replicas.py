@@ -19,7 +19,8 @@ SMALL = (
 ).split()
 SHARE = '{"num_cpus": 0.5}'
 REPLICA = "ray::ServeReplica:jaxserve:jaxserve"
-LEAVE_SECONDS = 20.0
+# Processes of Ray look after their parents now and then, and late on a busy machine.
+LEAVE_SECONDS = 90.0
 
 
 class Fleet(Server):
