@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jaxserve.checks import exact_int
+from jaxserve.checks import exact_int, finite_float
 from jaxserve.errors import InvalidRequest
 from jaxserve.overrides import json_object
 from jaxserve.server.settings import ServerConfig
@@ -53,6 +53,7 @@ class FleetConfig:
                 raise InvalidRequest(f"{name} must be {' or '.join(allowed)}", name)
         for name in ("ray_actor_options", "autoscaling_config"):
             object.__setattr__(self, name, json_object(getattr(self, name), name))
+        self._check_numbers()
         if self.data_parallel_backend == "ray":
             return
         if self.data_parallel_size > 1:
@@ -63,6 +64,15 @@ class FleetConfig:
         for name in ("ray_address", "ray_actor_options", "autoscaling_config", "request_routing"):
             if getattr(self, name) not in (None, ROUTINGS[0]):
                 raise InvalidRequest(f"{name} needs --data-parallel-backend ray", name)
+
+    def _check_numbers(self) -> None:
+        resources: Any = self.ray_actor_options or {}
+        for name in ("num_cpus", "num_gpus"):
+            if finite_float(resources.get(name, 0), f"ray_actor_options.{name}") < 0:
+                raise InvalidRequest(f"ray_actor_options.{name} must not be negative")
+        scaling: Any = self.autoscaling_config or {}
+        for name in ("min_replicas", "max_replicas"):
+            exact_int(scaling.get(name, 1), f"autoscaling_config.{name}", 0, MAX_REPLICAS)
 
     @property
     def is_fleet(self) -> bool:

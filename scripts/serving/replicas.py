@@ -75,8 +75,10 @@ class Fleet(Server):
         return descendants(self.process.pid)
 
     def replicas(self) -> list[int]:
-        """Return the numbers of the replicas' processes."""
-        return [number for number, line in self.processes().items() if line == REPLICA]
+        """Return the numbers of the replicas' processes, those that still load included."""
+        # Behind a dot stands what the process is at.
+        names = {number: line.partition(".")[0] for number, line in self.processes().items()}
+        return [number for number, name in names.items() if name == REPLICA]
 
     def starts(self, attempts: int = 8) -> set[int]:
         """Return the times at which the replicas that answer were started, in whole seconds."""
