@@ -101,6 +101,7 @@ def make_application(
         "health_check_timeout_s": 5 * HEALTH_SECONDS,
         "graceful_shutdown_timeout_s": config.drain_timeout + _CLOSING_SECONDS,
         "graceful_shutdown_wait_loop_s": 0.5,
+        "max_constructor_retry_count": 2,
         "logging_config": {"enable_access_log": False, "log_level": "WARNING"},
         **_scale(fleet, slots),
     }

@@ -51,6 +51,7 @@ def serve_fleet(
     _connect(fleet)
     try:
         application = make_application(specs, config, fleet)
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
         options = {"host": config.host, "port": config.port, "request_timeout_s": None}
         options["keep_alive_timeout_s"] = max(1, round(config.keep_alive_timeout))
         serve.start(http_options=options, logging_config={"log_level": "WARNING"})

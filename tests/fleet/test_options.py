@@ -59,13 +59,10 @@ def test_a_port_in_use_is_found_before_ray_is_started(capsys: pytest.CaptureFixt
 
 
 def test_numbers_are_checked_and_one_replica_is_the_plain_server() -> None:
-    for fields in (
-        {"ray_actor_options": {"num_cpus": "x"}},
-        {"ray_actor_options": {"num_gpus": -1}},
-    ):
-        with pytest.raises(InvalidRequest, match="ray_actor_options.num_"):
-            FleetConfig(2, "ray", **fields)
-    with pytest.raises(InvalidRequest, match="autoscaling_config.max_replicas"):
+    for resources in ({"num_cpus": "x"}, {"num_gpus": -1}):
+        with pytest.raises(InvalidRequest, match=r"ray_actor_options\.num_"):
+            FleetConfig(2, "ray", ray_actor_options=resources)
+    with pytest.raises(InvalidRequest, match=r"autoscaling_config\.max_replicas"):
         FleetConfig(2, "ray", autoscaling_config={"max_replicas": "x"})
     fleets: list[dict[str, Any]] = [
         {"data_parallel_size": 2},
