@@ -13,6 +13,7 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve.context import _get_global_client
 
 from jaxserve.errors import InvalidRequest
@@ -43,10 +44,11 @@ def serve_fleet(
         check: raises what a signal during the start has raised.
 
     Returns:
-        The exit status: 0 after an orderly end, 1 where no replica could be started.
+        The exit status, 0: what did not start has raised.
 
     Raises:
-        InvalidRequest: the cluster cannot be reached, or has too little; see `make_application`.
+        InvalidRequest: the cluster cannot be reached, has too little, or could start no replica;
+            see `make_application`.
     """
     _connect(fleet)
     try:
@@ -54,14 +56,16 @@ def serve_fleet(
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         options = {"host": config.host, "port": config.port, "request_timeout_s": None}
         options["keep_alive_timeout_s"] = max(1, round(config.keep_alive_timeout))
-        serve.start(http_options=options, logging_config={"log_level": "WARNING"})
+        try:
+            serve.start(http_options=options, logging_config={"log_level": "WARNING"})
+        except (RuntimeError, TimeoutError, RayError) as error:
+            raise InvalidRequest(f"Ray Serve cannot be started: {_line(error)}") from error
         _check_port(config)
         say(f"starting {_count(fleet)} on Ray Serve")
         try:
             serve.run(application, name=NAME)
         except RuntimeError as error:  # its last line is that of the replica's own error
-            reason = str(error).strip().splitlines()[-1][:500]
-            raise InvalidRequest(f"no replica could be started: {reason}") from error
+            raise InvalidRequest(f"no replica could be started: {_line(error)}") from error
         check()
         ended = _Ended()
         say(f"ready at http://{config.host}:{config.port}")
@@ -100,8 +104,12 @@ def _connect(fleet: FleetConfig) -> None:
             **({} if fleet.ray_address else local),
         )
     except Exception as error:  # a plain one where the machine is too slow for its own processes
-        reason = " ".join(str(error).split())[:300]
-        raise InvalidRequest(f"ray_address: {reason}", "ray_address") from error
+        raise InvalidRequest(f"ray_address: {_line(error)}", "ray_address") from error
+
+
+def _line(error: Exception) -> str:
+    """Return the last line of an error, which in Ray's is that of its cause."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1][:500]
 
 
 def _check_port(config: ServerConfig) -> None:
