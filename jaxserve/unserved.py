@@ -21,6 +21,7 @@ class Unserved(NamedTuple):
 
 
 _ONE_DEVICE = "one device serves a model here: start a server for each"
+_REPLICAS = "replicas are a server's: jaxserve serve --data-parallel-backend ray"
 _LORA = "adapters are not served: merge them into the checkpoint"
 _TEXT_ONLY = "only text is served: leave it out"
 _SIZES = "every step is a compiled program: decode_sizes and token_sizes choose their sizes"
@@ -46,7 +47,7 @@ def _rows(instead: str, **neutral: tuple[Any, ...]) -> dict[str, Unserved]:
 _SECRETS = ("hf_token",)  # which no log may hold
 UNSERVED: dict[str, Unserved] = {
     "pipeline_parallel_size": Unserved((1,), _ONE_DEVICE),
-    "data_parallel_size": Unserved((1,), _ONE_DEVICE),
+    "data_parallel_size": Unserved((1,), _REPLICAS),
     "distributed_executor_backend": Unserved(("uni",), _ONE_DEVICE),
     "disable_custom_all_reduce": Unserved((True, False), _ONE_DEVICE),
     "enforce_eager": Unserved(

@@ -37,8 +37,10 @@ FLOORS = {
     "jaxserve.execution": 4,
     "jaxserve.engine": 5,
     "jaxserve.server": 6,
-    "jaxserve.commands": 7,
-    "jaxserve.__main__": 8,
+    "jaxserve.fleet": 7,
+    "jaxserve.ray_app": 8,
+    "jaxserve.commands": 8,
+    "jaxserve.__main__": 9,
 }
 BASE = (
     *("jaxserve.errors", "jaxserve.structured", "jaxserve.request", "jaxserve.outputs"),
@@ -55,7 +57,8 @@ HOMES = {
         # They name platform and dtype.
         *(f"jaxserve.engine.{name}" for name in ("loading", "conversion", "weight_forms")),
     ),
-    "starlette": ("jaxserve.server",),
+    "starlette": ("jaxserve.server", "jaxserve.fleet"),
+    "ray": ("jaxserve.fleet", "jaxserve.ray_app"),
     "python_multipart": ("jaxserve.server.api.upload",),
     "uvicorn": ("jaxserve.server",),
     "h11": ("jaxserve.server.http",),

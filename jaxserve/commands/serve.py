@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import sys
 from collections.abc import Callable, Container
+from typing import Any
 
 from jaxserve.commands.llama_flags import in_our_words
 from jaxserve.commands.options import (
@@ -18,13 +20,28 @@ from jaxserve.commands.options import (
     given,
 )
 from jaxserve.commands.vllm_flags import SERVER
+from jaxserve.config import prepare_process
+from jaxserve.errors import InvalidRequest
+from jaxserve.fleet.options import FleetConfig, check_server
 from jaxserve.server.http.listener import bind, bind_path
 from jaxserve.server.http.tls import check_certificates
-from jaxserve.server.served.specs import check_models, plan_models
+from jaxserve.server.served.specs import ModelSpec, check_models, plan_models
 from jaxserve.server.settings import ServerConfig
 from jaxserve.unserved import served
 
 SERVER_FIELDS = [field.name for field in dataclasses.fields(ServerConfig)]
+FLEET_FIELDS = [field.name for field in dataclasses.fields(FleetConfig)]
+# Names that mean something else, or nothing, to other commands.
+OWN_FIELDS = [*SERVER_FIELDS, *FLEET_FIELDS]
+# What the processes of a cluster read that is started here.
+_CLUSTER: dict[str, Any] = {
+    "RAY_USAGE_STATS_ENABLED": 0,
+    "RAY_SERVE_LOG_TO_STDERR": 0,
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "jaxserve.fleet.front.middlewares",
+    "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
+    "RAY_SERVE_HAPROXY_RETRIES": 1,
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": 3,
+}
 
 
 def add_serve(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
@@ -48,9 +65,10 @@ def add_serve(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     )
     server = parser.add_argument_group("server")
     add_fields(server, ServerConfig, SERVER_FIELDS)
-    add_engine(parser, "For each model.", ["seed"], SERVER_FIELDS)
+    add_fields(parser.add_argument_group("replicas"), FleetConfig, FLEET_FIELDS)
+    add_engine(parser, "For each model.", ["seed"], OWN_FIELDS)
     add_unserved(parser, SERVER)
-    add_sources(parser, [*SERVER_FIELDS, "model"])
+    add_sources(parser, [*OWN_FIELDS, "model"])
     parser.set_defaults(run=serve, examine=_refuse_llama_flags)
 
 
@@ -74,13 +92,38 @@ def serve(arguments: argparse.Namespace) -> int:
     try:
         served(given(arguments, SERVER), SERVER)
         config = ServerConfig(**given(arguments, SERVER_FIELDS))
-        specs = plan_models(models, engine_settings(arguments, SERVER_FIELDS), config)
+        fleet = FleetConfig(**given(arguments, FLEET_FIELDS))
+        specs = plan_models(models, engine_settings(arguments, OWN_FIELDS), config)
         check_models(specs)
         check_certificates(config)
         importlib.import_module("jaxserve.server.served.chat_template").server_template(config)
+        if fleet.is_fleet:
+            return _serve_fleet(specs, config, fleet)
         socket = bind(config.host, config.port) if config.uds is None else bind_path(config.uds)
         with socket as listener:
             module = importlib.import_module("jaxserve.commands.server")  # imports JAX
             return module.serve(specs, config, listener, arguments.verbose)
     except (ValueError, OSError) as error:  # wrong settings, files or port
         raise CommandError(str(error)) from error
+
+
+def _serve_fleet(specs: list[ModelSpec], config: ServerConfig, fleet: FleetConfig) -> int:
+    check_server(config)
+    if fleet.ray_address is None:  # a port in use is found before Ray starts
+        with bind(config.host, config.port) as listener:
+            config = dataclasses.replace(config, port=listener.getsockname()[1])
+    is_routed = fleet.request_routing == "prefix"
+    more = {"RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY": 1} if is_routed else {}
+    prepare_process(**{**_CLUSTER, **more})
+    report = importlib.import_module("jaxserve.server.http.start_report")
+    stop = report.Stop()
+    try:
+        cluster = importlib.import_module("jaxserve.fleet.cluster")
+    except ModuleNotFoundError as error:
+        raise InvalidRequest(
+            f"data_parallel_backend=ray needs Ray Serve, and {error.name} is not installed: "
+            "pip install -e '.[ray]' in a checkout of jaxserve",
+            "data_parallel_backend",
+        ) from error
+    say = report.StartReport(sys.stderr, stop).say
+    return cluster.serve_fleet(specs, config, fleet, say, stop.check)

@@ -9,9 +9,6 @@ import sys
 from collections.abc import Iterable
 
 from jaxserve.commands.start_summary import at_length, summary
-from jaxserve.engine.async_llm import AsyncLLM
-from jaxserve.engine.loading import load
-from jaxserve.engine.sharing import check_sharing, salt_secret
 from jaxserve.server import page
 from jaxserve.server.http.app import App
 from jaxserve.server.http.logs import log_json
@@ -19,15 +16,11 @@ from jaxserve.server.http.open_files import make_room
 from jaxserve.server.http.process import Process
 from jaxserve.server.http.start_report import StartReport, Stop
 from jaxserve.server.kept.files import FileStore
-from jaxserve.server.served.models import Models, ServedModel
+from jaxserve.server.served.models import Models
 from jaxserve.server.served.request_trace import open_tracer
 from jaxserve.server.served.specs import ModelSpec
+from jaxserve.server.served.start import start_models
 from jaxserve.server.settings import ServerConfig
-
-BUNDLED = (
-    "no model is named, so this is the bundled toy; a real one: jaxserve serve Qwen/Qwen3-0.6B "
-    "(from the Hugging Face hub), or the path of a GGUF file"
-)
 
 
 def load_models(specs: Iterable[ModelSpec], config: ServerConfig, report: StartReport) -> Models:
@@ -36,27 +29,8 @@ def load_models(specs: Iterable[ModelSpec], config: ServerConfig, report: StartR
     Raises:
         CheckpointError, UnsupportedModel, ValueError: see `engine.loading.load`.
     """
-    specs = list(specs)
-    for spec in specs:
-        check_sharing(spec.config)
-    secret = salt_secret(specs[0].config)
-    served: list[ServedModel] = []
-    try:
-        for spec in specs:
-            name = spec.names[0]
-            report.say(f"loading {name}" + ("" if spec.root == name else f" from {spec.root}"))
-            if spec.config.model is None:
-                report.say(BUNDLED)
-            loaded = load(spec.config, report.progress)
-            llm = AsyncLLM(loaded)
-            served.append(ServedModel(spec.names, spec.root, llm, config, secret))
-            for line in (at_length if report.is_verbose else summary)(loaded):
-                report.say(line)
-    except BaseException:
-        for model in served:
-            model.llm.close()
-        raise
-    return Models(served)
+    describe = at_length if report.is_verbose else summary
+    return start_models(specs, config, report.say, report.progress, describe)
 
 
 def serve(

@@ -28,7 +28,7 @@ class Job:
 
 
 def make_jobs(
-    trace: str,
+    trace: str | list[TraceRow],
     count: int | None,
     *,
     scale: float = 1.0,
@@ -41,7 +41,7 @@ def make_jobs(
     """Make requests of the first `count` rows of a trace; rows repeat where they do not suffice.
 
     Args:
-        trace: a name of `trace_rows.TRACES`.
+        trace: a name of `trace_rows.TRACES`, or rows.
         scale: lengths are divided by this.
         rate: requests a second on average; None for the trace's own.
         max_model_len: longer requests are cut, the prompt at its end.
@@ -49,7 +49,7 @@ def make_jobs(
         arrivals: "trace" keeps the trace's gaps, "poisson" draws them.
         seed: of prompts and gaps.
     """
-    rows = read_trace(None, trace)
+    rows = read_trace(None, trace) if isinstance(trace, str) else trace
     count = len(rows) if count is None else count
     rng = np.random.default_rng(seed)
     times = _arrivals(rows, count, rate, arrivals, rng)

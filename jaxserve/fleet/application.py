@@ -1,0 +1,163 @@
+"""The application that Ray Serve runs: replicas of the server, and what may choose between them.
+
+This module is imported wherever Serve handles the application, so it imports no JAX.
+"""
+
+# Ray has no wheels for every Python.
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import importlib
+import secrets
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve._private.constants import RAY_SERVE_ENABLE_HA_PROXY
+from ray.serve.config import AutoscalingConfig, BackpressureConfig
+
+from jaxserve.config import prepare_process
+from jaxserve.engine.sharing import check_sharing, read_secret
+from jaxserve.errors import InvalidRequest
+from jaxserve.fleet.choice import PrefixChoice
+from jaxserve.fleet.options import FleetConfig, check_server
+from jaxserve.server.served.admission import QUEUED_FOR_EACH_SLOT
+from jaxserve.server.served.specs import ModelSpec
+from jaxserve.server.settings import ServerConfig
+
+NAME = "jaxserve"
+HEALTH_SECONDS = 2.0
+# Slots of an engine whose max_num_seqs is not given: those of a CPU and of a GPU.
+_SLOTS = (32, 256)
+_LEAST_QUEUE = 128
+# Time in which a replica frees its device, besides that for its requests.
+_CLOSING_SECONDS = 5.0
+
+
+@serve.ingress()
+class Replica:
+    """A replica as Serve knows it. Its arguments are those of `ReplicaServer` without the rank."""
+
+    def __init__(
+        self,
+        specs: list[ModelSpec],
+        config: ServerConfig,
+        secret: bytes,
+        reports_prefixes: bool,
+    ) -> None:
+        prepare_process()
+        rank = serve.get_replica_context().rank
+        module = importlib.import_module("jaxserve.fleet.replica")  # imports JAX
+        self._server = module.ReplicaServer(
+            specs, config, secret, 0 if rank is None else rank.rank, reports_prefixes
+        )
+
+    def __serve_build_asgi_app__(self) -> Any:
+        """Return the application, which Serve calls in this process."""
+        return self._server.app
+
+    def check_health(self) -> None:
+        """Raise where an engine has ended or stands still; Serve then replaces the replica."""
+        self._server.check()
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        """Return what Serve tells its routers of this replica."""
+        return self._server.routing_stats()
+
+    def __del__(self) -> None:
+        """Free the device, once Serve has seen the last request end."""
+        server = getattr(self, "_server", None)
+        if server is not None:
+            server.close()
+
+
+def make_application(
+    specs: list[ModelSpec], config: ServerConfig, fleet: FleetConfig
+) -> serve.Application:
+    """Return what `serve.run` takes. Ray must have been started.
+
+    Raises:
+        InvalidRequest: a setting does not hold in a fleet, or the cluster has too little for it.
+    """
+    check_server(config)
+    for spec in specs:
+        check_sharing(spec.config)
+    secret = read_secret(specs[0].config.prefix_caching_secret) or secrets.token_bytes(32)
+    is_routed = fleet.request_routing == "prefix"
+    _check_proxy(config, is_routed)
+    resources = _resources(fleet)
+    slots = specs[0].config.max_num_seqs or _SLOTS[bool(resources.get("num_gpus"))]
+    queue = config.max_num_queued_reqs
+    if queue is None:
+        queue = max(QUEUED_FOR_EACH_SLOT * slots, _LEAST_QUEUE)
+    options: dict[str, Any] = {
+        "name": NAME,
+        "ray_actor_options": resources,
+        # A replica refuses what its own queue cannot hold. Serve's queue before it has a bound too.
+        "max_ongoing_requests": 2 * slots + queue,
+        "max_queued_requests": 2 * slots + queue,
+        "backpressure_config": BackpressureConfig(status_code=429, retry_after_s=1),
+        "health_check_period_s": HEALTH_SECONDS,
+        "health_check_timeout_s": 5 * HEALTH_SECONDS,
+        "graceful_shutdown_timeout_s": config.drain_timeout + _CLOSING_SECONDS,
+        "graceful_shutdown_wait_loop_s": 0.5,
+        "max_constructor_retry_count": 2,
+        "logging_config": {"enable_access_log": False, "log_level": "WARNING"},
+        **_scale(fleet, slots),
+    }
+    if is_routed:
+        options["request_router_config"] = PrefixChoice.router_config(slots)
+    replicas = serve.deployment(Replica, **options).bind(specs, config, secret, is_routed)
+    if is_routed:
+        # The only way by which Serve 2.60 shows a request's body to what chooses its replica.
+        replicas._with_ingress_request_router(PrefixChoice.bind_to(replicas, secret))
+    return replicas
+
+
+def _check_proxy(config: ServerConfig, is_routed: bool) -> None:
+    if RAY_SERVE_ENABLE_HA_PROXY and config.is_local:
+        raise InvalidRequest(
+            "host must not be loopback with RAY_SERVE_ENABLE_HA_PROXY=1, by which every replica "
+            "listens on all interfaces: set --host 0.0.0.0, with --api-key or --insecure",
+            "host",
+        )
+    if is_routed and not RAY_SERVE_ENABLE_HA_PROXY:
+        raise InvalidRequest(
+            "request_routing=prefix needs RAY_SERVE_ENABLE_HA_PROXY=1 in the environment of the "
+            "cluster: Serve's other proxy chooses a replica before it has a request's body",
+            "request_routing",
+        )
+
+
+def _resources(fleet: FleetConfig) -> dict[str, Any]:
+    """Return a replica's resources, once the cluster has enough for all replicas."""
+    total = ray.cluster_resources()
+    given: Any = fleet.ray_actor_options
+    if given is None:
+        given = {"num_cpus": 1, "num_gpus": 1 if total.get("GPU") else 0}
+    most = fleet.most_replicas()
+    for name, resource in (("num_cpus", "CPU"), ("num_gpus", "GPU")):
+        needed = most * given.get(name, 0)
+        # A cluster that was joined may grow.
+        if fleet.ray_address is None and needed > total.get(resource, 0):
+            raise InvalidRequest(
+                f"{most} replicas need {needed:g} {resource}s, and there are "
+                f"{total.get(resource, 0):g}: set --ray-actor-options, like "
+                f'{{"{name}": {total.get(resource, 0) / most:.2g}}}',
+                "ray_actor_options",
+            )
+    return given
+
+
+def _scale(fleet: FleetConfig, slots: int) -> dict[str, Any]:
+    if fleet.autoscaling_config is None:
+        return {"num_replicas": fleet.data_parallel_size}
+    given: Any = fleet.autoscaling_config
+    scaling: Any = {"target_ongoing_requests": slots, **given}
+    scaling.setdefault("max_replicas", fleet.data_parallel_size)
+    try:
+        return {"autoscaling_config": AutoscalingConfig(**scaling)}
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(
+            f"autoscaling_config: {' '.join(str(error).split())[:300]}", "autoscaling_config"
+        ) from None

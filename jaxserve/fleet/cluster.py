@@ -1,0 +1,130 @@
+"""Work of `jaxserve serve` with replicas: join or start a cluster, run them, end what was begun."""
+
+# Ray has no wheels for every Python.
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import ray
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.context import _get_global_client
+
+from jaxserve.errors import InvalidRequest
+from jaxserve.fleet.application import NAME, make_application
+from jaxserve.fleet.options import FleetConfig
+from jaxserve.server.served.specs import ModelSpec
+from jaxserve.server.settings import ServerConfig
+
+# Replicas exchange nothing through Ray's store of objects.
+_STORE_BYTES = 128 << 20
+_POLL_SECONDS = 0.2
+
+
+def serve_fleet(
+    specs: list[ModelSpec],
+    config: ServerConfig,
+    fleet: FleetConfig,
+    say: Callable[[str], None],
+    check: Callable[[], None],
+) -> int:
+    """Run replicas until SIGTERM or an interrupt, then let them end what they have begun.
+
+    Args:
+        specs: models of each replica.
+        config: of its server; host and port are the fleet's.
+        fleet: how many, and where.
+        say: receives lines about the start.
+        check: raises what a signal during the start has raised.
+
+    Returns:
+        The exit status, 0: what did not start has raised.
+
+    Raises:
+        InvalidRequest: the cluster cannot be reached, has too little, or could start no replica;
+            see `make_application`.
+    """
+    _connect(fleet)
+    try:
+        application = make_application(specs, config, fleet)
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        options = {"host": config.host, "port": config.port, "request_timeout_s": None}
+        options["keep_alive_timeout_s"] = max(1, round(config.keep_alive_timeout))
+        try:
+            serve.start(http_options=options, logging_config={"log_level": "WARNING"})
+        except (RuntimeError, TimeoutError, RayError) as error:
+            raise InvalidRequest(f"Ray Serve cannot be started: {_line(error)}") from error
+        _check_port(config)
+        say(f"starting {_count(fleet)} on Ray Serve")
+        try:
+            serve.run(application, name=NAME)
+        except RuntimeError as error:  # its last line is that of the replica's own error
+            raise InvalidRequest(f"no replica could be started: {_line(error)}") from error
+        check()
+        ended = _Ended()
+        say(f"ready at http://{config.host}:{config.port}")
+        while not ended.has_come:
+            time.sleep(_POLL_SECONDS)
+        return 0
+    finally:
+        # Replicas end what they have begun. Other applications of a cluster that was joined stay,
+        # and one that was started here ends with this process's connection.
+        with suppress(Exception):
+            serve.delete(NAME)
+        ray.shutdown()
+
+
+class _Ended:
+    """Listener for signals to end."""
+
+    def __init__(self) -> None:
+        self.has_come = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._end)
+
+    def _end(self, *_: object) -> None:
+        self.has_come = True
+
+
+def _connect(fleet: FleetConfig) -> None:
+    local: dict[str, Any] = {"include_dashboard": False, "object_store_memory": _STORE_BYTES}
+    try:
+        ray.init(
+            fleet.ray_address or "local",
+            namespace="serve",
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            configure_logging=True,
+            **({} if fleet.ray_address else local),
+        )
+    except Exception as error:  # a plain one where the machine is too slow for its own processes
+        raise InvalidRequest(f"ray_address: {_line(error)}", "ray_address") from error
+
+
+def _line(error: Exception) -> str:
+    """Return the last line of an error, which in Ray's is that of its cause."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1][:500]
+
+
+def _check_port(config: ServerConfig) -> None:
+    """Raise InvalidRequest where Serve ran before, at another port."""
+    client = _get_global_client()
+    assert client is not None  # it was made before
+    http = client.http_config
+    if http.port != config.port:
+        raise InvalidRequest(
+            f"port must be {http.port}, at which Serve runs on this cluster; got {config.port}",
+            "port",
+        )
+
+
+def _count(fleet: FleetConfig) -> str:
+    if fleet.autoscaling_config is None:
+        return f"{fleet.data_parallel_size} replicas"
+    return f"up to {fleet.most_replicas()} replicas"

@@ -1,0 +1,141 @@
+"""Front of Serve's own proxy: one more attempt, and errors in OpenAI's form."""
+
+from __future__ import annotations
+
+from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxserve.server.api.streaming import error_response
+from jaxserve.server.schema.errors import ApiError
+
+# Bodies up to this size are kept until their answer has begun, so that they can be sent again.
+MOST_KEPT_BYTES = 8 << 20
+_JSON = b"application/json"
+# Serve's own paths.
+_OWN = "/-/"
+
+
+def middlewares() -> list[Middleware]:
+    """Return what Serve's proxy is to run its requests through."""
+    return [Middleware(Front)]
+
+
+class Front:
+    """ASGI middleware of Serve's proxy.
+
+    A request whose replica died before its answer had begun is sent to another one, once. The proxy
+    shows such a death by returning without an answer. Once anything has been sent, nothing is tried
+    again: the answer breaks off, which a client sees.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"].startswith(_OWN):
+            await self._app(scope, receive, send)
+            return
+        body, answer = _Body(receive), _Answer(send)
+        for _ in range(2):
+            # Serve writes into the scope.
+            await self._app(dict(scope), body.receive, answer.send)
+            if answer.is_started or not body.can_be_sent_again:
+                break
+            body.rewind()
+        if not answer.is_started and not body.is_gone:
+            error = ApiError(
+                503, "the replica that had this request has ended", code="replica_died"
+            )
+            await error_response(error)(scope, receive, send)
+
+
+class _Body:
+    """A request's body, kept until its answer has begun.
+
+    Attributes:
+        is_gone: whether the client has left.
+        can_be_sent_again: whether all of what was received is here.
+    """
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._kept: list[Message] = []
+        self._next = 0
+        self._size = 0
+        self.is_gone = False
+
+    @property
+    def can_be_sent_again(self) -> bool:
+        return self._size <= MOST_KEPT_BYTES and not self.is_gone
+
+    async def receive(self) -> Message:
+        """Return the next message, from those kept first."""
+        if self._next < len(self._kept):
+            self._next += 1
+            return self._kept[self._next - 1]
+        message = await self._receive()
+        if message["type"] != "http.request":
+            self.is_gone = True
+            return message
+        self._size += len(message.get("body", b""))
+        if self._size > MOST_KEPT_BYTES:
+            self._kept.clear()
+            self._next = 0
+        else:
+            self._kept.append(message)
+            self._next += 1
+        return message
+
+    def rewind(self) -> None:
+        """Begin with the first message again."""
+        self._next = 0
+
+
+class _Answer:
+    """An answer on its way to the client; Serve's own errors get OpenAI's form.
+
+    Attributes:
+        is_started: whether anything has been sent.
+    """
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._error: ApiError | None = None
+        self.is_started = False
+
+    async def send(self, message: Message) -> None:
+        """Send as ASGI does."""
+        if message["type"] == "http.response.start":
+            self.is_started = True
+            self._error = _own_error(message)
+            if self._error is None:
+                await self._send(message)
+        elif self._error is None:
+            await self._send(message)
+        elif not message.get("more_body", False):
+            response = error_response(self._error)
+            await self._send(
+                {
+                    "type": "http.response.start",
+                    "status": response.status_code,
+                    "headers": response.raw_headers,
+                }
+            )
+            await self._send({"type": "http.response.body", "body": response.body})
+
+
+def _own_error(message: Message) -> ApiError | None:
+    """Return an error of Serve itself in our words; None for what a replica has answered.
+
+    Replicas answer errors as JSON.
+    """
+    status, headers = message["status"], {k.lower(): v for k, v in message["headers"]}
+    if status < 400 or headers.get(b"content-type", b"").startswith(_JSON):
+        return None
+    more = {"retry-after": headers[b"retry-after"].decode()} if b"retry-after" in headers else {}
+    if status == 429:
+        return ApiError(429, "all replicas are busy", code="queue_full", headers=more)
+    if status == 408:
+        return ApiError(408, "the request took too long", code="request_timeout")
+    # Serve finds no application at any path while it stops, or before the first replica is ready.
+    return ApiError(503, "no replica is ready", code="no_replica", headers=more)

@@ -1,0 +1,104 @@
+"""FleetConfig: the settings of replicas. Standard library only: the command line reads it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jaxserve.checks import exact_int, finite_float
+from jaxserve.errors import InvalidRequest
+from jaxserve.overrides import json_object
+from jaxserve.server.settings import ServerConfig
+
+BACKENDS = ("mp", "ray")
+ROUTINGS = ("least-loaded", "prefix")
+MAX_REPLICAS = 4096
+# Settings of a server whose sockets are its own, which in a fleet are the proxy's.
+_OF_ONE_PROCESS = ("files_dir", "uds", "ssl_certfile")
+
+
+@dataclass(frozen=True)
+class FleetConfig:
+    """Settings of replicas; names follow vLLM's and Ray's where they have them.
+
+    Args:
+        data_parallel_size: replicas of the server behind one address.
+        data_parallel_backend: what runs more than one: "ray", which needs the extra `ray`.
+        ray_address: a running cluster to join, as HOST:PORT or "auto"; by default one is started on
+            this machine, and ended with the command.
+        ray_actor_options: resources of a replica, as a JSON object of Ray's fields; by default a
+            GPU each where the cluster has any, and a CPU.
+        autoscaling_config: a JSON object of Ray Serve's fields, like {"min_replicas": 1,
+            "max_replicas": 4}, by which replicas follow the requests in progress; their target is
+            a replica's slots unless it has target_ongoing_requests.
+        request_routing: "least-loaded", or "prefix": to the replica that holds most of a prompt,
+            unless it has much more to do than others. It needs RAY_SERVE_ENABLE_HA_PROXY=1.
+
+    Raises:
+        InvalidRequest: (a ValueError) on construction, naming the field.
+    """
+
+    data_parallel_size: int = 1
+    data_parallel_backend: Literal["mp", "ray"] = "mp"
+    ray_address: str | None = None
+    ray_actor_options: dict[str, Any] | str | None = None
+    autoscaling_config: dict[str, Any] | str | None = None
+    request_routing: Literal["least-loaded", "prefix"] = "least-loaded"
+
+    def __post_init__(self) -> None:
+        exact_int(self.data_parallel_size, "data_parallel_size", 1, MAX_REPLICAS)
+        choices = (("data_parallel_backend", BACKENDS), ("request_routing", ROUTINGS))
+        for name, allowed in choices:
+            if getattr(self, name) not in allowed:
+                raise InvalidRequest(f"{name} must be {' or '.join(allowed)}", name)
+        for name in ("ray_actor_options", "autoscaling_config"):
+            object.__setattr__(self, name, json_object(getattr(self, name), name))
+        self._check_numbers()
+        if self.data_parallel_backend == "ray":
+            return
+        if self.data_parallel_size > 1:
+            raise InvalidRequest(
+                f"data_parallel_size={self.data_parallel_size} needs --data-parallel-backend ray",
+                "data_parallel_size",
+            )
+        for name in ("ray_address", "ray_actor_options", "autoscaling_config", "request_routing"):
+            if getattr(self, name) not in (None, ROUTINGS[0]):
+                raise InvalidRequest(f"{name} needs --data-parallel-backend ray", name)
+
+    def _check_numbers(self) -> None:
+        resources: Any = self.ray_actor_options or {}
+        for name in ("num_cpus", "num_gpus"):
+            if finite_float(resources.get(name, 0), f"ray_actor_options.{name}") < 0:
+                raise InvalidRequest(f"ray_actor_options.{name} must not be negative")
+        scaling: Any = self.autoscaling_config or {}
+        for name in ("min_replicas", "max_replicas"):
+            exact_int(scaling.get(name, 1), f"autoscaling_config.{name}", 0, MAX_REPLICAS)
+
+    @property
+    def is_fleet(self) -> bool:
+        """Whether there is more to run than the plain server."""
+        return (
+            self.data_parallel_size > 1
+            or self.ray_address is not None
+            or self.autoscaling_config is not None
+        )
+
+    def most_replicas(self) -> int:
+        """Return how many replicas there may be at once."""
+        scaling: Any = self.autoscaling_config or {}
+        return max(self.data_parallel_size, scaling.get("max_replicas", 1))
+
+
+def check_server(config: ServerConfig) -> None:
+    """Check that a server's settings hold behind a proxy that is not our own.
+
+    Raises:
+        InvalidRequest: naming the one that does not.
+    """
+    for name in _OF_ONE_PROCESS:
+        if getattr(config, name):
+            raise InvalidRequest(
+                f"{name} is not supported with replicas: a replica may end at any time, and the "
+                "address is Ray Serve's",
+                name,
+            )

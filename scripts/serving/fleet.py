@@ -1,0 +1,314 @@
+"""Scenes of a fleet on Ray Serve: what its fronts cost, and what it survives.
+
+    python -m scripts.serving.fleet --scene cost --json scripts/results/fleet.json
+    python -m scripts.serving.fleet --scene kill --times 20 --json scripts/results/fleet.json
+    python -m scripts.serving.fleet --scene scale --json scripts/results/fleet.json
+    python -m scripts.serving.fleet --scene soak --seconds 1800 --json scripts/results/fleet.json
+
+cost    One replica of the bundled model: bare, behind Serve's proxy, behind HAProxy, and behind
+        vllm-router where it is installed. CPU time a chunk of a stream, of the process that serves
+        and of all others, less what they take when idle; and the median of a request for one token.
+kill    One of two replicas is killed under 200 requests of the openai client, which may try again
+        as it does by default: whole answers all come, streams that were there break with an error,
+        what was read of them is right, and the replacement answers.
+scale   Autoscaling from 1 replica to 3 and back under load, without an error.
+soak    Whole answers, streams and streams that are left, for half an hour; a replica killed every
+        minute and a half. Memory and files of all other processes show no slope.
+
+Every scene ends with no process left over. Exit code 1 where something failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from jaxserve.commands.argument_types import positive, positive_integer
+from scripts.lib.argument_types import results_file
+from scripts.lib.run_main import end_at_sigterm, run_main
+from scripts.lib.run_record import about_run, keep
+from scripts.lib.server_process import Server, ask, free_port
+from scripts.serving.fleet_load import MODEL, Load
+from scripts.serving.replicas import (
+    SMALL,
+    Fleet,
+    cpu_seconds,
+    open_files,
+    resident,
+)
+
+IDLE_SECONDS = 4.0
+STREAMS, AT_ONCE, TOKENS = 64, 4, 64
+SHORT = 200
+READY_SECONDS = 120.0
+KILL_EVERY = 90.0
+# Growth that is none: of 30 minutes, by the fitted line.
+MOST_GROWTH_BYTES, MOST_GROWTH_FILES = 32 << 20, 8
+Result = dict[str, Any]
+
+
+async def _streams(url: str) -> int:
+    """Read streams to their ends; return their chunks."""
+    body = {
+        "model": MODEL,
+        "prompt": "Reverse: s-t-o-n-e",
+        "max_tokens": TOKENS,
+        "temperature": 0,
+        "stream": True,
+        "ignore_eos": True,
+    }
+    chunks, left = 0, STREAMS
+
+    async def worker(session: aiohttp.ClientSession) -> None:
+        nonlocal chunks, left
+        while left > 0:
+            left -= 1
+            async with session.post(f"{url}/v1/completions", json=body) as answer:
+                answer.raise_for_status()
+                async for line in answer.content:
+                    chunks += line.startswith(b"data: {")
+
+    async with aiohttp.ClientSession() as session:
+        await asyncio.gather(*(worker(session) for _ in range(AT_ONCE)))
+    return chunks
+
+
+async def _short(url: str) -> float:
+    """Return the median seconds of a request for one token."""
+    body = {"model": MODEL, "prompt": "Reverse: a-b", "max_tokens": 1, "temperature": 0}
+    seconds = []
+    async with aiohttp.ClientSession() as session:
+        for _ in range(SHORT):
+            started = time.perf_counter()
+            async with session.post(f"{url}/v1/completions", json=body) as answer:
+                answer.raise_for_status()
+                await answer.read()
+            seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)
+
+
+def measure_front(url: str, serving: list[int], others: list[int]) -> Result:
+    """Measure a front: CPU time a chunk, of what serves and of all others, and a short request."""
+    asyncio.run(_streams(url))  # programs, connections
+    before = cpu_seconds(others)
+    time.sleep(IDLE_SECONDS)
+    idle = (cpu_seconds(others) - before) / IDLE_SECONDS
+    started, own, rest = time.perf_counter(), cpu_seconds(serving), cpu_seconds(others)
+    chunks = asyncio.run(_streams(url))
+    seconds = time.perf_counter() - started
+    return {
+        "serving_us_a_chunk": 1e6 * (cpu_seconds(serving) - own) / chunks,
+        "front_us_a_chunk": 1e6 * (cpu_seconds(others) - rest - idle * seconds) / chunks,
+        "short_p50_ms": 1e3 * asyncio.run(_short(url)),
+        "chunks_a_second": chunks / seconds,
+        "idle_cpu_pct": 100 * idle,
+    }
+
+
+@contextmanager
+def _vllm_router(target: str) -> Iterator[tuple[str, int]]:
+    port = free_port()
+    words = ["vllm-router", "--worker-urls", target, "--host", "127.0.0.1", "--port", str(port)]
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            end = time.monotonic() + READY_SECONDS
+            url = f"http://127.0.0.1:{port}"
+            while time.monotonic() < end:
+                with suppress(OSError):
+                    ask(f"{url}/v1/models")
+                    break
+                time.sleep(0.2)
+            yield url, process.pid
+        finally:
+            process.terminate()
+
+
+def cost(arguments: argparse.Namespace) -> Result:
+    """Measure every front in one run, each with one replica."""
+    results: Result = {}
+    with Server(*SMALL) as server:
+        results["bare"] = measure_front(server.url, [server.process.pid], [])
+        if shutil.which("vllm-router"):
+            with _vllm_router(server.url) as (url, number):
+                results["vllm-router"] = measure_front(url, [server.process.pid], [number])
+    for name, with_haproxy in (("ray", False), ("ray_haproxy", True)):
+        more = ("--autoscaling-config", '{"min_replicas": 1, "max_replicas": 1}')
+        with Fleet(*more, num_replicas=1, with_haproxy=with_haproxy) as fleet:
+            serving = fleet.replicas()
+            others = [number for number in fleet.processes() if number not in serving]
+            results[name] = measure_front(fleet.url, serving, others)
+    for name, row in results.items():
+        print(
+            f"{name:>12}: {row['front_us_a_chunk']:6.1f} us of CPU a chunk before the server, "
+            f"{row['serving_us_a_chunk']:6.1f} in it; short request {row['short_p50_ms']:.1f} ms; "
+            f"{row['chunks_a_second']:.0f} chunks/s; idle {row['idle_cpu_pct']:.1f} % of a core"
+        )
+    return results
+
+
+def _replacement(fleet: Fleet, before: set[int], victim: int, killed: float) -> tuple[float, float]:
+    """Return seconds from the kill to the new process, and from there to its first answer."""
+    while len(set(fleet.replicas()) - {victim}) < 2:
+        if time.monotonic() > killed + READY_SECONDS:
+            raise RuntimeError("no replica took the place of the one that was killed")
+        time.sleep(0.05)
+    born = time.monotonic()
+    while not fleet.starts(2) - before:
+        if time.monotonic() > killed + READY_SECONDS:
+            raise RuntimeError("the new replica does not answer")
+        time.sleep(0.05)
+    return born - killed, time.monotonic() - born
+
+
+async def kill_once(fleet: Fleet, count: int, max_retries: int) -> Result:
+    """Kill a replica under load; return what became of the requests, and of the replica."""
+    load = Load(fleet.url, max_retries)
+    await load.learn()
+    before = fleet.starts()
+    replacement: asyncio.Future[tuple[float, float]] | None = None
+
+    def on_done(number: int) -> None:
+        nonlocal replacement
+        # On a busy machine the replica of the kill before may be late.
+        if replacement is None and number >= count // 3 and len(fleet.replicas()) == 2:
+            victim = fleet.replicas()[0]
+            os.kill(victim, signal.SIGKILL)
+            replacement = asyncio.ensure_future(
+                asyncio.to_thread(_replacement, fleet, before, victim, time.monotonic())
+            )
+
+    await load.run(count, 12, on_done=on_done)
+    if replacement is None:
+        raise RuntimeError("there never were two replicas")
+    appeared, answered = await replacement
+    await load.close()
+    times = {"replaced_after_s": appeared, "started_in_s": answered}
+    return load.outcomes.summary() | times
+
+
+def kill(arguments: argparse.Namespace) -> Result:
+    """Kill a replica again and again."""
+    runs = []
+    with Fleet(with_haproxy=arguments.haproxy) as fleet:
+        for number in range(arguments.times):
+            runs.append(asyncio.run(kill_once(fleet, 200, arguments.max_retries)))
+            print(f"{number + 1}: {runs[-1]}", flush=True)
+            time.sleep(1.0)
+    failed = sum(run["num_failures"] for run in runs)
+    _require(not failed, f"{failed} requests failed")
+    return {"max_retries": arguments.max_retries, "runs": runs}
+
+
+def scale(arguments: argparse.Namespace) -> Result:
+    """Let the fleet grow from 1 to 3 replicas and shrink again, under load all the while."""
+    config = (
+        '{"min_replicas": 1, "max_replicas": 3, "target_ongoing_requests": 2, '
+        '"upscale_delay_s": 1, "downscale_delay_s": 5, "look_back_period_s": 5, '
+        '"metrics_interval_s": 1}'
+    )
+    with Fleet("--autoscaling-config", config, with_haproxy=arguments.haproxy) as fleet:
+        seen: list[int] = []
+
+        async def work() -> Load:
+            load = Load(fleet.url, 0)
+            await load.learn()
+            for at_once, wanted in ((12, 3), (1, 1)):
+                end = time.monotonic() + READY_SECONDS
+                while time.monotonic() < end:
+                    await load.run(2 * at_once, at_once)
+                    seen.append(len(fleet.replicas()))
+                    if seen[-1] == wanted:
+                        break
+            await load.close()
+            return load
+
+        load = asyncio.run(work())
+    result = load.outcomes.summary() | {"most": max(seen), "last": seen[-1]}
+    print(result)
+    _require(max(seen) == 3 and seen[-1] == 1, f"replicas were {seen}")
+    _require(not result["num_failures"] and not result["broken"], "there were errors")
+    return result
+
+
+def soak(arguments: argparse.Namespace) -> Result:
+    """Load a fleet for a long time, kill a replica now and then, and watch the others."""
+    samples: list[tuple[float, int, int]] = []
+    kills = 0
+    with Fleet(with_haproxy=arguments.haproxy) as fleet:
+        started = last_kill = time.monotonic()
+        # An idle process may become a replica, which takes memory.
+        others = ("ray::Serve", "ray::IDLE")
+        steady = [n for n, line in fleet.processes().items() if not line.startswith(others)]
+        load = Load(fleet.url, 2)
+
+        async def work() -> None:
+            nonlocal kills, last_kill
+            await load.learn()
+            while (now := time.monotonic()) < started + arguments.seconds:
+                await load.run(48, 8, kinds="uusa")
+                alive = [number for number in steady if number in fleet.processes()]
+                memory, files = sum(map(resident, alive)), sum(map(open_files, alive))
+                samples.append((now - started, memory, files))
+                if now - last_kill > KILL_EVERY and len(fleet.replicas()) == 2:
+                    os.kill(fleet.replicas()[kills % 2], signal.SIGKILL)
+                    kills, last_kill = kills + 1, now
+            await load.close()
+
+        asyncio.run(work())
+        half = [sample for sample in samples if sample[0] > arguments.seconds / 5]
+        times, memory, files = np.array(half, float).T
+        growth = {
+            "memory_bytes_in_30_min": 1800 * float(np.polyfit(times, memory, 1)[0]),
+            "files_in_30_min": 1800 * float(np.polyfit(times, files, 1)[0]),
+        }
+        result = load.outcomes.summary() | growth | {"kills": kills, "seconds": arguments.seconds}
+        print(result, flush=True)
+    _require(not result["num_failures"], "requests failed")
+    _require(growth["memory_bytes_in_30_min"] < MOST_GROWTH_BYTES, "memory grows")
+    _require(growth["files_in_30_min"] < MOST_GROWTH_FILES, "open files grow")
+    return result
+
+
+def _require(is_good: bool, what: str) -> None:
+    if not is_good:
+        raise SystemExit(f"failed: {what}")
+
+
+SCENES: dict[str, Callable[[argparse.Namespace], Result]] = {
+    scene.__name__: scene for scene in (cost, kill, scale, soak)
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.serving.fleet", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--scene", choices=SCENES, required=True)
+    parser.add_argument("--times", type=positive_integer, default=20, help="of kill")
+    parser.add_argument("--seconds", type=positive, default=1800.0, help="of soak")
+    parser.add_argument("--max-retries", type=int, default=2, help="of the openai client")
+    parser.add_argument("--haproxy", action="store_true", help="in front of kill, scale and soak")
+    parser.add_argument("--json", type=results_file, help="file to keep the results in")
+    arguments = parser.parse_args()
+    end_at_sigterm()
+    about = about_run()
+    result = SCENES[arguments.scene](arguments)
+    if arguments.json:
+        name = arguments.scene + ("_haproxy" if arguments.haproxy else "")
+        keep(arguments.json, {name: result}, about)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,78 @@
+"""Settings of a fleet: what they mean, and what is refused before anything is started."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from typing import Any
+
+import pytest
+
+from jaxserve.commands.cli import main
+from jaxserve.errors import InvalidRequest
+from jaxserve.fleet.options import FleetConfig
+
+
+def refusal(capsys: pytest.CaptureFixture, *words: str) -> str:
+    assert main(["serve", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    return err.removeprefix("jaxserve: error: ")
+
+
+RAY = ("--data-parallel-backend", "ray")
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ("--data-parallel-size 2", "data_parallel_size=2 needs --data-parallel-backend ray"),
+        ("--ray-address auto", "ray_address needs --data-parallel-backend ray"),
+        ("--request-routing prefix", "request_routing needs --data-parallel-backend ray"),
+        ("-dpb ray -dp 0", "data_parallel_size must be"),
+        ("-dpb ray -dp 2 --files-dir x", "files_dir is not supported with replicas"),
+        ("-dpb ray -dp 2 --uds x", "uds is not supported with replicas"),
+    ],
+)
+def test_what_cannot_be_is_said_in_a_sentence(
+    words: str, error: str, capsys: pytest.CaptureFixture
+) -> None:
+    assert refusal(capsys, *words.split()).startswith(error)
+
+
+def test_without_ray_it_is_said_how_to_install_it(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "jaxserve.fleet.cluster", raising=False)
+    error = refusal(capsys, *RAY, "--data-parallel-size", "2", "--port", "0")
+    assert "needs Ray Serve" in error and "pip install -e '.[ray]'" in error
+
+
+def test_a_port_in_use_is_found_before_ray_is_started(capsys: pytest.CaptureFixture) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = str(listener.getsockname()[1])
+        error = refusal(capsys, *RAY, "--data-parallel-size", "2", "--port", port)
+    assert port in error
+
+
+def test_numbers_are_checked_and_one_replica_is_the_plain_server() -> None:
+    for resources in ({"num_cpus": "x"}, {"num_gpus": -1}):
+        with pytest.raises(InvalidRequest, match=r"ray_actor_options\.num_"):
+            FleetConfig(2, "ray", ray_actor_options=resources)
+    with pytest.raises(InvalidRequest, match=r"autoscaling_config\.max_replicas"):
+        FleetConfig(2, "ray", autoscaling_config={"max_replicas": "x"})
+    fleets: list[dict[str, Any]] = [
+        {"data_parallel_size": 2},
+        {"ray_address": "auto"},
+        {"autoscaling_config": {"max_replicas": 4}},
+    ]
+    for backend in ("mp", "ray"):
+        assert not FleetConfig(1, backend).is_fleet
+    for fields in fleets:
+        assert FleetConfig(data_parallel_backend="ray", **fields).is_fleet
+    assert FleetConfig(2, "ray", autoscaling_config='{"max_replicas": 4}').most_replicas() == 4
+    with pytest.raises(InvalidRequest, match="data_parallel_backend must be mp or ray"):
+        FleetConfig(1, "mpi")  # type: ignore[arg-type]

@@ -1,0 +1,117 @@
+"""Two replicas on Ray Serve: answers, refusals, the death of one, and the end of all."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2
+import openai
+import pytest
+
+from scripts.serving.fleet import kill_once
+from scripts.serving.replicas import Fleet, left_over
+
+pytestmark = pytest.mark.ray
+LONG = {"prompt": "Reverse: s-t-o-n-e", "max_tokens": 900, "temperature": 0, "ignore_eos": True}
+
+
+def request(fleet: Fleet, path: str, body: Any = None, **headers: str) -> tuple[int, dict, bytes]:
+    connection = http.client.HTTPConnection(urlsplit(fleet.url).netloc, timeout=60)
+    try:
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        named = {"content-type": "application/json"} if data is not None else {}
+        connection.request("GET" if data is None else "POST", path, data, named | headers)
+        answer = connection.getresponse()
+        return answer.status, dict(answer.getheaders()), answer.read()
+    finally:
+        connection.close()
+
+
+def test_replicas_answer_as_one_server_does(fleet: Fleet) -> None:
+    client = openai.OpenAI(base_url=f"{fleet.url}/v1", api_key="none", max_retries=0)
+    question: Any = [{"role": "user", "content": "What is 47 + 8?"}]
+    fields = {"model": "demo_model", "messages": question, "temperature": 0}
+    answers = [client.chat.completions.create(**fields) for _ in range(6)]
+    assert {answer.choices[0].message.content for answer in answers} == {"55"}
+    stream = client.chat.completions.create(**fields, stream=True)
+    assert "".join(event.choices[0].delta.content or "" for event in stream) == "55"
+    client.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "headers", "status", "code"),
+    [
+        ("/nothing", None, {}, 404, "not_found"),
+        ("/v1/completions", {"prompt": "a", "max_tokens": -1}, {}, 400, None),
+        ("/v1/completions", {"prompt": "a", "model": "b"}, {}, 404, "model_not_found"),
+        ("/v1/models", None, {"x-long": "x" * 9000}, 431, "header_too_long"),
+        ("/v1/models", None, {f"x-{n}": "x" for n in range(120)}, 431, "too_many_headers"),
+        ("/v1/completions", b"x" * (9 << 20), {}, 413, "too_large"),
+        ("/v1/models", None, {"host": "elsewhere.example"}, 403, "bad_host"),
+    ],
+)
+def test_limits_hold_behind_the_proxy_and_errors_are_as_ever(
+    fleet: Fleet, path: str, body: Any, headers: dict[str, str], status: int, code: str | None
+) -> None:
+    got, _, text = request(fleet, path, body, **headers)
+    error = json.loads(text)["error"]
+    assert got == status and set(error) == {"message", "type", "param", "code"}
+    assert code is None or error["code"] == code
+
+
+def test_what_would_be_lost_with_a_replica_is_not_stored(fleet: Fleet) -> None:
+    body = {"input": "hello", "max_output_tokens": 4}
+    status, _, text = request(fleet, "/v1/responses", body)
+    assert status == 200
+    status, _, text = request(fleet, f"/v1/responses/{json.loads(text)['id']}")
+    assert status == 404 and json.loads(text)["error"]["message"]
+
+
+def test_a_replica_killed_under_load_costs_no_answer(fleet: Fleet) -> None:
+    result = asyncio.run(kill_once(fleet, 200, max_retries=0))
+    assert result["failures"] == []
+    assert result["answered"]["unary"] == 134
+    assert result["answered"]["stream"] + sum(result["broken"].values()) == 66
+
+
+def test_streams_of_a_killed_replica_end_in_an_error(fleet: Fleet) -> None:
+    client = openai.OpenAI(base_url=f"{fleet.url}/v1", api_key="none", timeout=60)
+    whole = client.completions.create(model="demo_model", extra_body=LONG, prompt=LONG["prompt"])
+    right = whole.choices[0].text
+    body = {"ignore_eos": True}
+    fields = {"model": "demo_model", "prompt": LONG["prompt"], "max_tokens": 900, "temperature": 0}
+    streams = [
+        client.completions.create(**fields, stream=True, extra_body=body)  # type: ignore[call-overload]
+        for _ in range(8)
+    ]
+
+    def read(stream: Any) -> tuple[str, bool]:
+        text = ""
+        try:
+            for event in stream:
+                text += event.choices[0].text
+        except (openai.OpenAIError, httpx2.HTTPError):
+            return text, True
+        return text, False
+
+    with ThreadPoolExecutor(8) as threads:
+        os.kill(fleet.replicas()[0], signal.SIGKILL)
+        ends = list(threads.map(read, streams))
+    client.close()
+    assert all(right.startswith(text) for text, _ in ends)
+    assert all(text == right for text, broke in ends if not broke)
+    assert any(broke for _, broke in ends)
+
+
+def test_nothing_is_left_after_sigterm(fleet: Fleet) -> None:
+    before = fleet.processes()
+    assert len(before) > 5
+    assert fleet.stop() == 0
+    assert left_over(before) == {}
