@@ -52,8 +52,8 @@ class ServerConfig:
         model_weights: how the memory is shared out between several models, like a=2,b=1; equally
             by default.
         api_key: keys of which every request must bring one, as `Authorization: Bearer` or
-            `x-api-key`; only /health, its other names /v1/health and /ping, and the files of
-            the page at / are open without. Also read from JAXSERVE_API_KEY.
+            `x-api-key`; only /health, its other names /v1/health and /ping, /ready, and the files
+            of the page at / are open without. Also read from JAXSERVE_API_KEY.
         insecure: listen beyond loopback although there is no api_key.
         allowed_origins: origins of pages elsewhere that may call this server.
         allowed_hosts: names, besides loopback's own, that requests to a loopback address
@@ -110,6 +110,8 @@ class ServerConfig:
         enable_force_include_usage: every event of a stream, and its end, has the usage so far.
         enable_per_request_metrics: let answers of one completion carry its times, as `metrics`; a
             stream does with its usage.
+        open_metrics: serve GET /metrics without an api_key, as vLLM does; routers that read it,
+            like llm-d's, have none.
         server_dev_mode: open POST /reset_prefix_cache, which an api_key opens too.
         enable_tokenizer_info_endpoint: serve GET /tokenizer_info, which shows the chat template.
         response_role: role of the answers to conversations.
@@ -182,6 +184,7 @@ class ServerConfig:
     return_tokens_as_token_ids: bool = False
     enable_force_include_usage: bool = False
     enable_per_request_metrics: bool = False
+    open_metrics: bool = False
     server_dev_mode: bool = False
     enable_tokenizer_info_endpoint: bool = False
     response_role: str = "assistant"

@@ -34,6 +34,7 @@ class Server:
 
     Args:
         arguments: of `jaxserve serve`, besides the port.
+        port: to listen on; by default one that is free.
 
     Attributes:
         url: without `/v1`.
@@ -43,8 +44,8 @@ class Server:
         RuntimeError: on entering, with what the server wrote: it did not come up.
     """
 
-    def __init__(self, *arguments: str) -> None:
-        port = free_port()
+    def __init__(self, *arguments: str, port: int | None = None) -> None:
+        port = free_port() if port is None else port
         self.url = f"http://127.0.0.1:{port}"
         self._command = [sys.executable, "-m", "jaxserve", "serve", "--port", str(port), *arguments]
         self._stack = ExitStack()

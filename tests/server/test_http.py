@@ -174,15 +174,15 @@ def test_wrong_methods_and_paths(server: Server, method: str, path: str, status:
     assert answer.status == status and answer.error
 
 
-def test_every_route_but_liveness_asks_for_the_key(narrow: Server) -> None:
+def test_every_route_but_probes_asks_for_the_key(narrow: Server) -> None:
     paths = narrow.request("/openapi.json").json()["paths"]
-    routes = {*paths, "/openapi.json", "/nothing", "/v1/models/demo_model"} - {"/health"}
+    routes = {*paths, "/openapi.json", "/nothing", "/v1/models/demo_model"} - {"/health", "/ready"}
     narrow.key = None
     try:
         for path in routes:
             for method in ("GET", "POST", "HEAD", "OPTIONS", "DELETE", "PUT"):
                 assert narrow.request(path, None, {}, method).status == 401, (method, path)
-        for path in ("/health", "/", "/page/main.js"):
+        for path in ("/health", "/ready", "/", "/page/main.js"):
             assert narrow.request(path).status == 200
     finally:
         narrow.key = KEYS[0]

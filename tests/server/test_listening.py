@@ -17,7 +17,7 @@ import pytest
 
 from jaxserve.commands.cli import main
 from jaxserve.errors import InvalidRequest
-from jaxserve.server.http.listener import bind_path
+from jaxserve.server.http.listener import allow_reuse, bind, bind_path
 from jaxserve.server.settings import MAX_SOCKET_PATH, ServerConfig
 from tests.support.kept_programs import users_environment
 from tests.support.live_server import ROOT, SMALL, read_all
@@ -105,6 +105,26 @@ def secure(
     process.terminate()
     assert process.wait(60) == 0
     assert not path.exists()
+
+
+def test_of_two_servers_that_start_at_one_address_the_second_ends_at_once() -> None:
+    with bind("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        for host in ("127.0.0.1", "0.0.0.0"):
+            message = rf"cannot listen on {host}:{port}: Address already in use"
+            with pytest.raises(OSError, match=message):
+                bind(host, port)
+        allow_reuse(first)
+        first.listen()
+        with pytest.raises(OSError, match="Address already in use"):
+            bind("127.0.0.1", port)
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            accepted, _ = first.accept()
+            accepted.close()  # first: the port remembers the connection for a minute
+            assert client.recv(1) == b""
+    with bind("127.0.0.1", port) as again:
+        allow_reuse(again)
+        again.listen()
 
 
 def sing(secure: Secure) -> bytes:

@@ -242,6 +242,50 @@ def test_the_server_describes_itself(narrow: Server) -> None:
     assert narrow.request("/server_info?model=other").status == 404
 
 
+def test_what_sglangs_gateway_shows_of_a_model(narrow: Server) -> None:
+    answers = [narrow.request(path).json() for path in ("/model_info", "/get_model_info")]
+    assert answers[0] == answers[1]
+    card = {"model_path": "demo_model", "tokenizer_path": "demo_model", "max_model_len": 640}
+    kind = {"is_generation": True, "has_image_understanding": False}
+    assert answers[0] == card | kind | {"has_audio_understanding": False}
+    assert narrow.request("/get_model_info?model=other").status == 404
+    assert narrow.request("/get_server_info").json() == narrow.request("/server_info").json()
+
+
+# Names that routers read from /metrics, with the labels that they read of them.
+SCRAPERS = {
+    # Endpoint picker of llm-d (llm-d-router, August 2026, extractor/metrics/factories.go), and of
+    # gateway-api-inference-extension, whose code it took over; lora_requests_info is optional.
+    "llm-d": {
+        "vllm:num_requests_waiting": set(),
+        "vllm:num_requests_running": set(),
+        "vllm:kv_cache_usage_perc": set(),
+        "vllm:cache_config_info": {"block_size", "num_gpu_blocks"},
+    },
+    # SGLang's gateway, smg 1.13 (worker/monitor.rs), of workers that it takes for vLLM.
+    "smg": {
+        "vllm:kv_cache_usage_perc": set(),
+        "vllm:num_requests_running": set(),
+        "vllm:num_requests_waiting": set(),
+    },
+    # vLLM's production stack (vllm_router/stats/engine_stats.py), which reads besides four names
+    # with gpu_ that vLLM itself has no longer, and takes them for 0.
+    "production-stack": {"vllm:num_requests_running": set(), "vllm:num_requests_waiting": set()},
+}
+
+
+@pytest.mark.parametrize("scraper", SCRAPERS)
+def test_what_routers_scrape_is_there(server: Server, scraper: str) -> None:
+    found = families(server)
+    for name, labels in SCRAPERS[scraper].items():
+        [sample] = found[name].samples
+        assert labels <= set(sample.labels) and sample.labels["model_name"] == "demo_model"
+        assert all(sample.labels[label].isdigit() for label in labels)
+        assert found[name].type == "gauge"
+        if name.endswith("_perc"):
+            assert 0 <= sample.value <= 1
+
+
 def expressions() -> Iterator[str]:
     board = json.loads(DASHBOARD.read_text())
     for panel in board["panels"]:

@@ -73,6 +73,17 @@ def test_a_stalled_engine_is_unhealthy_until_it_moves(app: App) -> None:
     asyncio.run(scene())
 
 
+def test_a_server_that_stops_is_unhealthy_for_routers(app: App) -> None:
+    async def scene() -> None:
+        app.lifecycle.is_draining = True
+        for path in ("/health", "/v1/health", "/ping", "/ready"):
+            status, answer = await get(app, path)
+            assert status == 503 and answer["error"]["code"] == "shutting_down"
+        assert (await get(app, "/version"))[0] == 200
+
+    asyncio.run(scene())
+
+
 def test_a_dead_engine_ends_the_process(app: App) -> None:
     async def scene() -> None:
         process = Process(app)

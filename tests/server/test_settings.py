@@ -87,9 +87,11 @@ def test_a_model_among_the_names_is_noticed() -> None:
 
 def test_help_says_what_is_open_without_a_key() -> None:
     text = field_help(ServerConfig)["api_key"]
-    assert "only /health, its other names /v1/health and /ping, and the files of the page" in text
+    assert (
+        "/health, its other names /v1/health and /ping, /ready, and the files of the page" in text
+    )
     assert {path for path in page.OPEN_PATHS if not path.startswith("/page/")} == {"/"}
-    assert {"/health", "/v1/health", "/ping"} == OPEN_PATHS
+    assert {"/health", "/v1/health", "/ping", "/ready"} == OPEN_PATHS
 
 
 def test_models_that_cannot_be_told_apart() -> None:

@@ -62,6 +62,17 @@ class ServerInfo(msgspec.Struct):
     system_env: dict[str, str]
 
 
+class ModelInfo(msgspec.Struct):
+    """Answer of GET /model_info and /get_model_info, as SGLang's."""
+
+    model_path: str
+    tokenizer_path: str
+    max_model_len: int
+    is_generation: bool = True
+    has_image_understanding: bool = False
+    has_audio_understanding: bool = False
+
+
 class Capabilities(msgspec.Struct, frozen=True):
     """Features of a model besides text."""
 
@@ -101,13 +112,16 @@ class ModelList(msgspec.Struct):
 
 
 async def health(request: Request) -> Response:
-    """Answer 200 while every engine lives and makes progress.
+    """Answer 200 while every engine lives and makes progress, and none is being stopped.
 
-    This waits for no engine, so that a hung one cannot hang it.
+    This waits for no engine, so that a hung one cannot hang it. Routers send their requests
+    elsewhere once it answers 503.
 
     Raises:
-        ApiError: 503, an engine has ended or stands still.
+        ApiError: 503, the server is stopping, or an engine has ended or stands still.
     """
+    if request.app.state.served.lifecycle.is_draining:
+        raise ApiError(503, "the server is stopping", code="shutting_down")
     limit = request.app.state.served.config.health_timeout
     for model in request.app.state.served.models.all:
         if not model.llm.is_alive():
@@ -124,14 +138,28 @@ async def ready(request: Request) -> Response:
     """Answer 200 while new requests are accepted.
 
     Raises:
-        ApiError: 503, the server is stopping, its queues are full, or see `health`.
+        ApiError: 503, its queues are full, or see `health`.
     """
-    if request.app.state.served.lifecycle.is_draining:
-        raise ApiError(503, "the server is stopping", code="shutting_down")
     models: Models = request.app.state.served.models
     if all(model.admission.is_full for model in models.all):
         raise ApiError(503, "the queue is full", code="queue_full")
     return await health(request)
+
+
+async def model_info(request: Request) -> Response:
+    """Answer with what SGLang's gateway shows of a model: the first, or that of `?model=`.
+
+    Raises:
+        ApiError: 404, no such model.
+    """
+    model = request.app.state.served.models.find(request.query_params.get("model"))
+    return json_response(
+        ModelInfo(
+            model_path=model.name,
+            tokenizer_path=str(model.llm.config.tokenizer or model.name),
+            max_model_len=model.limits.max_model_len,
+        )
+    )
 
 
 async def version(request: Request) -> Response:

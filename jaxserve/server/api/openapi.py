@@ -14,6 +14,7 @@ from jaxserve.server.api.info import (
     HealthResponse,
     LoadResponse,
     ModelCard,
+    ModelInfo,
     ModelList,
     ServerInfo,
     VersionResponse,
@@ -84,6 +85,7 @@ GETS: dict[str, type | None] = {
     "/load": LoadResponse,
     "/tokenizer_info": TokenizerInfo,
     "/server_info": ServerInfo,
+    "/model_info": ModelInfo,
     "/metrics": None,
 }
 _INTEGER, _FLAG = {"type": "integer"}, {"type": "boolean"}

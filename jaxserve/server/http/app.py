@@ -35,6 +35,7 @@ from jaxserve.server.api.info import (
     health,
     list_models,
     load,
+    model_info,
     ready,
     server_info,
     version,
@@ -74,7 +75,7 @@ _DRAWING = frozenset(
     "/v1/completions /v1/chat/completions /v1/chat/completions/batch /v1/responses "
     "/v1/messages /infill /invocations /inference/v1/generate".split()
 )
-# Other names of endpoints, as llama.cpp's server has them.
+# Other names of endpoints, as llama.cpp's server has them, and routers call them.
 _ALIASES = {
     "/completions": "/v1/completions",
     "/chat/completions": "/v1/chat/completions",
@@ -83,6 +84,8 @@ _ALIASES = {
     "/models": "/v1/models",
     "/v1/health": "/health",
     "/ping": "/health",
+    "/get_model_info": "/model_info",
+    "/get_server_info": "/server_info",
 }
 
 
@@ -125,6 +128,7 @@ def routes() -> list[BaseRoute]:
         Route("/version", version, methods=["GET"]),
         Route("/load", load, methods=["GET"]),
         Route("/server_info", server_info, methods=["GET"]),
+        Route("/model_info", model_info, methods=["GET"]),
         Route("/metrics", metrics, methods=["GET"]),
         Route("/openapi.json", openapi, methods=["GET"]),
     ]

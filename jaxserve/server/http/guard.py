@@ -36,8 +36,9 @@ LINGER_SECONDS = 0.5
 FILES = "/v1/files"
 # Fields and boundaries of such a form, besides its file.
 FORM_BYTES = 64 << 10
-# Paths without a key: an orchestrator, which has none, checks whether the process lives.
-OPEN_PATHS = frozenset({"/health", "/v1/health", "/ping"})
+# Paths without a key: an orchestrator, which has none, checks whether the process lives, and has
+# room.
+OPEN_PATHS = frozenset({"/health", "/v1/health", "/ping", "/ready"})
 _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
@@ -73,6 +74,8 @@ class Guard:
         self._check_room = check_room
         self._reads_no_body = reads_no_body
         self._open_paths = OPEN_PATHS | open_paths
+        if config.open_metrics:
+            self._open_paths |= {"/metrics"}
         self._keys = [hashlib.sha256(key.encode()).digest() for key in config.api_key or ()]
         self._hosts = _LOCAL_NAMES | {config.host} | set(config.allowed_hosts or ())
 

@@ -24,10 +24,18 @@ def bind(host: str, port: int) -> socket.socket:
             listener = stack.enter_context(socket.socket(family, kind, protocol))
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
+            # Of two servers that start at the same time neither listens yet, and the second would
+            # get the port too, load its models, and fail.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
             stack.pop_all()
             return listener
     except OSError as error:
         raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+
+
+def allow_reuse(listener: socket.socket) -> None:
+    """Let a socket listen, and a later server, on a port with connections that ended lately."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 
 
 @contextmanager

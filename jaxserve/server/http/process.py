@@ -16,6 +16,7 @@ import uvicorn
 
 from jaxserve.server.http.app import App
 from jaxserve.server.http.connection import Connection, Crowd
+from jaxserve.server.http.listener import allow_reuse
 from jaxserve.server.http.open_files import Room, make_room
 from jaxserve.server.http.tls import uvicorn_options
 from jaxserve.server.schema.errors import ApiError
@@ -82,6 +83,8 @@ class Process(uvicorn.Server):
             seconds = self._served.config.header_timeout
             limits = {"ssl_handshake_timeout": seconds, "ssl_shutdown_timeout": FAREWELL_SECONDS}
             loop.create_server = partial(loop.create_server, **limits)  # type: ignore[method-assign]
+        for listener in sockets or []:
+            allow_reuse(listener)
         await super().startup(sockets)
         for listener in sockets or []:
             listener.listen(_QUEUE)
