@@ -35,5 +35,5 @@ def of_all(x: Shaped[Array, "*sizes"], axis: str, tiled: bool = False) -> Shaped
 
 
 def rows_for_columns(x: Shaped[Array, "R V"], axis: str) -> Shaped[Array, "r V_of_all"]:
-    """Exchange a part of the columns of all rows for all columns of a part of the rows."""
+    """Return all columns of a part of the rows, given a part of the columns of all rows."""
     return lax.all_to_all(x, axis, split_axis=0, concat_axis=1, tiled=True)

@@ -1,4 +1,4 @@
-"""Parts of every parameter on each of several devices: index arithmetic alone.
+"""Division of every parameter over several devices: index arithmetic alone.
 
 Tensor parallelism (Shoeybi et al. 2019, "Megatron-LM"): each device has some of the heads, of the
 MLP's width and of the vocabulary, and results that are sums over those are added over the devices.

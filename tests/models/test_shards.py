@@ -1,4 +1,4 @@
-"""Parts of parameters on several devices: index arithmetic."""
+"""The division of parameters over several devices: index arithmetic."""
 
 from dataclasses import replace
 
