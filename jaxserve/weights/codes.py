@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -91,8 +91,11 @@ class Codes:
 
     def as_weight(self, outputs: tuple[int, ...]) -> QuantizedWeight:
         """Pack the codes as a weight whose arrays are NumPy's."""
-        host: tuple[Any, ...] = (*self.packed(), self.order)
-        return QuantizedWeight(*host, self.form, len(self.values), outputs)
+        values, scales, zeros = (cast(Any, part) for part in self.packed())
+        order: Any = self.order
+        return QuantizedWeight(
+            *(values, scales, zeros, order), self.form, len(self.values), outputs
+        )
 
     def placed(self, outputs: tuple[int, ...]) -> QuantizedWeight:
         """Pack the codes and place them on JAX's default device."""

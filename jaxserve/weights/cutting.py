@@ -83,13 +83,9 @@ def _cut_matrix(
             f"{path}: its inputs are sorted by group (desc_act), and tensor_parallel_size would "
             "cut them; allowed: 1, or a checkpoint without desc_act"
         )
-    values, scales, zeros = _taken(
-        _arrays(weight), weight.form, weight.inputs, inputs, outputs, path
-    )
-    order = None if weight.order is None else np.asarray(weight.order)
-    return QuantizedWeight(
-        *(values, scales, zeros, order, weight.form, len(inputs), shape, weight.implementation)
-    )
+    host = _taken(_arrays(weight), weight.form, weight.inputs, inputs, outputs, path)
+    order: Any = None if weight.order is None else np.asarray(weight.order)
+    return QuantizedWeight(*host, order, weight.form, len(inputs), shape, weight.implementation)
 
 
 def _taken(
@@ -99,7 +95,7 @@ def _taken(
     inputs: np.ndarray,
     outputs: np.ndarray,
     path: str,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+) -> tuple[Any, Any, Any]:
     """Take rows and columns of codes [..., rows, O], scales and zero points [..., groups, O]."""
     values, scales, zeros = arrays
     assert values is not None and scales is not None
@@ -140,10 +136,8 @@ def _cut_experts(experts: QuantizedExperts, part: Part, path: str) -> QuantizedE
     (first, last), matrix = part.spans[0][0], Part(part.shape[1:], part.spans[1:])
     own = [None if array is None else array[first:last] for array in _arrays(experts)]
     taken = matrix.inputs(1), matrix.outputs(1)
-    values, scales, zeros = _taken(own, experts.form, experts.inputs, *taken, path)
-    return QuantizedExperts(
-        *(values, scales, zeros, experts.form, len(matrix.inputs(1)), matrix.own_shape[1:])
-    )
+    host = _taken(own, experts.form, experts.inputs, *taken, path)
+    return QuantizedExperts(*host, experts.form, len(matrix.inputs(1)), matrix.own_shape[1:])
 
 
 def _arrays(weight: QuantizedWeight | QuantizedExperts) -> list[np.ndarray | None]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import groupby
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -82,5 +82,5 @@ def _stacked(
 
     with ThreadPoolExecutor(THREADS) as pool:
         list(pool.map(fill, range(count)))
-    host: list[Any] = whole
-    return QuantizedExperts(*host, first.form, len(first.values), outputs)
+    values, scales, zeros = (cast(Any, part) for part in whole)
+    return QuantizedExperts(values, scales, zeros, first.form, len(first.values), outputs)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import re
-from dataclasses import replace
 
 from jaxserve.config import EngineConfig
 from jaxserve.execution.start.device import named_device
@@ -142,9 +141,9 @@ def divided_table() -> str:
     lines.append("|---" * 5 + "|")
     device = named_device("H200")
     for name, counts in DIVIDED.items():
+        whole = model_weights(name, "bfloat16")
         for count in counts:
-            config = parse_model_config(gpu_models.MODELS[MODELS[name]].config())
-            weights = Weights(replace(config, split=Split(count)), "bfloat16")
+            weights = whole.divided(Split(count))
             plan = plan_memory(EngineConfig(), weights, None, device)
             token = plan.page_bytes / plan.block_size
             times = StepTimes(weights, None, token, device.limits.kind, device.bandwidth)

@@ -6,8 +6,6 @@ Sizes are of published configurations; nothing is loaded, compiled or timed.
 from __future__ import annotations
 
 import json
-from copy import copy
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -39,15 +37,14 @@ def whole(name: str) -> Weights:
 
 
 def weights_of(name: str, devices: int, experts: bool = False) -> Weights:
-    weights = copy(whole(name))  # whose parameters have the same shapes
-    weights.config = replace(weights.config, split=Split(devices, experts))
-    weights._shapes = {}
+    weights = whole(name).divided(Split(devices, experts))
     check_split(weights.config)
     return weights
 
 
-def llama(hidden: int, mlp: int, layers: int, heads: int, kv: int, devices: int) -> tuple[int, int]:
+def llama(sizes: tuple[int, int, int, int, int], devices: int) -> tuple[int, int]:
     """Count the weights of a device that each token is multiplied with, and that each row is."""
+    hidden, mlp, layers, heads, kv = sizes
     attention = hidden * (2 * heads + 2 * kv) * 128 // devices
     return layers * (attention + 3 * hidden * mlp // devices), hidden * 128256 // devices
 
@@ -62,7 +59,7 @@ def llama(hidden: int, mlp: int, layers: int, heads: int, kv: int, devices: int)
 )
 def test_a_llama_by_hand(name: str, devices: int, sizes: Any, kv_heads: int) -> None:
     hidden, _, layers, heads, _ = sizes
-    each, drawn = llama(*sizes, devices)
+    each, drawn = llama(sizes, devices)
     norms = (2 * layers + 1) * hidden
     weights = weights_of(name, devices)
     held, read = weights.sizes(None)

@@ -54,7 +54,7 @@ def write(folder: Path, config: ModelConfig) -> None:
     table = sorted(checkpoint_weights(config), key=lambda weight: weight.path)
     for weight in table:
         words = weight.path.split(".")
-        file = f"{words[1] if words[0] == 'layers' else 'rest'}.safetensors"
+        file = f"{words[words[0] == 'layers']}.safetensors"
         if file not in files:
             for other, tensors in files.items():
                 save_file(tensors, folder / other)

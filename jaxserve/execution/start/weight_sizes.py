@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import copy
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from jaxserve.models import ModelConfig, abstract_model
 from jaxserve.models.config.quantization import StoredQuantization
 from jaxserve.models.quantized import EXPERTS, PROJECTIONS, flat_shape
-from jaxserve.models.shards import part_of
+from jaxserve.models.shards import Split, part_of
 from jaxserve.weights.block_codes import code_bits
 from jaxserve.weights.block_quantize import block_forms, grouped_form
 from jaxserve.weights.model_weights import parameters_of
@@ -47,6 +48,12 @@ class Weights:
         kept = copy(self)
         kept._blocks = blocks
         return kept
+
+    def divided(self, split: Split) -> Weights:
+        """Return one device's part of the same weights."""
+        part = copy(self)
+        part.config, part._shapes = replace(self.config, split=split), {}
+        return part
 
     @property
     def has_blocks(self) -> bool:
