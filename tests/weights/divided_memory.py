@@ -47,7 +47,7 @@ def resident() -> int:
 
 
 def write(folder: Path, config: ModelConfig) -> None:
-    """Write a checkpoint of 1.6 GB, one file for each layer, so that little of it is held."""
+    """Write a checkpoint of 1.5 GB, one file for each layer, so that little of it is held."""
     dims, block = dimensions(config), np.random.default_rng(0).normal(size=1 << 20)
     files: dict[str, dict[str, np.ndarray]] = {}
     names: dict[str, str] = {}

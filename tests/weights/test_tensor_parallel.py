@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import UnsupportedModel
-from jaxserve.models import parse_model_config
+from jaxserve.models import abstract_model, parse_model_config
 from jaxserve.models.panels import BlockPanels
 from jaxserve.models.quantized import EXPERTS, QuantizedExperts, SplitWeight
 from jaxserve.models.shards import Part, Split, parts_of
@@ -28,7 +28,7 @@ from jaxserve.weights.cutting import cut, rows_of_panels
 from jaxserve.weights.expert_codes import quantized_experts
 from jaxserve.weights.gguf.blocks import BlockRows, rows_of_blocks
 from jaxserve.weights.group_borders import check_groups, group_sizes
-from jaxserve.weights.model_weights import parameters_of, random_weights
+from jaxserve.weights.model_weights import parameters_of
 from jaxserve.weights.quantize import quantize
 from pallas_kernels.cpu import blocks
 from tests.support.gguf_blocks import random_blocks
@@ -187,7 +187,7 @@ def test_groups_that_devices_would_share_are_refused_before_reading(
     form: str, devices: int, named: str | None
 ) -> None:
     config = replace(parse_model_config(RAW | {"num_hidden_layers": 8}), split=Split(devices))
-    parameters = parameters_of(random_weights(replace(config, split=Split()), np.float32))
+    parameters = parameters_of(abstract_model(config, np.float32))
     sizes = group_sizes(config, parameters, form, True)
     if named is None:
         check_groups(config, parameters, sizes)
