@@ -45,13 +45,15 @@ from scripts.serving.replicas import (
     SMALL,
     Fleet,
     cpu_seconds,
+    cpu_since,
     open_files,
     resident,
 )
 
 IDLE_SECONDS = 4.0
-STREAMS, AT_ONCE, TOKENS = 64, 4, 64
-SHORT = 200
+# Long ones: what a request costs besides is in the short ones.
+STREAMS, AT_ONCE, TOKENS = 12, 4, 900
+SHORT = 100
 READY_SECONDS = 120.0
 KILL_EVERY = 90.0
 # Growth that is none: of 30 minutes, by the fitted line.
@@ -99,22 +101,29 @@ async def _short(url: str) -> float:
     return statistics.median(seconds)
 
 
-def measure_front(url: str, serving: list[int], others: list[int]) -> Result:
+def measure_front(name: str, url: str, serving: list[int], others: list[int]) -> Result:
     """Measure a front: CPU time a chunk, of what serves and of all others, and a short request."""
     asyncio.run(_streams(url))  # programs, connections
     before = cpu_seconds(others)
     time.sleep(IDLE_SECONDS)
-    idle = (cpu_seconds(others) - before) / IDLE_SECONDS
+    idle = cpu_since(before) / IDLE_SECONDS
     started, own, rest = time.perf_counter(), cpu_seconds(serving), cpu_seconds(others)
     chunks = asyncio.run(_streams(url))
     seconds = time.perf_counter() - started
-    return {
-        "serving_us_a_chunk": 1e6 * (cpu_seconds(serving) - own) / chunks,
-        "front_us_a_chunk": 1e6 * (cpu_seconds(others) - rest - idle * seconds) / chunks,
+    row = {
+        "serving_us_a_chunk": 1e6 * cpu_since(own) / chunks,
+        "front_us_a_chunk": 1e6 * (cpu_since(rest) - idle * seconds) / chunks,
         "short_p50_ms": 1e3 * asyncio.run(_short(url)),
         "chunks_a_second": chunks / seconds,
         "idle_cpu_pct": 100 * idle,
     }
+    print(
+        f"{name:>12}: {row['front_us_a_chunk']:6.1f} us of CPU a chunk before the server, "
+        f"{row['serving_us_a_chunk']:6.1f} in it; short request {row['short_p50_ms']:.1f} ms; "
+        f"{row['chunks_a_second']:.0f} chunks/s; idle {row['idle_cpu_pct']:.1f} % of a core",
+        flush=True,
+    )
+    return row
 
 
 @contextmanager
@@ -139,22 +148,17 @@ def cost(arguments: argparse.Namespace) -> Result:
     """Measure every front in one run, each with one replica."""
     results: Result = {}
     with Server(*SMALL) as server:
-        results["bare"] = measure_front(server.url, [server.process.pid], [])
+        results["bare"] = measure_front("bare", server.url, [server.process.pid], [])
         if shutil.which("vllm-router"):
             with _vllm_router(server.url) as (url, number):
-                results["vllm-router"] = measure_front(url, [server.process.pid], [number])
+                row = measure_front("vllm-router", url, [server.process.pid], [number])
+                results["vllm-router"] = row
     for name, with_haproxy in (("ray", False), ("ray_haproxy", True)):
         more = ("--autoscaling-config", '{"min_replicas": 1, "max_replicas": 1}')
         with Fleet(*more, num_replicas=1, with_haproxy=with_haproxy) as fleet:
             serving = fleet.replicas()
             others = [number for number in fleet.processes() if number not in serving]
-            results[name] = measure_front(fleet.url, serving, others)
-    for name, row in results.items():
-        print(
-            f"{name:>12}: {row['front_us_a_chunk']:6.1f} us of CPU a chunk before the server, "
-            f"{row['serving_us_a_chunk']:6.1f} in it; short request {row['short_p50_ms']:.1f} ms; "
-            f"{row['chunks_a_second']:.0f} chunks/s; idle {row['idle_cpu_pct']:.1f} % of a core"
-        )
+            results[name] = measure_front(name, fleet.url, serving, others)
     return results
 
 

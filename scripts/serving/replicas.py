@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from scripts.lib.server_process import Server, ask
 
@@ -142,10 +142,16 @@ def open_files(number: int) -> int:
     return len(list(Path(f"/proc/{number}/fd").iterdir()))
 
 
-def cpu_seconds(numbers: Any) -> float:
-    """Return the CPU time that some processes have taken so far."""
-    total = 0
+def cpu_seconds(numbers: Iterable[int]) -> dict[int, float]:
+    """Return the CPU time that processes have taken so far; those that have ended are left out."""
+    found = {}
     for number in numbers:
-        fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
-        total += int(fields[11]) + int(fields[12])
-    return total / os.sysconf("SC_CLK_TCK")
+        with suppress(OSError):
+            fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+            found[number] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return found
+
+
+def cpu_since(before: Mapping[int, float]) -> float:
+    """Return the CPU time that processes have taken since; those that have ended count nothing."""
+    return sum(seconds - before[number] for number, seconds in cpu_seconds(before).items())
