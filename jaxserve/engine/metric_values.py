@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxserve.engine.metrics import EngineStats
 from jaxserve.engine.metrics import Histogram as Counts
+
+Read = Callable[[EngineStats], float]
+# Names that vLLM has too: what they say, and where they are read.
+GAUGES: dict[str, tuple[str, Read]] = {
+    "num_requests_running": ("Sequences running.", lambda s: s.num_running),
+    "num_requests_waiting": ("Sequences waiting.", lambda s: s.num_waiting),
+    "kv_cache_usage_perc": (
+        "Share of the pages of KV cache that sequences hold, 0 to 1.",
+        lambda s: s.pages_in_use / max(s.num_pages, 1),
+    ),
+}
+COUNTERS: dict[str, tuple[str, Read]] = {
+    "prompt_tokens": ("Prompt tokens taken in.", lambda s: s.prompt_tokens),
+    "generation_tokens": ("Tokens drawn.", lambda s: s.generation_tokens),
+    "num_preemptions": ("Sequences sent back to wait.", lambda s: s.num_preemptions),
+    "prefix_cache_queries": ("Tokens looked up in the prefix cache.", lambda s: s.prefix_queries),
+    "prefix_cache_hits": ("Tokens found in the prefix cache.", lambda s: s.prefix_hits),
+}
 
 
 @dataclass
@@ -48,22 +67,16 @@ def metric_values(stats: EngineStats, step_tokens: Counts, model_name: str) -> l
         model_name: a label of each.
     """
     labels = {"model_name": model_name, "engine": "0"}
-    gauges = {
-        "num_requests_running": float(stats.num_running),
-        "num_requests_waiting": float(stats.num_waiting),
-        "kv_cache_usage_perc": stats.pages_in_use / max(1, stats.num_pages),
-    }
-    counters = {
-        "num_preemptions": stats.num_preemptions,
-        "prefix_cache_queries": stats.prefix_queries,
-        "prefix_cache_hits": stats.prefix_hits,
-        "prompt_tokens": stats.prompt_tokens,
-        "generation_tokens": stats.generation_tokens,
-    }
     buckets = {bound: int(count) for bound, count in step_tokens.cumulative()}
     return [
-        *(Gauge(f"vllm:{name}", dict(labels), value) for name, value in gauges.items()),
-        *(Counter(f"vllm:{name}", dict(labels), value) for name, value in counters.items()),
+        *(
+            Gauge(f"vllm:{name}", dict(labels), float(read(stats)))
+            for name, (_, read) in GAUGES.items()
+        ),
+        *(
+            Counter(f"vllm:{name}", dict(labels), int(read(stats)))
+            for name, (_, read) in COUNTERS.items()
+        ),
         Histogram(
             "vllm:iteration_tokens_total",
             dict(labels),

@@ -86,9 +86,9 @@ class ServerConfig:
             chat template says.
         max_prompts: completions (prompts times n) of one request.
         max_stored_responses: responses that are kept in memory, so that requests can continue them
-            (previous_response_id) or draw them in the background; the oldest leave first. 0 keeps
-            none.
-        max_stored_response_bytes: memory that they take together.
+            (previous_response_id) or draw them in the background, and as many conversations; the
+            oldest leave first. 0 keeps none.
+        max_stored_response_bytes: memory that the responses take together, and the conversations.
         stored_response_seconds: how long each is kept.
         files_dir: a folder for files and batches (/v1/files, /v1/batches), which are refused
             without one. A batch that the server's end interrupts goes on at the next start.

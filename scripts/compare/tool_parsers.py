@@ -116,7 +116,8 @@ def tally_of(dialect: dict[str, Any], ours: list[Answer], theirs: list[Any] | st
     """
     outputs = dialect["outputs"]
     if isinstance(theirs, str):
-        return Tally(len(outputs), theirs)
+        is_missing = "has not been registered" in theirs
+        return Tally(len(outputs), "vLLM has none" if is_missing else theirs)
     tally = Tally(len(outputs))
     tools = {tool["function"]["name"] for tool in dialect["tools"]}
     for output, mine, answers in zip(outputs, ours, theirs, strict=True):

@@ -1,7 +1,9 @@
-"""Record what Claude Code and Codex send to our server; fail where one cannot read its answers.
+"""Record what clients send to our server; fail where one cannot read its answers.
 
-Their packages come by npm into a folder that is deleted afterwards. Each asks a small random model
-one question, without a terminal, through a proxy that keeps what it sent. Written into
+Claude Code and Codex come by npm, Open WebUI by pip, into a folder that is deleted afterwards. Each
+sends a small random model one question, without a terminal, through a proxy that keeps what it
+sent. The first answer to a coding agent is a call that stands here, since a random model makes
+none: the agent runs its tool, and sends the result to the model. Written into
 `tests/clients/recorded` is the shape of each request: names of fields, types and tools, with
 "x" in the place of every text; a test sends it again.
 """
@@ -28,10 +30,13 @@ from scripts.lib.paths import ROOT
 from scripts.lib.random_checkpoint import FIRST_ORDINARY_ID, random_checkpoint
 from scripts.lib.run_main import end_at_sigterm, run_main
 from scripts.lib.server_process import Server
+from scripts.serving.open_webui import PACKAGE, chat_with_open_webui
 
 RECORDED = ROOT / "tests" / "clients" / "recorded"
 MODEL, QUESTION, KEY = "small", "Say hello.", "a-client-key"
+OPEN_WEBUI = "open_webui"
 SECONDS = 600  # of a download, and of a client's run
+PIP_SECONDS = 3600  # of Open WebUI, which takes 7 GB with what it requires
 ROOM = 32768  # tokens: theirs are thousands, and Codex takes an answer of any length
 CODEX = """model = "{model}"
 model_provider = "jaxserve"
@@ -59,19 +64,72 @@ class Client:
         package: its name and version.
         command: of its run, without a terminal.
         environment: its variables; `{url}` is the server's.
+        path: of the requests that it draws answers with.
+        call: events of a call, which answer the first request that has tools.
         files: what it reads, by path in its home.
     """
 
     package: str
     command: tuple[str, ...]
     environment: dict[str, str]
+    path: str
+    call: tuple[dict[str, Any], ...]
     files: dict[str, str] = field(default_factory=dict)
 
 
+USAGE = {"input_tokens": 1, "output_tokens": 1}
+CLAUDE_CALL: tuple[dict[str, Any], ...] = (
+    {
+        "type": "message_start",
+        "message": {
+            "id": "msg_1",
+            "type": "message",
+            "role": "assistant",
+            "model": MODEL,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": USAGE,
+        },
+    },
+    {
+        "type": "content_block_start",
+        "index": 0,
+        "content_block": {"type": "tool_use", "id": "toolu_1", "name": "Bash", "input": {}},
+    },
+    {
+        "type": "content_block_delta",
+        "index": 0,
+        "delta": {"type": "input_json_delta", "partial_json": '{"command": "echo hello"}'},
+    },
+    {"type": "content_block_stop", "index": 0},
+    {
+        "type": "message_delta",
+        "delta": {"stop_reason": "tool_use", "stop_sequence": None},
+        "usage": USAGE,
+    },
+    {"type": "message_stop"},
+)
+CODEX_ITEM = {
+    "type": "function_call",
+    "id": "fc_1",
+    "call_id": "call_1",
+    "status": "completed",
+    "name": "exec_command",
+    "arguments": '{"cmd": "echo hello"}',
+}
+CODEX_CALL: tuple[dict[str, Any], ...] = (
+    {"type": "response.created", "response": {"id": "resp_1"}},
+    {"type": "response.output_item.done", "output_index": 0, "item": CODEX_ITEM},
+    {
+        "type": "response.completed",
+        "response": {"id": "resp_1", "usage": {**USAGE, "total_tokens": 2}},
+    },
+)
 CLIENTS = {
     "claude_code": Client(
         "@anthropic-ai/claude-code@2.1.197",
-        ("claude", "-p", QUESTION, "--model", MODEL),
+        ("claude", "-p", QUESTION, "--model", MODEL, "--allowedTools", "Bash(echo:*)"),
         {
             "ANTHROPIC_BASE_URL": "{url}",
             "ANTHROPIC_AUTH_TOKEN": KEY,
@@ -79,11 +137,15 @@ CLIENTS = {
             "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "4096",
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         },
+        "/v1/messages",
+        CLAUDE_CALL,
     ),
     "codex": Client(
         "@openai/codex@0.171.0",
         ("codex", "exec", "--skip-git-repo-check", QUESTION),
         {"OPENAI_API_KEY": KEY},
+        "/v1/responses",
+        CODEX_CALL,
         {".codex/config.toml": CODEX},
     ),
 }
@@ -94,17 +156,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.serving.record_clients", description=__doc__
     )
-    parser.add_argument("clients", nargs="*", choices=[*CLIENTS, []], metavar="CLIENT", default=[])
+    names = [*CLIENTS, OPEN_WEBUI]
+    parser.add_argument("clients", nargs="*", choices=[*names, []], metavar="CLIENT", default=[])
     parser.add_argument("--npm", metavar="FOLDER", type=Path, help="where npm installed them")
+    parser.add_argument("--open-webui", metavar="PATH", type=Path, help="the installed program")
     arguments = parser.parse_args()
     failed = False
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with _server(folder) as url:
-            for client in arguments.clients or CLIENTS:
+            for client in arguments.clients or names:
                 home = folder / client
-                exchanges = run_client(CLIENTS[client], url, home, arguments.npm)
-                failed |= not _write(client, exchanges)
+                home.mkdir()
+                if client == OPEN_WEBUI:
+                    package = PACKAGE
+                    exchanges = run_open_webui(url, home, arguments.open_webui)
+                else:
+                    package = CLIENTS[client].package
+                    exchanges = run_client(CLIENTS[client], url, home, arguments.npm)
+                failed |= not _write(client, package, exchanges)
     return int(failed)
 
 
@@ -132,12 +202,11 @@ def run_client(client: Client, url: str, home: Path, npm: Path | None) -> list[d
     Raises:
         RuntimeError: it ended with an error, with what it said.
     """
-    home.mkdir()
     installed = npm or home
     if npm is None:
         command = ["npm", "install", "--no-audit", "--no-fund", "--prefix", str(home)]
         subprocess.run([*command, client.package], check=True, timeout=SECONDS)
-    with _proxy(url) as (to, exchanges):
+    with _proxy(url, client) as (to, exchanges):
         for path, text in client.files.items():
             (home / path).parent.mkdir(parents=True, exist_ok=True)
             (home / path).write_text(text.format(url=to, model=MODEL))
@@ -158,14 +227,39 @@ def run_client(client: Client, url: str, home: Path, npm: Path | None) -> list[d
     return exchanges
 
 
+def run_open_webui(url: str, home: Path, program: Path | None) -> list[dict[str, Any]]:
+    """Send a chat by Open WebUI; return what that sent and what it got.
+
+    Raises:
+        RuntimeError: it did not answer.
+    """
+    if program is None:
+        venv = home / "venv"
+        subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True, timeout=SECONDS)
+        install = [str(venv / "bin" / "pip"), "install", "--quiet", PACKAGE]
+        subprocess.run(install, check=True, timeout=PIP_SECONDS)
+        program = venv / "bin" / "open-webui"
+    with _proxy(url) as (to, exchanges):
+        chat_with_open_webui(program, to, home, KEY, MODEL, QUESTION)
+    return exchanges
+
+
 @contextmanager
-def _proxy(url: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Pass requests on to a server, and keep them with the status of their answers."""
+def _proxy(url: str, client: Client | None = None) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Pass requests on to a server, and keep them with the status of their answers.
+
+    The first request of a client with tools is answered by the client's call.
+    """
     exchanges: list[dict[str, Any]] = []
+    calls = [] if client is None else [client]
 
     class Relay(BaseHTTPRequestHandler):
         def relay(self) -> None:
             body = self.rfile.read(int(self.headers.get("content-length") or 0))
+            if calls and self.path.startswith(calls[0].path) and json.loads(body).get("tools"):
+                self.answer_with(calls.pop().call)
+                self.keep(body, 200)
+                return
             left_out = {"host", "content-length", "accept-encoding", "connection"}
             headers = {k: v for k, v in self.headers.items() if k.lower() not in left_out}
             try:
@@ -182,7 +276,17 @@ def _proxy(url: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
                 while part := answer.read1(1 << 16):
                     self.wfile.write(part)
                     self.wfile.flush()
-            asked = {"method": self.command, "path": self.path, "status": answer.status}
+            self.keep(body, answer.status)
+
+        def answer_with(self, events: tuple[dict[str, Any], ...]) -> None:
+            self.send_response(200)
+            self.send_header("content-type", "text/event-stream")
+            self.end_headers()
+            for event in events:
+                self.wfile.write(f"event: {event['type']}\ndata: {json.dumps(event)}\n\n".encode())
+
+        def keep(self, body: bytes, status: int) -> None:
+            asked = {"method": self.command, "path": self.path, "status": status}
             beta = self.headers.get("anthropic-beta")
             asked["headers"] = {} if beta is None else {"anthropic-beta": beta}
             exchanges.append(asked | {"body": json.loads(body) if body else None})
@@ -214,6 +318,8 @@ def shape_of(value: Any, name: str = "") -> Any:
     if isinstance(value, list):
         return [shape_of(part, name) for part in _first_of_each(value)]
     if isinstance(value, str):
+        if name == "arguments":
+            return "{}"
         return value if name in FORMS or name == "model" else "x"
     return value
 
@@ -232,7 +338,7 @@ def _first_of_each(parts: list[Any]) -> list[Any]:
     return kept
 
 
-def _write(client: str, exchanges: list[dict[str, Any]]) -> bool:
+def _write(client: str, package: str, exchanges: list[dict[str, Any]]) -> bool:
     """Write the shapes of what a client sent; return whether all of it was answered."""
     refused = [exchange for exchange in exchanges if exchange["status"] != 200]
     for exchange in refused:
@@ -243,7 +349,7 @@ def _write(client: str, exchanges: list[dict[str, Any]]) -> bool:
         for exchange in exchanges
     ]
     RECORDED.mkdir(exist_ok=True)
-    record = {"client": CLIENTS[client].package, "requests": rows}
+    record = {"client": package, "requests": rows}
     (RECORDED / f"{client}.json").write_text(json.dumps(record, indent=1) + "\n")
     return not refused and any(exchange["body"] for exchange in exchanges)
 

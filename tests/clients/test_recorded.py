@@ -1,4 +1,4 @@
-"""Requests of Claude Code, Codex (scripts/serving/record_clients.py) and Open WebUI (its code)."""
+"""Requests of Claude Code, Codex and Open WebUI, as scripts.serving.record_clients wrote them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_recorded_requests_are_answered(url: str, asked: dict[str, Any]) -> None
         body |= {"model": MODEL}
         # The model here has room for little.
         body |= {name: 16 for name in body if name.startswith("max_")}
-        body |= {"max_output_tokens": 400} if "input" in body else {}
+        body |= {"max_output_tokens": 400} if "input" in body else {"max_tokens": 16}
     headers = {"authorization": f"Bearer {KEY}"} | asked["headers"]
     answer = httpx2.request(
         asked["method"], url + asked["path"], json=body, headers=headers, timeout=120
@@ -52,7 +52,7 @@ def test_recorded_requests_are_answered(url: str, asked: dict[str, Any]) -> None
     event, ends = READERS[asked["path"].partition("?")[0]]
     read = TypeAdapter(event).validate_json
     events = [read(line.removeprefix("data: ")) for line in lines if "[DONE]" not in line]
-    assert len(events) > 2
+    assert len(events) >= 2
     if ends:
         assert [events[0].type, events[-1].type] == ends
 

@@ -42,7 +42,9 @@ def test_editing_goes_on_from_there(open_page: OpenPage) -> None:
     first, *later = replies("one", "two", "three", "four", "five")
     sent = recorded(page, first, {}, *later)
     ask(page, "first", 1)
+    page.locator("article").evaluate_all("all => all.forEach((one) => (one.dataset.kept = ''))")
     ask(page, "second", 2)
+    expect(page.locator("[data-kept]")).to_have_count(2)  # a new turn draws no earlier one again
     act(page, "Edit", 0)
     editor = page.get_by_label("Edited text")
     expect(editor).to_be_focused()
@@ -62,6 +64,7 @@ def test_editing_goes_on_from_there(open_page: OpenPage) -> None:
     page.get_by_role("button", name="Keep").click()
     expect(page.locator("article")).to_have_count(2)
     assert len(sent) == 3
+    expect(page.locator("[data-kept]")).to_have_count(1)
     ask(page, "third", 2)
     assert contents(sent[3]) == [("user", "first"), ("assistant", "mine"), ("user", "third")]
 

@@ -325,7 +325,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"store": "yes"}, "store"),
     ({"background": 1}, "background"),
     ({"background": True, "store": False}, "background"),
-    ({"conversation": "conv_1"}, "conversation"),
+    ({"conversation": 7}, "conversation"),
     ({"prompt": {"id": "p"}}, "prompt"),
     ({"previous_input_messages": [{}]}, "previous_input_messages"),
     ({"max_tool_calls": 0}, "max_tool_calls"),

@@ -71,6 +71,9 @@ def test_what_is_read_and_written_of_the_cache_is_counted(server: Server) -> Non
     ]
     assert details[0] == {"cached_tokens": 0, "created_cache_tokens": whole}
     assert details[1] == {"cached_tokens": read, "created_cache_tokens": whole - read}
+    asked = {"input": "count " * 12, "max_output_tokens": 1, "cache_salt": "theirs"}
+    usage = server.request("/v1/responses", asked).json()["usage"]
+    assert usage["input_tokens_details"] == {"cached_tokens": 0, "cache_write_tokens": whole}
 
 
 INPUTS: list[tuple[dict[str, Any], dict[str, Any]]] = [

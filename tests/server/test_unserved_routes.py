@@ -34,8 +34,8 @@ POST /cohere/v2/chat /cohere/v2/chat/render /v1/audio/translations /v1/audio/tra
 OPENAI = """
 POST /v1/audio/speech /v1/images/generations /v1/images/edits /v1/moderations
 POST /v1/fine_tuning/jobs /v1/threads /v1/threads/a/runs /v1/assistants /v1/vector_stores
-POST /v1/uploads /v1/conversations /v1/responses/compact
-GET /v1/uploads /v1/vector_stores /v1/assistants /v1/conversations/a /v1/realtime
+POST /v1/uploads /v1/responses/compact
+GET /v1/uploads /v1/vector_stores /v1/assistants /v1/realtime
 DELETE /v1/uploads/a /v1/assistants/a
 """
 LLAMA = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from typing import Any
 
 import jsonschema
 import numpy as np
@@ -12,12 +13,15 @@ import pytest
 from jaxserve.engine.text.grammars import Constraint, Grammars
 from jaxserve.engine.text.thinking import ThinkingConstraint, ThinkingMarks
 from jaxserve.errors import InvalidRequest
+from jaxserve.server.schema.openai import ChatRequest, FunctionDefinition, Tool
 from jaxserve.server.tool_calls.answer import AnswerReader, readers_of
+from jaxserve.server.tool_calls.bodies import HeadedCall, JsonCall
 from jaxserve.server.tool_calls.formats import CALL_FORMATS
-from jaxserve.server.tool_calls.grammar import Function, bare, grammar_of_calls
+from jaxserve.server.tool_calls.grammar import grammar_of_calls
+from jaxserve.server.tool_calls.grammar_parts import Function, bare
 from jaxserve.server.tool_calls.pieces import CallPart
 from jaxserve.server.tool_calls.thinking import Start
-from jaxserve.server.tool_calls.tools import CallUse
+from jaxserve.server.tool_calls.tools import CallUse, tool_use
 from jaxserve.structured import StructuredOutputsParams
 from tests.structured.schemas import closed
 from tests.structured.test_grammars import END, TOKENIZER, VOCABULARY, allowed, draw
@@ -77,8 +81,11 @@ def test_texts_of_the_grammar_are_calls_that_fit(
     grammars: Grammars, pieces: list[bytes], form: str, most: int
 ) -> None:
     start, called = constraint(grammars, form, most=most), set()
-    for seed in range(15):
-        text = draw(start.copy(), pieces, seed)
+    names = {one.name for one in FUNCTIONS}
+    for seed in range(60):
+        if seed >= 15 and called == names:
+            break
+        text = draw(start.copy(), pieces, seed, 900)
         if text is None:
             continue
         message = read(form, text).message
@@ -87,7 +94,7 @@ def test_texts_of_the_grammar_are_calls_that_fit(
             schema = {one.name: one.schema for one in FUNCTIONS}[call.name]
             jsonschema.validate(json.loads(call.arguments), schema)
             called.add(call.name)
-    assert called == {one.name for one in FUNCTIONS}
+    assert called == names
 
 
 def follow(constraint: Constraint, grammars: Grammars, text: str) -> str:
@@ -114,12 +121,45 @@ GOOD = {
     '{"a": true}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
     "cohere_command3": '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "opt", '
     '"parameters": {"a": true}}]<|END_ACTION|>',
+    "command_r": 'Action: ```json[{"tool_name": "opt", "parameters": {"a": true}}]```',
     "granite": f"<|tool_call|>[{_CALL}]",
     "granite-20b-fc": f"<function_call>\n{_CALL}",
     "phi4_mini_json": f"functools[{_CALL}]",
     "olmo3": "<function_calls>opt(a=true)</function_calls>",
     "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.opt:0"
     '<|tool_call_argument_begin|>{"a": true}<|tool_call_end|><|tool_calls_section_end|>',
+    "qwen3_coder": "<tool_call>\n<function=opt>\n<parameter=a>\ntrue\n</parameter>\n</function>\n"
+    "</tool_call>",
+    "mimo": "<tool_call><function=opt><parameter=a>true</parameter></function></tool_call>",
+    "seed_oss": "<seed:tool_call>\n<function=opt>\n<parameter=a>true</parameter>\n</function>\n"
+    "</seed:tool_call>",
+    "deepseek_v32": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="opt">\n'
+    '<｜DSML｜parameter name="a" string="false">true</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+    "</｜DSML｜function_calls>",
+    "deepseek_v4": '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="opt">\n'
+    '<｜DSML｜parameter name="a" string="false">true</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+    "</｜DSML｜tool_calls>",
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="opt">\n<parameter name="a">true</parameter>\n'
+    "</invoke>\n</minimax:tool_call>",
+    "dots": '<dots_function_call>\n<invoke name="opt">\n<parameter name="a">\ntrue\n</parameter>\n'
+    "</invoke>\n</dots_function_call>",
+    "glm45": "<tool_call>opt\n<arg_key>a</arg_key>\n<arg_value>true</arg_value>\n</tool_call>",
+    "hy_v3": "<tool_calls>\n<tool_call>opt<tool_sep>\n<arg_key>a</arg_key>\n"
+    "<arg_value>true</arg_value>\n</tool_call>\n</tool_calls>",
+    "hy_v4": "<tool_calls:opensource><tool_call:opensource>opt<arg_key:opensource>a"
+    "</arg_key:opensource><arg_value:opensource>true</arg_value:opensource>"
+    "</tool_call:opensource></tool_calls:opensource>",
+    "kimi_k3": '<|open|>tools<|sep|><|open|>call tool="opt" index="1"<|sep|>'
+    '<|open|>argument key="a" type="boolean"<|sep|>true<|close|>argument<|sep|>'
+    "<|close|>call<|sep|><|close|>tools<|sep|>",
+    "step3": "<｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜>"
+    '<steptml:invoke name="opt"><steptml:parameter name="a">true</steptml:parameter>'
+    "</steptml:invoke><｜tool_call_end｜><｜tool_calls_end｜>",
+    "plamo3": "<|plamo:begin_tool_requests:plamo|><|plamo:begin_tool_request:plamo|>"
+    "<|plamo:begin_tool_name:plamo|>opt<|plamo:end_tool_name:plamo|>"
+    "<|plamo:begin_tool_arguments:plamo|><|plamo:constrain|>json<|plamo:msg|>"
+    '{"a": true}<|plamo:end_tool_arguments:plamo|><|plamo:end_tool_request:plamo|>'
+    "<|plamo:end_tool_requests:plamo|>",
     "hunyuan_a13b": f"<tool_calls>[{_CALL}]</tool_calls>",
     "internlm": "<|action_start|><|plugin|>"
     + _CALL.replace("arguments", "parameters")
@@ -136,7 +176,9 @@ def test_every_form_has_a_good_call() -> None:
     assert {*GOOD, "openai"} == {*FORMS}
 
 
-@pytest.mark.parametrize("form", [form for form in GOOD if not CALL_FORMATS[form].is_python])
+@pytest.mark.parametrize(
+    "form", [form for form in GOOD if isinstance(CALL_FORMATS[form].body, JsonCall | HeadedCall)]
+)
 def test_arguments_of_formed_calls_go_out_as_they_come(form: str) -> None:
     use = CallUse(CALL_FORMATS[form], {"opt": {}}, True, True)
     reader = readers_of(use, None, Start.CLOSED)
@@ -193,6 +235,48 @@ def test_special_tokens_are_marks(grammars: Grammars) -> None:
         assert not start.advance(2)
         call = '[{"name": "no.thing-at_all", "arguments": {}}]'
         assert follow(start, grammars, call) == call
+
+
+def test_tokens_end_the_texts_of_tags(grammars: Grammars) -> None:
+    tokens = {"<tool_call>": "<[2]>", "</arg_value>": "<[3]>"}
+    free = Function("f", closed(a={"type": "string"}))
+    text = grammar_of_calls(
+        CALL_FORMATS["glm45"], [free], lambda mark: tokens.get(mark, json.dumps(mark))
+    )
+    start = grammars.compile(StructuredOutputsParams(grammar=text))
+    assert allowed(start) == [2] and not start.advance(2)
+    for part in ("f\n<arg_key>a</arg_key>\n<arg_value>", "a <arg_key> and\n<b>"):
+        assert follow(start, grammars, part) == part
+    assert 3 in allowed(start) and not start.advance(3)
+    assert follow(start, grammars, "\n</tool_call>") == "\n</tool_call>"
+
+
+ODD: list[dict[str, Any]] = [
+    {"type": "string", "pattern": "^a+$"},
+    {"anyOf": [{"type": "string", "maxLength": 2}, {"type": "null"}]},
+    {"enum": ["true", "a</parameter>b"]},
+    {"type": ["string", "integer"], "enum": ["5", 6, "a\nb"]},
+]
+
+
+@pytest.mark.parametrize("schema", ODD)
+def test_what_tags_cannot_say_is_formed_as_json(schema: dict[str, Any]) -> None:
+    tool = Tool(function=FunctionDefinition(name="f", parameters=closed(a=schema)))
+    body = ChatRequest(messages=[], tools=[tool], tool_choice="required")
+    use = tool_use(body, "qwen3_coder", True, json.dumps)
+    assert use is not None and use.call_format is CALL_FORMATS["hermes"]
+
+
+def test_unions_with_text_are_free_text(grammars: Grammars) -> None:
+    plain = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+    odd = Function("f", closed(a=plain, b={"enum": ["x", 5, None]}))
+    text = grammar_of_calls(CALL_FORMATS["qwen3_coder"], [odd], json.dumps)
+    call = (
+        "<tool_call>\n<function=f>\n<parameter=a>\n<b> & null\n</parameter>\n"
+        "<parameter=b>\n5\n</parameter>\n</function>\n</tool_call>"
+    )
+    start = grammars.compile(StructuredOutputsParams(grammar=text))
+    assert follow(start, grammars, call) == call
 
 
 def test_schemas_lose_what_says_nothing_and_no_more() -> None:

@@ -173,7 +173,8 @@ def test_mangled_outputs_lose_nothing_and_do_not_depend_on_pieces(dialect: Diale
         _, content, calls = meant
         for name, arguments in calls:
             assert name in names and isinstance(json.loads(arguments), dict)
-        if not calls and dialect.reasoning_parser is None:
+        # Command R has a call that says that nothing is called, which is left out.
+        if not calls and dialect.reasoning_parser is None and "directly" not in text:
             assert content == text
 
 

@@ -46,6 +46,11 @@ class EndpointRequest:
         self.config: ServerConfig = self._served.config
         self.renamed: dict[str, str] = http_request.scope["jaxserve.renamed"]
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of the body."""
+        return len(self._http_request.scope["jaxserve.body"])
+
     def parse(self, schema: type[T], unsupported: Mapping[str, tuple[Any, ...]] | None = None) -> T:
         """Return the body as a schema.
 

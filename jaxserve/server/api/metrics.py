@@ -26,6 +26,7 @@ from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jaxserve.engine.metric_values import COUNTERS, GAUGES, Read
 from jaxserve.engine.metrics import STEP_TOKENS, EngineStats, Histogram
 from jaxserve.server.served import request_metrics as buckets
 from jaxserve.server.served.models import Models, ServedModel
@@ -34,28 +35,16 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # No label comes from a request, so that no request can add a time series.
 _LABELS = ["model_name", "engine"]
 _SIZES = ["num_gpu_blocks", "kv_cache_size_tokens", "kv_cache_max_concurrency"]
-Read = Callable[[EngineStats], float]
 Samples = Iterable[tuple[list[str], float]]
 
-GAUGES: dict[str, tuple[str, Read]] = {
-    "num_requests_running": ("Sequences running.", lambda s: s.num_running),
-    "num_requests_waiting": ("Sequences waiting.", lambda s: s.num_waiting),
-    "kv_cache_usage_perc": (
-        "Share of the pages of KV cache that sequences hold, 0 to 1.",
-        lambda s: s.pages_in_use / max(s.num_pages, 1),
-    ),
+_OWN_GAUGES: dict[str, tuple[str, Read]] = {
     "engine_programs_missing": (
         "Programs that would fit better and are still to come.",
         lambda s: s.num_programs_missing,
     ),
     "num_pages_in_use": ("Pages of KV cache that sequences hold.", lambda s: s.pages_in_use),
 }
-COUNTERS: dict[str, tuple[str, Read]] = {
-    "prompt_tokens": ("Prompt tokens taken in.", lambda s: s.prompt_tokens),
-    "generation_tokens": ("Tokens drawn.", lambda s: s.generation_tokens),
-    "num_preemptions": ("Sequences sent back to wait.", lambda s: s.num_preemptions),
-    "prefix_cache_queries": ("Tokens looked up in the prefix cache.", lambda s: s.prefix_queries),
-    "prefix_cache_hits": ("Tokens found in the prefix cache.", lambda s: s.prefix_hits),
+_OWN_COUNTERS: dict[str, tuple[str, Read]] = {
     "engine_steps": ("Steps computed.", lambda s: s.num_steps),
     "engine_failed_steps": ("Steps lost and computed again.", lambda s: s.num_failed_steps),
     "engine_compiles": ("Compilations that requests waited for.", lambda s: s.num_compiles),
@@ -64,12 +53,7 @@ COUNTERS: dict[str, tuple[str, Read]] = {
         lambda s: s.num_compiles_behind,
     ),
 }
-OWN = frozenset(
-    (
-        *("engine_programs_missing", "num_pages_in_use", "engine_steps", "engine_failed_steps"),
-        *("engine_compiles", "engine_compiles_behind"),
-    )
-)
+_OWN = _OWN_GAUGES.keys() | _OWN_COUNTERS.keys()
 
 
 class _Row(NamedTuple):
@@ -191,12 +175,12 @@ class _Snapshot(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = [([model.name, "0"], model.llm.stats_now()) for model in self._models]
-        for name, (text, read) in GAUGES.items():
+        for name, (text, read) in (GAUGES | _OWN_GAUGES).items():
             samples = [(labels, read(counts)) for labels, counts in stats]
-            yield from _families(GaugeMetricFamily, name, text, samples, is_own=name in OWN)
-        for name, (text, read) in COUNTERS.items():
+            yield from _families(GaugeMetricFamily, name, text, samples, is_own=name in _OWN)
+        for name, (text, read) in (COUNTERS | _OWN_COUNTERS).items():
             samples = [(labels, read(counts)) for labels, counts in stats]
-            yield from _families(CounterMetricFamily, name, text, samples, is_own=name in OWN)
+            yield from _families(CounterMetricFamily, name, text, samples, is_own=name in _OWN)
         for row in HISTOGRAMS:
             yield self._histogram(row, "jaxserve", lambda model, row=row: row.ours)
             yield self._histogram(

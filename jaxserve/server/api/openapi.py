@@ -33,6 +33,13 @@ from jaxserve.server.schema.anthropic import (
     MessagesRequest,
     MessagesResponse,
 )
+from jaxserve.server.schema.conversations import (
+    ConversationItems,
+    ConversationObject,
+    ConversationRequest,
+    ConversationUpdate,
+    DeletedConversation,
+)
 from jaxserve.server.schema.files import (
     Batch,
     BatchList,
@@ -58,6 +65,7 @@ from jaxserve.server.schema.response_items import (
 )
 from jaxserve.server.schema.responses import CountInputRequest, ResponsesRequest
 
+_CONVERSATION = "/v1/conversations/{conversation_id}"
 # Types of request and answer of every endpoint that takes a body; those with `stream` can stream.
 POSTS: dict[str, tuple[type, Any]] = {
     "/v1/completions": (CompletionRequest, CompletionResponse),
@@ -65,6 +73,9 @@ POSTS: dict[str, tuple[type, Any]] = {
     "/v1/chat/completions/batch": (BatchChatRequest, ChatResponse),
     "/v1/responses": (ResponsesRequest, ResponsesResponse),
     "/v1/responses/input_tokens": (CountInputRequest, InputTokens),
+    "/v1/conversations": (ConversationRequest, ConversationObject),
+    _CONVERSATION: (ConversationUpdate, ConversationObject),
+    f"{_CONVERSATION}/items": (ConversationItems, InputItems),
     "/v1/batches": (BatchRequest, Batch),
     "/v1/messages": (MessagesRequest, MessagesResponse),
     "/v1/messages/count_tokens": (CountRequest, CountResponse),
@@ -105,6 +116,11 @@ KEPT: tuple[tuple[str, str, type, dict[str, Any]], ...] = (
     ("delete", "/v1/responses/{response_id}", DeletedResponse, {}),
     ("post", "/v1/responses/{response_id}/cancel", ResponsesResponse, {}),
     ("get", "/v1/responses/{response_id}/input_items", InputItems, _PAGE),
+    ("get", _CONVERSATION, ConversationObject, {}),
+    ("delete", _CONVERSATION, DeletedConversation, {}),
+    ("get", f"{_CONVERSATION}/items", InputItems, _PAGE),
+    ("get", f"{_CONVERSATION}/items/{{item_id}}", dict[str, Any], {}),
+    ("delete", f"{_CONVERSATION}/items/{{item_id}}", ConversationObject, {}),
     ("post", "/v1/files", FileObject, {}),
     ("get", "/v1/files", FileList, _PAGE | {"purpose": {"enum": ["batch", "batch_output"]}}),
     ("get", "/v1/files/{file_id}", FileObject, {}),
@@ -198,9 +214,7 @@ def _add_kept(
     if answered is bytes:
         good["content"] = {"application/octet-stream": {}}
     parameters = [_argument(name, values, "query") for name, values in query.items()]
-    if "{" in path:
-        name = path.partition("{")[2].partition("}")[0]
-        parameters.insert(0, _argument(name, {"type": "string"}))
+    parameters = [*_in_path(path), *parameters]
     made: dict[str, Any] = {
         "operationId": f"{method}_{_name(path)}",
         "parameters": parameters,
@@ -212,6 +226,12 @@ def _add_kept(
     paths.setdefault(path, {})[method] = made
 
 
+def _in_path(path: str) -> list[dict[str, Any]]:
+    """Return the arguments within a path."""
+    parts = (part.partition("}") for part in path.split("{")[1:])
+    return [_argument(name, {"type": "string"}) for name, _, _ in parts]
+
+
 def _argument(name: str, schema: dict[str, Any], place: str = "path") -> dict[str, Any]:
     return {"name": name, "in": place, "required": place == "path", "schema": schema}
 
@@ -219,6 +239,7 @@ def _argument(name: str, schema: dict[str, Any], place: str = "path") -> dict[st
 def _post(path: str, schema: dict[str, Any], responses: dict[str, Any]) -> dict[str, Any]:
     return {
         "operationId": _name(path),
+        "parameters": _in_path(path),
         "requestBody": {"required": True, "content": _json(schema)},
         "responses": responses,
     }

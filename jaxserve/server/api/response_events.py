@@ -13,6 +13,7 @@ from jaxserve.server.api.generation import Choice, Generation, Part
 from jaxserve.server.api.streaming import event
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.schema.logprobs import TokenLogprob, TokenTexts
+from jaxserve.server.schema.openai import PromptTokensDetails
 from jaxserve.server.schema.response_items import (
     CustomCallItem,
     FunctionCallItem,
@@ -30,6 +31,7 @@ from jaxserve.server.schema.response_items import (
 )
 from jaxserve.server.schema.responses import (
     ResponsesRequest,
+    conversation_id,
     flat_name,
     seen_tools,
     wants_logprobs,
@@ -81,6 +83,7 @@ class ResponsesFormatter:
         """Return the response without its output."""
         body, sampling = self._body, generation.requests[0].sampling
         reasoning, text = body.reasoning, body.text
+        name = conversation_id(body)
         shown = msgspec.to_builtins(text) if text is not None else {}
         shown["format"] = shown.get("format") or {"type": "text"}
         return ResponsesResponse(
@@ -90,6 +93,7 @@ class ResponsesFormatter:
             status=status,
             output=[],
             background=bool(body.background),
+            conversation=None if name is None else {"id": name},
             instructions=body.instructions,
             max_output_tokens=body.max_output_tokens,
             max_tool_calls=body.max_tool_calls,
@@ -344,11 +348,11 @@ def _spell(tokenizer: Any, token_ids: list[int]) -> str:
 
 def _usage(generation: Generation) -> ResponsesUsage:
     usage = generation.usage()
-    cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
+    prompt = usage.prompt_tokens_details or PromptTokensDetails(0)
     details = usage.completion_tokens_details
     return ResponsesUsage(
         usage.prompt_tokens,
-        InputTokensDetails(cached),
+        InputTokensDetails(prompt.cached_tokens, prompt.created_cache_tokens),
         usage.completion_tokens,
         OutputTokensDetails(details.reasoning_tokens if details else 0),
         usage.total_tokens,

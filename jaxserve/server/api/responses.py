@@ -19,6 +19,7 @@ from jaxserve.server.api.kept_responses import StoredStream, draw
 from jaxserve.server.api.query import Query
 from jaxserve.server.api.response_events import ResponsesFormatter
 from jaxserve.server.api.streaming import JSON, encode, json_response, respond
+from jaxserve.server.kept.conversation_store import Conversation, ConversationStore
 from jaxserve.server.kept.response_store import ResponseStore, Turn
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.schema.response_items import (
@@ -34,6 +35,7 @@ from jaxserve.server.schema.responses import (
     ResponsesRequest,
     as_chat,
     check_metadata,
+    conversation_id,
     items_of,
 )
 from jaxserve.server.schema.sampling import (
@@ -49,7 +51,6 @@ UNSUPPORTED = {
     **NO_GUIDED_FIELDS,
     **NO_FUNCTIONS,
     **NO_SUFFIX,
-    "conversation": (None,),
     "prompt": (None,),
     "previous_input_messages": (None, []),
     "context_management": (None, []),
@@ -71,11 +72,12 @@ class _Input:
 
     Attributes:
         parent: the turn that is continued.
+        conversation: that the request names, or None.
         own: items of the input.
         items: of the whole conversation.
 
     Raises:
-        ApiError: 404, there is no such response.
+        ApiError: 404, there is no such response, or conversation.
         InvalidRequest: naming the field.
     """
 
@@ -84,6 +86,7 @@ class _Input:
         request: EndpointRequest,
         body: ResponsesRequest | CountInputRequest,
         store: ResponseStore,
+        conversations: ConversationStore,
         owner: str | None,
     ) -> None:
         name, before = "previous_response_id", body.previous_response_id
@@ -95,9 +98,16 @@ class _Input:
             found = store.find_items(references, owner, most)
             self.own = [_resolved(item, found) for item in self.own]
         self.items = self.own
+        self.conversation = self._join(conversations, body, owner, request.config.max_body_bytes)
         if before is None:
             return
         self.parent = store.get(before, owner, name)
+        if self.parent.conversation is not None:
+            raise InvalidRequest(
+                f"{name}: the response is part of a conversation; continue that: "
+                f'"conversation": "{self.parent.conversation}"',
+                name,
+            )
         if self.parent.status not in _ENDED:
             raise InvalidRequest(
                 f"{name}: the response is {self.parent.status}; one that is completed or "
@@ -108,6 +118,25 @@ class _Input:
         if sum(turn.num_item_bytes for turn in turns) > most:
             raise InvalidRequest(f"{name}: the conversation takes more than {most} bytes", name)
         self.items = [*(item for turn in turns for item in turn.own_items()), *self.own]
+
+    def _join(
+        self,
+        store: ConversationStore,
+        body: ResponsesRequest | CountInputRequest,
+        owner: str | None,
+        most: int,
+    ) -> Conversation | None:
+        """Return the conversation that a request names, whose items come before its own."""
+        name, given = "conversation", conversation_id(body)
+        if given is None:
+            return None
+        if body.previous_response_id is not None:
+            raise InvalidRequest(f"{name} and previous_response_id exclude each other", name)
+        found = store.get(given, owner, name)
+        if found.num_item_bytes > most:
+            raise InvalidRequest(f"{name} takes more than {most} bytes", name)
+        self.items = [*found.input_items(), *self.own]
+        return found
 
 
 def _resolved(item: InputItem, found: Mapping[str, InputItem]) -> InputItem:
@@ -129,6 +158,15 @@ def _request(http_request: Request) -> EndpointRequest:
 
 def _store(http_request: Request) -> ResponseStore:
     return http_request.app.state.served.responses
+
+
+def _input(
+    http_request: Request,
+    request: EndpointRequest,
+    body: ResponsesRequest | CountInputRequest,
+) -> _Input:
+    served, owner = http_request.app.state.served, http_request.scope["jaxserve.key"]
+    return _Input(request, body, served.responses, served.conversations, owner)
 
 
 def _turn(http_request: Request) -> Turn:
@@ -172,23 +210,33 @@ async def responses(http_request: Request) -> Response:
         body.store = False  # the answers of a batch stand in its file
     _check(body, store)
     owner: str | None = http_request.scope["jaxserve.key"]
-    given = _Input(request, body, store, owner)
+    given = _input(http_request, request, body)
+    conversation = given.conversation
+    added = [] if conversation is None else conversation.show_new(given.own)
     generation = await _prepare(request, body, given.items)
     tokenizer = generation.model.llm.get_tokenizer()
+    loop, talks = asyncio.get_running_loop(), http_request.app.state.served.conversations
+
+    def extend(response: ResponsesResponse) -> None:
+        # Called on another thread where the answer has many logprobs.
+        if conversation is not None:
+            items = [*added, *msgspec.to_builtins(response.output)]
+            loop.call_soon_threadsafe(talks.extend, conversation, items)
+
     if body.store is False:
-        formatter = ResponsesFormatter(body, tokenizer)
+        formatter = ResponsesFormatter(body, tokenizer, extend)
         return await respond(http_request, generation, formatter, bool(body.stream))
-    loop = asyncio.get_running_loop()
 
     def keep(response: ResponsesResponse) -> None:
-        # Called on another thread where the answer has many logprobs.
+        extend(response)
         turn.response, turn.status = encode(response), response.status
         turn.item_ids += [item.id for item in response.output]
         if not body.background:
             loop.call_soon_threadsafe(store.add, turn)
 
     formatter = ResponsesFormatter(body, tokenizer, keep)
-    turn = Turn(formatter.id, owner, given.parent, shown_items(given.own), b"")
+    turn = Turn(formatter.id, owner, given.parent, added or shown_items(given.own), b"")
+    turn.conversation = conversation_id(body)
     if not body.background:
         return await respond(http_request, generation, formatter, bool(body.stream))
     generation.follow(http_request.headers, http_request.scope["jaxserve.request_id"])
@@ -304,10 +352,10 @@ async def count_input_tokens(http_request: Request) -> Response:
     Raises:
         ApiError, InvalidRequest: see `EndpointRequest.parse` and `_Input`.
     """
-    request, store = _request(http_request), _store(http_request)
+    request = _request(http_request)
     body = request.parse(CountInputRequest, UNSUPPORTED)
     request.renamed["prompt"] = "input"
-    given = _Input(request, body, store, http_request.scope["jaxserve.key"])
+    given = _input(http_request, request, body)
     whole = ResponsesRequest(**msgspec.structs.asdict(body))
     chat = as_chat(whole, given.items)
     model = request.find_model(chat.model)

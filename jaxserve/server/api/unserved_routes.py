@@ -33,7 +33,7 @@ _ONE_PROCESS = "one process serves its models, and needs no other beside it"
 _PROFILE = "--profile-start records the start, and /metrics has the times of requests"
 _RENDER = "POST /tokenize takes messages, and answers with their token ids"
 _COUNT = "POST /tokenize and POST /v1/messages/count_tokens count tokens"
-_NO_CONVERSATIONS = "continue a response by previous_response_id, or send the whole conversation"
+_NO_CONVERSATIONS = "continue a response by previous_response_id or conversation"
 _TEXT_ONLY = "only text is served"
 _NO_UPLOADS = "files are those of batches, and come whole: POST /v1/files"
 _NO_TOOLS = "no tool is run by the server: clients run what the model calls"
@@ -64,8 +64,8 @@ _OPENAI: dict[str, str] = {
     "POST /v1/chat/completions/input_tokens /chat/completions/input_tokens": _COUNT,
     "POST /cohere/v2/chat /cohere/v2/chat/render": _CHAT,
     "GET /docs /redoc": "the API's one document is GET /openapi.json",
-    "GET POST DELETE /v1/conversations /v1/conversations/{more:path} /v1/threads "
-    "/v1/threads/{more:path} /v1/assistants /v1/assistants/{more:path}": _NO_CONVERSATIONS,
+    "GET POST DELETE /v1/threads /v1/threads/{more:path} /v1/assistants "
+    "/v1/assistants/{more:path}": _NO_CONVERSATIONS,
     "POST /v1/responses/compact": _NO_CONVERSATIONS,
     "GET POST DELETE /v1/uploads /v1/uploads/{more:path} /v1/vector_stores "
     "/v1/vector_stores/{more:path}": _NO_UPLOADS,

@@ -42,6 +42,16 @@ from jaxserve.server.api.info import (
 )
 from jaxserve.server.api.inner import InnerClient
 from jaxserve.server.api.invocations import invocations
+from jaxserve.server.api.kept_conversations import (
+    add_items,
+    create_conversation,
+    delete_conversation,
+    delete_item,
+    get_conversation,
+    get_item,
+    list_items,
+    update_conversation,
+)
 from jaxserve.server.api.metrics import metrics
 from jaxserve.server.api.openapi import openapi
 from jaxserve.server.api.responses import (
@@ -63,6 +73,7 @@ from jaxserve.server.api.tokens import detokenize, tokenize, tokenizer_info
 from jaxserve.server.api.unserved_routes import UnservedRoutes, is_unserved
 from jaxserve.server.http.guard import FILES, Guard
 from jaxserve.server.kept.batches import Batches
+from jaxserve.server.kept.conversation_store import ConversationStore
 from jaxserve.server.kept.files import FileStore
 from jaxserve.server.kept.response_store import ResponseStore
 from jaxserve.server.schema.errors import ApiError
@@ -100,6 +111,16 @@ def routes() -> list[BaseRoute]:
         Route("/v1/responses/{response_id}", delete_response, methods=["DELETE"]),
         Route("/v1/responses/{response_id}/cancel", cancel_response, methods=["POST"]),
         Route("/v1/responses/{response_id}/input_items", list_input_items, methods=["GET"]),
+        Route("/v1/conversations", create_conversation, methods=["POST"]),
+        Route("/v1/conversations/{conversation_id}", get_conversation, methods=["GET"]),
+        Route("/v1/conversations/{conversation_id}", update_conversation, methods=["POST"]),
+        Route("/v1/conversations/{conversation_id}", delete_conversation, methods=["DELETE"]),
+        Route("/v1/conversations/{conversation_id}/items", add_items, methods=["POST"]),
+        Route("/v1/conversations/{conversation_id}/items", list_items, methods=["GET"]),
+        Route("/v1/conversations/{conversation_id}/items/{item_id}", get_item, methods=["GET"]),
+        Route(
+            "/v1/conversations/{conversation_id}/items/{item_id}", delete_item, methods=["DELETE"]
+        ),
         Route("/v1/messages", messages, methods=["POST"]),
         Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
         Route(FILES, upload_file, methods=["POST"]),
@@ -170,11 +191,12 @@ class App:
         self.models = models
         self.config = config
         self.lifecycle = Lifecycle()
-        self.responses = ResponseStore(
+        bounds = (
             config.max_stored_responses,
             config.max_stored_response_bytes,
             config.stored_response_seconds,
         )
+        self.responses, self.conversations = ResponseStore(*bounds), ConversationStore(*bounds)
         door = Middleware(
             Guard,
             config=config,

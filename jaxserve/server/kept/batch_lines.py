@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, get_args
 from uuid import uuid4
 
 import msgspec
 
-URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+from jaxserve.server.schema.files import BatchEndpoint
+
+URLS: tuple[str, ...] = get_args(BatchEndpoint)
 # The longest line in units of the largest body, whose characters may be written as escapes.
 LINE_FACTOR = 2
 MAX_CUSTOM_ID = 512

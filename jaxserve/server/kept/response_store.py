@@ -49,6 +49,7 @@ class Turn:
         events: its stream so far, where it is drawn in the background and streamed; else None.
         cancel: ends the work on it; None where it has ended.
         task: the work in the background; None where its client waited.
+        conversation: id of the conversation that it is part of; None for none.
         item_ids: of its input and of its answer.
         created: when it was made, on the monotonic clock.
         holders: the store, if it is there, and the turns that continue it.
@@ -69,6 +70,7 @@ class Turn:
         self.response = response
         self.status = "completed"
         self.events: list[bytes] | None = None
+        self.conversation: str | None = None
         self.cancel: Callable[[], None] | None = None
         self.task: asyncio.Task[None] | None = None
         self.item_ids: list[str] = [item["id"] for item in items]

@@ -54,10 +54,14 @@ function put(data, options) {
   return message;
 }
 
-// Show the chat as it is.
+// Show the chat as it is. What is shown already stays, up to the first message that is another, or
+// that shows marks of tokens: the newest answer alone has them.
 function draw() {
-  for (const message of shown) message.element.remove();
-  shown = chat.messages.map((data) => put(data).show());
+  const isSame = ({ data, isMarked }, index) => data === chat.messages[index] && !isMarked;
+  let same = 0;
+  while (same < shown.length && isSame(shown[same], same)) same += 1;
+  for (const message of shown.splice(same)) message.element.remove();
+  shown.push(...chat.messages.slice(same).map((data) => put(data).show()));
   $("empty").hidden = shown.length > 0;
   offerResults();
 }

@@ -42,6 +42,7 @@ export class Message {
   // `drawn` is called when it has grown; `marked` answers show each token's probability.
   constructor(data, { drawn, marked } = {}) {
     this.data = data;
+    this.isMarked = marked;
     this.element = $("message").content.firstChild.cloneNode(true);
     this.element.className = data.role;
     const find = (selector) => this.element.querySelector(selector);

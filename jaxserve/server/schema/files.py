@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+BatchEndpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
+
 
 class FileObject(msgspec.Struct, kw_only=True):
     """A file; `filename` is a label."""
@@ -48,7 +50,7 @@ class BatchRequest(msgspec.Struct, kw_only=True):
     """Body of POST /v1/batches."""
 
     input_file_id: str
-    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
+    endpoint: BatchEndpoint
     completion_window: Literal["24h"]
     metadata: dict[str, str] | None = None
     output_expires_after: ExpiresAfter | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any, Literal
 from uuid import uuid4
 
@@ -145,6 +145,7 @@ class ResponsesResponse(msgspec.Struct, kw_only=True):
     object: str = "response"
     background: bool = False
     completed_at: int | None = None
+    conversation: dict[str, str] | None = None
     error: dict[str, str] | None = None
     incomplete_details: dict[str, str] | None = None
     instructions: str | None = None
@@ -207,12 +208,12 @@ def input_text(arguments: str) -> str:
     return text if isinstance(text, str) else arguments
 
 
-def shown_items(items: Iterable[InputItem]) -> list[dict[str, Any]]:
-    """Return the items of an input as they are listed: each has an id that no other has."""
+def shown_items(items: Iterable[InputItem], taken: Container[str] = ()) -> list[dict[str, Any]]:
+    """Return items as they are listed: each has an id that no other has, and that is not taken."""
     shown: dict[str, dict[str, Any]] = {}
     for item in items:
         name = item.id
-        if not name or name in shown:
+        if not name or name in shown or name in taken:
             name = f"{_ID_PREFIXES.get(item.type, 'msg')}_{uuid4().hex}"
         shown[name] = {"id": name, **_shown_item(item)}
     return list(shown.values())

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from jaxserve.errors import InvalidRequest
+from jaxserve.server.schema.conversations import ConversationName
 from jaxserve.server.schema.openai import (
     ChatMessage,
     ChatRequest,
@@ -69,6 +70,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     input: str | list[InputItem]
     instructions: str | None = None
     previous_response_id: str | None = None
+    conversation: str | ConversationName | None = None
     store: bool | None = None
     background: bool | None = None
     stream: bool | None = None
@@ -117,6 +119,7 @@ class CountInputRequest(msgspec.Struct, kw_only=True):
     input: str | list[InputItem] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
+    conversation: str | ConversationName | None = None
     text: TextOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[ResponseTool] | None = None
@@ -163,6 +166,20 @@ def items_of(body: ResponsesRequest | CountInputRequest) -> list[InputItem]:
     if not body.input:
         raise InvalidRequest("input is empty", "input")
     return body.input if isinstance(body.input, list) else [InputItem(content=body.input)]
+
+
+def check_served(items: list[InputItem], field: str) -> None:
+    """Check that each item can be part of a conversation.
+
+    Raises:
+        InvalidRequest: one is of a type that is not served, or lacks a field.
+    """
+    try:
+        for item in items:
+            if item.type != "reasoning":
+                _append([], item)
+    except InvalidRequest as error:
+        raise InvalidRequest(str(error).replace("input:", f"{field}:", 1), field) from None
 
 
 def as_chat(body: ResponsesRequest, items: Iterable[InputItem]) -> ChatRequest:
@@ -216,6 +233,12 @@ def _is_partial(given: str | list[InputItem]) -> bool:
     last = given[-1]
     is_answer = last.type == "message" and last.role == "assistant"
     return is_answer and last.status in ("in_progress", "incomplete")
+
+
+def conversation_id(body: ResponsesRequest | CountInputRequest) -> str | None:
+    """Return the id of the conversation that a request is part of, or None."""
+    given = body.conversation
+    return given.id if isinstance(given, ConversationName) else given
 
 
 def wants_logprobs(body: ResponsesRequest) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import html
+import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -31,6 +33,7 @@ class JsonCall:
         number: the key of the call's number, "" where it has none.
         is_keyed: the name itself is the key of the arguments: `{"f": {"a": 1}}`.
         may_be_bare: the name may also stand before the arguments: `f[ARGS]{"a": 1}`.
+        answers: names that say that nothing is called, and the answer follows.
     """
 
     arguments: str = "arguments"
@@ -38,6 +41,7 @@ class JsonCall:
     number: str = ""
     is_keyed: bool = False
     may_be_bare: bool = False
+    answers: tuple[str, ...] = ()
     marks: tuple[str, ...] = ()
 
     def read(self, source: Source, tools: Tools) -> Reading[list[WrittenCall]]:
@@ -56,6 +60,9 @@ class JsonCall:
             raise Malformed from None
         if not isinstance(value, dict):
             raise Malformed
+        name = value.get(self.name)
+        if name in self.answers and name not in tools:
+            return []
         return [self._call(value, tools)]
 
     def _call(self, value: dict[str, Any], tools: Tools) -> WrittenCall:
@@ -203,8 +210,11 @@ class XmlCall:
         outer_end: the text after that. Where a value has no end, it ends before both.
         is_quoted: names stand in quotation marks.
         trims: a line end at either side of a value is none of it.
-        has_types: an attribute of each parameter says whether its value is a string.
+        types: name of the attribute that says whether a value is a string: "true" or "string".
         before: the text before a call's name, after the mark.
+        tag_end: the text after a tag's attributes.
+        whole: the texts around a JSON object that holds all arguments.
+        is_escaped: names are written as in HTML.
     """
 
     parameter: str
@@ -213,19 +223,23 @@ class XmlCall:
     outer_end: str
     is_quoted: bool = False
     trims: bool = False
-    has_types: bool = False
+    types: str = ""
     before: str = ""
+    tag_end: str = ">"
+    whole: tuple[str, str] = ("", "")
+    is_escaped: bool = False
 
     @property
     def marks(self) -> tuple[str, ...]:
-        return (self.parameter, self.parameter_end, self.end, self.before)
+        return (self.parameter, self.parameter_end, self.end, self.before, *self.whole)
 
     def read(self, source: Source, tools: Tools) -> Reading[list[WrittenCall]]:
-        name = (yield from source.match(_opening(self.before, self.is_quoted, False)))["name"]
+        tag = _opening(self.before, self.is_quoted, self.types, self.tag_end)
+        name = self._name((yield from source.match(tag)))
         schema = tools.get(name)
         if schema is None:
             raise Malformed
-        opening = _opening(self.parameter, self.is_quoted, self.has_types)
+        opening = _opening(self.parameter, self.is_quoted, self.types, self.tag_end)
         stops = (self.parameter_end, self.parameter)
         if self.end and self.outer_end:
             stops += (self.end + self.outer_end, f"{self.end}\n{self.outer_end}")
@@ -234,28 +248,36 @@ class XmlCall:
             yield from source.skip_space()
             if (yield from source.takes(self.end)):
                 return [written(name, values)]
+            if self.whole[0] and (yield from source.takes(self.whole[0])):
+                text, _ = yield from source.until(self.whole[1])
+                values |= json.loads(written(name, text).arguments)
+                continue
             found = yield from source.match(opening)
             text, stop = yield from source.until(*stops)
             if stop != self.parameter_end:
                 source.put_back()
-            values[found["name"]] = self._value(text, found, schema)
+            values[self._name(found)] = self._value(text, found, schema)
+
+    def _name(self, opening: re.Match[str]) -> str:
+        return html.unescape(opening["name"]) if self.is_escaped else opening["name"]
 
     def _value(self, text: str, opening: re.Match[str], schema: dict[str, Any]) -> Any:
         if self.trims:
             text = text.removeprefix("\n").removesuffix("\n")
-        if not self.has_types or opening["type"] is None:
-            return convert(text, property_schema(schema, opening["name"]), schema)
-        return text if opening["type"] == "true" else convert(text, {"type": "json"}, schema)
+        if not self.types or opening["type"] is None:
+            return convert(text, property_schema(schema, self._name(opening)), schema)
+        is_text = opening["type"] in ("true", "string")
+        return text if is_text else convert(text, {"type": "json"}, schema)
 
 
 @functools.lru_cache(maxsize=64)
-def _opening(before: str, is_quoted: bool, has_types: bool) -> re.Pattern[str]:
+def _opening(before: str, is_quoted: bool, types: str, end: str) -> re.Pattern[str]:
     """Return the pattern of a tag from its name on, or from the text before that."""
     name = r"[^\s<>\"'](?:[^<>\"'\n]{0,254}[^\s<>\"'])??"
     name = rf"(?P<quote>[\"']?)(?P<name>{name})(?P=quote)" if is_quoted else rf"(?P<name>{name})"
-    types = r"(?:\s+string=\"(?P<type>true|false)\")?" if has_types else ""
+    types = rf"(?:\s+(?:{types}|index)=\"(?P<type>\w{{1,9}})\")?" if types else ""
     before = rf"{_loosely(before)}\s*" if before else ""
-    return re.compile(rf"\s*{before}{name}{types}\s*>")
+    return re.compile(rf"\s*{before}{name}{types}\s*{re.escape(end)}")
 
 
 @dataclass(frozen=True)
@@ -265,14 +287,22 @@ class KeyedCall:
     Args:
         end: the text after all pairs.
         after: a mark that may follow the name.
+        suffix: a text at the end of each tag's name.
     """
 
     end: str
     after: str = ""
+    suffix: str = ""
+
+    @property
+    def tags(self) -> tuple[str, str, str, str]:
+        """The tags around a key, and around a value."""
+        before, after = f"arg_key{self.suffix}>", f"arg_value{self.suffix}>"
+        return f"<{before}", f"</{before}", f"<{after}", f"</{after}"
 
     @property
     def marks(self) -> tuple[str, ...]:
-        return ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", self.end, self.after)
+        return (*self.tags, self.end, self.after)
 
     def read(self, source: Source, tools: Tools) -> Reading[list[WrittenCall]]:
         name = (yield from source.match(_KEYED_NAME))[1]
@@ -281,15 +311,16 @@ class KeyedCall:
             raise Malformed
         yield from source.takes(self.after)
         values: dict[str, Any] = {}
+        before, after, value, value_end = self.tags
         while True:
             yield from source.skip_space()
             if (yield from source.takes(self.end)):
                 return [written(name, values)]
-            yield from source.expect("<arg_key>")
-            key = (yield from source.until("</arg_key>"))[0].strip()
+            yield from source.expect(before)
+            key = (yield from source.until(after))[0].strip()
             yield from source.skip_space()
-            yield from source.expect("<arg_value>")
-            text = (yield from source.until("</arg_value>"))[0]
+            yield from source.expect(value)
+            text = (yield from source.until(value_end))[0]
             values[key] = convert(text, property_schema(schema, key), schema)
 
 

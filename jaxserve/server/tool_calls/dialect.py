@@ -39,6 +39,7 @@ _WITH_THOUGHTS = {
     "openai": "openai_gptoss",
     "cohere_command3": "cohere_command3",
     "cohere_command4": "cohere_command4",
+    "kimi_k3": "kimi_k3",
 }
 _TEXT_ARGUMENTS = re.compile(r"\+\s*\w+\['function'\]\['arguments'\]\s*\+")
 

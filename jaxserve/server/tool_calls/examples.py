@@ -44,10 +44,12 @@ def _example(body: Body) -> str:
         case XmlCall():
             quote = '"' if body.is_quoted else ""
             value = "\nVALUE\n" if body.trims else "VALUE"
-            parameter = f"{body.parameter}{quote}ARGUMENT{quote}>{value}{body.parameter_end}"
-            return f"{body.before}{quote}NAME{quote}>\n{parameter}\n...\n{body.end}\n"
+            close = f"{quote}{body.tag_end}"
+            parameter = f"{body.parameter}{quote}ARGUMENT{close}{value}{body.parameter_end}"
+            return f"{body.before}{quote}NAME{close}\n{parameter}\n...\n{body.end}\n"
         case KeyedCall():
-            pair = "<arg_key>ARGUMENT</arg_key>\n<arg_value>VALUE</arg_value>"
+            key, key_end, start, end = body.tags
+            pair = f"{key}ARGUMENT{key_end}\n{start}VALUE{end}"
             return f"NAME{body.after}\n{pair}\n...\n{body.end}"
         case BracedCall():
             return f"call:NAME{{ARGUMENT:{body.quote}VALUE{body.quote},...}}"

@@ -29,6 +29,7 @@ class CallFormat:
         body: how a call is written after the mark.
         id_length: length of a call's id of letters and digits, where templates require one.
         section: the texts before and after all calls. Models leave them out at times.
+        has_own_section: each call has a section of its own.
         others: other marks that models write, each with the text after its calls.
         is_harmony: calls are messages of a channel; `harmony.py` reads them.
     """
@@ -42,6 +43,7 @@ class CallFormat:
     id_length: int | None = None
     section: tuple[str, str] = ("", "")
     others: tuple[tuple[str, str], ...] = ()
+    has_own_section: bool = False
     is_harmony: bool = False
 
     @property
@@ -52,7 +54,7 @@ class CallFormat:
     @property
     def has_grammar(self) -> bool:
         """Whether a grammar can form calls; those of other formats are in DEFAULT_FORMAT."""
-        return isinstance(self.body, JsonCall | HeadedCall | PythonCalls)
+        return not isinstance(self.body, BracedCall)
 
     @property
     def starts(self) -> tuple[str, ...]:
@@ -89,10 +91,11 @@ _ARRAY_IN_TAGS = CallFormat("<tool_calls>", close="</tool_calls>", separators=",
 def _xml(prefix: str = "", trims: bool = True) -> CallFormat:
     end = f"</{prefix}tool_call>"
     body = XmlCall("<parameter=", "</parameter>", "</function>", end, trims=trims)
-    return CallFormat("<function=", body=body, section=(f"<{prefix}tool_call>", end))
+    section = (f"<{prefix}tool_call>", end)
+    return CallFormat("<function=", body=body, section=section, has_own_section=True)
 
 
-def _invoke(section: str, prefix: str, has_types: bool = False) -> CallFormat:
+def _invoke(section: str, prefix: str, types: str = "", trims: bool = False) -> CallFormat:
     end = f"</{section}>"
     body = XmlCall(
         f"<{prefix}parameter name=",
@@ -100,7 +103,8 @@ def _invoke(section: str, prefix: str, has_types: bool = False) -> CallFormat:
         f"</{prefix}invoke>",
         end,
         is_quoted=True,
-        has_types=has_types,
+        trims=trims,
+        types=types,
     )
     return CallFormat(f"<{prefix}invoke name=", body=body, section=(f"<{section}>", end))
 
@@ -115,12 +119,30 @@ def _deepseek(body: HeadedCall) -> CallFormat:
 
 _QWEN_XML = _xml()
 _GLM = CallFormat("<tool_call>", body=KeyedCall("</tool_call>"))
+
+
+def _hunyuan(after: str = "", suffix: str = "") -> CallFormat:
+    """Return Hunyuan's form: calls of GLM's in a section; tags may have a checkpoint's suffix."""
+    end, section = f"</tool_call{suffix}>", f"tool_calls{suffix}>"
+    body = KeyedCall(end, after, suffix)
+    return CallFormat(f"<tool_call{suffix}>", body=body, section=(f"<{section}", f"</{section}"))
+
+
+_HY_SUFFIX = ":opensource"
 _COMMAND = CallFormat(
     "<|START_ACTION|>",
     close="<|END_ACTION|>",
     separators=",",
     is_array=True,
     body=JsonCall("parameters", "tool_name", number="tool_call_id"),
+)
+_COMMAND_R = CallFormat(
+    "Action: ```json",
+    close="```",
+    separators=",",
+    is_array=True,
+    body=JsonCall("parameters", "tool_name", answers=("directly-answer", "directly_answer")),
+    others=(("Action:\n```json", "```"), ("Action:```json", "```")),
 )
 _STEP3 = CallFormat(
     "<｜tool_call_begin｜>",
@@ -140,6 +162,38 @@ _KIMI = CallFormat(
     close="<|tool_call_end|>",
     section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
     body=HeadedCall("<|tool_call_argument_begin|>", before="functions.", is_numbered=True),
+)
+_KIMI_3 = CallFormat(
+    "<|open|>call tool=",
+    section=("<|open|>tools<|sep|>", "<|close|>tools<|sep|>"),
+    body=XmlCall(
+        "<|open|>argument key=",
+        "<|close|>argument<|sep|>",
+        "<|close|>call<|sep|>",
+        "<|close|>tools<|sep|>",
+        is_quoted=True,
+        types="type",
+        tag_end="<|sep|>",
+        whole=('<|open|>json type="object"<|sep|>', "<|close|>json<|sep|>"),
+        is_escaped=True,
+    ),
+)
+
+
+def _plamo(name: str) -> tuple[str, str]:
+    return f"<|plamo:begin_{name}:plamo|>", f"<|plamo:end_{name}:plamo|>"
+
+
+_PLAMO = CallFormat(
+    _plamo("tool_request")[0],
+    close=_plamo("tool_request")[1],
+    section=_plamo("tool_requests"),
+    body=HeadedCall(
+        f"{_plamo('tool_name')[1]}{_plamo('tool_arguments')[0]}"
+        "<|plamo:constrain|>json<|plamo:msg|>",
+        before=_plamo("tool_name")[0],
+        tail=_plamo("tool_arguments")[1],
+    ),
 )
 _XLAM = CallFormat(
     "[TOOL_CALLS]",
@@ -174,11 +228,12 @@ CALL_FORMATS: dict[str, CallFormat] = {
         HeadedCall("\n```json\n", before="function<｜tool▁sep｜>", tail="\n```")
     ),
     "deepseek_v31": _deepseek(HeadedCall("<｜tool▁sep｜>")),
-    "deepseek_v32": _invoke("｜DSML｜function_calls", "｜DSML｜", has_types=True),
-    "deepseek_v4": _invoke("｜DSML｜tool_calls", "｜DSML｜", has_types=True),
+    "deepseek_v32": _invoke("｜DSML｜function_calls", "｜DSML｜", "string"),
+    "deepseek_v4": _invoke("｜DSML｜tool_calls", "｜DSML｜", "string"),
     "minimax_m2": _invoke("minimax:tool_call", ""),
     "cohere_command3": _COMMAND,
     "cohere_command4": _COMMAND,
+    "command_r": _COMMAND_R,
     "granite": _GRANITE,
     "granite4": _HERMES,
     "granite-20b-fc": CallFormat("<function_call>"),
@@ -194,6 +249,11 @@ CALL_FORMATS: dict[str, CallFormat] = {
     "glm47": _GLM,
     "ling3": _GLM,
     "kimi_k2": _KIMI,
+    "kimi_k3": _KIMI_3,
+    "plamo3": _PLAMO,
+    "dots": _invoke("dots_function_call", "", trims=True),
+    "hy_v3": _hunyuan("<tool_sep>"),
+    "hy_v4": _hunyuan(suffix=_HY_SUFFIX),
     "hunyuan_a13b": _ARRAY_IN_TAGS,
     "jamba": _ARRAY_IN_TAGS,
     "internlm": CallFormat(
@@ -235,6 +295,7 @@ class ThinkingFormat:
         is_always: an answer begins with thoughts even without their start.
         ends_at_calls: a call among thoughts that never end is a call.
         answer_marks: texts before and after the answer itself, which are left out.
+        left_out: other texts that are left out of an answer, wherever they come.
         is_harmony: thoughts are messages of a channel; `harmony.py` reads them.
     """
 
@@ -244,6 +305,7 @@ class ThinkingFormat:
     is_always: bool = False
     ends_at_calls: bool = False
     answer_marks: tuple[tuple[str, str], ...] = ()
+    left_out: tuple[str, ...] = ()
     is_harmony: bool = False
 
     @property
@@ -257,7 +319,8 @@ class ThinkingFormat:
     @property
     def marks(self) -> set[str]:
         """All texts that are looked for."""
-        return {*self.starts, *self.ends, *(mark for pair in self.answer_marks for mark in pair)}
+        answers = (mark for pair in self.answer_marks for mark in pair)
+        return {*self.starts, *self.ends, *answers, *self.left_out}
 
 
 def _think(
@@ -304,6 +367,15 @@ THINKING_FORMATS: dict[str, ThinkingFormat] = {
     "cohere_command4": _COMMAND_THOUGHTS,
     "gemma4": ThinkingFormat("<|channel>thought", "<channel|>"),
     "kimi_k2": _QWEN,
+    "kimi_k3": ThinkingFormat(
+        "<|open|>think<|sep|>",
+        "<|close|>think<|sep|>",
+        answer_marks=(("<|open|>response<|sep|>", "<|close|>response<|sep|>"),),
+        left_out=("<|close|>response<|sep|>", "<|close|>message<|sep|>", "<|end_of_msg|>"),
+    ),
+    "plamo3": ThinkingFormat(*_plamo("think")),
+    "hy_v3": _QWEN,
+    "hy_v4": ThinkingFormat(f"<think{_HY_SUFFIX}>", f"</think{_HY_SUFFIX}>", ends_at_calls=True),
     "ling3": _QWEN,
     "minimax_m2": _think(is_always=True, ends_at_calls=True),
     "hunyuan_a13b": _think(answer="answer"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from jaxserve.server.tool_calls.literals import MAX_DEPTH, read_json
+from jaxserve.server.tool_calls.literals import MAX_DEPTH, Cursor, read_json
 from jaxserve.server.tool_calls.values import (
     convert,
     is_finite,
@@ -30,31 +30,18 @@ def read_braces(text: str, quote: str, schema: dict[str, Any]) -> dict[str, Any]
     """
     reader = _Reader(text, quote, schema)
     value = reader.mapping(schema, 0)
-    if not reader.is_done:
+    if reader.rest():
         raise ValueError("text after the object")
     return value
 
 
-class _Reader:
-    """Reader of the notation, from left to right."""
+class _Reader(Cursor):
+    """Reader of the notation."""
 
     def __init__(self, text: str, quote: str, root: dict[str, Any]) -> None:
-        self._text = text
+        super().__init__(text)
         self._quote = quote
         self._root = root
-        self._position = 0
-
-    @property
-    def is_done(self) -> bool:
-        return not self._text[self._position :].strip()
-
-    def _take(self, mark: str) -> bool:
-        text, position = self._text, self._position
-        while position < len(text) and text[position].isspace():
-            position += 1
-        is_there = text.startswith(mark, position)
-        self._position = position + len(mark) if is_there else position
-        return is_there
 
     def _until(self, mark: str) -> str:
         end = self._text.find(mark, self._position)
@@ -64,47 +51,39 @@ class _Reader:
         return taken
 
     def mapping(self, schema: dict[str, Any], depth: int) -> dict[str, Any]:
-        if depth > MAX_DEPTH or not self._take("{"):
+        if depth > MAX_DEPTH or not self.take("{"):
             raise ValueError("no object, or nested too deep")
         values: dict[str, Any] = {}
-        while not self._take("}"):
-            if self._take(self._quote):
+        while not self.take("}"):
+            if self.take(self._quote):
                 key = self._until(self._quote)
-                if not self._take(":"):
-                    raise ValueError("no : after a key")
+                self.expect(":")
             else:
                 key = self._until(":").strip()
             if not key or set(key) & set("{}[],"):
                 raise ValueError("not a key")
             values[key] = self._value(property_schema(schema, key), depth)
-            self._between("}")
+            self.between("}")
         return values
 
     def _items(self, schema: Any, depth: int) -> list[Any]:
         if depth > MAX_DEPTH:
             raise ValueError("nested too deep")
         items: list[Any] = []
-        while not self._take("]"):
+        while not self.take("]"):
             items.append(self._value(schema, depth))
-            self._between("]")
+            self.between("]")
         return items
-
-    def _between(self, end: str) -> None:
-        """Take a comma, or leave the end for the caller to take."""
-        if not self._take(","):
-            if not self._take(end):
-                raise ValueError("no comma")
-            self._position -= len(end)
 
     def _value(self, schema: Any, depth: int) -> Any:
         schema = resolve(schema, self._root)
-        if self._take(self._quote):
+        if self.take(self._quote):
             text, types = self._until(self._quote), types_of(schema, self._root)
             return text if not types or "string" in types else convert(text, schema, self._root)
-        if self._take("{"):
+        if self.take("{"):
             self._position -= 1
             return self.mapping(schema, depth + 1)
-        if self._take("["):
+        if self.take("["):
             return self._items(schema.get("items"), depth + 1)
         found = _BARE.match(self._text, self._position)
         self._position += 0 if found is None else len(found[0])

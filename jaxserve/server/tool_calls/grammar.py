@@ -5,64 +5,23 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.errors import InvalidRequest
-from jaxserve.server.tool_calls.bodies import HeadedCall, JsonCall, PythonCalls
+from jaxserve.server.tool_calls.bodies import HeadedCall, JsonCall, KeyedCall, PythonCalls, XmlCall
 from jaxserve.server.tool_calls.formats import CallFormat
+from jaxserve.server.tool_calls.grammar_parts import (
+    Function,
+    arguments_schema,
+    escaped,
+    json_rule,
+    spelled,
+)
 from jaxserve.server.tool_calls.harmony import CHANNEL, CONSTRAIN, END, MESSAGE, START
-from jaxserve.structured import plain_schema
+from jaxserve.server.tool_calls.tagged_grammar import Unformable, tagged_rules
 
 MAX_CALLS = 16
-# Spaces between parts of arguments. Without a bound, small models generate them for ever.
-_GUIDANCE = {"whitespace_pattern": r"[ \n]{0,16}"}
-# Keywords that do not restrict a value. Descriptions are most of a schema's size.
-_ANNOTATIONS = frozenset(
-    ("description", "title", "default", "examples", "$comment", "deprecated", "readOnly")
-)
-# Keywords whose values map names of the user's choice to schemas.
-_NAMED_SCHEMAS = frozenset(("properties", "patternProperties", "$defs", "definitions"))
-_VALUES = frozenset(("enum", "const"))
-_MARK = re.compile(r"(<[|\uff5c][^<>]*>)")
 _KEYWORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-
-
-@dataclass(frozen=True)
-class Function:
-    """Name of a tool, and the JSON schema of its arguments."""
-
-    name: str
-    schema: dict[str, Any]
-
-
-def bare(schema: Any) -> Any:
-    """Return a schema without the keywords that do not restrict a value."""
-    if isinstance(schema, list):
-        return [bare(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    made: dict[str, Any] = {}
-    for name, value in schema.items():
-        if name in _NAMED_SCHEMAS and isinstance(value, dict):
-            made[name] = {key: bare(inner) for key, inner in value.items()}
-        elif name in _VALUES:
-            made[name] = value
-        elif name not in _ANNOTATIONS:
-            made[name] = bare(value)
-    return made
-
-
-def _arguments(function: Function) -> dict[str, Any]:
-    """Return the schema of a function's arguments: an object with only the named properties."""
-    schema = {"type": "object", **plain_schema(bare(function.schema))}
-    if "properties" in schema:
-        schema.setdefault("additionalProperties", False)
-    return schema
-
-
-def _json(schema: dict[str, Any]) -> str:
-    return "%json " + json.dumps({**schema, "x-guidance": _GUIDANCE})
 
 
 def grammar_of_calls(
@@ -85,7 +44,15 @@ def grammar_of_calls(
         may_answer: whether a text may also hold no call, or other text between calls.
         answer_schema: JSON schema of an answer without calls; None for free text.
         may_think: whether there may be thoughts, in a form whose grammar holds them.
+
+    Raises:
+        Unformable: the form cannot say what a schema allows, and no more.
+        InvalidRequest: the name of a property is no keyword of Python.
     """
+    if not form.has_grammar:
+        raise Unformable
+    if isinstance(form.body, XmlCall | KeyedCall):
+        return _tagged_grammar(form, functions, spell, most, may_answer, answer_schema)
     if form.is_harmony:
         return _harmony_grammar(functions, spell, may_answer, answer_schema, may_think)
     rules = list(
@@ -106,7 +73,42 @@ def grammar_of_calls(
     elif answer_schema is not None:
         # An optional mark is required here, since an answer may begin like a call.
         first = f"{opener} calls" if form.is_optional_mark else "calls"
-        rules += [f"start: {first} | answer", f"answer: {_json(answer_schema)}"]
+        rules += [f"start: {first} | answer", f"answer: {json_rule(answer_schema)}"]
+    else:
+        rules += _free_rules(form, spell, most)
+    return "\n".join(rules)
+
+
+def _tagged_grammar(
+    form: CallFormat,
+    functions: Sequence[Function],
+    spell: Callable[[str], str],
+    most: int,
+    may_answer: bool,
+    answer_schema: dict[str, Any] | None,
+) -> str:
+    """Return a grammar of calls in tags. Line ends between tags are as the model was trained."""
+    before, behind = form.section
+    parts = spelled(form.starts[0], spell)
+    if may_answer and len(parts) > 1 and any(part.startswith("<[") for part in parts):
+        raise Unformable  # free text ends at one token, or at a text
+    mark = " ".join(spelled(form.mark, spell))
+    rules = [*tagged_rules(form, functions, spell), r"NL: /\n/"]
+    call = f"call NL? {spell(form.close)}" if form.close else "call"
+    again = f" (NL? {mark} {call}){{0,{most - 1}}}" if most > 1 else ""
+    if not before:
+        opener, inside = mark, call
+    else:
+        opener, closer = (" ".join(spelled(text, spell)) for text in (before, behind))
+        inside = f"NL? {mark} {call}{'' if form.has_own_section else again} NL? {closer}"
+    rules.append(f"after: {inside}")
+    repeats = form.has_own_section or not before
+    more = f" (NL? {opener} after){{0,{most - 1}}}" if repeats and most > 1 else ""
+    rules.append(f"calls: {opener} after{more}")
+    if not may_answer:
+        rules.append("start: calls")
+    elif answer_schema is not None:
+        rules += ["start: calls | answer", f"answer: {json_rule(answer_schema)}"]
     else:
         rules += _free_rules(form, spell, most)
     return "\n".join(rules)
@@ -142,7 +144,7 @@ def _free_rules(form: CallFormat, spell: Callable[[str], str], most: int) -> Ite
     opener = form.section[0] or form.mark
     mark = spell(opener)
     # A mark within an answer, in whatever tokens, would be read as the beginning of a call.
-    no_mark = rf"~/(.|\n)*{_escaped(opener)}(.|\n)*/"
+    no_mark = rf"~/(.|\n)*{escaped(opener)}(.|\n)*/"
     if form.is_optional_mark:
         # A text that begins like a call must be one.
         opening = r"\[" if form.is_array else r"\{"
@@ -154,7 +156,7 @@ def _free_rules(form: CallFormat, spell: Callable[[str], str], most: int) -> Ite
         yield f"start: ANSWER ({mark} after ANSWER){{0,{most}}}"
     else:
         yield f"start: (before after){{0,{most}}} ANSWER"
-        yield rf"before[lazy]: /(.|\n)*{_escaped(opener)}/"
+        yield rf"before[lazy]: /(.|\n)*{escaped(opener)}/"
     yield rf"ANSWER: /(.|\n)*/ & {no_mark}"
 
 
@@ -174,15 +176,15 @@ def _harmony_grammar(
     names = " | ".join(f"call{index}" for index in range(len(functions)))
     rules = [
         f'call: {spell(CHANNEL)} "commentary to=functions." ({names})',
-        rf"FREE: /(.|\n)*/ & ~/(.|\n)*{_escaped(END)}(.|\n)*/",
-        rf"until_end[lazy]: /(.|\n)*{_escaped(END)}/",
+        rf"FREE: /(.|\n)*/ & ~/(.|\n)*{escaped(END)}(.|\n)*/",
+        rf"until_end[lazy]: /(.|\n)*{escaped(END)}/",
         f'thoughts: {spell(CHANNEL)} "analysis" {message} {free} {turn}',
         f'preamble: {spell(CHANNEL)} "commentary" {message} {free} {turn}',
     ]
     for index, function in enumerate(functions):
         name = json.dumps(function.name + " ")
         rules.append(f'call{index}: {name} {spell(CONSTRAIN)} "json" {message} args{index}')
-        rules.append(f"args{index}: {_json(_arguments(function))}")
+        rules.append(f"args{index}: {json_rule(arguments_schema(function))}")
     before = "thoughts? " if may_think else ""
     if not may_answer:
         return "\n".join([*rules, f"start: {before}call"])
@@ -190,14 +192,8 @@ def _harmony_grammar(
         rules.append(f'answer: {spell(CHANNEL)} "final" {message} FREE')
     else:
         rules.append(f'answer: {spell(CHANNEL)} "final " {spell(CONSTRAIN)} "json" {message} json')
-        rules.append(f"json: {_json(answer_schema)}")
+        rules.append(f"json: {json_rule(answer_schema)}")
     return "\n".join([*rules, f"start: {before}(preamble? call | answer)"])
-
-
-def _escaped(mark: str) -> str:
-    """Return a regular expression of a mark, between strokes."""
-    plain = "_<>"
-    return "".join(c if c.isalnum() or c in plain or not c.isascii() else f"\\{c}" for c in mark)
 
 
 def _call_rules(
@@ -210,9 +206,9 @@ def _call_rules(
     for index, function in enumerate(functions):
         name, arguments = function.name, f"args{index}"
         if isinstance(body, HeadedCall):
-            parts = [*_spelled(body.before, spell), json.dumps(name)]
+            parts = [*spelled(body.before, spell), json.dumps(name)]
             parts += ['":" NUMBER'] if body.is_numbered else []
-            parts += [*_spelled(body.after, spell), arguments, *_spelled(body.tail, spell)]
+            parts += [*spelled(body.after, spell), arguments, *spelled(body.tail, spell)]
         elif body.is_keyed:
             parts = [json.dumps(f'{{"{name}": '), arguments, '"}"']
         else:
@@ -221,13 +217,7 @@ def _call_rules(
             parts = number if body.number else [json.dumps("{" + head)]
             parts += [arguments, '"}"']
         yield f"call{index}: {' '.join(parts)}"
-        yield f"{arguments}: {_json(_arguments(function))}"
-
-
-def _spelled(text: str, spell: Callable[[str], str]) -> list[str]:
-    """Return the parts of a text, of which some are marks."""
-    parts = filter(None, _MARK.split(text))
-    return [spell(part) if _MARK.fullmatch(part) else json.dumps(part) for part in parts]
+        yield f"{arguments}: {json_rule(arguments_schema(function))}"
 
 
 def _python_rules(functions: Sequence[Function]) -> Iterator[str]:
@@ -238,7 +228,7 @@ def _python_rules(functions: Sequence[Function]) -> Iterator[str]:
     """
     yield "call: " + " | ".join(f"call{index}" for index in range(len(functions)))
     for index, function in enumerate(functions):
-        schema = _arguments(function)
+        schema = arguments_schema(function)
         shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
         properties: dict[str, Any] = schema.get("properties") or {}
         required = [name for name in properties if name in (schema.get("required") or ())]
@@ -252,7 +242,7 @@ def _python_rules(functions: Sequence[Function]) -> Iterator[str]:
             own = properties[name]
             inner = {**own, **shared} if isinstance(own, dict) else {}
             yield f"{key}: {json.dumps(name + '=')} value{key}"
-            yield f"value{key}: {_json(inner)}"
+            yield f"value{key}: {json_rule(inner)}"
         # Optional keywords that may follow another keyword and its comma.
         for place in range(len(required), len(names)):
             rest = f"tail{index}_{place + 1}" if place + 1 < len(names) else '""'

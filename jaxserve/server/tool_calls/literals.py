@@ -125,8 +125,8 @@ def read_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
     return calls
 
 
-class _Python:
-    """Reader of Python's literals, from left to right."""
+class Cursor:
+    """A place in a text that is read from left to right; space before marks is left out."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -136,15 +136,18 @@ class _Python:
         self._position = _SPACE.match(self._text, self._position).end()  # type: ignore[union-attr]
 
     def rest(self) -> str:
+        """Return what follows, without space around it."""
         return self._text[self._position :].strip()
 
     def take(self, mark: str) -> bool:
+        """Take a mark, if it comes next; return whether it does."""
         self._skip()
         is_there = self._text.startswith(mark, self._position)
         self._position += len(mark) if is_there else 0
         return is_there
 
     def expect(self, mark: str) -> None:
+        """Take a mark; ValueError where another text comes."""
         if not self.take(mark):
             raise ValueError(f"no {mark} at {self._position}")
 
@@ -153,6 +156,10 @@ class _Python:
         self._skip()
         if not self._text.startswith(end, self._position):
             self.expect(",")
+
+
+class _Python(Cursor):
+    """Reader of Python's literals."""
 
     def match(self, pattern: re.Pattern[str]) -> str:
         self._skip()

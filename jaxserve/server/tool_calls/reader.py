@@ -115,7 +115,9 @@ class CallReader:
                 if self._formed is not None:
                     has_called = yield from self._stream_call(self._formed, has_called)
                 else:
-                    for call in (yield from form.body.read(source, self._tools)):
+                    calls = yield from form.body.read(source, self._tools)
+                    self._pieces.leave_out_space()
+                    for call in calls:
                         self._pieces.call(call)
                 has_called = True
                 source.settle()
@@ -185,12 +187,13 @@ class Outgoing:
         self._id_length = id_length
         self._pieces: list[Piece] = []
         self._num_calls = 0
+        self._has_calls = False
         self._spaces: list[str] = []  # content once something follows that is no call
         self._has_content = False
 
     def fetch(self, final: bool) -> list[Piece]:
         """Return the pieces, and forget them."""
-        if final and not self._num_calls and self._spaces:
+        if final and not self._has_calls and self._spaces:
             self._pieces.append(Content("".join(self._spaces)))
             self._spaces.clear()
         pieces, self._pieces = self._pieces, []
@@ -201,17 +204,22 @@ class Outgoing:
         content = text.rstrip()
         if content:
             spaced = "".join(self._spaces) + content
-            is_first = self._num_calls and not self._has_content
+            is_first = self._has_calls and not self._has_content
             self._pieces.append(Content(spaced.lstrip() if is_first else spaced))
             self._has_content = True
             self._spaces.clear()
         if len(content) < len(text):
             self._spaces.append(text[len(content) :])
 
+    def leave_out_space(self) -> None:
+        """Leave out the space before and after calls, of which there may be none."""
+        self._has_calls = True
+        self._spaces.clear()
+
     def call(self, call: WrittenCall) -> None:
         """Add a call, or its beginning."""
         self._num_calls += 1
-        self._spaces.clear()
+        self.leave_out_space()
         if self._parallel or self._num_calls == 1:
             number = call.id or self._new_id()
             index = self._num_calls - 1

@@ -104,16 +104,24 @@ def _say(
         yield
 
 
-def _say_rest(source: Source, pieces: list[Thought | Content]) -> Reading[None]:
-    """Add all further text as content."""
+def _say_rest(
+    source: Source, pieces: list[Thought | Content], left_out: tuple[str, ...] = ()
+) -> Reading[None]:
+    """Add all further text as content, without some marks."""
+    pattern = any_of(left_out)
     while True:
-        text = source.take_to(len(source.text))
+        found = source.search(pattern) if left_out else None
+        end = len(source.text) if source.is_final else source.certain_end(left_out)
+        text = source.take_to(end if found is None else found.start())
+        if found is not None:
+            source.take_to(found.end())
         source.settle()
         if text:
             pieces.append(Content(text))
-        if source.is_final:
+        if found is None and source.is_final:
             return
-        yield
+        if found is None:
+            yield
 
 
 class _AnswerMarks:
@@ -121,6 +129,7 @@ class _AnswerMarks:
 
     def __init__(self, thinking: ThinkingFormat) -> None:
         self._ends = dict(thinking.answer_marks)
+        self._left_out = thinking.left_out
         self._source = Source()
         self._pieces: list[Thought | Content] = []
         self._reading = self._read()
@@ -141,4 +150,4 @@ class _AnswerMarks:
             yield from source.skip_space()
         else:
             source.rewind()
-        yield from _say_rest(source, self._pieces)
+        yield from _say_rest(source, self._pieces, self._left_out)

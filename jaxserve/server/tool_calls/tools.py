@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from jaxserve.server.schema.openai import ChatRequest, NamedTool, ResponseFormat
 from jaxserve.server.tool_calls.examples import example_of
 from jaxserve.server.tool_calls.formats import CALL_FORMATS, DEFAULT_FORMAT, CallFormat
 from jaxserve.server.tool_calls.grammar import MAX_CALLS, Function, grammar_of_calls
+from jaxserve.server.tool_calls.tagged_grammar import Unformable
 from jaxserve.server.tool_calls.written import NAME, Tools
 from jaxserve.structured import MAX_SCHEMA_BYTES
 
@@ -164,29 +166,41 @@ def tool_use(
     answer = _answer_schema(body.response_format) if is_auto else None
     grammar, may_think = None, body.thinking_token_budget is None
     if not is_auto or answer is not None or any(tool.function.strict for tool in tools):
-        if not call_format.has_grammar:
-            call_format = CALL_FORMATS[DEFAULT_FORMAT]
-        grammar = grammar_of_calls(
-            call_format,
-            [_function(tool) for tool in callable_tools],
-            spell,
+        form = partial(
+            grammar_of_calls,
+            functions=[_function(tool) for tool in callable_tools],
+            spell=spell,
             most=MAX_CALLS if parallel else 1,
             may_answer=is_auto,
             answer_schema=answer,
             may_think=may_think,
         )
-        _check_size(grammar)
+        call_format, grammar = _formed(call_format, form)
     called = {tool.function.name: tool.function.parameters or {} for tool in callable_tools}
     return ToolUse(call_format, called, described(tools), grammar, is_named, parallel, may_think)
 
 
-def _check_size(grammar: str) -> None:
+def _formed(call_format: CallFormat, form: Callable[[CallFormat], str]) -> tuple[CallFormat, str]:
+    """Return a grammar of calls in the model's format, or else in the default one.
+
+    Raises:
+        InvalidRequest: the grammar is too large.
+    """
+    try:
+        grammar = form(call_format)
+        if len(grammar) <= MAX_SCHEMA_BYTES:  # tags take more room than JSON
+            return call_format, grammar
+    except Unformable:
+        pass
+    call_format = CALL_FORMATS[DEFAULT_FORMAT]
+    grammar = form(call_format)
     if len(grammar) > MAX_SCHEMA_BYTES:
         raise InvalidRequest(
             f"tools: the schemas of tools that must be well formed take at most {MAX_SCHEMA_BYTES} "
             "bytes together, without descriptions",
             "tools",
         )
+    return call_format, grammar
 
 
 def _function(tool: Tool) -> Function:

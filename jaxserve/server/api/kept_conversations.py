@@ -1,0 +1,154 @@
+"""Endpoints of OpenAI's conversations: made, changed, listed, forgotten."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxserve.errors import InvalidRequest
+from jaxserve.server.api.endpoint_request import EndpointRequest
+from jaxserve.server.api.query import Query
+from jaxserve.server.api.streaming import json_response
+from jaxserve.server.kept.conversation_store import Conversation, ConversationStore
+from jaxserve.server.schema.conversations import (
+    ConversationItems,
+    ConversationRequest,
+    ConversationUpdate,
+    DeletedConversation,
+)
+from jaxserve.server.schema.response_items import InputItem, InputItems
+from jaxserve.server.schema.responses import check_metadata, check_served
+
+# The most items of one request, as OpenAI bounds them.
+MAX_ADDED = 20
+
+
+def _store(request: Request) -> ConversationStore:
+    return request.app.state.served.conversations
+
+
+def _conversation(request: Request) -> Conversation:
+    """Return the conversation that the path names.
+
+    Raises:
+        ApiError: 404, there is none.
+    """
+    owner: str | None = request.scope["jaxserve.key"]
+    return _store(request).get(request.path_params["conversation_id"], owner)
+
+
+def _add(
+    request: EndpointRequest, conversation: Conversation, items: list[InputItem]
+) -> list[dict[str, Any]]:
+    """Add items that a client sends. Return them as they are listed.
+
+    Raises:
+        InvalidRequest: too many, too large ones together, or one that no response could read.
+    """
+    if len(items) > MAX_ADDED:
+        raise InvalidRequest(f"items takes at most {MAX_ADDED} items at once", "items")
+    check_served(items, "items")
+    shown = conversation.show_new(items)
+    most, body = request.config.max_body_bytes, request.num_bytes
+    if conversation.num_item_bytes + body > most:
+        raise InvalidRequest(f"items: the conversation takes more than {most} bytes", "items")
+    conversation.add(shown)
+    return shown
+
+
+async def create_conversation(http_request: Request) -> Response:
+    """Make a conversation.
+
+    Raises:
+        ApiError, InvalidRequest: the body is wrong, or the server keeps none.
+    """
+    request = EndpointRequest(http_request)
+    body = request.parse(ConversationRequest)
+    check_metadata(body.metadata)
+    made = Conversation(http_request.scope["jaxserve.key"], body.metadata or {})
+    _add(request, made, body.items or [])
+    _store(http_request).keep(made)
+    return json_response(made.shown)
+
+
+async def get_conversation(http_request: Request) -> Response:
+    """Describe a conversation.
+
+    Raises:
+        ApiError: 404, there is none.
+    """
+    return json_response(_conversation(http_request).shown)
+
+
+async def update_conversation(http_request: Request) -> Response:
+    """Change the metadata of a conversation.
+
+    Raises:
+        ApiError, InvalidRequest: there is none, or the body is wrong.
+    """
+    body = EndpointRequest(http_request).parse(ConversationUpdate)
+    check_metadata(body.metadata)
+    conversation = _conversation(http_request)
+    conversation.shown.metadata = body.metadata
+    _store(http_request).keep(conversation)
+    return json_response(conversation.shown)
+
+
+async def delete_conversation(http_request: Request) -> Response:
+    """Forget a conversation.
+
+    Raises:
+        ApiError: 404, there is none.
+    """
+    conversation = _conversation(http_request)
+    _store(http_request).forget(conversation)
+    return json_response(DeletedConversation(conversation.shown.id))
+
+
+async def add_items(http_request: Request) -> Response:
+    """Add items to a conversation.
+
+    Raises:
+        ApiError, InvalidRequest: there is none, or the items are wrong.
+    """
+    request = EndpointRequest(http_request)
+    body, conversation = request.parse(ConversationItems), _conversation(http_request)
+    if not body.items:
+        raise InvalidRequest("items is empty", "items")
+    shown = _add(request, conversation, body.items)
+    _store(http_request).keep(conversation)
+    return json_response(InputItems(shown, shown[0]["id"], shown[-1]["id"], False))
+
+
+async def list_items(http_request: Request) -> Response:
+    """List the items of a conversation, the newest first.
+
+    Raises:
+        ApiError, InvalidRequest: there is none, or an argument is wrong.
+    """
+    conversation = _conversation(http_request)
+    page = Query(http_request).page(conversation.item_ids, lambda name: name, "desc")
+    return json_response(InputItems([conversation.item(name) for name in page[0]], *page[1:]))
+
+
+async def get_item(http_request: Request) -> Response:
+    """Return an item of a conversation.
+
+    Raises:
+        ApiError: 404, there is none.
+    """
+    return json_response(_conversation(http_request).item(http_request.path_params["item_id"]))
+
+
+async def delete_item(http_request: Request) -> Response:
+    """Remove an item from a conversation.
+
+    Raises:
+        ApiError: 404, there is none.
+    """
+    conversation = _conversation(http_request)
+    conversation.remove(http_request.path_params["item_id"])
+    _store(http_request).keep(conversation)
+    return json_response(conversation.shown)
