@@ -9,6 +9,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -38,9 +39,10 @@ settings.load_profile("jaxserve")
 
 NEED_GPU = Path(__file__).parent / "gpu"
 LEFT_OUT = "left-out-"  # in that folder, by a path of tests: why some of them were left out
-# Their tests share servers, a browser or checkpoints, which are costly to make.
+# Their tests share servers, a browser or checkpoints, which are costly to make. The longest first:
+# a process goes through such a folder alone, and at the end no other shall wait for it.
 TOGETHER = tuple(
-    f"tests/{name}/" for name in ("clients", "models", "page", "published", "real", "server")
+    f"tests/{name}/" for name in ("server", "models", "clients", "real", "published", "page")
 )
 # A browser, a server and what they show of each other in time: they need the machine.
 ALONE = "tests/page/"
@@ -91,9 +93,19 @@ class ByFixtures(LoadScopeScheduling):
         return next((folder for folder in TOGETHER if file.startswith(folder)), file)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put folders that stay in one process before all files."""
+
+    def rank(item: pytest.Item) -> int:
+        starts = enumerate(map(item.nodeid.startswith, TOGETHER))
+        return next((index for index, is_in in starts if is_in), len(TOGETHER))
+
+    items.sort(key=rank)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFixtures:
-    # In the order of collection: the longest files hold the fewest tests.
+    # As `pytest_collection_modifyitems` has put them: the longest files hold the fewest tests.
     config.option.loadscopereorder = False
     return ByFixtures(config, log)
 
@@ -163,19 +175,36 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@contextmanager
+def turn(config: pytest.Config, kind: int) -> Generator[None]:
+    """Hold the machine, with others (LOCK_SH) or alone (LOCK_EX)."""
+    door, turns = config.stash[DOOR], config.stash[TURNS]
+    # Whoever waits to be alone stands in the door, so that the others cannot go on before it.
+    fcntl.flock(door, fcntl.LOCK_EX)
+    fcntl.flock(turns, kind)
+    fcntl.flock(door, fcntl.LOCK_UN)
+    try:
+        yield
+    finally:
+        fcntl.flock(turns, fcntl.LOCK_UN)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """While a test that needs the machine runs, other processes of this run wait with theirs."""
-    door, turns = item.config.stash[DOOR], item.config.stash[TURNS]
-    alone = item.nodeid.startswith(ALONE)
-    # Whoever waits to be alone stands in the door, so that the others cannot go on before it.
-    fcntl.flock(door, fcntl.LOCK_EX)
-    fcntl.flock(turns, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-    fcntl.flock(door, fcntl.LOCK_UN)
-    try:
+    if item.nodeid.startswith(ALONE):
         return (yield)
-    finally:
-        fcntl.flock(turns, fcntl.LOCK_UN)
+    with turn(item.config, fcntl.LOCK_SH):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """It needs it for itself alone, not for the servers and the browser that it begins with."""
+    if not item.nodeid.startswith(ALONE):
+        return (yield)
+    with turn(item.config, fcntl.LOCK_EX):
+        return (yield)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser, Playwright, sync_playwright
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 MISSING = """\
@@ -59,14 +59,25 @@ def install(own: str, ways: list[list[Sequence[str]]]) -> str:
     pytest.fail(MISSING.format(faults="\n".join(faults)), pytrace=False)
 
 
+def ensure(playwright: Playwright) -> str:
+    """Path of a Chromium, installed where there is none."""
+    own = playwright.chromium.executable_path
+    return find(own) or install(own, ways_to_install())
+
+
+def find_browser() -> str:
+    """The same, without a browser being opened."""
+    with sync_playwright() as playwright:
+        return ensure(playwright)
+
+
 @contextmanager
 def open_browser() -> Iterator[Browser]:
     """A headless Chromium."""
     # Its sandbox refuses to run as root; a container's /dev/shm is too small for it.
     arguments = ["--disable-dev-shm-usage", *(["--no-sandbox"] if os.geteuid() == 0 else [])]
     with sync_playwright() as playwright:
-        own = playwright.chromium.executable_path
-        path = find(own) or install(own, ways_to_install())
+        path = ensure(playwright)
         browser = playwright.chromium.launch(executable_path=path, args=arguments)
         yield browser
         browser.close()

