@@ -23,7 +23,7 @@ ARGUMENTS = (
 QUESTION, ANSWER = "Reverse: s-t-o-n-e", "e-n-o-t-s"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     files = str(tmp_path_factory.mktemp("files"))
     with ExitStack() as stack:
@@ -39,7 +39,7 @@ def canary(server: Server) -> list[int]:
     return answer["choices"][0]["token_ids"]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def first(running: Server) -> list[int]:
     return canary(running)
 

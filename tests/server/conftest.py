@@ -1,3 +1,5 @@
+"""Servers that the tests share. Of package scope: other folders of the process come after them."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -35,7 +37,7 @@ def oracle() -> Callable[[list[int]], np.ndarray]:
     return logprobs
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def main_server() -> Iterator[Server]:
     """The bundled model, with short times for slow clients."""
     times = "--header-timeout 3 --body-timeout 3 --write-timeout 4"
@@ -45,7 +47,7 @@ def main_server() -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def main_canary(main_server: Server) -> Canary:
     return Canary(main_server)
 
@@ -57,14 +59,14 @@ def server(main_server: Server, main_canary: Canary) -> Iterator[Server]:
     main_canary.check()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def slow_server() -> Iterator[Server]:
     """As the main server, where what runs can be seen to."""
     with Server(SMALL, module="tests.support.slow_server") as server:
         yield server
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def slow_canary(slow_server: Server) -> Canary:
     return Canary(slow_server)
 
@@ -76,7 +78,7 @@ def slow(slow_server: Server, slow_canary: Canary) -> Iterator[Server]:
     slow_canary.check()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def narrow_server() -> Iterator[Server]:
     """One slot with slow steps, a short queue, keys, and no unknown fields."""
     narrow = (
@@ -90,7 +92,7 @@ def narrow_server() -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def narrow_canary(narrow_server: Server) -> Canary:
     return Canary(narrow_server)
 
