@@ -6,15 +6,16 @@ import numpy as np
 
 from jaxserve.weights.codes import Codes
 from jaxserve.weights.gguf.blocks import BlockRows, as_float16
-from pallas_kernels.cpu.blocks import FORMATS, unpacked
+from pallas_kernels.cpu.blocks import FORMATS, BlockFormat, unpacked
 
 
 def codes_of(rows: BlockRows) -> Codes:
     """Return blocks as codes, rows being inputs.
 
-    Codes of 4 bits become int4, all others int8. Scales and minima are in float16: to the bit as
-    the blocks have them where those have one for 32 inputs, and the products of two numbers, which
-    the K-quants have, rounded to it.
+    Codes of 4 bits or fewer become int4, all others, and numbers of a table, int8. Scales and
+    minima are in float16: to the bit as the blocks have them where those have one for 32 inputs,
+    and the products of two numbers, which the K-quants have, rounded to it, as are MXFP4's powers
+    of two below 2^-24 or above 2^15.
     """
     made = FORMATS[rows.form]
     found = {
@@ -23,11 +24,14 @@ def codes_of(rows: BlockRows) -> Codes:
     }
     values = unpacked(found["low"], made.low)
     if made.high:
-        values |= unpacked(found["high"], made.high) << 4
-    is_int4 = made.low == 4 and not made.high
-    if not is_int4 and not made.has_minimum:
-        values -= np.uint8(made.offset)  # and so negative codes, as int8
-    scales = _halves(found["scale"])
+        values |= unpacked(found["high"], made.high) << made.low
+    if made.numbers:
+        values = np.array(made.numbers, np.uint8)[values]
+    is_int4 = _is_int4(made)
+    if not made.has_minimum:
+        # As int8 codes are negative then; of int4, 8 stands for zero.
+        values += np.uint8((8 if is_int4 else 0) - made.offset & 0xFF)
+    scales = _powers(found["scale"]) if made.is_power else _halves(found["scale"])
     minima = _halves(found["minimum"]) if made.has_minimum else None
     if made.scaled:
         factors = found["scales"]
@@ -53,8 +57,16 @@ def codes_of(rows: BlockRows) -> Codes:
 def code_bits(name: str) -> float:
     """Return the bits that a weight of such blocks takes as codes."""
     made = FORMATS[name]
-    codes = 4 if made.low == 4 and not made.high else 8
+    codes = 4 if _is_int4(made) else 8
     return codes + 16 * (1 + made.has_minimum) / made.run
+
+
+def _is_int4(made: BlockFormat) -> bool:
+    return made.low + made.high <= 4 and not made.numbers
+
+
+def _powers(field: np.ndarray) -> np.ndarray:
+    return as_float16(np.ldexp(np.float32(1), field.astype(np.int32) - 128))
 
 
 def _halves(field: np.ndarray) -> np.ndarray:

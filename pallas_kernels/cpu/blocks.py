@@ -8,7 +8,10 @@ several outputs (`cpu/block_product.py`). A number is
 * `scale * (code - offset)`, or `scale * code + minimum`, where scale and minimum are float16, for
   all of the block;
 * or the same with `scale * (an integer for each run of inputs)` in place of the scale, and
-  `-minimum * (another)` in place of the minimum: the K-quants of llama.cpp.
+  `-minimum * (another)` in place of the minimum: the K-quants of llama.cpp;
+* or `scale * (number - offset)`, where the code is the place of a number in a table of 16, and the
+  scale float16 or, in MXFP4, half a power of two (E8M0 of Open Compute Project, Microscaling
+  Formats 1.0; so that the table holds whole numbers).
 
 Each is computed in float32, in this order: numbers are to the bit those of the package gguf.
 """
@@ -36,22 +39,27 @@ class BlockFormat:
     Attributes:
         name: as llama.cpp calls it.
         size: inputs of a block.
-        low: bits of a code that lie together, 4 or 8.
+        low: bits of a code that lie together, 2, 4 or 8.
         high: further bits, 0, 1 or 2.
         run: inputs that share a scale.
         has_minimum: whether a minimum is added; otherwise `offset` is subtracted from codes.
         scaled: whether runs have integers that multiply the block's scale and minimum.
         offset: see `has_minimum`; codes of 8 bits are signed and have none.
+        numbers: what the codes of 4 bits stand for, 0 to 255, the first 0; empty where that is the
+            code itself.
+        is_power: whether the scale is the exponent of a power of two.
     """
 
     name: str
     size: int
-    low: Literal[4, 8] = 4
+    low: Literal[2, 4, 8] = 4
     high: Literal[0, 1, 2] = 0
     run: Literal[16, 32] = 32
     has_minimum: bool = False
     scaled: bool = False
     offset: int = 0
+    numbers: tuple[int, ...] = ()
+    is_power: bool = False
 
     @property
     def runs(self) -> int:
@@ -62,7 +70,7 @@ class BlockFormat:
     def fields(self) -> Mapping[str, Place]:
         """The places of what a block holds, by name, in the order in which they lie."""
         counts = {
-            "scale": (1, 2),
+            "scale": (1, 1 if self.is_power else 2),
             "minimum": (int(self.has_minimum), 2),
             "scales": (self.runs if self.scaled else 0, 1),
             "minima": (self.runs if self.scaled and self.has_minimum else 0, 1),
@@ -95,6 +103,12 @@ class Place(NamedTuple):
     item: int
 
 
+# llama.cpp's tables (ggml-common.h: kvalues_iq4nl, kvalues_mxfp4) above their least number. Codes
+# of MXFP4 are read with all bits turned, so that its least number comes first.
+_IQ4 = tuple(127 + number for number in (-127, -104, -83, -65, -49, -35, -22, -10,
+                                         1, 13, 25, 38, 53, 69, 89, 113))  # fmt: skip
+_E2M1 = tuple(12 + number for number in (-12, -8, -6, -4, -3, -2, -1, 0, 12, 8, 6, 4, 3, 2, 1, 0))
+
 FORMATS: Mapping[str, BlockFormat] = MappingProxyType(
     {
         made.name: made
@@ -104,9 +118,14 @@ FORMATS: Mapping[str, BlockFormat] = MappingProxyType(
             BlockFormat("Q5_0", 32, high=1, offset=16),
             BlockFormat("Q5_1", 32, high=1, has_minimum=True),
             BlockFormat("Q8_0", 32, low=8),
+            BlockFormat("IQ4_NL", 32, offset=127, numbers=_IQ4),
+            BlockFormat("MXFP4", 32, offset=12, numbers=_E2M1, is_power=True),
+            BlockFormat("Q2_K", 256, low=2, run=16, has_minimum=True, scaled=True),
+            BlockFormat("Q3_K", 256, low=2, high=1, run=16, scaled=True, offset=4),
             BlockFormat("Q4_K", 256, has_minimum=True, scaled=True),
             BlockFormat("Q5_K", 256, high=1, has_minimum=True, scaled=True),
             BlockFormat("Q6_K", 256, high=2, run=16, scaled=True, offset=32),
+            BlockFormat("IQ4_XS", 256, scaled=True, offset=127, numbers=_IQ4),
         )
     }
 )
@@ -131,11 +150,11 @@ def in_panels(rows: np.ndarray, form: str, panels: np.ndarray) -> None:
         part = rows[index * PANEL : (index + 1) * PANEL]
         for place in FORMATS[form].fields.values():
             size = place.count * place.item
+            item = np.dtype(f"u{place.item}")  # which are moved faster than as many bytes
             target = panels[index, :, PANEL * place.start : PANEL * (place.start + size)]
-            field = part[:, :, place.start : place.start + size]
-            field = field.reshape(*part.shape[:2], place.count, place.item)
-            target = target.reshape(-1, place.count, PANEL, place.item)
-            target[:, :, : len(part)] = field.transpose(1, 2, 0, 3)
+            target = target.view(item).reshape(-1, place.count, PANEL)
+            field = np.ascontiguousarray(part[:, :, place.start : place.start + size])
+            target[:, :, : len(part)] = field.view(item).transpose(1, 2, 0)
             target[:, :, len(part) :] = 0
     assert outputs <= len(panels) * PANEL
 
@@ -164,7 +183,7 @@ def numbers(rows: jax.Array, form: str) -> jax.Array:
     }
     codes = _codes(found, made).astype(jnp.float32)
     codes = codes.reshape(*rows.shape[:-1], made.runs, made.run)
-    scale = _half(found["scale"])
+    scale = (_power if made.is_power else _half)(found["scale"])
     if made.scaled:
         factors = found["scales"]
         if not made.has_minimum:
@@ -184,13 +203,21 @@ def _half(field: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32)[..., None]
 
 
+def _power(field: jax.Array) -> jax.Array:
+    exponent = field.astype(jnp.int32)
+    bits = jnp.where(exponent < 2, 0x200000 << exponent, (exponent - 1) << 23)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
 def _codes(found: Mapping[str, jax.Array], made: BlockFormat) -> jax.Array:
     """Return the codes less their offset, in the order of the inputs: int32 [..., size]."""
     codes = _unpacked(found["low"], made.low)
     if made.high:
-        codes = codes | _unpacked(found["high"], made.high) << 4
+        codes = codes | _unpacked(found["high"], made.high) << made.low
     if made.low == 8:
         return codes.astype(jnp.uint8).astype(jnp.int8).astype(jnp.int32)
+    if made.numbers:
+        codes = jnp.asarray(made.numbers, jnp.int32)[codes]
     return codes - made.offset
 
 

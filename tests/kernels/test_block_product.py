@@ -12,6 +12,7 @@ from jaxserve.models.panels import BlockPanels
 from jaxserve.weights.gguf.blocks import are_finite, rows_of_blocks
 from pallas_kernels import block_product
 from pallas_kernels.cpu import blocks
+from pallas_kernels.cpu.block_order import reorder
 from pallas_kernels.cpu.block_product import BlockProduct, run
 from pallas_kernels.cpu.ir_builder import Host, host
 from pallas_kernels.cpu.panels import PANEL
@@ -91,7 +92,7 @@ def test_what_is_no_number_shows_in_its_row_alone(form: str, value: float) -> No
     np.testing.assert_array_equal(got[others], want[others])
 
 
-@pytest.mark.parametrize("form", ["Q4_1", "Q8_0", "Q6_K"])
+@pytest.mark.parametrize("form", ["Q4_1", "Q8_0", "Q6_K", "Q2_K", "Q3_K", "MXFP4"])
 @pytest.mark.parametrize("vector_bytes", [16, 32, 64])
 @pytest.mark.parametrize("pairs", [True, False])
 def test_every_processor_computes_the_same(form: str, vector_bytes: int, pairs: bool) -> None:
@@ -123,10 +124,16 @@ def test_experts_multiply_their_own_rows() -> None:
 def test_scales_that_are_no_numbers_are_found(form: str) -> None:
     raw = random_blocks(form, 3, 512)
     assert are_finite(rows_of_blocks(raw, form), form)
-    place = SCALES.get(form, np.s_[:4])
-    raw[2, 1, place] = np.full((place.stop - (place.start or 0)) // 2, np.inf, np.float16).view(
-        np.uint8
-    )
+    if form == "MXFP4":
+        raw[2, 1, 0] = 251
+        assert (
+            are_finite(rows_of_blocks(raw, form), form) and np.isfinite(unpacked(raw, form)).all()
+        )
+        raw[2, 1, 0] = 252
+    else:
+        place = SCALES.get(form, np.s_[:4])
+        size = (place.stop - (place.start or 0)) // 2
+        raw[2, 1, place] = np.full(size, np.inf, np.float16).view(np.uint8)
     assert not are_finite(rows_of_blocks(raw, form), form)
 
 
@@ -141,3 +148,15 @@ def test_wrong_arguments_are_named() -> None:
         block_product(x, panels, "Q8_0")
     with pytest.raises(ValueError, match=r"num_rows must be int32\[2\]"):
         block_product(x, jnp.stack([panels, panels]), "Q4_K")
+
+
+def test_codes_that_cannot_be_put_in_order_are_named() -> None:
+    whole = np.zeros((2, 4, 24), np.uint8)
+    with pytest.raises(
+        ValueError, match="24 bytes are no groups of 16 whose codes of 4 make words"
+    ):
+        reorder(whole, 4, 16, np.zeros_like(whole))
+    with pytest.raises(ValueError, match="whose codes of 1 make words"):
+        reorder(whole, 1, 8, np.zeros_like(whole))
+    with pytest.raises(ValueError, match="equally far from each other"):
+        reorder(whole[:, :3, :16], 4, 16, np.zeros((2, 3, 16), np.uint8))

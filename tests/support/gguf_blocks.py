@@ -10,7 +10,12 @@ from pallas_kernels.cpu import blocks
 
 BYTES = {made.name: made.num_bytes for made in ENCODINGS.values()}
 # Bytes of a block that hold its scale, and its minimum if it has one.
-SCALES = {"Q6_K": np.s_[208:210], "Q4_0": np.s_[:2], "Q5_0": np.s_[:2], "Q8_0": np.s_[:2]}
+SCALES = {
+    **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS"), np.s_[:2]),
+    "Q2_K": np.s_[80:84],
+    "Q3_K": np.s_[108:110],
+    "Q6_K": np.s_[208:210],
+}
 
 
 def random_blocks(form: str, outputs: int, inputs: int, seed: int = 0) -> np.ndarray:
@@ -18,6 +23,9 @@ def random_blocks(form: str, outputs: int, inputs: int, seed: int = 0) -> np.nda
     rng = np.random.default_rng(seed)
     count = inputs // blocks.FORMATS[form].size
     raw = rng.integers(0, 256, (outputs, count, BYTES[form]), dtype=np.uint8)
+    if form == "MXFP4":  # an exponent
+        raw[..., 0] = rng.integers(108, 136, (outputs, count))
+        return raw
     place = SCALES.get(form, np.s_[:4])
     size = place.stop - (place.start or 0)
     scales = rng.standard_normal((outputs, count, size // 2)) * 10.0 ** rng.integers(

@@ -22,7 +22,9 @@ from jaxserve.weights.gguf.file import read_gguf
 from jaxserve.weights.gguf.names import gguf_config
 from jaxserve.weights.model_weights import parameters_of
 from pallas_kernels import dequantize
+from tests.support.gguf_blocks import random_blocks
 from tests.support.gguf_files import CASES, random_tensors, raw_config, write_gguf
+from tests.weights.test_gguf import repack
 
 CODES = (QuantizedWeight, QuantizedExperts, SplitWeight)
 Type = gguf.GGMLQuantizationType
@@ -95,6 +97,23 @@ def test_every_kind_has_the_same_numbers(tmp_path: Path, kind: Type) -> None:
     packed, unpacked = values_of(path, True), values_of(path, False)
     for name, value in packed.items():
         np.testing.assert_array_equal(in_full(value), in_full(unpacked[name]), name)
+
+
+@pytest.mark.parametrize("kind", [Type.Q2_K, Type.Q3_K, Type.IQ4_NL, Type.IQ4_XS, Type.MXFP4])
+def test_every_kind_that_gguf_does_not_write_has_the_same_numbers(
+    tmp_path: Path, kind: Type
+) -> None:
+    """So the blocks are random."""
+    raw = raw_config("qwen3") | {"hidden_size": 256}
+    base = write_gguf(tmp_path / "base.gguf", "qwen3", random_tensors(raw), raw=raw)
+    outputs, path = raw["intermediate_size"], tmp_path / "model.gguf"
+    blocks = [random_blocks(kind.name, outputs, 256, seed).reshape(outputs, -1) for seed in (1, 2)]
+    names = "blk.1.ffn_gate.weight", "blk.1.ffn_up.weight"
+    repack(base, path, {name: (own, kind) for name, own in zip(names, blocks, strict=True)})
+    name = "layers.1.mlp.gate_up"
+    packed = values_of(path, True)[name]
+    assert isinstance(packed, BlockPanels) and packed.form == kind.name
+    np.testing.assert_array_equal(in_full(packed), in_full(values_of(path, False)[name]))
 
 
 def test_a_gpu_reads_few_more_bytes_than_the_file_holds(tmp_path: Path) -> None:

@@ -582,7 +582,7 @@ def test_blocks_as_codes_are_the_blocks_numbers(name):
     raw = random_blocks(name, outputs=6, inputs=512)
     want = unpacked(raw, name)
     codes = codes_of(BlockRows(name, rows_of_blocks(raw, name)))
-    assert codes.form == ("int4" if name.startswith("Q4") else "int8")
+    assert codes.form == ("int4" if name.startswith(("Q2", "Q3", "Q4")) else "int8")
     assert codes.group == made.run and codes.scales.dtype == np.float16
     largest = np.abs(want).reshape(6, -1, made.run).max(axis=2).repeat(made.run, axis=1)
     rounding = 2**-9 * largest + 2**-19 if made.scaled else 0

@@ -8,12 +8,26 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 
-from pallas_kernels.cpu.blocks import FORMATS, packed
+from pallas_kernels.cpu.blocks import FORMATS
+from pallas_kernels.implementation import deferred
 
-Fields = dict[str, np.ndarray]
+
+class _Codes(NamedTuple):
+    """Codes of blocks as a file has them; see `block_order.reorder`."""
+
+    bytes_: np.ndarray
+    bits: int
+    group: int
+
+
+Fields = dict[str, np.ndarray | _Codes]
+# The largest number of a block, 12 times half of two to the power of this, less 127, is finite.
+_MOST_EXPONENT = 251
+_reorder = deferred("pallas_kernels.cpu.block_order", "reorder")
 
 
 @dataclass(frozen=True)
@@ -43,10 +57,15 @@ def rows_of_blocks(raw: np.ndarray, form: str) -> np.ndarray:
     """
     made = FORMATS[form]
     fields = _READERS[form](raw)
-    fields["low"] = packed(fields["low"], made.low)
-    if made.high:
-        fields["high"] = packed(fields["high"], made.high)
-    return np.concatenate([fields[name] for name in made.fields], axis=-1)
+    rows = np.empty((*raw.shape[:-1], made.num_bytes), np.uint8)
+    for name, place in made.fields.items():
+        target = rows[..., place.start : place.start + place.count * place.item]
+        field = fields[name]
+        if isinstance(field, _Codes):
+            _reorder(field.bytes_, field.bits, field.group, target)
+        else:
+            target[...] = field
+    return rows
 
 
 def as_float16(values: np.ndarray) -> np.ndarray:
@@ -58,29 +77,28 @@ def as_float16(values: np.ndarray) -> np.ndarray:
 def are_finite(rows: np.ndarray, form: str) -> bool:
     """Return whether the scales and minima of rows of blocks are numbers."""
     fields = FORMATS[form].fields
+    if FORMATS[form].is_power:
+        return bool((rows[..., fields["scale"].start] <= _MOST_EXPONENT).all())
     places = [fields[name] for name in ("scale", "minimum") if name in fields]
     exponents = [rows[..., place.start + 1] & 0x7C for place in places]
     return all(bool((exponent != 0x7C).all()) for exponent in exponents)
 
 
-def _nibbles(raw: np.ndarray, group: int) -> np.ndarray:
-    """Split bytes, in groups of `group`, into their lower halves and then their upper ones."""
-    bytes_ = raw.reshape(*raw.shape[:-1], -1, 1, group)
-    halves = np.concatenate([bytes_ & 15, bytes_ >> 4], axis=-2)
-    return halves.reshape(*raw.shape[:-1], -1)
-
-
 def _bits(raw: np.ndarray) -> np.ndarray:
-    """Return the bits of words, the lowest first."""
-    return np.unpackbits(raw, axis=-1, bitorder="little")
+    """Return the bits of a word, the lowest first, as `blocks.packed` has them."""
+    word = np.ascontiguousarray(raw).view(np.uint32)
+    halves = [word & 0x55555555, word >> 1 & 0x55555555]  # every second bit moves to the lower half
+    for step, mask in ((1, 0x33333333), (2, 0x0F0F0F0F), (4, 0x00FF00FF), (8, 0x0000FFFF)):
+        halves = [(half | half >> step) & mask for half in halves]
+    return (halves[0] | halves[1] << 16).view(np.uint8)
 
 
 def _q4_0(raw: np.ndarray) -> Fields:
-    return {"scale": raw[..., :2], "low": _nibbles(raw[..., 2:], 16)}
+    return {"scale": raw[..., :2], "low": _Codes(raw[..., 2:], 4, 16)}
 
 
 def _q4_1(raw: np.ndarray) -> Fields:
-    low = _nibbles(raw[..., 4:], 16)
+    low = _Codes(raw[..., 4:], 4, 16)
     return {"scale": raw[..., :2], "minimum": raw[..., 2:4], "low": low}
 
 
@@ -93,7 +111,44 @@ def _q5_1(raw: np.ndarray) -> Fields:
 
 
 def _q8_0(raw: np.ndarray) -> Fields:
-    return {"scale": raw[..., :2], "low": raw[..., 2:]}
+    return {"scale": raw[..., :2], "low": _Codes(raw[..., 2:], 8, 32)}
+
+
+def _mxfp4(raw: np.ndarray) -> Fields:
+    return {"scale": raw[..., :1], "low": _Codes(~raw[..., 1:], 4, 16)}
+
+
+def _q2_k(raw: np.ndarray) -> Fields:
+    return {
+        "scale": raw[..., 80:82],
+        "minimum": raw[..., 82:84],
+        "scales": raw[..., :16] & 15,
+        "minima": raw[..., :16] >> 4,
+        "low": _Codes(raw[..., 16:80], 2, 32),
+    }
+
+
+def _q3_k(raw: np.ndarray) -> Fields:
+    low, high = raw[..., 96:104], raw[..., 104:108, None]
+    low = np.concatenate([low & 15, low >> 4], axis=-1)
+    high = (high >> np.arange(0, 8, 2, dtype=np.uint8) & 3).swapaxes(-1, -2)
+    return {
+        "scale": raw[..., 108:110],
+        "scales": (low | high.reshape(low.shape) << 4) - np.uint8(32),  # as int8
+        "low": _Codes(raw[..., 32:96], 2, 32),
+        "high": _Codes(raw[..., :32], 1, 32),
+    }
+
+
+def _iq4_xs(raw: np.ndarray) -> Fields:
+    low, high = raw[..., 4:8, None], raw[..., 2:4, None]
+    low = (low >> np.array([0, 4], np.uint8) & 15).reshape(*raw.shape[:-1], 8)
+    high = (high >> np.arange(0, 8, 2, dtype=np.uint8) & 3).reshape(low.shape)
+    return {
+        "scale": raw[..., :2],
+        "scales": (low | high << 4) - np.uint8(32),  # as int8
+        "low": _Codes(raw[..., 8:], 4, 16),
+    }
 
 
 def _k_scales(raw: np.ndarray) -> Fields:
@@ -110,23 +165,20 @@ def _k_scales(raw: np.ndarray) -> Fields:
 
 
 def _q4_k(raw: np.ndarray) -> Fields:
-    return _k_scales(raw) | {"low": _nibbles(raw[..., 16:], 32)}
+    return _k_scales(raw) | {"low": _Codes(raw[..., 16:], 4, 32)}
 
 
 def _q5_k(raw: np.ndarray) -> Fields:
-    bits = raw[..., 16:48, None] >> np.arange(8, dtype=np.uint8) & 1
-    high = bits.swapaxes(-1, -2).reshape(*raw.shape[:-1], -1)
-    return _k_scales(raw) | {"low": _nibbles(raw[..., 48:], 32), "high": high}
+    codes = {"low": _Codes(raw[..., 48:], 4, 32), "high": _Codes(raw[..., 16:48], 1, 32)}
+    return _k_scales(raw) | codes
 
 
 def _q6_k(raw: np.ndarray) -> Fields:
-    pairs = raw[..., 128:192].reshape(*raw.shape[:-1], 2, 1, 32)
-    shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
     return {
         "scale": raw[..., 208:210],
         "scales": raw[..., 192:208],
-        "low": _nibbles(raw[..., :128], 64),
-        "high": (pairs >> shifts & 3).reshape(*raw.shape[:-1], -1),
+        "low": _Codes(raw[..., :128], 4, 64),
+        "high": _Codes(raw[..., 128:192], 2, 32),
     }
 
 
@@ -137,8 +189,13 @@ _READERS: Mapping[str, Callable[[np.ndarray], Fields]] = MappingProxyType(
         "Q5_0": _q5_0,
         "Q5_1": _q5_1,
         "Q8_0": _q8_0,
+        "IQ4_NL": _q4_0,
+        "MXFP4": _mxfp4,
+        "Q2_K": _q2_k,
+        "Q3_K": _q3_k,
         "Q4_K": _q4_k,
         "Q5_K": _q5_k,
         "Q6_K": _q6_k,
+        "IQ4_XS": _iq4_xs,
     }
 )

@@ -76,7 +76,7 @@ ENCODINGS: Mapping[int, Encoding] = MappingProxyType(
         12: Encoding("Q4_K", 256, 144, _FLOAT32),
         13: Encoding("Q5_K", 256, 176, _FLOAT32),
         14: Encoding("Q6_K", 256, 210, _FLOAT32),
-        # Those below 4 bits have no product of their own: they are widened as they are read.
+        # Of those below, all but IQ4_NL, IQ4_XS and MXFP4 are widened as they are read.
         16: Encoding("IQ2_XXS", 256, 66, _FLOAT32),
         17: Encoding("IQ2_XS", 256, 74, _FLOAT32),
         18: Encoding("IQ3_XXS", 256, 98, _FLOAT32),
