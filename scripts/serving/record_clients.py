@@ -285,7 +285,7 @@ def _proxy(url: str, client: Client | None = None) -> Iterator[tuple[str, list[d
             for event in events:
                 self.wfile.write(f"event: {event['type']}\ndata: {json.dumps(event)}\n\n".encode())
 
-        def keep(self, body: bytes, status: int) -> None:
+        def keep(self, body: bytes, status: Any) -> None:
             asked = {"method": self.command, "path": self.path, "status": status}
             beta = self.headers.get("anthropic-beta")
             asked["headers"] = {} if beta is None else {"anthropic-beta": beta}
