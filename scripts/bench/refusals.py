@@ -41,7 +41,13 @@ async def serve_full() -> None:
     from jaxserve.server.served.specs import ModelSpec
     from jaxserve.server.settings import ServerConfig
 
-    engine = EngineConfig(max_num_seqs=1, decode_sizes=(1,), token_sizes=(16,))
+    engine = EngineConfig(
+        max_num_seqs=2,
+        max_num_batched_tokens=32,
+        decode_sizes=(2,),
+        token_sizes=(32,),
+        num_gpu_blocks_override=30,
+    )
     settings = ServerConfig(port=0)
     models = load_models([ModelSpec(["bench"], "bench", engine)], settings, StartReport(sys.stderr))
     admission = models.all[0].admission
@@ -98,7 +104,10 @@ def main() -> int:
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
-        port = int(process.stdout.readline())
+        line = process.stdout.readline()
+        if not line:
+            raise SystemExit("the server did not start")
+        port = int(line)
         count = max(AT_ONCE, arguments.requests // AT_ONCE * AT_ONCE)
         for form in FORMS:
             refuse(port, form, AT_ONCE)
