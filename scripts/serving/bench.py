@@ -4,7 +4,8 @@
         --random-input-len 128 --random-output-len 64 --request-rate 10 --save-result
     python -m scripts.serving.bench --dataset-name trace --trace-time-scale 0.2 ...
     python -m scripts.serving.bench --scene streams      512 concurrent streams, held to the end
-    python -m scripts.serving.bench --scene overload     ten times capacity for a minute
+    python -m scripts.serving.bench --scene overload     ten times capacity for a minute;
+                                                         overload-kept: on 200 connections
     python -m scripts.serving.bench --scene client       what this client can follow
 
 Arrivals are open-loop. Refused requests (429) are counted apart, with the time that their answer

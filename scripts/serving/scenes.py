@@ -18,6 +18,7 @@ from scripts.lib.paths import RESULTS, ROOT
 from scripts.lib.run_record import about_run
 from scripts.lib.server_process import Server, ask, free_port
 from scripts.serving.load import Prompts, poisson_arrivals, random_works, run_load
+from scripts.serving.raw_load import RawLoad
 from scripts.serving.report import plot, show, summarize
 
 PERCENTILES = (50, 90, 99)
@@ -26,7 +27,8 @@ EXTRA = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
 STREAMS, STREAM_TOKENS, STREAM_PROMPT = 512, 256, 64
 OVERLOAD, OVERLOAD_S, INPUT, OUTPUT = 10, 60.0, 128, 128
 SLOTS, CLOSED, CAPACITY_S = 32, 448, 30.0
-ITL_GATE, REFUSAL_GATE_MS = 1.2, 50.0
+KEPT = 200  # connections, where they are kept
+ITL_GATE, REFUSAL_GATE_MS, THROUGHPUT_GATE = 1.2, 50.0, 0.9
 
 
 def _target(server: Server) -> Target:
@@ -92,40 +94,61 @@ def _works(count: int, rng: np.random.Generator) -> list[Work]:
     return random_works(Prompts(False, None, rng), count, (INPUT, OUTPUT), 0.5, rng)
 
 
-def overload() -> int:
-    """Measure capacity, then Poisson arrivals at it, then at ten times that for a minute."""
+def _raw_load(
+    server: Server, works: Sequence[Work], arrivals: Sequence[float], num_kept: int | None
+) -> tuple[Run, dict[str, float]]:
+    """Run a load by the client that costs little; return the cores that both took, too."""
+    load = RawLoad(_target(server), works, num_kept)
+    cpu = server.cpu_seconds()
+    run = load.run(arrivals)
+    cores = (server.cpu_seconds() - cpu) / run.duration
+    shares = {"server_cores": cores, "client_cores": run.cpu_seconds / run.duration}
+    print(f"server: {cores:.2f} cores, client: {shares['client_cores']:.2f} cores")
+    return run, shares
+
+
+def overload(num_kept: int | None = None) -> int:
+    """Measure capacity, then Poisson arrivals at it, then at ten times that for a minute.
+
+    With `num_kept` the requests share so many connections; else each has one of its own.
+    """
     about = about_run()
     rng = np.random.default_rng(0)
     with Server("--max-num-seqs", str(SLOTS), "--wait-for-all-programs") as server:
-        _load(server, _works(64, rng), [0.0] * 64)  # warm-up
+        _raw_load(server, _works(64, rng), [0.0] * 64, SLOTS)  # warm-up
         # As many at once as run together, refilled at once: no queue, no empty slot.
-        closed = _load(server, _works(CLOSED, rng), [0.0] * CLOSED, max_concurrency=SLOTS)
+        closed, _ = _raw_load(server, _works(CLOSED, rng), [0.0] * CLOSED, SLOTS)
         capacity = CLOSED / closed.duration
         print(f"capacity: {capacity:.1f} requests/s")
-        runs = {}
+        runs, shares = {}, {}
         for name, times, seconds in (
             ("at capacity", 1, CAPACITY_S),
             (f"{OVERLOAD} times capacity", OVERLOAD, OVERLOAD_S),
         ):
             count = math.ceil(capacity * times * seconds)
             arrivals = poisson_arrivals(count, capacity * times, 1.0, rng)
-            runs[name] = _load(server, _works(count, rng), arrivals)
+            runs[name], shares[name] = _raw_load(server, _works(count, rng), arrivals, num_kept)
         time.sleep(1)
         healthy = ask(server.url + "/health")["status"] == "ok"
     at_capacity, over = (summarize(run, percentiles=PERCENTILES) for run in runs.values())
     ratio = over["p99_itl_ms"] / at_capacity["p99_itl_ms"]
+    throughput = over["output_throughput"] / at_capacity["output_throughput"]
     refusal = over.get("p99_refused_ms", 0.0)
     result = about | {
+        "connections": num_kept or "one a request",
         "capacity_requests_per_s": capacity,
         "offered_requests_per_s": capacity * OVERLOAD,
         "input_tokens": f"{INPUT} +- 50%",
         "output_tokens": f"{OUTPUT} +- 50%",
         "p99_itl_ratio": ratio,
         "p99_itl_ratio_gate": ITL_GATE,
+        "throughput_ratio": throughput,
+        "throughput_ratio_gate": THROUGHPUT_GATE,
         "p99_tpot_ratio": over["p99_tpot_ms"] / at_capacity["p99_tpot_ms"],
         "median_tpot_ratio": over["median_tpot_ms"] / at_capacity["median_tpot_ms"],
         "p99_refused_ms": refusal,
         "p99_refused_gate_ms": REFUSAL_GATE_MS,
+        "cores": shares,
         "healthy_after": healthy,
         "closed_loop": summarize(closed, percentiles=PERCENTILES),
         "at_capacity": at_capacity,
@@ -134,14 +157,19 @@ def overload() -> int:
     for summary in (at_capacity, over):
         show(summary)
     print(
-        f"p99 inter-token latency, {OVERLOAD} times capacity over capacity: {ratio:.2f} (gate "
-        f"{ITL_GATE}); time per output token: p99 {result['p99_tpot_ratio']:.2f}, median "
-        f"{result['median_tpot_ratio']:.2f}; refused in {refusal:.1f} ms at p99 (gate "
-        f"{REFUSAL_GATE_MS})"
+        f"{OVERLOAD} times capacity over capacity: p99 inter-token latency {ratio:.2f} (gate "
+        f"{ITL_GATE}), throughput {throughput:.2f} (gate {THROUGHPUT_GATE}); time per output token:"
+        f" p99 {result['p99_tpot_ratio']:.2f}, median {result['median_tpot_ratio']:.2f}; refused "
+        f"in {refusal:.1f} ms at p99 (gate {REFUSAL_GATE_MS})"
     )
     title = f"bundled model; capacity {capacity:.0f} requests/s; two shared cores with the client"
-    _save("overload", result, runs, title)
+    _save("overload" if num_kept is None else "overload_kept", result, runs, title)
     return 0 if not over["failed"] and healthy else 1
+
+
+def overload_kept() -> int:
+    """Do the same over connections that are kept."""
+    return overload(KEPT)
 
 
 def client() -> int:
@@ -182,4 +210,9 @@ def _wait(url: str) -> None:
     raise RuntimeError("the canned server did not come up")
 
 
-SCENES: dict[str, Callable[[], int]] = {"streams": streams, "overload": overload, "client": client}
+SCENES: dict[str, Callable[[], int]] = {
+    "streams": streams,
+    "overload": overload,
+    "overload-kept": overload_kept,
+    "client": client,
+}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import subprocess
@@ -12,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve.commands.bench.outcome import Outcome, Reader, Run
+from jaxserve.commands.bench.outcome import Outcome, Reader, Run, Target, Work
 from scripts.lib.paths import ROOT
-from scripts.serving.load import Prompts, poisson_arrivals, random_works, trace_works
+from scripts.serving.load import Prompts, poisson_arrivals, random_works, run_load, trace_works
+from scripts.serving.raw_load import RawLoad
 from scripts.serving.report import most_at_once, plot, summarize, token_times
 from tests.clients.conftest import KEY, MODEL
 
@@ -72,6 +74,25 @@ def test_the_trace_through_chat(url: str, tmp_path: Path) -> None:
 def test_a_server_that_refuses_the_first_request_is_named(url: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"the first request failed \(400\): .*temperature"):
         bench(url, tmp_path, "--temperature", "-1", "--random-input-len", "4")
+
+
+@pytest.mark.parametrize("num_kept", [None, 2])
+def test_the_client_that_costs_little_sees_the_same(url: str, num_kept: int | None) -> None:
+    extra = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    headers = {"authorization": f"Bearer {KEY}"}
+    target = Target(f"{url}/v1/completions", MODEL, extra=extra, headers=headers)
+    works = [Work([5 + number] * 4, 4, 3 + number) for number in range(5)]
+    theirs = asyncio.run(run_load(target, works, [0.0] * 5, 2)).outcomes
+    ours = RawLoad(target, works, num_kept).run([0.01 * number for number in range(5)]).outcomes
+    for outcome, other in zip(ours, theirs, strict=True):
+        assert outcome.is_success and outcome.token_ids == other.token_ids
+        assert (outcome.input_tokens, outcome.output_tokens) == (4, len(other.token_ids))
+        assert 0 < outcome.ttft <= outcome.latency and outcome.lag >= 0
+    works = [Work([5] * 4, 4, 400)] * 60
+    outcomes = RawLoad(target, works, num_kept and 60).run([0.0] * 60).outcomes
+    refused = [outcome for outcome in outcomes if outcome.is_refused]
+    assert refused and all("queue_full" in outcome.error for outcome in refused)
+    assert all(outcome.is_success for outcome in outcomes if not outcome.is_refused)
 
 
 def test_arrivals() -> None:

@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable, Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
+from jaxserve import AsyncLLM, EngineConfig
 from jaxserve.config import bundled_model
+from jaxserve.engine.loading import Loaded, load
+from jaxserve.server.http.app import App
+from jaxserve.server.served.models import Models, ServedModel
+from jaxserve.server.settings import ServerConfig
 from tests.support.live_server import SMALL, Canary, Server
 
 KEYS = ("first-key", "second-key")
+
+
+class Certificates(NamedTuple):
+    """Files in PEM: an authority's, and a server's and a client's that it signed."""
+
+    authority: Path
+    server: Path
+    key: Path
+    client: Path
+    client_key: Path
+    locked_key: Path
 
 
 @pytest.fixture(scope="session")
@@ -102,3 +120,56 @@ def narrow(narrow_server: Server, narrow_canary: Canary) -> Iterator[Server]:
     """The narrow server, which must be as it was after each test."""
     yield narrow_server
     narrow_canary.check()
+
+
+@pytest.fixture(scope="session")
+def loaded() -> Loaded:
+    return load(
+        EngineConfig(
+            max_num_seqs=2,
+            max_num_batched_tokens=32,
+            decode_sizes=(2,),
+            token_sizes=(32,),
+            num_gpu_blocks_override=30,
+        )
+    )
+
+
+@pytest.fixture
+def make_app(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., App]]:
+    """Applications in this process, by the fields of their settings."""
+    monkeypatch.setattr(loaded.runner, "close", lambda: None)
+    llm = AsyncLLM(loaded)
+
+    def make(**fields: Any) -> App:
+        config = ServerConfig(**{"health_timeout": 0.2, "drain_timeout": 0.2, **fields})
+        return App(Models([ServedModel(["demo"], "demo", llm, config, b"secret")]), config)
+
+    yield make
+    llm.close()
+
+
+@pytest.fixture
+def app(make_app: Callable[..., App]) -> App:
+    return make_app()
+
+
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    folder = tmp_path_factory.mktemp("certificates")
+
+    def openssl(*words: str) -> None:
+        subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True)
+
+    new = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2".split()
+    for name, more in {
+        "authority": ["-addext", "basicConstraints=critical,CA:TRUE"],
+        "server": ["-addext", "subjectAltName=DNS:localhost", "-CA", "authority.pem"],
+        "client": ["-CA", "authority.pem"],
+    }.items():
+        signed = ["-CAkey", "authority.key"] if "-CA" in more else []
+        files = ["-keyout", f"{name}.key", "-out", f"{name}.pem", "-subj", f"/CN={name}"]
+        openssl(*new, *files, *more, *signed)
+    openssl(*"ec -in server.key -aes256 -passout pass:secret -out locked.key".split())
+    names = ("authority.pem", "server.pem", "server.key", "client.pem", "client.key", "locked.key")
+    return Certificates(*(folder / name for name in names))

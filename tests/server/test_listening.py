@@ -19,40 +19,9 @@ from jaxserve.commands.cli import main
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.http.listener import allow_reuse, bind, bind_path
 from jaxserve.server.settings import MAX_SOCKET_PATH, ServerConfig
+from tests.server.conftest import Certificates
 from tests.support.kept_programs import users_environment
 from tests.support.live_server import ROOT, SMALL, read_all
-
-
-class Certificates(NamedTuple):
-    """Files in PEM: an authority's, and a server's and a client's that it signed."""
-
-    authority: Path
-    server: Path
-    key: Path
-    client: Path
-    client_key: Path
-    locked_key: Path
-
-
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    folder = tmp_path_factory.mktemp("certificates")
-
-    def openssl(*words: str) -> None:
-        subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True)
-
-    new = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2".split()
-    for name, more in {
-        "authority": ["-addext", "basicConstraints=critical,CA:TRUE"],
-        "server": ["-addext", "subjectAltName=DNS:localhost", "-CA", "authority.pem"],
-        "client": ["-CA", "authority.pem"],
-    }.items():
-        signed = ["-CAkey", "authority.key"] if "-CA" in more else []
-        files = ["-keyout", f"{name}.key", "-out", f"{name}.pem", "-subj", f"/CN={name}"]
-        openssl(*new, *files, *more, *signed)
-    openssl(*"ec -in server.key -aes256 -passout pass:secret -out locked.key".split())
-    names = ("authority.pem", "server.pem", "server.key", "client.pem", "client.key", "locked.key")
-    return Certificates(*(folder / name for name in names))
 
 
 class Secure(NamedTuple):

@@ -7,43 +7,18 @@ import io
 import json
 import signal
 import threading
-from collections.abc import Iterator
 
 import httpx2
 import pytest
 
-from jaxserve import AsyncLLM, EngineConfig, SamplingParams
-from jaxserve.engine.loading import Loaded, load
+from jaxserve import SamplingParams
 from jaxserve.server.api.generation import Generation
 from jaxserve.server.http.app import App
 from jaxserve.server.http.listener import bind
 from jaxserve.server.http.process import Process
 from jaxserve.server.http.start_report import StartReport, Stop
-from jaxserve.server.served.models import Models, ServedModel
 from jaxserve.server.settings import ServerConfig
 from tests.support.slow_server import slow_down
-
-
-@pytest.fixture(scope="module")
-def loaded() -> Loaded:
-    return load(
-        EngineConfig(
-            max_num_seqs=2,
-            max_num_batched_tokens=32,
-            decode_sizes=(2,),
-            token_sizes=(32,),
-            num_gpu_blocks_override=30,
-        )
-    )
-
-
-@pytest.fixture
-def app(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> Iterator[App]:
-    monkeypatch.setattr(loaded.runner, "close", lambda: None)
-    config = ServerConfig(health_timeout=0.2, drain_timeout=0.2)
-    llm = AsyncLLM(loaded)
-    yield App(Models([ServedModel(["demo"], "demo", llm, config, b"secret")]), config)
-    llm.close()
 
 
 async def get(app: App, path: str) -> tuple[int, dict]:

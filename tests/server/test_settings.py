@@ -14,7 +14,7 @@ from jaxserve.commands.options import field_help
 from jaxserve.engine.metrics import Histogram
 from jaxserve.errors import CheckpointError, InvalidRequest, Overloaded
 from jaxserve.server import page
-from jaxserve.server.http.guard import OPEN_PATHS
+from jaxserve.server.http.head_checks import OPEN_PATHS
 from jaxserve.server.http.logs import BURST, JsonLines, RateLimit
 from jaxserve.server.schema.decode import parse_json
 from jaxserve.server.served.admission import Admission

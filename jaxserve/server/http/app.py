@@ -71,7 +71,9 @@ from jaxserve.server.api.token_io import (
 )
 from jaxserve.server.api.tokens import detokenize, tokenize, tokenizer_info
 from jaxserve.server.api.unserved_routes import UnservedRoutes, is_unserved
+from jaxserve.server.http.early_refusals import EarlyRefusals
 from jaxserve.server.http.guard import FILES, Guard
+from jaxserve.server.http.head_checks import HeadChecks
 from jaxserve.server.kept.batches import Batches
 from jaxserve.server.kept.conversation_store import ConversationStore
 from jaxserve.server.kept.files import FileStore
@@ -178,6 +180,9 @@ class App:
         more_routes: of pages and the like.
         open_paths: paths that need no API key.
         files: of clients; None where the server keeps none.
+
+    Attributes:
+        early_refusals: for connections, which ask them before they parse.
     """
 
     def __init__(
@@ -197,11 +202,16 @@ class App:
             config.stored_response_seconds,
         )
         self.responses, self.conversations = ResponseStore(*bounds), ConversationStore(*bounds)
+        checks = HeadChecks(config, open_paths)
+        drawing = [*_DRAWING, *(alias for alias, path in _ALIASES.items() if path in _DRAWING)]
+        self.early_refusals = EarlyRefusals(
+            config, checks, drawing, self.refuses_all, self.check_room
+        )
         door = Middleware(
             Guard,
             config=config,
+            checks=checks,
             lifecycle=self.lifecycle,
-            open_paths=open_paths,
             check_room=self.check_room,
             reads_no_body=_reads_no_body,
         )
@@ -229,6 +239,12 @@ class App:
         if files is not None:
             client = InnerClient(self.asgi, config, is_behind=True)
             self.batches = Batches(files, BatchService(models, client))
+
+    def refuses_all(self) -> bool:
+        """Return whether `check_room` would refuse any request for tokens as too many."""
+        models = self.models.all
+        is_stopping = self.lifecycle.is_draining
+        return len(models) == 1 and models[0].admission.refuses_all and not is_stopping
 
     def check_room(self, path: str) -> None:
         """Refuse requests that could not be admitted now, whatever their bodies.

@@ -6,13 +6,10 @@ It bounds headers, body and the time for the body, and checks the key and the re
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
-from urllib.parse import urlsplit
 from uuid import uuid4
 
 from starlette.responses import RedirectResponse
@@ -20,15 +17,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxserve.errors import JaxserveError
 from jaxserve.server.api.streaming import ClientGone, error_response
+from jaxserve.server.http.head_checks import (
+    OPEN_PATHS,
+    HeadChecks,
+    by_name,
+    check_media,
+    printable,
+)
 from jaxserve.server.schema.errors import ApiError, as_api_error, too_many_connections
 from jaxserve.server.served.admission import Lifecycle
 from jaxserve.server.settings import ServerConfig
 
 _log = logging.getLogger(__name__)
-MAX_HEADERS = 100
-MAX_HEADER_BYTES = 32 << 10
-MAX_HEADER_LINE = 8 << 10
-MAX_REQUEST_ID = 128
 # A body up to this size is read even where the answer is a refusal, so that the connection stays.
 SMALL_BODY_BYTES = 64 << 10
 LINGER_SECONDS = 0.5
@@ -36,10 +36,6 @@ LINGER_SECONDS = 0.5
 FILES = "/v1/files"
 # Fields and boundaries of such a form, besides its file.
 FORM_BYTES = 64 << 10
-# Paths without a key: an orchestrator, which has none, checks whether the process lives, and has
-# room.
-OPEN_PATHS = frozenset({"/health", "/v1/health", "/ping", "/ready"})
-_LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 class Guard:
@@ -52,8 +48,8 @@ class Guard:
     Args:
         app: the application that it guards.
         config: the limits.
+        checks: of the head.
         lifecycle: while the server drains, answers end their connections.
-        open_paths: paths that need no key, besides those of health.
         check_room: raises where a request to a path could not be admitted now, whatever its body;
             called before the body is parsed.
         reads_no_body: whether a path's endpoint reads no body, so that its kind does not matter.
@@ -63,28 +59,24 @@ class Guard:
         self,
         app: ASGIApp,
         config: ServerConfig,
+        checks: HeadChecks,
         lifecycle: Lifecycle,
-        open_paths: frozenset[str] = frozenset(),
         check_room: Callable[[str], None] = lambda path: None,
         reads_no_body: Callable[[str], bool] = lambda path: False,
     ) -> None:
         self._app = app
         self._config = config
+        self._checks = checks
         self._lifecycle = lifecycle
         self._check_room = check_room
         self._reads_no_body = reads_no_body
-        self._open_paths = OPEN_PATHS | open_paths
-        if config.open_metrics:
-            self._open_paths |= {"/metrics"}
-        self._keys = [hashlib.sha256(key.encode()).digest() for key in config.api_key or ()]
-        self._hosts = _LOCAL_NAMES | {config.host} | set(config.allowed_hosts or ())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = _by_name(scope["headers"])
-        request_id = _printable(headers.get(b"x-request-id", b"")) or uuid4().hex.encode()
+        headers = by_name(scope["headers"])
+        request_id = printable(headers.get(b"x-request-id", b"")) or uuid4().hex.encode()
         more_headers = [(b"x-request-id", request_id)]
         is_crowded = scope.get("jaxserve.crowded", False)
         if self._lifecycle.is_draining or is_crowded:
@@ -102,11 +94,8 @@ class Guard:
         try:
             if is_crowded and scope["path"] not in OPEN_PATHS:
                 raise too_many_connections()
-            self._check_headers(scope["headers"])
-            if b"content-length" in headers and b"transfer-encoding" in headers:
-                raise ApiError(400, "both Content-Length and Transfer-Encoding", code="bad_http")
-            self._check_origin(headers)
-            scope["jaxserve.key"] = self._check_key(scope, headers)
+            key = self._checks.check(scope["path"], scope["headers"], headers)
+            scope["jaxserve.key"] = key
             body = b""
             if scope["method"] == "POST" and scope["path"] == FILES:
                 self._check_form(headers)
@@ -129,56 +118,6 @@ class Guard:
             if not answer.is_started:
                 await _refuse(as_api_error(error, renamed), scope, receive, answer.send)
 
-    def _check_headers(self, headers: list[tuple[bytes, bytes]]) -> None:
-        if len(headers) > MAX_HEADERS:
-            raise ApiError(431, f"more than {MAX_HEADERS} headers", code="too_many_headers")
-        sizes = [len(name) + len(value) for name, value in headers]
-        if sum(sizes) > MAX_HEADER_BYTES:
-            raise ApiError(
-                431, f"headers of more than {MAX_HEADER_BYTES} bytes", code="headers_too_large"
-            )
-        if max(sizes, default=0) > MAX_HEADER_LINE:
-            raise ApiError(
-                431, f"a header is longer than {MAX_HEADER_LINE} bytes", code="header_too_long"
-            )
-
-    def _check_origin(self, headers: Mapping[bytes, bytes]) -> None:
-        """Refuse what pages of other sites send to a loopback server through a browser."""
-        if not self._config.is_local:
-            return
-        host = _host_of(b"//" + headers.get(b"host", b""))
-        # No browser reaches a Unix socket by itself, and clients put any name there.
-        if host not in self._hosts and self._config.uds is None:
-            raise ApiError(403, "this Host is not served; see --allowed-hosts", code="bad_host")
-        origin = headers.get(b"origin")
-        allowed = self._config.allowed_origins or ()
-        if origin is None or "*" in allowed or origin.decode("latin-1") in allowed:
-            return
-        if _host_of(origin) not in self._hosts:
-            raise ApiError(
-                403, "this Origin may not call; see --allowed-origins", code="bad_origin"
-            )
-
-    def _check_key(self, scope: Scope, headers: Mapping[bytes, bytes]) -> str | None:
-        if not self._keys or scope["path"] in self._open_paths:
-            return None
-        given = headers.get(b"x-api-key", b"")
-        if b"authorization" in headers:
-            scheme, _, given = headers[b"authorization"].partition(b" ")
-            if scheme.lower() != b"bearer":
-                given = b""
-        digest = hashlib.sha256(given.strip()).digest()
-        # Every key is compared, so that the time reveals nothing.
-        matches = [hmac.compare_digest(digest, key) for key in self._keys]
-        if not any(matches):
-            raise ApiError(
-                401,
-                "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY",
-                code="invalid_api_key",
-                headers={"www-authenticate": "Bearer"},
-            )
-        return digest.hex()
-
     async def _take_body(
         self, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive
     ) -> bytes:
@@ -188,7 +127,7 @@ class Guard:
         was not read closes the connection.
         """
         try:
-            _check_media(headers)
+            check_media(headers)
         except ApiError:
             if not self._reads_no_body(scope["path"]):
                 raise
@@ -206,7 +145,7 @@ class Guard:
         most = self._config.max_file_bytes + FORM_BYTES
         if self._config.files_dir is None:
             return
-        _check_media(headers, b"multipart/form-data")
+        check_media(headers, b"multipart/form-data")
         if int(headers.get(b"content-length", b"0")) > most:
             raise ApiError(413, f"the body is larger than {most} bytes", "file", "too_large")
 
@@ -262,34 +201,6 @@ class _Answer:
             if head is not None:
                 await self._send(head)
             await self._send(message)
-
-
-def _by_name(headers: list[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
-    """Map headers by name; a header given twice has both values, so that it matches nothing."""
-    joined: dict[bytes, bytes] = {}
-    for name, value in headers:
-        joined[name] = joined[name] + b", " + value if name in joined else value
-    return joined
-
-
-def _host_of(url: bytes) -> str | None:
-    try:
-        return urlsplit(url.decode("ascii")).hostname
-    except ValueError:
-        return None
-
-
-def _printable(text: bytes) -> bytes:
-    return bytes(byte for byte in text[:MAX_REQUEST_ID] if 32 < byte < 127)
-
-
-def _check_media(headers: Mapping[bytes, bytes], wanted: bytes = b"application/json") -> None:
-    media = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-    if media != wanted:
-        text = f"Content-Type must be {wanted.decode()}"
-        raise ApiError(415, text, code="unsupported_media")
-    if headers.get(b"content-encoding", b"identity").lower() != b"identity":
-        raise ApiError(415, "Content-Encoding is not supported", code="unsupported_encoding")
 
 
 async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:

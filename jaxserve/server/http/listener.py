@@ -6,11 +6,37 @@ import fcntl
 import os
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+# Connections that are taken over before the event loop does something else.
+_TAKEN_AT_ONCE = 32
 
 
-def bind(host: str, port: int) -> socket.socket:
+class Listener(socket.socket):
+    """Listening socket.
+
+    Attributes:
+        take: takes a connection over as it is accepted, or returns False; None for no such thing.
+    """
+
+    take: Callable[[socket.socket], bool] | None = None
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Accept a connection that is not taken over.
+
+        Raises:
+            BlockingIOError: there is none now.
+        """
+        for _ in range(_TAKEN_AT_ONCE):
+            client, address = super().accept()
+            if self.take is None or not self.take(client):
+                return client, address
+        raise BlockingIOError
+
+
+def bind(host: str, port: int) -> Listener:
     """Take the port before the models are loaded; no client can connect before `listen`.
 
     Raises:
@@ -21,8 +47,11 @@ def bind(host: str, port: int) -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         with ExitStack() as stack:
-            listener = stack.enter_context(socket.socket(family, kind, protocol))
+            listener = stack.enter_context(Listener(family, kind, protocol))
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.setsockopt(
+                socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
+            )  # accepted ones inherit it
             listener.bind(address)
             # Of two servers that start at the same time neither listens yet, and the second would
             # get the port too, load its models, and fail.
@@ -39,7 +68,7 @@ def allow_reuse(listener: socket.socket) -> None:
 
 
 @contextmanager
-def bind_path(path: str) -> Iterator[socket.socket]:
+def bind_path(path: str) -> Iterator[Listener]:
     """Take a Unix domain socket; its file goes away at the end.
 
     A file that a server left behind, on which nobody listens, is replaced. A lock beside it shows
@@ -49,7 +78,7 @@ def bind_path(path: str) -> Iterator[socket.socket]:
         OSError: a server has it, another kind of file is there, or none can be made.
     """
     with ExitStack() as stack:
-        listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        listener = stack.enter_context(Listener(socket.AF_UNIX, socket.SOCK_STREAM))
         try:
             stack.enter_context(_locked(path + ".lock"))
             with suppress(FileNotFoundError):

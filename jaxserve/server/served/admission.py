@@ -56,6 +56,12 @@ class Admission:
         """Whether not even a single further completion would be admitted."""
         return self.num_live >= self.num_slots + self.max_queued
 
+    @property
+    def refuses_all(self) -> bool:
+        """Whether `check` would refuse even one completion of one prompt token."""
+        waiting = self.num_prompt_tokens
+        return self.is_full or (waiting > 0 and waiting >= self.max_prompt_tokens)
+
     def check(self, completions: int, prompt_tokens: int = 0) -> None:
         """Check that there is room for this many more.
 

@@ -1,0 +1,149 @@
+"""HeadChecks: what a request's head must satisfy, whatever its path and body."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+from jaxserve.server.schema.errors import ApiError
+from jaxserve.server.settings import ServerConfig
+
+MAX_HEADERS = 100
+MAX_HEADER_BYTES = 32 << 10
+MAX_HEADER_LINE = 8 << 10
+MAX_REQUEST_ID = 128
+# Paths without a key: an orchestrator, which has none, checks whether the process lives, and has
+# room.
+OPEN_PATHS = frozenset({"/health", "/v1/health", "/ping", "/ready"})
+_UNPRINTABLE = bytes(byte for byte in range(256) if not 32 < byte < 127)
+_LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+class HeadChecks:
+    """Checks of headers, of the request's origin and of its key.
+
+    Args:
+        config: the limits.
+        open_paths: paths that need no key, besides those of health.
+    """
+
+    def __init__(self, config: ServerConfig, open_paths: frozenset[str] = frozenset()) -> None:
+        self._config = config
+        self._open_paths = OPEN_PATHS | open_paths
+        if config.open_metrics:
+            self._open_paths |= {"/metrics"}
+        self._keys = [hashlib.sha256(key.encode()).digest() for key in config.api_key or ()]
+        self._hosts = _LOCAL_NAMES | {config.host} | set(config.allowed_hosts or ())
+        self._is_local = config.is_local
+        # The last header that named one of them: the next one mostly is the same.
+        self._good_host: bytes | None = None
+
+    def check(
+        self, path: str, headers: list[tuple[bytes, bytes]], named: Mapping[bytes, bytes]
+    ) -> str | None:
+        """Check a head.
+
+        Args:
+            path: of the request.
+            headers: with names in small letters.
+            named: the same by name; see `by_name`.
+
+        Returns:
+            The digest of the request's key; None where none is required.
+
+        Raises:
+            ApiError: a header is too much, or what the head says is not allowed here.
+        """
+        self._check_sizes(headers)
+        if b"content-length" in named and b"transfer-encoding" in named:
+            raise ApiError(400, "both Content-Length and Transfer-Encoding", code="bad_http")
+        self._check_origin(named)
+        return self._check_key(path, named)
+
+    def _check_sizes(self, headers: list[tuple[bytes, bytes]]) -> None:
+        if len(headers) > MAX_HEADERS:
+            raise ApiError(431, f"more than {MAX_HEADERS} headers", code="too_many_headers")
+        sizes = [len(name) + len(value) for name, value in headers]
+        if sum(sizes) > MAX_HEADER_BYTES:
+            raise ApiError(
+                431, f"headers of more than {MAX_HEADER_BYTES} bytes", code="headers_too_large"
+            )
+        if max(sizes, default=0) > MAX_HEADER_LINE:
+            raise ApiError(
+                431, f"a header is longer than {MAX_HEADER_LINE} bytes", code="header_too_long"
+            )
+
+    def _check_origin(self, headers: Mapping[bytes, bytes]) -> None:
+        """Refuse what pages of other sites send to a loopback server through a browser."""
+        if not self._is_local:
+            return
+        host = headers.get(b"host", b"")
+        # No browser reaches a Unix socket by itself, and clients put any name there.
+        if host != self._good_host and self._config.uds is None:
+            if _host_of(b"//" + host) not in self._hosts:
+                raise ApiError(403, "this Host is not served; see --allowed-hosts", code="bad_host")
+            self._good_host = host
+        origin = headers.get(b"origin")
+        allowed = self._config.allowed_origins or ()
+        if origin is None or "*" in allowed or origin.decode("latin-1") in allowed:
+            return
+        if _host_of(origin) not in self._hosts:
+            raise ApiError(
+                403, "this Origin may not call; see --allowed-origins", code="bad_origin"
+            )
+
+    def _check_key(self, path: str, headers: Mapping[bytes, bytes]) -> str | None:
+        if not self._keys or path in self._open_paths:
+            return None
+        given = headers.get(b"x-api-key", b"")
+        if b"authorization" in headers:
+            scheme, _, given = headers[b"authorization"].partition(b" ")
+            if scheme.lower() != b"bearer":
+                given = b""
+        digest = hashlib.sha256(given.strip()).digest()
+        # Every key is compared, so that the time reveals nothing.
+        matches = [hmac.compare_digest(digest, key) for key in self._keys]
+        if not any(matches):
+            raise ApiError(
+                401,
+                "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY",
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
+        return digest.hex()
+
+
+def by_name(headers: list[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
+    """Map headers by name; a header given twice has both values, so that it matches nothing."""
+    joined: dict[bytes, bytes] = {}
+    for name, value in headers:
+        joined[name] = joined[name] + b", " + value if name in joined else value
+    return joined
+
+
+def _host_of(url: bytes) -> str | None:
+    try:
+        return urlsplit(url.decode("ascii")).hostname
+    except ValueError:
+        return None
+
+
+def printable(text: bytes) -> bytes:
+    """Return what a request's id may hold of a text."""
+    return text[:MAX_REQUEST_ID].translate(None, _UNPRINTABLE)
+
+
+def check_media(headers: Mapping[bytes, bytes], wanted: bytes = b"application/json") -> None:
+    """Check the kind of a body.
+
+    Raises:
+        ApiError: 415, it is another, or encoded.
+    """
+    media = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+    if media != wanted:
+        text = f"Content-Type must be {wanted.decode()}"
+        raise ApiError(415, text, code="unsupported_media")
+    if headers.get(b"content-encoding", b"identity").lower() != b"identity":
+        raise ApiError(415, "Content-Encoding is not supported", code="unsupported_encoding")

@@ -1,0 +1,131 @@
+"""CPU time that a server whose queue is full spends on a request.
+
+    python -m scripts.bench.refusals
+
+Each request on a connection of its own, on connections that are kept, and there in two parts, head
+and body, as some clients send them. The server computes nothing meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from jaxserve.commands.argument_types import positive_integer
+from jaxserve.commands.bench.outcome import Target, Work
+from scripts.lib.paths import ROOT
+from scripts.lib.run_main import end_at_sigterm, run_main
+
+FORMS = ("own", "kept", "parts")
+AT_ONCE, TOKENS = 16, 128
+HEAD = (
+    "POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\naccept: */*\r\nuser-agent: jaxserve\r\n"
+    "accept-encoding: gzip, deflate\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+)
+
+
+async def serve_full() -> None:
+    """Serve the bundled model with every place taken; print the port."""
+    # Imported here: the client does without JAX.
+    from jaxserve.commands.server import StartReport, load_models
+    from jaxserve.config import EngineConfig
+    from jaxserve.server.http.app import App
+    from jaxserve.server.http.listener import bind
+    from jaxserve.server.http.process import Process
+    from jaxserve.server.served.specs import ModelSpec
+    from jaxserve.server.settings import ServerConfig
+
+    engine = EngineConfig(
+        max_num_seqs=2,
+        max_num_batched_tokens=32,
+        decode_sizes=(2,),
+        token_sizes=(32,),
+        num_gpu_blocks_override=30,
+    )
+    settings = ServerConfig(port=0)
+    models = load_models([ModelSpec(["bench"], "bench", engine)], settings, StartReport(sys.stderr))
+    admission = models.all[0].admission
+    admission.num_live = admission.num_slots + admission.max_queued
+    process = Process(App(models, settings))
+    try:
+        with bind("127.0.0.1", 0) as listener:
+            serving = asyncio.ensure_future(process.serve(sockets=[listener]))
+            while not process.started:
+                await asyncio.sleep(0.01)
+            print(listener.getsockname()[1], flush=True)
+            await serving
+    finally:
+        models.close()
+
+
+def refuse(port: int, form: str, count: int) -> int:
+    """Send requests, `AT_ONCE` at a time; return how many were refused."""
+    body = Target("", "bench").body(Work(list(range(100, 100 + TOKENS)), TOKENS, TOKENS))
+    parts = [(HEAD % len(body)).encode(), body]
+    parts = parts if form == "parts" else [b"".join(parts)]
+    clients: list[socket.socket] = []
+    num_refused = 0
+    for _ in range(count // AT_ONCE):
+        if form == "own" or not clients:
+            clients = [socket.create_connection(("127.0.0.1", port)) for _ in range(AT_ONCE)]
+        for client in clients:
+            for part in parts:
+                client.sendall(part)
+        for client in clients:
+            num_refused += client.recv(1 << 16).startswith(b"HTTP/1.1 429 ")
+            if form == "own":
+                client.close()
+    for client in clients:
+        client.close()
+    return num_refused
+
+
+def _cpu_seconds(process: subprocess.Popen[str]) -> float:
+    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m scripts.bench.refusals", description=__doc__)
+    parser.add_argument("--requests", type=positive_integer, default=20_000, help="of each form")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.serve:
+        asyncio.run(serve_full())
+        return 0
+    end_at_sigterm()
+    command = [sys.executable, "-m", "scripts.bench.refusals", "--serve"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if not line:
+            raise SystemExit("the server did not start")
+        port = int(line)
+        count = max(AT_ONCE, arguments.requests // AT_ONCE * AT_ONCE)
+        for form in FORMS:
+            refuse(port, form, AT_ONCE)
+            server, client, clock = _cpu_seconds(process), time.process_time(), time.perf_counter()
+            num_refused = refuse(port, form, count)
+            server, client = _cpu_seconds(process) - server, time.process_time() - client
+            print(
+                f"{form}: {num_refused} of {count} refused; CPU us each: server "
+                f"{server / count * 1e6:.0f}, client {client / count * 1e6:.0f}; "
+                f"{count / (time.perf_counter() - clock):.0f} a second"
+            )
+            if num_refused < count:
+                return 1
+    finally:
+        process.terminate()
+        process.wait()
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main)
