@@ -196,20 +196,21 @@ def test_no_text_is_read_differently_in_pieces(form: str, is_certain: bool) -> N
 
 @pytest.mark.parametrize("form", ["hermes", "llama3_json", "mistral", "granite"])
 def test_arguments_that_are_certain_go_out_as_they_come(form: str) -> None:
-    one = CALL_FORMATS[form]
-    objects = [f'{{"name": "f", "{one.arguments}": {{"a": "{"x" * 40}"}}}}'] * 2
-    if one.close:
-        text = "\n".join(f"{one.mark}\n{call}\n{one.close}" for call in objects)
+    written = CALL_FORMATS[form]
+    name = "parameters" if form == "llama3_json" else "arguments"
+    objects = [f'{{"name": "f", "{name}": {{"a": "{"x" * 40}"}}}}'] * 2
+    if written.close:
+        text = "\n".join(f"{written.mark}\n{call}\n{written.close}" for call in objects)
     else:
-        text = f"{one.separators[0]} ".join(objects)
-        text = f"{one.mark}[{text}]" if one.is_array else text
-    message, came = read(CallReader(one, NAMES, True), list(text))
+        text = f"{written.separators[0]} ".join(objects)
+        text = f"{written.mark}[{text}]" if written.is_array else text
+    message, came = read(CallReader(written, NAMES, True), list(text))
     assert [json.loads(call.arguments) for call in message.calls] == [{"a": "x" * 40}] * 2
     assert message.content == ""
     assert all(isinstance(piece, CallPart) for piece in came) and len(came) > 80
     assert [piece.index for piece in came if isinstance(piece, CallPart) and piece.id] == [0, 1]
     # What a limit cuts off is a call with the arguments so far.
-    cut_off, _ = read(CallReader(one, NAMES, True), [text[: text.index("xxxx") + 3]])
+    cut_off, _ = read(CallReader(written, NAMES, True), [text[: text.index("xxxx") + 3]])
     assert said(cut_off) == ("", "", [("f", '{"a": "xxx')])
 
 

@@ -151,7 +151,7 @@ def test_without_trust_and_without_documents_in_the_template(server: Server) -> 
 
 
 def test_settings_of_all_answers(trusting: Server) -> None:
-    answer = trusting.request(CHAT, USER | {"stream": True})
+    answer = trusting.request(CHAT, USER | {"stream": True, "min_tokens": 2})
     assert answer.events()[-2]["usage"]["completion_tokens"] == 2
     choice = trusting.request(CHAT, USER | {"logprobs": True}).json()["choices"][0]
     assert choice["logprobs"]["content"][0]["token"].startswith("token_id:")
@@ -169,7 +169,8 @@ def test_a_chat_draws_as_people_expect_where_nothing_is_recommended(
         assert card["chat_sampling"] == expected
         with Remote(each.url, options={"top_p": 0.5}, draws_as_chat=True) as remote:
             assert remote.options == expected | {"top_p": 0.5}
-            assert Terminal().show(remote, "chat/completions", USER).tokens == 2
+            body = USER | {"min_tokens": 2}
+            assert Terminal().show(remote, "chat/completions", body).tokens == 2
         with Remote(each.url, model=card["id"], options={"top_p": 0.5}) as remote:
             assert remote.options == {"top_p": 0.5}
     assert capsys.readouterr().out
