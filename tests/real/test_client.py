@@ -14,6 +14,7 @@ from scripts.lib.server_process import Server
 from tests.real.conftest import Real
 from tests.real.engines import SETTINGS
 from tests.real.prompts import chats, texts
+from tests.real.test_tokens import PACKED
 from tests.support.own_programs import own_programs
 
 TOOL: dict[str, Any] = {
@@ -85,7 +86,7 @@ def test_completions_continue_a_prompt(client: openai.OpenAI, smollm2: Real) -> 
     assert answer.choices[0].text == tokenizer.decode(want["greedy"])
     scores = answer.choices[0].logprobs
     assert scores is not None and scores.token_logprobs is not None
-    assert scores.token_logprobs == pytest.approx(want["greedy_logprobs"], abs=1e-3)
+    assert scores.token_logprobs == pytest.approx(want["greedy_logprobs"], abs=PACKED)
 
 
 def test_a_schema_and_a_tool_are_kept_to(client: openai.OpenAI) -> None:
