@@ -8,7 +8,7 @@ are the data sheets', which no step reaches, and times of sums those that others
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from jaxserve.execution.start.weight_sizes import Weights
@@ -108,7 +108,7 @@ class StepTimes:
         bandwidth: bytes a second of a device's memory.
     """
 
-    weights: Weights
+    weights: Weights = field(compare=False)  # what it is of stands in the plan beside it
     form: str | None
     token_bytes: float
     card: str
