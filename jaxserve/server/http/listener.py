@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
-# Connections that are taken over before the event loop does something else.
-_TAKEN_AT_ONCE = 32
+# Connections taken over before the event loop does something else. A turn of the loop may take
+# 60 ms beside an engine; with 32 of them, refusals waited for seconds.
+_TAKEN_AT_ONCE = 256
 
 
 class Listener(socket.socket):
