@@ -69,7 +69,7 @@ def test_an_image_runs_the_server_as_no_root_and_as_process_1(path: Any) -> None
     assert re.search(r"^USER 10001:10001$", last, re.MULTILINE)
     assert "/health" in last and "API_KEY=" not in last
     assert "VOLUME" in last and "JAXSERVE_HOST=0.0.0.0" in last
-    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    ignored = path.with_name(f"{path.name}.dockerignore").read_text().splitlines()
     assert "*" in ignored and {"!jaxserve", "!pallas_kernels"} <= {*ignored}
     for source in re.findall(r"^COPY (?!--from)(.*) \S+$", text, re.MULTILINE):
         for name in source.split():
