@@ -74,7 +74,7 @@ class KVEventsConfig:
 
     @property
     def publishes(self) -> bool:
-        """Whether events are published."""
+        """Return whether events are published."""
         return self.enable_kv_cache_events and self.publisher == "zmq"
 
     def for_rank(self, rank: int) -> KVEventsConfig:

@@ -182,7 +182,7 @@ class SamplingParams:
 
     @property
     def _scores_on_host(self) -> bool:
-        """Whether something is to be scored that the device does not find."""
+        """Return whether something is to be scored that the device does not find."""
         wanted = 0 if self.logprobs is None else self.logprobs
         return bool(self.logprob_token_ids) or not 0 <= wanted <= MAX_LOGPROBS
 

@@ -39,7 +39,7 @@ class Setting(NamedTuple):
 
     @property
     def is_variable(self) -> bool:
-        """Whether it comes from the environment."""
+        """Return whether it comes from the environment."""
         return self.origin.startswith(VARIABLE_PREFIX)
 
 

@@ -318,7 +318,7 @@ class AsyncLLM:
 
     @property
     def recommends_sampling(self) -> bool:
-        """Whether the checkpoint says how tokens are drawn."""
+        """Return whether the checkpoint says how tokens are drawn."""
         return self._thread.engine.loaded.recommends_sampling
 
     def get_default_sampling_params(self) -> SamplingParams:

@@ -86,7 +86,7 @@ class BeamSearch:
 
     @property
     def is_done(self) -> bool:
-        """Whether there is no further step."""
+        """Return whether there is no further step."""
         return not (self._left and self._beams)
 
     def requests(self) -> list[Request]:

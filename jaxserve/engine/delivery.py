@@ -69,8 +69,10 @@ class LiveSequence:
 
     @property
     def hides_last(self) -> bool:
-        """Whether the newest token is a stop id: it ends the text before itself, unless the request
-        includes stop texts."""
+        """Return whether the newest token is a stop id that the text leaves out.
+
+        It does so unless the request includes stop texts.
+        """
         sampling = self.sequence.request.sampling
         return self.sequence.stop_token is not None and not sampling.include_stop_str_in_output
 

@@ -60,7 +60,7 @@ class Stream:
 
     @property
     def is_finished(self) -> bool:
-        """Whether every completion has ended; what came last may still be unread."""
+        """Return whether every completion has ended; what came last may still be unread."""
         return not self._unfinished
 
     async def take(self) -> list[Delta]:

@@ -23,7 +23,7 @@ from jaxserve.models.shards import AXIS
 
 WHOLE, PARTS = PartitionSpec(), PartitionSpec(AXIS)
 SECOND = PartitionSpec(None, AXIS)
-"""Of arrays that are whole on each device, or divided along their first or second axis."""
+"""Specs of arrays: whole on each device, or divided along their first or second axis."""
 
 
 def make_mesh(devices: int) -> Mesh | None:

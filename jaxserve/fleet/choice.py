@@ -1,4 +1,4 @@
-"""The choice of a replica by a request's prefix, where HAProxy asks for it with the body."""
+"""PrefixChoice: the endpoint at which HAProxy gets the replica for a request's body."""
 
 # Ray has no wheels for every Python.
 # pyright: reportMissingImports=false
@@ -25,7 +25,7 @@ _MOST_REQUESTS = 10_000
 
 @serve.ingress()
 class PrefixChoice:
-    """A deployment that answers HAProxy's question which replica a request belongs to.
+    """Deployment whose answers are the replicas to which HAProxy sends requests.
 
     The answer is `PrefixRouter`'s. Where there is none HAProxy answers 503.
 

@@ -76,7 +76,7 @@ class FleetConfig:
 
     @property
     def is_fleet(self) -> bool:
-        """Whether there is more to run than the plain server."""
+        """Return whether there is more to run than the plain server."""
         return (
             self.data_parallel_size > 1
             or self.ray_address is not None

@@ -78,7 +78,7 @@ class ReplicaServer:
                 raise EngineDead(f"the engine of {model.name} has not moved for {seconds:.0f} s")
 
     def routing_stats(self) -> dict[str, Any]:
-        """Return what a router knows of this replica: its load, and prefixes that it holds."""
+        """Return what routers read of this replica: its load, and the prefixes that it holds."""
         if self._record is None:
             return {}
         live = sum(model.admission.num_live for model in self._models.all)

@@ -87,12 +87,12 @@ class Norm(nnx.Module):
 
     @property
     def is_per_head(self) -> bool:
-        """Whether it is a norm over the last dimension alone."""
+        """Return whether it is a norm over the last dimension alone."""
         return self.over == 1
 
     @property
     def is_centered(self) -> bool:
-        """Whether the mean is subtracted."""
+        """Return whether the mean is subtracted."""
         return self.traits.norm_centered
 
     def _mean(

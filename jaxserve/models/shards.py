@@ -40,7 +40,7 @@ class Part:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is the whole array, as every device has it."""
+        """Return whether it is the whole array, as every device has it."""
         return all(
             spans == ((0, size),) for size, spans in zip(self.shape, self.spans, strict=True)
         )

@@ -62,7 +62,7 @@ class Sequence:
 
     @property
     def lacks_prompt_logprobs(self) -> bool:
-        """Whether log-probabilities of its prompt are still to be computed."""
+        """Return whether log-probabilities of its prompt are still to be computed."""
         return self.prompt_logprobs is not None and not self.prompt_logprobs.is_complete
 
     def output_token_ids(self) -> list[int]:

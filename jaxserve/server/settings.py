@@ -268,7 +268,7 @@ class ServerConfig:
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine can reach the server."""
+        """Return whether only this machine can reach the server."""
         if self.uds is not None:
             return True
         if self.host == "localhost":

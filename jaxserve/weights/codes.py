@@ -44,7 +44,7 @@ class Codes:
 
     @property
     def has_minima(self) -> bool:
-        """Whether `zeros` are minima."""
+        """Return whether `zeros` are minima."""
         return self.zeros is not None and self.zeros.dtype != np.uint8
 
     @property

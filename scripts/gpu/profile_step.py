@@ -76,7 +76,7 @@ class Workload:
 
     @property
     def has_room(self) -> bool:
-        """Whether no row can end in the next step, nor in the one that is in flight."""
+        """Return whether no row can end in the next step, nor in the one that is in flight."""
         drawn = max(self._drawn.values(), default=self._left)
         return drawn + 2 * self.engine.runner.max_steps < self._left
 

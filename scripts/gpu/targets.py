@@ -44,5 +44,5 @@ class Target(DescribedCard):
 
     @property
     def is_claimed(self) -> bool:
-        """Whether one of `CLAIMED` has its capability."""
+        """Return whether one of `CLAIMED` has its capability."""
         return self.card.capability in {find_card(name).capability for name in CLAIMED}

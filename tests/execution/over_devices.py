@@ -47,7 +47,7 @@ TOKENS = np.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3], np.int32)
 
 
 def two_prompts() -> PagedStep:
-    """Where the tokens of two prompts are, and their pages."""
+    """Positions and pages of two prompts' tokens."""
     return PagedStep(
         positions=jnp.array([0, 1, 2, 3, 4, 5, 6, 0, 1, 2], jnp.int32),
         slot_mapping=jnp.array([4, 5, 6, 7, 12, 13, 14, 8, 9, 10], jnp.int32),

@@ -58,7 +58,7 @@ def test_ci_runs_the_tests_and_nothing_after_them() -> None:
 def test_tests_begin_once_all_is_there_and_the_check_is_passed(
     tmp_path: Path, check: int, clients: int
 ) -> None:
-    """What is fetched and made beside the check is waited for, also where the check fails."""
+    """The run waits for all that is fetched and made beside the check, even if the check fails."""
     stubs = {
         "scripts/bootstrap": "install_for_tests() { :; }; start_device() { :; }; BUILD=cpu",
         "scripts/check": f"exit {check}",

@@ -63,11 +63,11 @@ class Serving(Process):
         self.admission.num_live = 0
 
     def kinds(self) -> list[type]:
-        return [type(one) for one in list(self.server_state.connections)]
+        return [type(connection) for connection in list(self.server_state.connections)]
 
     def peers(self) -> list[Any]:
         members = list(self.server_state.connections)
-        return [one.client for one in members if isinstance(one, Connection)]
+        return [member.client for member in members if isinstance(member, Connection)]
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
@@ -384,7 +384,7 @@ def test_sockets_of_other_kinds(
 
 
 def test_only_what_is_full_refuses(make: Callable[..., App]) -> None:
-    """By completions or by prompt tokens; not while the server stops, and not of two models."""
+    """A queue is full by completions or by prompt tokens; servers of two models never refuse so."""
     app = make()
     admission = app.models.all[0].admission
     assert not app.early_refusals.is_full()

@@ -81,7 +81,7 @@ def test_texts_of_the_grammar_are_calls_that_fit(
     grammars: Grammars, pieces: list[bytes], form: str, most: int
 ) -> None:
     start, called = constraint(grammars, form, most=most), set()
-    names = {one.name for one in FUNCTIONS}
+    names = {function.name for function in FUNCTIONS}
     for seed in range(60):
         if seed >= 15 and called == names:
             break

@@ -129,7 +129,7 @@ FORMS: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.parametrize("name", FORMS)
 def test_pieces_hold_the_wholes_codes(name: str) -> None:
-    """Of 2 kv heads on 4 devices each is on two, with half of its queries."""
+    """Each of 2 kv heads is on two of 4 devices, with half of its queries."""
     axes, make = FORMS[name]
     value, shape = make(), SHAPES[axes]
     whole = numbers(value).reshape(shape)
@@ -141,7 +141,7 @@ def test_pieces_hold_the_wholes_codes(name: str) -> None:
 
 
 def test_a_rounded_row_is_rounded_by_all_of_its_inputs() -> None:
-    """Where devices have some of them each; elsewhere no device needs to know of another."""
+    """Devices that have parts of a row exchange its maximum; others exchange nothing."""
     for axes, is_divided in ((OUT, True), (GATE_UP, False)):
         config = replace(CONFIG, split=Split(2))
         part = parts_of(config, axes, SHAPES[axes])[1]

@@ -105,7 +105,7 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether the engine starts."""
+        """Return whether the engine starts."""
         return self.needed <= self.budget
 
     @property
@@ -122,7 +122,7 @@ class MemoryPlan:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the engine starts with a cache as large as where memory is enough."""
+        """Return whether the engine starts with a cache as large as where memory is enough."""
         return self.fits and self.pages >= self.full_pages
 
     @property

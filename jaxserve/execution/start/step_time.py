@@ -116,7 +116,7 @@ class StepTimes:
 
     @property
     def is_known(self) -> bool:
-        """Whether the card's data sheet is in the table."""
+        """Return whether the card's data sheet is in the table."""
         return self.card in _FLOPS and self.bandwidth > 0
 
     def decode(self, rows: int, context: int) -> StepTime:

@@ -57,7 +57,7 @@ class Weights:
 
     @property
     def has_blocks(self) -> bool:
-        """Whether parameters stay in a file's blocks."""
+        """Return whether parameters stay in a file's blocks."""
         return bool(self._blocks)
 
     def in_dtype(self, dtype: Any) -> Weights:

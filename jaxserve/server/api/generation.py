@@ -218,7 +218,7 @@ class Generation:
 
     @property
     def is_paused(self) -> bool:
-        """Whether the generation waits for its client to read."""
+        """Return whether the generation waits for its client to read."""
         return self._stream.is_paused
 
     def fail(self, error: ApiError) -> None:
@@ -227,7 +227,7 @@ class Generation:
 
     @property
     def is_finished(self) -> bool:
-        """Whether every choice has ended, and all of it was taken."""
+        """Return whether every choice has ended, and all of it was taken."""
         return self._live == 0
 
     async def take(self) -> list[Part]:

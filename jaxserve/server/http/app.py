@@ -182,7 +182,7 @@ class App:
         files: of clients; None where the server keeps none.
 
     Attributes:
-        early_refusals: for connections, which ask them before they parse.
+        early_refusals: refuses requests that connections have not parsed yet.
     """
 
     def __init__(

@@ -52,7 +52,7 @@ class Refuser:
 
     @property
     def is_dropping(self) -> bool:
-        """Whether the rest of a refused body is still to come."""
+        """Return whether the rest of a refused body is still to come."""
         return self._num_to_drop > 0
 
     def feed(self, connection: Refusable, data: bytes, more_headers: Headers) -> bytes:

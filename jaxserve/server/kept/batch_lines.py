@@ -46,7 +46,7 @@ class BatchOutput(msgspec.Struct):
 
     @property
     def is_good(self) -> bool:
-        """Whether it holds a good answer."""
+        """Return whether it holds a good answer."""
         return self.response is not None and self.response.status_code == 200
 
 

@@ -92,7 +92,7 @@ class Turn:
 
     @property
     def is_running(self) -> bool:
-        """Whether the answer is still to come."""
+        """Return whether the answer is still to come."""
         return self.cancel is not None
 
     def append(self, events: list[bytes]) -> None:

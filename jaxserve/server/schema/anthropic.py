@@ -33,7 +33,7 @@ class Source(msgspec.Struct, kw_only=True):
 
     @property
     def is_text(self) -> bool:
-        """Whether the document stands here, as text."""
+        """Return whether the document stands here, as text."""
         return self.type in ("text", "content")
 
     @property

@@ -53,12 +53,12 @@ class Admission:
 
     @property
     def is_full(self) -> bool:
-        """Whether not even a single further completion would be admitted."""
+        """Return whether not even a single further completion would be admitted."""
         return self.num_live >= self.num_slots + self.max_queued
 
     @property
     def refuses_all(self) -> bool:
-        """Whether `check` would refuse even one completion of one prompt token."""
+        """Return whether `check` would refuse even one completion of one prompt token."""
         waiting = self.num_prompt_tokens
         return self.is_full or (waiting > 0 and waiting >= self.max_prompt_tokens)
 

@@ -48,12 +48,12 @@ class CallFormat:
 
     @property
     def is_python(self) -> bool:
-        """Whether calls are written as in Python."""
+        """Return whether calls are written as in Python."""
         return isinstance(self.body, PythonCalls)
 
     @property
     def has_grammar(self) -> bool:
-        """Whether a grammar can form calls; those of other formats are in DEFAULT_FORMAT."""
+        """Return whether a grammar can form calls; those of other formats are in DEFAULT_FORMAT."""
         return not isinstance(self.body, BracedCall)
 
     @property

@@ -47,7 +47,7 @@ class Source:
 
     @property
     def is_empty(self) -> bool:
-        """Whether all that came has been taken."""
+        """Return whether all that came has been taken."""
         return self.position == len(self.text)
 
     def take_to(self, end: int) -> str:
