@@ -48,7 +48,7 @@ Place = Callable[[str, np.ndarray], Any]
 # Lays out a parameter's form, given its path, and puts on a device what is not on one yet.
 Finish = Callable[[str, Any], Any]
 
-
+SCALES_AXES = ("key_value", "kv_heads")
 QUANTIZED = QuantizedWeight | SplitWeight | QuantizedExperts | BlockPanels | TokenRounded
 
 
@@ -369,9 +369,6 @@ def placed_scales(scales: np.ndarray, config: ModelConfig, mesh: Mesh | None) ->
         return jnp.asarray(scales)
     parts = parts_of(config, SCALES_AXES, scales.shape)
     return placed_parts(mesh, parts, lambda device: jnp.asarray(parts[device].cut(scales)))
-
-
-SCALES_AXES = ("key_value", "kv_heads")
 
 
 def scales_parameter(values: Any) -> nnx.Param[Any]:

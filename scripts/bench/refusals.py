@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 from jaxserve.commands.argument_types import positive_integer
 from jaxserve.commands.bench.outcome import Target, Work
 from scripts.lib.paths import ROOT
 from scripts.lib.run_main import end_at_sigterm, run_main
+from scripts.lib.server_process import cpu_seconds
 
 FORMS = ("own", "kept", "parts")
 AT_ONCE, TOKENS = 16, 128
@@ -86,11 +85,6 @@ def refuse(port: int, form: str, count: int) -> int:
     return num_refused
 
 
-def _cpu_seconds(process: subprocess.Popen[str]) -> float:
-    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.bench.refusals", description=__doc__)
     parser.add_argument("--requests", type=positive_integer, default=20_000, help="of each form")
@@ -111,9 +105,10 @@ def main() -> int:
         count = max(AT_ONCE, arguments.requests // AT_ONCE * AT_ONCE)
         for form in FORMS:
             refuse(port, form, AT_ONCE)
-            server, client, clock = _cpu_seconds(process), time.process_time(), time.perf_counter()
+            server, client = cpu_seconds(process.pid), time.process_time()
+            clock = time.perf_counter()
             num_refused = refuse(port, form, count)
-            server, client = _cpu_seconds(process) - server, time.process_time() - client
+            server, client = cpu_seconds(process.pid) - server, time.process_time() - client
             print(
                 f"{form}: {num_refused} of {count} refused; CPU us each: server "
                 f"{server / count * 1e6:.0f}, client {client / count * 1e6:.0f}; "

@@ -29,6 +29,16 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
+def cpu_seconds(number: int) -> float:
+    """Return CPU time of a process so far; Linux only.
+
+    Raises:
+        OSError: there is no such process.
+    """
+    fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 class Server:
     """Server in a process of its own, as a context manager.
 
@@ -106,8 +116,7 @@ class Server:
 
     def cpu_seconds(self) -> float:
         """Return CPU time of the server so far; Linux only."""
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return cpu_seconds(self.process.pid)
 
 
 def ask(url: str, body: dict[str, Any] | None = None, headers: dict[str, str] | None = None) -> Any:

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
+from scripts.lib import server_process
 from scripts.lib.server_process import Server, ask
 
 # Few slots and two sizes of steps, for the bundled model on a small machine.
@@ -147,8 +148,7 @@ def cpu_seconds(numbers: Iterable[int]) -> dict[int, float]:
     found = {}
     for number in numbers:
         with suppress(OSError):
-            fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
-            found[number] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+            found[number] = server_process.cpu_seconds(number)
     return found
 
 

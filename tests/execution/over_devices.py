@@ -119,7 +119,7 @@ def counts_of(runner: Runner) -> dict[str, dict[str, int]]:
 
 
 def warm_start(folder: Path) -> dict[str, int]:
-    """Programs compiled and read by two starts of an engine, and by a copy of its compiler."""
+    """Count programs compiled and read by two starts of an engine, and by a compiler's copy."""
     split = Split(2)
     model_config = replace(parse_model_config(TINY), split=split)
     model = random_weights(model_config, jnp.float64, 3, panels=True, mesh=make_mesh(2))

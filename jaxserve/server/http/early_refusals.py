@@ -9,13 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from http import HTTPStatus
-from secrets import token_hex
 from typing import NamedTuple
 
 from jaxserve.errors import Overloaded
 from jaxserve.server.api.streaming import JSON, encode
 from jaxserve.server.http.guard import SMALL_BODY_BYTES
-from jaxserve.server.http.head_checks import HeadChecks, by_name, check_media, printable
+from jaxserve.server.http.head_checks import HeadChecks, by_name, check_media, id_of_request
 from jaxserve.server.schema.errors import ApiError, as_api_error
 from jaxserve.server.settings import ServerConfig
 
@@ -114,8 +113,7 @@ class EarlyRefusals:
             is_last = (
                 int(length) > SMALL_BODY_BYTES or named.get(b"connection", b"").lower() == b"close"
             )
-            request_id = printable(named.get(b"x-request-id", b"")) or token_hex(16).encode()
-            more = [*more_headers, *self._vary, (b"x-request-id", request_id)]
+            more = [*more_headers, *self._vary, (b"x-request-id", id_of_request(named))]
             if is_last:
                 more.append((b"connection", b"close"))
             return EarlyRefusal(self._written(error, more), head.end() + int(length), is_last)

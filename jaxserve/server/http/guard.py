@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
-from uuid import uuid4
 
 from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -22,7 +21,7 @@ from jaxserve.server.http.head_checks import (
     HeadChecks,
     by_name,
     check_media,
-    printable,
+    id_of_request,
 )
 from jaxserve.server.schema.errors import ApiError, as_api_error, too_many_connections
 from jaxserve.server.served.admission import Lifecycle
@@ -76,7 +75,7 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers = by_name(scope["headers"])
-        request_id = printable(headers.get(b"x-request-id", b"")) or uuid4().hex.encode()
+        request_id = id_of_request(headers)
         more_headers = [(b"x-request-id", request_id)]
         is_crowded = scope.get("jaxserve.crowded", False)
         if self._lifecycle.is_draining or is_crowded:

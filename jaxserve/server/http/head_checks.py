@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Mapping
+from secrets import token_hex
 from urllib.parse import urlsplit
 
 from jaxserve.server.schema.errors import ApiError
@@ -130,9 +131,10 @@ def _host_of(url: bytes) -> str | None:
         return None
 
 
-def printable(text: bytes) -> bytes:
-    """Return what a request's id may hold of a text."""
-    return text[:MAX_REQUEST_ID].translate(None, _UNPRINTABLE)
+def id_of_request(headers: Mapping[bytes, bytes]) -> bytes:
+    """Return the id that a request brings, as far as it can be printed, or a new one."""
+    own = headers.get(b"x-request-id", b"")[:MAX_REQUEST_ID]
+    return own.translate(None, _UNPRINTABLE) or token_hex(16).encode()
 
 
 def check_media(headers: Mapping[bytes, bytes], wanted: bytes = b"application/json") -> None:
