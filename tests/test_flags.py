@@ -226,6 +226,7 @@ def test_a_file_gives_options(tmp_path: Path) -> None:
         "max_model_len": 64,
         "enable_prefix_caching": False,
         "decode_sizes": (1, 2),
+        "tensor_parallel_size": 1,
     }
 
 
@@ -309,7 +310,7 @@ def test_a_variable_of_no_setting_is_named(
         ("- port", "FILE:1: options are given like max-model-len: 4096"),
         ("strict: 3", "FILE:1: strict must be true or false"),
         ("config: other.yaml", "FILE:1: there is no option 'config'"),
-        ("data-parallel-size: 2", "FILE:1: data_parallel_size=2 is not supported: one device"),
+        ("data-parallel-size: 2", "FILE:1: data_parallel_size=2 needs --data-parallel-backend ray"),
         ("a: !!python/object:os.system x", "--config FILE: not YAML: "),
         ("a: " + "[" * 3000, "--config FILE: not YAML: "),
         ("\x00", "--config FILE: not YAML: "),
