@@ -48,8 +48,8 @@ class Serving(Process):
         self.loop: asyncio.AbstractEventLoop
         find = app.early_refusals.find
 
-        def note(data: bytes, more: Any) -> Any:
-            found = find(data, more)
+        def note(data: bytes, more_headers: Any) -> Any:
+            found = find(data, more_headers)
             self.early += [data] if found is not None else []
             return found
 
@@ -275,6 +275,36 @@ def test_a_connection_stays_for_the_next_request(make: Callable[..., App], way: 
             client.sendall(data)
             assert read_answer(client)[0] == 429
             assert server.kinds() == [Connection] and len(server.early) == 7
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_more_are_read_than_have_places(make: Callable[..., App], way: str) -> None:
+    """Of twenty that come at once one has the last place; no other is parsed."""
+    app, data = make(), post() + BODY
+    with bind("127.0.0.1", 0) as listener, serving(app, listener) as server, ExitStack() as leave:
+        address, admission = listener.getsockname(), server.admission
+        admission.num_live -= 1
+        clients = []
+        if way == "inside":
+            clients = [leave.enter_context(connect(address)) for _ in range(20)]
+            server.wait_for(lambda: server.kinds() == [Connection] * 20)
+        with server.stopped():
+            for number in range(20):
+                if way == "at the door":
+                    clients.append(leave.enter_context(connect(address)))
+                clients[number].sendall(data)
+        assert sorted(read_answer(client)[0] for client in clients) == [200] + [429] * 19
+        assert len(server.early) == 19 and admission.num_coming == 0
+        assert admission.num_live == admission.num_slots + admission.max_queued - 1
+        # What takes no place for long: bad bodies, late ones, wrong keys, clients that leave.
+        for bad in (post() + b"x" * len(BODY), post() + BODY[:3], post(JSON_BODY) + BODY):
+            with sent(server, address, bad, way) as client:
+                assert bad.endswith(BODY[:3]) or read_answer(client)[0] in (400, 401)
+                with sent(server, address, data, way) as good:
+                    assert read_answer(good)[0] == 200
+        with sent(server, address, data, way):
+            pass
+        server.wait_for(lambda: not server.app.models.all[0].active and not admission.num_coming)
 
 
 def read_all_ready(client: socket.socket) -> None:

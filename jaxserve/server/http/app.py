@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -79,8 +80,8 @@ from jaxserve.server.kept.conversation_store import ConversationStore
 from jaxserve.server.kept.files import FileStore
 from jaxserve.server.kept.response_store import ResponseStore
 from jaxserve.server.schema.errors import ApiError
-from jaxserve.server.served.admission import Lifecycle
-from jaxserve.server.served.models import Models
+from jaxserve.server.served.admission import Admission, Lifecycle, Place
+from jaxserve.server.served.models import NO_LIMIT, Models
 from jaxserve.server.settings import ServerConfig
 
 # Paths whose requests make an engine draw tokens.
@@ -205,7 +206,12 @@ class App:
         checks = HeadChecks(config, open_paths)
         drawing = [*_DRAWING, *(alias for alias, path in _ALIASES.items() if path in _DRAWING)]
         self.early_refusals = EarlyRefusals(
-            config, checks, drawing, self.refuses_all, self.check_room
+            config,
+            checks,
+            drawing,
+            self._count_free,
+            partial(self.check_room, is_new=True),
+            self._take_place,
         )
         door = Middleware(
             Guard,
@@ -240,14 +246,25 @@ class App:
             client = InnerClient(self.asgi, config, is_behind=True)
             self.batches = Batches(files, BatchService(models, client))
 
-    def refuses_all(self) -> bool:
-        """Return whether `check_room` would refuse any request for tokens as too many."""
+    def _counted(self) -> Admission | None:
+        """Return the queue where requests are refused for its sake before they are read."""
         models = self.models.all
-        is_stopping = self.lifecycle.is_draining
-        return len(models) == 1 and models[0].admission.refuses_all and not is_stopping
+        return models[0].admission if len(models) == 1 and not self.lifecycle.is_draining else None
 
-    def check_room(self, path: str) -> None:
+    def _count_free(self) -> int:
+        admission = self._counted()
+        return NO_LIMIT if admission is None else admission.num_free
+
+    def _take_place(self) -> Place | None:
+        admission = self._counted()
+        return None if admission is None else Place(admission)
+
+    def check_room(self, path: str, *, is_new: bool = False) -> None:
         """Refuse requests that could not be admitted now, whatever their bodies.
+
+        Args:
+            path: of the request.
+            is_new: whether those that are being read come first.
 
         Raises:
             ApiError: 503, the server is stopping.
@@ -258,7 +275,7 @@ class App:
         if self.lifecycle.is_draining:
             raise ApiError(503, "the server is stopping", code="shutting_down")
         if len(self.models.all) == 1:
-            self.models.all[0].admission.check(1, 1)
+            self.models.all[0].admission.check(1, 1, is_new=is_new)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

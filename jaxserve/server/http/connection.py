@@ -19,6 +19,7 @@ from jaxserve.server.http.guard import FILES, FORM_BYTES
 from jaxserve.server.http.head_checks import MAX_HEADER_BYTES
 from jaxserve.server.http.refuser import Refuser
 from jaxserve.server.schema.errors import ApiError, too_many_connections
+from jaxserve.server.served.admission import Place
 from jaxserve.server.settings import ServerConfig
 
 # A body may come in pieces this small on average, if it is long: smaller ones cost more than work.
@@ -145,6 +146,7 @@ class Connection(H11Protocol):
         crowd: the connections beyond the limit.
         refusals: of requests that need not be parsed.
         received: bytes that were read from it already.
+        place: of the request that they begin with.
         unsent: bytes of answers that are to be sent first.
         **named: see `H11Protocol`.
     """
@@ -156,6 +158,7 @@ class Connection(H11Protocol):
         crowd: Crowd,
         refusals: EarlyRefusals,
         received: bytes = b"",
+        place: Place | None = None,
         unsent: bytes = b"",
         **named: Any,
     ) -> None:
@@ -168,7 +171,7 @@ class Connection(H11Protocol):
         self._write_timer: asyncio.TimerHandle | None = None
         self._refusals = refusals
         self._refuser: Refuser | None = None
-        self._received, self._unsent = received, unsent
+        self._received, self._place, self._unsent = received, place, unsent
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -200,11 +203,15 @@ class Connection(H11Protocol):
             self.transport.close()
 
     def data_received(self, data: bytes) -> None:
+        is_next = self.conn.their_state is h11.IDLE
+        if is_next:
+            self._leave_place()  # taken again below, unless others have all of them
         if self._refuser is not None or self._refusals.is_full():
             data = self._refuse_early(data)
             if not data:
                 return
-        if self.conn.their_state is h11.IDLE:
+        if is_next:
+            self._place = self._refusals.reserve(data)
             head = data.partition(b"\r\n\r\n")[0]
             if b"\r\n " in head or b"\r\n\t" in head:
                 self.send_400_response("A header is folded over several lines.")
@@ -217,6 +224,10 @@ class Connection(H11Protocol):
         if self._refuser is None:
             self._refuser = Refuser(self._refusals, self._limits, self.loop)
         return self._refuser.feed(self, data, self.server_state.default_headers)
+
+    def _leave_place(self) -> None:
+        if self._place is not None:
+            self._place.leave()
 
     def can_answer(self) -> bool:
         """Return whether nothing of another request, or of its answer, is still to come or go."""
@@ -253,8 +264,10 @@ class Connection(H11Protocol):
         if scope is not before and scope is not None and scope["http_version"] == "1.1":
             scope["jaxserve.write"] = self._write_event  # type: ignore[typeddict-unknown-key]
             scope["jaxserve.joined"] = self._joined  # type: ignore[typeddict-unknown-key]
-        if scope is not before and scope is not None and self in self._crowd:
-            scope["jaxserve.crowded"] = True  # type: ignore[typeddict-unknown-key]
+        if scope is not before and scope is not None:
+            scope["jaxserve.place"] = self._place  # type: ignore[typeddict-unknown-key]
+            if self in self._crowd:
+                scope["jaxserve.crowded"] = True  # type: ignore[typeddict-unknown-key]
 
     def _should_upgrade(self) -> bool:
         """Refuse every protocol but HTTP/1, in which requests for another are answered."""
@@ -324,6 +337,7 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._crowd.discard(self)
+        self._leave_place()
         self._stop("_header_timer")
         self._stop("_write_timer")
         if self._refuser is not None:

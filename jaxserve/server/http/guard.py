@@ -24,7 +24,7 @@ from jaxserve.server.http.head_checks import (
     id_of_request,
 )
 from jaxserve.server.schema.errors import ApiError, as_api_error, too_many_connections
-from jaxserve.server.served.admission import Lifecycle
+from jaxserve.server.served.admission import Lifecycle, Place
 from jaxserve.server.settings import ServerConfig
 
 _log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class Guard:
 
     `jaxserve.body` is the whole body, `jaxserve.key` the API key (None where none is required).
     `jaxserve.renamed` is that of `EndpointRequest`. `jaxserve.crowded` marks connections over the
-    limit.
+    limit. `jaxserve.place`, where there is one, is left once the body has been read.
 
     Args:
         app: the application that it guards.
@@ -102,6 +102,7 @@ class Guard:
                 if scope["method"] == "POST":
                     body = await self._take_body(scope, headers, receive)
                 scope["jaxserve.body"] = body
+            _leave_place(scope)
             await self._app(scope, receive, answer.send)
         except ClientGone:
             return
@@ -116,6 +117,8 @@ class Guard:
                 _log.error("a request failed: %s %s", scope["method"], type(error), exc_info=error)
             if not answer.is_started:
                 await _refuse(as_api_error(error, renamed), scope, receive, answer.send)
+        finally:
+            _leave_place(scope)
 
     async def _take_body(
         self, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive
@@ -169,6 +172,12 @@ class Guard:
             raise ApiError(
                 408, f"the body took longer than {seconds:g} s", code="body_timeout"
             ) from None
+
+
+def _leave_place(scope: Scope) -> None:
+    place: Place | None = scope.get("jaxserve.place")
+    if place is not None:
+        place.leave()
 
 
 class _Answer:

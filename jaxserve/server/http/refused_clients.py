@@ -16,6 +16,7 @@ from uvicorn.server import ServerState
 
 from jaxserve.server.http.early_refusals import EarlyRefusals
 from jaxserve.server.http.refuser import Refuser
+from jaxserve.server.served.admission import Place
 from jaxserve.server.settings import ServerConfig
 
 # Bytes that are read at once.
@@ -49,14 +50,14 @@ class RefusedClients:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def take(self, client: socket.socket) -> bool:
-        """Take over a connection that has just been accepted, and answer what it sent.
+        """Take over a connection that has just been accepted, and read and refuse what it sent.
 
         Returns:
-            False where the connection is another's: there is room for requests, or none for
+            False where the connection is another's: there is room for many requests, or none for
             connections, or it has sent nothing yet.
         """
         is_room = len(self.state.connections) < self.limits.max_connections
-        if not is_room or not self.refusals.is_full():
+        if not is_room or not self.refusals.is_nearly_full():
             return False
         try:
             data = client.recv(_READ_BYTES, _NOW)
@@ -71,11 +72,20 @@ class RefusedClients:
         return True
 
     def give_back(self, client: socket.socket, received: bytes, unsent: bytes) -> None:
-        """Make an ordinary connection of one that was taken over."""
-        make = partial(self._make_connection, received=received, unsent=unsent)
+        """Make an ordinary connection of one that was taken over.
+
+        The request that `received` begins with has its place from now on.
+        """
+        place = self.refusals.reserve(received)
+        make = partial(self._make_connection, received=received, place=place, unsent=unsent)
         task = self.loop.create_task(self.loop.connect_accepted_socket(make, client))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(partial(self._end_giving, place))
+
+    def _end_giving(self, place: Place | None, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if place is not None and (task.cancelled() or task.exception() is not None):
+            place.leave()
 
 
 class RefusedClient:
@@ -104,7 +114,9 @@ class RefusedClient:
             self._become_ordinary(rest)
         elif not self._is_watched:
             self._is_watched = True
-            self._home.loop.add_reader(self._client, self._read)
+            # By its number: a selector that does not know a socket describes it, which takes calls
+            # of the kernel.
+            self._home.loop.add_reader(self._client.fileno(), self._read)
 
     def can_answer(self) -> bool:
         return not self._unsent and self._client.fileno() >= 0
@@ -132,12 +144,9 @@ class RefusedClient:
         self._home.state.connections.discard(self)  # type: ignore[arg-type]
         if self._is_watched:
             self._is_watched = False
-            self._home.loop.remove_reader(self._client)
+            self._home.loop.remove_reader(self._client.fileno())
 
     def _read(self) -> None:
-        if not self._refuser.is_dropping and not self._home.refusals.is_full():
-            self._become_ordinary(b"")
-            return
         try:
             data = self._client.recv(_READ_BYTES, _NOW)
         except BlockingIOError:

@@ -50,11 +50,6 @@ class Refuser:
         self._is_last = False
         self._deadline = _Deadline(loop)
 
-    @property
-    def is_dropping(self) -> bool:
-        """Return whether the rest of a refused body is still to come."""
-        return self._num_to_drop > 0
-
     def feed(self, connection: Refusable, data: bytes, more_headers: Headers) -> bytes:
         """Refuse what can be refused of some bytes; return those that must go the usual way.
 
