@@ -22,7 +22,7 @@ from jaxserve.commands.options import (
 from jaxserve.commands.vllm_flags import SERVER
 from jaxserve.config import prepare_process
 from jaxserve.errors import InvalidRequest
-from jaxserve.fleet.options import FleetConfig, check_server
+from jaxserve.fleet.options import FleetConfig, check_cluster, check_server
 from jaxserve.server.http.listener import bind, bind_path
 from jaxserve.server.http.tls import check_certificates
 from jaxserve.server.served.specs import ModelSpec, check_models, plan_models
@@ -109,6 +109,7 @@ def serve(arguments: argparse.Namespace) -> int:
 
 def _serve_fleet(specs: list[ModelSpec], config: ServerConfig, fleet: FleetConfig) -> int:
     check_server(config)
+    check_cluster(fleet)
     if fleet.ray_address is None:  # a port in use is found before Ray starts
         with bind(config.host, config.port) as listener:
             config = dataclasses.replace(config, port=listener.getsockname()[1])

@@ -13,6 +13,9 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray._private.authentication.authentication_token_setup import (
+    maybe_enable_token_auth_if_token_available,
+)
 from ray.exceptions import RayError
 from ray.serve.context import _get_global_client
 
@@ -94,6 +97,10 @@ class _Ended:
 
 def _connect(fleet: FleetConfig) -> None:
     local: dict[str, Any] = {"include_dashboard": False, "object_store_memory": _STORE_BYTES}
+    if fleet.ray_address is not None:
+        # Ray does so for "auto" alone, though `ray start` makes clusters that check tokens.
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
     try:
         ray.init(
             fleet.ray_address or "local",
@@ -104,7 +111,10 @@ def _connect(fleet: FleetConfig) -> None:
             **({} if fleet.ray_address else local),
         )
     except Exception as error:  # a plain one where the machine is too slow for its own processes
-        raise InvalidRequest(f"ray_address: {_line(error)}", "ray_address") from error
+        more = ""
+        if fleet.ray_address is not None:
+            more = "; does it run there, and is its token in RAY_AUTH_TOKEN or ~/.ray/auth_token?"
+        raise InvalidRequest(f"ray_address: {_line(error)}{more}", "ray_address") from error
 
 
 def _line(error: Exception) -> str:

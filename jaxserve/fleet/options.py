@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import socket
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,6 +15,8 @@ from jaxserve.server.settings import ServerConfig
 BACKENDS = ("mp", "ray")
 ROUTINGS = ("least-loaded", "prefix")
 MAX_REPLICAS = 4096
+_LISTENS_SECONDS = 10.0
+_ADDRESS = re.compile(r"auto|[^\s/]+:[0-9]{1,5}")
 # Settings of a server whose sockets are its own, which in a fleet are the proxy's.
 _OF_ONE_PROCESS = ("files_dir", "uds", "ssl_certfile")
 
@@ -51,6 +55,10 @@ class FleetConfig:
         for name, allowed in choices:
             if getattr(self, name) not in allowed:
                 raise InvalidRequest(f"{name} must be {' or '.join(allowed)}", name)
+        if self.ray_address is not None and not _ADDRESS.fullmatch(self.ray_address):
+            raise InvalidRequest(
+                f"ray_address must be HOST:PORT or auto, got {self.ray_address!r}", "ray_address"
+            )
         for name in ("ray_actor_options", "autoscaling_config"):
             object.__setattr__(self, name, json_object(getattr(self, name), name))
         self._check_numbers()
@@ -102,3 +110,20 @@ def check_server(config: ServerConfig) -> None:
                 "address is Ray Serve's",
                 name,
             )
+
+
+def check_cluster(fleet: FleetConfig) -> None:
+    """Check that something listens at a cluster's address, which takes Ray minutes to say.
+
+    Raises:
+        InvalidRequest: nothing does.
+    """
+    if fleet.ray_address in (None, "auto"):
+        return
+    host, _, port = fleet.ray_address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _LISTENS_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise InvalidRequest(
+            f"ray_address: no cluster answers at {fleet.ray_address}: {error}", "ray_address"
+        ) from error

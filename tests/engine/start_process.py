@@ -89,8 +89,8 @@ def held_back(checkpoint: str, cache: str) -> list[Any]:
     with start(checkpoint, cache) as llm:
         found += [answers(llm), facts(llm)]
         gate.set()
-        # Programs are put in their places under load, with pauses: the process that compiles has the
-        # lowest priority, and two cores that are never idle would leave it none.
+        # Programs are put in their places under load, with pauses: the process that compiles has
+        # the lowest priority, and two cores that are never idle would leave it none.
         while not behind_of(llm).wait(0.5):
             found[0] = answers(llm) if found[0] == answers(llm) else ["differs"]
         found += [answers(llm), facts(llm)]

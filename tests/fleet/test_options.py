@@ -29,6 +29,8 @@ RAY = ("--data-parallel-backend", "ray")
         ("--data-parallel-size 2", "data_parallel_size=2 needs --data-parallel-backend ray"),
         ("--ray-address auto", "ray_address needs --data-parallel-backend ray"),
         ("--request-routing prefix", "request_routing needs --data-parallel-backend ray"),
+        ("-dpb ray --ray-address ray://x:1", "ray_address must be HOST:PORT or auto"),
+        ("-dpb ray --ray-address 127.0.0.1:1", "ray_address: no cluster answers at 127.0.0.1:1"),
         ("-dpb ray -dp 0", "data_parallel_size must be"),
         ("-dpb ray -dp 2 --files-dir x", "files_dir is not supported with replicas"),
         ("-dpb ray -dp 2 --uds x", "uds is not supported with replicas"),
