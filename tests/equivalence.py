@@ -131,12 +131,27 @@ def fields_of_case(case: str) -> dict[str, Any]:
     fields = model.config.to_dict()
     own = {"architectures": [type(model).__name__], "vocab_size": VOCAB, "eos_token_id": END}
     sizes = WHOLE_VECTORS | (LATENT if "kv_lora_rank" in fields else {})
-    return with_sizes(fields | own, sizes)
+    fields = with_sizes(fields | own, sizes)
+    head_dim = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
+    return with_factors(fields, head_dim // 2)
 
 
 def with_sizes(fields: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
     """A configuration with other sizes, those that it has."""
     return {name: sizes.get(name, value) for name, value in fields.items()}
+
+
+def with_factors(fields: Mapping[str, Any], pairs: int) -> dict[str, Any]:
+    """A configuration whose lists of factors, one for each pair that is rotated, fit its heads."""
+    found: dict[str, Any] = {}
+    share = fields.get("partial_rotary_factor") or 1.0
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            value = with_factors(value, pairs)
+        elif name in ("short_factor", "long_factor"):
+            value = np.resize(value, int(pairs * share)).tolist()
+        found[name] = value
+    return found
 
 
 class Bench:

@@ -287,6 +287,7 @@ class Engine:
             num_compiles_behind=0 if behind is None else behind.num_compiled,
             num_programs_missing=0 if behind is None else behind.num_missing,
             num_failed_steps=self._num_failed_steps,
+            expert_rows=tuple(self.runner.expert_rows.counts.tolist()),
         )
 
     def close(self, error: str | None = None) -> None:

@@ -27,6 +27,13 @@ COUNTERS: dict[str, tuple[str, Read]] = {
 }
 
 
+# Of each device; vLLM only logs how even they are.
+EXPERT_ROWS = (
+    "expert_rows",
+    "Rows, a token for one expert each, that a device's experts computed.",
+)
+
+
 @dataclass
 class Metric:
     """A metric's name, under vLLM's prefix, and its labels."""
@@ -76,6 +83,10 @@ def metric_values(stats: EngineStats, step_tokens: Counts, model_name: str) -> l
         *(
             Counter(f"vllm:{name}", dict(labels), int(read(stats)))
             for name, (_, read) in COUNTERS.items()
+        ),
+        *(
+            Counter(f"jaxserve:{EXPERT_ROWS[0]}", labels | {"device": str(device)}, count)
+            for device, count in enumerate(stats.expert_rows)
         ),
         Histogram(
             "vllm:iteration_tokens_total",

@@ -98,6 +98,8 @@ class EngineStats:
         num_compiles_behind: programs compiled beside the engine, for which no request waited.
         num_programs_missing: programs that would fit better and are still to come.
         num_failed_steps: steps that were lost and computed again.
+        expert_rows: by device, the rows, a token for one expert each, that its experts computed;
+            empty without `enable_expert_parallel`.
     """
 
     num_running: int
@@ -115,3 +117,4 @@ class EngineStats:
     num_compiles_behind: int
     num_programs_missing: int
     num_failed_steps: int
+    expert_rows: tuple[int, ...] = ()

@@ -15,6 +15,7 @@ import numpy as np
 from jaxserve.config import EngineConfig
 from jaxserve.execution.batch import pack, rows_of
 from jaxserve.execution.buckets import Bucket, BucketSet, Demand, Program, Sampler
+from jaxserve.execution.expert_rows import ExpertRows
 from jaxserve.execution.logprobs import DeviceLogprobs
 from jaxserve.execution.page_table import room_for_pages, take_new_pages
 from jaxserve.execution.prompt_scores import Project, score_prompts
@@ -113,6 +114,7 @@ class InFlight:
     logits: jax.Array | None = None  # of each row's draw, where the host scores one
     # What the host has scored of prompts, by row.
     prompts: Mapping[int, TokenLogprobs] = field(default_factory=dict[int, TokenLogprobs])
+    expert_rows: jax.Array | None = None  # see `StepOutput`
 
 
 class Runner:
@@ -138,6 +140,7 @@ class Runner:
         keeps_logits: whether the host can have the logits of what is drawn.
         counts_demand: whether launches are counted for `take_demand`.
         weight_bytes: of the parameters as they are stored.
+        expert_rows: that each device has computed, up to the last launch that was read.
     """
 
     def __init__(
@@ -179,6 +182,7 @@ class Runner:
         # Programs are added by another thread than the one that submits; both use the state.
         self._turn = threading.Lock()
         self.counts_demand = False
+        self.expert_rows = ExpertRows()
         self._demand: dict[tuple[Program, int], int] = {}
 
     @property
@@ -195,6 +199,7 @@ class Runner:
         """Make a new, empty cache after a failed launch took the old one with it."""
         with self._turn:
             self._state = release(self._state, error)
+            self.expert_rows.start_anew()
             self._state = self._make_state()
 
     def add(self, program: Program, compiled: Any) -> None:
@@ -266,7 +271,7 @@ class Runner:
             state = self._guide(state, plan, slots)
         submitted = time.perf_counter()
         state, output = self._steps[bucket](self._leaves, state, batch)
-        logits = output.logits if keeps_logits else None
+        logits, rows = output.logits if keeps_logits else None, output.expert_rows
         prompts: Mapping[int, TokenLogprobs] = {}
         if bucket.keeps_logits and greedy:
             output = StepOutput(output.token_ids, None)  # the logits' memory is free again
@@ -277,7 +282,7 @@ class Runner:
             state, drawn = self._draw(self._samplers[size], state, output, bucket, batch)
             if scores:
                 assert self._score is not None
-                kept = replace(output, token_ids=drawn.token_ids)
+                kept = replace(output, token_ids=drawn.token_ids, expert_rows=None)
                 drawn = replace(drawn, logprobs=self._score(self._leaves, kept, batch))
                 if self._project is not None:
                     assert kept.hidden is not None
@@ -286,16 +291,21 @@ class Runner:
             output = drawn
         self._state = state
         output.token_ids.copy_to_host_async()
+        if rows is not None:
+            rows.copy_to_host_async()
         has_positions = scores or not (bucket.decode_only or bucket.keeps_logits)
         if not any_features & _SCORES:
-            return InFlight(plan, output, bucket, None, has_positions, submitted)
+            return InFlight(plan, output, bucket, None, has_positions, submitted, expert_rows=rows)
         for leaf in output.logprobs or ():
             leaf.copy_to_host_async()
         if logits is not None:
             logits.copy_to_host_async()
         widths = slots.num_logprobs[plan.slots]
         return InFlight(
-            plan, output, bucket, widths, has_positions, submitted, logits=logits, prompts=prompts
+            *(plan, output, bucket, widths, has_positions, submitted),
+            logits=logits,
+            prompts=prompts,
+            expert_rows=rows,
         )
 
     @staticmethod
@@ -355,6 +365,7 @@ class Runner:
         """
         num_rows, num_steps = len(step.plan), step.plan.num_steps
         token_ids = np.asarray(step.output.token_ids)[..., :num_rows]
+        self.expert_rows.read(step.expert_rows)
         if token_ids.ndim == 2:
             token_ids = token_ids[slice(num_steps) if num_steps > 1 else 0]
         ok = token_ids != NO_TOKEN

@@ -24,7 +24,7 @@ from pallas_kernels.arguments import FP8, FP8_BITS
 from pallas_kernels.implementation import FOUR_GIB, TWO_GIB
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int32
+    from jaxtyping import Array, Float, Int32, UInt32
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,8 @@ class DeviceState:
     page_table: Int32[Array, "slots_plus_1 M"]  # as far as it was sent (see `page_table`)
     last_token: Int32[Array, " slots_plus_1"]  # the newest token drawn for each slot
     sampler: SamplerState
+    # Modulo 2**32, what each device's experts have computed; None where that is not counted.
+    expert_rows: UInt32[Array, " N"] | None = None
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class StepOutput:
     # Of each row's last token and of all tokens, where a sampler behind the launch needs them.
     logits: Float[Array, "R V"] | None = None
     hidden: Float[Array, "T D"] | None = None
+    expert_rows: UInt32[Array, " N"] | None = None  # the state's, after the launch
 
 
 for _type in (DeviceState, StepOutput):
@@ -107,6 +110,7 @@ def make_state(
     # A head that several devices have is several here.
     heads = local_kv_heads(config) * config.split.devices
     shape = (num_pages, heads, page_size, config.head_dim)
+    counts = config.split.counts_rows and config.experts is not None
     return DeviceState(
         kv=[
             (jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
@@ -115,13 +119,18 @@ def make_state(
         page_table=jnp.zeros((num_slots + 1, max_pages), np.int32),
         last_token=jnp.zeros(num_slots + 1, np.int32),
         sampler=make_sampler_state(num_slots, config.vocab_size),
+        expert_rows=jnp.zeros(config.split.devices, np.uint32) if counts else None,
     )
 
 
 def state_specs(layers: int) -> DeviceState:
-    """Return how the state lies on a mesh: pages by their heads, the rest whole on each device."""
+    """Return how the state lies on a mesh.
+
+    Pages are divided by their heads, each device has its count of rows, and the rest whole.
+    """
     kv, whole = PartitionSpec(None, AXIS), PartitionSpec()
     specs: Any = {"page_table": whole, "last_token": whole, "sampler": whole}
+    specs["expert_rows"] = PartitionSpec(AXIS)
     return DeviceState(kv=[(kv, kv)] * layers, **specs)  # pyright: ignore[reportArgumentType]
 
 

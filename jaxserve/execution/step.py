@@ -121,7 +121,7 @@ def _take_step(
         decode_only=decode_only,
         implementation=implementation,
     )
-    hidden, kv = model(known_tokens(batch, state.last_token), step, state.kv)
+    hidden, kv, rows = model.counted(known_tokens(batch, state.last_token), step, state.kv)
     last = hidden if decode_only else hidden.at[batch.sample_index].get(mode="clip")
     # Not by kv_len: a row that has ended within a launch lies before others that have not.
     num_rows = (batch.query_start[:-1] < num_tokens).sum(dtype=jnp.int32)
@@ -143,8 +143,9 @@ def _take_step(
                 draws = batch.sample_slots < state.last_token.shape[0] - 1
                 scored = (model.logits, hidden, logits, indices, draws, batch)
                 logprobs = position_logprobs(*scored, columns)
-    state = replace(state, kv=kv, last_token=last_token, sampler=sampler)
-    output = StepOutput(token_ids=token_ids, logprobs=logprobs)
+    counted = None if rows is None or state.expert_rows is None else state.expert_rows + rows
+    state = replace(state, kv=kv, last_token=last_token, sampler=sampler, expert_rows=counted)
+    output = StepOutput(token_ids=token_ids, logprobs=logprobs, expert_rows=counted)
     return state, replace(output, logits=logits, hidden=hidden) if keeps_logits else output
 
 
@@ -288,7 +289,8 @@ def decode_steps(
     active = batch.slots != null_slot
     start = (jnp.int32(0), active, state, none, logprobs)
     _, _, state, token_ids, logprobs = lax.while_loop(goes_on, take, start)
-    return state, StepOutput(token_ids=token_ids, logprobs=logprobs)
+    rows = state.expert_rows
+    return state, StepOutput(token_ids=token_ids, logprobs=logprobs, expert_rows=rows)
 
 
 def _zeros(leaf: jax.ShapeDtypeStruct) -> Array:

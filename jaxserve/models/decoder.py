@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import TYPE_CHECKING
 
 import jax
@@ -24,7 +24,7 @@ from jaxserve.models.rounding import rounded_once
 from pallas_kernels import has_add_norm
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int32
+    from jaxtyping import Array, Float, Int32, UInt32
 
     from jaxserve.models.rope import CosSin
 
@@ -73,7 +73,7 @@ class DecoderLayer(nnx.Module):
         cos_sin: CosSin | None,
         step: PagedStep,
         kv: KVPages,
-    ) -> tuple[Float[Array, "T D"], Delta, KVPages]:
+    ) -> tuple[Float[Array, "T D"], Delta, KVPages, UInt32[Array, ""] | None]:
         """Compute the two blocks.
 
         Args:
@@ -81,7 +81,8 @@ class DecoderLayer(nnx.Module):
             delta: that result, if there is one: adding it belongs to the norm that follows.
 
         Returns:
-            The same two after this layer, and its pages with this step's K and V.
+            The same two after this layer, its pages with this step's K and V, and the rows that
+            this device's experts computed, where that is counted.
         """
         joins = self._joins(x, step)
         with jax.named_scope("attention"):
@@ -96,12 +97,13 @@ class DecoderLayer(nnx.Module):
                 x = x + delta.value
             else:
                 x, normed = add(x, delta, self.mlp_norm, self.norm_options, step.others)
+            rows = None
             if isinstance(self.mlp, SparseMLP):
-                y = self.mlp(normed, step)
+                y, rows = self.mlp(normed, step)
             else:
                 y = self.mlp(normed, joins, step.others)
             delta = self._delta(y, self.mlp_out_norm, joins)
-        return x, delta, kv
+        return x, delta, kv, rows
 
     def _joins(self, x: Float[Array, "T D"], step: PagedStep) -> bool:
         """Return whether one kernel adds a block's result as its product left it, and norms it."""
@@ -124,7 +126,7 @@ def run_layer(
     cos_sin: CosSin | None,
     step: PagedStep,
     kv: KVPages,
-) -> tuple[Float[Array, "T D"], Delta, KVPages]:
+) -> tuple[Float[Array, "T D"], Delta, KVPages, UInt32[Array, ""] | None]:
     """Call a layer that `nnx.split` took apart.
 
     Within a larger program, layers alike are traced and lowered once, and the compiler puts them
@@ -173,6 +175,15 @@ class Decoder(nnx.Module):
         The layers are unrolled: a scan would copy the whole cache, or every layer's weights, in
         each step.
         """
+        return self.counted(tokens, step, kv)[:2]
+
+    def counted(
+        self, tokens: Int32[Array, " T"], step: PagedStep, kv: Sequence[KVPages]
+    ) -> tuple[Float[Array, "T D"], list[KVPages], UInt32[Array, ""] | None]:
+        """Return what a call does, and the rows that this device's experts computed.
+
+        Those are counted where each device has whole experts (see `Split`), else None.
+        """
         config = self.config
         with jax.named_scope("embedding"):
             x = self.embedding(tokens)
@@ -187,14 +198,19 @@ class Decoder(nnx.Module):
                 if rope is not None
             }
         written: list[KVPages] = []
+        counts: list[UInt32[Array, ""]] = []
         delta = None
         for index, (layer, pages) in enumerate(zip(self.layers, kv, strict=True)):
             with jax.named_scope(f"layer_{index}"):
                 rope = ropes[index]
                 cos_sin = None if rope is None else angles[rope]
-                x, delta, pages = run_layer(*nnx.split(layer), x, delta, cos_sin, step, pages)
+                parts = nnx.split(layer)
+                x, delta, pages, rows = run_layer(*parts, x, delta, cos_sin, step, pages)
             written.append(pages)
-        return add(x, delta, self.norm, self.norm.options, step.others)[1], written
+            if rows is not None:
+                counts.append(rows)
+        normed = add(x, delta, self.norm, self.norm.options, step.others)[1]
+        return normed, written, reduce(jnp.add, counts) if counts else None
 
     def logits(
         self, hidden: Float[Array, "R D"], num_rows: Int32[Array, ""] | None = None

@@ -30,7 +30,7 @@ from pallas_kernels import grouped_matmul
 from pallas_kernels.devices import target_device
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int32
+    from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 
 class SparseMLP(nnx.Module):
@@ -65,21 +65,26 @@ class SparseMLP(nnx.Module):
         shared = GatedMLP(config, dtype, rngs, traits, experts.shared) if experts.shared else None
         self.shared = shared
 
-    def __call__(self, x: Float[Array, "T D"], step: PagedStep) -> Float[Array, "T D"]:
-        """Apply its experts to every real token; rows of padding hold anything finite."""
+    def __call__(
+        self, x: Float[Array, "T D"], step: PagedStep
+    ) -> tuple[Float[Array, "T D"], UInt32[Array, ""] | None]:
+        """Apply its experts to every real token; rows of padding hold anything finite.
+
+        Where each device has whole experts, the rows that this one's compute are returned too.
+        """
         with jax.named_scope("router"):
             exact = accumulator(x.dtype)
             scores = matmul(x, self.router[...], bias=value_of(self.router_bias), out_dtype=exact)
             weights, chosen = route(scores, self.experts, self.kind, value_of(self.correction))
         with jax.named_scope("experts"):
             real = step.slot_mapping >= 0
-            y = self._experts(x, weights, chosen, real, step.implementation)
+            y, rows = self._experts(x, weights, chosen, real, step.implementation)
         if self.split.axis is None:
-            return y if self.shared is None else y + self.shared(x)
+            return (y if self.shared is None else y + self.shared(x)), rows
         # One sum over devices for the experts and the one that all tokens pass.
         y = summed(y if self.shared is None else y + self.shared.share(x), self.split.axis)
         bias = None if self.shared is None else value_of(self.shared.down_bias)
-        return (y if bias is None else y + bias).astype(x.dtype)
+        return (y if bias is None else y + bias).astype(x.dtype), rows
 
     def _experts(
         self,
@@ -88,7 +93,7 @@ class SparseMLP(nnx.Module):
         chosen: Int32[Array, "T C"],
         real: Bool[Array, " T"],
         implementation: str,
-    ) -> Float[Array, "T D"]:
+    ) -> tuple[Float[Array, "T D"], UInt32[Array, ""] | None]:
         count, fanout, axis = self.experts.count, chosen.shape[1], self.split.axis
         is_own = real[:, None]
         if axis is not None and self.split.expert_parallel:
@@ -110,7 +115,8 @@ class SparseMLP(nnx.Module):
         # for few tokens than for many.
         weighted = (rows[:, i].astype(weights.dtype) * weights[:, i, None] for i in range(fanout))
         total = reduce(jnp.add, weighted)
-        return total.astype(x.dtype) if axis is None else total
+        counted = sizes.sum(dtype=jnp.uint32) if self.split.counts_rows else None
+        return (total.astype(x.dtype) if axis is None else total), counted
 
     def _add_down_bias(
         self, rows: Float[Array, "A D"], owner: Int32[Array, " A"]

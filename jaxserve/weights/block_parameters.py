@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from itertools import groupby
@@ -64,10 +65,12 @@ def read_blocks(
     values: dict[str, Any],
     finish: Finish,
     on_cpu: bool,
+    leave_host: bool,
 ) -> list[WeightName]:
     """Read the parameters that stay in blocks into `values`, by path; return the rest of the table.
 
     For a CPU's products they are laid out in panels, for a GPU's they become codes with scales.
+    Where what is read is not what stays (`leave_host`), one more is read while one is finished.
 
     Raises:
         CheckpointError: a file that cannot be read, or scales that are no numbers.
@@ -94,11 +97,26 @@ def read_blocks(
         return fused_blocks(pairs, outputs, contract, dims, np.dtype(parameter.dtype).name)
 
     # NumPy lets other threads run meanwhile. Codes take 4 bytes a weight on their way to a GPU.
-    with ThreadPoolExecutor(cpu_threads() if on_cpu else min(2, cpu_threads())) as pool:
-        for path, made in zip(parts, pool.map(read, parts), strict=True):
+    threads = cpu_threads() if on_cpu else min(2, cpu_threads())
+    with ThreadPoolExecutor(threads) as pool:
+        for path, made in _ahead(pool, read, parts, 1 if leave_host else 2 * threads):
             values[path] = finish(path, made)
+            del made
             report(sum(entries[name].num_bytes for name in {part.name for part in parts[path]}))
     return [weight for weight in table if weight.path not in parts]
+
+
+def _ahead(
+    pool: ThreadPoolExecutor, read: Callable[[str], Any], paths: Iterable[str], count: int
+) -> Iterator[tuple[str, Any]]:
+    """Yield each path and what is read of it, in order, while at most `count` more are read."""
+    waiting: deque[tuple[str, Future[Any]]] = deque()
+    for path in paths:
+        waiting.append((path, pool.submit(read, path)))
+        if len(waiting) > count:
+            yield waiting[0][0], waiting.popleft()[1].result()  # which this keeps no longer
+    while waiting:
+        yield waiting[0][0], waiting.popleft()[1].result()
 
 
 def _experts(

@@ -109,7 +109,9 @@ def read_parameters(
                 report(done)
                 done = 0
             if job.ends_parameter:
-                yield job.path, job.parameter
+                ended = [(job.path, job.parameter)]
+                del job
+                yield ended.pop()  # which then is the caller's alone, and goes when it lets it go
     finally:
         pool.shutdown(cancel_futures=True)
         for file in files:

@@ -27,6 +27,7 @@ from jaxserve.weights.gguf.names import named_tensors
 from jaxserve.weights.group_borders import check_groups, group_sizes
 from jaxserve.weights.names import as_stored, match_names, renamed
 from jaxserve.weights.placement import (
+    Finish,
     Parameters,
     Place,
     finishing,
@@ -97,13 +98,13 @@ def load_weights(
     finish = finishing(config, parameters, panels, mesh)
     values, table = read_packed(sorted_, parameters, dims, place, report, finish), sorted_.table
     if in_blocks:
-        table = read_blocks(table, entries, parameters, dims, report, values, finish, on_cpu=panels)
+        own: Any = {"on_cpu": panels, "leave_host": mesh is not None}
+        table = read_blocks(table, entries, parameters, dims, report, values, finish, **own)
     straight = panels and mesh is None  # into panels
     plans = panel_plans(table, entries, dims, parameters, quantization) if straight else {}
-    leave = quantization is not None or target_device().platform != "cpu"
+    leave = quantization is not None or mesh is not None or target_device().platform != "cpu"
     flags = {"check_finite": check_finite, "leave_host": leave, "plans": plans}
-    reading = _read_plain(table, entries, dims, parameters, report, place, flags)
-    values |= {path: finish(path, made) for path, made in reading}
+    values |= dict(_read_plain(table, entries, dims, parameters, report, place, finish, flags))
     opened.check_unchanged()
     model = filled(model, values)
     set_kv_scales(model, sorted_.kv_scales if kv_scales else {}, mesh)
@@ -117,13 +118,16 @@ def _read_plain(
     parameters: Parameters,
     report: Callable[[int], None],
     place: Place,
+    finish: Finish,
     flags: dict[str, Any],
 ) -> Iterator[tuple[str, Any]]:
     """Read the parameters of tensors in full, and place each; `flags` are of `read_parameters`."""
     shapes = {path: (leaf.shape, np.dtype(leaf.dtype)) for path, leaf in parameters.items()}
     for path, array in read_parameters(table, entries, dims, shapes, report, **flags):
         plan = flags["plans"].get(path)
-        yield path, place(path, array) if plan is None else place_panels(plan, array)
+        made = place(path, array) if plan is None else place_panels(plan, array)
+        del array  # while what was made of it is laid out
+        yield path, finish(path, made)
 
 
 def _check_division(

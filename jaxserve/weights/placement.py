@@ -296,7 +296,7 @@ def read_packed(
     """
     table = sorted(checkpoint.packed_table, key=lambda part: part.path)
     plain = {weight.path: weight.name for weight in checkpoint.table}
-    values = {}
+    values: dict[str, Any] = {}
     for path, group in groupby(table, key=lambda part: part.path):
         weights = list(group)
         if path in plain:
@@ -304,29 +304,42 @@ def read_packed(
                 f"{checkpoint.checkpoint.directory}: {weights[0].name!r} is quantized and "
                 f"{plain[path]!r} is not; they are one product here and must be stored alike"
             )
-        codes = {name: checkpoint.packed[name].read() for name in {w.name for w in weights}}
-        parts = [(weight, codes[weight.name]) for weight in weights]
-        parameter = parameters[path]
-        contract = contracted(parameter)
-        narrow = [(part, own) for part, own in parts if isinstance(own, Codes)]
-        kept: Any = None
-        if len(narrow) == len(parts) and contract is not None:
-            kept = fused(narrow, parameter.shape, contract, dims)
-        elif len(narrow) == len(parts) and holds_experts(parameter):
-            kept = fused_experts(narrow, parameter.shape, dims)
-        rounds = kept is not None and checkpoint.packed[weights[0].name].stored.rounds_rows
-        if kept is None:
-            with np.errstate(over="ignore"):  # reported with the tensor's name
-                whole = dequantized(parts, parameter.shape, np.dtype(parameter.dtype), dims)
-            if not np.isfinite(whole).all():
-                raise CheckpointError(
-                    f"{checkpoint.checkpoint.directory}: {weights[0].name!r}, once it is widened "
-                    f"to {parameter.dtype}, holds NaN or infinity"
-                )
-            kept = place(path, whole)
-        values[path] = finish(path, TokenRounded(kept) if rounds else kept)
-        report(sum(checkpoint.packed[name].num_bytes for name in codes))
+        # What was read goes before the next is.
+        made = _read_packed(checkpoint, weights, parameters[path], dims, place)
+        values[path] = finish(path, made)
+        del made
+        report(sum(checkpoint.packed[name].num_bytes for name in {w.name for w in weights}))
     return values
+
+
+def _read_packed(
+    checkpoint: SplitCheckpoint,
+    weights: list[WeightName],
+    parameter: nnx.Param[Any],
+    dims: Mapping[str, int],
+    place: Place,
+) -> Any:
+    """Read one parameter of `read_packed`: its codes, or, placed, what they stand for."""
+    codes = {name: checkpoint.packed[name].read() for name in {w.name for w in weights}}
+    parts = [(weight, codes[weight.name]) for weight in weights]
+    contract = contracted(parameter)
+    narrow = [(part, own) for part, own in parts if isinstance(own, Codes)]
+    kept: Any = None
+    if len(narrow) == len(parts) and contract is not None:
+        kept = fused(narrow, parameter.shape, contract, dims)
+    elif len(narrow) == len(parts) and holds_experts(parameter):
+        kept = fused_experts(narrow, parameter.shape, dims)
+    if kept is not None:
+        rounds = checkpoint.packed[weights[0].name].stored.rounds_rows
+        return TokenRounded(kept) if rounds else kept
+    with np.errstate(over="ignore"):  # reported with the tensor's name
+        whole = dequantized(parts, parameter.shape, np.dtype(parameter.dtype), dims)
+    if not np.isfinite(whole).all():
+        raise CheckpointError(
+            f"{checkpoint.checkpoint.directory}: {weights[0].name!r}, once it is widened "
+            f"to {parameter.dtype}, holds NaN or infinity"
+        )
+    return place(weights[0].path, whole)
 
 
 def set_kv_scales(

@@ -34,8 +34,10 @@ def quantize(weight: np.ndarray, form: str) -> Codes:
     largest = FP8_MAX if form == "fp8" else INT8_MAX
     scales = _nonzero(_largest(weight) / np.float32(largest))
     values = np.empty((inputs, outputs), np.uint8 if form == "fp8" else np.int8)
+    room = np.empty((min(ROWS, inputs), outputs), np.float32)
     for start in range(0, inputs, ROWS):
-        scaled = weight[start : start + ROWS] / scales
+        rows = weight[start : start + ROWS]
+        scaled = np.divide(rows, scales, out=room[: len(rows)])
         if form == "fp8":
             np.clip(scaled, -FP8_MAX, FP8_MAX, out=scaled)  # a rounding above it would be NaN
             values[start : start + ROWS] = scaled.astype(FP8).view(np.uint8)

@@ -101,7 +101,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 def main() -> int:
     """Measure, print and keep."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", choices=[*SHAPES], default="135m")
+    parser.add_argument("--model", choices=[*SHAPES], default="small")
     parser.add_argument("--devices", type=positive_integer, default=2)
     parser.add_argument("--rows", type=positive_integer, nargs="+", default=[1, 16])
     parser.add_argument("--repeats", type=positive_integer, default=5)

@@ -44,3 +44,9 @@ def test_random_schedules_of_experts_equal_each_request_alone_to_the_bit(dtype: 
 @pytest.mark.parametrize("case", ["gemma2_caps", "gpt_oss_alternate", "deepseek_v3_groups"])
 def test_random_schedules_of_other_families_equal_each_request_alone_to_the_bit(case: str) -> None:
     schedules_equal(8, "each request alone", "--dtype", "float32", "--case", case)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_over_two_devices_schedules_equal_each_request_alone_to_the_bit(dtype: str) -> None:
+    options = ("--dtype", dtype, "--tensor-parallel-size", "2")
+    schedules_equal(6, "each request alone", *options)

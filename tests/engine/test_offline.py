@@ -30,6 +30,8 @@ from jaxserve import (
 from jaxserve.config import LogprobsMode
 from jaxserve.engine.beam_search import Beam, BeamSearch
 from jaxserve.engine.loading import Loaded
+from jaxserve.engine.metric_values import metric_values
+from jaxserve.engine.metrics import Histogram
 from jaxserve.engine.request_factory import RequestFactory, check_logprobs
 from jaxserve.engine.text.detokenizer import Detokenizer
 from jaxserve.errors import EngineDead
@@ -306,6 +308,14 @@ def test_counts_have_the_names_of_vllm(llm: LLM) -> None:
     steps = metrics["vllm:iteration_tokens_total"]
     assert steps.count == steps.buckets["+Inf"] == 12
     assert steps.sum == 13  # of the prompt and of the answer, as in vLLM
+
+
+def test_rows_of_experts_are_counted_by_device_where_those_are_divided(llm: LLM) -> None:
+    stats = llm.stats()
+    for counts in ((), (3, 5)):
+        values = metric_values(replace(stats, expert_rows=counts), Histogram((1,)), "a")
+        found = [(m.labels["device"], m.value) for m in values if "expert_rows" in m.name]
+        assert found == [(str(device), count) for device, count in enumerate(counts)]
 
 
 @pytest.mark.parametrize("reset_running_requests", [False, True])

@@ -2,6 +2,7 @@
 
     python -m tests.execution.over_devices                 what ./scripts/test runs
     python -m tests.execution.over_devices --every-case    models alone, every case of every family
+    python -m tests.execution.over_devices --cases qwen3   those of some cases
 
 Prints a JSON object of what was found.
 """
@@ -15,7 +16,7 @@ import re
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,18 +28,21 @@ import numpy as np
 from flax import nnx
 
 from jaxserve.config import EngineConfig
+from jaxserve.engine.engine import Engine
 from jaxserve.execution.mesh import SECOND, make_mesh, mapped, placed_shapes
 from jaxserve.execution.runner import Runner
 from jaxserve.execution.start.warm_up import WarmUp
 from jaxserve.models import Decoder, ModelConfig, PagedStep, abstract_model, parse_model_config
 from jaxserve.models.linear import Constant
 from jaxserve.models.shards import Split, local_kv_heads
+from jaxserve.request import SamplingParams
 from jaxserve.weights import random_weights
 from jaxserve.weights.model_weights import filled, parameters_of, place_on_default
 from jaxserve.weights.placement import divided
 from scripts.lib.paged_runner import FAST
-from tests.equivalence import TINY, Bench, fields_of_case, run_schedule
+from tests.equivalence import EXPERTS, TINY, Bench, fields_of_case, run_schedule
 from tests.models.cases import CASES
+from tests.support.own_programs import own_programs
 
 DEVICES = 4
 # One for each kind of parameter that is divided.
@@ -70,8 +74,21 @@ def random_values(config: ModelConfig) -> dict[str, np.ndarray]:
     return values
 
 
-def logits_of(config: ModelConfig, values: Mapping[str, np.ndarray]) -> np.ndarray:
-    """The logits after each token of two prompts."""
+# Several arrays at once are a tuple.
+EXCHANGE = re.compile(
+    r"= (\([^=]*?\)|\S+) (all-reduce|all-gather|all-to-all|collective-permute)(?:-start)?\("
+)
+
+
+def exchanges(text: str) -> Counter[str]:
+    """Operations between devices in a compiled program, by kind."""
+    return Counter(kind for _, kind in EXCHANGE.findall(text))
+
+
+def logits_of(
+    config: ModelConfig, values: Mapping[str, np.ndarray]
+) -> tuple[np.ndarray, Counter[str]]:
+    """The logits after each token of two prompts, and what devices exchange for them."""
     mesh, model = make_mesh(config.split.devices), abstract_model(config, jnp.float64)
     place = divided(place_on_default, config, parameters_of(model), mesh)
     graphdef, state = nnx.split(filled(model, {path: place(path, values[path]) for path in values}))
@@ -89,17 +106,26 @@ def logits_of(config: ModelConfig, values: Mapping[str, np.ndarray]) -> np.ndarr
     run = forward
     if mesh is not None:
         run = mapped(mesh, forward, (state, TOKENS, step, kv), SECOND)
-    found = jax.jit(run, compiler_options=FAST)(state, TOKENS, step, kv)
-    return np.asarray(found)[:, : config.vocab_size]
+    arguments = state, TOKENS, step, kv
+    program = jax.jit(run, compiler_options=FAST).lower(*arguments).compile()
+    found = np.asarray(program(*arguments))[:, : config.vocab_size]
+    return found, exchanges(program.as_text() or "")
 
 
-def difference(case: str, split: Split) -> float:
-    """The largest relative difference of a model's logits over devices from those on one."""
+def differences(case: str, splits: Iterable[Split]) -> Iterator[tuple[float, dict[str, int]]]:
+    """How far a model's logits over devices are from those on one, and what is exchanged.
+
+    The largest relative difference; operations by kind, of sums those beyond two a layer and one
+    for the embedding.
+    """
     fields = fields_of_case(case) | {"vocab_size": 93, "eos_token_id": 2}
     config = parse_model_config(fields)
     values = random_values(config)
-    whole, parts = logits_of(config, values), logits_of(replace(config, split=split), values)
-    return float(np.abs(parts - whole).max() / np.abs(whole).max())
+    whole, _ = logits_of(config, values)
+    for split in splits:
+        parts, counts = logits_of(replace(config, split=split), values)
+        counts["all-reduce"] -= 2 * config.num_hidden_layers + 1
+        yield float(np.abs(parts - whole).max() / np.abs(whole).max()), dict(counts)
 
 
 def counts_of(runner: Runner) -> dict[str, dict[str, int]]:
@@ -107,14 +133,37 @@ def counts_of(runner: Runner) -> dict[str, dict[str, int]]:
     found: dict[str, dict[str, int]] = {}
     for bucket, program in runner._steps.items():
         text = program.as_text()
-        names = re.findall(r"= \S+ (all-reduce|all-gather|all-to-all|collective-permute)\(", text)
-        sizes = re.findall(r"= \w+\[([\d,]*)\]\S* all-gather\(", text)
+        gathered = " ".join(shape for shape, kind in EXCHANGE.findall(text) if kind == "all-gather")
+        sizes = re.findall(r"\w\[([\d,]*)\]", gathered)
         products = [np.prod([int(n) for n in size.split(",") if n]) for size in sizes]
         header = text.split("\n", 1)[0]
-        found[str(bucket)] = Counter(names) | {
+        found[str(bucket)] = exchanges(text) | {
             "largest gather": int(max(products, default=0)),
             "taken over": header.count("may-alias") + header.count("must-alias"),
         }
+    return found
+
+
+def rows_of_experts(bench: Bench) -> list[list[int]]:
+    """Rows that each device's experts compute for one request of 7 tokens that draws 5.
+
+    With one step a launch, with several, and after a reset of the device.
+    """
+    loaded, found = bench.loaded[4], []
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    for steps, resets in ((1, False), (3, False), (1, True)):
+        if resets:
+            loaded.runner.reset()
+        before = loaded.runner.expert_rows.counts
+        own = {"async_scheduling": False, "enable_prefix_caching": False}
+        config = replace(loaded.config, num_scheduler_steps=steps, **own)
+        engine = Engine(replace(loaded, config=config))
+        prompt = [int(token) for token in TOKENS[:7]]
+        engine.add(engine.requests.make(prompt, params, request_id="0"), lambda _: None)
+        while engine.has_work:
+            engine.step()
+        counts = engine.stats().expert_rows
+        found.append([int(n) for n in np.array(counts) - (before if len(before) else 0)])
     return found
 
 
@@ -155,24 +204,31 @@ def warm_start(folder: Path) -> dict[str, int]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--every-case", action="store_true")
+    parser.add_argument("--cases", nargs="+", choices=[*CASES], metavar="CASE", help="these alone")
     arguments = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 8)
     jax.config.update("jax_enable_x64", True)
     jax.config.update("jax_disable_most_optimizations", True)
-    cases = CASES if arguments.every_case else FEW
-    found: dict[str, Any] = {"differences": {}}
-    for case in cases:
-        for devices in (2, DEVICES) if arguments.every_case else (DEVICES,):
-            found["differences"][f"{case}, {devices}"] = difference(case, Split(devices))
-    if not arguments.every_case:
-        found["expert parallel"] = difference("gpt_oss_alternate", Split(2, True))
+    alone = arguments.cases or (arguments.every_case and [*CASES])
+    found: dict[str, Any] = {"differences": {}, "exchanges": {}}
+    for case in alone or FEW:
+        counts = (2, DEVICES) if alone else (DEVICES,)
+        for count, (value, own) in zip(counts, differences(case, map(Split, counts)), strict=True):
+            found["differences"][f"{case}, {count}"] = value
+            found["exchanges"][f"{case}, {count}"] = own
+            print(f"{case}, {count}: {value:.1e}, {own}", file=sys.stderr, flush=True)
+    if not alone:
+        ((found["expert parallel"], _),) = differences("gpt_oss_alternate", [Split(2, True)])
         bench = Bench(TINY, (4,), split=Split(DEVICES))
         found["schedules"] = dict(sum(map(partial(run_schedule, bench), range(6)), Counter()))
         runner = bench.loaded[4].runner
         runner.reset()
         found["after a reset"] = dict(run_schedule(bench, 7))
         found["programs"] = counts_of(runner)
-        with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(EXPERTS, (4,), split=Split(2, True))
+        found["rows of experts"] = rows_of_experts(bench)
+        found["schedules of experts"] = dict(run_schedule(bench, 8))
+        with own_programs(), tempfile.TemporaryDirectory() as folder:
             found["starts"] = warm_start(Path(folder))
     print(json.dumps(found))
     return 0

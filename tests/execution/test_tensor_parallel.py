@@ -35,8 +35,28 @@ def test_families_compute_over_devices_what_they_do_on_one(found: dict[str, Any]
     assert max(found["differences"].values()) < 1e-9
 
 
+def test_families_exchange_two_sums_a_layer_and_one_for_the_embedding(
+    found: dict[str, Any],
+) -> None:
+    """Norms over all heads take one more a layer, blocks side by side one less; no gathers."""
+    beyond = dict.fromkeys(FEW, 0) | {
+        "olmo2_gqa": LAYERS,
+        "cohere_qk_norm_bias_head_dim": -LAYERS,
+    }
+    want = {f"{case}, {DEVICES}": {"all-reduce": count} for case, count in beyond.items()}
+    assert found["exchanges"] == want
+
+
 def test_whole_experts_on_each_device_compute_the_same(found: dict[str, Any]) -> None:
     assert found["expert parallel"] < 1e-9
+
+
+def test_rows_of_each_devices_experts_are_counted(found: dict[str, Any]) -> None:
+    """Two experts a token in one layer, whatever a launch takes, and on after a reset."""
+    first, launched, after = found["rows of experts"]
+    assert len(first) == 2 and min(first) > 0 and sum(first) == (7 + 4) * 2
+    assert launched == first and after == first
+    assert found["schedules of experts"]["requests"] > 0
 
 
 def test_random_schedules_over_devices_equal_the_oracle(found: dict[str, Any]) -> None:

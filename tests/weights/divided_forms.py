@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,10 @@ from jaxserve.models import (
 )
 from jaxserve.models.experts import _product
 from jaxserve.models.linear import matmul
+from jaxserve.models.panels import aligned_empty
 from jaxserve.models.shards import AXIS, Split, parts_of
 from jaxserve.weights import (
+    block_reader,
     load_converted,
     load_weights,
     open_converted,
@@ -41,6 +44,8 @@ from jaxserve.weights.converted_parts import load_converted_parts
 from jaxserve.weights.cutting import cut
 from jaxserve.weights.model_weights import parameter_values, parameters_of
 from tests.support.gguf_files import random_tensors, raw_config, write_gguf
+from tests.weights.divided_memory import RAW as SHARDS
+from tests.weights.divided_memory import write as write_shards
 
 RAW: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -61,6 +66,7 @@ RAW: dict[str, Any] = {
     "mlp_only_layers": [0],
 }
 DEVICES = 4
+LARGEST = 512 * 2 * 2048 * 4  # bytes of the largest parameter where memory is counted
 CASES = {"bfloat16": ("bfloat16", None), "int8": ("float32", "int8"), "int4": ("float32", "int4")}
 """Number forms that a checkpoint is read into, as dtype and quantization."""
 
@@ -163,11 +169,40 @@ def folders(folder: Path, mesh: Mesh) -> dict[str, list[str]]:
     return found
 
 
+def held_at_once(folder: Path, mesh: Mesh) -> float:
+    """Return how many of its largest parameter the host holds while a checkpoint is read.
+
+    Pieces are not counted. Blocks are as small beside it as they are beside one of a real model.
+    """
+    raw = SHARDS | {"hidden_size": 512, "intermediate_size": 2048, "head_dim": 128}
+    raw |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}
+    config = replace(parse_model_config(raw), split=Split(2))
+    write_shards(folder, config)
+    block_reader.BLOCK_BYTES = 1 << 16
+    pieces = most = 0
+
+    def place(_: str, values: np.ndarray) -> Any:
+        nonlocal pieces, most
+        most = max(most, tracemalloc.get_traced_memory()[0] - pieces)
+        piece = aligned_empty(values.shape, values.dtype)  # which JAX takes over
+        piece[...] = values
+        pieces += values.nbytes
+        return jax.device_put(piece)
+
+    tracemalloc.start()
+    load_weights(folder, config, np.float32, mesh=mesh, place=place)
+    tracemalloc.stop()
+    assert pieces > 6 * LARGEST
+    return most / LARGEST
+
+
 def main() -> None:
     """Compute everything and print it."""
     folder, mesh = Path(sys.argv[1]), make_mesh(2)
     assert mesh is not None
+    (folder / "shards").mkdir()
     found = {
+        "held": held_at_once(folder / "shards", mesh),
         "products": {name: products(*case, panels=True) for name, case in CASES.items()},
         "stored": {path.name: stored(path, mesh) for path in (folder / "stored").iterdir()},
         "folders": folders(folder, mesh),

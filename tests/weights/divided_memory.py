@@ -10,14 +10,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import tempfile
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from safetensors.numpy import save_file
 
 from jaxserve.execution.mesh import make_mesh
@@ -66,6 +68,36 @@ def write(folder: Path, config: ModelConfig) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
 
 
+def start(count: int) -> Mesh | None:
+    """Start JAX on so many devices, each with an operation behind it."""
+    mesh = make_mesh(count)
+    for device in jax.devices()[:count]:
+        with jax.default_device(device):
+            jax.block_until_ready(jax.jit(jnp.sum)(jnp.ones(4)))
+    return mesh
+
+
+class Watch(threading.Thread):
+    """The most memory in use beyond JAX's arrays, looked at every few milliseconds.
+
+    Attributes:
+        most: bytes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.most, self._ended = 0, threading.Event()
+
+    def run(self) -> None:
+        while not self._ended.wait(0.01):
+            arrays = sum(array.nbytes for array in jax.live_arrays())
+            self.most = max(self.most, resident() - arrays)
+
+    def end(self) -> None:
+        self._ended.set()
+        self.join()
+
+
 def main() -> None:
     """Write the checkpoint, read it, and print what that took."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -75,18 +107,22 @@ def main() -> None:
     count = arguments.devices
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={count}"
     config = replace(parse_model_config(RAW), split=Split(count))
+    imported = resident()
     with tempfile.TemporaryDirectory() as name:
         write(Path(name), config)
-        before, mesh = resident(), make_mesh(count)
+        mesh = start(count)
         flags: Any = {"quantization": arguments.form, "panels": True, "mesh": mesh}
+        started, watch = resident(), Watch()
+        watch.start()
         model = load_weights(name, config, np.float32, **flags)
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        watch.end()
     leaves = jax.tree.leaves(parameter_values(model))
     pieces = sum(shard.data.nbytes for leaf in leaves for shard in leaf.addressable_shards)
-    beyond = (peak - before - pieces) / MEGABYTE
     print(
-        f"pieces {pieces / MEGABYTE:,.0f} MB; beyond them at the peak {beyond:,.0f} MB; "
-        f"the largest parameter {LARGEST / MEGABYTE:,.0f} MB in float32"
+        f"with imports {imported / MEGABYTE:,.0f} MB, JAX on {count} devices "
+        f"{started / MEGABYTE:,.0f} MB; pieces {pieces / MEGABYTE:,.0f} MB; most beyond those that "
+        f"there were {(watch.most - started) / MEGABYTE:,.0f} MB; the largest parameter "
+        f"{LARGEST / MEGABYTE:,.0f} MB in float32"
     )
 
 

@@ -236,3 +236,8 @@ def test_a_stored_form_is_read_in_pieces(divided: dict[str, Any], form: str) -> 
 @pytest.mark.parametrize("kind", ["converted", "converted int4", "gguf Q8_0", "gguf Q4_0"])
 def test_a_folder_of_one_device_is_read_by_several(divided: dict[str, Any], kind: str) -> None:
     assert divided["folders"][kind] == []
+
+
+def test_the_host_holds_two_parameters_beyond_the_pieces(divided: dict[str, Any]) -> None:
+    """The one that is divided and the one that is read; with four streams they would be five."""
+    assert divided["held"] < 2.6

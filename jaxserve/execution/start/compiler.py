@@ -20,6 +20,7 @@ from jaxserve.execution.buckets import Bucket, Program, Sampler
 from jaxserve.execution.columns import Columns
 from jaxserve.execution.logprobs import BLOCK, DeviceLogprobs
 from jaxserve.execution.mesh import (
+    PARTS,
     SECOND,
     WHOLE,
     make_mesh,
@@ -205,7 +206,8 @@ class Compiler:
 
     def _lower_step(self, bucket: Bucket, num_pages: int) -> Lowered:
         run, arguments = self.step_call(bucket, num_pages)
-        output = StepOutput(WHOLE, WHOLE, SECOND, WHOLE)  # pyright: ignore[reportArgumentType]
+        places: Any = (WHOLE, WHOLE, SECOND, WHOLE, PARTS)
+        output = StepOutput(*places)
         results = state_specs(self.model_config.num_hidden_layers), output
         return self._lower(run, *arguments, donate=1, results=results)
 

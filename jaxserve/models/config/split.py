@@ -25,5 +25,10 @@ class Split:
         """Name of the axis that sums run over; None on one device."""
         return AXIS if self.devices > 1 else None
 
+    @property
+    def counts_rows(self) -> bool:
+        """Whether each device counts the rows that its experts compute."""
+        return self.expert_parallel and self.devices > 1
+
 
 ONE_DEVICE = Split()

@@ -26,7 +26,7 @@ from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxserve.engine.metric_values import COUNTERS, GAUGES, Read
+from jaxserve.engine.metric_values import COUNTERS, EXPERT_ROWS, GAUGES, Read
 from jaxserve.engine.metrics import STEP_TOKENS, EngineStats, Histogram
 from jaxserve.server.served import request_metrics as buckets
 from jaxserve.server.served.models import Models, ServedModel
@@ -181,6 +181,13 @@ class _Snapshot(Collector):
         for name, (text, read) in (COUNTERS | _OWN_COUNTERS).items():
             samples = [(labels, read(counts)) for labels, counts in stats]
             yield from _families(CounterMetricFamily, name, text, samples, is_own=name in _OWN)
+        rows = [
+            ([*labels, str(device)], float(count))
+            for labels, counts in stats
+            for device, count in enumerate(counts.expert_rows)
+        ]
+        if rows:
+            yield from _families(CounterMetricFamily, *EXPERT_ROWS, rows, "device", is_own=True)
         for row in HISTOGRAMS:
             yield self._histogram(row, "jaxserve", lambda model, row=row: row.ours)
             yield self._histogram(
