@@ -23,6 +23,7 @@ MOST_DRIFT = {
         "fp8": 0.02,
         "int4": 0.005,
         "KV in fp8": 0.02,
+        "KV in int8": 0.003,
     },
     "gemma3": {
         "packed": 0.0005,
@@ -31,6 +32,7 @@ MOST_DRIFT = {
         "fp8": 0.025,
         "int4": 0.04,
         "KV in fp8": 0.015,
+        "KV in int8": 0.003,
     },
 }
 
