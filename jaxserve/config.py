@@ -76,7 +76,7 @@ class EngineConfig:
         quantization: keep the blocks' matrices in "int8" or "fp8" (e4m3), one scale an output, or
             in "int4": blocks of 4 to 6 bits, on a GPU codes of 4 or 8. Others are checkpoints'.
         kv_cache_dtype: "auto" is that of activations; "fp8" (e4m3) takes a half or a quarter of the
-            memory, with the checkpoint's scales; on CPU "int8_per_token_head" loses a tenth as much.
+            memory, with the checkpoint's scales; "int8_per_token_head", on CPU, loses far less.
         tensor_parallel_size: devices that heads, MLPs and vocabulary are divided over; sizes of
             memory in other settings are of each. On CPU XLA_FLAGS can divide the processor into
             devices, to try it.
