@@ -30,7 +30,7 @@ LOAD_FORMATS = ("auto", "safetensors", "dummy")
 Quantization = Literal["int8", "fp8", "int4", "awq", "gptq", "compressed-tensors", "bitsandbytes",
                        "modelopt", "auto-round", "fbgemm_fp8"]  # fmt: skip
 QUANTIZATIONS = get_args(Quantization)
-KV_CACHE_DTYPES = ("auto", "fp8")
+KV_CACHE_DTYPES = ("auto", "fp8", "int8_per_token_head")
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 IMPLEMENTATIONS = ("auto", "xla", "triton", "mosaic_gpu")
 PRECISIONS = ("highest", "high")
@@ -75,8 +75,8 @@ class EngineConfig:
             keeps the blocks of a GGUF file, which any other dtype widens.
         quantization: keep the blocks' matrices in "int8" or "fp8" (e4m3), one scale an output, or
             in "int4": blocks of 4 to 6 bits, on a GPU codes of 4 or 8. Others are checkpoints'.
-        kv_cache_dtype: "auto" is that of activations; "fp8" (e4m3) takes a half or a quarter of
-            the memory, with the checkpoint's scales.
+        kv_cache_dtype: "auto" is that of activations; "fp8" (e4m3) takes a half or a quarter of the
+            memory, with the checkpoint's scales; "int8_per_token_head", on CPU, loses far less.
         tensor_parallel_size: devices that heads, MLPs and vocabulary are divided over; sizes of
             memory in other settings are of each. On CPU XLA_FLAGS can divide the processor into
             devices, to try it.
@@ -137,7 +137,7 @@ class EngineConfig:
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     dtype: str = "auto"
     quantization: Quantization | None = None
-    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    kv_cache_dtype: Literal["auto", "fp8", "int8_per_token_head"] = "auto"
     tensor_parallel_size: int = 1
     enable_expert_parallel: bool = False
     max_model_len: int | None = None

@@ -6,7 +6,8 @@ tokens of a page, head dim), so that one (page, kv head) block is ``S * H`` cont
 * ``ragged_paged_attention``: rows of any number of queries (prompt chunks, decodes, drafts);
 * ``paged_decode_attention``: one query per row, the KV of a row split over programs and merged;
 * ``kv_write``: store a step's keys and values in their pages, in place; ``rope_kv_write`` norms
-  and rotates queries and keys before.
+  and rotates queries and keys before; ``quantized_kv_write`` stores int8 with a scale a token and
+  kv head.
 
 Operations over weights: ``quantized_matmul``, which never makes a quantized weight whole;
 ``grouped_matmul`` and ``quantized_grouped_matmul``, rows sorted by group times each group's matrix,
@@ -41,6 +42,7 @@ from pallas_kernels.ops import (
     matmul_in_parts,
     paged_decode_attention,
     panel_product,
+    quantized_kv_write,
     quantized_panel_product,
     ragged_paged_attention,
     restore_kernels,
@@ -83,6 +85,7 @@ __all__ = [
     "paged_decode_attention",
     "panel_product",
     "quantized_grouped_matmul",
+    "quantized_kv_write",
     "quantized_matmul",
     "quantized_panel_product",
     "ragged_paged_attention",

@@ -17,7 +17,8 @@ from pallas_kernels.devices import DeviceLimits
 FP8 = jnp.dtype(jnp.float8_e4m3fn)
 QUERY_DTYPES = tuple(jnp.dtype(d) for d in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64))
 FP8_BITS = jnp.dtype(jnp.uint8)  # pages that XLA on CPU does not convert to float32 as a whole
-PAGE_DTYPES = (*QUERY_DTYPES, FP8, FP8_BITS)
+INT8 = jnp.dtype(jnp.int8)  # pages of codes, with a scale for every token and kv head
+PAGE_DTYPES = (*QUERY_DTYPES, FP8, FP8_BITS, INT8)
 ARRIVALS = 4096
 """Counters that attention takes: of the programs that share a row's KV, who comes last."""
 
@@ -87,8 +88,9 @@ class AttentionOptions:
         window: a query at position p sees only positions greater than ``p - window``.
         soft_cap: scores become ``soft_cap * tanh(score / soft_cap)``.
         sinks: [N] logits that join the softmax's denominator, neither scaled nor capped.
-        k_scale: f32[K]; a stored key times this is the real one. Given together with v_scale.
-        v_scale: f32[K], likewise for values.
+        k_scale: f32[K]; a stored key times this is the real one. Given together with v_scale. With
+            pages of int8 it is f32[P,K,S], one of each token and kv head, and must be there.
+        v_scale: likewise for values.
     """
 
     scale: float | None = None
@@ -102,8 +104,8 @@ class AttentionOptions:
         """Return the factor of the scores for heads of a size."""
         return head_dim**-0.5 if self.scale is None else self.scale
 
-    def check(self, num_heads: int, num_kv_heads: int) -> None:
-        """Raise ValueError for an option that a call with so many heads cannot have."""
+    def check(self, num_heads: int, k_pages: jax.Array) -> None:
+        """Raise ValueError for an option that a call with so many heads and pages cannot have."""
         window, soft_cap, scale = self.window, self.soft_cap, self.scale
         if window is not None and (not isinstance(window, int) or window < 1):
             raise ValueError(f"window is {window!r}; expected None or a positive int of positions")
@@ -116,7 +118,7 @@ class AttentionOptions:
         if self.sinks is not None:
             _check_dtype("sinks", self.sinks, QUERY_DTYPES)
             _check_shape("sinks", self.sinks, (num_heads,), "[N]")
-        _check_scales(self.k_scale, self.v_scale, num_kv_heads)
+        _check_scales(self.k_scale, self.v_scale, k_pages)
 
 
 NO_OPTIONS = AttentionOptions()
@@ -168,13 +170,18 @@ def _check_pages(k_pages: jax.Array, v_pages: jax.Array) -> None:
         )
 
 
-def _check_scales(k_scale: jax.Array | None, v_scale: jax.Array | None, num_kv_heads: int) -> None:
+def _check_scales(k_scale: jax.Array | None, v_scale: jax.Array | None, k_pages: jax.Array) -> None:
     if (k_scale is None) != (v_scale is None):
         raise ValueError("k_scale and v_scale must be given together, or neither")
+    shape, letters = tuple(k_pages.shape[1:2]), "[K]"
+    if k_pages.dtype == INT8:
+        shape, letters = tuple(k_pages.shape[:3]), "[P,K,S]"
+        if k_scale is None:
+            raise ValueError(f"k_pages has dtype int8; expected k_scale and v_scale, {letters}")
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale is not None:
             _check_dtype(name, scale, (jnp.dtype(jnp.float32),))
-            _check_shape(name, scale, (num_kv_heads,), "[K]")
+            _check_shape(name, scale, shape, letters)
 
 
 def attention_case(
@@ -222,7 +229,7 @@ def attention_case(
         raise ValueError(f"q has {tokens} rows; expected the R = {rows} rows of page_table")
     if tokens < 1:
         raise ValueError("q has no tokens; at least 1 is needed")
-    options.check(num_heads, num_kv_heads)
+    options.check(num_heads, k_pages)
     return Case(
         op=op,
         device=device,
@@ -268,7 +275,7 @@ def kv_write_case(
         raise ValueError(f"v has dtype {v.dtype}; expected that of k, {k.dtype}")
     _check_dtype("slot_mapping", slot_mapping, (jnp.dtype(jnp.int32),))
     _check_shape("slot_mapping", slot_mapping, (tokens,), "[T]")
-    _check_scales(k_scale, v_scale, num_kv_heads)
+    _check_scales(k_scale, v_scale, k_pages)
     return Case(
         op="kv_write",
         device=device,

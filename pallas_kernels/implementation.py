@@ -11,7 +11,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
-from pallas_kernels.arguments import FP8, FP8_BITS, Case, GroupedCase
+from pallas_kernels.arguments import FP8, FP8_BITS, INT8, Case, GroupedCase
 from pallas_kernels.devices import DeviceLimits, target_device
 from pallas_kernels.norm_arguments import RowsCase
 from pallas_kernels.product_arguments import ProductCase
@@ -109,7 +109,7 @@ def _triton_limit(case: AnyCase) -> str | None:
     if case.group > MAX_GROUP:
         return f"q has {case.group} heads per kv head; allowed: 1 to {MAX_GROUP}"
     narrow = case.page_dtype.itemsize <= case.query_dtype.itemsize <= 4
-    if not narrow or case.page_dtype == FP8_BITS:
+    if not narrow or case.page_dtype in (FP8_BITS, INT8):
         return (
             f"dtypes are {case.query_dtype} over {case.page_dtype} pages; allowed: bfloat16, "
             "float16 or float32, over pages of the same dtype, a narrower one, or float8_e4m3fn"
@@ -157,8 +157,8 @@ def _llvm_limit(case: AnyCase) -> str | None:
     if case.page_dtype == FP8 or case.page_dtype.itemsize > widest:
         return (
             f"dtypes are {case.query_dtype} over {case.page_dtype} pages; allowed: bfloat16, "
-            "float16 or float32 pages, the bits of float8_e4m3fn as uint8, and float64 pages "
-            "under float64"
+            "float16 or float32 pages, the bits of float8_e4m3fn as uint8, int8 with scales, and "
+            "float64 pages under float64"
         )
     return None
 

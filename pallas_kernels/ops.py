@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from pallas_kernels import reference, xla, xla_grouped_matmul
 from pallas_kernels.arguments import (
     ARRIVALS,
+    INT8,
     AttentionOptions,
     Case,
     attention_case,
@@ -123,7 +124,7 @@ def ragged_paged_attention(
     Args:
         q: [T,N,H] queries, bfloat16, float16, float32 or float64.
         k_pages: [P,K,S,H] keys, of q's dtype, a narrower one, float8_e4m3fn or, but on a GPU, its
-            bits as uint8; N % K == 0.
+            bits as uint8, or int8; N % K == 0.
         v_pages: [P,K,S,H] values, of the dtype of k_pages.
         page_table: i32[R,M] page ids; entries past a row's pages may be anything in [0, P).
         query_start: i32[R+1], starting at 0 and never falling.
@@ -132,8 +133,9 @@ def ragged_paged_attention(
         window: a query at position p sees only positions greater than ``p - window``.
         soft_cap: scores become ``soft_cap * tanh(score / soft_cap)``.
         sinks: [N] logits that join the softmax's denominator, neither scaled nor capped.
-        k_scale: f32[K]; a stored key times this is the real one. Given together with v_scale.
-        v_scale: f32[K], likewise for values.
+        k_scale: f32[K]; a stored key times this is the real one. Given together with v_scale. For
+            pages of int8 f32[P,K,S], as ``quantized_kv_write`` returns them.
+        v_scale: likewise for values.
         arrivals: the counters of ``rope_kv_write``, used up where a kernel needs some; None makes
             new ones there.
         implementation: "auto", or one of ``IMPLEMENTATIONS`` which is then used or refused.
@@ -250,8 +252,47 @@ def kv_write(
     k, v, k_pages, v_pages, slot_mapping = map(jnp.asarray, arrays)
     scales = {"k_scale": k_scale, "v_scale": v_scale}
     case = kv_write_case(target_device(), k, v, k_pages, v_pages, slot_mapping, **scales)
+    if k_pages.dtype == INT8:
+        raise ValueError("k_pages has dtype int8; quantized_kv_write stores in those")
     run = KV_WRITE[choose(implementation, case)]
     return run(k, v, k_pages, v_pages, slot_mapping, **scales)
+
+
+def quantized_kv_write(
+    k: jax.Array,
+    v: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    k_scale: jax.Array,
+    v_scale: jax.Array,
+    slot_mapping: jax.Array,
+    *,
+    implementation: str = "auto",
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Store keys and values of a step as int8, with a scale for each token and kv head.
+
+    All four arrays are written in place when they are donated.
+
+    Args:
+        k, v, slot_mapping: as in ``kv_write``.
+        k_pages, v_pages: i8[P,K,S,H] codes, from -127 to 127.
+        k_scale, v_scale: f32[P,K,S]; a code times this is the stored number.
+        implementation: "auto" or "xla".
+
+    Returns:
+        The new (k_pages, v_pages, k_scale, v_scale).
+
+    Raises:
+        ValueError: naming the argument at fault and what is allowed.
+    """
+    arrays = (k, v, k_pages, v_pages, k_scale, v_scale, slot_mapping)
+    k, v, k_pages, v_pages, k_scale, v_scale, slot_mapping = map(jnp.asarray, arrays)
+    if k_pages.dtype != INT8:
+        raise ValueError(f"k_pages has dtype {k_pages.dtype}; allowed: int8")
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    case = kv_write_case(target_device(), k, v, k_pages, v_pages, slot_mapping, **scales)
+    choose(implementation, case)  # plain JAX is all there is
+    return xla.quantized_kv_write(k, v, k_pages, v_pages, k_scale, v_scale, slot_mapping)
 
 
 def rope_kv_write(

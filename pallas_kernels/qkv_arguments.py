@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.arguments import QUERY_DTYPES, Case, kv_write_case
+from pallas_kernels.arguments import INT8, QUERY_DTYPES, Case, kv_write_case
 from pallas_kernels.devices import DeviceLimits
 from pallas_kernels.norm_arguments import NO_NORM, NormOptions
 
@@ -79,6 +79,8 @@ def check_qkv(
     Raises:
         ValueError: naming the argument at fault and what is allowed.
     """
+    if k_pages.dtype == INT8:
+        raise ValueError("k_pages has dtype int8; quantized_kv_write stores in those")
     if dtype not in QUERY_DTYPES:
         raise ValueError(f"dtype is {dtype}; allowed: {', '.join(map(str, QUERY_DTYPES))}")
     exact = jnp.promote_types(dtype, jnp.float32)

@@ -15,6 +15,7 @@ from pallas_kernels.arguments import (
     ARRIVALS,
     FP8,
     FP8_BITS,
+    INT8,
     NO_OPTIONS,
     AttentionOptions,
     number_dtype,
@@ -25,6 +26,8 @@ from pallas_kernels.qkv_arguments import QkvOptions
 
 FP8_MAX = 448.0
 """Largest finite float8_e4m3fn; anything larger is clipped to it when stored."""
+INT8_MAX = 127
+"""Largest code of int8 pages, which is that of the head's largest magnitude."""
 
 
 def _attend_one(
@@ -82,6 +85,9 @@ def ragged_paged_attention(
         if own.dtype == FP8_BITS:
             own = jax.lax.bitcast_convert_type(own, FP8)
         own = own.astype(dtype)
+        if k_pages.dtype == INT8 and factor is not None:
+            own = own * factor[page_table[row]].astype(dtype)[..., None]
+            factor = None
         own = own.transpose(0, 2, 1, 3).reshape(-1, num_kv_heads, head_dim)
         return own if factor is None else own * factor.astype(dtype)[:, None]
 
@@ -146,6 +152,42 @@ def kv_write(
         return pages.at[page, :, offset].set(store_cast(values, scale, pages.dtype), mode="drop")
 
     return put(k_pages, k, k_scale), put(v_pages, v, v_scale)
+
+
+def to_codes(values: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Round values [T,K,H] to int8 codes [T,K,H] times scales f32[T,K].
+
+    A head's scale is its largest magnitude over 127, and codes are rounded half to even, as vLLM's
+    `int8_per_token_head` has them, but that zeros have a scale of zero.
+    """
+    wide = values.astype(jnp.promote_types(values.dtype, jnp.float32))
+    scales = (jnp.abs(wide).max(axis=-1) / INT8_MAX).astype(jnp.float32)
+    divisors = jnp.where(scales == 0, 1, scales).astype(wide.dtype)
+    codes = jnp.round(wide / divisors[..., None])
+    return jnp.clip(codes, -INT8_MAX, INT8_MAX).astype(INT8), scales
+
+
+def quantized_kv_write(
+    k: jax.Array,
+    v: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    k_scale: jax.Array,
+    v_scale: jax.Array,
+    slot_mapping: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Compute ``pallas_kernels.quantized_kv_write``: the new pages and scales."""
+    num_pages, _, page_size, _ = k_pages.shape
+    in_range = (slot_mapping >= 0) & (slot_mapping < num_pages * page_size)
+    page = jnp.where(in_range, slot_mapping // page_size, num_pages)
+    offset = jnp.where(in_range, slot_mapping % page_size, 0)
+
+    def put(cells: jax.Array, values: jax.Array) -> jax.Array:
+        return cells.at[page, :, offset].set(values, mode="drop")
+
+    (k_codes, k_new), (v_codes, v_new) = to_codes(k), to_codes(v)
+    pages = put(k_pages, k_codes), put(v_pages, v_codes)
+    return *pages, put(k_scale, k_new), put(v_scale, v_new)
 
 
 def grouped_matmul(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:

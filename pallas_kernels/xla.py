@@ -21,7 +21,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.arguments import NO_OPTIONS, AttentionOptions, number_dtype
+from pallas_kernels.arguments import INT8, NO_OPTIONS, AttentionOptions, number_dtype
+from pallas_kernels.reference import to_codes
 
 CHUNK_TOKENS = 64
 LOWEST = -1e30
@@ -35,6 +36,7 @@ class PageRows(NamedTuple):
     page_table: jax.Array  # i32[R, M'], M' a multiple of the pages of a chunk
     shape: tuple[int, int, int]  # K, S, H
     dtype: jnp.dtype  # of the numbers in the pages
+    scales: tuple[jax.Array, jax.Array] | None = None  # f32[P * K, S] of keys, and of values
 
 
 class TileSizes(NamedTuple):
@@ -58,20 +60,21 @@ Pages = tuple[jax.Array, jax.Array]
 Decode = Callable[[jax.Array, Pages, jax.Array, jax.Array, AttentionOptions], jax.Array]
 """Attention of rows of one query: (q, (k_pages, v_pages), page_table, kv_len, options) -> like q.
 
-q is [R, K, G, H] in the accumulator's dtype. The caller applies `k_scale` and `v_scale`.
+q is [R, K, G, H] in the accumulator's dtype. The caller applies `k_scale` and `v_scale`, unless
+pages are int8.
 """
 Tiles = Callable[[jax.Array, Pages, jax.Array, jax.Array, jax.Array, AttentionOptions], jax.Array]
 """Attention of rows of two queries or more; results of other rows' tokens mean nothing.
 
 (q, (k_pages, v_pages), page_table, query_start, kv_len, options) -> like q, which is [T, K, G, H]
-in the accumulator's dtype. The caller applies `k_scale` and `v_scale`.
+in the accumulator's dtype. The caller applies `k_scale` and `v_scale`, unless pages are int8.
 """
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    """Return the bits of floats narrower than 32 bits as integers, and other floats as they are."""
+    """Return the bits of floats narrower than 32 bits as integers, and others as they are."""
     unsigned = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize)
-    return x if unsigned is None else lax.bitcast_convert_type(x, unsigned)
+    return x if unsigned is None or x.dtype == INT8 else lax.bitcast_convert_type(x, unsigned)
 
 
 def _floats(bits: jax.Array, dtype: jnp.dtype, out: jnp.dtype) -> jax.Array:
@@ -80,10 +83,17 @@ def _floats(bits: jax.Array, dtype: jnp.dtype, out: jnp.dtype) -> jax.Array:
 
 
 def page_rows(
-    k_pages: jax.Array, v_pages: jax.Array, page_table: jax.Array, pages: int
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page_table: jax.Array,
+    pages: int,
+    options: AttentionOptions = NO_OPTIONS,
 ) -> PageRows:
     """Return pages and table as gathers need them, for chunks of so many pages."""
     P, K, S, H = k_pages.shape
+    scales = None
+    if k_pages.dtype == INT8 and options.k_scale is not None and options.v_scale is not None:
+        scales = options.k_scale.reshape(P * K, S), options.v_scale.reshape(P * K, S)
     pad = -page_table.shape[1] % pages
     return PageRows(
         _bits(k_pages).reshape(P * K, S * H),
@@ -91,6 +101,7 @@ def page_rows(
         jnp.pad(page_table, ((0, 0), (0, pad))),
         (K, S, H),
         number_dtype(k_pages.dtype),
+        scales,
     )
 
 
@@ -101,7 +112,14 @@ def gather_chunks(cache: PageRows, page: jax.Array, out: jnp.dtype) -> tuple[jax
     shape = (page.shape[0], K, page.shape[1] * S, H)
     k = cache.k.at[index].get(mode="clip").reshape(shape)
     v = cache.v.at[index].get(mode="clip").reshape(shape)
-    return _floats(k, cache.dtype, out), _floats(v, cache.dtype, out)
+    keys, values = _floats(k, cache.dtype, out), _floats(v, cache.dtype, out)
+    if cache.scales is None:
+        return keys, values
+    k_scale, v_scale = (
+        scale.at[index].get(mode="clip").reshape(*shape[:3], 1).astype(out)
+        for scale in cache.scales
+    )
+    return keys * k_scale, values * v_scale
 
 
 class Items(NamedTuple):
@@ -162,7 +180,7 @@ def _decode(
     """Compute rows of one query, at position kv_len - 1; see `Decode`."""
     R, K, G, H = q.shape
     pages = max(1, CHUNK_TOKENS // kv_pages[0].shape[2])
-    cache = page_rows(*kv_pages, page_table, pages)
+    cache = page_rows(*kv_pages, page_table, pages, options)
     cell = jnp.arange(pages * cache.shape[1])
     W = min(max(4, R // 2), 32)
     items = list_items(cache, kv_len, options.window, pages, W)
@@ -233,7 +251,7 @@ def attend_tiles(
     R = kv_len.shape[0]
     S = kv_pages[0].shape[2]
     pages = max(1, sizes.chunk_tokens // S)
-    cache = page_rows(*kv_pages, page_table, pages)
+    cache = page_rows(*kv_pages, page_table, pages, options)
     C = pages * S
     Q = min(sizes.queries, T)
     product = q.dtype if sizes.dtype is None else sizes.dtype
@@ -295,13 +313,16 @@ def attend_tiles(
 
 
 def _grouped(q: jax.Array, k_scale: jax.Array | None, K: int) -> jax.Array:
-    """Return queries by kv head, [., K, G, H], in the accumulator's dtype and times `k_scale`."""
+    """Return queries by kv head, [., K, G, H], in the accumulator's dtype and times `k_scale`.
+
+    Scales of tokens are applied to scores and weights instead.
+    """
     q = q.reshape(q.shape[0], K, -1, q.shape[-1]).astype(_accumulator(q.dtype))
-    return q if k_scale is None else q * k_scale[:, None, None].astype(q.dtype)
+    return q if k_scale is None or k_scale.ndim > 1 else q * k_scale[:, None, None].astype(q.dtype)
 
 
 def _finished(out: jax.Array, q: jax.Array, v_scale: jax.Array | None) -> jax.Array:
-    if v_scale is not None:
+    if v_scale is not None and v_scale.ndim == 1:
         out = out * v_scale[:, None, None].astype(out.dtype)
     return out.reshape(q.shape).astype(q.dtype)
 
@@ -364,10 +385,7 @@ def kv_write(
 ) -> tuple[jax.Array, jax.Array]:
     """Compute ``pallas_kernels.kv_write``: the new (k_pages, v_pages)."""
     P, K, S, H = k_pages.shape
-    inside = (slot_mapping >= 0) & (slot_mapping < P * S)
-    page, offset = slot_mapping // S, slot_mapping % S
-    cell = (page[:, None] * K + jnp.arange(K)) * S + offset[:, None]  # [T, K]
-    cell = jnp.where(inside[:, None], cell, P * K * S)
+    cell = _cells(k_pages, slot_mapping)
 
     def write(x: jax.Array, pages: jax.Array, scale: jax.Array | None) -> jax.Array:
         """Return pages with x [T, K, H] written to the cells."""
@@ -382,3 +400,34 @@ def kv_write(
         return _floats(rows.reshape(P, K, S, H), pages.dtype, pages.dtype)
 
     return write(k, k_pages, k_scale), write(v, v_pages, v_scale)
+
+
+def quantized_kv_write(
+    k: jax.Array,
+    v: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    k_scale: jax.Array,
+    v_scale: jax.Array,
+    slot_mapping: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Compute ``pallas_kernels.quantized_kv_write``: the new pages and scales."""
+    cell = _cells(k_pages, slot_mapping)
+
+    def write(x: jax.Array, pages: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+        codes, scales = to_codes(x)
+        rows = pages.reshape(-1, pages.shape[-1]).at[cell].set(codes, mode="drop")
+        cells = scale.reshape(-1).at[cell].set(scales, mode="drop")
+        return rows.reshape(pages.shape), cells.reshape(scale.shape)
+
+    (keys, k_scales), (values, v_scales) = write(k, k_pages, k_scale), write(v, v_pages, v_scale)
+    return keys, values, k_scales, v_scales
+
+
+def _cells(pages: jax.Array, slot_mapping: jax.Array) -> jax.Array:
+    """Return the cell of each token and kv head among all P * K * S, i32[T, K]; no cell for -1."""
+    P, K, S, _ = pages.shape
+    inside = (slot_mapping >= 0) & (slot_mapping < P * S)
+    page, offset = slot_mapping // S, slot_mapping % S
+    cell = (page[:, None] * K + jnp.arange(K)) * S + offset[:, None]
+    return jnp.where(inside[:, None], cell, P * K * S)

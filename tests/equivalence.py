@@ -37,7 +37,7 @@ import llguidance.numpy
 import numpy as np
 
 from jaxserve.beams import BeamSearchParams
-from jaxserve.config import EngineConfig, LogprobsMode
+from jaxserve.config import KV_CACHE_DTYPES, EngineConfig, LogprobsMode
 from jaxserve.engine.beam_search import BeamSearch, run_searches
 from jaxserve.engine.delta import Delta, Sink
 from jaxserve.engine.engine import Engine
@@ -169,7 +169,7 @@ class Bench:
         self,
         fields: Mapping[str, Any],
         page_sizes: tuple[int, ...] = (1, 4, 16),
-        kv_cache_dtype: Literal["auto", "fp8"] = "auto",
+        kv_cache_dtype: Literal["auto", "fp8", "int8_per_token_head"] = "auto",
         dtype: Literal["float64", "float32", "bfloat16"] = "float64",
         split: Split = ONE_DEVICE,
     ) -> None:
@@ -514,7 +514,7 @@ def main() -> int:
     model = parser.add_mutually_exclusive_group()
     model.add_argument("--experts", action="store_true", help="of a mixture of experts")
     model.add_argument("--case", choices=(*CASES,), metavar="CASE", help="of tests.models.cases")
-    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")
+    parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto")
     types = ("float64", "float32", "bfloat16")
     parser.add_argument("--dtype", choices=types, default="float64")
     parser.add_argument("--tensor-parallel-size", type=int, default=1)

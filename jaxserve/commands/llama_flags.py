@@ -50,7 +50,9 @@ _NO_EMBEDDINGS = "models generate text here, and nothing else"
 _LORA = "adapters are not served: merge them into the checkpoint"
 _ROPE = "the checkpoint says it"
 _CACHE = "pages of the KV cache are shared by all slots: kv_cache_memory_bytes is their size"
-_CACHE_TYPE = "--kv-cache-dtype fp8 keeps keys and values in 8 bits; the default in 16"
+_CACHE_TYPE = (
+    "--kv-cache-dtype fp8 or int8_per_token_head keep keys and values in 8 bits; the default in 16"
+)
 _LOG = "the log goes to standard error, a JSON object a line"
 _READ = "files are read once, never mapped"
 _NO_TOOLS = "no tool is run by the server"

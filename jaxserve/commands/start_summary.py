@@ -49,6 +49,8 @@ def at_length(loaded: Loaded) -> list[str]:
 def _cache_dtype(loaded: Loaded) -> str:
     if loaded.config.kv_cache_dtype == "fp8":
         return "float8_e4m3fn"
+    if loaded.config.kv_cache_dtype == "int8_per_token_head":
+        return "int8, with a scale for each token and kv head"
     return loaded.runner.kv_dtype.name
 
 

@@ -14,17 +14,21 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from jaxserve.errors import InvalidRequest
 from jaxserve.execution.logprobs import DeviceLogprobs
 from jaxserve.execution.sampler_state import SamplerState, make_sampler_state
 from jaxserve.models import ModelConfig
 from jaxserve.models.linear import accumulator
 from jaxserve.models.paged import KVPages
 from jaxserve.models.shards import AXIS, local_kv_heads
-from pallas_kernels.arguments import FP8, FP8_BITS
+from pallas_kernels.arguments import FP8, FP8_BITS, INT8
 from pallas_kernels.implementation import FOUR_GIB, TWO_GIB
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32, UInt32
+
+SCALE = np.dtype(np.float32)
+"""Dtype of the scale that int8 pages have for each token and kv head."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,7 @@ class DeviceState:
     The pages start as zeros, so that no cell ever holds a NaN which no request put there.
     """
 
-    kv: list[KVPages]  # one (k_pages, v_pages) a layer
+    kv: list[KVPages]  # one a layer
     page_table: Int32[Array, "slots_plus_1 M"]  # as far as it was sent (see `page_table`)
     last_token: Int32[Array, " slots_plus_1"]  # the newest token drawn for each slot
     sampler: SamplerState
@@ -62,21 +66,37 @@ for _type in (DeviceState, StepOutput):
     )
 
 
-def kv_dtype(asked: str, activations: DTypeLike, platform: str) -> np.dtype:
+def kv_dtype(setting: str, activations: DTypeLike, platform: str) -> np.dtype:
     """Return the dtype of pages for a setting of `kv_cache_dtype`.
 
     On CPU 16-bit keys and values are kept as the same numbers in float32, and 8-bit ones as their
     bits: XLA there scatters into narrow floats by converting the whole cache, in every step.
+
+    Raises:
+        InvalidRequest: there is no such cache on this platform.
     """
-    if asked == "fp8":
+    if setting == "int8_per_token_head":
+        if platform != "cpu":
+            raise InvalidRequest(
+                "kv_cache_dtype 'int8_per_token_head' is for CPUs, where its kernels are; "
+                "allowed on a GPU: auto, fp8",
+                "kv_cache_dtype",
+            )
+        return INT8
+    if setting == "fp8":
         return FP8_BITS if platform == "cpu" else FP8
     return accumulator(activations) if platform == "cpu" else jnp.dtype(activations)
 
 
 def page_bytes(config: ModelConfig, page_size: int, dtype: DTypeLike) -> int:
-    """Return the bytes of one page of KV cache over all layers, on each device."""
-    cell = local_kv_heads(config) * config.head_dim * jnp.dtype(dtype).itemsize
-    return 2 * config.num_hidden_layers * page_size * cell
+    """Return the bytes of one page of KV cache over all layers, on each device.
+
+    The scales of int8 pages are part of them.
+    """
+    head = config.head_dim * jnp.dtype(dtype).itemsize
+    if dtype == INT8:
+        head += SCALE.itemsize
+    return 2 * config.num_hidden_layers * page_size * local_kv_heads(config) * head
 
 
 def addressable_pages(pages: int, layer_page_bytes: int, dtype: np.dtype, platform: str) -> int:
@@ -109,13 +129,18 @@ def make_state(
     """
     # A head that several devices have is several here.
     heads = local_kv_heads(config) * config.split.devices
-    shape = (num_pages, heads, page_size, config.head_dim)
+    cells = (num_pages, heads, page_size)
+    shape = (*cells, config.head_dim)
     counts = config.split.counts_rows and config.experts is not None
+
+    def layer() -> KVPages:
+        pages = jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+        if dtype != INT8:
+            return pages
+        return *pages, jnp.zeros(cells, SCALE), jnp.zeros(cells, SCALE)
+
     return DeviceState(
-        kv=[
-            (jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
-            for _ in range(config.num_hidden_layers)
-        ],
+        kv=[layer() for _ in range(config.num_hidden_layers)],
         page_table=jnp.zeros((num_slots + 1, max_pages), np.int32),
         last_token=jnp.zeros(num_slots + 1, np.int32),
         sampler=make_sampler_state(num_slots, config.vocab_size),
@@ -123,15 +148,21 @@ def make_state(
     )
 
 
-def state_specs(layers: int) -> DeviceState:
+def state_specs(layers: int, dtype: DTypeLike) -> DeviceState:
     """Return how the state lies on a mesh.
 
-    Pages are divided by their heads, each device has its count of rows, and the rest whole.
+    Pages are divided by their heads, each device has its count of rows, and the rest lies whole on
+    each.
+
+    Args:
+        layers: of the model.
+        dtype: of the pages; those of int8 have scales, divided as they are.
     """
     kv, whole = PartitionSpec(None, AXIS), PartitionSpec()
     specs: Any = {"page_table": whole, "last_token": whole, "sampler": whole}
     specs["expert_rows"] = PartitionSpec(AXIS)
-    return DeviceState(kv=[(kv, kv)] * layers, **specs)  # pyright: ignore[reportArgumentType]
+    arrays: Any = (kv,) * (4 if dtype == INT8 else 2)
+    return DeviceState(kv=[arrays] * layers, **specs)
 
 
 def release(state: DeviceState | None, error: Exception | None) -> None:

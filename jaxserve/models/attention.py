@@ -29,6 +29,7 @@ from pallas_kernels import (
     has_rope_kv_write,
     kv_write,
     paged_decode_attention,
+    quantized_kv_write,
     ragged_paged_attention,
     rope_kv_write,
 )
@@ -140,16 +141,14 @@ class Attention(nnx.Module):
             key = rotate(key, cos_sin, self.interleaved)
         if self.growth is not None:
             query = query * _growth(self.growth, step.positions, query.dtype)
-        kv = kv_write(
-            key, val, *kv, step.slot_mapping, implementation=step.others, **self._scales()
-        )
+        kv = write_kv((key, val), kv, step.slot_mapping, step.others, self._scales(kv))
         return query, kv, None
 
     def _placed_at_once(
         self, x: Float[Array, "T D"], cos_sin: CosSin | None, step: PagedStep, kv: KVPages
     ) -> tuple[Float[Array, "T N H"], KVPages, Int32[Array, " counters"]]:
         """Do the same with one kernel for all that follows the projection."""
-        options: dict[str, Any] = {"interleaved": self.interleaved, **self._scales()}
+        options: dict[str, Any] = {"interleaved": self.interleaved, **self._scales(kv)}
         weights, bias = self.qkv[...], value_of(self.qkv_bias)
         if isinstance(weights, jax.Array) and x.shape[0] <= MOST_ROWS_IN_PARTS:
             qkv = matmul_in_parts(x, weights, implementation=step.others)
@@ -164,7 +163,7 @@ class Attention(nnx.Module):
                 norms = self.query_norm, self.key_norm
                 options["mean_squares"] = _mean_squares(qkv, bias, x.shape[0], x.dtype, norms)
         query, keys, values, arrivals = rope_kv_write(
-            *(qkv, cos_sin, *kv, step.slot_mapping, QkvOptions(**options)),
+            *(qkv, cos_sin, *kv[:2], step.slot_mapping, QkvOptions(**options)),
             dtype=x.dtype,
             implementation=step.others,
         )
@@ -179,24 +178,43 @@ class Attention(nnx.Module):
     ) -> Float[Array, "T N H"]:
         """Attend causally from each token to its row's pages, or to the window's part of them."""
         options: Any = {"scale": self.scale, "window": self.window, "soft_cap": self.soft_cap}
-        options |= self._scales() | {"arrivals": arrivals}
+        options |= self._scales(kv) | {"arrivals": arrivals}
         if self.sinks is not None:
             options["sinks"] = self.sinks[...].reshape(-1)
         if step.decode_only:
             return paged_decode_attention(
-                query, *kv, step.page_table, step.kv_len, implementation=step.others, **options
+                query, *kv[:2], step.page_table, step.kv_len, implementation=step.others, **options
             )
         return ragged_paged_attention(
-            *(query, *kv, step.page_table, step.query_start, step.kv_len),
+            *(query, *kv[:2], step.page_table, step.query_start, step.kv_len),
             implementation=step.implementation,
             **options,
         )
 
-    def _scales(self) -> dict[str, Any]:
-        if self.kv_scales is None:
-            return {}
+    def _scales(self, kv: KVPages) -> dict[str, Any]:
+        """Return the scales of stored keys and values: of tokens, of heads, or none."""
+        if self.kv_scales is None or len(kv) == 4:
+            return scales_of(kv)
         key, value = self.kv_scales[...]
         return {"k_scale": key, "v_scale": value}
+
+
+def scales_of(kv: KVPages) -> dict[str, Float[Array, "P K S"]]:
+    """Return the scales that lie beside pages of int8, as attention takes them."""
+    return {"k_scale": kv[2], "v_scale": kv[3]} if len(kv) == 4 else {}
+
+
+def write_kv(
+    new: tuple[Float[Array, "T K H"], Float[Array, "T K H"]],
+    kv: KVPages,
+    slot_mapping: Int32[Array, " T"],
+    implementation: str,
+    scales: dict[str, Any],
+) -> KVPages:
+    """Write keys and values to their pages; `scales` of heads count where pages have none."""
+    if len(kv) == 4:
+        return quantized_kv_write(*new, *kv, slot_mapping, implementation=implementation)
+    return kv_write(*new, *kv, slot_mapping, implementation=implementation, **scales)
 
 
 def _mean_squares(

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxserve.models.attention import rotate
+from jaxserve.models.attention import rotate, scales_of, write_kv
 from jaxserve.models.config.latent import Latent
 from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.config.rope import Rope, YarnScaling
@@ -22,7 +22,7 @@ from jaxserve.models.family import FamilyTraits
 from jaxserve.models.layers import Norm
 from jaxserve.models.linear import constant, matmul, value_of, weight
 from jaxserve.models.paged import KVPages, PagedStep
-from pallas_kernels import kv_write, paged_decode_attention, ragged_paged_attention
+from pallas_kernels import paged_decode_attention, ragged_paged_attention
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -91,7 +91,7 @@ class LatentAttention(nnx.Module):
         rotary = jnp.broadcast_to(rotary, (*key.shape[:2], latent.rotary))
         key = jnp.concatenate([key, rotary], axis=-1)
         query, key, val = (_padded(part, latent.cached) for part in (query, key, val))
-        kv = kv_write(key, val, *kv, step.slot_mapping, implementation=step.implementation)
+        kv = write_kv((key, val), kv, step.slot_mapping, step.implementation, {})
         attended = self._attend(query, kv, step)[..., : latent.value]
         out, bias = self.out[...], value_of(self.out_bias)
         return matmul(attended, out, contract=2, bias=bias, axis=self.axis), kv
@@ -106,10 +106,11 @@ class LatentAttention(nnx.Module):
         self, query: Float[Array, "T N H"], kv: KVPages, step: PagedStep
     ) -> Float[Array, "T N H"]:
         options: Any = {"scale": self.scale, "implementation": step.implementation}
+        options |= scales_of(kv)
         if step.decode_only:
-            return paged_decode_attention(query, *kv, step.page_table, step.kv_len, **options)
+            return paged_decode_attention(query, *kv[:2], step.page_table, step.kv_len, **options)
         return ragged_paged_attention(
-            query, *kv, step.page_table, step.query_start, step.kv_len, **options
+            query, *kv[:2], step.page_table, step.query_start, step.kv_len, **options
         )
 
 

@@ -13,12 +13,14 @@ import jax
 from flax import nnx
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Int32, Shaped
+    from jaxtyping import Array, Float32, Int32, Shaped
 
-    # One layer's k_pages and v_pages.
-    KVPages = tuple[Shaped[Array, "P K S H"], Shaped[Array, "P K S H"]]
+    Pages = Shaped[Array, "P K S H"]
+    Scales = Float32[Array, "P K S"]
+    # One layer's k_pages and v_pages, and the scales of each where pages are int8.
+    KVPages = tuple[Pages, Pages] | tuple[Pages, Pages, Scales, Scales]
 else:  # named by modules that run without jaxtyping
-    KVPages = tuple[jax.Array, jax.Array]
+    KVPages = tuple[jax.Array, ...]
 
 # "group": the query heads that share a kv head (plus, in the fused projection, its k and its v).
 LogicalAxis = Literal[

@@ -52,6 +52,7 @@ TOKENS_OF_A_PAIR = 16  # cost of a pair besides its tokens, in tokens
 BYTES_AHEAD = 4096  # between what is computed and what is prefetched
 PAGES_FARTHER = 2  # beyond those: their first line is prefetched, for their address translation
 ENDLESS = 2**31 - 1
+SCALE = ir.FloatType()  # of pages of codes
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,8 @@ class PagedKernel:
 
     Attributes:
         dtype: of queries, sums and results: "float32" or "float64".
-        pages: dtype of keys and values: those, "bfloat16", "float16", or "uint8", float8's bits.
+        pages: dtype of keys and values: those, "bfloat16", "float16", "uint8", float8's bits, or
+            "int8", codes with a scale for every token.
         page_size: tokens of a page.
         group: query heads per kv head.
         head_dim: numbers of a head.
@@ -75,6 +77,17 @@ class PagedKernel:
     capped: bool
 
     prefix: ClassVar[str]
+    plain_operands: ClassVar[int]
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether pages are codes, whose scales are two more operands, of keys and of values."""
+        return self.pages == "int8"
+
+    @property
+    def operands(self) -> int:
+        """Number of operands."""
+        return self.plain_operands + 2 * self.is_scaled
 
     @property
     def name(self) -> str:
@@ -88,11 +101,11 @@ class PagedDecode(PagedKernel):
     """Kernel for rows of one query."""
 
     prefix = f"{NAMES}decode_"
-    operands = 8
+    plain_operands = 8
 
     @property
     def fields(self) -> Sequence[Field]:
-        """Arguments: q, k, v, page_table, kv_len, sinks, window, cap, out; R, M, P, K."""
+        """Arguments: q, k, v, page_table, kv_len, sinks, window, cap, scales, out; R, M, P, K."""
         buffers = (Field(buffer) for buffer in range(self.operands + 1))
         return (*buffers, Field(3, 0), Field(3, 1), Field(1, 0), Field(1, 1))
 
@@ -106,12 +119,12 @@ class PagedDecode(PagedKernel):
 
     def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
         """Generate the pairs that begin in this part of all tokens of all heads."""
-        q, k, v, table, _, sinks, _, cap, out, rows, columns, pages, heads = fields
+        q, k, v, table, _, sinks, _, cap, *scales, out, rows, columns, pages, heads = fields
         real, stored = float_type(np.dtype(self.dtype)), stored_type(self.pages)
         pair = _Pair(self).function(code.module)
         total = code.mul(_total(code, self, fields), heads)
         low, high = part_bounds(code, total, index, parts)
-        piece = const(self.page_size * self.head_dim)
+        size, piece = const(self.page_size), const(self.page_size * self.head_dim)
         queries = const(self.group * self.head_dim)
         with code.loop(const(0), rows, carry=[const(0)]) as (row, begin):
             first, stop = _seen(code, self, fields, row)
@@ -152,6 +165,7 @@ class PagedDecode(PagedKernel):
                             stop,
                             code.mul(heads, piece),
                             pages,
+                            *(code.at(each, code.mul(head, size), SCALE) for each in scales),
                         ],
                     )
             begin[0] = code.add(begin[0], code.mul(tokens, heads))
@@ -159,7 +173,7 @@ class PagedDecode(PagedKernel):
 
 def _seen(code: Code, kernel: PagedDecode, fields: Sequence[Any], row: Any) -> tuple[Any, Any]:
     """Return the first position that a row's query sees, and the end: the last plus 1."""
-    lengths, window, columns = fields[4], fields[6], fields[10]
+    lengths, window, columns = fields[4], fields[6], fields[-3]
     length = code.sext(code.read(lengths, row, I32), I64)
     length = code.larger_int(length, const(0))
     length = code.smaller_int(length, code.mul(columns, const(kernel.page_size)))
@@ -169,7 +183,7 @@ def _seen(code: Code, kernel: PagedDecode, fields: Sequence[Any], row: Any) -> t
 
 def _total(code: Code, kernel: PagedDecode, fields: Sequence[Any]) -> Any:
     """Return the cost of all rows for one head: their tokens, and TOKENS_OF_A_PAIR for each."""
-    with code.loop(const(0), fields[9], carry=[const(0)]) as (row, sums):
+    with code.loop(const(0), fields[-4], carry=[const(0)]) as (row, sums):
         first, stop = _seen(code, kernel, fields, row)
         tokens = code.add(code.sub(stop, first), const(TOKENS_OF_A_PAIR))
         sums[0] = code.add(sums[0], tokens)
@@ -206,15 +220,18 @@ class _Pair:
         """Generate the function "pair".
 
         Its arguments are q, k, v, table, sinks, cap, out, next entry, next k, first, stop, stride,
-        pages. Addresses are those of the row and head; the next entry of the table and the next k
-        give the address of the next pair's first page.
+        pages, and where there are scales, those of keys and of values. Addresses are those of the
+        row and head; the next entry of the table and the next k give the address of the next pair's
+        first page.
         """
-        kind = ir.FunctionType(VOID, [POINTER] * 9 + [I64] * 4)
+        scales = [POINTER] * 2 * self.kernel.is_scaled
+        kind = ir.FunctionType(VOID, [POINTER] * 9 + [I64] * 4 + scales)
         function = ir.Function(module, kind, "pair")
         function.linkage = "internal"
         code = Code(function)
         self.q, self.k, self.v, self.table, sinks, self.cap, out, *others = function.args
-        self.entry, self.next_k, self.first, self.stop, self.stride, self.pages = others
+        self.entry, self.next_k, self.first, self.stop, self.stride, self.pages = others[:6]
+        self.scales = others[6:]
         self.scores = code.room(self.real, self.G * BLOCK)
         self.sums = code.room(self.real, self.G * self.H)
         self.tops, self.totals, self.shrinks = (code.room(self.real, self.G) for _ in range(3))
@@ -248,6 +265,20 @@ class _Pair:
         page = code.zext(code.load(entry, typ=I32), I64)
         page = code.select(code.icmp_unsigned("<", page, self.pages), page, const(0))
         return code.at(base, code.mul(page, self.stride), self.stored)
+
+    def _page_scales(self, code: Code, which: int, column: Any) -> Any:
+        """Return the address of the scales of keys (0) or values (1) in a column of the table."""
+        page = code.zext(code.read(self.table, column, I32), I64)
+        page = code.select(code.icmp_unsigned("<", page, self.pages), page, const(0))
+        stride = code.sdiv(self.stride, const(self.H))
+        return code.at(self.scales[which], code.mul(page, stride), SCALE)
+
+    def _prefetch_scales(self, code: Code, page: Any) -> None:
+        """Generate prefetches of scales: of a page's values, and of keys a block later."""
+        last = code.sdiv(code.sub(self.stop, const(1)), const(self.S))
+        later = code.add(page, const(max(1, BLOCK // self.S)))
+        code.prefetch(self._page_scales(code, 1, page))
+        code.prefetch(self._page_scales(code, 0, code.smaller_int(later, last)))
 
     def _after_key(self, code: Code, page: Any, first: Any, after: Any, distance: int) -> Any:
         """Return the address of what is read `distance` pages after the keys of a page.
@@ -293,7 +324,11 @@ class _Pair:
     def _read(self, code: Code, address: Any, token: Any, vector: int) -> Any:
         """Load a vector of a token's key or value, as sums have them."""
         place = code.add(code.mul(token, const(self.H)), const(vector * self.lanes))
-        return widened(code, code.read_vector(address, place, self.stored, self.lanes), self.real)
+        return self._number(code, code.read_vector(address, place, self.stored, self.lanes))
+
+    def _number(self, code: Code, stored: Any) -> Any:
+        """Convert a vector of stored numbers to the type of the sums."""
+        return numbers(code, stored, self.real, self.kernel.is_scaled)
 
     def _scores(self, code: Code, block: Any, begin: Any, end: Any) -> None:
         """Generate the products of the queries with the keys of a block."""
@@ -303,6 +338,10 @@ class _Pair:
             keys = self._page(code, self.k, code.at(self.table, page, I32))
             ahead = self._after_key(code, page, first, after, self.ahead)
             code.prefetch(self._after_key(code, page, first, after, self.farther))
+            scales = None
+            if self.kernel.is_scaled:
+                self._prefetch_scales(code, page)
+                scales = self._page_scales(code, 0, page)
             low, high = self._within(code, page, begin, end)
             low = code.sub(low, code.srem(low, const(step)))
             place = code.sub(code.mul(page, const(self.S)), block)
@@ -314,6 +353,10 @@ class _Pair:
                         to = const(queries[which] * BLOCK + square * self.tokens)
                         to = code.add(code.add(place, token), to)
                         vector = code.lanes_of(vector, vector, range(self.tokens))
+                        if scales is not None:
+                            place_of_scale = code.add(token, const(square * self.tokens))
+                            scale = code.read_vector(scales, place_of_scale, SCALE, self.tokens)
+                            vector = code.fmul(vector, widened(code, scale, self.real))
                         code.write_vector(vector, self.scores, to)
 
     def _products(self, code: Code, keys: Any, ahead: Any, token: Any, queries: range) -> list[Any]:
@@ -370,7 +413,7 @@ class _Pair:
         if bits != words.type:
             words = code.trunc(words, bits)
         stored = ir.VectorType(self.stored, self.lanes)
-        return widened(code, code.bitcast(words, stored), self.real)
+        return self._number(code, code.bitcast(words, stored))
 
     def _softmax(self, code: Code, begin: Any, end: Any) -> None:
         """Generate the softmax: scores from `begin` to before `end` of a block become weights.
@@ -437,13 +480,21 @@ class _Pair:
                 code.prefetch(self._after_value(code, page, after, self.farther))
                 low, high = self._within(code, page, begin, end)
                 start = code.sub(code.mul(page, const(self.S)), block)
+                scales = self._page_scales(code, 1, page) if self.kernel.is_scaled else None
                 with code.loop(low, high, carry=sums) as (token, inner):
                     if queries.start == 0:
                         self._prefetch(code, ahead, code.mul(token, const(self.H)), self.H)
                     value = [self._read(code, values, token, nth) for nth in range(self.vectors)]
+                    scale = None
+                    if scales is not None:
+                        scale = code.read_vector(scales, token, SCALE, 1)
+                        scale = widened(code, scale, self.real)
+                        scale = code.extract_element(scale, ir.Constant(I32, 0))
                     for nth, g in enumerate(queries):
                         which = code.add(code.add(start, token), const(g * BLOCK))
                         weight = code.read(self.scores, which, self.real)
+                        if scale is not None:
+                            weight = code.fmul(weight, scale)
                         weight = code.splat(weight, self.lanes)
                         for vector, part in enumerate(value):
                             to = nth * self.vectors + vector
@@ -463,6 +514,13 @@ class _Pair:
                 place = code.add(code.mul(g, const(self.H)), const(vector * self.lanes))
                 sums = code.read_vector(self.sums, place, self.real, self.lanes)
                 code.write_vector(code.fdiv(sums, total), out, place)
+
+
+def numbers(code: Code, stored: Any, real: ir.Type, is_scaled: bool) -> Any:
+    """Convert a vector of stored numbers to the type of the sums; codes where they are scaled."""
+    if is_scaled:
+        return code.sitofp(stored, ir.VectorType(real, stored.type.count))
+    return widened(code, stored, real)
 
 
 def _groups(count: int, size: int) -> list[range]:
@@ -491,6 +549,7 @@ def attend(
     scale, window, cap = options.score_scale(H), options.window, options.soft_cap
     page_size = kv_pages[0].shape[2]
     kernel: Any = kind(q.dtype.name, kv_pages[0].dtype.name, page_size, G, H, cap is not None)
+    scales = (options.k_scale, options.v_scale) if kernel.is_scaled else ()
     sinks = jnp.full(K * G, -jnp.inf) if options.sinks is None else options.sinks
     # The kernel computes powers of 2, so exponents are multiplied by log2(e) here.
     call = jax.ffi.ffi_call(registered(kernel), jax.ShapeDtypeStruct(q.shape, q.dtype))
@@ -501,6 +560,7 @@ def attend(
         sinks.astype(q.dtype) * LOG2_E,
         np.array([ENDLESS if window is None else min(window, ENDLESS)], np.int32),
         np.array([0.0 if cap is None else cap * LOG2_E], q.dtype),
+        *scales,
     )
 
 

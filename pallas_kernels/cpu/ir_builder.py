@@ -343,9 +343,9 @@ def exp2_polynomial(degree: int) -> list[float]:
 def stored_type(dtype: str) -> ir.Type:
     """Return LLVM's type of a dtype's numbers in memory; bfloat16 is stored as its bits.
 
-    "uint8" stores the bits of float8_e4m3fn.
+    "uint8" stores the bits of float8_e4m3fn, and "int8" codes.
     """
-    types = {"bfloat16": I16, "float16": ir.HalfType(), "uint8": I8}
+    types = {"bfloat16": I16, "float16": ir.HalfType(), "uint8": I8, "int8": I8}
     return types[dtype] if dtype in types else float_type(np.dtype(dtype))
 
 

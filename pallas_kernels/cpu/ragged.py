@@ -22,7 +22,7 @@ from llvmlite import ir
 
 from pallas_kernels import xla
 from pallas_kernels.arguments import NO_OPTIONS, AttentionOptions
-from pallas_kernels.cpu.decode import BLOCK, PagedKernel, attend, decode
+from pallas_kernels.cpu.decode import BLOCK, SCALE, PagedKernel, attend, decode, numbers
 from pallas_kernels.cpu.ffi import NAMES, Field, part_bounds
 from pallas_kernels.cpu.ir_builder import (
     I32,
@@ -50,13 +50,13 @@ class PagedTiles(PagedKernel):
     """Kernel for rows of two queries or more, in tiles."""
 
     prefix = f"{NAMES}tiles_"
-    operands = 9
+    plain_operands = 9
 
     @property
     def fields(self) -> Sequence[Field]:
-        """Arguments: q, k, v, page_table, query_start, kv_len, sinks, window, cap, out; then sizes.
+        """Arguments: q, k, v, page_table, query_start, kv_len, sinks, window, cap, scales, out.
 
-        The sizes are R, M, P, K, T.
+        Then sizes: R, M, P, K, T.
         """
         buffers = (Field(buffer) for buffer in range(self.operands + 1))
         return (*buffers, Field(3, 0), Field(3, 1), Field(1, 0), Field(1, 1), Field(0, 0))
@@ -74,7 +74,7 @@ class PagedTiles(PagedKernel):
 
     def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
         """Generate the tiles that begin in this part of all products."""
-        rows, heads = fields[10], fields[13]
+        rows, heads = fields[-5], fields[-2]
         tile = _Tile(self).function(code.module)
         total = _total(code, self, fields)
         low, high = part_bounds(code, total, index, parts)
@@ -100,7 +100,7 @@ class PagedTiles(PagedKernel):
 
 def _row(code: Code, kernel: PagedTiles, fields: Sequence[Any], row: Any) -> tuple[Any, Any, Any]:
     """Return a row's first token, its queries if two or more, else 0, and its first position."""
-    starts, lengths, columns, most = fields[4], fields[5], fields[11], fields[14]
+    starts, lengths, columns, most = fields[4], fields[5], fields[-4], fields[-1]
     start, stop = (
         code.smaller_int(
             code.larger_int(code.sext(code.read(starts, index, I32), I64), const(0)), most
@@ -135,13 +135,13 @@ def _work(code: Code, number: Any, first: Any, stop: Any) -> Any:
 
 def _total(code: Code, kernel: PagedTiles, fields: Sequence[Any]) -> Any:
     """Return the cost of all tiles of all heads."""
-    with code.loop(const(0), fields[10], carry=[const(0)]) as (row, sums):
+    with code.loop(const(0), fields[-5], carry=[const(0)]) as (row, sums):
         _, count, before = _row(code, kernel, fields, row)
         with code.loop(const(0), count, kernel.queries, carry=sums) as (nth, inner):
             work = _work(code, *_span(code, kernel, fields, count, before, nth))
             inner[0] = code.add(inner[0], work)
         sums[:] = inner
-    return code.mul(sums[0], fields[13])
+    return code.mul(sums[0], fields[-2])
 
 
 class _Tile:
@@ -169,8 +169,10 @@ class _Tile:
         function = ir.Function(module, ir.FunctionType(VOID, [*kinds, *[I64] * 7]), "tile")
         function.linkage = "internal"
         code = Code(function)
-        q, k, v, table, _, _, sinks, window, cap, out = function.args[:10]
-        _, columns, self.pages, heads, _, row, head, token, self.number, *rest = function.args[10:]
+        buffers = self.kernel.operands + 1
+        q, k, v, table, _, _, sinks, window, cap, *scales, out = function.args[:buffers]
+        sizes = function.args[buffers:]
+        _, columns, self.pages, heads, _, row, head, token, self.number, *rest = sizes
         self.position, self.first, self.stop = rest
         self.count = code.mul(self.number, const(self.G))
         self.span = code.sext(code.load(window, typ=I32), I64)
@@ -186,6 +188,8 @@ class _Tile:
         self.scores = code.room(self.real, self.rows * BLOCK)
         self.gathered, self.transposed = (code.room(self.real, BLOCK * self.H) for _ in range(2))
         self.tops, self.totals, self.shrinks = (code.room(self.real, self.rows) for _ in range(3))
+        scales = [code.at(each, code.mul(head, const(self.S)), SCALE) for each in scales]
+        self.scales = [code.room(self.real, BLOCK) for _ in scales]
         products = [
             self._product(module, "scores", BLOCK // self.width, self.width, self.H, BLOCK),
             self._product(module, "values", self.H // self.lanes, self.lanes, BLOCK, self.H),
@@ -197,6 +201,8 @@ class _Tile:
         )
         start = code.mul(code.sdiv(self.first, const(BLOCK)), const(BLOCK))
         with code.loop(start, self.stop, BLOCK) as (block, _):
+            for source, target in zip(scales, self.scales, strict=True):
+                self._gather_scales(code, source, target, block)
             self._gather(code, self.k, block)
             self._transpose(code)
             with code.loop(const(0), self.count, ROWS) as (m, _):
@@ -265,7 +271,24 @@ class _Tile:
             low, high = (code.mul(bound, const(self.H)) for bound in (low, high))
             with code.loop(low, high, self.lanes) as (index, _):
                 vector = code.read_vector(source, index, self.stored, self.lanes)
-                code.write_vector(widened(code, vector, self.real), target, index)
+                number = numbers(code, vector, self.real, self.kernel.is_scaled)
+                code.write_vector(number, target, index)
+
+    def _gather_scales(self, code: Code, base: Any, target: Any, block: Any) -> None:
+        """Gather the scales of the block's tokens; zeros for tokens not seen."""
+        begin = code.larger_int(self.first, block)
+        end = code.smaller_int(self.stop, code.add(block, const(BLOCK)))
+        zero = filled(ir.VectorType(self.real, self.width), 0.0)
+        with code.loop(const(0), const(BLOCK), self.width) as (index, _):
+            code.write_vector(zero, target, index)
+        with code.loop(begin, end) as (position, _):
+            column = code.sdiv(position, const(self.S))
+            page = code.zext(code.read(self.table, column, I32), I64)
+            page = code.select(code.icmp_unsigned("<", page, self.pages), page, const(0))
+            stride = code.sdiv(self.stride, const(self.H))
+            place = code.add(code.mul(page, stride), code.srem(position, const(self.S)))
+            scale = widened(code, code.read_vector(base, place, SCALE, 1), self.real)
+            code.write_vector(scale, target, code.sub(position, block))
 
     def _transpose(self, code: Code) -> None:
         """Transpose the gathered keys by squares, so that tokens are side by side."""
@@ -353,6 +376,9 @@ class _Tile:
             top, scores = old, []
             for start in range(0, BLOCK, self.width):
                 score = code.read_vector(row, const(start), self.real, self.width)
+                if self.scales:
+                    scale = code.read_vector(self.scales[0], const(start), self.real, self.width)
+                    score = code.fmul(score, scale)
                 if self.kernel.capped:
                     score = code.fmul(code.tanh(score), self.cap)
                 lane = ir.Constant(numbers, list(range(start, start + self.width)))
@@ -367,7 +393,11 @@ class _Tile:
             for nth, score in enumerate(scores):
                 weights = code.exp2(code.fsub(score, top))
                 total = code.fadd(total, weights)
-                code.write_vector(weights, row, const(nth * self.width))
+                place = const(nth * self.width)
+                if self.scales:
+                    scale = code.read_vector(self.scales[1], place, self.real, self.width)
+                    weights = code.fmul(weights, scale)
+                code.write_vector(weights, row, place)
             shrink = code.exp2(code.fsub(old, top))
             shrink = code.extract_element(shrink, ir.Constant(I32, 0))
             code.store(peak, code.at(self.tops, m, self.real))

@@ -98,7 +98,7 @@ def _decode(
     """Compute rows of one query; see `xla.Decode`."""
     R, K, G, H = q.shape
     pages = max(1, sizes.chunk_tokens // kv_pages[0].shape[2])
-    cache = xla.page_rows(*kv_pages, page_table, pages)
+    cache = xla.page_rows(*kv_pages, page_table, pages, options)
     chunk = pages * cache.shape[1]
     most = R * (cache.page_table.shape[1] // pages)
     W = min(most, max(1, sizes.turn_tokens // chunk))

@@ -31,6 +31,18 @@ def test_random_schedules_with_a_cache_in_fp8_equal_the_oracle() -> None:
     schedules_equal(25, "the oracle", "--kv-cache-dtype", "fp8")
 
 
+def test_random_schedules_with_a_cache_in_int8_equal_the_oracle() -> None:
+    """Over two devices, each of which has the scales of its heads."""
+    cache = "--kv-cache-dtype", "int8_per_token_head"
+    schedules_equal(6, "the oracle", *cache, "--tensor-parallel-size", "2")
+
+
+def test_random_schedules_of_latents_in_int8_equal_each_request_alone_to_the_bit() -> None:
+    case = "--dtype", "float32", "--case", "deepseek_v3_groups"
+    cache = "--kv-cache-dtype", "int8_per_token_head"
+    schedules_equal(5, "each request alone", *case, *cache)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_random_schedules_equal_each_request_alone_to_the_bit(dtype: str) -> None:
     schedules_equal(25, "each request alone", "--dtype", dtype)

@@ -232,6 +232,14 @@ def test_every_family_and_stored_form_has_a_plan(name: str, tmp_path: Path) -> N
         assert plan.longest <= PUBLISHED[name][1]
 
 
+def test_int8_pages_are_refused_on_a_card_before_anything_is_read(tmp_path: Path) -> None:
+    """There is a config.json alone."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_3))
+    config = EngineConfig(model=tmp_path, kv_cache_dtype="int8_per_token_head")
+    with pytest.raises(InvalidRequest, match=r"'int8_per_token_head' is for CPUs.*: auto, fp8"):
+        plan_model(config, "H200")
+
+
 def refused(model: str, form: str | None, card: str, **settings: Any) -> str:
     weights, device = weights_of(model), named_device(card)
     config = EngineConfig(**settings)

@@ -136,7 +136,11 @@ def test_a_launch_of_several_steps_copies_and_widens_no_expert(form: str | None,
     assert len(products) >= 2 + 2 and program.memory_analysis().temp_size_in_bytes < one_expert
 
 
-def test_requests_together_equal_each_alone_in_int4_over_fp8(tmp_path):
+@pytest.mark.parametrize(
+    ("cache", "dtype", "head"),  # bytes of a head: codes of 64 numbers, and a scale
+    [("fp8", jnp.uint8, 64), ("int8_per_token_head", jnp.int8, 64 + 4)],
+)
+def test_requests_together_equal_each_alone_in_int4_over_8_bits(cache, dtype, head, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(RAW))
     rng = np.random.default_rng(0)
     prompts = [{"prompt_token_ids": rng.integers(0, 40, n).tolist()} for n in (23, 5, 14)]
@@ -144,7 +148,7 @@ def test_requests_together_equal_each_alone_in_int4_over_fp8(tmp_path):
     sizes: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 16}
     sizes |= {"decode_sizes": (4,), "token_sizes": (16,), "num_scheduler_steps": 1}
     sizes |= {"load_format": "dummy", "skip_tokenizer_init": True}
-    with LLM(tmp_path, quantization="int4", kv_cache_dtype="fp8", **sizes) as llm:
+    with LLM(tmp_path, quantization="int4", kv_cache_dtype=cache, **sizes) as llm:
         runner = llm._thread.engine.runner
         for program in runner._steps.values():
             check_program(program)
@@ -154,8 +158,8 @@ def test_requests_together_equal_each_alone_in_int4_over_fp8(tmp_path):
         alone = [llm.generate(prompt, greedy)[0].outputs[0].token_ids for prompt in prompts]
         assert together == alone
         assert llm.stats().num_compiles == 0
-        assert runner.kv_dtype == jnp.uint8  # the bits of float8_e4m3fn
-        assert runner.page_bytes == 2 * 4 * 64 * 16  # keys and values, heads, head dim, tokens
+        assert runner.kv_dtype == dtype  # of fp8 the bits
+        assert runner.page_bytes == 2 * 4 * head * 16  # keys and values, heads, tokens
         assert runner._state is not None
         pages = jax.tree.leaves(runner._state.kv)
         assert sum(page.nbytes for page in pages) == runner.num_pages * runner.page_bytes

@@ -60,6 +60,19 @@ SETUPS = {
     "group of 16, head dim 128, shared pages": {"heads": 32, "head_dim": 128, "shared": True},
     "one number a page, many": {"page_size": 1, "head_dim": 8, "window": 7},
     "page size 48, head dim 80": {"page_size": 48, "head_dim": 80},
+    "int8, page size 8, cap, window": {
+        "dtype": jnp.bfloat16,
+        "page_dtype": jnp.int8,
+        "page_size": 8,
+        "soft_cap": 3.0,
+        "window": 50,
+    },
+    "int8 under float64, group of 7, head dim 40": {
+        "dtype": jnp.float64,
+        "page_dtype": jnp.int8,
+        "head_dim": 40,
+        "heads": 14,
+    },
     "bfloat16, page size 128, head dim 64": {
         "dtype": jnp.bfloat16,
         "page_size": 128,

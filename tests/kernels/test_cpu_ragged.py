@@ -38,6 +38,12 @@ SETUPS = {
         "head_dim": 40,
         "window": 30,
     },
+    "int8, page size 24, head dim 40, sinks": {
+        "page_dtype": jnp.int8,
+        "page_size": 24,
+        "head_dim": 40,
+        "sinks": True,
+    },
     "page size 256, window longer than a block": {
         "page_size": 256,
         "window": 70,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import kv_write, reference
+from pallas_kernels import kv_write, quantized_kv_write, reference
 
 PAGES, HEADS, SIZE, TOKENS = 5, 3, 16, 6
 SETUPS = {
@@ -63,6 +63,49 @@ def test_stores_what_the_reference_stores(
         assert mine.dtype == page_dtype
         np.testing.assert_array_equal(_bits(mine), _bits(theirs))
         assert np.isfinite(_bits(mine)).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_int8_is_within_half_a_step_of_each_token_and_head(dtype) -> None:
+    """Codes and scales go to the cells of their tokens alone; zeros come back as zeros."""
+    rng = np.random.default_rng(0)
+    k, v = (
+        rng.normal(size=(TOKENS, HEADS, 40)) * 10.0 ** rng.integers(-6, 6, HEADS)[:, None]
+        for _ in range(2)
+    )
+    v[2, 1] = 0
+    slots = np.array([17, -1, 3, PAGES * SIZE, 79, 16])
+    shape = (PAGES, HEADS, SIZE)
+    before = [np.full((*shape, 40), 99, np.int8)] * 2 + [np.full(shape, 9.0, np.float32)] * 2
+    new = [jnp.asarray(x, dtype) for x in (k, v)]
+    written = jax.jit(quantized_kv_write)(*new, *before, jnp.asarray(slots, jnp.int32))
+    expected = jax.jit(reference.quantized_kv_write)(*new, *before, jnp.asarray(slots, jnp.int32))
+    for mine, theirs in zip(written, expected, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    keys, values, *scales = map(np.asarray, written)
+    rest = np.ones((PAGES, SIZE), bool)
+    for token, slot in enumerate(slots):
+        if 0 <= slot < PAGES * SIZE:
+            page, offset = divmod(slot, SIZE)
+            rest[page, offset] = False
+            for codes, scale, stored in zip((keys, values), scales, new, strict=True):
+                step, real = scale[page, :, offset, None], np.asarray(stored[token], np.float64)
+                assert (np.abs(codes[page, :, offset] * step - real) <= step * 0.5001).all()
+                np.testing.assert_allclose(step[:, 0], np.abs(real).max(axis=-1) / 127, rtol=1e-6)
+    for array, old in zip(written, before, strict=True):
+        kept = np.asarray(array).swapaxes(1, 2)[rest]
+        np.testing.assert_array_equal(kept, old.swapaxes(1, 2)[rest])
+
+
+def test_donated_int8_pages_and_scales_are_written_in_place() -> None:
+    shape = (PAGES, HEADS, SIZE)
+    cells = [jnp.zeros((*shape, 64), jnp.int8)] * 2 + [jnp.zeros(shape)] * 2
+    new, slots = jnp.ones((TOKENS, HEADS, 64)), jnp.arange(TOKENS, dtype=jnp.int32)
+    run = jax.jit(quantized_kv_write, donate_argnums=(2, 3, 4, 5))
+    compiled = run.lower(new, new, *cells, slots).compile()
+    analysis = compiled.memory_analysis()
+    assert analysis.alias_size_in_bytes == sum(array.nbytes for array in cells)
+    assert analysis.temp_size_in_bytes < cells[0].nbytes
 
 
 @pytest.mark.parametrize("implementation", ["triton_interpret", "xla"])

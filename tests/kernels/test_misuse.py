@@ -14,6 +14,7 @@ from pallas_kernels import (
     check_page_table,
     kv_write,
     paged_decode_attention,
+    quantized_kv_write,
     ragged_paged_attention,
 )
 from pallas_kernels.arguments import Case
@@ -23,6 +24,9 @@ from pallas_kernels.implementation import choose
 
 def zeros(*shape: int, dtype=jnp.float32) -> jax.Array:
     return jnp.zeros(shape, dtype)
+
+
+CODES = zeros(4, 2, 16, 16, dtype=jnp.int8)
 
 
 def good() -> dict:
@@ -43,7 +47,15 @@ WRONG = {
     "head dim": ({"q": zeros(5, 4, 32)}, "q has head dim 32; expected that of k_pages, 16"),
     "heads": ({"q": zeros(5, 3, 16)}, "q has N = 3 heads; expected a multiple of the K = 2"),
     "no tokens": ({"q": zeros(0, 4, 16)}, "q has no tokens"),
-    "int pages": ({"k_pages": zeros(4, 2, 16, 16, dtype=jnp.int8)}, "k_pages has dtype int8"),
+    "int pages": ({"k_pages": zeros(4, 2, 16, 16, dtype=jnp.int16)}, "k_pages has dtype int16"),
+    "int8 without scales": (
+        {"k_pages": CODES, "v_pages": CODES},
+        r"k_pages has dtype int8; expected k_scale and v_scale, \[P,K,S\]",
+    ),
+    "int8 with scales of heads": (
+        {"k_pages": CODES, "v_pages": CODES, "k_scale": zeros(2), "v_scale": zeros(2)},
+        r"k_scale has shape \(2,\); expected \[P,K,S\] = \(4, 2, 16\)",
+    ),
     "v shape": ({"v_pages": zeros(4, 2, 8, 16)}, "v_pages has shape"),
     "v dtype": ({"v_pages": zeros(4, 2, 16, 16, dtype=jnp.bfloat16)}, "v_pages has dtype bfloat16"),
     "table dtype": ({"page_table": zeros(2, 2)}, "page_table has dtype float32; allowed: int32"),
@@ -66,6 +78,19 @@ def test_ragged_refuses(name: str) -> None:
     change, message = WRONG[name]
     with pytest.raises(ValueError, match=message):
         ragged_paged_attention(**{**good(), **change})
+
+
+def test_int8_pages_are_written_with_their_scales_alone() -> None:
+    new, slots = zeros(5, 2, 16), zeros(5, dtype=jnp.int32)
+    scales = {name: zeros(4, 2, 16) for name in ("k_scale", "v_scale")}
+    with pytest.raises(ValueError, match="k_pages has dtype int8; quantized_kv_write stores"):
+        kv_write(new, new, CODES, CODES, slots, **scales)
+    pages = zeros(4, 2, 16, 16)
+    with pytest.raises(ValueError, match="k_pages has dtype float32; allowed: int8"):
+        quantized_kv_write(new, new, pages, pages, *scales.values(), slots)
+    arrays = (new, new, CODES, CODES, *scales.values(), slots)
+    with pytest.raises(ValueError, match="triton needs a GPU"):
+        quantized_kv_write(*arrays, implementation="triton")
 
 
 def test_decode_refuses_another_number_of_rows() -> None:

@@ -25,6 +25,7 @@ FORMS: Mapping[str, dict[str, Any]] = MappingProxyType(
         "fp8": {"quantization": "fp8"},
         "int4": {"quantization": "int4"},
         "KV in fp8": {"kv_cache_dtype": "fp8", "dtype": "float32"},
+        "KV in int8": {"kv_cache_dtype": "int8_per_token_head", "dtype": "float32"},
     }
 )
 

@@ -53,7 +53,8 @@ class Oracle:
     """Answers requests from a model's weights."""
 
     def __init__(self, config: ModelConfig, model: Decoder, kv_cache_dtype: str = "auto") -> None:
-        self._fp8 = kv_cache_dtype == "fp8"
+        caches = {"fp8": _through_fp8, "int8_per_token_head": _through_int8}
+        self._through_cache = caches.get(kv_cache_dtype, lambda x: x)
         flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
         self._weights = w = {
             ".".join(map(str, path)): np.asarray(leaf[...], np.float64) for path, leaf in flat
@@ -118,8 +119,7 @@ class Oracle:
             key = self._norm(key, layer["attention.key_norm.scale"])
         query = _rotated(query, cos[:, None, None], sin[:, None, None])
         key = _rotated(key, cos[:, None], sin[:, None])
-        if self._fp8:
-            key, value = _through_fp8(key), _through_fp8(value)
+        key, value = self._through_cache(key), self._through_cache(value)
         # Query heads by the head of keys that they share: [K, G, T, H] and [K, 1, T, H].
         query = query.transpose(1, 2, 0, 3)
         key, value = key.transpose(1, 0, 2)[:, None], value.transpose(1, 0, 2)[:, None]
@@ -200,6 +200,12 @@ def _through_fp8(x: Array) -> Array:
     """As a cache in e4m3 gives it back: rounded to 4 bits, no larger than 448."""
     stored = np.clip(x.astype(np.float32), -448, 448).astype(ml_dtypes.float8_e4m3fn)
     return stored.astype(np.float64)
+
+
+def _through_int8(x: Array) -> Array:
+    """As a cache in int8 gives it back: 127 steps to the largest of each token and head."""
+    scale = (np.abs(x).max(axis=-1, keepdims=True) / 127).astype(np.float32).astype(np.float64)
+    return np.clip(np.rint(x / scale), -127, 127) * scale
 
 
 def _gated(x: Array, gate_up: Array, down: Array) -> Array:

@@ -47,10 +47,10 @@ class PagedCall:
         return (self.q, self.k_pages, self.v_pages, self.page_table, self.kv_len)
 
     def wide(self) -> PagedCall:
-        """The same call on float32 copies of every value."""
+        """The same call on float32 copies of every value; codes stay codes."""
 
         def up(x: jax.Array) -> jax.Array:
-            return x.astype(jnp.float32)
+            return x if x.dtype == jnp.int8 else x.astype(jnp.float32)
 
         return dataclasses.replace(
             self, q=up(self.q), k_pages=up(self.k_pages), v_pages=up(self.v_pages)
@@ -83,7 +83,7 @@ def paged_call(
     ``tokens`` and ``num_pages`` fix T and P: calls of different content then share a compilation.
     Pages nobody owns, the end of each last page, pages wholly before a row's window and padding
     queries are NaN; table entries a row does not need name arbitrary pages. ``shared`` makes every
-    row begin with the same pages where two rows are long enough.
+    row begin with the same pages where two rows are long enough. Of pages of int8 scales are NaN.
     """
     rng = np.random.default_rng(seed)
     page_dtype = page_dtype or dtype
@@ -116,7 +116,15 @@ def paged_call(
     tokens = tokens or max(int(starts[-1]) + padding, 1)
     q = rng.normal(size=(tokens, heads, head_dim))
     q[starts[-1] :] = np.nan
-    scaled = jnp.asarray(rng.uniform(0.5, 2.0, (2, kv_heads)), jnp.float32)
+    factors = rng.uniform(0.5, 2.0, (2, kv_heads))
+    if page_dtype == jnp.int8:
+        factors = np.stack([np.abs(x).max(axis=-1) / 127 for x in (k, v)])
+        k, v = (
+            np.nan_to_num(x / factor[..., None]).round()
+            for x, factor in zip((k, v), factors, strict=True)
+        )
+    scaled = jnp.asarray(factors, jnp.float32)
+    scales = scales or page_dtype == jnp.int8
     return PagedCall(
         q=jnp.asarray(q, dtype),
         k_pages=jnp.asarray(k, page_dtype),

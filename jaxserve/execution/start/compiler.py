@@ -175,7 +175,7 @@ class Compiler:
         shapes = jax.eval_shape(self.state_maker(num_pages))
         if self._mesh is None:
             return shapes
-        return placed_shapes(self._mesh, shapes, state_specs(len(shapes.kv)))
+        return placed_shapes(self._mesh, shapes, state_specs(len(shapes.kv), self.kv_dtype))
 
     def sampler_shapes(self) -> SamplerState:
         """Return the shapes of what the sampler keeps on the device."""
@@ -208,7 +208,7 @@ class Compiler:
         run, arguments = self.step_call(bucket, num_pages)
         places: Any = (WHOLE, WHOLE, SECOND, WHOLE, PARTS)
         output = StepOutput(*places)
-        results = state_specs(self.model_config.num_hidden_layers), output
+        results = state_specs(self.model_config.num_hidden_layers, self.kv_dtype), output
         return self._lower(run, *arguments, donate=1, results=results)
 
     def _lower(
