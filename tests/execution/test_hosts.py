@@ -5,6 +5,7 @@ import json
 import os
 import queue
 import re
+import shutil
 import signal
 import socket
 import struct
@@ -19,12 +20,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve.config import EngineConfig
+from jaxserve.commands.cli import make_parser
+from jaxserve.commands.options import CommandError
+from jaxserve.config import EngineConfig, bundled_model
+from jaxserve.engine.loading import load
+from jaxserve.engine.source import find_source
 from jaxserve.errors import DeviceError, InvalidRequest
 from jaxserve.execution.hosts.channel import CLOSE, NONCE_BYTES, PROTOCOL, Channel, ChannelError
 from jaxserve.execution.hosts.group import HELLO, Follower, Leader
 from jaxserve.execution.hosts.replay import _arrays
 from jaxserve.hosts import HostsConfig
+from jaxserve.weights.converted import CARD
 from tests.execution.over_hosts import free_ports
 from tests.support.kept_programs import users_environment
 from tests.support.live_server import Server
@@ -289,6 +295,38 @@ def test_what_several_hosts_cannot_have_is_refused_by_name(
         EngineConfig(**(good | fields))
 
 
+def test_a_converted_folder_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    shutil.copy(bundled_model() / "config.json", tmp_path)
+    (tmp_path / CARD).write_text("{}")
+    config = EngineConfig(tmp_path, nnodes=2, tensor_parallel_size=2, nodes_secret="file")
+    with pytest.raises(InvalidRequest, match=r"was converted.*allowed: what it was made of"):
+        find_source(config)
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        ("--headless", "node_rank is 0, and headless true"),
+        ("--nnodes 2 -tp 2 --nodes-secret x --node-rank 1", "node_rank is 1, and headless false"),
+        (
+            "--nnodes 2 -tp 2 --nodes-secret x --data-parallel-size 2 --data-parallel-backend ray",
+            "replicas of several hosts",
+        ),
+        ("a=. b=. --nnodes 2 -tp 2 --nodes-secret x", "several hosts serve one model"),
+    ],
+)
+def test_a_command_line_of_hosts_that_contradicts_itself_is_refused(words: str, match: str) -> None:
+    arguments = make_parser().parse_args(["serve", *words.split()])
+    with pytest.raises(CommandError, match=match):
+        arguments.run(arguments)
+
+
+def test_a_follower_is_not_loaded_as_an_engine() -> None:
+    config = EngineConfig(nnodes=2, node_rank=1, tensor_parallel_size=2, nodes_secret="file")
+    with pytest.raises(InvalidRequest, match="jaxserve serve --headless"):
+        load(config)
+
+
 def test_two_hosts_of_two_devices_draw_what_the_oracle_does() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.execution.over_hosts", "--devices", "2"],
@@ -303,21 +341,18 @@ def test_two_hosts_of_two_devices_draw_what_the_oracle_does() -> None:
     assert found["requests"] > 20 and found["follower"] == 0
 
 
+SIZES = (
+    "--nnodes 2 --tensor-parallel-size 2 --max-num-seqs 4 --max-num-batched-tokens 32 "
+    "--decode-sizes 4 --token-sizes 32 --num-gpu-blocks-override 80 --max-model-len 1024"
+).split()
+
+
 @pytest.fixture(scope="module")
 def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     secret = tmp_path_factory.mktemp("hosts") / "secret"
     secret.write_bytes(os.urandom(32))
     secret.chmod(0o600)
-    sizes = "--max-num-seqs 4 --decode-sizes 4 --token-sizes 32 --max-num-batched-tokens 32"
-    return [
-        *"--nnodes 2 --tensor-parallel-size 2 --nodes-secret".split(),
-        *(
-            str(secret),
-            *sizes.split(),
-            *"--num-gpu-blocks-override 80 --max-model-len 1024".split(),
-        ),
-        *("--master-port", str(free_ports())),
-    ]
+    return [*SIZES, "--nodes-secret", str(secret), "--master-port", str(free_ports())]
 
 
 class Hosts:
