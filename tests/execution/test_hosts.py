@@ -187,8 +187,13 @@ def test_a_leader_refuses_all_but_its_followers(caplog: pytest.LogCaptureFixture
     def lead() -> None:
         made[0] = Leader(hosts(0, port), SECRET, ends.put)
 
+    refused: queue.SimpleQueue[int] = queue.SimpleQueue()
+
     def join(rank: int) -> None:
-        made[rank] = Follower(hosts(rank, port), SECRET, ends.put)
+        try:
+            made[rank] = Follower(hosts(rank, port), SECRET, ends.put)
+        except DeviceError:
+            refused.put(rank)
 
     threads = [threading.Thread(target=lead)]
     threads[0].start()
@@ -202,12 +207,12 @@ def test_a_leader_refuses_all_but_its_followers(caplog: pytest.LogCaptureFixture
                 while raw.recv(1 << 10):
                     pass
     ends.get(timeout=30)  # of the refused follower: it ends itself
-    threads += [threading.Thread(target=join, args=(rank,)) for rank in (1, 2)]
+    threads += [threading.Thread(target=join, args=(rank,)) for rank in (1, 1, 2)]
     threads[1].start()
-    while "node_rank is 1" not in caplog.text:  # whoever comes second
-        with pytest.raises(DeviceError):
-            Follower(hosts(1, port), SECRET, ends.put)
     threads[2].start()
+    assert refused.get(timeout=60) == 1  # whoever comes second
+    assert "node_rank is 1; allowed: one from 1 to 2 that has not joined" in caplog.text
+    threads[3].start()
     for thread in threads:
         thread.join(60)
     with pytest.raises(ConnectionRefusedError):  # nobody else can come
