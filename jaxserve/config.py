@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from jaxserve.checks import exact_int, finite_float, within
+from jaxserve.hosts import HostsConfig
 from jaxserve.kv_events import KVEventsConfig, events_config
 from jaxserve.machine import (
     VisibleCard,
@@ -50,7 +51,7 @@ _OWN_VARIABLE = re.compile(
 
 
 @dataclass(frozen=True)
-class EngineConfig:
+class EngineConfig(HostsConfig):
     """An engine's settings; names and defaults follow vLLM's `EngineArgs`.
 
     None means "chosen for the device and the model found"; `resolve` fills it in.
@@ -207,16 +208,15 @@ class EngineConfig:
         object.__setattr__(self, "kv_events_config", events_config(self.kv_events_config))
         if self.language_model_only is not True:
             raise ValueError("language_model_only must be true: only text is served")
-        if self.max_num_seqs and self.max_num_batched_tokens:
-            self._check_budget()
+        self.check_hosts(self)
+        self._check_budget()
 
     def _check_budget(self) -> None:
-        assert self.max_num_seqs is not None and self.max_num_batched_tokens is not None
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
-                f"max_num_seqs ({self.max_num_seqs}): every running sequence gets a token a step"
-            )
+        seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
+        if seqs and tokens and tokens < seqs:
+            why = "every running sequence gets a token a step"
+            least = f"max_num_batched_tokens ({tokens}) must be at least max_num_seqs ({seqs})"
+            raise ValueError(f"{least}: {why}")
 
     def resolve(
         self, platform: str, model_max_len: int, sizes: tuple[int, int] | None = None

@@ -45,11 +45,12 @@ from jaxserve.engine.loading import Loaded
 from jaxserve.engine.request_factory import Limits, bad_words_token_ids
 from jaxserve.engine.text.grammars import grammar_source
 from jaxserve.errors import InvalidRequest
+from jaxserve.execution.hosts.group import Group
 from jaxserve.execution.mesh import make_mesh
-from jaxserve.execution.start.warm_up import start_runner
-from jaxserve.models import parse_model_config
+from jaxserve.execution.start.warm_up import WarmUp
+from jaxserve.models import ModelConfig, parse_model_config
 from jaxserve.models.shards import ONE_DEVICE, Split
-from jaxserve.request import Request, SamplingParams
+from jaxserve.request import MAX_LOGPROBS, Request, SamplingParams
 from jaxserve.scheduling.logprobs import TokenLogprobs
 from jaxserve.structured import StructuredOutputsParams
 from jaxserve.weights import random_weights
@@ -163,6 +164,7 @@ class Bench:
         kv_cache_dtype: of the caches.
         dtype: of the engines; only in float64 there is an oracle.
         split: devices that the engines are divided over.
+        group: of hosts that they lie on; there no host has all logits, and none scores them.
     """
 
     def __init__(
@@ -172,15 +174,15 @@ class Bench:
         kv_cache_dtype: Literal["auto", "fp8", "int8_per_token_head"] = "auto",
         dtype: Literal["float64", "float32", "bfloat16"] = "float64",
         split: Split = ONE_DEVICE,
+        group: Group | None = None,
     ) -> None:
+        self.scores_on_host = group is None
         model_config = parse_model_config(dict(fields))
         model = random_weights(model_config, jnp.dtype(dtype), seed=3)
         self.oracle = Oracle(model_config, model, kv_cache_dtype) if dtype == "float64" else None
         use_panels(model)
         if split.devices > 1:
-            model_config = replace(model_config, split=split)
-            placed = {"panels": True, "mesh": make_mesh(split.devices)}
-            model = random_weights(model_config, jnp.dtype(dtype), 3, **placed)
+            model_config, model = divided_model(fields, split, dtype)
         self._answers: dict[object, Answer] = {}
         self._alone: dict[object, list[Got]] = {}
         self.loaded: dict[int, Loaded] = {}
@@ -189,25 +191,18 @@ class Bench:
             self.tokenizer.backend.to_str(), n_vocab=VOCAB, eos_token=[END]
         )
         for page in page_sizes:
-            config = EngineConfig(
+            most = -1 if group is None else MAX_LOGPROBS
+            config = small_config(
+                model_config,
                 dtype=dtype,
                 kv_cache_dtype=kv_cache_dtype,
                 block_size=page,
-                max_model_len=MAX_LEN,
-                max_num_seqs=SLOTS,
-                max_num_batched_tokens=64,
-                decode_sizes=(2, SLOTS),
-                token_sizes=(8, 64),
-                num_gpu_blocks_override=DEVICE_PAGES,
-                check_invariants=True,
-                num_scheduler_steps=MOST_STEPS,
-                max_logprobs=-1,
-                tensor_parallel_size=split.devices,
-                enable_expert_parallel=split.expert_parallel,
-            ).resolve("cpu", model_config.max_position_embeddings)
-            runner = start_runner(config, model_config, model)
-            limits = Limits(VOCAB, MAX_LEN, (END,), seed=0, max_logprobs=-1)
-            self.loaded[page] = Loaded(config, runner, self.tokenizer, limits, SamplingParams())
+                max_logprobs=most,
+            )
+            runner = WarmUp(config, model_config, model, group=group).run()
+            limits = Limits(VOCAB, MAX_LEN, (END,), seed=0, max_logprobs=most)
+            made = (config, runner, self.tokenizer, limits, SamplingParams())
+            self.loaded[page] = Loaded(*made, group=group)
 
     def answer(self, ask: Ask, index: int, mode: LogprobsMode) -> Answer | Got:
         """What one completion of a request alone gets."""
@@ -270,6 +265,40 @@ class Bench:
         return form
 
 
+def divided_model(fields: Mapping[str, Any], split: Split, dtype: str) -> tuple[ModelConfig, Any]:
+    """The model of a bench over several devices."""
+    model_config = replace(parse_model_config(dict(fields)), split=split)
+    placed: Any = {"panels": True, "mesh": make_mesh(split.devices)}
+    return model_config, random_weights(model_config, jnp.dtype(dtype), 3, **placed)
+
+
+def small_config(model_config: ModelConfig, **fields: Any) -> EngineConfig:
+    """The settings of a bench's engine."""
+    return EngineConfig(
+        max_model_len=MAX_LEN,
+        max_num_seqs=SLOTS,
+        max_num_batched_tokens=64,
+        decode_sizes=(2, SLOTS),
+        token_sizes=(8, 64),
+        num_gpu_blocks_override=DEVICE_PAGES,
+        check_invariants=True,
+        num_scheduler_steps=MOST_STEPS,
+        tensor_parallel_size=model_config.split.devices,
+        enable_expert_parallel=model_config.split.expert_parallel,
+        **fields,
+    ).resolve("cpu", model_config.max_position_embeddings)
+
+
+def scored_on_device(ask: Ask) -> Ask:
+    """A request whose log-probabilities are those that a program computes."""
+    most = {
+        name: min(MAX_LOGPROBS, VOCAB) if getattr(ask.sampling, name) == -1 else value
+        for name in ("logprobs", "prompt_logprobs")
+        if (value := getattr(ask.sampling, name)) is not None
+    }
+    return replace(ask, sampling=replace(ask.sampling, logprob_token_ids=None, **most))
+
+
 def run_schedule(bench: Bench, seed: int) -> Counter[str]:
     """One random schedule, compared with the oracle; returns what happened in it.
 
@@ -291,6 +320,8 @@ def run_schedule(bench: Bench, seed: int) -> Counter[str]:
         num_scheduler_steps=rng.choice([1, 1, 2, 3, MOST_STEPS]),
         logprobs_mode=rng.choice(["raw_logprobs", *get_args(LogprobsMode)]),
     )
+    if not bench.scores_on_host:
+        config = replace(config, logprobs_mode="raw_logprobs")
     engine = Engine(replace(loaded, config=config))
     # Fewer pages than the device has: the host's pool is what runs out.
     pages = 1 + one_sequence + rng.choice([0, one_sequence // 4, 2 * one_sequence, 200])
@@ -303,6 +334,8 @@ def run_schedule(bench: Bench, seed: int) -> Counter[str]:
         longest_prompt=LONGEST_PROMPT,
         longest_output=LONGEST_OUTPUT,
     )
+    if not bench.scores_on_host:
+        asks = list(map(scored_on_device, asks))
     got = drive(engine, asks)
     stats = engine.stats()
     assert stats.pages_in_use == 0 and stats.num_compiles == 0, stats

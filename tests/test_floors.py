@@ -27,6 +27,7 @@ FLOORS = {
     "jaxserve.config": 1,
     "jaxserve.model_name": 1,
     "jaxserve.overrides": 1,
+    "jaxserve.hosts": 1,
     "jaxserve.kv_events": 1,
     "jaxserve.machine": 1,
     "jaxserve.unserved": 1,
@@ -45,7 +46,7 @@ FLOORS = {
 BASE = (
     *("jaxserve.errors", "jaxserve.structured", "jaxserve.request", "jaxserve.outputs"),
     *("jaxserve.config", "jaxserve.machine", "jaxserve.unserved", "jaxserve"),
-    *("jaxserve.model_name", "jaxserve.overrides", "jaxserve.kv_events"),
+    *("jaxserve.model_name", "jaxserve.overrides", "jaxserve.kv_events", "jaxserve.hosts"),
     *("jaxserve.checks", "jaxserve.beams"),
 )
 # All that crosses from the host half to the device half.
@@ -94,6 +95,7 @@ ONLY = {
     "jaxserve.machine": set(),
     "jaxserve.unserved": set(),
     "jaxserve.kv_events": set(),
+    "jaxserve.hosts": set(),
 }
 FORBIDDEN_ENDINGS = ("Manager", "Handler", "Helper", "Mixin")
 MOST_LINES = {"jaxserve": 400, "pallas_kernels": 600}

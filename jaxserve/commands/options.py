@@ -40,11 +40,14 @@ class CommandError(Exception):
 
 def field_help(cls: type) -> dict[str, str]:
     """Return each field's text in the Args section of a dataclass's docstring."""
-    # From 3.13 on Python itself leaves out the indentation that all lines share.
-    text = inspect.cleandoc(cls.__doc__ or "")
-    section = text.partition("Args:\n")[2].partition("\n\n")[0]
-    entries = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", section, re.MULTILINE)
-    return {name: " ".join(text.split()) for name, text in entries}
+    found: dict[str, str] = {}
+    for base in cls.__mro__:
+        # From 3.13 on Python itself leaves out the indentation that all lines share.
+        text = inspect.cleandoc(base.__doc__ or "")
+        section = text.partition("Args:\n")[2].partition("\n\n")[0]
+        entries = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", section, re.MULTILINE)
+        found |= {name: " ".join(text.split()) for name, text in entries}
+    return found
 
 
 def _integer(text: str) -> int:

@@ -20,7 +20,7 @@ from jaxserve.commands.options import (
     given,
 )
 from jaxserve.commands.vllm_flags import SERVER
-from jaxserve.config import prepare_process
+from jaxserve.config import EngineConfig, prepare_process
 from jaxserve.errors import InvalidRequest
 from jaxserve.fleet.options import FleetConfig, check_cluster, check_server
 from jaxserve.server.http.listener import bind, bind_path
@@ -97,6 +97,10 @@ def serve(arguments: argparse.Namespace) -> int:
         check_models(specs)
         check_certificates(config)
         importlib.import_module("jaxserve.server.served.chat_template").server_template(config)
+        _check_hosts(specs[0].config, config, fleet)
+        if config.headless:
+            module = importlib.import_module("jaxserve.commands.follow")
+            return module.follow(specs[0], arguments.verbose)
         if fleet.is_fleet:
             return _serve_fleet(specs, config, fleet)
         socket = bind(config.host, config.port) if config.uds is None else bind_path(config.uds)
@@ -105,6 +109,21 @@ def serve(arguments: argparse.Namespace) -> int:
             return module.serve(specs, config, listener, arguments.verbose)
     except (ValueError, OSError) as error:  # wrong settings, files or port
         raise CommandError(str(error)) from error
+
+
+def _check_hosts(engine: EngineConfig, config: ServerConfig, fleet: FleetConfig) -> None:
+    if config.headless != (engine.node_rank > 0):
+        raise InvalidRequest(
+            f"node_rank is {engine.node_rank}, and headless {str(config.headless).lower()}: of "
+            "several hosts (nnodes) all are headless but the one of node_rank 0",
+            "headless",
+        )
+    if engine.has_followers and fleet.is_fleet:
+        raise InvalidRequest(
+            "replicas of several hosts are not started together: give each its own nodes, and "
+            "leave data_parallel_size out",
+            "data_parallel_size",
+        )
 
 
 def _serve_fleet(specs: list[ModelSpec], config: ServerConfig, fleet: FleetConfig) -> int:

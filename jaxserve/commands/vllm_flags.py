@@ -50,7 +50,6 @@ _NOTHING = None  # any value passes: it sets what is not there to be set
 
 # Options of the server, each with the values that change nothing.
 SERVER: dict[str, Unserved] = {
-    "headless": Unserved((False,), _ONE_PROCESS),
     "api_server_count": Unserved((1,), _ONE_PROCESS),
     "data_parallel_supervisor_port": Unserved(_NOTHING, _ONE_PROCESS),
     "dp_supervisor_probe_interval_s": Unserved(_NOTHING, _ONE_PROCESS),

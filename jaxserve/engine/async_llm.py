@@ -287,6 +287,15 @@ class AsyncLLM:
         """Return whether requests in progress still advance."""
         return self._thread.is_alive()
 
+    def has_ended(self) -> bool:
+        """Return whether every request has had its last delta."""
+        return self._thread.has_ended()
+
+    @property
+    def loss(self) -> str | None:
+        """Why the engine has ended, where another of its hosts is lost; see `Engine.loss`."""
+        return self._thread.engine.loss
+
     def standstill(self) -> float:
         """Return seconds since a step was last submitted or read; 0 while there is no work."""
         return self._thread.standstill()

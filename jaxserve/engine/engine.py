@@ -21,7 +21,7 @@ from jaxserve.engine.request_factory import RequestFactory
 from jaxserve.engine.sharing import check_sharing, open_events, read_secret
 from jaxserve.engine.text.detokenizer import Detokenizer
 from jaxserve.engine.text.grammars import grammars_of
-from jaxserve.errors import InvalidRequest
+from jaxserve.errors import EngineDead, InvalidRequest
 from jaxserve.execution.runner import InFlight, OnProgress
 from jaxserve.request import MAX_LOGPROBS, FinishReason, Request
 from jaxserve.scheduling.logprobs import PromptLogprobs
@@ -181,6 +181,14 @@ class Engine:
         return self.scheduler.has_work or self._in_flight is not None
 
     @property
+    def loss(self) -> str | None:
+        """Why nothing more is served, since another host is lost; None until then.
+
+        The engine's thread may never return from a step that waits for that host.
+        """
+        return None if self.loaded.group is None else self.loaded.group.loss
+
+    @property
     def progress(self) -> tuple[int, int]:
         """Changes whenever the engine gets on: steps committed, and steps lost."""
         return self._num_steps, self._num_failed_steps
@@ -255,7 +263,12 @@ class Engine:
 
         Args:
             plans: of the steps that may be the cause.
+
+        Raises:
+            EngineDead: the engine lies on several hosts, whose states may differ now.
         """
+        if self.loaded.group is not None:
+            raise EngineDead(f"a step failed, on one of several hosts: {error}") from error
         _log.error("a step failed and is computed again: %s", error, exc_info=error)
         self._num_failed_steps += 1
         self._in_flight = None
@@ -300,4 +313,8 @@ class Engine:
             self._events.close()
         if self.loaded.behind is not None:
             self.loaded.behind.close()
+        if self.loaded.group is not None and error is not None:
+            self.loaded.group.fail(error)
+        elif self.loaded.group is not None:
+            self.loaded.group.close()
         self.runner.close()

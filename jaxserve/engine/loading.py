@@ -14,7 +14,9 @@ import jax.numpy as jnp
 
 from jaxserve.config import EngineConfig, user_cache_dir
 from jaxserve.engine.context_length import held_tokens, settle_cache
+from jaxserve.engine.host_settings import settled
 from jaxserve.engine.request_factory import Limits
+from jaxserve.engine.sharing import read_secret
 from jaxserve.engine.source import Source, find_source
 from jaxserve.engine.text.tokenizer import Tokenizer, default_sampling, recommends_sampling
 from jaxserve.engine.weight_forms import (
@@ -25,6 +27,8 @@ from jaxserve.engine.weight_forms import (
     report_narrow,
 )
 from jaxserve.errors import CheckpointError, InvalidRequest
+from jaxserve.execution.hosts.group import Group
+from jaxserve.execution.hosts.join import open_group
 from jaxserve.execution.mesh import make_mesh
 from jaxserve.execution.runner import OnProgress, Runner
 from jaxserve.execution.start.behind import ProgramsBehind
@@ -33,8 +37,9 @@ from jaxserve.execution.start.device import DeviceMemory, open_device, this_devi
 from jaxserve.execution.start.memory_plan import MemoryPlan, plan_memory
 from jaxserve.execution.start.memory_return import return_memory
 from jaxserve.execution.start.refusal import refusal
+from jaxserve.execution.start.report import StartReport
 from jaxserve.execution.start.timeline import Timeline
-from jaxserve.execution.start.warm_up import StartReport, WarmUp
+from jaxserve.execution.start.warm_up import WarmUp
 from jaxserve.models import Decoder, ModelConfig
 from jaxserve.request import MAX_STOP_TOKEN_IDS, SamplingParams
 from jaxserve.scheduling.slot_table import SlotTable
@@ -58,6 +63,7 @@ class Loaded:
         recommends_sampling: whether it says how tokens are drawn.
         start: how the start went, if it was `load` that made this.
         behind: what still compiles, if anything does; the engine closes it.
+        group: of the hosts that the engine lies on, if there are several; the engine closes it.
     """
 
     config: EngineConfig
@@ -69,6 +75,7 @@ class Loaded:
     recommends_sampling: bool = False
     start: StartReport | None = None
     behind: ProgramsBehind | None = None
+    group: Group | None = None
 
     def slot_table(self) -> SlotTable:
         """Make an empty slot table for the configuration and the model's window."""
@@ -89,31 +96,85 @@ def load(
 
     Raises:
         CheckpointError, UnsupportedModel: what the folder holds cannot be served.
-        DeviceError: JAX cannot start its device.
+        DeviceError: JAX cannot start its device, or another host is missing.
         ValueError: settings that contradict the model or each other.
+    """
+    if config.node_rank:
+        raise InvalidRequest(
+            f"node_rank is {config.node_rank}: this host follows, and serves nothing itself; "
+            "allowed: 0, or jaxserve serve --headless",
+            "node_rank",
+        )
+    begun = begin(config, on_progress, root)
+    config, start, source = begun.config, begun.warm_up, begun.source
+    sampling = default_sampling(source.generation_config, str(source.path))
+    ends = _eos_token_ids(begun.model_config, source.generation_config, begun.tokenizer)
+    capacity = _capacity(config, begun.model_config, start.num_pages)
+    with start.timeline.span("programs"):
+        runner = start.run(on_progress)
+    start.timeline.mark("ready")
+    _log.info("%s", start.report)
+    limits = Limits(
+        *(begun.model_config.vocab_size, capacity, ends, config.seed, runner.most_steps),
+        # Of several hosts each has some of the logits' columns.
+        *(config.max_logprobs, runner.keeps_logits and begun.group is None),
+    )
+    longest = source.generation_config.get("max_new_tokens")
+    behind = start.behind(runner)
+    start.timeline.write()
+    if begun.group is not None:
+        begun.group.serve()
+    made = (config, runner, begun.tokenizer, limits, sampling, longest)
+    recommends = recommends_sampling(source.generation_config)
+    return Loaded(*made, recommends, start.report, behind, begun.group)
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A start whose weights are placed, before its programs are there.
+
+    Attributes:
+        config: resolved.
+        group: see `Loaded`.
+    """
+
+    config: EngineConfig
+    source: Source
+    model_config: ModelConfig
+    tokenizer: Tokenizer | None
+    warm_up: WarmUp
+    group: Group | None
+
+
+def begin(config: EngineConfig, on_progress: OnProgress | None, root: Path) -> Begun:
+    """Read the checkpoint and place the weights, once all hosts of the engine are there.
+
+    Args and errors are those of `load`.
     """
     profile = config.profile_start
     timeline = Timeline(None if profile is None else Path(profile))
     timeline.begin()
     with timeline.span("read the configuration"):
         source = find_source(config, on_progress)
+    group = open_group(config, read_secret(config.nodes_secret, "nodes_secret"))
     with timeline.span("start the device"):
         device, planned = _start_device(config, source, root)
     dtype = jnp.dtype(planned.dtype)
     programs = _programs_folder(config)
     config = _planned_config(config, source, device, planned)
+    if group is not None:
+        config = settled(group, config, source.model_config, dtype)
     assert config.max_model_len is not None
     model_config = source.model_config.for_length(config.max_model_len)
     tokenizer = None
     if not config.skip_tokenizer_init:
         with timeline.span("read the tokenizer"):
             tokenizer = source.tokenizer(config, on_progress)
-    sampling = default_sampling(source.generation_config, str(source.path))
-    ends = _eos_token_ids(model_config, source.generation_config, tokenizer)
 
     def plan(model: Decoder) -> WarmUp:
         with timeline.span("plan the cache and the programs"):
-            return WarmUp(config, model_config, model, cache=programs, timeline=timeline)
+            made: Any = {"cache": programs, "timeline": timeline, "group": group}
+            return WarmUp(config, model_config, model, **made)
 
     def read() -> Decoder:
         with timeline.span("read and place the weights"):
@@ -123,20 +184,7 @@ def load(
     start = _warm_up(_expected(config, source, model_config, dtype, device), plan, read)
     return_memory()  # of what reading took: programs and the cache take its place
     start.report.stages["weights"] = time.perf_counter() - started
-    capacity = _capacity(config, model_config, start.num_pages)
-    with timeline.span("programs"):
-        runner = start.run(on_progress)
-    timeline.mark("ready")
-    _log.info("%s", start.report)
-    limits = Limits(
-        *(model_config.vocab_size, capacity, ends, config.seed, runner.most_steps),
-        *(config.max_logprobs, runner.keeps_logits),
-    )
-    longest = source.generation_config.get("max_new_tokens")
-    behind = start.behind(runner)
-    timeline.write()
-    made = (config, runner, tokenizer, limits, sampling, longest)
-    return Loaded(*made, recommends_sampling(source.generation_config), start.report, behind)
+    return Begun(config, source, model_config, tokenizer, start, group)
 
 
 def _programs_folder(config: EngineConfig) -> Path | None:
@@ -205,7 +253,7 @@ def _start_device(
         InvalidRequest, UnsupportedModel: the device cannot hold or compute the model.
         DeviceError: see `open_device`.
     """
-    memory = this_device(root, config.tensor_parallel_size)
+    memory = this_device(root, config.tensor_parallel_size // config.nnodes)
     reason = device_limit(config.attention_backend, memory.limits)
     if reason is not None:
         raise InvalidRequest(f"attention_backend: {reason}", "attention_backend")

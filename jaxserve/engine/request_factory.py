@@ -238,7 +238,7 @@ def check_logprobs(sampling: SamplingParams, limits: Limits) -> None:
     if sampling.logprob_token_ids and not limits.keeps_logits:
         raise InvalidRequest(
             f"{name} needs logits that this engine's programs do not keep: start it with "
-            "max_logprobs above 20, or -1",
+            "max_logprobs above 20, or -1, on one host",
             name,
         )
 

@@ -1,4 +1,4 @@
-"""Secret of page keys and events of the prefix cache, which an engine shares with its fleet."""
+"""Secrets that engines share with others, and events of the prefix cache for a fleet."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ _FIELD = "prefix_caching_secret"
 _OPEN_BITS = 0o027
 
 
-def read_secret(path: str | Path | None) -> bytes | None:
+def read_secret(path: str | Path | None, name: str = _FIELD) -> bytes | None:
     """Return what the file of a shared secret holds, unchanged; None where none is named.
+
+    Args:
+        name: of the setting, for errors.
 
     Raises:
         InvalidRequest: the file is missing, too short, too long, no file, or open to others.
@@ -36,16 +39,16 @@ def read_secret(path: str | Path | None) -> bytes | None:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise InvalidRequest(f"{_FIELD}: {path} cannot be read ({reason})", _FIELD) from None
+        raise InvalidRequest(f"{name}: {path} cannot be read ({reason})", name) from None
     try:
         mode = os.fstat(descriptor).st_mode
         if not stat.S_ISREG(mode):
-            raise InvalidRequest(f"{_FIELD}: {path} is not a file", _FIELD)
+            raise InvalidRequest(f"{name}: {path} is not a file", name)
         if mode & _OPEN_BITS:
             raise InvalidRequest(
-                f"{_FIELD}: {path} is open to others (mode {stat.S_IMODE(mode):04o}); it must be "
+                f"{name}: {path} is open to others (mode {stat.S_IMODE(mode):04o}); it must be "
                 "the owner's alone, or its group's to read: chmod 600",
-                _FIELD,
+                name,
             )
         secret = os.read(descriptor, _MOST_BYTES + 1)
     finally:
@@ -53,9 +56,9 @@ def read_secret(path: str | Path | None) -> bytes | None:
     if not SECRET_BYTES <= len(secret) <= _MOST_BYTES:
         size = f"{len(secret)} bytes" if len(secret) <= _MOST_BYTES else "more"
         raise InvalidRequest(
-            f"{_FIELD}: {path} must hold from {SECRET_BYTES} to {_MOST_BYTES} random bytes, and "
+            f"{name}: {path} must hold from {SECRET_BYTES} to {_MOST_BYTES} random bytes, and "
             f"holds {size}; `openssl rand -hex 32` makes some",
-            _FIELD,
+            name,
         )
     return secret
 
@@ -105,5 +108,6 @@ def check_sharing(config: EngineConfig) -> None:
         InvalidRequest: see `read_secret` and `open_events`.
     """
     read_secret(config.prefix_caching_secret)
+    read_secret(config.nodes_secret, "nodes_secret")
     if (events := open_events(config)) is not None:
         events.close()

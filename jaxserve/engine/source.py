@@ -11,7 +11,7 @@ from typing import Any
 from jaxserve.config import EngineConfig, bundled_model
 from jaxserve.engine.text.gguf_ends import gguf_ends
 from jaxserve.engine.text.tokenizer import Tokenizer, read_generation_config
-from jaxserve.errors import CheckpointError, UnsupportedModel
+from jaxserve.errors import CheckpointError, InvalidRequest, UnsupportedModel
 from jaxserve.execution.mesh import Mesh
 from jaxserve.execution.runner import OnProgress
 from jaxserve.model_name import NO_MODEL, kind_of_model
@@ -161,6 +161,12 @@ def find_source(
     model_config = _divided(parse_model_config(fields, where), config)
     generation = _generation_config(config, path, None)
     if is_converted(path):
+        if config.has_followers:
+            raise InvalidRequest(
+                f"model: {path} was converted, and such a folder is not read by several hosts "
+                "(nnodes); allowed: what it was made of",
+                "model",
+            )
         return Source(path, fields, model_config, generation, open_converted(path))
     if not config_only and config.load_format != "dummy":
         tied = _ties(path, fields, model_config)

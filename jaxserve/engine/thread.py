@@ -77,6 +77,8 @@ class EngineThread:
             )
         if self._dead is not None:
             raise EngineDead(f"the engine ended on an error: {self._dead}") from self._dead
+        if self.engine.loss is not None:
+            raise EngineDead(f"the engine ended: {self.engine.loss}")
         if self._closing:
             raise EngineClosed("the engine is closed")
 
@@ -125,7 +127,8 @@ class EngineThread:
 
     def is_alive(self) -> bool:
         """Return whether requests in progress still advance."""
-        return self._thread.is_alive() and os.getpid() == self._process and not self._closing
+        is_open = os.getpid() == self._process and not self._closing
+        return self._thread.is_alive() and is_open and self.engine.loss is None
 
     def has_ended(self) -> bool:
         """Return whether nothing more will come: every request has had its last delta by now."""

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.errors import InvalidRequest
-from jaxserve.execution.typed_jax import devices as all_devices
+from jaxserve.execution.typed_jax import HostDevice, all_devices
 from jaxserve.models.shards import AXIS
 
 WHOLE, PARTS = PartitionSpec(), PartitionSpec(AXIS)
@@ -27,22 +27,35 @@ SECOND = PartitionSpec(None, AXIS)
 
 
 def make_mesh(devices: int) -> Mesh | None:
-    """Return the mesh of JAX's first devices; None for one device.
+    """Return the mesh of JAX's first devices, in the order of their hosts; None for one device.
 
     Raises:
         InvalidRequest: there are fewer.
     """
     if devices == 1:
         return None
-    visible = all_devices()
-    if len(visible) < devices:
-        message = too_few(devices, len(visible), visible[0].platform)
-        raise InvalidRequest(message, "tensor_parallel_size")
-    return Mesh(np.array(visible[:devices]), (AXIS,), axis_types=(AxisType.Auto,))
+    return Mesh(np.array(mesh_devices(devices)), (AXIS,), axis_types=(AxisType.Auto,))
+
+
+def mesh_devices(count: int) -> list[HostDevice]:
+    """Return JAX's first devices, as many of each host's as of any other's.
+
+    Raises:
+        InvalidRequest: there are fewer.
+    """
+    hosts = jax.process_count()
+    found: list[HostDevice] = []
+    for host in range(hosts):
+        visible = [device for device in all_devices() if device.process_index == host]
+        if len(visible) * hosts < count:
+            message = too_few(count // hosts, len(visible), visible[0].platform)
+            raise InvalidRequest(message, "tensor_parallel_size")
+        found += visible[: count // hosts]
+    return found
 
 
 def too_few(devices: int, visible: int, platform: str) -> str:
-    """Say that there are fewer devices than `tensor_parallel_size`, and what to do."""
+    """Say that a host has fewer devices than its `tensor_parallel_size`, and what to do."""
     cure = "CUDA_VISIBLE_DEVICES names those that a process sees"
     if platform == "cpu":
         cure = (

@@ -58,6 +58,17 @@ cond: Cond = lax.cond
 fori_loop: ForiLoop = lax.fori_loop
 
 
-def devices() -> list[Device]:
-    """Return the devices of JAX's default backend."""
+class HostDevice(Device, Protocol):
+    """A device of any of an engine's hosts."""
+
+    process_index: int
+
+
+def all_devices() -> list[HostDevice]:
+    """Return the devices of JAX's default backend on all hosts."""
     return jax.devices()
+
+
+def devices() -> list[Device]:
+    """Return the devices of JAX's default backend that this process has."""
+    return jax.local_devices()

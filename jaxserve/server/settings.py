@@ -45,6 +45,7 @@ class ServerConfig:
     """A server's settings; names follow vLLM's where it has them. Times are in seconds.
 
     Args:
+        headless: hold a part of the engine of another host, which serves; for node_rank above 0.
         host: address to listen on. Any other than loopback needs an api_key, or insecure.
         port: to listen on; 0 takes a free one.
         served_model_name: names that requests may call the model by, like a b; the first is what
@@ -131,6 +132,7 @@ class ServerConfig:
         InvalidRequest: (a ValueError) on construction, naming the field.
     """
 
+    headless: bool = False
     host: str = "127.0.0.1"
     port: int = 8000
     served_model_name: tuple[str, ...] | list[str] | None = field(

@@ -27,17 +27,19 @@ def placed_parts(mesh: Mesh, parts: Sequence[Part], form: Callable[[int], Any]) 
         mesh: of one axis.
         parts: of the parameter, one a device.
         form: returns the form of a device's part, by the number of the device; its arrays must be
-            placed on JAX's default device.
+            placed on JAX's default device. Called for this host's devices alone.
     """
     forms: list[Any] = []
     for index, device in enumerate(mesh.devices.flat):
+        if device.process_index != jax.process_index():
+            continue
         with jax.default_device(device):
             forms.append(form(index))
     return joined(mesh, forms, is_whole=all(part.is_whole for part in parts))
 
 
 def joined(mesh: Mesh, forms: Sequence[Any], is_whole: bool = False) -> Any:
-    """Join the forms of a parameter that lie on the devices of a mesh, in their order.
+    """Join the forms of a parameter that lie on a host's devices of a mesh, in their order.
 
     Args:
         is_whole: every device has the whole parameter.
@@ -49,11 +51,11 @@ def joined(mesh: Mesh, forms: Sequence[Any], is_whole: bool = False) -> Any:
     def join(*leaves: Array) -> Array:
         shape, spec = leaves[0].shape, PartitionSpec()
         if not is_whole:
-            shape, spec = (len(leaves) * shape[0], *shape[1:]), PartitionSpec(AXIS)
+            shape, spec = (mesh.size * shape[0], *shape[1:]), PartitionSpec(AXIS)
         sharding = NamedSharding(mesh, spec)
         placed = [
             jax.device_put(leaf, device)
-            for leaf, device in zip(leaves, mesh.devices.flat, strict=True)
+            for leaf, device in zip(leaves, mesh.local_devices, strict=True)
         ]
         return jax.make_array_from_single_device_arrays(shape, sharding, placed)
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
 from jaxserve.commands.cli import make_parser
+from jaxserve.config import EngineConfig
 from jaxserve.engine.metric_values import GAUGES
 from jaxserve.server.http.app import routes
 from jaxserve.server.http.guard import OPEN_PATHS
@@ -18,6 +21,8 @@ from tests.clients.conftest import Program
 DEPLOY = ROOT / "scripts" / "deploy"
 IMAGES = sorted(DEPLOY.glob("*.Dockerfile"))
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+# It holds an object that Kubernetes itself does not know.
+HOSTS = DEPLOY / "kubernetes" / "hosts.yaml"
 DEPLOYMENTS = ("cpu", "gpu")
 # What may differ between replicas on CPUs and those on GPUs.
 DIFFERENT = {"image", "args", "resources", "tolerations"}
@@ -44,10 +49,22 @@ def test_hadolint_finds_nothing_in_the_images(apart: Program) -> None:
     apart("hadolint", "--failure-threshold", "style", *map(str, IMAGES))
 
 
-def test_kubernetes_takes_the_manifests(apart: Program) -> None:
-    assert {path.stem for path in MANIFESTS} == {"cpu", "gpu", "service"}
-    run = apart("kubernetes-validate", "--strict", *map(str, MANIFESTS))
-    assert (run.stdout + run.stderr).count(" passed for resource ") == 6
+def test_kubernetes_takes_the_manifests(apart: Program, tmp_path: Path) -> None:
+    assert {path.stem for path in MANIFESTS} == {"cpu", "gpu", "hosts", "service"}
+    # Of the hosts' manifest the pods that its controller makes, and the rest.
+    controlled, *others = yaml.safe_load_all(HOSTS.read_text())
+    template = controlled["spec"]["leaderWorkerTemplate"]
+    pods = [
+        {"apiVersion": "v1", "kind": "Pod", **template[name]}
+        for name in ("leaderTemplate", "workerTemplate")
+    ]
+    for index, pod in enumerate(pods):
+        pod["metadata"]["name"] = f"pod-{index}"
+    made = tmp_path / "made.yaml"
+    made.write_text(yaml.safe_dump_all([*pods, *others]))
+    plain = [str(path) for path in MANIFESTS if path != HOSTS]
+    run = apart("kubernetes-validate", "--strict", *plain, str(made))
+    assert (run.stdout + run.stderr).count(" passed for resource ") == 9
 
 
 def test_the_images_differ_in_cuda_alone() -> None:
@@ -146,3 +163,75 @@ def test_what_replicas_share_selects_them_and_scales_by_metrics_that_exist() -> 
         name = metric["pods"]["metric"]["name"].removeprefix("vllm_")
         assert name in GAUGES
         assert f"vllm_{name}" in (DEPLOY / "README.md").read_text()
+
+
+# The fields of a LeaderWorkerSet, by its controller's API (v1).
+SET_FIELDS = {"replicas", "leaderWorkerTemplate", "rolloutStrategy", "startupPolicy"}
+TEMPLATE_FIELDS = {"leaderTemplate", "workerTemplate", "size", "restartPolicy"}
+OF_A_POD = {"LWS_LEADER_ADDRESS": "jaxserve-hosts-0.jaxserve-hosts", "LWS_GROUP_SIZE": "2"}
+
+
+def engine_of(words: list[str]) -> tuple[EngineConfig, bool]:
+    """Return an engine's settings of a command line, and whether it is a follower's."""
+    options = vars(make_parser().parse_args(words))
+    names = {name for name in EngineConfig.__dataclass_fields__ if name in options}
+    config = EngineConfig(**{name: options[name] for name in names})
+    return config, options.get("headless", False)
+
+
+def check_hosts(found: list[tuple[EngineConfig, bool]]) -> None:
+    """Two hosts of one engine, of which the first leads."""
+    assert [(config.node_rank, follows) for config, follows in found] == [(0, False), (1, True)]
+    for config, _ in found:
+        assert (config.nnodes, config.tensor_parallel_size) == (2, 8)
+        assert config.nodes_secret and config.master_addr != "127.0.0.1"
+
+
+def test_a_set_of_hosts_is_one_engine_whose_pods_end_together() -> None:
+    controlled, service = yaml.safe_load_all(HOSTS.read_text())
+    assert controlled["apiVersion"] == "leaderworkerset.x-k8s.io/v1"
+    spec = controlled["spec"]
+    template = spec["leaderWorkerTemplate"]
+    assert spec.keys() <= SET_FIELDS and template.keys() == TEMPLATE_FIELDS
+    assert template["restartPolicy"] == "RecreateGroupOnPodRestart" and template["size"] == 2
+    found = []
+    for index, name in enumerate(("leaderTemplate", "workerTemplate")):
+        pod = template[name]["spec"]
+        [container] = pod["containers"]
+        values = OF_A_POD | {"LWS_WORKER_INDEX": str(index)}
+        values |= {"POD_IP": "10.0.0.7"} if index == 0 else {}
+        words = "\n".join(container["args"])
+        for variable, value in values.items():
+            words = words.replace(f"$({variable})", value)
+        assert "$(" not in words  # what the controller does not set
+        found.append(engine_of(words.split("\n")))
+        gpus = container["resources"]["limits"]["nvidia.com/gpu"]
+        assert gpus * template["size"] == found[-1][0].tensor_parallel_size
+        secret = next(v["secret"] for v in pod["volumes"] if v["name"] == "secret")
+        assert secret["defaultMode"] & 0o027 == 0  # see sharing.py
+    check_hosts(found)
+    labels = template["leaderTemplate"]["metadata"]["labels"]
+    assert service["spec"]["selector"] == labels
+    assert labels != template["workerTemplate"]["metadata"]["labels"]
+
+
+def test_the_line_for_slurm_starts_two_hosts(tmp_path: Path) -> None:
+    text = (DEPLOY / "README.md").read_text()
+    found_line = re.search(r"^srun (.*?sh -c '.*?')$", text, re.MULTILINE | re.DOTALL)
+    assert found_line is not None
+    inner = found_line[1].partition("sh -c ")[2]
+    program = tmp_path / "jaxserve"
+    program.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    program.chmod(0o755)
+    found = []
+    for rank in ("0", "1"):
+        node = {"SLURM_NNODES": "2", "SLURM_NODEID": rank, "HEAD": "node1", "HOME": str(tmp_path)}
+        run = subprocess.run(
+            ["sh", "-c", f"sh -c {inner}"],
+            env=node | {"PATH": f"{tmp_path}:/usr/bin:/bin"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        found.append(engine_of(run.stdout.split()))
+    check_hosts(found)

@@ -339,7 +339,10 @@ def test_what_a_killed_process_left_half_written_goes(folder: Path) -> None:
 # What the sources import and no traced function reads: the host's half of slots, the forms of plans
 # and errors, the machine's memory, and settings, which the name of a start's folder holds.
 NOT_TRACED = {
-    *(f"jaxserve/{name}.py" for name in ("checks", "config", "errors", "machine", "structured")),
+    *(
+        f"jaxserve/{name}.py"
+        for name in ("checks", "config", "errors", "hosts", "machine", "structured")
+    ),
     *(
         f"jaxserve/scheduling/{name}.py"
         for name in ("logprobs", "page_keys", "page_pool", "plan", "ranges", "sequence")

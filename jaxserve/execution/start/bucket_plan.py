@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,10 @@ from jaxserve.request import MAX_LOGPROBS
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
+    from jaxserve.execution.state import StepOutput
+
+# Launches in a row that are timed together.
+_QUEUED = 8
 # Busy seconds in which a program must save more than it costs to compile, by platform. A CPU is
 # often one of a laptop's, where whoever starts an engine waits for it and stops it soon. A card is
 # rented to serve for hours: there a program compiles in 1 to 25 s, and within two minutes of steps
@@ -238,3 +243,23 @@ def _worth_keeping(
             break
         kept[index] = False
     return kept
+
+
+def padding_seconds(
+    buckets: Iterable[Bucket], run: Callable[[Bucket], StepOutput]
+) -> dict[Bucket, float]:
+    """Measure launches of padding alone: what each bucket costs whatever it holds.
+
+    Args:
+        run: submits a launch of a bucket.
+    """
+    seconds: dict[Bucket, float] = {}
+    for bucket in buckets:
+        times: list[float] = []
+        for _ in range(4):
+            started = time.perf_counter()
+            outputs = [run(bucket) for _ in range(_QUEUED)]
+            np.asarray(outputs[-1].token_ids)
+            times.append((time.perf_counter() - started) / _QUEUED)
+        seconds[bucket] = min(times)
+    return seconds

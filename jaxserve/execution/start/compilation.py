@@ -38,6 +38,7 @@ _NOT_COMPILED = (
     *("async_scheduling", "long_prefill_token_threshold", "compilation_cache_dir"),
     *("check_invariants", "wait_for_all_programs", "profile_start"),
     *("prefix_caching_secret", "kv_events_config"),
+    *("master_addr", "master_port", "nodes_secret"),
     *("max_logprobs", "logprobs_mode"),
     # What they change is the model's configuration, or max_model_len.
     *("hf_overrides", "language_model_only", "allow_long_max_model_len"),

@@ -21,6 +21,7 @@ import jax
 from jax.experimental import serialize_executable
 from jax.stages import Compiled, Lowered
 
+from jaxserve.execution.mesh import mesh_devices
 from jaxserve.execution.start.timeline import Timeline
 from pallas_kernels import kernel_code, restore_kernels
 
@@ -235,7 +236,7 @@ class ProgramStore:
                     payload,
                     in_tree,
                     out_tree,
-                    execution_devices=jax.devices()[: self._num_devices],
+                    execution_devices=mesh_devices(self._num_devices),
                 )
             except Exception as error:  # whatever a foreign or outdated file makes of it
                 self._warn("%s cannot be loaded and is compiled anew: %s", path, error)

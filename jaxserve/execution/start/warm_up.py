@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from jax.stages import Compiled
 
 from jaxserve.config import EngineConfig, cpu_threads
 from jaxserve.execution.buckets import Bucket, BucketSet, Sampler, few_sizes
+from jaxserve.execution.hosts.group import Group, Leader
+from jaxserve.execution.hosts.replay import Padding, Replay, led
 from jaxserve.execution.runner import CompileCounter, OnProgress, Programs, Runner
 from jaxserve.execution.start.behind import COMPILE_SECONDS, ProgramsBehind
 from jaxserve.execution.start.bucket_plan import (
@@ -24,42 +25,18 @@ from jaxserve.execution.start.bucket_plan import (
     busy_seconds,
     choose_sizes,
     needs_logits,
+    padding_seconds,
 )
 from jaxserve.execution.start.cache_size import CacheSize, temporary_bytes_of
 from jaxserve.execution.start.compilation import open_store
 from jaxserve.execution.start.compiler import Compiler
-from jaxserve.execution.start.programs import ProgramStore
+from jaxserve.execution.start.report import StartReport
 from jaxserve.execution.start.timeline import Timeline
 from jaxserve.execution.state import DeviceState, StepOutput, page_bytes
 from jaxserve.models import Decoder, ModelConfig
 from pallas_kernels.devices import target_device
 
 _COMPILE_THREADS = 4
-# Launches in a row that are timed together.
-_QUEUED = 8
-
-
-@dataclass
-class StartReport:
-    """Facts about a start, for log lines and benchmarks.
-
-    Attributes:
-        store: where the programs come from.
-        bucket_plan: the padded sizes, and what they were chosen by where the configuration names
-            none.
-        stages: seconds that each stage took.
-        temporary_bytes: most memory that a launch takes beside weights and cache.
-        device: that it was on.
-    """
-
-    store: ProgramStore
-    bucket_plan: BucketPlan
-    stages: dict[str, float]
-    temporary_bytes: int = 0
-    device: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.store}; {self.bucket_plan}; on {self.device}"
 
 
 @dataclass(frozen=True)
@@ -90,6 +67,7 @@ class WarmUp:
         greedy_decode: see BucketSet; None for yes on a GPU.
         cache: folder of compiled programs; None keeps none.
         timeline: of the start.
+        group: of hosts that the engine lies on; None for this one alone.
 
     Attributes:
         compiler: of the programs.
@@ -109,11 +87,13 @@ class WarmUp:
         greedy_decode: bool | None = None,
         cache: Path | None = None,
         timeline: Timeline | None = None,
+        group: Group | None = None,
     ) -> None:
         device = target_device()
         self._platform = platform = device.platform
         self.config = config
         self.model_config = model_config
+        self._group = group
         # On a GPU, XLA tries kernels on arrays of a weight's size while it compiles: the cache must
         # not have taken their memory yet.
         self._compile_first = platform != "cpu"
@@ -137,12 +117,15 @@ class WarmUp:
         self._state: DeviceState | None = None
         self._make_state: Callable[[], DeviceState] | None = None
         size = CacheSize(config, model_config, self.compiler, self.page_bytes, self.buckets.largest)
-        self.num_pages = size.pages()
-        if size.program is not None:
+        self.num_pages = pages = size.pages()
+        if group is not None:
+            self.num_pages = group.settle({}, {"pages": pages})["pages"]
+        if size.program is not None and self.num_pages == pages:
             self._compiling[self.buckets.largest] = future = Future[Compiled]()
             future.set_result(size.program)
         self._waits_for_all = (
             config.wait_for_all_programs
+            or group is not None
             or self._compile_first
             or self.compiler.store.folder is None  # from which what is compiled elsewhere is read
         )
@@ -186,6 +169,23 @@ class WarmUp:
         Programs without which the engine could serve are left to `behind`, unless all are waited
         for.
         """
+        programs = self._programs(on_progress)
+        started = time.perf_counter()
+        with self.timeline.span("run once on padding"):
+            state = self._first_state(programs)
+            runner = self._make_runner(programs, state)
+        self.report.stages["warm_up"] = time.perf_counter() - started
+        return runner
+
+    def replay(self, on_progress: OnProgress | None = None) -> Replay:
+        """Make what a follower has in place of a runner; otherwise as `run`."""
+        programs = self._programs(on_progress)
+        made = self.compiler
+        words = {bucket: made.null_batch(bucket) for bucket in programs.steps}
+        padding = Padding(words, made.null_load(), made.null_rows())
+        return Replay(made.leaves, programs, self._first_state(programs), padding)
+
+    def _programs(self, on_progress: OnProgress | None) -> Programs:
         started = time.perf_counter()
         self.begin()
         try:
@@ -194,11 +194,7 @@ class WarmUp:
             self.close()
         self.compiler.store.prune()
         self.report.stages["compile"] = time.perf_counter() - started
-        started = time.perf_counter()
-        with self.timeline.span("run once on padding"):
-            runner = self._make_runner(programs)
-        self.report.stages["warm_up"] = time.perf_counter() - started
-        return runner
+        return programs
 
     def _compile(self, on_progress: OnProgress | None) -> Programs:
         """Compile the programs of a start, the one that takes longest first."""
@@ -225,11 +221,16 @@ class WarmUp:
             parts.project.result(),
         )
 
-    def _make_runner(self, programs: Programs) -> Runner:
+    def _first_state(self, programs: Programs) -> DeviceState:
         state, self._state = self._state, None
         assert state is not None
         sampler = programs.load_slot(state.sampler, self.compiler.null_load())
         page_table = programs.set_rows(state.page_table, *self.compiler.null_rows())
+        return replace(state, sampler=sampler, page_table=page_table)
+
+    def _make_runner(self, programs: Programs, state: DeviceState) -> Runner:
+        if isinstance(self._group, Leader):
+            programs = led(programs, self._group.send)
         runner = Runner(
             self.config,
             self.model_config,
@@ -239,7 +240,7 @@ class WarmUp:
             num_pages=self.num_pages,
             kv_dtype=self.compiler.kv_dtype,
             page_bytes=self.page_bytes,
-            state=replace(state, sampler=sampler, page_table=page_table),
+            state=state,
             counter=self._counter,
         )
         for sampler in programs.samplers:
@@ -352,7 +353,7 @@ class WarmUp:
     def _choose_sizes(self) -> None:
         """Replace the default sizes by those that are worth their time to compile here."""
         store = self.compiler.store
-        notes = store.notes()
+        notes = self._shared(store.notes())
         if notes is not None:
             self._take(BucketPlan.from_notes(notes))
         else:
@@ -363,24 +364,17 @@ class WarmUp:
             # Where all came from files, other sizes may not be there: they cost what is usual.
             cost = (time.perf_counter() - started) / built if built else COMPILE_SECONDS
             busy = busy_seconds(self._platform)
-            plan = choose_sizes(self.buckets, self._padding_seconds(buckets), cost, busy)
+            times = padding_seconds(buckets, self._run_padding)
+            chosen = self._shared(choose_sizes(self.buckets, times, cost, busy).notes())
+            plan = BucketPlan.from_notes(chosen)
             store.note(plan.notes())
             self._take(plan)
         kept = set(self.buckets)
         self._steps = {bucket: step for bucket, step in self._steps.items() if bucket in kept}
 
-    def _padding_seconds(self, buckets: Iterable[Bucket]) -> dict[Bucket, float]:
-        """Measure launches of padding alone: what each bucket costs whatever it holds."""
-        seconds: dict[Bucket, float] = {}
-        for bucket in buckets:
-            times: list[float] = []
-            for _ in range(4):
-                started = time.perf_counter()
-                outputs = [self._run_padding(bucket) for _ in range(_QUEUED)]
-                np.asarray(outputs[-1].token_ids)
-                times.append((time.perf_counter() - started) / _QUEUED)
-            seconds[bucket] = min(times)
-        return seconds
+    def _shared(self, notes: Any) -> Any:
+        """Return the leader's: each host would measure something else."""
+        return notes if self._group is None else self._group.share(notes)
 
     def _run_padding(self, bucket: Bucket) -> StepOutput:
         batch = self.compiler.null_batch(bucket)

@@ -143,6 +143,7 @@ class Process(uvicorn.Server):
         if dead:
             _log.critical("the engine of %s has ended", ", ".join(dead))
             self.status = 1
+            self._fail_stuck()
             return True
         if not self._num_signals:
             return False
@@ -156,6 +157,14 @@ class Process(uvicorn.Server):
         for generation in active:
             generation.fail(ApiError(503, "the server is stopping", code="shutting_down"))
         return True
+
+    def _fail_stuck(self) -> None:
+        """End requests of an engine that cannot: its thread waits for a host that is lost."""
+        for model in self._served.models.all:
+            if (loss := model.llm.loss) is not None and not model.llm.has_ended():
+                error = ApiError(503, f"the engine has ended: {loss}", code="engine_dead")
+                for generation in list(model.active):
+                    generation.fail(error)
 
     def _close_idle(self) -> None:
         """End idle connections at the start of draining, and the others after their answers.

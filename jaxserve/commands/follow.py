@@ -1,0 +1,32 @@
+"""Work of `jaxserve serve --headless`: hold a part of another host's engine, until that ends."""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+from jaxserve.engine.following import follow as follow_leader
+from jaxserve.server.http.logs import log_json
+from jaxserve.server.http.start_report import StartReport, Stop
+from jaxserve.server.served.specs import ModelSpec
+
+
+def follow(spec: ModelSpec, is_verbose: bool = False) -> int:
+    """Follow until the leader ends in order; return 0.
+
+    Raises:
+        ValueError, OSError: see `engine.following.follow`.
+    """
+    log_json()
+    report = StartReport(sys.stderr, Stop(), is_verbose)
+    config = spec.config
+    report.say(f"loading {spec.names[0]}: host {config.node_rank} of {config.nnodes}")
+
+    def say_ready() -> None:
+        # Whoever stops a group signals all of it; the leader drains, and ends the others then.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        report.say(f"following {config.master_addr}:{config.master_port}")
+
+    calls = follow_leader(config, report.progress, say_ready)
+    report.say(f"the leader has ended, after {calls} calls of programs")
+    return 0

@@ -1,0 +1,248 @@
+"""Channel: authenticated frames over one connection between a leader and a follower.
+
+A frame is its length, its kind and a number, raw bytes, and HMAC-SHA256 (RFC 2104) over a counter
+and all of that. Keys are of the connection and of the direction, made from the shared secret and a
+random number of each side, so that nothing recorded is taken a second time. Bytes are never code.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import queue
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NamedTuple
+
+from jaxserve.errors import JaxserveError
+
+PROTOCOL = b"jaxserve hosts 1"
+NONCE_BYTES = 16
+MAC_BYTES = 32
+# Bytes of a frame: of the largest launch, one page table row of each slot; never near it.
+MOST_BYTES = 1 << 28
+# Before it is known who speaks.
+MOST_GREETING_BYTES = 1 << 16
+BEAT_SECONDS = 0.5
+_HEADER = struct.Struct("<IHH")  # bytes that follow before the code, kind, number
+_COUNTER = struct.Struct("<Q")
+# Kinds of frames that the channel itself reads.
+BEAT, CLOSE = 0, 1
+
+
+class ChannelError(JaxserveError, ConnectionError):
+    """A connection that was closed, is silent, or brought what its key does not confirm."""
+
+
+class Frame(NamedTuple):
+    """A message.
+
+    Attributes:
+        kind: of it.
+        number: of what it concerns, among others of its kind.
+        payload: raw bytes.
+    """
+
+    kind: int
+    number: int
+    payload: memoryview
+
+
+class Channel:
+    """Both directions of a connection.
+
+    A thread of its own reads, and another sends a beat twice a second, so that silence means a
+    process that has stopped.
+
+    Args:
+        connection: open, nothing read or sent.
+        secret: shared by all hosts.
+        leads: whether this side is the leader's.
+        seconds: within which the other side must greet.
+
+    Raises:
+        OSError: it does not, a ChannelError where it speaks something else.
+
+    Attributes:
+        seconds: silence of the other side after which it counts as lost.
+        sent_bytes: in all.
+    """
+
+    def __init__(
+        self, connection: socket.socket, secret: bytes, leads: bool, seconds: float = 5.0
+    ) -> None:
+        connection.settimeout(seconds)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connection = connection
+        try:
+            own, other = _exchange(connection)
+        except OSError:
+            connection.close()
+            raise
+        nonces = own + other if leads else other + own
+        keys = [_code(secret, PROTOCOL + nonces + side) for side in (b"leader", b"follower")]
+        self._own_key, self._other_key = keys if leads else keys[::-1]
+        self._num_sent = self._num_received = 0
+        self.sent_bytes = 0
+        self.seconds = 60.0
+        self._sending = threading.Lock()
+        self._inbox: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
+        self._on_loss: Callable[[str], None] | None = None
+        self._is_closed = False
+        self._heard_at = time.monotonic()
+        self._reason = "it was closed"
+
+    def send(self, kind: int, number: int = 0, *parts: bytes | memoryview) -> None:
+        """Send a frame. Thread-safe.
+
+        Raises:
+            ChannelError: the connection is closed, or the other side is lost.
+        """
+        size = sum(map(len, parts))
+        header = _HEADER.pack(size, kind, number)
+        with self._sending:
+            message = b"".join((_COUNTER.pack(self._num_sent), header, *parts))
+            self._num_sent += 1
+            try:
+                self._connection.sendall(message[_COUNTER.size :] + _code(self._own_key, message))
+            except OSError as error:
+                raise ChannelError(f"nothing can be sent: {error}") from error
+            self.sent_bytes += len(message) - _COUNTER.size + MAC_BYTES
+
+    def receive_first(self) -> Frame:
+        """Return the first frame, which proves that the other side has the secret.
+
+        Raises:
+            OSError: it does not, a ChannelError, or takes longer than its greeting may.
+        """
+        return self._receive(MOST_GREETING_BYTES)
+
+    def start(self, on_loss: Callable[[str], None]) -> None:
+        """Read and send beats from now on.
+
+        Args:
+            on_loss: called once, by another thread, with why the other side is lost.
+        """
+        self._connection.settimeout(None)
+        self._on_loss, self._heard_at = on_loss, time.monotonic()
+        for run in (self._read, self._beat):
+            threading.Thread(target=run, name="jaxserve-hosts", daemon=True).start()
+
+    def take(self) -> Frame:
+        """Wait for the next frame that is no beat.
+
+        Raises:
+            ChannelError: none will come.
+        """
+        frame = self._inbox.get()
+        if frame is None:
+            self._inbox.put(None)
+            raise ChannelError(self._reason)
+        return frame
+
+    def leave(self) -> None:
+        """Send a last frame; the other side closes the connection. Idempotent."""
+        was_closed, self._is_closed = self._is_closed, True
+        if not was_closed:
+            with suppress(ChannelError):
+                self.send(CLOSE)
+
+    def wait_closed(self, seconds: float = 5.0) -> None:
+        """Wait until the other side has closed the connection after `leave`, and close it here."""
+        with suppress(queue.Empty):
+            while self._inbox.get(timeout=seconds) is not None:
+                pass
+        self.close()
+
+    def close(self) -> None:
+        """End the connection; it is no loss. Idempotent."""
+        self._is_closed = True
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+
+    def _read(self) -> None:
+        try:
+            while True:
+                frame = self._receive(MOST_BYTES)
+                self._heard_at = time.monotonic()
+                # What ends the connection from now on is no loss.
+                self._is_closed |= frame.kind == CLOSE
+                if frame.kind != BEAT:
+                    self._inbox.put(frame)
+        except OSError as error:  # of the connection, or a ChannelError
+            self._lose(str(error))
+
+    def _beat(self) -> None:
+        while not self._is_closed:
+            time.sleep(BEAT_SECONDS)
+            silence = time.monotonic() - self._heard_at
+            if silence > self.seconds:
+                self._lose(f"it has been silent for {silence:.0f} s")
+                return
+            # A side that stands still reads nothing: whoever sends to it may wait for long.
+            if self._sending.acquire(blocking=False):
+                self._sending.release()
+                with suppress(ChannelError):
+                    self.send(BEAT)
+
+    def _lose(self, reason: str) -> None:
+        was_closed, self._is_closed = self._is_closed, True
+        if was_closed:
+            self._inbox.put(None)
+            return
+        self._reason = reason
+        self.close()
+        self._inbox.put(None)
+        if self._on_loss is not None:
+            self._on_loss(reason)
+
+    def _receive(self, most: int) -> Frame:
+        header = _exactly(self._connection, _HEADER.size)
+        size, kind, number = _HEADER.unpack(header)
+        if size > most:
+            raise ChannelError(f"a frame of {size} bytes; allowed: at most {most}")
+        body = _exactly(self._connection, size + MAC_BYTES)
+        payload, code = memoryview(body)[:size], body[size:]
+        signed = b"".join((_COUNTER.pack(self._num_received), header, payload))
+        if not hmac.compare_digest(_code(self._other_key, signed), code):
+            raise ChannelError("a frame that the secret does not confirm")
+        self._num_received += 1
+        return Frame(kind, number, payload)
+
+
+def _exchange(connection: socket.socket) -> tuple[bytes, bytes]:
+    """Send a random number; return it, and the other side's.
+
+    Raises:
+        ChannelError: the other side speaks another protocol.
+    """
+    own = os.urandom(NONCE_BYTES)
+    connection.sendall(PROTOCOL + own)
+    greeting = _exactly(connection, len(PROTOCOL) + NONCE_BYTES)
+    if not greeting.startswith(PROTOCOL):
+        raise ChannelError("it speaks another protocol, or is another version of jaxserve")
+    other = bytes(greeting[len(PROTOCOL) :])
+    if other == own:  # a mirror
+        raise ChannelError("it repeats what it receives")
+    return own, other
+
+
+def _exactly(connection: socket.socket, size: int) -> bytearray:
+    """Read so many bytes."""
+    data = bytearray(size)
+    view, filled = memoryview(data), 0
+    while filled < size:
+        count = connection.recv_into(view[filled:])
+        if not count:
+            raise ChannelError("it closed the connection")
+        filled += count
+    return data
+
+
+def _code(key: bytes, message: bytes) -> bytes:
+    return hmac.digest(key, message, "sha256")

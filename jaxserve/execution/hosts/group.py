@@ -1,0 +1,310 @@
+"""Groups: the hosts of one engine, from their first words to the end of all of them.
+
+They start together and end together: a host that is lost ends the others, since its part of the
+weights and of the cache is gone. Whatever watches the processes starts them again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from jaxserve.errors import DeviceError, InvalidRequest
+from jaxserve.execution.hosts.channel import CLOSE, Channel, ChannelError, Frame
+from jaxserve.hosts import HostsConfig
+
+_log = logging.getLogger(__name__)
+# Kinds of frames, beside those of `channel` and of `replay`.
+HELLO, SETTLE = 2, 3
+# Silence after which a host is lost: while it starts, and while it serves.
+STARTING_SECONDS, SERVING_SECONDS = 60.0, 5.0
+# Time for a server to answer its clients with an error.
+FAREWELL_SECONDS = 2.5
+JOIN_SECONDS = 600.0
+_MOST_GUESTS = 64
+
+
+class Group:
+    """The group as one of its hosts sees it.
+
+    Args:
+        end: ends this process with a status, without waiting for any of its threads.
+
+    Attributes:
+        loss: why it ends, once another host is lost; None until then.
+        leave_jax: ends what JAX keeps between the hosts, and waits until all of them call it.
+    """
+
+    def __init__(self, end: Callable[[int], Any] = os._exit) -> None:
+        self.loss: str | None = None
+        self._end = end
+        self.leave_jax: Callable[[], None] = lambda: None
+        self._channels: dict[int, Channel] = {}
+        self._lock = threading.Lock()
+
+    def serve(self) -> None:
+        """Count a host as lost after a shorter silence: from now on none compiles."""
+        for channel in self._channels.values():
+            channel.seconds = SERVING_SECONDS
+
+    def fail(self, reason: str, seconds: float = FAREWELL_SECONDS) -> None:
+        """End this process with status 1 after some seconds, and thereby all hosts.
+
+        Not in order: a thread may wait for the lost host inside of a program, and JAX too would.
+        """
+        with self._lock:
+            if self.loss is not None:
+                return
+            self.loss = reason
+        _log.critical("the engine's hosts end: %s", reason)
+
+        def end() -> None:
+            time.sleep(seconds)
+            self._end(1)
+
+        threading.Thread(target=end, name="jaxserve-end", daemon=True).start()
+
+    def settle(self, settings: Mapping[str, Any], sizes: Mapping[str, int | None]) -> Any:
+        """Agree on what all hosts must have alike.
+
+        Args:
+            settings: JSON values by name that must be equal.
+            sizes: of which the least counts; None where a host has no bound.
+
+        Returns:
+            The agreed sizes, by name.
+
+        Raises:
+            InvalidRequest: settings differ; which, and on which host.
+            ChannelError: a host is lost.
+        """
+        raise NotImplementedError
+
+    def share(self, value: Any) -> Any:
+        """Return the leader's JSON value, on every host.
+
+        Raises:
+            ChannelError: a host is lost.
+        """
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End the group in order. Idempotent."""
+        channels, self._channels = self._channels, {}
+        if not channels:
+            return
+        for channel in channels.values():
+            channel.leave()
+        self.leave_jax()
+        for channel in channels.values():
+            channel.wait_closed()
+
+
+class Leader(Group):
+    """The leader's side; made once all followers have joined.
+
+    Args:
+        config: of the hosts.
+        secret: that they share.
+        end: see `Group`.
+
+    Raises:
+        InvalidRequest: the address cannot be bound.
+        DeviceError: hosts are missing after ten minutes.
+    """
+
+    def __init__(
+        self, config: HostsConfig, secret: bytes, end: Callable[[int], Any] = os._exit
+    ) -> None:
+        super().__init__(end)
+        self._config, self._secret = config, secret
+        self._joined = threading.Condition(self._lock)
+        self._num_guests = 0
+        with _listen(config) as listener:
+            threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
+            self._wait()
+            with suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        for channel in self._channels.values():
+            channel.send(HELLO)
+
+    def send(self, kind: int, number: int, *parts: bytes) -> None:
+        """Send a frame to all followers.
+
+        Raises:
+            ChannelError: one is lost.
+        """
+        for channel in self._channels.values():
+            channel.send(kind, number, *parts)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes sent to all followers."""
+        return sum(channel.sent_bytes for channel in self._channels.values())
+
+    def settle(self, settings: Mapping[str, Any], sizes: Mapping[str, int | None]) -> Any:
+        ours = json.loads(json.dumps(dict(settings)))
+        least, faults = dict(sizes), list[str]()
+        for rank, channel in sorted(self._channels.items()):
+            theirs = json.loads(bytes(channel.take().payload))
+            others = theirs["settings"]
+            faults += [
+                f"host {rank} has {name} {others.get(name)!r}, the leader {ours.get(name)!r}"
+                for name in sorted({*ours, *others})
+                if ours.get(name) != others.get(name)
+            ]
+            for name, size in theirs["sizes"].items():
+                bounds = [bound for bound in (least.get(name), size) if bound is not None]
+                least[name] = min(bounds, default=None)
+        refused = "; ".join(faults)
+        self.send(SETTLE, 0, json.dumps({"refused": refused, "sizes": least}).encode())
+        if refused:
+            raise InvalidRequest(f"settings of hosts differ: {refused}", "nnodes")
+        return least
+
+    def share(self, value: Any) -> Any:
+        self.send(SETTLE, 0, json.dumps(value).encode())
+        return value
+
+    def _wait(self) -> None:
+        count, until = self._config.nnodes - 1, time.monotonic() + JOIN_SECONDS
+        with self._joined:
+            while len(self._channels) < count:
+                self._joined.wait(0.5)
+                if time.monotonic() > until:
+                    missing = sorted({*range(1, count + 1)} - set(self._channels))
+                    raise DeviceError(
+                        f"hosts {missing} of {count + 1} (node_rank) have not joined within "
+                        f"{JOIN_SECONDS:.0f} s"
+                    )
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                connection, (host, *_) = listener.accept()
+            except OSError:
+                return
+            with self._lock:
+                is_crowded = self._num_guests >= _MOST_GUESTS
+                self._num_guests += not is_crowded
+            if is_crowded:
+                connection.close()
+                continue
+            threading.Thread(target=self._greet, args=(connection, host), daemon=True).start()
+
+    def _greet(self, connection: socket.socket, host: str) -> None:
+        """Take a follower in, or refuse whoever is none."""
+        try:
+            channel = Channel(connection, self._secret, leads=True)
+            rank = _rank_of(channel.receive_first())
+            with self._joined:
+                if not 0 < rank < self._config.nnodes or rank in self._channels:
+                    raise ChannelError(
+                        f"its node_rank is {rank}; allowed: one from 1 to "
+                        f"{self._config.nnodes - 1} that has not joined"
+                    )
+                self._channels[rank] = channel
+                channel.seconds = STARTING_SECONDS
+                channel.start(lambda reason: self.fail(f"host {rank} is lost: {reason}"))
+                self._joined.notify()
+        except (OSError, ValueError) as error:
+            _log.warning("a connection of %s to master_port is refused: %s", host, error)
+            connection.close()
+        finally:
+            with self._lock:
+                self._num_guests -= 1
+
+
+class Follower(Group):
+    """A follower's side; made once all hosts have joined.
+
+    Args:
+        config: of the hosts.
+        secret: that they share.
+        end: see `Group`.
+
+    Raises:
+        DeviceError: the leader cannot be reached for ten minutes, or refuses this host.
+    """
+
+    def __init__(
+        self, config: HostsConfig, secret: bytes, end: Callable[[int], Any] = os._exit
+    ) -> None:
+        super().__init__(end)
+        address = config.master_addr, config.master_port
+        try:
+            self._channel = Channel(_connect(address), secret, leads=False)
+            self._channel.seconds = STARTING_SECONDS
+            self._channel.send(HELLO, config.node_rank)
+            self._channel.start(self._lost)
+            self._channels[0] = self._channel
+            self._channel.take()
+        except OSError as error:
+            raise DeviceError(
+                f"the leader at {address[0]}:{address[1]} does not take this host in: {error}; it "
+                "needs the leader's nodes_secret and a node_rank of its own"
+            ) from error
+
+    def settle(self, settings: Mapping[str, Any], sizes: Mapping[str, int | None]) -> Any:
+        content = {"settings": dict(settings), "sizes": dict(sizes)}
+        self._channel.send(SETTLE, 0, json.dumps(content).encode())
+        answer = json.loads(bytes(self._channel.take().payload))
+        if answer["refused"]:
+            raise InvalidRequest(f"settings of hosts differ: {answer['refused']}", "nnodes")
+        return answer["sizes"]
+
+    def share(self, value: Any) -> Any:
+        return json.loads(bytes(self._channel.take().payload))
+
+    def follow(self, run: Callable[[Frame], None]) -> None:
+        """Run what the leader sends, until it ends in order.
+
+        Raises:
+            ChannelError: it does not.
+        """
+        while (frame := self._channel.take()).kind != CLOSE:
+            run(frame)
+
+    def close(self) -> None:
+        self.leave_jax()
+        self._channel.close()
+
+    def _lost(self, reason: str) -> None:
+        self.fail(f"the leader is lost: {reason}", seconds=0.5)
+
+
+def _rank_of(frame: Frame) -> int:
+    if frame.kind != HELLO:
+        raise ChannelError(f"its first frame is of kind {frame.kind}; allowed: {HELLO}")
+    return frame.number
+
+
+def _listen(config: HostsConfig) -> socket.socket:
+    host, port = config.master_addr, config.master_port
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=128)
+    except OSError as error:
+        raise InvalidRequest(
+            f"master_addr: {host}:{port} cannot be bound ({error}); it is this host's own private "
+            "address, and a free port",
+            "master_addr",
+        ) from error
+
+
+def _connect(address: tuple[str, int]) -> socket.socket:
+    until = time.monotonic() + JOIN_SECONDS
+    while True:
+        try:
+            return socket.create_connection(address, timeout=5.0)
+        except OSError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.2)

@@ -1,0 +1,84 @@
+"""HostsConfig: the settings of one engine over several hosts, under vLLM's names."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxserve.checks import exact_int
+from jaxserve.errors import InvalidRequest
+
+_ADDRESS = re.compile(r"[\w.-]+|[\da-fA-F:.]+", re.ASCII)
+# Settings with which the host would need logits whose columns lie on other hosts.
+_RAW, _MOST_LOGPROBS = "raw_logprobs", 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostsConfig:
+    """Settings of several hosts, which hold an engine's devices in equal parts.
+
+    Args:
+        nnodes: hosts that `tensor_parallel_size` devices lie on, as many on each; every one is
+            started with the same settings but node_rank.
+        node_rank: number of this host. 0 leads and serves; the others need --headless.
+        master_addr: private address of the leader, which it binds and the others connect to.
+        master_port: port of the leader there; JAX's own coordination takes the next one.
+        nodes_secret: file of at least 32 random bytes, the same on all hosts, by which they
+            authenticate each other.
+    """
+
+    nnodes: int = 1
+    node_rank: int = 0
+    master_addr: str = "127.0.0.1"
+    master_port: int = 29501
+    nodes_secret: str | Path | None = None
+
+    @property
+    def has_followers(self) -> bool:
+        """Return whether the engine lies on more hosts than one."""
+        return self.nnodes > 1
+
+    def check_hosts(self, engine: Any) -> None:
+        """Check these settings, and those of an engine that several hosts cannot have.
+
+        Raises:
+            InvalidRequest: naming the field, and what is allowed.
+        """
+        exact_int(self.nnodes, "nnodes", 1, 1024)
+        exact_int(self.node_rank, "node_rank", 0, self.nnodes - 1)
+        exact_int(self.master_port, "master_port", 1, 65534)
+        if not _ADDRESS.fullmatch(str(self.master_addr)):
+            raise InvalidRequest(
+                f"master_addr must be an address or a name, got {self.master_addr!r}", "master_addr"
+            )
+        if not self.has_followers:
+            return
+        devices = engine.tensor_parallel_size
+        if devices % self.nnodes:
+            raise InvalidRequest(
+                f"tensor_parallel_size is {devices}, over {self.nnodes} hosts (nnodes); allowed: a "
+                f"multiple of {self.nnodes}",
+                "tensor_parallel_size",
+            )
+        if self.nodes_secret is None:
+            raise InvalidRequest(
+                "nnodes needs nodes_secret, a file by which the hosts authenticate each other; "
+                "`openssl rand -hex 32` makes one",
+                "nodes_secret",
+            )
+        if engine.memory_share != 1.0:
+            raise InvalidRequest("several hosts serve one model: start a server for each", "nnodes")
+        if engine.logprobs_mode != _RAW:
+            raise InvalidRequest(
+                f"logprobs_mode is {engine.logprobs_mode}, which needs logits of all hosts on one; "
+                f"allowed with nnodes: {_RAW}",
+                "logprobs_mode",
+            )
+        if not 0 <= engine.max_logprobs <= _MOST_LOGPROBS:
+            raise InvalidRequest(
+                f"max_logprobs is {engine.max_logprobs}; allowed with nnodes: 0 to "
+                f"{_MOST_LOGPROBS}",
+                "max_logprobs",
+            )
