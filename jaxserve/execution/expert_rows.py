@@ -17,7 +17,7 @@ class ExpertRows:
     The device counts in 32 bits and starts anew with its state; a launch adds less than that.
 
     Attributes:
-        counts: by device, in their order; empty where experts are not divided so.
+        counts: by device of this host, in their order; empty where experts are not divided so.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,8 @@ class ExpertRows:
         """Add what the devices have counted until the end of a launch, modulo 2**32."""
         if counted is None:
             return
-        found = np.asarray(counted)
+        shards = [np.asarray(shard.data) for shard in counted.addressable_shards]
+        found = np.concatenate(shards)
         if not len(self.counts):
             self.counts = np.zeros(len(found), np.int64)
         if not len(self._seen):
