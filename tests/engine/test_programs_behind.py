@@ -43,7 +43,7 @@ def process(action: str, checkpoint: Path, cache: Path) -> Iterator[subprocess.P
 
 def run(action: str, checkpoint: Path, cache: Path) -> tuple[list[Any], str]:
     with process(action, checkpoint, cache) as made:
-        out, error = made.communicate(timeout=300)
+        out, error = made.communicate(timeout=600)
     assert made.returncode == 0, error
     return json.loads(out.splitlines()[-1]), error
 
@@ -95,7 +95,7 @@ def test_two_starts_at_once_on_an_empty_cache_both_serve(
 ) -> None:
     with process("serve", checkpoint, tmp_path) as one_start:
         found, error = run("serve", checkpoint, tmp_path)
-        out, other_error = one_start.communicate(timeout=300)
+        out, other_error = one_start.communicate(timeout=600)
     other = json.loads(out.splitlines()[-1])
     assert found[0] == other[0] == expected[1][0]
     assert found[1]["missing"] == other[1]["missing"] == 0
