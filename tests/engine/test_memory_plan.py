@@ -300,7 +300,7 @@ class Started:
 def started(monkeypatch: pytest.MonkeyPatch) -> type[Started]:
     made = type("Made", (Started,), {})
     monkeypatch.setattr(device_module, "driver_cards", lambda: [CARD])
-    monkeypatch.setattr(device_module.jax, "devices", lambda *_: [made()])
+    monkeypatch.setattr(device_module.jax, "local_devices", lambda *_: [made()])
     return made
 
 

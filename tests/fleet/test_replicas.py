@@ -87,10 +87,9 @@ def test_streams_of_a_killed_replica_end_in_an_error(fleet: Fleet) -> None:
     right = whole.choices[0].text
     body = {"ignore_eos": True}
     fields = {"model": "demo_model", "prompt": LONG["prompt"], "max_tokens": 900, "temperature": 0}
-    streams = [
-        client.completions.create(**fields, stream=True, extra_body=body)  # type: ignore[call-overload]
-        for _ in range(8)
-    ]
+
+    def begin(_: int) -> Any:
+        return client.completions.create(**fields, stream=True, extra_body=body)  # type: ignore[call-overload]
 
     def read(stream: Any) -> tuple[str, bool]:
         text = ""
@@ -102,6 +101,7 @@ def test_streams_of_a_killed_replica_end_in_an_error(fleet: Fleet) -> None:
         return text, False
 
     with ThreadPoolExecutor(8) as threads:
+        streams = list(threads.map(begin, range(8)))  # at once: none may end before the kill
         os.kill(fleet.replicas()[0], signal.SIGKILL)
         ends = list(threads.map(read, streams))
     client.close()
