@@ -298,6 +298,7 @@ class Started:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> type[Started]:
+    device_module.jax.devices()  # JAX has started in this process
     made = type("Made", (Started,), {})
     monkeypatch.setattr(device_module, "driver_cards", lambda: [CARD])
     monkeypatch.setattr(device_module.jax, "local_devices", lambda *_: [made()])
@@ -305,7 +306,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> type[Started]:
 
 
 def test_a_jax_that_has_started_keeps_its_limit(started: type[Started]) -> None:
-    found = this_device()  # JAX has started in this process
+    found = this_device()
     assert found == started_device() and found.card is None
     assert (found.total, found.free, found.in_use) == (CARD.total, 18 * GIB, 3 * GIB)
     assert plan("8B", "int4", found).budget == 15 * GIB
