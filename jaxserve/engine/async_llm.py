@@ -293,7 +293,7 @@ class AsyncLLM:
 
     @property
     def loss(self) -> str | None:
-        """Why the engine has ended, where another of its hosts is lost; see `Engine.loss`."""
+        """The reason of an end for which another of its hosts is lost; see `Engine.loss`."""
         return self._thread.engine.loss
 
     def standstill(self) -> float:

@@ -182,7 +182,7 @@ class Engine:
 
     @property
     def loss(self) -> str | None:
-        """Why nothing more is served, since another host is lost; None until then.
+        """The reason why nothing more is served, since another host is lost; None until then.
 
         The engine's thread may never return from a step that waits for that host.
         """

@@ -27,7 +27,7 @@ COUNTERS: dict[str, tuple[str, Read]] = {
 }
 
 
-# Of each device; vLLM only logs how even they are.
+# Counted on each device; vLLM only logs how even the counts are.
 EXPERT_ROWS = (
     "expert_rows",
     "Rows, a token for one expert each, that a device's experts computed.",

@@ -81,7 +81,7 @@ class PagedKernel:
 
     @property
     def is_scaled(self) -> bool:
-        """Whether pages are codes, whose scales are two more operands, of keys and of values."""
+        """Return whether pages are codes, whose scales, of keys and of values, are two operands."""
         return self.pages == "int8"
 
     @property

@@ -113,7 +113,7 @@ def logits_of(
 
 
 def differences(case: str, splits: Iterable[Split]) -> Iterator[tuple[float, dict[str, int]]]:
-    """How far a model's logits over devices are from those on one, and what is exchanged.
+    """Distance of a model's logits over devices from those on one, and what is exchanged.
 
     The largest relative difference; operations by kind, of sums those beyond two a layer and one
     for the embedding.

@@ -239,5 +239,5 @@ def test_a_folder_of_one_device_is_read_by_several(divided: dict[str, Any], kind
 
 
 def test_the_host_holds_two_parameters_beyond_the_pieces(divided: dict[str, Any]) -> None:
-    """The one that is divided and the one that is read; with four streams they would be five."""
+    """They are that which is divided and the next; four streams would each hold another."""
     assert divided["held"] < 2.6

@@ -12,6 +12,7 @@ import os
 import socket
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -31,7 +32,7 @@ JOIN_SECONDS = 600.0
 _MOST_GUESTS = 64
 
 
-class Group:
+class Group(ABC):
     """The group as one of its hosts sees it.
 
     Args:
@@ -71,6 +72,7 @@ class Group:
 
         threading.Thread(target=end, name="jaxserve-end", daemon=True).start()
 
+    @abstractmethod
     def settle(self, settings: Mapping[str, Any], sizes: Mapping[str, int | None]) -> Any:
         """Agree on what all hosts must have alike.
 
@@ -85,15 +87,14 @@ class Group:
             InvalidRequest: settings differ; which, and on which host.
             ChannelError: a host is lost.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def share(self, value: Any) -> Any:
         """Return the leader's JSON value, on every host.
 
         Raises:
             ChannelError: a host is lost.
         """
-        raise NotImplementedError
 
     def close(self) -> None:
         """End the group in order. Idempotent."""

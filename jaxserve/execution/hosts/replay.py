@@ -133,6 +133,14 @@ class Replay:
         self._load = [getattr(padding.load, name) for name in self._load_names]
         self._bucket, self._batch = self._steps[0], np.zeros(0, np.int32)
         self._output: StepOutput | None = None
+        self._calls: dict[int, Callable[[int, memoryview], None]] = {
+            STEP: self._step,
+            DRAW: self._draw,
+            SCORE: self._score,
+            LOAD_SLOT: self._load_slot,
+            SET_ROWS: self._set_rows,
+            SET_ALLOWED: self._set_allowed,
+        }
         self.num_calls = 0
 
     def run(self, frame: Frame) -> None:
@@ -141,17 +149,9 @@ class Replay:
         Raises:
             ChannelError: it is none of these programs, or not of its size.
         """
-        calls: dict[int, Callable[[int, memoryview], None]] = {
-            STEP: self._step,
-            DRAW: self._draw,
-            SCORE: self._score,
-            LOAD_SLOT: self._load_slot,
-            SET_ROWS: self._set_rows,
-            SET_ALLOWED: self._set_allowed,
-        }
-        if frame.kind not in calls:
-            raise ChannelError(f"a frame of kind {frame.kind}; allowed: {sorted(calls)}")
-        calls[frame.kind](frame.number, frame.payload)
+        if frame.kind not in self._calls:
+            raise ChannelError(f"a frame of kind {frame.kind}; allowed: {sorted(self._calls)}")
+        self._calls[frame.kind](frame.number, frame.payload)
         self.num_calls += 1
 
     def wait(self) -> None:

@@ -27,7 +27,7 @@ class Split:
 
     @property
     def counts_rows(self) -> bool:
-        """Whether each device counts the rows that its experts compute."""
+        """Return whether each device counts the rows that its experts compute."""
         return self.expert_parallel and self.devices > 1
 
 
