@@ -35,8 +35,8 @@ def end(arguments: list[str], who: str, number: signal.Signals) -> str:
             first.send_signal(number)
             status, seconds = second.wait(60), time.monotonic() - started
         first.send_signal(signal.SIGCONT)
-        own = first.wait(60)
-        return f"{number.name} of the {who}: the other ends with {status} after {seconds:.1f} s, it {own}"
+        ended = f"the other ends with {status} after {seconds:.1f} s, it with {first.wait(60)}"
+        return f"{number.name} of the {who}: {ended}"
 
 
 def main() -> int:
