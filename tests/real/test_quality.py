@@ -32,7 +32,7 @@ MOST_DRIFT = {
         "fp8": 0.025,
         "int4": 0.04,
         "KV in fp8": 0.015,
-        "KV in int8": 0.004,
+        "KV in int8": 0.003,
     },
 }
 
