@@ -217,6 +217,7 @@ def check_drain(front: Front) -> None:
 
     The replica is gone afterwards.
     """
+    wait_until_idle(front)  # of what a client has left a moment ago
     with client(front) as api:
         stream = api.completions.create(
             model=MODEL, prompt="x", max_tokens=900, stream=True, **_LONG

@@ -11,7 +11,13 @@ import openai
 import pytest
 
 from scripts.lib.server_process import Server, read_metric
-from scripts.serving.front_checks import CHECKS, check_answer, check_drain, client
+from scripts.serving.front_checks import (
+    CHECKS,
+    check_answer,
+    check_drain,
+    client,
+    wait_until_idle,
+)
 from scripts.serving.front_kills import replace
 from scripts.serving.front_process import KINDS, MODEL, PROGRAMS, REPLICA, Front
 from tests.support.kept_programs import in_users_environment
@@ -55,6 +61,7 @@ def test_a_replica_drains_comes_back_and_is_killed(fronts: dict[str, Front]) -> 
     assert gone.process.returncode == 0
     replace(first, gone)
 
+    wait_until_idle(second)
     with client(second, retries=2) as api:
         body = {"ignore_eos": True}
         stream = api.completions.create(
