@@ -235,7 +235,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture) -> None:
 def test_every_field_is_documented(cls: type) -> None:
     assert set(field_help(cls)) == {field.name for field in dataclasses.fields(cls) if field.init}
     # Python 3.13 compiles docstrings without the indentation that their lines share.
-    stripped = type(cls.__name__, (), {"__doc__": inspect.cleandoc(cls.__doc__ or "")})
+    stripped = type(cls.__name__, cls.__bases__, {"__doc__": inspect.cleandoc(cls.__doc__ or "")})
     assert field_help(stripped) == field_help(cls)
 
 
