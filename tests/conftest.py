@@ -9,7 +9,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -47,6 +47,7 @@ TOGETHER = tuple(
 # A browser, a server and what they show of each other in time: they need the machine.
 ALONE = "tests/page/"
 DOOR, TURNS = pytest.StashKey[TextIO](), pytest.StashKey[TextIO]()
+HELD = pytest.StashKey[ExitStack]()  # the turn of a process that has the machine to itself
 
 
 def make_folder() -> None:
@@ -93,8 +94,16 @@ class ByFixtures(LoadScopeScheduling):
         return next((folder for folder in TOGETHER if file.startswith(folder)), file)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put folders that stay in one process before all files."""
+def deselect(config: pytest.Config, items: list[pytest.Item], those: list[pytest.Item]) -> None:
+    config.hook.pytest_deselected(items=those)
+    left_out = set(those)
+    items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put folders that stay in one process before all files, and leave out long forms."""
+    if not config.getoption("long"):
+        deselect(config, items, [item for item in items if item.get_closest_marker("long")])
 
     def rank(item: pytest.Item) -> int:
         starts = enumerate(map(item.nodeid.startswith, TOGETHER))
@@ -132,9 +141,10 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
         action="store_true",
         help="check arrays against the shapes in the signatures of models and execution",
     )
-    group = parser.getgroup("models with real weights (tests/real)")
-    group.addoption("--real-long", action="store_true", help="their long forms: some 40 minutes")
-    group.addoption("--real-folder", type=Path, metavar="DIR", help="where their files are kept")
+    parser.addoption("--long", action="store_true", help="long forms too: of tests/real 40 minutes")
+    parser.addoption(
+        "--real-folder", type=Path, metavar="DIR", help="where files of real models are kept"
+    )
     config: Any = pluginmanager.get_plugin("pytestconfig")
     given = "--check-shapes" in config.invocation_params.args
     # Here, because conftest files of the folders below import what is checked. A worker of xdist
@@ -190,21 +200,25 @@ def turn(config: pytest.Config, kind: int) -> Generator[None]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """While a test that needs the machine runs, other processes of this run wait with theirs."""
-    if item.nodeid.startswith(ALONE):
-        return (yield)
-    with turn(item.config, fcntl.LOCK_SH):
-        return (yield)
+def pytest_runtest_protocol(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, object, object]:
+    """While tests that need the machine run, other processes of this run wait with theirs.
 
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """It needs it for itself alone, not for the servers and the browser that it begins with."""
+    Those that follow one another have one turn, since for each the other process must end a test.
+    """
     if not item.nodeid.startswith(ALONE):
+        with turn(item.config, fcntl.LOCK_SH):
+            return (yield)
+    if HELD not in item.config.stash:
+        item.config.stash[HELD] = ExitStack()
+        item.config.stash[HELD].enter_context(turn(item.config, fcntl.LOCK_EX))
+    try:
         return (yield)
-    with turn(item.config, fcntl.LOCK_EX):
-        return (yield)
+    finally:
+        if nextitem is None or not nextitem.nodeid.startswith(ALONE):
+            item.config.stash[HELD].close()
+            del item.config.stash[HELD]
 
 
 @pytest.fixture

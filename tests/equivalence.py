@@ -58,6 +58,7 @@ from jaxserve.weights.placement import use_panels
 from tests.models.cases import CASES, transformers_model
 from tests.support.letters import END, TEXTS, VOCAB, letter_tokenizer
 from tests.support.oracle import Answer, Form, Oracle, Score
+from tests.support.quick_code import compile_quickly
 from tests.support.workloads import Ask, adversarial_workload
 
 LONGEST_PROMPT, LONGEST_OUTPUT = 40, 14
@@ -560,8 +561,8 @@ def main() -> int:
     if split.devices > 1:
         jax.config.update("jax_num_cpu_devices", split.devices)
     jax.config.update("jax_enable_x64", is_exact)
-    # Users have no float64: there what the engine does is compared, not the code that XLA makes.
-    jax.config.update("jax_disable_most_optimizations", is_exact)
+    if is_exact:  # users have no float64: what the engine does is compared, not XLA's code
+        compile_quickly()
     fields = EXPERTS if arguments.experts else TINY
     if arguments.case:
         fields = fields_of_case(arguments.case)

@@ -11,16 +11,7 @@ import numpy as np
 from flax import nnx
 
 from jaxserve.models import Decoder, PagedStep
-
-# Less than half the time to compile. It concerns code generation on CPU: the operations stay the
-# same, and the tests of the engine compile as users do.
-FAST: dict[str, bool | int] = {
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-    "xla_cpu_parallel_codegen_split_count": 1,
-}
-if jax.__version_info__ < (0, 11):  # later ones have no others, and no such option
-    FAST["xla_cpu_use_fusion_emitters"] = False
+from scripts.lib.fast_compile import FAST
 
 
 @dataclass

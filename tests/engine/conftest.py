@@ -1,4 +1,4 @@
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,6 +7,7 @@ import pytest
 from jaxserve import LLM, EngineConfig, SamplingParams
 from jaxserve.engine.loading import Loaded, load
 from tests.support.checkpoint import save_checkpoint
+from tests.support.quick_code import quick_programs
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
@@ -28,7 +29,15 @@ def loaded(checkpoint: Path) -> Loaded:
         num_gpu_blocks_override=30,
         check_invariants=True,
     )
-    return load(config)
+    with quick_programs():
+        return load(config)
+
+
+@pytest.fixture(scope="module")
+def quick_code() -> Generator[None]:
+    """For modules that do not look at the code of programs: see `tests.support.quick_code`."""
+    with quick_programs():
+        yield
 
 
 @dataclass

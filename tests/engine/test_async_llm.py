@@ -12,6 +12,8 @@ import pytest
 from jaxserve import AsyncLLM, EngineClosed, InvalidRequest, RequestOutput, SamplingParams
 from jaxserve.engine.loading import Loaded
 
+pytestmark = pytest.mark.usefixtures("quick_code")
+
 ENDLESS = SamplingParams(max_tokens=None, ignore_eos=True, temperature=0)
 
 

@@ -24,6 +24,8 @@ from tests.weights.packing import save
 from tests.weights.test_quantized import EXPERTS
 from tests.weights.test_quantized import checkpoint as quantized_checkpoint
 
+pytestmark = pytest.mark.usefixtures("quick_code")
+
 
 def test_a_converted_folder_serves_the_same(llm, checkpoint: Path, tmp_path: Path, capsys) -> None:
     to = tmp_path / "to"

@@ -20,6 +20,8 @@ from jaxserve.weights import random_weights
 from tests.engine.test_failures import CONFIG
 from tests.support.oracle import Oracle
 
+pytestmark = pytest.mark.usefixtures("quick_code")
+
 VOCAB = 64
 PROMPT = [3, 20, 41, 7, 20, 5]
 BASE = {"max_tokens": 12, "seed": 5}

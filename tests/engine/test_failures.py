@@ -23,6 +23,8 @@ from jaxserve.models import parse_model_config
 from jaxserve.request import SamplingParams
 from jaxserve.weights import random_weights
 
+pytestmark = pytest.mark.usefixtures("quick_code")
+
 POISON = 13
 PARAMS = SamplingParams(temperature=0, max_tokens=15)
 CONFIG = {

@@ -25,6 +25,8 @@ from tests.engine.llama_cpp_splits import metadata as fields_of
 from tests.support.checkpoint import CHAT_TEMPLATE
 from tests.support.gguf_files import random_tensors, raw_config, write_gguf
 
+pytestmark = pytest.mark.usefixtures("quick_code")
+
 LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

@@ -26,6 +26,8 @@ from jaxserve.execution.start.memory_plan import HOST_RESERVE
 from tests.models.test_published_configs import LLAMA_3, LLAMA_32_ROPE, MISTRAL, QWEN_3, shape
 from tests.support.host_files import MIB, limited_host, write_host
 
+pytestmark = pytest.mark.usefixtures("quick_code")
+
 GB, GIB = 10**9, 2**30
 LLAMA_32 = LLAMA_3 | {"rope_scaling": LLAMA_32_ROPE, "tie_word_embeddings": True}
 LLAMA_32 |= {"torch_dtype": "bfloat16"}

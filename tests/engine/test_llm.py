@@ -20,6 +20,8 @@ from jaxserve.engine.batch import Batch
 from jaxserve.engine.loading import Loaded
 from tests.engine.conftest import GREEDY, Canary
 
+pytestmark = pytest.mark.usefixtures("quick_code")
+
 PROMPTS = ["hello", "a much longer prompt than the others, in two pages", "x", "naïve café ☕"]
 
 

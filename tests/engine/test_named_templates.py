@@ -14,6 +14,8 @@ from jaxserve.engine.text.template import MAX_SOURCE_CHARS
 from jaxserve.engine.text.template_names import NAMED_TEMPLATES
 from tests.support.checkpoint import save_checkpoint
 
+pytestmark = pytest.mark.usefixtures("quick_code")
+
 SYSTEM = {"role": "system", "content": "Be kind."}
 HELLO = {"role": "user", "content": "Hello"}
 HI = {"role": "assistant", "content": "Hi there"}

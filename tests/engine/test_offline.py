@@ -38,6 +38,8 @@ from jaxserve.errors import EngineDead
 from jaxserve.scheduling.logprobs import TokenLogprobs, score_tokens
 from tests.engine.conftest import GREEDY, Canary
 
+pytestmark = pytest.mark.usefixtures("quick_code")
+
 TEXT = "a prompt that is longer than the thirty-two tokens of a step, and so comes in chunks"
 PLAIN = {"use_tqdm": False}
 
@@ -219,11 +221,12 @@ def test_a_search_keeps_only_what_may_be_its_answer(loaded: Loaded) -> None:
     requests = RequestFactory(None, loaded.limits, None, SamplingParams())
     params = BeamSearchParams(beam_width=2, max_tokens=40)
     ended = BeamSearch([1], params, requests, loaded.limits, stop_token_ids=[9])
-    for _ in range(40):
+    for number in range(40):
         step = scored([5, 9, 6, 7], [-0.5, -1.0, -1.5, -2.0])
         ended.advance([step] * len(ended.requests()))
-        gc.collect()
-        assert sum(type(kept) is Beam for kept in gc.get_objects()) <= 4
+        if number in (20, 39):  # seconds each, where a process holds millions of objects
+            gc.collect()
+            assert sum(type(kept) is Beam for kept in gc.get_objects()) <= 4
     best = ended.best()
     assert [beam.token_ids for beam in best] == [[5] * 40, [5] * 39 + [9]]
     assert [beam.end for beam in best] == [None, 9]

@@ -19,6 +19,8 @@ from jaxserve.models.config.rope import LinearScaling
 from jaxserve.overrides import overridden
 from tests.support.gguf_files import random_tensors, raw_config, write_gguf
 
+pytestmark = pytest.mark.usefixtures("quick_code")
+
 RAW: dict[str, Any] = {
     "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
     "text_config": {"hidden_size": 8, "rope_scaling": {"factor": 2.0, "rope_type": "linear"}},

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from tests.support.checkpoint import save_checkpoint
+from tests.support.quick_code import compile_quickly
 
 
 def command(action: str, checkpoint: Path, cache: Path) -> list[str]:
@@ -28,6 +29,7 @@ def command(action: str, checkpoint: Path, cache: Path) -> list[str]:
 @contextmanager
 def process(action: str, checkpoint: Path, cache: Path) -> Iterator[subprocess.Popen[str]]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
+    compile_quickly(environment)
     with subprocess.Popen(
         command(action, checkpoint, cache),
         stdout=subprocess.PIPE,

@@ -23,6 +23,7 @@ from jaxserve.execution.start.host_cache import cpu_page_budget
 from jaxserve.models import read_model_config
 from jaxserve.weights.expected import expected_model
 from tests.support.checkpoint import save_checkpoint
+from tests.support.quick_code import compile_quickly
 
 SMALL: dict[str, Any] = {
     "max_num_seqs": 2,
@@ -210,6 +211,7 @@ def test_a_second_start_compiles_nothing_and_answers_alike(
     cache |= {"wait_for_all_programs": True}
     command = [sys.executable, "-c", STARTS, str(checkpoint), json.dumps(SMALL | cache)]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
+    compile_quickly(environment)
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     first, second = json.loads(done.stdout.splitlines()[0])
@@ -244,6 +246,7 @@ def test_kept_programs_are_one_devices_however_many_there_are(
     for turn, count in enumerate(counts):
         flag = f"--xla_force_host_platform_device_count={count}"
         environment["XLA_FLAGS"] = flag if count > 1 else ""
+        compile_quickly(environment)
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
         assert done.returncode == 0, done.stderr
         devices, built, loaded, drawn = json.loads(done.stdout)

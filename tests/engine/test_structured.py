@@ -15,6 +15,8 @@ from scripts.bench.structured import HOSTILE
 from tests.engine.conftest import Canary
 from tests.structured.schemas import Schema, closed, listed, schemas
 
+pytestmark = pytest.mark.usefixtures("quick_code")
+
 PERSON = closed(name={"type": "string", "maxLength": 6}, age={"type": "integer", "maximum": 99})
 
 

@@ -21,6 +21,8 @@ from jaxserve.server.tool_calls.dialect import Dialect
 from jaxserve.server.tool_calls.tools import tool_use
 from tests.support.checkpoint import byte_tokenizer
 
+pytestmark = pytest.mark.usefixtures("quick_code")
+
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:

@@ -14,6 +14,8 @@ from jaxserve.engine.text.thinking import ThinkingMarks
 from jaxserve.request import Request
 from jaxserve.structured import StructuredOutputsParams
 
+pytestmark = pytest.mark.usefixtures("quick_code")
+
 FORM = StructuredOutputsParams(regex="[ab]{6}")
 
 

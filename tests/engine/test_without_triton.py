@@ -29,6 +29,8 @@ from tests.support.letters import END, VOCAB, letter_tokenizer
 from tests.support.oracle import Oracle
 from tests.support.workloads import Ask
 
+pytestmark = pytest.mark.usefixtures("quick_code")
+
 LLAMA = TINY | {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",

@@ -39,10 +39,11 @@ from jaxserve.request import SamplingParams
 from jaxserve.weights import random_weights
 from jaxserve.weights.model_weights import filled, parameters_of, place_on_default
 from jaxserve.weights.placement import divided
-from scripts.lib.paged_runner import FAST
+from scripts.lib.fast_compile import FAST
 from tests.equivalence import EXPERTS, TINY, Bench, fields_of_case, run_schedule
 from tests.models.cases import CASES
 from tests.support.own_programs import own_programs
+from tests.support.quick_code import compile_quickly
 
 DEVICES = 4
 # One for each kind of parameter that is divided.
@@ -208,7 +209,7 @@ def main() -> int:
     arguments = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 8)
     jax.config.update("jax_enable_x64", True)
-    jax.config.update("jax_disable_most_optimizations", True)
+    compile_quickly()
     alone = arguments.cases or (arguments.every_case and [*CASES])
     found: dict[str, Any] = {"differences": {}, "exchanges": {}}
     for case in alone or FEW:

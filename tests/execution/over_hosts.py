@@ -25,6 +25,7 @@ from jaxserve.hosts import HostsConfig
 from jaxserve.models.shards import Split
 from jaxserve.request import MAX_LOGPROBS
 from tests.equivalence import TINY, Bench, divided_model, run_schedule, small_config
+from tests.support.quick_code import compile_quickly
 
 HOSTS = 2
 
@@ -73,7 +74,7 @@ def main() -> int:
     arguments = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", arguments.devices)
     jax.config.update("jax_enable_x64", True)
-    jax.config.update("jax_disable_most_optimizations", True)
+    compile_quickly()
     port = arguments.port or free_ports()
     secret = arguments.secret or secrets.token_hex(32)
     follower = None

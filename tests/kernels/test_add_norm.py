@@ -13,6 +13,7 @@ import pytest
 
 from pallas_kernels import add_norm, reference
 from pallas_kernels.norm_arguments import NormOptions
+from scripts.lib.fast_compile import FAST
 
 IMPLEMENTATIONS = ("triton_interpret", "xla")
 # Parts of delta, offset, rounds_last.
@@ -65,7 +66,7 @@ def run(implementation: str, *arrays: jax.Array | None, **options: Any) -> tuple
     """Run an implementation; compiling what is interpreted is most of what this costs."""
     call = functools.partial(add_norm, implementation=implementation, **options)
     if implementation.endswith("_interpret"):
-        call = jax.jit(call, compiler_options={"xla_backend_optimization_level": "0"})
+        call = jax.jit(call, compiler_options=FAST)
     return call(*arrays)
 
 

@@ -18,6 +18,7 @@ from pallas_kernels import paged_decode_attention, reference
 from pallas_kernels.cpu import decode as cpu_decode
 from pallas_kernels.cpu.ffi import Kernel
 from pallas_kernels.cpu.ir_builder import I64, POINTER, VOID, Code, compiled, const, host
+from scripts.lib.fast_compile import FAST
 from tests.support.paged_cases import PagedCall, assert_close, paged_call, with_keywords
 
 STATIC = ("scale", "window", "soft_cap")
@@ -85,8 +86,7 @@ def run(function, call: PagedCall) -> jax.Array:
     """A decode jitted; window, scale and cap are fixed in the program."""
     static = {name: call.options[name] for name in STATIC}
     arrays = {name: value for name, value in call.options.items() if name not in STATIC}
-    options = {"xla_backend_optimization_level": "0"}
-    jitted = jax.jit(functools.partial(function, **static), compiler_options=options)
+    jitted = jax.jit(functools.partial(function, **static), compiler_options=FAST)
     return jitted(*call.decode, **arrays)
 
 

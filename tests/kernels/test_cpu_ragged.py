@@ -12,6 +12,7 @@ import pytest
 
 from pallas_kernels import ragged_paged_attention, reference
 from pallas_kernels.cpu.ragged import PagedTiles
+from scripts.lib.fast_compile import FAST
 from tests.kernels.test_cpu_decode import SETUPS as DECODE_SETUPS
 from tests.kernels.test_cpu_decode import STATIC, parts_of
 from tests.support.paged_cases import PagedCall, assert_close, paged_call, with_keywords
@@ -57,8 +58,7 @@ EDGES = [(2, 2), (0, 0), (63, 63), (1, 70), (64, 64), (65, 129), (2, 65), (100, 
 def run(function, call: PagedCall) -> jax.Array:
     static = {name: call.options[name] for name in STATIC}
     arrays = {name: value for name, value in call.options.items() if name not in STATIC}
-    options = {"xla_backend_optimization_level": "0"}
-    jitted = jax.jit(functools.partial(function, **static), compiler_options=options)
+    jitted = jax.jit(functools.partial(function, **static), compiler_options=FAST)
     return jitted(*call.ragged, **arrays)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import gated_matmul, matmul_in_parts, reference
+from scripts.lib.fast_compile import FAST
 
 IMPLEMENTATIONS = ("triton_interpret", "xla")
 DTYPES = (jnp.bfloat16, jnp.float16)
@@ -27,6 +30,10 @@ def inputs(dtype: Any, rows: int, *shape: int, seed: int = 0) -> tuple[jax.Array
     return jnp.asarray(x, dtype), jnp.asarray(w, dtype)
 
 
+def compiled(function: Callable[..., jax.Array], **options: Any) -> Callable[..., jax.Array]:
+    return jax.jit(functools.partial(function, **options), compiler_options=FAST)
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width", "outputs"), SHAPES)
@@ -36,7 +43,7 @@ def test_sums_over_parts(
     x, w = inputs(dtype, rows, width, outputs)
     for parts in (1, 2, 8):
         want = np.asarray(reference.matmul_in_parts(x, w, parts))
-        got = matmul_in_parts(x, w, parts, implementation=implementation)
+        got = compiled(matmul_in_parts, parts=parts, implementation=implementation)(x, w)
         assert got.dtype == jnp.float32 and got.shape == (parts, rows, outputs)
         assert_rows_close(got, want, 1e-6)
 
@@ -50,7 +57,7 @@ def test_gated(
 ) -> None:
     x, w = inputs(dtype, rows, width, 2, outputs)
     want = np.asarray(reference.gated_matmul(x, w, activation), np.float32)
-    got = gated_matmul(x, w, activation, implementation=implementation)
+    got = compiled(gated_matmul, activation=activation, implementation=implementation)(x, w)
     assert got.dtype == dtype and got.shape == (rows, outputs)
     # Both products may be rounded to the number next to the reference's.
     assert_rows_close(got, want, 4 * float(jnp.finfo(dtype).eps))

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pallas_kernels import grouped_matmul, reference, xla_grouped_matmul
 from pallas_kernels.gpu import triton_grouped_matmul
 from pallas_kernels.gpu.tuning import GroupedConfig
+from scripts.lib.fast_compile import FAST
 from tests.support.paged_cases import assert_close
 
 ROWS, GROUPS = 40, 5
@@ -34,7 +35,7 @@ def compiled(name: str):
         ),
         "xla": xla_grouped_matmul.grouped_matmul,
     }
-    return jax.jit(runs[name], compiler_options={"xla_backend_optimization_level": "0"})
+    return jax.jit(runs[name], compiler_options=FAST)
 
 
 @pytest.mark.parametrize("implementation", ["triton", "xla"])

@@ -15,6 +15,7 @@ import pytest
 from pallas_kernels import quantized_grouped_matmul
 from pallas_kernels.gpu import triton_quantized_grouped_matmul as triton
 from pallas_kernels.gpu.triton_quantized_matmul import Tile
+from scripts.lib.fast_compile import FAST
 from tests.kernels.test_tuning_table import H200, compiling_for
 from tests.support.paged_cases import assert_close
 
@@ -61,7 +62,7 @@ def compiled(name: str, implementation: str) -> Any:
         )
     else:
         run = functools.partial(quantized_grouped_matmul, form=form, implementation="xla")
-    return jax.jit(run, compiler_options={"xla_backend_optimization_level": "0"})
+    return jax.jit(run, compiler_options=FAST)
 
 
 @pytest.mark.parametrize("implementation", ["triton", "xla"])

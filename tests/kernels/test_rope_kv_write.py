@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import NormOptions, QkvOptions, reference, rope_kv_write
+from scripts.lib.fast_compile import FAST
 
 FP8 = jnp.float8_e4m3fn
 SIZE, PAGES = 16, 4
@@ -111,9 +112,8 @@ def test_the_specification_is_what_runs_where_there_is_no_kernel() -> None:
 def check(kind: Kind, tokens: int, implementation: str) -> None:
     """Compare queries and pages with the reference's."""
     operands, dtype = call(kind, tokens, seed=tokens)
-    options = {"xla_backend_optimization_level": "0"}  # compiling is most of what this costs
 
-    @functools.partial(jax.jit, compiler_options=options)
+    @functools.partial(jax.jit, compiler_options=FAST)
     def run() -> tuple[jax.Array, ...]:
         return rope_kv_write(*operands, dtype=dtype, implementation=implementation)
 

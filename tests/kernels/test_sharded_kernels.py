@@ -7,6 +7,8 @@ import pathlib
 import subprocess
 import sys
 
+from tests.support.quick_code import FLAGS
+
 ROOT = pathlib.Path(__file__).parent.parent.parent
 PROGRAM = """
 import jax, jax.numpy as jnp, numpy as np
@@ -57,7 +59,7 @@ def test_split_over_kv_heads() -> None:
     program = PROGRAM.format(calls=CALLS)
     environment = {
         **os.environ,
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count=2 {FLAGS}",
         "JAX_PLATFORMS": "cpu",
     }
     run = subprocess.run(

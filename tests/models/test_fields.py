@@ -15,7 +15,8 @@ from jaxserve.models import attention, decoder, experts, latent, read_model_conf
 from jaxserve.models.config.model_config import IGNORED, NEUTRAL
 from jaxserve.models.registry import ARCHITECTURES
 from pallas_kernels import grouped_matmul, ragged_paged_attention
-from scripts.lib.paged_runner import FAST, PagedRunner
+from scripts.lib.fast_compile import FAST
+from scripts.lib.paged_runner import PagedRunner
 from tests.models.cases import CASES, FULL, SLIDING, family_of, fields_of
 from tests.models.tiny_models import load
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-NAMES = {"--long": "--real-long", "--folder": "--real-folder"}
+NAMES = {"--folder": "--real-folder"}
 
 if __name__ == "__main__":
     words = [NAMES.get(word, word) for word in sys.argv[1:]]

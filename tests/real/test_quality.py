@@ -52,7 +52,7 @@ def test_int4_drifts_on_the_first_chunk(smollm2: Real) -> None:
     check_drift(smollm2, "int4", [want["ids"][:CHUNK]], base)
 
 
-@pytest.mark.real_long
+@pytest.mark.long
 def test_drifts_on_all_text(real: Real) -> None:
     sequences = prose_chunks(real.loaded)
     base = perplexity(logprobs(real.loaded, sequences))

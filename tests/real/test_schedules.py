@@ -101,7 +101,7 @@ def test_chats_of_gemma_get_what_each_gets_alone(gemma3: Real) -> None:
     assert run(gemma3.loaded, *workload(gemma3, is_long=False), {})[0] == alone(gemma3)
 
 
-@pytest.mark.real_long
+@pytest.mark.long
 def test_schedules_of_both_models_with_other_pages(real: Real) -> None:
     for page in (16, 4):
         pages = {"block_size": page, "num_gpu_blocks_override": 9600 // page + 1}

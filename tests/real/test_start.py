@@ -9,7 +9,7 @@ import pytest
 from tests.engine.test_programs_behind import run
 
 
-@pytest.mark.real_long
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["smollm2", "gemma3"])
 def test_answers_are_the_same_before_and_after_programs_come(
     real_models: dict[str, Path], name: str, tmp_path: Path

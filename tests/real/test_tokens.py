@@ -63,7 +63,7 @@ def test_greedy_answers_of_a_file_in_parts(smollm2: Real, tmp_path: Path, is_lon
     check_greedy(smollm2, loaded, is_long, PACKED)
 
 
-@pytest.mark.real_long
+@pytest.mark.long
 def test_greedy_answers_of_a_second_model_in_full(gemma3: Real) -> None:
     check_greedy(gemma3, load_real(gemma3.path, dtype="float32"), True, TOLERANCE)
 
@@ -117,12 +117,12 @@ def test_prose_beyond_the_window(gemma3: Real, is_long: bool) -> None:
     check_prose(gemma3, LONG if is_long else 1024)
 
 
-@pytest.mark.real_long
+@pytest.mark.long
 def test_prose_without_a_window(smollm2: Real) -> None:
     check_prose(smollm2, LONG)
 
 
-@pytest.mark.real_long
+@pytest.mark.long
 def test_eight_thousand_tokens(gemma3: Real) -> None:
     """Both have the same rotary frequencies: Transformers' own are an ulp off. 8e-5 was seen."""
     loaded = load_real(gemma3.path, max_model_len=VERY_LONG + 16, dtype="float32")
