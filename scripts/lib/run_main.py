@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import NoReturn
 
 
@@ -14,11 +16,25 @@ def end_at_sigterm() -> None:
     The first one: `timeout` sends several, and what ends the others must not be ended.
     """
 
-    def end(number: int, _: object) -> None:
+    def end(_: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise SystemExit(128 + number)
+        if _in_collector(frame):  # where an exception is printed and lost: JAX has such a callback
+            signal.signal(signal.SIGALRM, end)
+            signal.setitimer(signal.ITIMER_REAL, 0.01)
+        else:
+            raise SystemExit(128 + signal.SIGTERM)
 
     signal.signal(signal.SIGTERM, end)
+
+
+def _in_collector(frame: FrameType | None) -> bool:
+    """Return whether a frame is within a callback of the garbage collector."""
+    callbacks = [getattr(callback, "__code__", None) for callback in gc.callbacks]
+    while frame is not None:
+        if frame.f_code in callbacks:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def run_main(main: Callable[[], int | None]) -> NoReturn:

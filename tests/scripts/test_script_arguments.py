@@ -153,6 +153,23 @@ def test_an_interrupt_ends_a_script_with_a_word() -> None:
     assert (ended.returncode, ended.stderr) == (130, "interrupted\n")
 
 
+def test_a_termination_within_a_callback_of_the_collector_is_not_lost() -> None:
+    code = (
+        "import gc, os, signal, sys, time\n"
+        "from scripts.lib.run_main import end_at_sigterm\n"
+        "def callback(phase, _):\n"
+        "    if phase == 'start': os.kill(os.getpid(), signal.SIGTERM)\n"
+        "end_at_sigterm()\n"
+        "gc.callbacks.append(callback)\n"
+        "gc.collect()\n"
+        "gc.callbacks.clear()\n"
+        "time.sleep(60)"
+    )
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (143, "")
+
+
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_http_clients_that_fail_end_the_run(capfd: pytest.CaptureFixture[str]) -> None:
     with Clients(free_port()) as clients, pytest.raises(RuntimeError, match="clients ended with 1"):
