@@ -45,8 +45,9 @@ def add_compile(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--device",
         metavar="NAME",
-        help='a card that need not be there, like "NVIDIA H100", for which one model is compiled '
-        "from its configuration alone; needs JAX's plugin for CUDA",
+        help='a card that need not be there, like "NVIDIA H100", or as many as '
+        "--tensor-parallel-size says; one model is compiled for it from its configuration alone; "
+        "needs JAX's plugin for CUDA",
     )
     add_fields(parser.add_argument_group("server"), ServerConfig, ["model_weights"])
     add_engine(parser, "For each model.", ["seed"], OWN)

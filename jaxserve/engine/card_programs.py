@@ -24,6 +24,7 @@ from jaxserve.execution.start.memory_plan import plan_memory
 from jaxserve.execution.start.refusal import refusal
 from jaxserve.execution.start.weight_sizes import Weights
 from jaxserve.models import Decoder, ModelConfig, abstract_model
+from jaxserve.weights.expected import divide_shapes
 from jaxserve.weights.gguf.file import GgufFile
 from jaxserve.weights.quantized_shapes import quantize_shapes
 
@@ -45,13 +46,13 @@ def compile_for_card(
         InvalidRequest, UnsupportedModel: the model does not fit, or its shapes are not known
             before its weights are read.
     """
-    card = DescribedCard.of(name)
-    if config.tensor_parallel_size > 1:
+    if config.nnodes > 1:
         raise InvalidRequest(
-            f"tensor_parallel_size is {config.tensor_parallel_size}: programs over several cards "
-            "that are not there are not compiled; allowed: 1, or no --device",
-            "tensor_parallel_size",
+            f"nnodes is {config.nnodes}: programs over several hosts whose cards are not there are "
+            "not compiled; allowed: 1, or no --device",
+            "nnodes",
         )
+    card = DescribedCard.of(name, config.tensor_parallel_size)
     directory = cache_folder(config)
     if directory is None:
         raise InvalidRequest(
@@ -92,12 +93,16 @@ def _form(config: EngineConfig, source: Source) -> str | None:
             "device: which matrices of a GGUF file stay in its blocks only its tensors say; "
             "allowed: a --dtype, which widens them, or --quantization"
         )
-    allowed = "allowed: weights in full, also with --quantization where there are no experts"
+    allowed = "allowed: weights in full, on one card also with --quantization and without experts"
     if model_config.quantization is not None:
         method = model_config.quantization.method
         raise UnsupportedModel(
             f"device: the checkpoint's weights are {method!r}, whose shapes only its files say; "
             f"{allowed}"
+        )
+    if form is not None and config.tensor_parallel_size > 1:
+        raise UnsupportedModel(
+            f"device: over several cards weights are quantized to {form}; {allowed}"
         )
     if form is not None and model_config.experts is not None:
         raise UnsupportedModel(f"device: experts are quantized to {form}; {allowed}")
@@ -107,8 +112,10 @@ def _form(config: EngineConfig, source: Source) -> str | None:
 def _shapes(
     model_config: ModelConfig, dtype: Any, form: str | None, card: DescribedCard
 ) -> Decoder:
-    """Describe the model as it is placed on the card."""
+    """Describe the model as it is placed on the card, or over several."""
     model = abstract_model(model_config, dtype)
+    if card.cards is not None:
+        divide_shapes(model, model_config, card.cards)
     if form is not None:
         quantize_shapes(model, form, output_rows=not card.card.limits.runs_triton)
     return model

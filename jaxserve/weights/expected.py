@@ -8,10 +8,12 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxserve.models import Decoder, ModelConfig, abstract_model
 from jaxserve.models.panels import PanelWeight
+from jaxserve.models.shards import AXIS, part_of
 from jaxserve.weights.placement import panel_axes
 from pallas_kernels.cpu.panels import panel_shape
 
@@ -31,6 +33,24 @@ def expected_model(config: ModelConfig, dtype: DTypeLike, panels: bool) -> Decod
             if expected is not None:
                 node.set_value(expected)
     return model
+
+
+def divide_shapes(model: Decoder, config: ModelConfig, mesh: Mesh) -> None:
+    """Replace the shapes of parameters in full by those of their parts on a mesh, joined.
+
+    Args:
+        model: with shapes for arrays.
+        config: of the model, with its split over the mesh.
+    """
+    for _, node in nnx.iter_graph(model):
+        if not isinstance(node, nnx.Param):
+            continue
+        part = part_of(config, node.get_metadata()["axes"], node.shape, device=0)
+        shape, spec = part.own_shape, PartitionSpec()
+        if not part.is_whole:
+            shape, spec = (mesh.size * shape[0], *shape[1:]), PartitionSpec(AXIS)
+        sharding = NamedSharding(mesh, spec)
+        node.set_value(jax.ShapeDtypeStruct(shape, node.dtype, sharding=sharding))
 
 
 def _panels(parameter: nnx.Param[Any]) -> PanelWeight | None:

@@ -2,11 +2,12 @@
 
     python -m scripts.gpu.start_table [--model 8b] [--card "NVIDIA H200"] [--out DIR]
     python -m scripts.gpu.start_table --model tiny --rows 8 --tokens 64 --out DIR    in a minute
+    python -m scripts.gpu.start_table -tp 2     over two such cards
 
 Lists every program that a start makes where none are kept, and lets the engine's own compiler trace
 and compile each for the card, one after the other and on one thread: what Python takes (tracing,
 lowering) and what XLA takes. XLA reads the choices that were measured on such a card, and measures
-nothing. Writes start_MODEL.json and .md.
+nothing. Counts the sums over cards in each program. Writes start_MODEL.json and .md.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from scripts.lib.run_record import about_run
 
 GOAL = {"python_s": 3.0, "trace_and_lower_s": 0.7}
 """Seconds of Python for the largest step program: all of it, and tracing and lowering alone."""
-HEAD = """# Programs of a start: {model} on {card}
+HEAD = """# Programs of a start: {model} on {devices} {card}
 
 `{command}`, {date}. Compiled on {cores} without the card: nothing
 was run. {rows} rows, {tokens:,} tokens, {pages:,} pages of cache; {choices} choices of XLA's
@@ -49,7 +50,13 @@ that were measured on such a card were at hand. Seconds on one thread.
 
 
 def compile_start(
-    interpreter: pathlib.Path, card: str, model: str, rows: int, tokens: int, first: int
+    interpreter: pathlib.Path,
+    card: str,
+    model: str,
+    rows: int,
+    tokens: int,
+    first: int,
+    devices: int = 1,
 ) -> dict[str, Any]:
     """Compile an engine's programs in a process of their own; return what each took.
 
@@ -57,6 +64,7 @@ def compile_start(
         interpreter: of the environment that compiles.
         rows, tokens: limits of the engine.
         first: programs to compile, the longest first; 0 for all.
+        devices: cards in one host, over which the model is divided.
     """
     with tempfile.TemporaryDirectory() as work:
         out = pathlib.Path(work) / "start.json"
@@ -66,7 +74,7 @@ def compile_start(
         environment["XLA_FLAGS"] = with_gpu_flags(flags, JAX)
         del environment["MOSAIC_GPU_DUMP_TO"]
         command = [str(interpreter), "-m", "scripts.gpu.start_worker", card, model]
-        command += [str(rows), str(tokens), str(first), str(out)]
+        command += [str(rows), str(tokens), str(first), str(devices), str(out)]
         subprocess.run(command, env=environment, check=True)
         return json.loads(out.read_text())
 
@@ -120,6 +128,9 @@ def main() -> int:
     )
     parser.add_argument("--model", choices=sorted(MODELS), default="8b")
     parser.add_argument("--card", default="NVIDIA H200")
+    parser.add_argument(
+        "--tensor-parallel-size", "-tp", type=positive_integer, default=1, help="such cards"
+    )
     parser.add_argument("--rows", type=positive_integer, default=256)
     parser.add_argument("--tokens", type=positive_integer, default=8192)
     parser.add_argument(
@@ -133,14 +144,17 @@ def main() -> int:
     except (ValueError, NoEnvironment) as error:
         parser.error(str(error))
     sizes = arguments.rows, arguments.tokens
-    report = compile_start(interpreter, card, arguments.model, *sizes, arguments.first)
+    devices = arguments.tensor_parallel_size
+    report = compile_start(interpreter, card, arguments.model, *sizes, arguments.first, devices)
     about = describe(interpreter, command) | report.pop("about")
     about |= {"model": arguments.model, "card": card, "rows": sizes[0], "tokens": sizes[1]}
+    about["devices"] = devices
     about["cores"] = f"{os.cpu_count()} cores"
     report = {"about": about, **report, "totals": totals(report["programs"])}
     about["faults"] = faults(report)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    path = arguments.out / f"start_{arguments.model}.json"
+    over = f"_{devices}" if devices > 1 else ""
+    path = arguments.out / f"start_{arguments.model}{over}.json"
     path.write_text(json.dumps(report, indent=1) + "\n")
     text = table(report)
     path.with_suffix(".md").write_text(text)

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import pathlib
+import re
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -22,6 +24,8 @@ from jaxserve.execution.start.described_card import DescribedCard
 from jaxserve.execution.start.device import importing_kernels
 from jaxserve.execution.start.for_card import CardPrograms
 from jaxserve.models import abstract_model, parse_model_config
+from jaxserve.models.shards import Split
+from jaxserve.weights.expected import divide_shapes
 from scripts.gpu.models import MODELS
 
 PARTS = {
@@ -49,16 +53,20 @@ class Clock:
 
 
 def main() -> int:
-    name, model, rows, tokens, first, out = sys.argv[1:]
-    card, clock = DescribedCard.of(name), Clock()
+    name, model, rows, tokens, first, devices, out = sys.argv[1:]
+    card, clock = DescribedCard.of(name, int(devices)), Clock()
     if (importing := importing_kernels(card.card.limits)) is not None:
         importing.join()  # in a start it imports while weights are read
     imports = time.process_time()
     began = time.perf_counter()
-    model_config = parse_model_config(MODELS[model].config())
+    split = Split(card.count)
+    model_config = replace(parse_model_config(MODELS[model].config()), split=split)
     described = abstract_model(model_config, jnp.bfloat16)
+    if card.cards is not None:
+        divide_shapes(described, model_config, card.cards)
     sizes = int(rows), int(tokens)
-    config = EngineConfig().resolve("gpu", model_config.context_length, sizes)
+    config = EngineConfig(tensor_parallel_size=card.count)
+    config = config.resolve("gpu", model_config.context_length, sizes)
     assert config.max_model_len is not None
     with tempfile.TemporaryDirectory() as work:
         folder = pathlib.Path(work)
@@ -87,6 +95,7 @@ def main() -> int:
                     "cpu_s": round(time.process_time() - spent, 3),
                     "temp_mib": round(compiled.memory_analysis().temp_size_in_bytes / 2**20, 1),
                     "bytes": size,
+                    "sums": len(re.findall(r"= .* all-reduce(?:-start)?\(", compiled.as_text())),
                 }
             )
             print(programs[-1], file=sys.stderr, flush=True)

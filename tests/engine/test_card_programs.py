@@ -63,6 +63,13 @@ def test_shapes_that_only_the_weights_say_are_refused(tmp_path: Path) -> None:
         compile_for_card(config(tmp_path, model_fields=stored), "H100", lambda *_: None)
 
 
+def test_over_several_cards_weights_are_in_full_and_on_one_host(tmp_path: Path) -> None:
+    said = refused(config(tmp_path, tensor_parallel_size=2, quantization="int8"))
+    assert "over several cards weights are quantized to int8; allowed: weights in full" in said
+    hosts: dict[str, Any] = {"tensor_parallel_size": 2, "nnodes": 2, "nodes_secret": "file"}
+    assert "nnodes is 2" in refused(config(tmp_path, **hosts))
+
+
 def test_programs_that_are_not_kept_are_of_no_use(tmp_path: Path) -> None:
     settings = config(tmp_path)
     object.__setattr__(settings, "compilation_cache_dir", "none")

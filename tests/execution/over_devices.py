@@ -37,6 +37,7 @@ from jaxserve.models.linear import Constant
 from jaxserve.models.shards import Split, local_kv_heads
 from jaxserve.request import SamplingParams
 from jaxserve.weights import random_weights
+from jaxserve.weights.expected import divide_shapes
 from jaxserve.weights.model_weights import filled, parameters_of, place_on_default
 from jaxserve.weights.placement import divided
 from scripts.lib.fast_compile import FAST
@@ -86,6 +87,11 @@ def exchanges(text: str) -> Counter[str]:
     return Counter(kind for _, kind in EXCHANGE.findall(text))
 
 
+def places(state: Any) -> list[Any]:
+    """Shape, dtype and division of each array of a model, or of its description."""
+    return [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in jax.tree.leaves(state)]
+
+
 def logits_of(
     config: ModelConfig, values: Mapping[str, np.ndarray]
 ) -> tuple[np.ndarray, Counter[str]]:
@@ -93,6 +99,10 @@ def logits_of(
     mesh, model = make_mesh(config.split.devices), abstract_model(config, jnp.float64)
     place = divided(place_on_default, config, parameters_of(model), mesh)
     graphdef, state = nnx.split(filled(model, {path: place(path, values[path]) for path in values}))
+    if mesh is not None:
+        described = abstract_model(config, jnp.float64)
+        divide_shapes(described, config, mesh)
+        assert places(nnx.state(described)) == places(state), "compiled ahead for other parts"
     heads = local_kv_heads(config) * config.split.devices
     pages: Any = jax.ShapeDtypeStruct((4, heads, 4, config.head_dim), jnp.float64)
     if mesh is not None:

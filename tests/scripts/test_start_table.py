@@ -18,6 +18,7 @@ ABOUT = {
     "cores": "2 cores",
     "model": "8b",
     "card": "NVIDIA H200",
+    "devices": 1,
     "rows": 4,
     "tokens": 32,
     "pages": 7,
@@ -34,19 +35,23 @@ def test_goals_are_of_the_largest_step_alone() -> None:
     assert "| all 2 | 10.0 | 1.0 | 18.0 | 5 |" in text and "632 choices" in text
 
 
+@pytest.mark.parametrize(("devices", "sums"), [(1, 0), (2, 2 * 2 + 1)])
 def test_programs_of_a_start_are_compiled_and_kept_without_the_card(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline_compiler: Path
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline_compiler: Path, devices: int, sums: int
 ) -> None:
+    """Over two cards with the sums that the model needs."""
     command = ["start_table", "--env", str(offline_compiler.parents[1]), "--model", "tiny"]
     command += ["--rows", "1", "--tokens", "16", "--first", "2", "--out", str(tmp_path)]
+    command += ["--tensor-parallel-size", str(devices)]
     monkeypatch.setattr(sys, "argv", command)
     assert start_table.main() == 0
-    report = json.loads((tmp_path / "start_tiny.json").read_text())
+    name = "start_tiny" if devices == 1 else "start_tiny_2"
+    report = json.loads((tmp_path / f"{name}.json").read_text())
     assert [p["name"] for p in report["programs"]] == [
         *("16 tokens, 1 rows", "greedy decode 1, up to 8 steps")
     ]
     for program in report["programs"]:
         assert min(program["bytes"], *(program[part] for part in PARTS)) > 0
-        assert program["python_s"] < program["seconds"]
+        assert program["python_s"] < program["seconds"] and program["sums"] == sums
     assert report["about"]["choices"] > 600
-    assert "greedy decode 1, up to 8 steps" in (tmp_path / "start_tiny.md").read_text()
+    assert "greedy decode 1, up to 8 steps" in (tmp_path / f"{name}.md").read_text()

@@ -102,7 +102,7 @@ class Compiler:
         card: DescribedCard | None = None,
     ) -> None:
         self._card = card
-        self._mesh = make_mesh(model_config.split.devices)
+        self._mesh = make_mesh(model_config.split.devices) if card is None else card.cards
         self.config = config
         self.model_config = model_config
         dtype = self.dtype = np.dtype(model.norm.scale.get_value().dtype)  # of a shape alone too
@@ -223,12 +223,15 @@ class Compiler:
         Args:
             results: how its results lie on a mesh.
         """
-        if self._card is not None:
-            return self._card.lower(function, arguments, donate)
         if self._mesh is not None:
             function = mapped(self._mesh, function, arguments, results)
             arguments = placed_arguments(self._mesh, arguments)
-        return jax.jit(function, donate_argnums=donate).lower(*arguments)
+        elif self._card is not None:
+            return self._card.lower(function, arguments, donate)
+        program: Any = jax.jit(function, donate_argnums=donate)
+        if self._card is not None:
+            return self._card.lower_placed(program, arguments)
+        return program.lower(*arguments)
 
     def step_call(
         self, bucket: Bucket, num_pages: int
@@ -327,7 +330,8 @@ class Compiler:
             if self._mesh is None:
                 return self._lower(make)
             places = jax.tree.map(attrgetter("sharding"), self._shapes(num_pages))
-            return jax.jit(make, out_shardings=places).lower()
+            program: Any = jax.jit(make, out_shardings=places)
+            return program.lower() if self._card is None else self._card.lower_placed(program, ())
 
         return self.store.get(f"state, {num_pages} pages", lower)
 

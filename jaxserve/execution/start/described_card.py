@@ -16,9 +16,12 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh
 from jax.stages import Lowered
 
+from jaxserve.models.shards import AXIS
 from pallas_kernels.devices import GIB, KIB, Capability, Card, find_card
 
 
@@ -85,17 +88,19 @@ RESERVED = GIB
 
 @dataclasses.dataclass(frozen=True)
 class DescribedCard:
-    """A card to compile for.
+    """A card to compile for, or several in one host.
 
     Attributes:
         card: of the table.
+        count: how many there are.
     """
 
     card: Card
+    count: int = 1
 
     @classmethod
-    def of(cls, name: str) -> DescribedCard:
-        """Describe a card by any name of `find_card`.
+    def of(cls, name: str, count: int = 1) -> DescribedCard:
+        """Describe a card by any name of `find_card`, or so many of them in one host.
 
         Raises:
             ValueError: the table has no such card, or the compiler does not know its class.
@@ -104,7 +109,7 @@ class DescribedCard:
         if card.capability not in CLASSES:
             allowed = ", ".join(".".join(map(str, capability)) for capability in CLASSES)
             raise ValueError(f"{card.limits} is not compiled for; allowed: capability {allowed}")
-        return cls(card)
+        return cls(card, count)
 
     @property
     def pallas_name(self) -> str:
@@ -146,10 +151,25 @@ class DescribedCard:
         Raises:
             RuntimeError: JAX's plugin for CUDA is not installed, or does not start.
         """
+        return self._devices[0]
+
+    @functools.cached_property
+    def _devices(self) -> list[Any]:
         topology: Any = topologies.get_topology_desc(
-            platform="cuda", target_config=self.description, topology="1x1x1"
+            platform="cuda", target_config=self.description, topology=f"1x1x{self.count}"
         )
-        return topology.devices[0]
+        return topology.devices
+
+    @functools.cached_property
+    def cards(self) -> Mesh | None:
+        """The mesh of all cards; None for one.
+
+        Raises:
+            RuntimeError: see `device`.
+        """
+        if self.count == 1:
+            return None
+        return Mesh(np.array(self._devices), (AXIS,), axis_types=(AxisType.Auto,))
 
     @property
     def mesh(self) -> Any:
@@ -184,7 +204,9 @@ class DescribedCard:
         def place(array: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=placed)
 
-        shapes: Any = jax.tree.map(place, arguments)
+        return self.lower_placed(jax.jit(function, **options), jax.tree.map(place, arguments))
+
+    def lower_placed(self, function: Any, arguments: tuple[Any, ...]) -> Lowered:
+        """Lower what `jax.jit` made of a function; its arguments say on which cards they lie."""
         with self.tracing():
-            traced = jax.jit(function, **options).trace(*shapes)
-            return traced.lower(lowering_platforms=("cuda",))
+            return function.trace(*arguments).lower(lowering_platforms=("cuda",))
