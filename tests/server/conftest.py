@@ -162,10 +162,14 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
         subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True)
 
     new = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2".split()
-    for name, more in {
-        "authority": ["-addext", "basicConstraints=critical,CA:TRUE"],
-        "server": ["-addext", "subjectAltName=DNS:localhost", "-CA", "authority.pem"],
-        "client": ["-CA", "authority.pem"],
+    leaf = ["-addext", "basicConstraints=critical,CA:FALSE", "-CA", "authority.pem"]
+    for name, more in {  # as strictly as Python 3.13 reads them
+        "authority": [
+            *("-addext", "basicConstraints=critical,CA:TRUE"),
+            *("-addext", "keyUsage=critical,keyCertSign,cRLSign"),
+        ],
+        "server": ["-addext", "subjectAltName=DNS:localhost", *leaf],
+        "client": leaf,
     }.items():
         signed = ["-CAkey", "authority.key"] if "-CA" in more else []
         files = ["-keyout", f"{name}.key", "-out", f"{name}.pem", "-subj", f"/CN={name}"]

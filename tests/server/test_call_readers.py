@@ -17,6 +17,7 @@ from jaxserve.server.tool_calls.formats import (
     CALL_FORMATS,
     THINKING_FORMATS,
 )
+from jaxserve.server.tool_calls.literals import MAX_JSON_DEPTH, read_json
 from jaxserve.server.tool_calls.pieces import CallPart, Message, Piece
 from jaxserve.server.tool_calls.reader import MAX_MALFORMED, CallReader
 from jaxserve.server.tool_calls.thinking import Start, ThinkingReader, start_of
@@ -148,6 +149,16 @@ def cut(text: str, rng: random.Random) -> list[str]:
 
 def said(message: Message) -> Any:
     return message.content, message.reasoning, [(c.name, c.arguments) for c in message.calls]
+
+
+def test_json_is_read_to_the_same_depth_by_all_versions_of_python() -> None:
+    assert read_json("[" * MAX_JSON_DEPTH + "]" * MAX_JSON_DEPTH)
+    text = json.dumps("[{" * MAX_JSON_DEPTH)
+    assert read_json(text) == "[{" * MAX_JSON_DEPTH
+    assert read_json(f'{{"a": [{text}]}}') and read_json(f"[{'[],' * MAX_JSON_DEPTH}{{}}]")
+    for deep in (MAX_JSON_DEPTH + 1, 3000, 100_000):
+        with pytest.raises(ValueError, match="nested too deep"):
+            read_json('{"a": ' * deep + "1" + "}" * deep)
 
 
 @pytest.mark.parametrize(("form", "text", "content", "calls"), CASES, ids=lambda one: str(one)[:30])

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 _JSON_STOPS = re.compile(r'["\\{}\[\]]')
 _PYTHON_STOPS = re.compile(r"[\"'\\{}\[\]()]")
 _OPENING = frozenset("{[(")
-MAX_DEPTH = 64
+MAX_DEPTH, MAX_JSON_DEPTH = 64, 500
 _NUMBER = re.compile(r"[-+]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
 _CONSTANTS = {
@@ -73,9 +73,24 @@ def read_json(text: str) -> Any:
         ValueError: it is none, or nested too deep.
     """
     try:
-        return json.loads(text, strict=False, parse_constant=_no_number)
+        value = json.loads(text, strict=False, parse_constant=_no_number)
     except RecursionError:
         raise ValueError("nested too deep") from None
+    # How deep the parser itself goes differs between versions of Python.
+    if text.count("[") + text.count("{") > MAX_JSON_DEPTH:
+        _check_depth(value)
+    return value
+
+
+def _check_depth(value: Any) -> None:
+    """Raise ValueError where a value is nested deeper than `MAX_JSON_DEPTH`."""
+    level = [value]
+    for _ in range(MAX_JSON_DEPTH):
+        inner = [outer.values() if isinstance(outer, dict) else outer for outer in level]
+        level = [value for values in inner for value in values if isinstance(value, dict | list)]
+        if not level:
+            return
+    raise ValueError("nested too deep")
 
 
 def write_json(value: Any) -> str:
