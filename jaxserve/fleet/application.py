@@ -20,7 +20,7 @@ from jaxserve.config import prepare_process
 from jaxserve.engine.sharing import check_sharing, read_secret
 from jaxserve.errors import InvalidRequest
 from jaxserve.fleet.choice import PrefixChoice
-from jaxserve.fleet.options import FleetConfig, check_server
+from jaxserve.fleet.options import FleetConfig, check_server, resources_of
 from jaxserve.server.served.admission import QUEUED_FOR_EACH_SLOT
 from jaxserve.server.served.specs import ModelSpec
 from jaxserve.server.settings import ServerConfig
@@ -82,10 +82,15 @@ def make_application(
     check_server(config)
     for spec in specs:
         check_sharing(spec.config)
+        if spec.config.nnodes > 1:
+            raise InvalidRequest(
+                "nnodes: replicas of several hosts are not supported; allowed: 1", "nnodes"
+            )
+    devices = max(spec.config.tensor_parallel_size for spec in specs)
     secret = read_secret(specs[0].config.prefix_caching_secret) or secrets.token_bytes(32)
     is_routed = fleet.request_routing == "prefix"
     _check_proxy(config, is_routed)
-    resources = _resources(fleet)
+    resources = resources_of(fleet, ray.cluster_resources(), devices)
     slots = specs[0].config.max_num_seqs or _SLOTS[bool(resources.get("num_gpus"))]
     queue = config.max_num_queued_reqs
     if queue is None:
@@ -127,26 +132,6 @@ def _check_proxy(config: ServerConfig, is_routed: bool) -> None:
             "cluster: Serve's other proxy chooses a replica before it has a request's body",
             "request_routing",
         )
-
-
-def _resources(fleet: FleetConfig) -> dict[str, Any]:
-    """Return a replica's resources, once the cluster has enough for all replicas."""
-    total = ray.cluster_resources()
-    given: Any = fleet.ray_actor_options
-    if given is None:
-        given = {"num_cpus": 1, "num_gpus": 1 if total.get("GPU") else 0}
-    most = fleet.most_replicas()
-    for name, resource in (("num_cpus", "CPU"), ("num_gpus", "GPU")):
-        needed = most * given.get(name, 0)
-        # A cluster that was joined may grow.
-        if fleet.ray_address is None and needed > total.get(resource, 0):
-            raise InvalidRequest(
-                f"{most} replicas need {needed:g} {resource}s, and there are "
-                f"{total.get(resource, 0):g}: set --ray-actor-options, like "
-                f'{{"{name}": {total.get(resource, 0) / most:.2g}}}',
-                "ray_actor_options",
-            )
-    return given
 
 
 def _scale(fleet: FleetConfig, slots: int) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -95,6 +96,39 @@ class FleetConfig:
         """Return how many replicas there may be at once."""
         scaling: Any = self.autoscaling_config or {}
         return max(self.data_parallel_size, scaling.get("max_replicas", 1))
+
+
+def resources_of(fleet: FleetConfig, total: Mapping[str, float], devices: int) -> dict[str, Any]:
+    """Return a replica's resources, once the cluster has enough for all replicas.
+
+    Args:
+        total: of the cluster, by Ray's names.
+        devices: that a replica's models are divided over.
+
+    Raises:
+        InvalidRequest: there are fewer, or a replica has fewer GPUs than devices.
+    """
+    given: Any = fleet.ray_actor_options
+    if given is None:
+        given = {"num_cpus": 1, "num_gpus": devices if total.get("GPU") else 0}
+    if 0 < given.get("num_gpus", 0) < devices > 1:
+        raise InvalidRequest(
+            f"ray_actor_options.num_gpus is {given['num_gpus']:g}, and tensor_parallel_size "
+            f"{devices}; allowed: as many GPUs, or none",
+            "ray_actor_options",
+        )
+    most = fleet.most_replicas()
+    for name, resource in (("num_cpus", "CPU"), ("num_gpus", "GPU")):
+        needed = most * given.get(name, 0)
+        # A cluster that was joined may grow.
+        if fleet.ray_address is None and needed > total.get(resource, 0):
+            raise InvalidRequest(
+                f"{most} replicas need {needed:g} {resource}s, and there are "
+                f"{total.get(resource, 0):g}: set --ray-actor-options, like "
+                f'{{"{name}": {total.get(resource, 0) / most:.2g}}}',
+                "ray_actor_options",
+            )
+    return given
 
 
 def check_server(config: ServerConfig) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from jaxserve.commands.cli import main
 from jaxserve.errors import InvalidRequest
-from jaxserve.fleet.options import FleetConfig
+from jaxserve.fleet.options import FleetConfig, resources_of
 
 
 def refusal(capsys: pytest.CaptureFixture, *words: str) -> str:
@@ -40,6 +40,18 @@ def test_what_cannot_be_is_said_in_a_sentence(
     words: str, error: str, capsys: pytest.CaptureFixture
 ) -> None:
     assert refusal(capsys, *words.split()).startswith(error)
+
+
+def test_a_replica_has_a_gpu_for_each_of_its_devices() -> None:
+    cluster = {"CPU": 8.0, "GPU": 4.0}
+    assert resources_of(FleetConfig(2, "ray"), cluster, 2) == {"num_cpus": 1, "num_gpus": 2}
+    assert resources_of(FleetConfig(2, "ray"), {"CPU": 8.0}, 2)["num_gpus"] == 0
+    shared = FleetConfig(2, "ray", ray_actor_options={"num_gpus": 0.5})
+    assert resources_of(shared, cluster, 1) == {"num_gpus": 0.5}
+    with pytest.raises(InvalidRequest, match=r"num_gpus is 0.5, and tensor_parallel_size 2"):
+        resources_of(shared, cluster, 2)
+    with pytest.raises(InvalidRequest, match="2 replicas need 8 GPUs, and there are 4"):
+        resources_of(FleetConfig(2, "ray"), cluster, 4)
 
 
 def test_without_ray_it_is_said_how_to_install_it(
