@@ -40,6 +40,13 @@ if TYPE_CHECKING:
     from jaxserve.models.rope import CosSin
 
 
+# Most of what tracing a layer takes. The first layer, which `run_layer` traces apart from the
+# others, attends as they do.
+_STATIC = ("scale", "window", "soft_cap", "implementation")
+decode_attention = jax.jit(paged_decode_attention, static_argnames=_STATIC)
+ragged_attention = jax.jit(ragged_paged_attention, static_argnames=_STATIC)
+
+
 class Attention(nnx.Module):
     """Project, rotate, write K and V to their pages, attend, project back.
 
@@ -182,10 +189,10 @@ class Attention(nnx.Module):
         if self.sinks is not None:
             options["sinks"] = self.sinks[...].reshape(-1)
         if step.decode_only:
-            return paged_decode_attention(
+            return decode_attention(
                 query, *kv[:2], step.page_table, step.kv_len, implementation=step.others, **options
             )
-        return ragged_paged_attention(
+        return ragged_attention(
             *(query, *kv[:2], step.page_table, step.query_start, step.kv_len),
             implementation=step.implementation,
             **options,

@@ -14,7 +14,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxserve.models.attention import rotate, scales_of, write_kv
+from jaxserve.models.attention import (
+    decode_attention,
+    ragged_attention,
+    rotate,
+    scales_of,
+    write_kv,
+)
 from jaxserve.models.config.latent import Latent
 from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.config.rope import Rope, YarnScaling
@@ -22,7 +28,6 @@ from jaxserve.models.family import FamilyTraits
 from jaxserve.models.layers import Norm
 from jaxserve.models.linear import constant, matmul, value_of, weight
 from jaxserve.models.paged import KVPages, PagedStep
-from pallas_kernels import paged_decode_attention, ragged_paged_attention
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -108,8 +113,8 @@ class LatentAttention(nnx.Module):
         options: Any = {"scale": self.scale, "implementation": step.implementation}
         options |= scales_of(kv)
         if step.decode_only:
-            return paged_decode_attention(query, *kv[:2], step.page_table, step.kv_len, **options)
-        return ragged_paged_attention(
+            return decode_attention(query, *kv[:2], step.page_table, step.kv_len, **options)
+        return ragged_attention(
             query, *kv[:2], step.page_table, step.query_start, step.kv_len, **options
         )
 

@@ -391,8 +391,8 @@ def attention_is_compiled_once():
     compiled = jax.jit(ragged_paged_attention, static_argnames=static, compiler_options=FAST)
     product = jax.jit(grouped_matmul, static_argnames="implementation", compiler_options=FAST)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "ragged_paged_attention", compiled)
-        patch.setattr(latent, "ragged_paged_attention", compiled)
+        patch.setattr(attention, "ragged_attention", compiled)
+        patch.setattr(latent, "ragged_attention", compiled)
         patch.setattr(experts, "grouped_matmul", product)
         patch.setattr(decoder, "run_layer", decoder.run_layer.__wrapped__)
         yield
