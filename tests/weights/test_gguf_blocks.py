@@ -22,6 +22,7 @@ from jaxserve.weights.gguf.file import read_gguf
 from jaxserve.weights.gguf.names import gguf_config
 from jaxserve.weights.model_weights import parameters_of
 from pallas_kernels import dequantize
+from scripts.lib.fast_compile import FAST
 from tests.support.gguf_blocks import random_blocks
 from tests.support.gguf_files import CASES, random_tensors, raw_config, write_gguf
 from tests.weights.test_gguf import repack
@@ -30,11 +31,16 @@ CODES = (QuantizedWeight, QuantizedExperts, SplitWeight)
 Type = gguf.GGMLQuantizationType
 
 
+# One program, where operation by operation would be twenty.
+columns = jax.jit(lambda value, outputs: value.columns(outputs), compiler_options=FAST)
+numbers = jax.jit(dequantize, static_argnums=(3, 4), compiler_options=FAST)
+
+
 def in_full(value: Any) -> np.ndarray:
     """Return a matrix [outputs, inputs]; another array as it is."""
     if isinstance(value, BlockPanels | PanelWeight) and value.panels.ndim == 3:
         outputs = np.arange(np.prod(value.outputs))
-        return np.asarray(value.columns(jnp.asarray(outputs)))
+        return np.asarray(columns(value, jnp.asarray(outputs)))
     if isinstance(value, BlockPanels | PanelWeight):  # of experts
         return np.stack([in_full(replace(value, panels=own)) for own in value.panels])
     if isinstance(value, QuantizedWeight | QuantizedExperts):
@@ -58,7 +64,7 @@ def numbers_of_codes(value: QuantizedWeight | QuantizedExperts) -> np.ndarray:
 
 
 def _numbers(form: str, values: Any, scales: Any, zeros: Any = None) -> np.ndarray:
-    return np.asarray(dequantize(values, scales, zeros, form, jnp.dtype(jnp.float32))).T
+    return np.asarray(numbers(values, scales, zeros, form, jnp.dtype(jnp.float32))).T
 
 
 def values_of(path: Path, packed: bool, panels: bool = True) -> dict[str, Any]:
