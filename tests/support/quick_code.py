@@ -1,7 +1,7 @@
 """Programs compiled in a fifth of the time, for tests that do not look at the code that XLA makes.
 
-Their operations are those that users have. Tests of answers to the bit, of what programs hold and
-of kernels compile as users do.
+Their operations are those that users have. Tests of answers to the bit and of what programs hold
+compile as users do.
 """
 
 from __future__ import annotations
