@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from jaxserve.checks import exact_int, finite_float, within
-from jaxserve.hosts import HostsConfig
+from jaxserve.hosts import HostsConfig, check_hosts
 from jaxserve.kv_events import KVEventsConfig, events_config
 from jaxserve.machine import (
     VisibleCard,
@@ -208,7 +208,7 @@ class EngineConfig(HostsConfig):
         object.__setattr__(self, "kv_events_config", events_config(self.kv_events_config))
         if self.language_model_only is not True:
             raise ValueError("language_model_only must be true: only text is served")
-        self.check_hosts(self)
+        check_hosts(self)
         self._check_budget()
 
     def _check_budget(self) -> None:

@@ -40,45 +40,48 @@ class HostsConfig:
         """Return whether the engine lies on more hosts than one."""
         return self.nnodes > 1
 
-    def check_hosts(self, engine: Any) -> None:
-        """Check these settings, and those of an engine that several hosts cannot have.
 
-        Raises:
-            InvalidRequest: naming the field, and what is allowed.
-        """
-        exact_int(self.nnodes, "nnodes", 1, 1024)
-        exact_int(self.node_rank, "node_rank", 0, self.nnodes - 1)
-        exact_int(self.master_port, "master_port", 1, 65534)
-        if not _ADDRESS.fullmatch(str(self.master_addr)):
-            raise InvalidRequest(
-                f"master_addr must be an address or a name, got {self.master_addr!r}", "master_addr"
-            )
-        if not self.has_followers:
-            return
-        devices = engine.tensor_parallel_size
-        if devices % self.nnodes:
-            raise InvalidRequest(
-                f"tensor_parallel_size is {devices}, over {self.nnodes} hosts (nnodes); allowed: a "
-                f"multiple of {self.nnodes}",
-                "tensor_parallel_size",
-            )
-        if self.nodes_secret is None:
-            raise InvalidRequest(
-                "nnodes needs nodes_secret, a file by which the hosts authenticate each other; "
-                "`openssl rand -hex 32` makes one",
-                "nodes_secret",
-            )
-        if engine.memory_share != 1.0:
-            raise InvalidRequest("several hosts serve one model: start a server for each", "nnodes")
-        if engine.logprobs_mode != _RAW:
-            raise InvalidRequest(
-                f"logprobs_mode is {engine.logprobs_mode}, which needs logits of all hosts on one; "
-                f"allowed with nnodes: {_RAW}",
-                "logprobs_mode",
-            )
-        if not 0 <= engine.max_logprobs <= _MOST_LOGPROBS:
-            raise InvalidRequest(
-                f"max_logprobs is {engine.max_logprobs}; allowed with nnodes: 0 to "
-                f"{_MOST_LOGPROBS}",
-                "max_logprobs",
-            )
+def check_hosts(config: Any) -> None:
+    """Check the settings of hosts, and those of an engine that several cannot have.
+
+    Args:
+        config: an `EngineConfig`, which this module cannot know.
+
+    Raises:
+        InvalidRequest: naming the field, and what is allowed.
+    """
+    exact_int(config.nnodes, "nnodes", 1, 1024)
+    exact_int(config.node_rank, "node_rank", 0, config.nnodes - 1)
+    exact_int(config.master_port, "master_port", 1, 65534)
+    if not _ADDRESS.fullmatch(str(config.master_addr)):
+        raise InvalidRequest(
+            f"master_addr must be an address or a name, got {config.master_addr!r}", "master_addr"
+        )
+    if not config.has_followers:
+        return
+    devices = config.tensor_parallel_size
+    if devices % config.nnodes:
+        raise InvalidRequest(
+            f"tensor_parallel_size is {devices}, over {config.nnodes} hosts (nnodes); allowed: a "
+            f"multiple of {config.nnodes}",
+            "tensor_parallel_size",
+        )
+    if config.nodes_secret is None:
+        raise InvalidRequest(
+            "nnodes needs nodes_secret, a file by which the hosts authenticate each other; "
+            "`openssl rand -hex 32` makes one",
+            "nodes_secret",
+        )
+    if config.memory_share != 1.0:
+        raise InvalidRequest("several hosts serve one model: start a server for each", "nnodes")
+    if config.logprobs_mode != _RAW:
+        raise InvalidRequest(
+            f"logprobs_mode is {config.logprobs_mode}, which needs logits of all hosts on one; "
+            f"allowed with nnodes: {_RAW}",
+            "logprobs_mode",
+        )
+    if not 0 <= config.max_logprobs <= _MOST_LOGPROBS:
+        raise InvalidRequest(
+            f"max_logprobs is {config.max_logprobs}; allowed with nnodes: 0 to {_MOST_LOGPROBS}",
+            "max_logprobs",
+        )
