@@ -8,7 +8,7 @@ the code that is mapped (see `models.collectives`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
 from typing import Any
@@ -32,9 +32,12 @@ def make_mesh(devices: int) -> Mesh | None:
     Raises:
         InvalidRequest: there are fewer.
     """
-    if devices == 1:
-        return None
-    return Mesh(np.array(mesh_devices(devices)), (AXIS,), axis_types=(AxisType.Auto,))
+    return None if devices == 1 else mesh_of(mesh_devices(devices))
+
+
+def mesh_of(devices: Sequence[Any]) -> Mesh:
+    """Return the mesh of some devices, in their order."""
+    return Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
 
 
 def mesh_devices(count: int) -> list[HostDevice]:

@@ -111,9 +111,10 @@ def resources_of(fleet: FleetConfig, total: Mapping[str, float], devices: int) -
     given: Any = fleet.ray_actor_options
     if given is None:
         given = {"num_cpus": 1, "num_gpus": devices if total.get("GPU") else 0}
-    if 0 < given.get("num_gpus", 0) < devices > 1:
+    gpus = given.get("num_gpus", 0)
+    if devices > 1 and 0 < gpus < devices:
         raise InvalidRequest(
-            f"ray_actor_options.num_gpus is {given['num_gpus']:g}, and tensor_parallel_size "
+            f"ray_actor_options.num_gpus is {gpus:g}, and tensor_parallel_size "
             f"{devices}; allowed: as many GPUs, or none",
             "ray_actor_options",
         )

@@ -8,12 +8,13 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxserve.models import Decoder, ModelConfig, abstract_model
 from jaxserve.models.panels import PanelWeight
-from jaxserve.models.shards import AXIS, part_of
+from jaxserve.models.shards import part_of
+from jaxserve.weights.pieces import joined_place
 from jaxserve.weights.placement import panel_axes
 from pallas_kernels.cpu.panels import panel_shape
 
@@ -46,10 +47,7 @@ def divide_shapes(model: Decoder, config: ModelConfig, mesh: Mesh) -> None:
         if not isinstance(node, nnx.Param):
             continue
         part = part_of(config, node.get_metadata()["axes"], node.shape, device=0)
-        shape, spec = part.own_shape, PartitionSpec()
-        if not part.is_whole:
-            shape, spec = (mesh.size * shape[0], *shape[1:]), PartitionSpec(AXIS)
-        sharding = NamedSharding(mesh, spec)
+        shape, sharding = joined_place(mesh, part.own_shape, part.is_whole)
         node.set_value(jax.ShapeDtypeStruct(shape, node.dtype, sharding=sharding))
 
 

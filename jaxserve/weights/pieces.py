@@ -38,6 +38,20 @@ def placed_parts(mesh: Mesh, parts: Sequence[Part], form: Callable[[int], Any]) 
     return joined(mesh, forms, is_whole=all(part.is_whole for part in parts))
 
 
+def joined_place(
+    mesh: Mesh, shape: tuple[int, ...], is_whole: bool
+) -> tuple[tuple[int, ...], NamedSharding]:
+    """Return the shape of an array joined of each device's part, and how it lies.
+
+    Args:
+        shape: of one part.
+        is_whole: every device has the whole array.
+    """
+    if is_whole:
+        return shape, NamedSharding(mesh, PartitionSpec())
+    return (mesh.size * shape[0], *shape[1:]), NamedSharding(mesh, PartitionSpec(AXIS))
+
+
 def joined(mesh: Mesh, forms: Sequence[Any], is_whole: bool = False) -> Any:
     """Join the forms of a parameter that lie on a host's devices of a mesh, in their order.
 
@@ -49,10 +63,7 @@ def joined(mesh: Mesh, forms: Sequence[Any], is_whole: bool = False) -> Any:
     """
 
     def join(*leaves: Array) -> Array:
-        shape, spec = leaves[0].shape, PartitionSpec()
-        if not is_whole:
-            shape, spec = (mesh.size * shape[0], *shape[1:]), PartitionSpec(AXIS)
-        sharding = NamedSharding(mesh, spec)
+        shape, sharding = joined_place(mesh, leaves[0].shape, is_whole)
         placed = [
             jax.device_put(leaf, device)
             for leaf, device in zip(leaves, mesh.local_devices, strict=True)

@@ -1,4 +1,4 @@
-"""Options under which XLA compiles for a CPU in a fifth of the time."""
+"""Options under which XLA compiles for a CPU in less time: in a fifth of it before jax 0.11."""
 
 import jax
 

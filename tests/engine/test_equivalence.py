@@ -1,7 +1,7 @@
 """Runs `tests.equivalence` in processes of their own, since float64 is set for a whole process.
 
-A process compiles for half a minute, and a schedule takes a third of a second: that a property
-holds is shown once, in the form that differs most from the others; `--long` has every form.
+A process compiles for half a minute, and a schedule takes less than a second: each property is
+shown in one form, and with `--long` in all.
 """
 
 import subprocess

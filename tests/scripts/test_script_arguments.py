@@ -141,6 +141,11 @@ def test_a_server_that_cannot_be_reached_is_said_in_one_sentence(model: str) -> 
     assert "127.0.0.1" in line
 
 
+def run_code(code: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
 def test_an_interrupt_ends_a_script_with_a_word() -> None:
     code = (
         "import os, signal; from scripts.lib.run_main import run_main\n"
@@ -148,8 +153,7 @@ def test_an_interrupt_ends_a_script_with_a_word() -> None:
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "run_main(lambda: os.kill(os.getpid(), signal.SIGINT))"
     )
-    command = [sys.executable, "-c", code]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    ended = run_code(code)
     assert (ended.returncode, ended.stderr) == (130, "interrupted\n")
 
 
@@ -165,8 +169,7 @@ def test_a_termination_within_a_callback_of_the_collector_is_not_lost() -> None:
         "gc.callbacks.clear()\n"
         "time.sleep(60)"
     )
-    command = [sys.executable, "-c", code]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    ended = run_code(code)
     assert (ended.returncode, ended.stderr) == (143, "")
 
 

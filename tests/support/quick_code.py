@@ -1,4 +1,4 @@
-"""Programs compiled in a fifth of the time, for tests that do not look at the code that XLA makes.
+"""Programs compiled in less time, for tests that do not look at the code that XLA makes.
 
 Their operations are those that users have. Tests of answers to the bit and of what programs hold
 compile as users do.

@@ -228,7 +228,10 @@ class Compiler:
             arguments = placed_arguments(self._mesh, arguments)
         elif self._card is not None:
             return self._card.lower(function, arguments, donate)
-        program: Any = jax.jit(function, donate_argnums=donate)
+        return self._lower_placed(jax.jit(function, donate_argnums=donate), arguments)
+
+    def _lower_placed(self, program: Any, arguments: tuple[Any, ...] = ()) -> Lowered:
+        """Lower what `jax.jit` made of a function; its arguments or results say where they lie."""
         if self._card is not None:
             return self._card.lower_placed(program, arguments)
         return program.lower(*arguments)
@@ -330,8 +333,7 @@ class Compiler:
             if self._mesh is None:
                 return self._lower(make)
             places = jax.tree.map(attrgetter("sharding"), self._shapes(num_pages))
-            program: Any = jax.jit(make, out_shardings=places)
-            return program.lower() if self._card is None else self._card.lower_placed(program, ())
+            return self._lower_placed(jax.jit(make, out_shardings=places))
 
         return self.store.get(f"state, {num_pages} pages", lower)
 

@@ -16,12 +16,11 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
-import numpy as np
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 from jax.stages import Lowered
 
-from jaxserve.models.shards import AXIS
+from jaxserve.execution.mesh import mesh_of
 from pallas_kernels.devices import GIB, KIB, Capability, Card, find_card
 
 
@@ -167,9 +166,7 @@ class DescribedCard:
         Raises:
             RuntimeError: see `device`.
         """
-        if self.count == 1:
-            return None
-        return Mesh(np.array(self._devices), (AXIS,), axis_types=(AxisType.Auto,))
+        return None if self.count == 1 else mesh_of(self._devices)
 
     @property
     def mesh(self) -> Any:

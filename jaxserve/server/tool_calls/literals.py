@@ -86,8 +86,8 @@ def _check_depth(value: Any) -> None:
     """Raise ValueError where a value is nested deeper than `MAX_JSON_DEPTH`."""
     level = [value]
     for _ in range(MAX_JSON_DEPTH):
-        inner = [outer.values() if isinstance(outer, dict) else outer for outer in level]
-        level = [value for values in inner for value in values if isinstance(value, dict | list)]
+        values = [outer.values() if isinstance(outer, dict) else outer for outer in level]
+        level = [inner for each in values for inner in each if isinstance(inner, dict | list)]
         if not level:
             return
     raise ValueError("nested too deep")
