@@ -10,6 +10,7 @@ import pytest
 
 from jaxserve import LLM, SamplingParams
 from tests.support.gguf_files import Type, random_tensors, raw_config, write_gguf
+from tests.support.quick_code import quick_programs
 
 SIZES: dict[str, Any] = {
     "skip_tokenizer_init": True,
@@ -48,7 +49,7 @@ def test_a_packed_model_answers_as_one_in_floats(tmp_path: Path, case: str, kind
     for one_of_all, one in zip(together, alone, strict=True):
         assert one_of_all.outputs[0] == one.outputs[0]
         assert repr(one_of_all.prompt_logprobs) == repr(one.prompt_logprobs)
-    with LLM(path, dtype="float32", **SIZES) as llm:
+    with quick_programs(), LLM(path, dtype="float32", **SIZES) as llm:
         assert weight_bytes < llm._thread.engine.runner.weight_bytes / 2
         floats = answers(llm, prompts)
     for packed, full in zip(together, floats, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from importlib.util import find_spec
 
 import pytest
@@ -26,9 +27,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="session")
 def fleet() -> Iterator[Fleet]:
     """Two replicas. Ray keeps its sockets in a folder whose path has to be short."""
-    with (
-        tempfile.TemporaryDirectory(prefix="r") as home,
-        in_users_environment(),
-        Fleet(environment={"HOME": home, "TMPDIR": home}) as fleet,
-    ):
+    with tempfile.TemporaryDirectory(prefix="r") as home, ExitStack() as stack:
+        with in_users_environment():
+            fleet = stack.enter_context(Fleet(environment={"HOME": home, "TMPDIR": home}))
         yield fleet

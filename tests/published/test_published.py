@@ -27,6 +27,7 @@ from tests.published.models import (
     texts,
 )
 from tests.published.packages import DIGESTS, FILES, Lacking, ensure, is_whole
+from tests.support.quick_code import quick_programs
 
 # Of two packages with one vocabulary, one is read from a GGUF file and served.
 DIFFERENT = [name for name in DIGESTS if name not in ("llama3", "gpt4o")]
@@ -125,7 +126,7 @@ def test_it_is_served(case: Case) -> None:
         skip_tokenizer_init=True,  # it was read once
     )
     greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-    with LLM(replace(load(config), tokenizer=case.ours)) as llm:
+    with quick_programs(), LLM(replace(load(config), tokenizer=case.ours)) as llm:
         if case.theirs.chat_template is None:
             [output] = llm.generate(CHATS[0][0]["content"], greedy, use_tqdm=False)
         else:

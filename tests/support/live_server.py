@@ -63,6 +63,7 @@ class Server:
     Attributes:
         module: the module to run; `tests.support.slow_server` leaves time to look at requests.
         files: the limit of open files, soft and hard; that of this process by default.
+        quickly: whether it compiles quickly, or to the code that users have.
         log: lines that it wrote to standard error.
     """
 
@@ -70,6 +71,7 @@ class Server:
     key: str | None = None
     module: str = "jaxserve"
     files: int | None = None
+    quickly: bool = True
     log: list[str] = field(default_factory=list)
 
     def __enter__(self) -> Self:
@@ -77,7 +79,7 @@ class Server:
         self.process = subprocess.Popen(
             [*limit, sys.executable, "-m", self.module, "serve", *self.arguments],
             cwd=ROOT,
-            env=users_environment(),
+            env=users_environment(self.quickly),
             stderr=subprocess.PIPE,
             text=True,
             bufsize=1,
