@@ -1,53 +1,114 @@
-"""Ends of two hosts that serve: one of them is stopped, killed or ended in order, within a stream.
+"""Ends of two hosts that serve: one of them is stopped or killed at random moments of a stream.
 
-    python -m tests.execution.ends_of_hosts
+    python -m tests.execution.ends_of_hosts --times 20
 
-Prints how each process ended, and after how many seconds.
+Prints how each process ended, and after how many seconds. Exit code 1 where the other host was
+there longer than `--limit` seconds, or a client read a token that is not the right one.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
+import random
+import re
 import signal
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tests.execution.over_hosts import free_ports
 from tests.execution.test_hosts import SIZES, Hosts
 
-ENDS = [
-    *((who, sent) for who in ("leader", "follower") for sent in (signal.SIGSTOP, signal.SIGKILL)),
-    ("leader", signal.SIGTERM),
-]
+ENDS = [(who, sent) for who in ("leader", "follower") for sent in (signal.SIGSTOP, signal.SIGKILL)]
+LONG = {"prompt": "Count", "max_tokens": 900, "ignore_eos": True, "temperature": 0}
 
 
-def end(arguments: list[str], who: str, number: signal.Signals) -> str:
-    """Signal one host in the middle of a stream; return what became of both."""
-    with Hosts(arguments) as hosts:
-        server, leader, follower = hosts.server, hosts.server.process, hosts.follower
-        assert server.complete("What is 47 + 8?").status == 200
-        long = {"prompt": "Count", "max_tokens": 900, "ignore_eos": True, "stream": True}
-        with server.open_drawing(long):
+def text_of(events: bytes) -> str:
+    """Join the texts of a stream's whole events; its last may be cut."""
+    found = ""
+    for data in re.findall(rb"^data: (\{.*\})\r?$", events, re.MULTILINE):
+        with suppress(json.JSONDecodeError):
+            event = json.loads(data)
+            found += "".join(choice["text"] for choice in event.get("choices", ()))
+    return found
+
+
+class Ends:
+    """What became of the hosts, in one kind of end.
+
+    Attributes:
+        right: the text that one stream has to give, and `seconds`, how long it takes.
+    """
+
+    def __init__(self, arguments: list[str], limit: float) -> None:
+        self.arguments, self.limit, self.failures = arguments, limit, 0
+        with self._hosts() as hosts:
+            assert hosts.server.complete("What is 47 + 8?").status == 200
             started = time.monotonic()
-            first, second = (leader, follower) if who == "leader" else (follower, leader)
-            first.send_signal(number)
-            status, seconds = second.wait(60), time.monotonic() - started
-        first.send_signal(signal.SIGCONT)
-        ended = f"the other ends with {status} after {seconds:.1f} s, it with {first.wait(60)}"
-        return f"{number.name} of the {who}: {ended}"
+            self.right = hosts.server.complete(**LONG).json()["choices"][0]["text"]
+            self.seconds = time.monotonic() - started
+
+    @contextmanager
+    def _hosts(self) -> Iterator[Hosts]:
+        with Hosts([*self.arguments, "--master-port", str(free_ports())]) as hosts:
+            yield hosts
+
+    def end(self, who: str, number: signal.Signals, moment: float) -> None:
+        """Signal one host at a moment of a stream, in seconds; print what became of both."""
+        with self._hosts() as hosts:
+            server, leader, follower = hosts.server, hosts.server.process, hosts.follower
+            assert server.complete("What is 47 + 8?").status == 200
+            with server.open_stream(LONG | {"stream": True}) as stream:
+                said = b""
+                while b'"text"' not in said:
+                    said += stream.recv(1 << 12)
+                time.sleep(moment)
+                first, second = (leader, follower) if who == "leader" else (follower, leader)
+                first.send_signal(number)
+                started = time.monotonic()
+                status: int | None = None
+                with suppress(subprocess.TimeoutExpired):
+                    status = second.wait(60)
+                seconds = time.monotonic() - started
+                first.send_signal(signal.SIGCONT)
+                with suppress(ConnectionError):
+                    while piece := stream.recv(1 << 16):
+                        said += piece
+            own = first.wait(60)
+        is_right = self.right.startswith(text_of(said))
+        is_good = is_right and status not in (None, 0) and seconds <= self.limit
+        self.failures += not is_good
+        print(
+            f"{number.name} of the {who} after {moment:.2f} s: the other ends with {status} after "
+            f"{seconds:.1f} s, it with {own}; {len(text_of(said))} characters were read, "
+            + ("all right" if is_right else "WRONG"),
+            flush=True,
+        )
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.execution.ends_of_hosts")
+    parser.add_argument("--times", type=int, default=1, help="of each kind of end")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--limit", type=float, default=10.0, metavar="SECONDS")
+    options = parser.parse_args()
+    draw = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as folder:
         secret = Path(folder) / "secret"
         secret.write_bytes(os.urandom(32))
         secret.chmod(0o600)
+        ends = Ends([*SIZES, "--nodes-secret", str(secret)], options.limit)
         for who, number in ENDS:
-            given = ["--nodes-secret", str(secret), "--master-port", str(free_ports())]
-            print(end([*SIZES, *given], who, number), flush=True)
-    return 0
+            for _ in range(options.times):
+                ends.end(who, number, draw.uniform(0, ends.seconds))
+    print(f"{len(ENDS) * options.times} ends, {ends.failures} failures")
+    return 1 if ends.failures else 0
 
 
 if __name__ == "__main__":
