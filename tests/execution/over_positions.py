@@ -79,7 +79,7 @@ def main() -> int:
     jax.config.update("jax_num_cpu_devices", 8)
     jax.config.update("jax_enable_x64", True)
     compile_quickly()
-    bench, schedules = schedules_of(4, 2, 6)
+    bench, schedules = schedules_of(4, 2, 4)
     runner = bench.loaded[PAGE].runner
     state: Any = runner._state
     found: dict[str, Any] = {

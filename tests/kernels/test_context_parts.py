@@ -41,7 +41,6 @@ def merged(call: PagedCall, stride: int) -> jax.Array:
 @pytest.mark.parametrize(
     ("stride", "setup"),
     [
-        (1, {}),
         (2, {"window": 5, "sinks": True}),
         (4, {"soft_cap": 2.0, "scale": 0.7, "heads": 6, "shared": True}),
         (2, {"page_dtype": FP8, "scales": True}),
