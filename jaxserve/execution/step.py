@@ -20,11 +20,9 @@ from jaxserve.execution.sampler_state import SamplerState, record
 from jaxserve.execution.sampling import sample
 from jaxserve.execution.state import DeviceState, StepOutput
 from jaxserve.models import Decoder
-from jaxserve.models.collectives import device_index
 from jaxserve.models.paged import PagedStep
 from jaxserve.models.panels import with_num_rows
 from jaxserve.models.quantized import with_implementation
-from jaxserve.models.shards import Split
 from jaxserve.scheduling.slot_table import NO_TOKEN
 
 if TYPE_CHECKING:
@@ -41,23 +39,15 @@ if TYPE_CHECKING:
 
 
 def slot_mapping(
-    batch: StepBatch[Array], page_table: Int32[Array, "R M"], cells: int, split: Split
+    batch: StepBatch[Array], page_table: Int32[Array, "R M"], page_size: int
 ) -> Int32[Array, " T"]:
-    """Return the cell of the cache for each token's K and V; -1 for padding.
-
-    Args:
-        cells: of a page on each device.
-        split: with its `context` a position that another device has is padding too.
-    """
-    page_size = cells * split.context
+    """Return the cell of the cache for each token's K and V; -1 for padding."""
     column = batch.positions // page_size
     page = page_table.at[batch.row_of_token, column].get(mode="clip")
-    cell = page * cells + batch.positions % page_size // split.context
+    cell = page * page_size + batch.positions % page_size
     real = jnp.arange(batch.tokens.shape[0]) < batch.query_start[-1]
     # A row that has ended within the launch takes no part any more.
     real &= batch.kv_len.at[batch.row_of_token].get(mode="clip") > 0
-    if split.axis is not None and split.context > 1:
-        real &= batch.positions % split.context == device_index(split.axis) % split.context
     return jnp.where(real, cell, -1)
 
 
@@ -122,9 +112,10 @@ def _take_step(
     num_tokens = batch.query_start[-1]
     parameters = with_implementation(jax.tree.unflatten(treedef, leaves), implementation)
     model = nnx.merge(graphdef, with_num_rows(parameters, num_tokens))
+    page_size = state.kv[0][0].shape[2] * model.config.split.context
     step = PagedStep(
         positions=batch.positions,
-        slot_mapping=slot_mapping(batch, page_table, state.kv[0][0].shape[2], model.config.split),
+        slot_mapping=slot_mapping(batch, page_table, page_size),
         page_table=page_table,
         query_start=batch.query_start,
         kv_len=batch.kv_len,

@@ -153,7 +153,7 @@ class Attention(nnx.Module):
             key = rotate(key, cos_sin, self.interleaved)
         if self.growth is not None:
             query = query * _growth(self.growth, step.positions, query.dtype)
-        kv = write_kv((key, val), kv, step.slot_mapping, step.others, self._scales(kv))
+        kv = write_kv((key, val), kv, self._cells(step), step.others, self._scales(kv))
         return query, kv, None
 
     def _placed_at_once(
@@ -175,7 +175,7 @@ class Attention(nnx.Module):
                 norms = self.query_norm, self.key_norm
                 options["mean_squares"] = _mean_squares(qkv, bias, x.shape[0], x.dtype, norms)
         query, keys, values, arrivals = rope_kv_write(
-            *(qkv, cos_sin, *kv[:2], step.slot_mapping, QkvOptions(**options)),
+            *(qkv, cos_sin, *kv[:2], self._cells(step), QkvOptions(**options)),
             dtype=x.dtype,
             implementation=step.others,
         )
@@ -225,6 +225,13 @@ class Attention(nnx.Module):
         parts = parts_of_group(part, axis, self.context)
         sinks = None if sinks is None else sinks.reshape(-1)
         return merge_parts(parts, sinks).astype(query.dtype)
+
+    def _cells(self, step: PagedStep) -> Int32[Array, " T"]:
+        """Return the cell of each token on this device; -1 where another has its position."""
+        if self.context == 1 or self.axis is None:
+            return step.slot_mapping
+        cell, number = step.slot_mapping, device_index(self.axis) % self.context
+        return jnp.where((cell >= 0) & (cell % self.context == number), cell // self.context, -1)
 
     def _scales(self, kv: KVPages) -> dict[str, Any]:
         """Return the scales of stored keys and values: of tokens, of heads, or none."""

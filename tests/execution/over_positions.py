@@ -25,7 +25,7 @@ from jaxserve.execution.start.warm_up import WarmUp
 from jaxserve.execution.state import page_bytes
 from jaxserve.models.shards import Split
 from jaxserve.request import SamplingParams
-from tests.equivalence import TINY, Bench, divided_model, run_schedule, with_sizes
+from tests.equivalence import EXPERTS, Bench, divided_model, run_schedule, with_sizes
 from tests.execution.over_devices import counts_of
 from tests.support.quick_code import compile_quickly
 
@@ -33,8 +33,8 @@ PAGE = 4
 
 
 def fields_of(split: Split) -> dict[str, Any]:
-    """A model each of whose kv heads lies on `context` devices."""
-    return with_sizes(TINY, {"num_key_value_heads": split.devices // split.context})
+    """A model each of whose kv heads lies on `context` devices, with a layer of experts."""
+    return with_sizes(EXPERTS, {"num_key_value_heads": split.devices // split.context})
 
 
 def schedules_of(devices: int, context: int, count: int) -> tuple[Bench, dict[str, int]]:

@@ -89,7 +89,7 @@ class NearTies:
             rows = table[batch.slots]
             step = PagedStep(
                 positions=batch.positions,
-                slot_mapping=slot_mapping(batch, rows, kv[0][0].shape[2], model.config.split),
+                slot_mapping=slot_mapping(batch, rows, kv[0][0].shape[2]),
                 page_table=rows,
                 query_start=batch.query_start,
                 kv_len=batch.kv_len,
