@@ -1,4 +1,4 @@
-"""HostsConfig: the settings of one engine over several hosts, under vLLM's names."""
+"""HostsConfig: the settings of one engine over several devices and hosts, under vLLM's names."""
 
 from __future__ import annotations
 
@@ -20,6 +20,10 @@ class HostsConfig:
     """Settings of several hosts, which hold an engine's devices in equal parts.
 
     Args:
+        decode_context_parallel_size: devices that divide the positions of a sequence among them,
+            where `tensor_parallel_size` has several of them keep the same kv head: each keeps so
+            much less of the cache, and longer sequences fit. Attention is plain JAX then, slower
+            on a GPU than kernels are.
         nnodes: hosts that `tensor_parallel_size` devices lie on, as many on each; every one is
             started with the same settings but node_rank.
         node_rank: number of this host. 0 leads and serves; the others need --headless.
@@ -29,6 +33,7 @@ class HostsConfig:
             authenticate each other.
     """
 
+    decode_context_parallel_size: int = 1
     nnodes: int = 1
     node_rank: int = 0
     master_addr: str = "127.0.0.1"
@@ -42,7 +47,7 @@ class HostsConfig:
 
 
 def check_hosts(config: Any) -> None:
-    """Check the settings of hosts, and those of an engine that several cannot have.
+    """Check these settings, and those of an engine that several hosts cannot have.
 
     Args:
         config: an `EngineConfig`, which this module cannot know.
@@ -50,6 +55,7 @@ def check_hosts(config: Any) -> None:
     Raises:
         InvalidRequest: naming the field, and what is allowed.
     """
+    _check_context(config)
     exact_int(config.nnodes, "nnodes", 1, 1024)
     exact_int(config.node_rank, "node_rank", 0, config.nnodes - 1)
     exact_int(config.master_port, "master_port", 1, 65534)
@@ -84,4 +90,29 @@ def check_hosts(config: Any) -> None:
         raise InvalidRequest(
             f"max_logprobs is {config.max_logprobs}; allowed with nnodes: 0 to {_MOST_LOGPROBS}",
             "max_logprobs",
+        )
+
+
+def _check_context(config: Any) -> None:
+    """Check that devices can divide the positions of a sequence among them."""
+    name = "decode_context_parallel_size"
+    size, devices = config.decode_context_parallel_size, config.tensor_parallel_size
+    exact_int(size, name, 1, 1024)
+    if devices % size:
+        raise InvalidRequest(
+            f"{name} is {size}, of {devices} devices (tensor_parallel_size); allowed: a divisor of "
+            f"{devices}",
+            name,
+        )
+    if config.block_size % size:
+        raise InvalidRequest(
+            f"{name} is {size}, and a page has {config.block_size} tokens (block_size); allowed: a "
+            f"divisor of {config.block_size}",
+            name,
+        )
+    if size > 1 and config.attention_backend not in ("auto", "xla"):
+        raise InvalidRequest(
+            f"attention_backend is {config.attention_backend}, whose kernels attend to all "
+            f"positions; allowed with {name}: auto, xla",
+            "attention_backend",
         )

@@ -97,7 +97,6 @@ UNSERVED: dict[str, Unserved] = {
     "chat_template": Unserved((), "pass it to LLM.chat, or to jaxserve serve --chat-template"),
     **_rows(
         _ONE_DEVICE,
-        decode_context_parallel_size=(1,),
         prefill_context_parallel_size=(1,),
         dcp_comm_backend=(),
         dcp_q_replicate=(False,),

@@ -9,6 +9,9 @@ tokens of a page, head dim), so that one (page, kv head) block is ``S * H`` cont
   and rotates queries and keys before; ``quantized_kv_write`` stores int8 with a scale a token and
   kv head.
 
+``attention_of_part`` is the first over some positions of every row, and ``merge_parts`` joins what
+all parts gave, for caches over several devices.
+
 Operations over weights: ``quantized_matmul``, which never makes a quantized weight whole;
 ``grouped_matmul`` and ``quantized_grouped_matmul``, rows sorted by group times each group's matrix,
 for mixtures of experts; ``matmul_in_parts`` and ``gated_matmul``, for few rows on a GPU; on one
@@ -24,6 +27,7 @@ runs, the tables in ``implementation`` decide.
 """
 
 from pallas_kernels.arguments import check_page_table
+from pallas_kernels.context_parts import attention_of_part, merge_parts
 from pallas_kernels.implementation import IMPLEMENTATIONS
 from pallas_kernels.norm_arguments import NormOptions
 from pallas_kernels.ops import (
@@ -67,6 +71,7 @@ __all__ = [
     "NormOptions",
     "QkvOptions",
     "add_norm",
+    "attention_of_part",
     "block_product",
     "check_page_table",
     "dequantize",
@@ -81,6 +86,7 @@ __all__ = [
     "kernel_code",
     "kv_write",
     "matmul_in_parts",
+    "merge_parts",
     "output_major_matmul",
     "paged_decode_attention",
     "panel_product",

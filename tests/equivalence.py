@@ -286,6 +286,7 @@ def small_config(model_config: ModelConfig, **fields: Any) -> EngineConfig:
         num_scheduler_steps=MOST_STEPS,
         tensor_parallel_size=model_config.split.devices,
         enable_expert_parallel=model_config.split.expert_parallel,
+        decode_context_parallel_size=model_config.split.context,
         **fields,
     ).resolve("cpu", model_config.max_position_embeddings)
 
@@ -553,11 +554,16 @@ def main() -> int:
     parser.add_argument("--dtype", choices=types, default="float64")
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--enable-expert-parallel", action="store_true")
+    parser.add_argument("--decode-context-parallel-size", type=int, default=1)
     arguments = parser.parse_args()
     if arguments.case and arguments.dtype == "float64":
         parser.error("the oracle reads no --case: ask for --dtype float32 or bfloat16")
     is_exact = arguments.dtype == "float64"
-    split = Split(arguments.tensor_parallel_size, arguments.enable_expert_parallel)
+    split = Split(
+        arguments.tensor_parallel_size,
+        arguments.enable_expert_parallel,
+        arguments.decode_context_parallel_size,
+    )
     if split.devices > 1:
         jax.config.update("jax_num_cpu_devices", split.devices)
     jax.config.update("jax_enable_x64", is_exact)
@@ -570,6 +576,8 @@ def main() -> int:
         fields = with_sizes(fields, WHOLE_VECTORS)
     if split.devices > fields["num_attention_heads"]:
         fields = with_sizes(fields, {"num_attention_heads": split.devices})
+    if split.context > 1:
+        fields = with_sizes(fields, {"num_key_value_heads": split.devices // split.context})
     is_special = arguments.experts or arguments.case or arguments.kv_cache_dtype != "auto"
     is_special = is_special or split.devices > 1
     page_sizes = (4,) if is_special else (1, 4, 16)

@@ -182,7 +182,11 @@ def _divided(model_config: ModelConfig, config: EngineConfig) -> ModelConfig:
     Raises:
         UnsupportedModel: its sizes do not divide.
     """
-    split = Split(config.tensor_parallel_size, config.enable_expert_parallel)
+    split = Split(
+        config.tensor_parallel_size,
+        config.enable_expert_parallel,
+        config.decode_context_parallel_size,
+    )
     made = replace(model_config, split=split)
     check_split(made)
     return made

@@ -96,7 +96,8 @@ def page_bytes(config: ModelConfig, page_size: int, dtype: DTypeLike) -> int:
     head = config.head_dim * jnp.dtype(dtype).itemsize
     if dtype == INT8:
         head += SCALE.itemsize
-    return 2 * config.num_hidden_layers * page_size * local_kv_heads(config) * head
+    cells = page_size // config.split.context
+    return 2 * config.num_hidden_layers * cells * local_kv_heads(config) * head
 
 
 def addressable_pages(pages: int, layer_page_bytes: int, dtype: np.dtype, platform: str) -> int:
@@ -127,9 +128,9 @@ def make_state(
         num_slots: beside the null slot.
         max_pages: most pages of a slot.
     """
-    # A head that several devices have is several here.
+    # A head that several devices have is several here, also where each has some positions of it.
     heads = local_kv_heads(config) * config.split.devices
-    cells = (num_pages, heads, page_size)
+    cells = (num_pages, heads, page_size // config.split.context)
     shape = (*cells, config.head_dim)
     counts = config.split.counts_rows and config.experts is not None
 

@@ -112,9 +112,10 @@ def _take_step(
     num_tokens = batch.query_start[-1]
     parameters = with_implementation(jax.tree.unflatten(treedef, leaves), implementation)
     model = nnx.merge(graphdef, with_num_rows(parameters, num_tokens))
+    page_size = state.kv[0][0].shape[2] * model.config.split.context
     step = PagedStep(
         positions=batch.positions,
-        slot_mapping=slot_mapping(batch, page_table, state.kv[0][0].shape[2]),
+        slot_mapping=slot_mapping(batch, page_table, page_size),
         page_table=page_table,
         query_start=batch.query_start,
         kv_len=batch.kv_len,

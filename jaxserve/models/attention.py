@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from jaxserve.models.collectives import device_index, heads_of_group, parts_of_group
 from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.config.rope import YarnScaling
 from jaxserve.models.family import LLAMA_TRAITS, FamilyTraits
@@ -26,8 +27,10 @@ from jaxserve.models.paged import KVPages, LogicalAxes, PagedStep
 from jaxserve.models.shards import group_of, kv_copies
 from pallas_kernels import (
     QkvOptions,
+    attention_of_part,
     has_rope_kv_write,
     kv_write,
+    merge_parts,
     paged_decode_attention,
     quantized_kv_write,
     ragged_paged_attention,
@@ -45,6 +48,7 @@ if TYPE_CHECKING:
 _STATIC = ("scale", "window", "soft_cap", "implementation")
 decode_attention = jax.jit(paged_decode_attention, static_argnames=_STATIC)
 ragged_attention = jax.jit(ragged_paged_attention, static_argnames=_STATIC)
+part_attention = jax.jit(attention_of_part, static_argnames=("stride", *_STATIC[:3]))
 
 
 class Attention(nnx.Module):
@@ -66,6 +70,7 @@ class Attention(nnx.Module):
         group = config.num_attention_heads // kv_heads
         # Of one device, where heads are divided over several; parameters are created whole.
         self.group, self.axis = group_of(config), config.split.axis
+        self.context = config.split.context
         self.window, self.scale = window, config.scales.attention
         self.soft_cap, self.interleaved = config.scales.attention_cap, traits.interleaved
         scaling = config.rope.scaling
@@ -148,7 +153,7 @@ class Attention(nnx.Module):
             key = rotate(key, cos_sin, self.interleaved)
         if self.growth is not None:
             query = query * _growth(self.growth, step.positions, query.dtype)
-        kv = write_kv((key, val), kv, step.slot_mapping, step.others, self._scales(kv))
+        kv = write_kv((key, val), kv, self._cells(step), step.others, self._scales(kv))
         return query, kv, None
 
     def _placed_at_once(
@@ -170,7 +175,7 @@ class Attention(nnx.Module):
                 norms = self.query_norm, self.key_norm
                 options["mean_squares"] = _mean_squares(qkv, bias, x.shape[0], x.dtype, norms)
         query, keys, values, arrivals = rope_kv_write(
-            *(qkv, cos_sin, *kv[:2], step.slot_mapping, QkvOptions(**options)),
+            *(qkv, cos_sin, *kv[:2], self._cells(step), QkvOptions(**options)),
             dtype=x.dtype,
             implementation=step.others,
         )
@@ -185,7 +190,10 @@ class Attention(nnx.Module):
     ) -> Float[Array, "T N H"]:
         """Attend causally from each token to its row's pages, or to the window's part of them."""
         options: Any = {"scale": self.scale, "window": self.window, "soft_cap": self.soft_cap}
-        options |= self._scales(kv) | {"arrivals": arrivals}
+        options |= self._scales(kv)
+        if self.context > 1:
+            return self._attend_over_devices(query, kv, step, options)
+        options["arrivals"] = arrivals
         if self.sinks is not None:
             options["sinks"] = self.sinks[...].reshape(-1)
         if step.decode_only:
@@ -197,6 +205,33 @@ class Attention(nnx.Module):
             implementation=step.implementation,
             **options,
         )
+
+    def _attend_over_devices(
+        self, query: Float[Array, "T N H"], kv: KVPages, step: PagedStep, options: dict[str, Any]
+    ) -> Float[Array, "T N H"]:
+        """Attend where each of `context` devices has its part of the positions of one kv head.
+
+        Each computes the queries of all over its part, and merges what all give for its own.
+        """
+        axis, sinks = self.axis, value_of(self.sinks)
+        assert axis is not None
+        part = part_attention(
+            *(heads_of_group(query, axis, self.context), *kv[:2]),
+            *(step.page_table, step.query_start, step.kv_len),
+            device_index(axis) % self.context,
+            stride=self.context,
+            **options,
+        )
+        parts = parts_of_group(part, axis, self.context)
+        sinks = None if sinks is None else sinks.reshape(-1)
+        return merge_parts(parts, sinks).astype(query.dtype)
+
+    def _cells(self, step: PagedStep) -> Int32[Array, " T"]:
+        """Return the cell of each token on this device; -1 where another has its position."""
+        if self.context == 1 or self.axis is None:
+            return step.slot_mapping
+        cell, number = step.slot_mapping, device_index(self.axis) % self.context
+        return jnp.where((cell >= 0) & (cell % self.context == number), cell // self.context, -1)
 
     def _scales(self, kv: KVPages) -> dict[str, Any]:
         """Return the scales of stored keys and values: of tokens, of heads, or none."""

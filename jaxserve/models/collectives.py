@@ -34,6 +34,23 @@ def of_all(x: Shaped[Array, "*sizes"], axis: str, tiled: bool = False) -> Shaped
     return lax.all_gather(x, axis, axis=0, tiled=tiled)
 
 
+def heads_of_group(x: Shaped[Array, "T n H"], axis: str, size: int) -> Shaped[Array, "T N H"]:
+    """Return the heads of `size` devices next to one another, which compute together."""
+    groups = _groups(axis, size)
+    return lax.all_gather(x, axis, axis=1, tiled=True, axis_index_groups=groups)
+
+
+def parts_of_group(x: Shaped[Array, "T N S"], axis: str, size: int) -> Shaped[Array, "size T n S"]:
+    """Return what each device of a group has of this one's heads, given its part of all heads."""
+    parts = x.reshape(x.shape[0], size, -1, x.shape[-1])
+    groups = _groups(axis, size)
+    return lax.all_to_all(parts, axis, split_axis=1, concat_axis=0, axis_index_groups=groups)
+
+
+def _groups(axis: str, size: int) -> list[list[int]]:
+    return [list(range(i, i + size)) for i in range(0, axis_size(axis), size)]
+
+
 def rows_for_columns(x: Shaped[Array, "R V"], axis: str) -> Shaped[Array, "r V_of_all"]:
     """Return all columns of a part of the rows, given a part of the columns of all rows."""
     return lax.all_to_all(x, axis, split_axis=0, concat_axis=1, tiled=True)

@@ -184,6 +184,7 @@ def check_split(config: ModelConfig) -> None:
             f"tensor_parallel_size is {devices}, over which this {config.architecture} cannot be "
             f"divided: {'; '.join(problems)}"
         )
+    _check_context(config)
 
 
 def _problems(config: ModelConfig) -> Iterator[str]:
@@ -203,6 +204,22 @@ def _problems(config: ModelConfig) -> Iterator[str]:
         yield _multiple("the width of an expert", experts.size, devices)
     if experts.shared % devices:
         yield _multiple("the width of shared experts", experts.shared, devices)
+
+
+def _check_context(config: ModelConfig) -> None:
+    """Refuse to divide positions where no kv head is repeated: that would save nothing."""
+    context, copies = config.split.context, kv_copies(config)
+    if copies % context == 0:
+        return
+    heads = config.num_key_value_heads
+    allowed = [n for n in range(1, copies + 1) if copies % n == 0]
+    raise UnsupportedModel(
+        f"decode_context_parallel_size is {context}, and positions are divided among devices that "
+        f"have the same kv head: over {config.split.devices} devices (tensor_parallel_size) each "
+        f"of the {heads} kv heads of this {config.architecture} lies on {copies}; allowed: "
+        f"{', '.join(map(str, allowed))}, or a tensor_parallel_size that is a multiple of "
+        f"{heads * context}"
+    )
 
 
 def _multiple(name: str, size: int, devices: int) -> str:

@@ -87,6 +87,26 @@ def test_a_llama_by_hand(name: str, devices: int, sizes: Any, kv_heads: int) -> 
     assert prompt.compute == pytest.approx(work / FLOPS) and prompt.compute > prompt.memory
 
 
+def test_positions_that_two_devices_divide_by_hand() -> None:
+    """Half the bytes a token; queries and results of 4 heads pass between two devices a layer."""
+    whole_one, halves = weights_of("8B", 16), whole("8B").divided(Split(16, context=2))
+    check_split(halves.config)
+    config, device = EngineConfig(), named_device("H200")
+    plans = [plan_memory(config, weights, None, device) for weights in (whole_one, halves)]
+    assert plans[1].page_bytes * 2 == plans[0].page_bytes
+    assert plans[1].weights == plans[0].weights
+    assert plans[1].cache_tokens == pytest.approx(2 * plans[0].cache_tokens, rel=0.01)
+    steps = [
+        StepTimes(weights, None, plan.page_bytes / 16, "NVIDIA H200", BANDWIDTH).decode(32, 1024)
+        for weights, plan in zip((whole_one, halves), plans, strict=True)
+    ]
+    token = plans[0].page_bytes / 16
+    assert steps[0].memory - steps[1].memory == pytest.approx(32 * 1024 * token / 2 / BANDWIDTH)
+    moved = 32 * 4 * (128 + 2) * 4 / 2
+    assert steps[1].sums - steps[0].sums == pytest.approx(2 * 32 * (6e-6 + moved / LINK))
+    assert steps[1].compute == steps[0].compute
+
+
 @pytest.mark.parametrize("experts", [False, True])
 def test_deepseek_v3_on_16_devices_by_hand(experts: bool) -> None:
     """In fp8 as published, with a scale in float32 for 128 inputs of an output."""

@@ -154,6 +154,9 @@ def temporary_bytes(config: ModelConfig, dtype: Any, sizes: Sizes, limits: Devic
     item, devices = jnp.dtype(dtype).itemsize, config.split.devices
     heads = local_kv_heads(config) * (group_of(config) + 2) * config.head_dim
     widest = max(3 * config.intermediate_size // devices, 2 * heads)
+    if (context := config.split.context) > 1:
+        # Of all devices' heads: queries as they are scaled, sums, and what the others have of them.
+        widest = max(widest, 4 * context * group_of(config) * (config.head_dim + 2))
     if (experts := config.experts) is not None:
         # A row for each chosen expert: what goes in, the gates and what they give, what comes out.
         size = experts.size if config.split.expert_parallel else experts.size // devices

@@ -67,7 +67,7 @@ class StepTime:
         tokens: of the step.
         memory: of weights and cache, once through the memory's bus.
         compute: of products at the peak.
-        sums: of results that are added over the devices.
+        sums: of results that are added over the devices, and of attention's parts.
     """
 
     tokens: int
@@ -140,6 +140,11 @@ class StepTimes:
         size = tokens * config.hidden_size * _SUMMED
         each = sum_seconds(config.split.devices, size, self.card)
         sums = (2 * config.num_hidden_layers + 1) * each  # two a layer, and the embedding's
+        if (context := config.split.context) > 1:
+            # Queries to the other devices of a kv head and their results back, in every layer. Both
+            # move half of what a sum of as many bytes does.
+            size = tokens * context * group_of(config) * (config.head_dim + 2) * _SUMMED
+            sums += 2 * config.num_hidden_layers * sum_seconds(context, size / 2, self.card)
         return StepTime(tokens, read / self.bandwidth, work / _FLOPS[self.card], sums)
 
     @property

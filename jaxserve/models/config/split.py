@@ -15,10 +15,13 @@ class Split:
     Attributes:
         devices: how many there are.
         expert_parallel: each device has whole experts, and not a part of every expert's width.
+        context: devices, next to one another, that have the positions of a kv head divided among
+            them; position p lies on that of number p % context.
     """
 
     devices: int = 1
     expert_parallel: bool = False
+    context: int = 1
 
     @property
     def axis(self) -> str | None:

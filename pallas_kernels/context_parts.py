@@ -1,0 +1,199 @@
+"""Attention over a part of each row's positions, and the sum of parts: for caches over devices.
+
+Positions are dealt like cards: part p of n has the positions p, p + n, p + 2n and so on, and the
+pages of a part hold those alone, S of them a page, where a page of all parts holds S * n. What a
+part gives is not divided yet: values weighted and summed, the greatest score, the sum of weights.
+From those of all parts the result follows exactly (Flash-Decoding, Dao et al. 2023; Ring Attention,
+Liu et al. 2023, has the same sum).
+
+In plain JAX on every platform: causal masks of the other kernels know no positions left out.
+Queries of a row go in tiles of as many positions, whose first is a multiple of that, and keys in
+chunks counted from position 0. So a query stands in one place of its tile whatever else a step
+computes, and every sum has one order.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.arguments import AttentionOptions, attention_case
+from pallas_kernels.devices import target_device
+from pallas_kernels.xla import LOWEST, PageRows, capped, gather_chunks, page_rows
+
+QUERIES, CHUNK_TOKENS = 8, 128
+"""Positions of a tile of queries, and positions of a part in a chunk of keys."""
+
+
+class Positions(NamedTuple):
+    """The positions that a part has: `first`, i32[], and from there every `stride`-th."""
+
+    first: jax.Array
+    stride: int
+
+    def count_below(self, position: jax.Array) -> jax.Array:
+        """Return how many of them lie below a position."""
+        return jnp.maximum(position - self.first + self.stride - 1, 0) // self.stride
+
+
+class Rows(NamedTuple):
+    """Rows of queries: where their tokens begin, and how many positions each has."""
+
+    query_start: jax.Array  # i32[R + 1]
+    kv_len: jax.Array  # i32[R]
+
+    def tiles(self) -> tuple[jax.Array, jax.Array]:
+        """Return i32[R] each: the position of a row's first query, and its number of tiles."""
+        lengths = self.query_start[1:] - self.query_start[:-1]
+        first = self.kv_len - lengths
+        count = (self.kv_len - 1) // QUERIES - first // QUERIES + 1
+        return first, jnp.where((lengths > 0) & (self.kv_len > 0), count, 0)
+
+
+def attention_of_part(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page_table: jax.Array,
+    query_start: jax.Array,
+    kv_len: jax.Array,
+    first: jax.Array,
+    *,
+    stride: int,
+    scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+) -> jax.Array:
+    """Compute ``ragged_paged_attention`` over some of each row's positions.
+
+    Args:
+        q: [T,N,H]; queries are the last of all of a row's positions, of this part or not.
+        k_pages, v_pages: [P,K,S,H]: positions of the part alone.
+        kv_len: i32[R] positions per row, of all parts.
+        first: i32[], first position of the part, which has every `stride`-th from there.
+        stride: how many parts there are.
+        Others as in ``ragged_paged_attention``; sinks join in ``merge_parts``.
+
+    Returns:
+        [T,N,H+2] in float32, or float64 for float64: the weighted sum of values, the greatest
+        score, and the sum of weights, which are relative to that score. Zeros for padding.
+
+    Raises:
+        ValueError: naming the argument at fault and what is allowed.
+    """
+    options = AttentionOptions(scale, window, soft_cap, None, k_scale, v_scale)
+    arrays = (q, k_pages, v_pages, page_table, query_start, kv_len)
+    attention_case("ragged", target_device(), *arrays, options)
+    (T, N, H), K, exact = q.shape, k_pages.shape[1], jnp.promote_types(q.dtype, jnp.float32)
+    pages = max(1, CHUNK_TOKENS // k_pages.shape[2])
+    cache = page_rows(k_pages, v_pages, page_table, pages, options)
+    grouped = q.reshape(T, K, N // K, H).astype(exact) * options.score_scale(H)
+    if k_scale is not None and k_scale.ndim == 1:
+        grouped *= k_scale[:, None, None].astype(exact)
+    positions = Positions(first, stride)
+    found = _all_tiles(grouped, cache, Rows(query_start, kv_len), positions, options)
+    if v_scale is not None and v_scale.ndim == 1:
+        found = found.at[..., :H].multiply(v_scale[:, None, None].astype(exact))
+    return found.reshape(T, N, H + 2)
+
+
+def merge_parts(parts: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
+    """Compute attention over all positions from what every part of them gave.
+
+    Args:
+        parts: [n,T,N,H+2], of ``attention_of_part``.
+        sinks: [N] logits that join the softmax's denominator.
+
+    Returns:
+        [T,N,H], of the dtype of the parts.
+    """
+    sums, tops, totals = parts[..., :-2], parts[..., -2], parts[..., -1]
+    top = tops.max(axis=0)
+    if sinks is not None:
+        top = jnp.maximum(top, sinks.astype(top.dtype))
+    shares = jnp.exp(tops - top)
+    total = (shares * totals).sum(axis=0)
+    if sinks is not None:
+        total += jnp.exp(sinks.astype(top.dtype) - top)
+    return (shares[..., None] * sums).sum(axis=0) / jnp.where(total == 0, 1, total)[..., None]
+
+
+def _all_tiles(
+    q: jax.Array, cache: PageRows, rows: Rows, positions: Positions, options: AttentionOptions
+) -> jax.Array:
+    """Compute all queries [T,K,G,H], scaled; as [T,K,G,H+2]."""
+    T, K, G, H = q.shape
+    first, count = rows.tiles()
+    end = jnp.cumsum(count)
+    around = ((QUERIES, QUERIES), (0, 0), (0, 0), (0, 0))
+    q = jnp.pad(q, around)
+
+    def tile_body(tile: jax.Array, out: jax.Array) -> jax.Array:
+        """Write the queries of a tile that are its row's to `out` [T + 2 * QUERIES, K, G, H+2]."""
+        row = (end <= tile).sum()
+        start = (first[row] // QUERIES + tile - (end[row] - count[row])) * QUERIES
+        position = start + jnp.arange(QUERIES)
+        own = (position >= first[row]) & (position < rows.kv_len[row])
+        # What the row's own queries do not see may be another request's NaN.
+        position = jnp.clip(position, first[row], rows.kv_len[row] - 1)
+        place = rows.query_start[row] + start - first[row] + QUERIES
+        here = lax.dynamic_slice_in_dim(q, place, QUERIES)
+        table = lax.dynamic_index_in_dim(cache.page_table, row)
+        found = _tile(here, cache._replace(page_table=table), position, positions, options)
+        before = lax.dynamic_slice_in_dim(out, place, QUERIES)
+        found = jnp.where(own[:, None, None, None], found, before)
+        return lax.dynamic_update_slice_in_dim(out, found, place, 0)
+
+    none = jnp.zeros((T + 2 * QUERIES, K, G, H + 2), q.dtype)
+    return lax.fori_loop(0, end[-1], tile_body, none)[QUERIES:-QUERIES]
+
+
+def _tile(
+    q: jax.Array,
+    cache: PageRows,
+    position: jax.Array,
+    positions: Positions,
+    options: AttentionOptions,
+) -> jax.Array:
+    """Compute a tile's queries [QUERIES,K,G,H], at some positions, over the pages of one row."""
+    (Q, K, G, H), S = q.shape, cache.shape[1]
+    pages = max(1, CHUNK_TOKENS // S)
+    C = pages * S
+    operand = q.transpose(1, 2, 0, 3).reshape(K, G * Q, H)
+    oldest = jnp.zeros_like(position)
+    if options.window is not None:
+        oldest = jnp.maximum(position - options.window + 1, 0)
+
+    def chunk_body(chunk: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """Add a chunk of keys to sums [K, G * Q, H], greatest scores and totals [K, G, Q]."""
+        sums, top, total = carry
+        page = lax.dynamic_slice(cache.page_table, (0, chunk * pages), (1, pages))
+        k, v = (part[0] for part in gather_chunks(cache, page, q.dtype))
+        key = positions.first + (chunk * C + jnp.arange(C)) * positions.stride
+        seen = (key <= position[:, None]) & (key >= oldest[:, None])
+        # A product with zero does not remove a NaN that lies where nothing was written.
+        v = jnp.where(seen.any(axis=0)[:, None], v, 0)
+        scores = jnp.einsum("kqh,kch->kqc", operand, k, precision=lax.Precision.HIGHEST)
+        scores = capped(scores, options.soft_cap).reshape(K, G, Q, C)
+        scores = jnp.where(seen, scores, LOWEST)
+        new_top = jnp.maximum(top, scores.max(axis=-1))
+        weights = jnp.where(seen, jnp.exp(scores - new_top[..., None]), 0)
+        shrink = jnp.exp(top - new_top)
+        mixed = weights.reshape(K, G * Q, C)
+        part = jnp.einsum("kqc,kch->kqh", mixed, v, precision=lax.Precision.HIGHEST)
+        sums = sums * shrink.reshape(K, G * Q, 1) + part
+        return sums, new_top, total * shrink + weights.sum(axis=-1)
+
+    empty = jnp.full((K, G, Q), LOWEST, q.dtype), jnp.zeros((K, G, Q), q.dtype)
+    begin = positions.count_below(oldest[0]) // C
+    stop = -(-positions.count_below(position[-1] + 1) // C)
+    carry = (jnp.zeros_like(operand), *empty)
+    sums, top, total = lax.fori_loop(begin, stop, chunk_body, carry)
+    sums = sums.reshape(K, G, Q, H)
+    found = jnp.concatenate([sums, top[..., None], total[..., None]], axis=-1)
+    return found.transpose(2, 0, 1, 3)
