@@ -15,10 +15,18 @@ class Split:
     Attributes:
         devices: how many there are.
         expert_parallel: each device has whole experts, and not a part of every expert's width.
+        placement: by layer, the expert in each place of the devices, in their order, as many on
+            each; experts may have several places. Empty where each has the one of its own number.
     """
 
     devices: int = 1
     expert_parallel: bool = False
+    placement: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def places(self) -> int:
+        """Places of a layer's experts on all devices; 0 where `placement` is empty."""
+        return max(map(len, self.placement), default=0)
 
     @property
     def axis(self) -> str | None:

@@ -32,7 +32,12 @@ _GROUPS = {
         *("long_prefill_token_threshold", "num_scheduler_steps"),
     ),
     "load_config": ("load_format", "download_dir"),
-    "parallel_config": ("tensor_parallel_size", "enable_expert_parallel"),
+    "parallel_config": (
+        "tensor_parallel_size",
+        "enable_expert_parallel",
+        "enable_eplb",
+        "eplb_config",
+    ),
 }
 
 
