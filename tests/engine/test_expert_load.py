@@ -121,6 +121,7 @@ def test_a_file_of_another_model_is_refused(found: Any, load_path: Path) -> None
 def test_replicas_are_held_and_not_read_twice() -> None:
     """DeepSeek-V3 over 32 devices, with 32 replicas: 9 experts a layer on each in place of 8."""
     whole = Weights(parse_model_config(DEEPSEEK_V3), "bfloat16")
+    assert whole.config.experts is not None
     order = tuple(range(256)) + tuple(range(32))
     places = tuple(order if has else () for has in whole.config.experts.layers)
     plain, more = whole.divided(Split(32, True)), whole.divided(Split(32, True, places))
