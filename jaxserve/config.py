@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from jaxserve.checks import exact_int, finite_float, within
+from jaxserve.eplb import ExpertsConfig, check_eplb
 from jaxserve.hosts import HostsConfig, check_hosts
 from jaxserve.kv_events import KVEventsConfig, events_config
 from jaxserve.machine import (
@@ -51,7 +52,7 @@ _OWN_VARIABLE = re.compile(
 
 
 @dataclass(frozen=True)
-class EngineConfig(HostsConfig):
+class EngineConfig(HostsConfig, ExpertsConfig):
     """An engine's settings; names and defaults follow vLLM's `EngineArgs`.
 
     None means "chosen for the device and the model found"; `resolve` fills it in.
@@ -81,7 +82,6 @@ class EngineConfig(HostsConfig):
         tensor_parallel_size: devices that heads, MLPs and vocabulary are divided over; sizes of
             memory in other settings are of each. On CPU XLA_FLAGS can divide the processor into
             devices, to try it.
-        enable_expert_parallel: of several devices, each has whole experts, not a part of each.
         max_model_len: most tokens of one sequence, prompt and output together; by default what
             the model declares, or on CPU what the default cache holds, if that is less.
         allow_long_max_model_len: let max_model_len exceed what the model declares; what answers
@@ -140,7 +140,6 @@ class EngineConfig(HostsConfig):
     quantization: Quantization | None = None
     kv_cache_dtype: Literal["auto", "fp8", "int8_per_token_head"] = "auto"
     tensor_parallel_size: int = 1
-    enable_expert_parallel: bool = False
     max_model_len: int | None = None
     allow_long_max_model_len: bool = False
     max_num_seqs: int | None = None
@@ -209,6 +208,7 @@ class EngineConfig(HostsConfig):
         if self.language_model_only is not True:
             raise ValueError("language_model_only must be true: only text is served")
         check_hosts(self)
+        check_eplb(self)
         self._check_budget()
 
     def _check_budget(self) -> None:

@@ -13,6 +13,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.delivery import Delivery, LiveSequence
 from jaxserve.engine.delta import Sink
 from jaxserve.engine.draw_scores import DrawScores
+from jaxserve.engine.expert_load import record
 from jaxserve.engine.launch_length import LaunchLength
 from jaxserve.engine.loading import Loaded, load
 from jaxserve.engine.metrics import STEP_TOKENS, EngineStats, Histogram
@@ -317,4 +318,5 @@ class Engine:
             self.loaded.group.fail(error)
         elif self.loaded.group is not None:
             self.loaded.group.close()
+        record(self.config, self.runner)
         self.runner.close()

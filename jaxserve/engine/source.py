@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.config import EngineConfig, bundled_model
+from jaxserve.engine.expert_load import placement_of
 from jaxserve.engine.text.gguf_ends import gguf_ends
 from jaxserve.engine.text.tokenizer import Tokenizer, read_generation_config
 from jaxserve.errors import CheckpointError, InvalidRequest, UnsupportedModel
@@ -181,11 +182,13 @@ def _divided(model_config: ModelConfig, config: EngineConfig) -> ModelConfig:
 
     Raises:
         UnsupportedModel: its sizes do not divide.
+        CheckpointError: see `placement_of`.
     """
     split = Split(
         config.tensor_parallel_size,
         config.enable_expert_parallel,
         config.decode_context_parallel_size,
+        placement_of(config, model_config),
     )
     made = replace(model_config, split=split)
     check_split(made)

@@ -18,6 +18,7 @@ from jaxserve.errors import InvalidRequest
 from jaxserve.execution.logprobs import DeviceLogprobs
 from jaxserve.execution.sampler_state import SamplerState, make_sampler_state
 from jaxserve.models import ModelConfig
+from jaxserve.models.expert_places import place_counts
 from jaxserve.models.linear import accumulator
 from jaxserve.models.paged import KVPages
 from jaxserve.models.shards import AXIS, local_kv_heads
@@ -42,8 +43,9 @@ class DeviceState:
     page_table: Int32[Array, "slots_plus_1 M"]  # as far as it was sent (see `page_table`)
     last_token: Int32[Array, " slots_plus_1"]  # the newest token drawn for each slot
     sampler: SamplerState
-    # Modulo 2**32, what each device's experts have computed; None where that is not counted.
-    expert_rows: UInt32[Array, " N"] | None = None
+    # Modulo 2**32, what each device's experts have computed, by layer and place where they have
+    # places; None where that is not counted.
+    expert_rows: UInt32[Array, "N ..."] | None = None
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class StepOutput:
     # Of each row's last token and of all tokens, where a sampler behind the launch needs them.
     logits: Float[Array, "R V"] | None = None
     hidden: Float[Array, "T D"] | None = None
-    expert_rows: UInt32[Array, " N"] | None = None  # the state's, after the launch
+    expert_rows: UInt32[Array, "N ..."] | None = None  # the state's, after the launch
 
 
 for _type in (DeviceState, StepOutput):
@@ -132,7 +134,9 @@ def make_state(
     heads = local_kv_heads(config) * config.split.devices
     cells = (num_pages, heads, page_size // config.split.context)
     shape = (*cells, config.head_dim)
-    counts = config.split.counts_rows and config.experts is not None
+    rows: tuple[int, ...] | None = None
+    if config.split.counts_rows and config.experts is not None:
+        rows = (config.split.devices, *place_counts(config))
 
     def layer() -> KVPages:
         pages = jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
@@ -145,7 +149,7 @@ def make_state(
         page_table=jnp.zeros((num_slots + 1, max_pages), np.int32),
         last_token=jnp.zeros(num_slots + 1, np.int32),
         sampler=make_sampler_state(num_slots, config.vocab_size),
-        expert_rows=jnp.zeros(config.split.devices, np.uint32) if counts else None,
+        expert_rows=None if rows is None else jnp.zeros(rows, np.uint32),
     )
 
 

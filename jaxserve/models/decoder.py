@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial, reduce
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from jax.typing import DTypeLike
 
 from jaxserve.models.attention import Attention
 from jaxserve.models.config.model_config import ModelConfig
+from jaxserve.models.expert_places import place_tables
 from jaxserve.models.experts import SparseMLP
 from jaxserve.models.family import LLAMA_TRAITS, FamilyTraits
 from jaxserve.models.latent import LatentAttention
@@ -73,7 +75,7 @@ class DecoderLayer(nnx.Module):
         cos_sin: CosSin | None,
         step: PagedStep,
         kv: KVPages,
-    ) -> tuple[Float[Array, "T D"], Delta, KVPages, UInt32[Array, ""] | None]:
+    ) -> tuple[Float[Array, "T D"], Delta, KVPages, UInt32[Array, "*places"] | None]:
         """Compute the two blocks.
 
         Args:
@@ -126,7 +128,7 @@ def run_layer(
     cos_sin: CosSin | None,
     step: PagedStep,
     kv: KVPages,
-) -> tuple[Float[Array, "T D"], Delta, KVPages, UInt32[Array, ""] | None]:
+) -> tuple[Float[Array, "T D"], Delta, KVPages, UInt32[Array, "*places"] | None]:
     """Call a layer that `nnx.split` took apart.
 
     Within a larger program, layers alike are traced and lowered once, and the compiler puts them
@@ -179,12 +181,14 @@ class Decoder(nnx.Module):
 
     def counted(
         self, tokens: Int32[Array, " T"], step: PagedStep, kv: Sequence[KVPages]
-    ) -> tuple[Float[Array, "T D"], list[KVPages], UInt32[Array, ""] | None]:
+    ) -> tuple[Float[Array, "T D"], list[KVPages], UInt32[Array, "*places"] | None]:
         """Return what a call does, and the rows that this device's experts computed.
 
-        Those are counted where each device has whole experts (see `Split`), else None.
+        Those are counted where each device has whole experts (see `Split`), else None; by layer of
+        experts and place where those have places.
         """
         config = self.config
+        places = place_tables(config)
         with jax.named_scope("embedding"):
             x = self.embedding(tokens)
             if config.scales.embedding != 1.0:
@@ -198,18 +202,21 @@ class Decoder(nnx.Module):
                 if rope is not None
             }
         written: list[KVPages] = []
-        counts: list[UInt32[Array, ""]] = []
+        counts: list[UInt32[Array, "*places"]] = []
         delta = None
         for index, (layer, pages) in enumerate(zip(self.layers, kv, strict=True)):
             with jax.named_scope(f"layer_{index}"):
                 rope = ropes[index]
                 cos_sin = None if rope is None else angles[rope]
                 parts = nnx.split(layer)
-                x, delta, pages, rows = run_layer(*parts, x, delta, cos_sin, step, pages)
+                own = step if places is None else replace(step, places=jnp.asarray(places[index]))
+                x, delta, pages, rows = run_layer(*parts, x, delta, cos_sin, own, pages)
             written.append(pages)
             if rows is not None:
                 counts.append(rows)
         normed = add(x, delta, self.norm, self.norm.options, step.others)[1]
+        if places is not None:
+            return normed, written, jnp.stack(counts)
         return normed, written, reduce(jnp.add, counts) if counts else None
 
     def logits(

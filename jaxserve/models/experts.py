@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from jaxserve.models.collectives import device_index, summed
 from jaxserve.models.config.experts import Experts
 from jaxserve.models.config.model_config import ModelConfig
+from jaxserve.models.expert_places import chosen_places
 from jaxserve.models.family import FamilyTraits
 from jaxserve.models.layers import GatedMLP
 from jaxserve.models.linear import accumulator, constant, matmul, normal, value_of, weight
@@ -67,10 +68,11 @@ class SparseMLP(nnx.Module):
 
     def __call__(
         self, x: Float[Array, "T D"], step: PagedStep
-    ) -> tuple[Float[Array, "T D"], UInt32[Array, ""] | None]:
+    ) -> tuple[Float[Array, "T D"], UInt32[Array, "*places"] | None]:
         """Apply its experts to every real token; rows of padding hold anything finite.
 
-        Where each device has whole experts, the rows that this one's compute are returned too.
+        Where each device has whole experts, the rows that this one's compute are returned too, by
+        place where experts have places.
         """
         with jax.named_scope("router"):
             exact = accumulator(x.dtype)
@@ -78,6 +80,8 @@ class SparseMLP(nnx.Module):
             weights, chosen = route(scores, self.experts, self.kind, value_of(self.correction))
         with jax.named_scope("experts"):
             real = step.slot_mapping >= 0
+            if step.places is not None:
+                chosen = chosen_places(chosen, step.positions, step.places)
             y, rows = self._experts(x, weights, chosen, real, step.implementation)
         if self.split.axis is None:
             return (y if self.shared is None else y + self.shared(x)), rows
@@ -93,11 +97,11 @@ class SparseMLP(nnx.Module):
         chosen: Int32[Array, "T C"],
         real: Bool[Array, " T"],
         implementation: str,
-    ) -> tuple[Float[Array, "T D"], UInt32[Array, ""] | None]:
+    ) -> tuple[Float[Array, "T D"], UInt32[Array, "*places"] | None]:
         count, fanout, axis = self.experts.count, chosen.shape[1], self.split.axis
         is_own = real[:, None]
         if axis is not None and self.split.expert_parallel:
-            count //= self.split.devices
+            count = (self.split.places or count) // self.split.devices
             chosen = chosen - device_index(axis) * count
             is_own &= (chosen >= 0) & (chosen < count)
         expert = jnp.where(is_own, chosen, count).reshape(-1)
@@ -116,6 +120,8 @@ class SparseMLP(nnx.Module):
         weighted = (rows[:, i].astype(weights.dtype) * weights[:, i, None] for i in range(fanout))
         total = reduce(jnp.add, weighted)
         counted = sizes.sum(dtype=jnp.uint32) if self.split.counts_rows else None
+        if self.split.places:
+            counted = sizes.astype(jnp.uint32)
         return (total.astype(x.dtype) if axis is None else total), counted
 
     def _add_down_bias(

@@ -49,6 +49,8 @@ class PagedStep:
     decode_only: bool = field(metadata={"static": True})
     # Attention implementation that runs: "auto" | "xla" | "triton" | "mosaic_gpu".
     implementation: str = field(metadata={"static": True})
+    # Of a layer whose experts have places: each expert's number of them, and which those are.
+    places: Int32[Array, "E W"] | None = None
 
     @property
     def others(self) -> str:

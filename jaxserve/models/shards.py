@@ -95,18 +95,22 @@ def _cut(values: np.ndarray, dimension: int, spans: tuple[Span, ...]) -> np.ndar
     return taken[0] if len(taken) == 1 else np.concatenate(taken, axis=dimension)
 
 
-def part_of(config: ModelConfig, axes: Any, shape: tuple[int, ...], device: int) -> Part:
+def part_of(
+    config: ModelConfig, axes: Any, shape: tuple[int, ...], device: int, path: str = ""
+) -> Part:
     """Return which part of a parameter a device has.
 
     kv heads, the MLP's width and the vocabulary are divided; with `expert_parallel` experts are, in
     place of their width. Where there are fewer kv heads than devices several have the same, and the
     query heads that share it are divided among those. A vocabulary that does not divide is padded.
+    Where experts have places, a device has those of its places, in their order.
 
     Args:
         config: of the model, with its `split`; see `check_split`.
         axes: logical axes of the parameter.
         shape: of all of it.
         device: number of the device.
+        path: of the parameter; without it the experts of a part are any, as many as there are.
     """
     split = config.split
     if split.devices == 1:
@@ -119,6 +123,8 @@ def part_of(config: ModelConfig, axes: Any, shape: tuple[int, ...], device: int)
             spans.append((_kv_heads(config, device),))
         elif name == "group":
             spans.append(tuple(_group(config, size, device)))
+        elif has_experts and divided and split.places:
+            spans.append(tuple(_experts(split, device, path)))
         elif divided and len(axes) > 1:
             each = -(-size // split.devices)
             spans.append(((device * each, (device + 1) * each),))
@@ -127,9 +133,20 @@ def part_of(config: ModelConfig, axes: Any, shape: tuple[int, ...], device: int)
     return Part(shape, tuple(spans))
 
 
-def parts_of(config: ModelConfig, axes: Any, shape: tuple[int, ...]) -> list[Part]:
+def parts_of(config: ModelConfig, axes: Any, shape: tuple[int, ...], path: str = "") -> list[Part]:
     """Return every device's part of a parameter, in the devices' order."""
-    return [part_of(config, axes, shape, device) for device in range(config.split.devices)]
+    return [part_of(config, axes, shape, device, path) for device in range(config.split.devices)]
+
+
+def _experts(split: Split, device: int, path: str) -> Iterator[Span]:
+    """Yield the experts in a device's places, each a span."""
+    each = split.places // split.devices
+    own = range(each)
+    if path:
+        layer = int(path.split(".")[1])  # of layers.N.mlp.x
+        own = split.placement[layer][device * each : (device + 1) * each]
+    for expert in own:
+        yield expert, expert + 1
 
 
 def kv_copies(config: ModelConfig) -> int:
@@ -198,7 +215,7 @@ def _problems(config: ModelConfig) -> Iterator[str]:
         yield _multiple("intermediate_size", config.intermediate_size, devices)
     if experts is None:
         return
-    if config.split.expert_parallel and experts.count % devices:
+    if config.split.expert_parallel and not config.split.places and experts.count % devices:
         yield _multiple("the number of experts", experts.count, devices)
     if not config.split.expert_parallel and experts.size % devices:
         yield _multiple("the width of an expert", experts.size, devices)

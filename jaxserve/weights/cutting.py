@@ -133,11 +133,17 @@ def check_border(path: str, inputs: int, group: int) -> None:
 
 def _cut_experts(experts: QuantizedExperts, part: Part, path: str) -> QuantizedExperts:
     """Cut every expert's matrix, or take some of the experts."""
-    (first, last), matrix = part.spans[0][0], Part(part.shape[1:], part.spans[1:])
-    own = [None if array is None else array[first:last] for array in _arrays(experts)]
+    chosen, matrix = _chosen(part), Part(part.shape[1:], part.spans[1:])
+    own = [None if array is None else array[chosen] for array in _arrays(experts)]
     taken = matrix.inputs(1), matrix.outputs(1)
     host = _taken(own, experts.form, experts.inputs, *taken, path)
     return QuantizedExperts(*host, experts.form, len(matrix.inputs(1)), matrix.own_shape[1:])
+
+
+def _chosen(part: Part) -> slice | np.ndarray:
+    """Return what takes a part's experts: a slice, of which no copy is made, where it can be."""
+    spans = part.spans[0]
+    return slice(*spans[0]) if len(spans) == 1 else part.inputs(1)
 
 
 def _arrays(weight: QuantizedWeight | QuantizedExperts) -> list[np.ndarray | None]:
@@ -186,12 +192,12 @@ def _cut_blocks(value: BlockPanels, axes: Any, part: Part, path: str) -> BlockPa
             return _cut_rows(value, *taken, part.own_shape[:1], path)
         taken = part.inputs(contract), part.outputs(contract)
         return _cut_rows(value, *taken, part.own_shape[contract:], path)
-    (first, last), matrix = part.spans[0][0], Part(part.shape[1:], part.spans[1:])
+    matrix = Part(part.shape[1:], part.spans[1:])
     taken = matrix.inputs(1), matrix.outputs(1)
-    panels = np.asarray(value.panels)[first:last]
+    panels = np.asarray(value.panels)[_chosen(part)]
     rows = (_rows_taken(own, value.form, *taken, path) for own in panels)
     own_outputs = matrix.own_shape[1:]
-    return BlockPanels.of_experts(rows, last - first, value.form, value.dtype, own_outputs)
+    return BlockPanels.of_experts(rows, len(panels), value.form, value.dtype, own_outputs)
 
 
 def _cut_rows(

@@ -95,7 +95,7 @@ def divided(place: Place, config: ModelConfig, parameters: Parameters, mesh: Mes
         return place
 
     def place_parts(path: str, values: np.ndarray) -> Any:
-        parts = parts_of(config, parameters[path].get_metadata()["axes"], values.shape)
+        parts = parts_of(config, parameters[path].get_metadata()["axes"], values.shape, path)
         return placed_parts(mesh, parts, lambda device: place(path, parts[device].cut(values)))
 
     return place_parts
@@ -138,7 +138,7 @@ def finishing(
             return placed(value)
         parameter = parameters[path]
         axes = parameter.get_metadata()["axes"]
-        parts = parts_of(config, axes, tuple(parameter.shape))
+        parts = parts_of(config, axes, tuple(parameter.shape), path)
 
         def form(device: int) -> Any:
             piece = placed(cut(value, axes, parts[device], path))

@@ -29,6 +29,8 @@ from flax import nnx
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.expert_load import placement_of
+from jaxserve.eplb import EplbConfig
 from jaxserve.execution.mesh import SECOND, make_mesh, mapped, placed_shapes
 from jaxserve.execution.runner import Runner
 from jaxserve.execution.start.warm_up import WarmUp
@@ -178,6 +180,39 @@ def rows_of_experts(bench: Bench) -> list[list[int]]:
     return found
 
 
+def with_replicas(folder: Path) -> dict[str, Any]:
+    """Schedules over four devices whose busy experts are on two, and what the engine records.
+
+    Six experts alone do not divide over four devices.
+    """
+    model_config = parse_model_config(EXPERTS | {"num_attention_heads": DEVICES})
+    path, again = folder / "rows.json", folder / "again.json"
+    path.write_text(json.dumps({"rows": [[], [9, 1, 8, 1, 1, 1]]}))
+    settings = {"num_redundant_experts": 2, "load_path": path, "record_path": again}
+    options: dict[str, Any] = {
+        "tensor_parallel_size": DEVICES,
+        "enable_expert_parallel": True,
+        "enable_eplb": True,
+        "eplb_config": EplbConfig(**settings),
+    }
+    placement = placement_of(EngineConfig(**options), model_config)
+    split = Split(DEVICES, True, placement)
+    bench = Bench(EXPERTS | {"num_attention_heads": DEVICES}, (4,), split=split)
+    loaded = bench.loaded[4]
+    rows = rows_of_experts(bench)
+    schedules = run_schedule(bench, 8) + run_schedule(bench, 9)
+    engine = Engine(replace(loaded, config=replace(loaded.config, **options)))
+    devices = engine.stats().expert_rows
+    engine.close()
+    return {
+        "placement": placement,
+        "rows": rows,
+        "schedules": dict(schedules),
+        "by device": devices,
+        "by expert": json.loads(again.read_text())["rows"],
+    }
+
+
 def warm_start(folder: Path) -> dict[str, int]:
     """Count programs compiled and read by two starts of an engine, and by a compiler's copy."""
     split = Split(2)
@@ -229,7 +264,11 @@ def main() -> int:
             found["exchanges"][f"{case}, {count}"] = own
             print(f"{case}, {count}: {value:.1e}, {own}", file=sys.stderr, flush=True)
     if not alone:
-        ((found["expert parallel"], _),) = differences("gpt_oss_alternate", [Split(2, True)])
+        own = ((1, 3, 2, 3, 0, 2), (0, 1, 2, 0, 1, 3))  # places of its two layers
+        splits = [Split(2, True), Split(2, True, own)]
+        (found["expert parallel"], _), (found["replicas"], _) = differences(
+            "gpt_oss_alternate", splits
+        )
         bench = Bench(TINY, (4,), split=Split(DEVICES))
         found["schedules"] = dict(sum(map(partial(run_schedule, bench), range(6)), Counter()))
         runner = bench.loaded[4].runner
@@ -240,7 +279,8 @@ def main() -> int:
         found["rows of experts"] = rows_of_experts(bench)
         found["schedules of experts"] = dict(run_schedule(bench, 8))
         with own_programs(), tempfile.TemporaryDirectory() as folder:
-            found["starts"] = warm_start(Path(folder))
+            found["with replicas"] = with_replicas(Path(folder))
+            found["starts"] = warm_start(Path(folder) / "programs")
     print(json.dumps(found))
     return 0
 

@@ -51,6 +51,23 @@ def test_whole_experts_on_each_device_compute_the_same(found: dict[str, Any]) ->
     assert found["expert parallel"] < 1e-9
 
 
+def test_experts_with_several_places_compute_the_same(found: dict[str, Any]) -> None:
+    assert found["replicas"] < 1e-9
+    assert found["with replicas"]["schedules"]["requests"] > 10
+
+
+def test_replicas_take_rows_and_rows_are_recorded_by_expert(found: dict[str, Any]) -> None:
+    own = found["with replicas"]
+    dense, places = own["placement"]
+    assert dense == [] and len(places) == 8 and places.count(0) == places.count(2) == 2
+    first, launched, after = own["rows"]
+    assert sum(first) == (7 + 4) * 2 and launched == first and after == first
+    # Each device has two places: with one for each expert, that of the busiest two had 20 of 22.
+    assert len(first) == DEVICES and max(first) <= 11
+    assert [len(rows) for rows in own["by expert"]] == [0, 6]
+    assert sum(own["by expert"][1]) == sum(own["by device"]) > 3 * sum(first)
+
+
 def test_rows_of_each_devices_experts_are_counted(found: dict[str, Any]) -> None:
     """Two experts a token in one layer, whatever a launch takes, and on after a reset."""
     first, launched, after = found["rows of experts"]

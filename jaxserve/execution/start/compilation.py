@@ -41,7 +41,7 @@ _NOT_COMPILED = (
     *("master_addr", "master_port", "nodes_secret"),
     *("max_logprobs", "logprobs_mode"),
     # What they change is the model's configuration, or max_model_len.
-    *("hf_overrides", "language_model_only", "allow_long_max_model_len"),
+    *("hf_overrides", "language_model_only", "allow_long_max_model_len", "eplb_config"),
 )
 
 

@@ -77,13 +77,15 @@ class Weights:
         Of experts these are the ones that chance chooses for at least one of the tokens.
         """
         experts, read = self.config.experts, 0
+        # A replica is read in place of its expert, never beside it.
+        count = 0 if experts is None else self.config.split.places or experts.count
         is_tied = "embedding.project" not in self.parameters
         for path, parameter in self.parameters.items():
             size = self._bytes(path, parameter, form)
             if experts is not None and parameter.get_metadata()["axes"] in EXPERTS:
-                missed = (1 - experts.chosen / experts.count) ** (tokens - 1)
-                chosen = experts.count - (experts.count - experts.chosen) * missed
-                size = int(size * chosen / experts.count)
+                missed = (1 - experts.chosen / count) ** (tokens - 1)
+                chosen = count - (count - experts.chosen) * missed
+                size = int(size * chosen / count)
             if path != "embedding.table" or is_tied:
                 read += size
         return read
@@ -92,6 +94,7 @@ class Weights:
     def multiplied(self) -> tuple[int, int]:
         """Count the weights multiplied with each token, and those with each row that draws one."""
         experts, each = self.config.experts, 0
+        count = 1 if experts is None else self.config.split.places or experts.count
         drawn = self.parameters.get("embedding.project", self.parameters.get("embedding.table"))
         assert drawn is not None
         for path, parameter in self.parameters.items():
@@ -99,7 +102,7 @@ class Weights:
             if path.startswith("embedding.") or len(axes) < 2:
                 continue
             if experts is not None and axes in EXPERTS:
-                size = size * experts.chosen // experts.count
+                size = size * experts.chosen // count
             each += size
         return each, prod(self._own_shape(drawn))
 

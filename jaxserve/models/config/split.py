@@ -17,11 +17,19 @@ class Split:
         expert_parallel: each device has whole experts, and not a part of every expert's width.
         context: devices, next to one another, that have the positions of a kv head divided among
             them; position p lies on that of number p % context.
+        placement: by layer, the expert in each place of the devices, in their order, as many on
+            each; experts may have several places. Empty where each has the one of its own number.
     """
 
     devices: int = 1
     expert_parallel: bool = False
     context: int = 1
+    placement: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def places(self) -> int:
+        """Places of a layer's experts on all devices; 0 where `placement` is empty."""
+        return max(map(len, self.placement), default=0)
 
     @property
     def axis(self) -> str | None:

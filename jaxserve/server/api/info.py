@@ -34,6 +34,7 @@ _GROUPS = {
     "load_config": ("load_format", "download_dir"),
     "parallel_config": (
         *("tensor_parallel_size", "enable_expert_parallel", "decode_context_parallel_size"),
+        *("enable_eplb", "eplb_config"),
     ),
 }
 

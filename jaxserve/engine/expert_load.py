@@ -1,0 +1,93 @@
+"""Files of the rows that each expert computed: one engine writes them, the next places by them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxserve.config import EngineConfig
+from jaxserve.eplb import NAME
+from jaxserve.errors import CheckpointError, UnsupportedModel
+from jaxserve.execution.runner import Runner
+from jaxserve.models import ModelConfig
+from jaxserve.models.config.strict_json import read_object
+from jaxserve.models.expert_places import balanced_places
+
+_MOST_BYTES = 64 << 20
+_MOST_ROWS = 1 << 62
+_log = logging.getLogger(__name__)
+
+
+def placement_of(config: EngineConfig, model: ModelConfig) -> tuple[tuple[int, ...], ...]:
+    """Return the placement that `Split` takes, by the file that the settings name.
+
+    Raises:
+        CheckpointError: the file is none, or not of this model.
+        UnsupportedModel: it has no experts, or so many places do not divide over the devices.
+    """
+    settings, experts = config.eplb, model.experts
+    if settings is None:
+        return ()
+    if experts is None:
+        raise UnsupportedModel(f"enable_eplb: this {model.architecture} has no experts")
+    devices, redundant = config.tensor_parallel_size, settings.num_redundant_experts
+    places = experts.count + redundant
+    if places % devices or places > experts.count * devices:
+        first = -experts.count % devices
+        most = experts.count * (devices - 1)
+        raise UnsupportedModel(
+            f"{NAME}.num_redundant_experts is {redundant}, of {experts.count} experts over "
+            f"{devices} devices; allowed: {first} and every {devices} more up to {most}"
+        )
+    if settings.load_path is None:
+        order = tuple(range(experts.count))
+        return tuple(order if has else () for has in experts.layers)
+    load = read_load(Path(settings.load_path), model)
+    return tuple(balanced_places(rows, devices, places) if rows else () for rows in load)
+
+
+def read_load(path: Path, model: ModelConfig) -> list[list[int]]:
+    """Read rows by layer and expert; [] of a layer without experts.
+
+    Raises:
+        CheckpointError: it is no such file, or of other layers or experts.
+    """
+    assert model.experts is not None
+    found: Any = read_object(path, _MOST_BYTES).get("rows")
+    sizes = [model.experts.count if has else 0 for has in model.experts.layers]
+    if not isinstance(found, list) or [_size(rows) for rows in found] != sizes:
+        raise CheckpointError(
+            f"{path}: has no 'rows' of {len(sizes)} layers, {sum(map(bool, sizes))} of them of "
+            f"{model.experts.count} experts, each a whole number from 0; record_path writes one"
+        )
+    return found
+
+
+def _size(rows: Any) -> int:
+    """Return the number of rows' experts; -1 if they are no counts."""
+    if not isinstance(rows, Sequence):
+        return -1
+    is_right = all(type(count) is int and 0 <= count <= _MOST_ROWS for count in rows)
+    return len(rows) if is_right else -1
+
+
+def record(config: EngineConfig, runner: Runner) -> None:
+    """Write what the runner has counted to the file that the settings name, if they name one.
+
+    A file that cannot be written is an error in the log: the engine is closing.
+    """
+    settings = config.eplb
+    if settings is None or settings.record_path is None:
+        return
+    path, rows = Path(settings.record_path), runner.expert_rows.by_expert(runner.model_config)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(json.dumps({"rows": rows}))
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        _log.error("rows by expert were not written to %s: %s", path, error)
