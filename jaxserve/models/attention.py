@@ -41,10 +41,11 @@ if TYPE_CHECKING:
 
 
 # Most of what tracing a layer takes. The first layer, which `run_layer` traces apart from the
-# others, attends as they do.
+# others, writes and attends as they do.
 _STATIC = ("scale", "window", "soft_cap", "implementation")
 decode_attention = jax.jit(paged_decode_attention, static_argnames=_STATIC)
 ragged_attention = jax.jit(ragged_paged_attention, static_argnames=_STATIC)
+_rope_kv_write = jax.jit(rope_kv_write, static_argnames=("dtype", "implementation"))
 
 
 class Attention(nnx.Module):
@@ -169,7 +170,7 @@ class Attention(nnx.Module):
             if not self.query_norm.is_per_head:
                 norms = self.query_norm, self.key_norm
                 options["mean_squares"] = _mean_squares(qkv, bias, x.shape[0], x.dtype, norms)
-        query, keys, values, arrivals = rope_kv_write(
+        query, keys, values, arrivals = _rope_kv_write(
             *(qkv, cos_sin, *kv[:2], step.slot_mapping, QkvOptions(**options)),
             dtype=x.dtype,
             implementation=step.others,
