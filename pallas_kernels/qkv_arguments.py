@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,6 +14,11 @@ from pallas_kernels.devices import DeviceLimits
 from pallas_kernels.norm_arguments import NO_NORM, NormOptions
 
 
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["bias", "query_norm", "key_norm", "mean_squares", "k_scale", "v_scale"],
+    meta_fields=["norm", "interleaved"],
+)
 @dataclasses.dataclass(frozen=True, eq=False)
 class QkvOptions:
     """Options of what becomes of queries and keys, and of what is stored.

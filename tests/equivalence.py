@@ -562,7 +562,7 @@ def main() -> int:
     split = Split(
         arguments.tensor_parallel_size,
         arguments.enable_expert_parallel,
-        arguments.decode_context_parallel_size,
+        context=arguments.decode_context_parallel_size,
     )
     if split.devices > 1:
         jax.config.update("jax_num_cpu_devices", split.devices)

@@ -187,8 +187,8 @@ def _divided(model_config: ModelConfig, config: EngineConfig) -> ModelConfig:
     split = Split(
         config.tensor_parallel_size,
         config.enable_expert_parallel,
-        config.decode_context_parallel_size,
         placement_of(config, model_config),
+        config.decode_context_parallel_size,
     )
     made = replace(model_config, split=split)
     check_split(made)

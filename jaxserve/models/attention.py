@@ -44,11 +44,12 @@ if TYPE_CHECKING:
 
 
 # Most of what tracing a layer takes. The first layer, which `run_layer` traces apart from the
-# others, attends as they do.
+# others, writes and attends as they do.
 _STATIC = ("scale", "window", "soft_cap", "implementation")
 decode_attention = jax.jit(paged_decode_attention, static_argnames=_STATIC)
 ragged_attention = jax.jit(ragged_paged_attention, static_argnames=_STATIC)
 part_attention = jax.jit(attention_of_part, static_argnames=("stride", *_STATIC[:3]))
+_rope_kv_write = jax.jit(rope_kv_write, static_argnames=("dtype", "implementation"))
 
 
 class Attention(nnx.Module):
@@ -174,7 +175,7 @@ class Attention(nnx.Module):
             if not self.query_norm.is_per_head:
                 norms = self.query_norm, self.key_norm
                 options["mean_squares"] = _mean_squares(qkv, bias, x.shape[0], x.dtype, norms)
-        query, keys, values, arrivals = rope_kv_write(
+        query, keys, values, arrivals = _rope_kv_write(
             *(qkv, cos_sin, *kv[:2], self._cells(step), QkvOptions(**options)),
             dtype=x.dtype,
             implementation=step.others,

@@ -38,6 +38,13 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32
 
 
+# Layers and the norm behind the last one add by the same few programs: within a larger one each is
+# traced and lowered once.
+_add_norm = jax.jit(
+    add_norm, static_argnames=("eps", "offset", "rounds_last", "factor", "implementation")
+)
+
+
 def norm_options(eps: float, traits: FamilyTraits) -> NormOptions:
     """Return a family's norms as kernels compute them."""
     return NormOptions(eps, traits.norm_offset, traits.norm_rounds_last)
@@ -152,9 +159,9 @@ def add(
     named: dict[str, Any] = dataclasses.asdict(options)
     named["implementation"] = implementation
     if delta is None:
-        return add_norm(x, None, scale, **named)
+        return _add_norm(x, None, scale, **named)
     named["factor"] = delta.factor
-    return add_norm(x, delta.value, scale, delta.norm_scale, **named)
+    return _add_norm(x, delta.value, scale, delta.norm_scale, **named)
 
 
 class Embedding(nnx.Module):

@@ -15,16 +15,16 @@ class Split:
     Attributes:
         devices: how many there are.
         expert_parallel: each device has whole experts, and not a part of every expert's width.
-        context: devices, next to one another, that have the positions of a kv head divided among
-            them; position p lies on that of number p % context.
         placement: by layer, the expert in each place of the devices, in their order, as many on
             each; experts may have several places. Empty where each has the one of its own number.
+        context: devices, next to one another, that have the positions of a kv head divided among
+            them; position p lies on that of number p % context.
     """
 
     devices: int = 1
     expert_parallel: bool = False
-    context: int = 1
     placement: tuple[tuple[int, ...], ...] = ()
+    context: int = 1
 
     @property
     def places(self) -> int:
