@@ -14,7 +14,7 @@ kill    One of two replicas is killed under 200 requests of the openai client, w
 scale   Autoscaling from 1 replica to 3 and back under load, without an error.
 soak    Whole answers, streams and streams that are left, for half an hour; a replica killed every
         minute and a half. Memory and files of all other processes show no slope, but for the logs
-        of the dead that Ray holds.
+        of the dead that Ray holds, and no page is held at the end.
 
 Every scene ends with no process left over. Exit code 1 where something failed.
 """
@@ -40,7 +40,7 @@ from jaxserve.commands.argument_types import positive, positive_integer
 from scripts.lib.argument_types import results_file
 from scripts.lib.run_main import end_at_sigterm, run_main
 from scripts.lib.run_record import about_run, keep
-from scripts.lib.server_process import Server, ask, free_port
+from scripts.lib.server_process import Server, ask, free_port, read_metric
 from scripts.serving.fleet_load import MODEL, Load
 from scripts.serving.replicas import (
     SMALL,
@@ -277,15 +277,19 @@ def soak(arguments: argparse.Namespace) -> Result:
             await load.close()
 
         asyncio.run(work())
+        time.sleep(IDLE_SECONDS)  # streams that were left end a step later
+        held = max(read_metric(fleet.url, "num_pages_in_use") for _ in range(8))  # of any replica
         half = [sample for sample in samples if sample[0] > arguments.seconds / 5]
         times, memory, files = np.array(half, float).T
         growth = {
             "memory_bytes_in_30_min": 1800 * float(np.polyfit(times, memory, 1)[0]),
             "files_in_30_min": 1800 * float(np.polyfit(times, files, 1)[0]),
         }
-        result = load.outcomes.summary() | growth | {"kills": kills, "seconds": arguments.seconds}
+        about = {"pages_held": held, "kills": kills, "seconds": arguments.seconds}
+        result = load.outcomes.summary() | growth | about
         print(result, flush=True)
     _require(not result["num_failures"], "requests failed")
+    _require(not held, f"{held:.0f} pages are held when nothing runs")
     _require(growth["memory_bytes_in_30_min"] < MOST_GROWTH_BYTES, "memory grows")
     _require(growth["files_in_30_min"] < MOST_GROWTH_FILES, "open files grow")
     return result
