@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jaxserve.checks import exact_int
 from jaxserve.errors import InvalidRequest
-from jaxserve.overrides import json_object
+from jaxserve.overrides import check_fields, json_object
 
 NAME = "eplb_config"
 # Fields of vLLM's class that have no meaning where nothing is moved, with their values that pass.
@@ -96,12 +96,7 @@ def eplb_config(value: EplbConfig | dict[str, Any] | str | None) -> EplbConfig |
                 "load_path; jaxserve:expert_rows_total holds the rows of each device",
                 NAME,
             )
-    names = [field.name for field in fields(EplbConfig)]
-    for name in given:
-        if name not in names:
-            raise InvalidRequest(
-                f"{NAME} has no field {name!r}; its fields are {', '.join(names)}", NAME
-            )
+    check_fields(given, EplbConfig, NAME)
     return EplbConfig(**given)
 
 

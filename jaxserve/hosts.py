@@ -22,8 +22,8 @@ class HostsConfig:
     Args:
         decode_context_parallel_size: devices that divide the positions of a sequence among them,
             where `tensor_parallel_size` has several of them keep the same kv head: each keeps so
-            much less of the cache, and longer sequences fit. Attention is plain JAX then, slower
-            on a GPU than kernels are.
+            much less of the cache, and longer sequences fit. Attention is plain JAX then, without
+            the kernels of a GPU.
         nnodes: hosts that `tensor_parallel_size` devices lie on, as many on each; every one is
             started with the same settings but node_rank.
         node_rank: number of this host. 0 leads and serves; the others need --headless.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxserve.checks import exact_int
 from jaxserve.errors import InvalidRequest
-from jaxserve.overrides import json_object
+from jaxserve.overrides import check_fields, json_object
 
 NAME = "kv_events_config"
 PUBLISHERS = ("null", "zmq")
@@ -107,12 +107,7 @@ def events_config(
     if value is None or isinstance(value, KVEventsConfig):
         return value
     given = json_object(value, NAME) or {}
-    names = [field.name for field in fields(KVEventsConfig)]
-    for name in given:
-        if name not in names:
-            raise InvalidRequest(
-                f"{NAME} has no field {name!r}; its fields are {', '.join(names)}", NAME
-            )
+    check_fields(given, KVEventsConfig, NAME)
     return KVEventsConfig(**given)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from jaxserve.errors import InvalidRequest
@@ -11,6 +12,20 @@ from jaxserve.errors import InvalidRequest
 MAX_BYTES = 1 << 20
 # Its objects are replaced whole, as those of all fields that hold no model's configuration.
 _NO_MODEL = "quantization_config"
+
+
+def check_fields(given: dict[str, Any], settings: type[Any], name: str) -> None:
+    """Refuse a JSON object of a setting with a field that its class has not.
+
+    Raises:
+        InvalidRequest: naming the setting, the field, and those that there are.
+    """
+    names = [field.name for field in fields(settings)]
+    for field in given:
+        if field not in names:
+            raise InvalidRequest(
+                f"{name} has no field {field!r}; its fields are {', '.join(names)}", name
+            )
 
 
 def json_object(value: Any, name: str) -> dict[str, Any] | None:

@@ -37,26 +37,39 @@ def balanced_places(load: Sequence[float], devices: int, places: int) -> tuple[i
         least = [expert for expert, count in enumerate(copies) if count < devices]
         copies[max(least, key=lambda expert: load[expert] / copies[expert])] += 1
     each = [share / count for share, count in zip(load, copies, strict=True)]
+    held = spread(each, copies, devices, places // devices)
+    return tuple(expert for own in held for expert in sorted(own))
+
+
+def spread(
+    each: Sequence[float], copies: Sequence[int], devices: int, room: int
+) -> list[list[int]]:
+    """Return the experts of each device, as many as it has room for, none twice on one.
+
+    Args:
+        each: work of one place of each expert.
+        copies: places of each expert, at most the devices; together as many as there are.
+    """
     held: list[list[int]] = [[] for _ in range(devices)]
 
     def work(device: int) -> float:
         return sum(each[expert] for expert in held[device])
 
-    for expert in sorted(range(len(load)), key=lambda expert: -each[expert]):
+    for expert in sorted(range(len(each)), key=lambda expert: -each[expert]):
         for _ in range(copies[expert]):
             others = [device for device in range(devices) if expert not in held[device]]
-            free = [device for device in others if len(held[device]) < places // devices]
+            free = [device for device in others if len(held[device]) < room]
             if free:
                 held[min(free, key=work)].append(expert)
                 continue
             # All that have room hold it: a full one passes on its lightest that they lack.
-            roomy = min((d for d in range(devices) if len(held[d]) < places // devices), key=work)
+            roomy = min((d for d in range(devices) if len(held[d]) < room), key=work)
             full = max(others, key=work)
             passed = min(set(held[full]) - set(held[roomy]), key=lambda other: each[other])
             held[full].remove(passed)
             held[roomy].append(passed)
             held[full].append(expert)
-    return tuple(expert for own in held for expert in sorted(own))
+    return held
 
 
 def place_tables(config: ModelConfig) -> list[np.ndarray] | None:

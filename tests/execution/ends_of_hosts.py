@@ -1,9 +1,10 @@
-"""Ends of two hosts that serve: one of them is stopped or killed at random moments of a stream.
+"""Ends of two hosts that serve: one is stopped or killed at random moments of a stream.
 
     python -m tests.execution.ends_of_hosts --times 20
 
-Prints how each process ended, and after how many seconds. Exit code 1 where the other host was
-there longer than `--limit` seconds, or a client read a token that is not the right one.
+At the end the leader gets SIGTERM once. Prints how each process ended, and after how many seconds.
+Exit code 1 where the other host was there longer than `--limit` seconds, or a client read a token
+that is not the right one.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pathlib import Path
 from tests.execution.over_hosts import free_ports
 from tests.execution.test_hosts import SIZES, Hosts
 
-ENDS = [(who, sent) for who in ("leader", "follower") for sent in (signal.SIGSTOP, signal.SIGKILL)]
+KINDS = [(who, sent) for who in ("leader", "follower") for sent in (signal.SIGSTOP, signal.SIGKILL)]
 LONG = {"prompt": "Count", "max_tokens": 900, "ignore_eos": True, "temperature": 0}
 
 
@@ -60,7 +61,10 @@ class Ends:
             yield hosts
 
     def end(self, who: str, number: signal.Signals, moment: float) -> None:
-        """Signal one host at a moment of a stream, in seconds; print what became of both."""
+        """Signal one host at a moment of a stream, in seconds; print what became of both.
+
+        The other has to end with an error, but where SIGTERM ends both in order.
+        """
         with self._hosts() as hosts:
             server, leader, follower = hosts.server, hosts.server.process, hosts.follower
             assert server.complete("What is 47 + 8?").status == 200
@@ -82,7 +86,9 @@ class Ends:
                         said += piece
             own = first.wait(60)
         is_right = self.right.startswith(text_of(said))
-        is_good = is_right and status not in (None, 0) and seconds <= self.limit
+        is_orderly = number == signal.SIGTERM
+        is_ended = status is not None and (status == own == 0 if is_orderly else status != 0)
+        is_good = is_right and is_ended and (is_orderly or seconds <= self.limit)
         self.failures += not is_good
         print(
             f"{number.name} of the {who} after {moment:.2f} s: the other ends with {status} after "
@@ -104,10 +110,11 @@ def main() -> int:
         secret.write_bytes(os.urandom(32))
         secret.chmod(0o600)
         ends = Ends([*SIZES, "--nodes-secret", str(secret)], options.limit)
-        for who, number in ENDS:
+        for who, number in KINDS:
             for _ in range(options.times):
                 ends.end(who, number, draw.uniform(0, ends.seconds))
-    print(f"{len(ENDS) * options.times} ends, {ends.failures} failures")
+        ends.end("leader", signal.SIGTERM, 0)
+    print(f"{len(KINDS) * options.times + 1} ends, {ends.failures} failures")
     return 1 if ends.failures else 0
 
 

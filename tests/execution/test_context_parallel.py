@@ -1,11 +1,6 @@
 """Positions of a sequence over several devices: against the oracle, their bytes, refusals."""
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,28 +13,16 @@ from jaxserve.models import parse_model_config
 from jaxserve.models.shards import Split, check_split
 from tests.equivalence import TINY
 from tests.execution.over_positions import PAGE
+from tests.support.last_line import found_by
 
 LAYERS = 2
 # Keys and values of the bundled model's 4 layers, in float32: 16 tokens of a head of 32.
 PLANNED_PAGE = 2 * 4 * 16 * 32 * 4
 
 
-def run(*options: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.execution.over_positions", *options],
-        cwd=Path(__file__).parents[2],
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=1200,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    return run()
+    return found_by("tests.execution.over_positions")
 
 
 def test_random_schedules_over_positions_equal_the_oracle(found: dict[str, Any]) -> None:

@@ -1,7 +1,6 @@
 """One engine over several hosts: channel, group, two processes against the oracle, and deaths."""
 
 import hmac
-import json
 import os
 import queue
 import re
@@ -33,6 +32,7 @@ from jaxserve.hosts import HostsConfig
 from jaxserve.weights.converted import CARD
 from tests.execution.over_hosts import free_ports
 from tests.support.kept_programs import users_environment
+from tests.support.last_line import found_by
 from tests.support.live_server import Server
 
 ROOT = Path(__file__).parents[2]
@@ -333,16 +333,7 @@ def test_a_follower_is_not_loaded_as_an_engine() -> None:
 
 
 def test_two_hosts_of_two_devices_draw_what_the_oracle_does() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.execution.over_hosts", "--devices", "2"],
-        cwd=ROOT,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=1200,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = found_by("tests.execution.over_hosts", "--devices", "2")
     assert found["requests"] > 20 and found["follower"] == 0
 
 

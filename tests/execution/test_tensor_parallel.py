@@ -1,10 +1,5 @@
 """One engine over several devices, against the same model on one and against the oracle."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,22 +7,14 @@ import pytest
 from jaxserve.errors import InvalidRequest
 from jaxserve.execution.mesh import make_mesh
 from tests.execution.over_devices import DEVICES, FEW
+from tests.support.last_line import found_by
 
 LAYERS = 2
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.execution.over_devices"],
-        cwd=Path(__file__).parents[2],
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=1200,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return found_by("tests.execution.over_devices")
 
 
 def test_families_compute_over_devices_what_they_do_on_one(found: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxserve.models import parse_model_config
-from jaxserve.models.expert_places import balanced_places, chosen_places, place_tables
+from jaxserve.models.expert_places import balanced_places, chosen_places, place_tables, spread
 from jaxserve.models.shards import Split, check_split, parts_of
 from tests.equivalence import EXPERTS
 
@@ -24,6 +24,14 @@ def test_every_expert_has_a_place_and_no_device_has_it_twice() -> None:
         found = np.array(balanced_places(load.tolist(), devices, places)).reshape(devices, each)
         assert set(found.ravel()) == set(range(count))
         assert all(len(set(own)) == each for own in found.tolist())
+
+
+def test_a_full_device_passes_on_what_others_have_room_for() -> None:
+    """The last expert has two places, and all the room that is left is on one device."""
+    held = spread([3.0, 1.0, 1.0, 0.9, 0.5], [1, 1, 1, 1, 2], 2, 3)
+    assert sorted(map(len, held)) == [3, 3]
+    assert all(4 in own for own in held)
+    assert sorted(held[0] + held[1]) == [0, 1, 2, 3, 4, 4]
 
 
 def test_the_busiest_expert_is_divided_among_devices() -> None:

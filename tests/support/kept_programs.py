@@ -22,30 +22,26 @@ FOLDER = "TESTS_OF_JAXSERVE"  # the variable that names a run's folder
 MOST_BYTES = 4 * 2**30
 
 
-def users_environment(quickly: bool = True) -> dict[str, str]:
+def users_environment() -> dict[str, str]:
     """Return the environment of a process as users start it, without JAX's cache.
 
     All such processes of a run share the programs that jaxserve keeps, so that a second start of
-    the same settings takes seconds.
-
-    Args:
-        quickly: whether it compiles as `tests.support.quick_code` says; else to users' code.
+    the same settings takes seconds. Unlike users', they compile quickly: see `quick_code`.
     """
     environment = {n: value for n, value in os.environ.items() if n != "JAX_COMPILATION_CACHE_DIR"}
-    if quickly:
-        # Imported here: JAX reads the variables that tests/conftest.py sets when it is imported.
-        from tests.support.quick_code import compile_quickly
+    # Imported here: JAX reads the variables that tests/conftest.py sets when it is imported.
+    from tests.support.quick_code import compile_quickly
 
-        compile_quickly(environment)
+    compile_quickly(environment)
     if FOLDER not in os.environ:  # no run of the tests
         return environment
     return environment | {"XDG_CACHE_HOME": str(Path(os.environ[FOLDER], "users"))}
 
 
 @contextmanager
-def in_users_environment(quickly: bool = True) -> Generator[None]:
+def in_users_environment() -> Generator[None]:
     """Start processes in `users_environment` while the context lasts."""
-    before, users = dict(os.environ), users_environment(quickly)
+    before, users = dict(os.environ), users_environment()
     os.environ.clear()
     os.environ.update(users)
     try:

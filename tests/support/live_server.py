@@ -63,7 +63,6 @@ class Server:
     Attributes:
         module: the module to run; `tests.support.slow_server` leaves time to look at requests.
         files: the limit of open files, soft and hard; that of this process by default.
-        quickly: whether it compiles quickly, or to the code that users have.
         log: lines that it wrote to standard error.
     """
 
@@ -71,7 +70,6 @@ class Server:
     key: str | None = None
     module: str = "jaxserve"
     files: int | None = None
-    quickly: bool = True
     log: list[str] = field(default_factory=list)
 
     def __enter__(self) -> Self:
@@ -79,7 +77,7 @@ class Server:
         self.process = subprocess.Popen(
             [*limit, sys.executable, "-m", self.module, "serve", *self.arguments],
             cwd=ROOT,
-            env=users_environment(self.quickly),
+            env=users_environment(),
             stderr=subprocess.PIPE,
             text=True,
             bufsize=1,

@@ -5,10 +5,7 @@ What needs devices runs in one process that has eight (`divided_forms.py`).
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -32,6 +29,7 @@ from jaxserve.weights.model_weights import parameters_of
 from jaxserve.weights.quantize import quantize
 from pallas_kernels.cpu import blocks
 from tests.support.gguf_blocks import random_blocks
+from tests.support.last_line import found_by
 from tests.weights.divided_forms import CASES, RAW
 from tests.weights.test_quantized import checkpoint, in_full
 
@@ -216,11 +214,7 @@ def divided(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for form in STORED:
         checkpoint(folder / "stored" / form, form, SMALL)
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-    command = [sys.executable, "-m", "tests.weights.divided_forms", str(folder)]
-    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return found_by("tests.weights.divided_forms", str(folder), XLA_FLAGS=flags)
 
 
 @pytest.mark.parametrize("case", CASES)
