@@ -4,7 +4,8 @@ An operation is a handler of XLA's foreign function interface, whose binary inte
 (`xla/ffi/api/c_api.h`; the offsets below are of its version 0.3, which later runtimes accept). The
 handler divides its work into parts, schedules helpers on the pool's threads, and takes parts itself
 until none is left: a helper that runs late finds no part, and the result does not depend on helpers
-that never run.
+that never run. Devices of one processor that run a program together divide its threads: with more
+threads at work than cores, each operation would wait for one that has none.
 """
 
 from __future__ import annotations
@@ -97,11 +98,17 @@ def part_bounds(code: Code, total: Any, index: Any, parts: Any) -> tuple[Any, An
 
 def registered(kernel: Kernel) -> str:
     """Return the name of a kernel in XLA; compile and register it the first time."""
-    name = kernel.name
+    sharers = _devices_at_work()
+    name = kernel.name if sharers == 1 else f"{kernel.name}_of_{sharers}"
     with _REGISTRATION:
         if name not in _machine_codes():
-            _register(name, machine_code(module_of(kernel), host()))
+            _register(name, machine_code(module_of(kernel, name, sharers), host()))
     return name
+
+
+def _devices_at_work() -> int:
+    """Return how many devices of this process run the program that is being traced."""
+    return max(1, jax.sharding.get_abstract_mesh().size // jax.process_count())
 
 
 def restore(kernels: Mapping[str, bytes]) -> None:
@@ -148,9 +155,9 @@ def _register(name: str, code: bytes) -> None:
     _machine_codes()[name] = code
 
 
-def module_of(kernel: Kernel) -> ir.Module:
-    """Return a module with the handler, under the kernel's name."""
-    module = ir.Module(kernel.name)
+def module_of(kernel: Kernel, name: str, sharers: int) -> ir.Module:
+    """Return a module with the handler, under a name, for devices that share the threads."""
+    module = ir.Module(name)
     words = ir.ArrayType(I64, JOBS * JOB_WORDS)
     jobs = ir.GlobalVariable(module, words, "jobs")
     cursor = ir.GlobalVariable(module, I64, "cursor")
@@ -161,7 +168,7 @@ def module_of(kernel: Kernel) -> ir.Module:
         untyped(variable)
     work = _work_function(module, kernel)
     take = _take_function(module, work)
-    _handler(module, kernel, jobs, cursor, work, take)
+    _handler(module, kernel, jobs, cursor, work, take, sharers)
     return module
 
 
@@ -219,13 +226,14 @@ def _handler(
     cursor: ir.GlobalVariable,
     work: ir.Function,
     take: ir.Function,
+    sharers: int,
 ) -> None:
     """Generate the handler, which XLA calls with a call frame.
 
     It answers a request for metadata with the version; otherwise it reads the fields from the
     frame, computes a single part itself, and shares several with helpers.
     """
-    function = _function(module, kernel.name, POINTER, [POINTER])
+    function = _function(module, module.name, POINTER, [POINTER])
     code = Code(function)
     (frame,) = function.args
     null = ir.Constant(POINTER, None)
@@ -265,7 +273,7 @@ def _handler(
     _publish(code, const(0), code.at(job, const(DONE), I64))
     _publish(code, parts, code.at(job, const(LEFT), I64))
     api, context = pointer_at(frame, FRAME_API), pointer_at(frame, FRAME_CONTEXT)
-    _schedule_helpers(code, api, context, take, job, parts)
+    _schedule_helpers(code, api, context, take, job, parts, sharers)
     code.call(take, [job])
 
     def unfinished() -> Any:
@@ -307,8 +315,10 @@ def _acquire(code: Code, jobs: Any, cursor: Any) -> Any:
     return code.load(place, typ=POINTER)
 
 
-def _schedule_helpers(code: Code, api: Any, context: Any, take: Any, job: Any, parts: Any) -> None:
-    """Schedule `take(job)` on the pool's threads, one fewer than can find a part."""
+def _schedule_helpers(
+    code: Code, api: Any, context: Any, take: Any, job: Any, parts: Any, sharers: int
+) -> None:
+    """Schedule `take(job)` on this device's threads, one fewer than can find a part."""
     null = ir.Constant(POINTER, None)
     kind = ir.FunctionType(POINTER, [POINTER])
     threads = code.room(I64)
@@ -323,7 +333,7 @@ def _schedule_helpers(code: Code, api: Any, context: Any, take: Any, job: Any, p
         code.call(address, [arguments])
 
     request(API_NUM_THREADS, [context, threads])
-    most = code.load(threads, typ=I64)
+    most = code.sdiv(code.load(threads, typ=I64), const(sharers))
     count = code.select(code.icmp_signed("<", most, parts), most, parts)
     with code.loop(const(1), count):
         request(API_SCHEDULE, [context, take, job])

@@ -33,6 +33,8 @@ for op, implementation in {calls!r}:
         return function(*arrays, **extra, implementation=implementation)
     specs = ((heads, pages, pages) + (every,) * (len(arrays) - 3), options)
     split = over_heads(run, specs, heads)
+    shares = "_of_2" in split.lower(arrays, extra).as_text()
+    assert shares == (implementation == "llvm")  # its kernel is that of devices that share threads
     whole = jax.jit(run)(arrays, extra)
     np.testing.assert_allclose(split(arrays, extra), whole, rtol=1e-6, atol=1e-6)
 k = jnp.ones((3, 4, 32)); slots = jnp.asarray([5, -1, 20], jnp.int32)
