@@ -258,10 +258,10 @@ def decode_steps(
         those of the last step.
     """
     state, page_table = with_new_pages(state, batch)
-    options |= {"page_table": page_table, "decode_only": True}
-    step = partial(_take_step, graphdef, treedef, leaves, **options)
+    # Traced for its shapes, it is there when the loop takes it.
+    step = jax.jit(partial(_take_step, graphdef, treedef, decode_only=True, **options), inline=True)
     null_slot = state.last_token.shape[0] - 1
-    shapes = jax.eval_shape(step, state, batch)[1]
+    shapes = jax.eval_shape(step, leaves, state, batch, page_table=page_table)[1]
     none = jnp.full((most, *shapes.token_ids.shape), NO_TOKEN, jnp.int32)
     logprobs = jax.tree.map(_zeros, shapes.logprobs)
 
@@ -276,7 +276,7 @@ def decode_steps(
             slots=jnp.where(active, batch.slots, null_slot),
             sample_slots=jnp.where(active, batch.sample_slots, null_slot),
         )
-        state, output = step(state, now)
+        state, output = step(leaves, state, now, page_table=page_table)
         is_stop = (output.token_ids[:, None] == batch.stop_token_ids).any(axis=1)
         is_last = is_stop & (length >= batch.min_length) | (length + 1 >= batch.stop_length)
         active &= (output.token_ids != NO_TOKEN) & ~is_last

@@ -421,7 +421,9 @@ def _call(shape: _Shape, tiles: int, operands: list[jax.Array], interpret: Any) 
         grid_names=("tile", "head"),
         num_threads=groups + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
         **extra,
     )(*operands)
 

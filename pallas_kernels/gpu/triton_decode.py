@@ -53,6 +53,7 @@ from pallas_kernels.gpu.triton_tile import (
     head_parts,
     load_queries,
     power_of_two,
+    spread,
     store_rows,
     tile_bounds,
 )
@@ -175,13 +176,13 @@ def _store_partial(
     """Store what a piece's program computed, all of it before the program counts as arrived."""
     acc, *statistics = found
     index = jnp.arange(split.spec.tile_rows)
-    first = jnp.broadcast_to(place, index.shape), jnp.broadcast_to(kv_head, index.shape)
+    first = spread(place, index.shape), spread(kv_head, index.shape)
     for (start, width), part in zip(head_parts(split.spec.head_dim), acc, strict=True):
         shape = (split.spec.tile_rows, width)
-        spread = (jnp.broadcast_to(i[:, None], shape) for i in (*first, index))
-        column = jnp.broadcast_to(start + jnp.arange(width), shape)
-        mask = jnp.broadcast_to(valid[:, None], shape)
-        plt.store(refs["acc"].at[(*spread, column)], part, mask=mask)
+        address = [spread(i, shape, 0) for i in (*first, index)]
+        column = spread(start + jnp.arange(width), shape, 1)
+        mask = spread(valid, shape, 0)
+        plt.store(refs["acc"].at[(*address, column)], part, mask=mask)
     for number, statistic in enumerate(statistics):
         address = refs["stats"].at[(*first, jnp.full_like(index, number), index)]
         plt.store(address, statistic, mask=valid)
@@ -211,7 +212,7 @@ def _merged(
     def load(name: str, piece: jax.Array, last: tuple[Any, ...], other: float) -> jax.Array:
         """Load numbers of pieces and rows of this kv head; ``piece`` has the result's shape."""
         place = 2 * (first + piece) + (piece == 0).astype(jnp.int32)
-        index = (place, jnp.broadcast_to(kv_head, piece.shape), *last)
+        index = (place, spread(kv_head, piece.shape), *last)
         row_of = last[-1] if name == "stats" else last[0]
         mask = piece < count
         mask &= lax.div(row_of, jnp.full_like(row_of, split.group)) < size
@@ -222,20 +223,20 @@ def _merged(
         acc, top, total = carry
         piece = i * at_once + jnp.arange(at_once)
         shape = (at_once, rows)
-        pieces, rows_of = (jnp.broadcast_to(a, shape) for a in (piece[:, None], row[None]))
+        pieces, rows_of = spread(piece, shape, 0), spread(row, shape, 1)
         tops = load("stats", pieces, (jnp.zeros_like(pieces), rows_of), NEGATIVE)
         sums = load("stats", pieces, (jnp.ones_like(pieces), rows_of), 0.0)
         new_top = jnp.maximum(top, tops.max(axis=0))
-        shrink, weight = jnp.exp2(top - new_top), jnp.exp2(tops - new_top[None])
+        shrink, weight = jnp.exp2(top - new_top), jnp.exp2(tops - spread(new_top, shape, 1))
         new_acc = []
         for part, (start, width) in zip(acc, columns, strict=True):
             shape = (at_once, rows, width)
-            column = jnp.broadcast_to((start + jnp.arange(width))[None, None], shape)
-            pieces = jnp.broadcast_to(piece[:, None, None], shape)
-            rows_of = jnp.broadcast_to(row[None, :, None], shape)
+            column = spread(start + jnp.arange(width), shape, 2)
+            pieces = spread(piece, shape, 0)
+            rows_of = spread(row, shape, 1)
             partial = load("acc", pieces, (rows_of, column), 0.0)
-            added = (partial * weight[:, :, None]).sum(axis=0)
-            new_acc.append(part * shrink[:, None] + added)
+            added = (partial * spread(weight, shape, 0, 1)).sum(axis=0)
+            new_acc.append(part * spread(shrink, part.shape, 0) + added)
         return tuple(new_acc), new_top, total * shrink + (sums * weight).sum(axis=0)
 
     carry = (
@@ -261,12 +262,12 @@ def _store_result(
         sink = plt.load(refs["sinks"].at[head], mask=valid, other=0.0) * LOG2E
         new_top = jnp.maximum(top, sink)
         shrink = jnp.exp2(top - new_top)
-        acc = tuple(part * shrink[:, None] for part in acc)
+        acc = tuple(part * spread(shrink, part.shape, 0) for part in acc)
         total = total * shrink + jnp.exp2(sink - new_top)
     inverse = 1.0 / jnp.where(total == 0, 1.0, total)
     if "v_scale" in refs:
         inverse = inverse * refs["v_scale"][kv_head]
-    acc = tuple(part * inverse[:, None] for part in acc)
+    acc = tuple(part * spread(inverse, part.shape, 0) for part in acc)
     store_rows(refs["out"], token + local, head, valid, acc, split.spec)
 
 

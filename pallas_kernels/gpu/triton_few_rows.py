@@ -16,6 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.gpu.triton_tile import spread
 from pallas_kernels.gpu.tuning import ProductConfig, product_config
 from pallas_kernels.product_arguments import Activation, ProductCase
 
@@ -39,8 +40,7 @@ def _kernel(
     def weights(k: jax.Array, *which: int) -> jax.Array:
         """Load inputs k of the block's columns: [inner, columns]."""
         shape = (inner, columns)
-        down = jnp.broadcast_to(k[:, None], shape)
-        across = jnp.broadcast_to(column[None, :], shape)
+        down, across = spread(k, shape, 0), spread(column, shape, 1)
         mask = across < case.F
         if size % inner:
             mask &= down < last
@@ -51,8 +51,7 @@ def _kernel(
         """Add the products of a step's inputs to sums [rows, columns]."""
         k = part * size + i * inner + jnp.arange(inner)
         shape = (rows, inner)
-        across = jnp.broadcast_to(k[None, :], shape)
-        down = jnp.broadcast_to(row[:, None], shape)
+        down, across = spread(row, shape, 0), spread(k, shape, 1)
         mask = down < case.T
         if size % inner:
             mask &= across < last
@@ -65,11 +64,10 @@ def _kernel(
     accs = tuple(jnp.zeros((rows, columns), jnp.float32) for _ in range(1 + case.is_gated))
     accs = lax.fori_loop(0, -(-size // inner), step, accs)
     shape = (rows, columns)
-    down = jnp.broadcast_to(row[:, None], shape)
-    across = jnp.broadcast_to(column[None, :], shape)
+    down, across = spread(row, shape, 0), spread(column, shape, 1)
     mask = (down < case.T) & (across < case.F)
     if activation is None:
-        address = out_ref.at[jnp.broadcast_to(part, shape), down, across]
+        address = out_ref.at[spread(part, shape), down, across]
         plt.store(address, accs[0], mask=mask)
     else:
         # The product's results are rounded before the activation, as every product's are.
@@ -86,15 +84,16 @@ def _active(gate: jax.Array, activation: Activation) -> jax.Array:
     return gate * (1.0 - 1.0 / (1.0 + jnp.exp(2.0 * inner)))
 
 
+@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))
 def _product(
     x: jax.Array,
     w: jax.Array,
     case: ProductCase,
     activation: Activation | None,
-    config: ProductConfig | None,
+    config: ProductConfig,
     interpret: bool,
 ) -> jax.Array:
-    config = config or product_config(case)
+    """Run the kernel, which is traced and lowered once for all layers of a program."""
     if activation is None:
         out = jax.ShapeDtypeStruct((case.parts, case.T, case.F), jnp.float32)
     else:
@@ -126,7 +125,7 @@ def matmul_in_parts(
         config: block sizes; None reads the tuning table.
         interpret: run on any device, slowly, as plain JAX operations.
     """
-    return _product(x, w, case, None, config, interpret)
+    return _product(x, w, case, None, config or product_config(case), interpret)
 
 
 def gated_matmul(
@@ -144,4 +143,4 @@ def gated_matmul(
         config: block sizes; None reads the tuning table.
         interpret: run on any device, slowly, as plain JAX operations.
     """
-    return _product(x, w, case, activation, config, interpret)
+    return _product(x, w, case, activation, config or product_config(case), interpret)

@@ -33,6 +33,7 @@ from pallas_kernels.gpu.triton_tile import (
     load_queries,
     owner,
     running_sum,
+    spread,
     store_rows,
     tile_bounds,
 )
@@ -141,12 +142,12 @@ def _tile_kernel(
         sink = plt.load(sink_ref.at[head], mask=valid, other=0.0) * LOG2E
         new_top = jnp.maximum(top, sink)
         shrink = jnp.exp2(top - new_top)
-        acc = tuple(part * shrink[:, None] for part in acc)
+        acc = tuple(part * spread(shrink, part.shape, 0) for part in acc)
         total = total * shrink + jnp.exp2(sink - new_top)
     inverse = 1.0 / jnp.where(total == 0, 1.0, total)
     if scaled:
         inverse = inverse * v_scale_ref[kv_head]
-    acc = tuple(part * inverse[:, None] for part in acc)
+    acc = tuple(part * spread(inverse, part.shape, 0) for part in acc)
     store_rows(out_ref, token, head, valid, acc, spec)
 
 

@@ -19,7 +19,7 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.arguments import ARRIVALS, Case
 from pallas_kernels.gpu.triton_kv_write import cast_to_store
-from pallas_kernels.gpu.triton_tile import power_of_two
+from pallas_kernels.gpu.triton_tile import power_of_two, spread
 from pallas_kernels.qkv_arguments import QkvOptions
 
 ARRAYS = ("bias", "query_norm", "key_norm", "mean_squares", "k_scale", "v_scale")
@@ -28,22 +28,22 @@ ARRAYS = ("bias", "query_norm", "key_norm", "mean_squares", "k_scale", "v_scale"
 
 @dataclasses.dataclass(frozen=True)
 class _Piece:
-    """Columns of a head: ``first``, and ``size`` of them ``step`` apart."""
+    """Columns of a head: ``first``, and ``size`` of them ``step`` apart. It lives for one trace."""
 
     first: int
     step: int
     size: int
 
-    @property
+    @functools.cached_property
     def index(self) -> jax.Array:
         """The place of each column within the piece; a power of two of them."""
         return jnp.arange(power_of_two(self.size))
 
-    @property
+    @functools.cached_property
     def columns(self) -> jax.Array:
         return self.first + self.step * self.index
 
-    @property
+    @functools.cached_property
     def mask(self) -> jax.Array:
         return self.index < self.size
 
@@ -64,18 +64,17 @@ def _loaded(
     """Load columns of heads of this program's token and kv head: f32[heads, columns], rounded."""
     token, kv_head = pl.program_id(0), pl.program_id(1)
     shape = (heads.shape[0], piece.index.shape[0])
-    mask = jnp.broadcast_to(valid[:, None], shape) & jnp.broadcast_to(piece.mask, shape)
-    head = jnp.broadcast_to(heads[:, None], shape)
-    column = jnp.broadcast_to(piece.columns, shape)
+    mask = spread(valid, shape, 0) & spread(piece.mask, shape, 1)
+    last = spread(kv_head, shape), spread(heads, shape, 0), spread(piece.columns, shape, 1)
 
     def load(ref: Any, *index: Any) -> jax.Array:
-        index = tuple(jnp.broadcast_to(i, shape) for i in (*index, kv_head))
-        return plt.load(ref.at[(*index, head, column)], mask=mask, other=0.0).astype(jnp.float32)
+        first = (spread(i, shape) for i in index)
+        return plt.load(ref.at[(*first, *last)], mask=mask, other=0.0).astype(jnp.float32)
 
     qkv = refs["qkv"]
     if qkv.ndim == 4:
         return load(qkv, token)
-    parts = [load(qkv, part, token) for part in range(qkv.shape[0])]
+    parts = [load(qkv, lax.full_like(token, part), token) for part in range(qkv.shape[0])]
     if "bias" in refs:
         parts.append(load(refs["bias"]))
     return functools.reduce(jnp.add, parts).astype(dtype).astype(jnp.float32)
@@ -98,7 +97,7 @@ def _normed(
     ref, norm = refs[name], options.norm
     if "mean_squares" in refs:
         squares = refs["mean_squares"][pl.program_id(0), 0 if name == "query_norm" else 1]
-        mean = jnp.broadcast_to(squares, heads.shape)
+        mean = spread(squares, heads.shape)
     else:
         width = sum(piece.size for piece in pieces)
         squares = functools.reduce(jnp.add, [jnp.sum(part * part, axis=1) for part in tile])
@@ -106,14 +105,13 @@ def _normed(
     shrink = lax.rsqrt(mean + norm.eps)
     results = []
     for part, piece in zip(tile, pieces, strict=True):
-        owner = jnp.broadcast_to(pl.program_id(1), part.shape)
-        index = (owner, jnp.broadcast_to(heads[:, None], part.shape))
-        index = (*index[: ref.ndim - 1], jnp.broadcast_to(piece.columns, part.shape))
-        mask = jnp.broadcast_to(piece.mask, part.shape)
+        index = spread(pl.program_id(1), part.shape), spread(heads, part.shape, 0)
+        index = (*index[: ref.ndim - 1], spread(piece.columns, part.shape, 1))
+        mask = spread(piece.mask, part.shape, 1)
         if ref.ndim == 3:
             mask &= index[1] < ref.shape[1]
         scales = plt.load(ref.at[index], mask=mask, other=0.0).astype(jnp.float32)
-        part = part * shrink[:, None]
+        part = part * spread(shrink, part.shape, 0)
         if norm.rounds_last:
             part = part * (scales + norm.offset)
         else:
@@ -125,7 +123,7 @@ def _normed(
 def _rotated(refs: dict[str, Any], tile: list[jax.Array], pieces: list[_Piece]) -> list[jax.Array]:
     """Rotate the first two pieces of a tile."""
     token, piece = pl.program_id(0), pieces[0]
-    index = jnp.broadcast_to(token, piece.index.shape), piece.index
+    index = spread(token, piece.index.shape), piece.index
     cos, sin = (
         plt.load(refs[name].at[index], mask=piece.mask, other=0.0)[None] for name in ("cos", "sin")
     )
@@ -154,10 +152,10 @@ def _kernel(
 
     heads = jnp.arange(power_of_two(group))
     for part, place in turned("query_norm", heads, heads < group):
-        head = jnp.broadcast_to(heads[:, None], part.shape)
-        index = jnp.broadcast_to(token, part.shape), kv_head * group + head
-        column = jnp.broadcast_to(place.columns, part.shape)
-        mask = jnp.broadcast_to(place.mask, part.shape) & (head < group)
+        head = spread(heads, part.shape, 0)
+        index = spread(token, part.shape), kv_head * group + head
+        column = spread(place.columns, part.shape, 1)
+        mask = spread(place.mask, part.shape, 1) & (head < group)
         plt.store(refs["query"].at[(*index, column)], part, mask=mask)
     _clear(refs["arrivals"], token * case.K + kv_head, case.T * case.K)
 
@@ -177,9 +175,9 @@ def _kernel(
             target.dtype,
             rounds_to_fp8=case.device.rounds_to_fp8,
         )
-        index = (jnp.broadcast_to(i, stored.shape) for i in (page, kv_head, offset))
-        column = jnp.broadcast_to(place.columns, stored.shape)
-        mask = jnp.broadcast_to(place.mask, stored.shape) & in_range
+        index = (spread(i, stored.shape) for i in (page, kv_head, offset))
+        column = spread(place.columns, stored.shape, 1)
+        mask = spread(place.mask, stored.shape, 1) & in_range
         plt.store(target.at[(*index, column)], stored, mask=mask)
 
 

@@ -51,6 +51,14 @@ def ceil_div(a: jax.Array | int, b: jax.Array | int) -> jax.Array:
     return lax.div(a + (b - 1), jnp.int32(b) if isinstance(b, int) else b)
 
 
+def spread(numbers: jax.Array, shape: tuple[int, ...], *axes: int) -> jax.Array:
+    """Repeat numbers over a shape, of which they are along ``axes``; a scalar is along none.
+
+    A new axis and ``jnp.broadcast_to`` give the same in several times the operations to trace.
+    """
+    return lax.broadcast_in_dim(numbers, shape, axes)
+
+
 def running_sum(counts: jax.Array) -> jax.Array:
     """Return inclusive sums of a short i32 vector by one reduction: a cumsum is several kernels."""
     n = counts.shape[0]
@@ -168,11 +176,9 @@ def load_queries(
     parts = []
     for start, size in head_parts(spec.head_dim):
         shape = (spec.tile_rows, size)
-        column = jnp.broadcast_to(start + jnp.arange(size), shape)
-        address = q_ref.at[
-            jnp.broadcast_to(token[:, None], shape), jnp.broadcast_to(head[:, None], shape), column
-        ]
-        loaded = plt.load(address, mask=jnp.broadcast_to(valid[:, None], shape), other=0.0)
+        column = spread(start + jnp.arange(size), shape, 1)
+        address = q_ref.at[spread(token, shape, 0), spread(head, shape, 0), column]
+        loaded = plt.load(address, mask=spread(valid, shape, 0), other=0.0)
         parts.append(loaded.astype(spec.compute_dtype))
     return tuple(parts)
 
@@ -188,11 +194,9 @@ def store_rows(
     """Write a tile's rows to out_ref[token, head, :] where valid, and nothing elsewhere."""
     for (start, _), part in zip(head_parts(spec.head_dim), parts, strict=True):
         shape = part.shape
-        column = jnp.broadcast_to(start + jnp.arange(shape[1]), shape)
-        address = out_ref.at[
-            jnp.broadcast_to(token[:, None], shape), jnp.broadcast_to(head[:, None], shape), column
-        ]
-        mask = jnp.broadcast_to(valid[:, None], shape)
+        column = spread(start + jnp.arange(shape[1]), shape, 1)
+        address = out_ref.at[spread(token, shape, 0), spread(head, shape, 0), column]
+        mask = spread(valid, shape, 0)
         plt.store(address, part.astype(out_ref.dtype), mask=mask)
 
 
@@ -256,13 +260,14 @@ def attend(
             grown = jnp.exp2(scores * (2 * LOG2E / spec.soft_cap))
             scores = (spec.soft_cap * LOG2E) * (1.0 - 2.0 / (1.0 + grown))
         if masked:
-            visible = key_position[None, :] <= position[:, None]
+            key, query = spread(key_position, scores.shape, 1), spread(position, scores.shape, 0)
+            visible = key <= query
             if spec.window is not None:
-                visible &= key_position[None, :] > position[:, None] - spec.window
+                visible &= key > query - spec.window
             scores = jnp.where(visible, scores, -jnp.inf)
         new_top = jnp.maximum(top, scores.max(axis=1))
         shrink = jnp.exp2(top - new_top)
-        weights = jnp.exp2(scores - new_top[:, None])
+        weights = jnp.exp2(scores - spread(new_top, scores.shape, 0))
         total = total * shrink + weights.sum(axis=1)
         weights = weights.astype(spec.compute_dtype)
         new_acc = []
@@ -270,8 +275,9 @@ def attend(
             values = spec.widen(load(v_ref, *piece))
             if masked:
                 own = (key_position >= span.begin) & (key_position < span.end)
-                values = jnp.where(own[:, None], values, jnp.zeros_like(values))
-            new_acc.append(part * shrink[:, None] + _dot(weights, values))
+                own = spread(own, values.shape, 0)
+                values = jnp.where(own, values, jnp.zeros_like(values))
+            new_acc.append(part * spread(shrink, part.shape, 0) + _dot(weights, values))
         return tuple(new_acc), new_top, total
 
     full_first = jnp.clip(ceil_div(span.full_begin, block), span.first_block, span.last_block)

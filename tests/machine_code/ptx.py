@@ -81,6 +81,8 @@ class Kernel:
     labels: dict[str, int] = field(default_factory=dict)
     # For each block, the registers that no other one uses; found when the first is translated.
     local_registers: list[set[str]] = field(default_factory=list)
+    # Registers that an instruction reads; found at their first use.
+    read_registers: set[str] = field(default_factory=set)
     # Translated blocks, by number and whether a mask is applied.
     functions: dict[tuple[int, bool], object] = field(default_factory=dict)
 

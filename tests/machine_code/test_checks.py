@@ -243,7 +243,8 @@ SHARED = {
         "another lane wrote, no bar.warp.sync between",
         TILE
         + "mad.lo.u32 %r8, %r0, 16, %r1; st.shared.v4.b32 [%r8], {%r0, %r0, %r0, %r0};"
-        + "bar.warp.sync -1; ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r5}, [%r8];",
+        + "bar.warp.sync -1; ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r5}, [%r8];"
+        + "st.shared.b32 [%r2+512], %r5;",
         "bar.warp.sync -1;",
         "",
     ),

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 import jax
 from jax._src import xla_bridge
@@ -174,6 +177,11 @@ def importing_kernels(limits: DeviceLimits) -> threading.Thread | None:
     """
     if not limits.runs_triton:
         return None
+    dialect = "jaxlib.mlir.dialects.tt"
+    if find_spec(dialect) is None:
+        # For each operation of Triton's, jaxlib looks for this module, in vain as long as none is
+        # there: a tenth of the time that lowering takes.
+        sys.modules[dialect] = ModuleType(dialect)
     name = "hopper_ragged" if limits.has_wgmma else "triton_ragged"
     module = f"pallas_kernels.gpu.{name}"
     thread = threading.Thread(target=import_module, args=(module,), name="imports", daemon=True)

@@ -43,6 +43,14 @@ def local_registers(kernel: Kernel) -> list[set[str]]:
     return found
 
 
+def read_registers(kernel: Kernel) -> set[str]:
+    """Return the registers that an instruction reads."""
+    if not kernel.read_registers:
+        for instruction in kernel.instructions():
+            kernel.read_registers |= uses(instruction, kernel)[0]
+    return kernel.read_registers
+
+
 def uses(instruction: Instruction, kernel: Kernel) -> tuple[set[str], set[str]]:
     """Return the registers that an instruction reads, and those that it writes."""
     operands = [

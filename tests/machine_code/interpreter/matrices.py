@@ -53,6 +53,10 @@ class Matrices:
         """Return the lanes that hold the addresses of `count` matrices' rows."""
         return (warps[:, None] * WARP + np.arange(MATRIX_ROWS * count)).reshape(-1)
 
+    def check_rows(self, mask: Mask, address: Array, count: int) -> None:
+        """Check where matrices are that nobody uses."""
+        self.shared.offsets(self.row_lanes(self.threads.whole_warps(mask), count), address, 16)
+
     def load(self, mask: Mask, address: Array, count: int, transposed: bool) -> list[Array]:
         """Load 8 x 8 matrices of 16-bit elements, a register of two elements for each."""
         warps = self.threads.whole_warps(mask)
