@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -258,8 +259,7 @@ def decode_steps(
         those of the last step.
     """
     state, page_table = with_new_pages(state, batch)
-    # Traced for its shapes, it is there when the loop takes it.
-    step = jax.jit(partial(_take_step, graphdef, treedef, decode_only=True, **options), inline=True)
+    step = _traced_once(graphdef, treedef, decode_only=True, **options)
     null_slot = state.last_token.shape[0] - 1
     shapes = jax.eval_shape(step, leaves, state, batch, page_table=page_table)[1]
     none = jnp.full((most, *shapes.token_ids.shape), NO_TOKEN, jnp.int32)
@@ -292,6 +292,13 @@ def decode_steps(
     _, _, state, token_ids, logprobs = lax.while_loop(goes_on, take, start)
     rows = state.expert_rows
     return state, StepOutput(token_ids=token_ids, logprobs=logprobs, expert_rows=rows)
+
+
+def _traced_once(
+    graphdef: nnx.GraphDef[Decoder], treedef: Any, **options: Any
+) -> Callable[..., tuple[DeviceState, StepOutput]]:
+    """Return `_take_step`, which is there for a loop once it was traced for its shapes."""
+    return jax.jit(partial(_take_step, graphdef, treedef, **options), inline=True)
 
 
 def _zeros(leaf: jax.ShapeDtypeStruct) -> Array:
