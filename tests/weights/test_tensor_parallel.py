@@ -229,7 +229,11 @@ def test_a_stored_form_is_read_in_pieces(divided: dict[str, Any], form: str) -> 
     assert divided["stored"][form] == []
 
 
-@pytest.mark.parametrize("kind", ["converted", "converted int4", "gguf Q8_0", "gguf Q4_0"])
+@pytest.mark.parametrize(
+    "kind",
+    ["converted", "converted int4", "gguf Q8_0", "gguf Q4_0", "gguf MXFP4",
+     "gguf MXFP4, whole experts"],
+)  # fmt: skip
 def test_a_folder_of_one_device_is_read_by_several(divided: dict[str, Any], kind: str) -> None:
     assert divided["folders"][kind] == []
 
