@@ -23,6 +23,7 @@ from jaxserve.engine.weight_forms import (
     choose_quantization,
     chosen_form,
     keeps_blocks,
+    keeps_mxfp4,
     placed_weights,
     report_narrow,
 )
@@ -335,7 +336,7 @@ def _expected(
         return None
     if not isinstance(source.weights, Path) or _tensor_bytes(source.weights) < _LONG_READ:
         return None
-    return expected_model(model_config, dtype, panels=True)
+    return expected_model(model_config, dtype, True, keeps_mxfp4(config, source, device))
 
 
 def _tensor_bytes(folder: Path) -> int:

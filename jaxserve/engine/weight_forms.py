@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from jaxserve.execution.start.memory_plan import HOST_RESERVE, plan_memory
 from jaxserve.execution.start.weight_sizes import Weights
 from jaxserve.models import ModelConfig
 from jaxserve.models.registry import overflows_float16
-from jaxserve.weights.block_parameters import block_bytes
+from jaxserve.weights.block_parameters import block_bytes, mxfp4_bytes
 from jaxserve.weights.converted import ConvertedModel
 from jaxserve.weights.gguf.file import GgufFile
 from jaxserve.weights.quantize import FORMS
@@ -125,6 +126,8 @@ def placed_weights(
     if isinstance(source.weights, GgufFile) and keeps_blocks(config):
         blocks = block_bytes(source.weights, source.model_config, weights.parameters, on_cpu)
         weights = weights.with_blocks(blocks)
+    elif keeps_mxfp4(config, source, memory.limits):
+        weights = weights.with_blocks(mxfp4_bytes(source.model_config, weights.parameters))
     is_fixed = source.fixed_dtype is not None and config.load_format != "dummy"
     if memory.limits.is_gpu or config.dtype != "auto" or is_fixed:
         return weights
@@ -134,6 +137,13 @@ def placed_weights(
 def keeps_blocks(config: EngineConfig) -> bool:
     """Return whether blocks of a GGUF file stay; a dtype that is asked for is meant for all."""
     return config.dtype == "auto"
+
+
+def keeps_mxfp4(config: EngineConfig, source: Source, device: DeviceLimits) -> bool:
+    """Return whether experts that a checkpoint's files hold in MXFP4 stay so: on CPU."""
+    experts, is_read = source.model_config.experts, config.load_format != "dummy"
+    is_packed = experts is not None and experts.packed and isinstance(source.weights, Path)
+    return is_packed and is_read and not device.is_gpu and keeps_blocks(config)
 
 
 def _narrowed(

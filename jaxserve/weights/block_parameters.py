@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import replace
 from itertools import groupby
 from math import prod
@@ -15,21 +14,29 @@ import numpy as np
 from flax import nnx
 
 from jaxserve.config import cpu_threads
-from jaxserve.errors import CheckpointError
 from jaxserve.models import ModelConfig, checkpoint_weights
 from jaxserve.models.panels import BlockPanels
 from jaxserve.models.weight_table import WeightName
 from jaxserve.weights.block_codes import code_bits, codes_of
-from jaxserve.weights.expert_codes import fused_experts
+from jaxserve.weights.codes import Codes
+from jaxserve.weights.expert_codes import fused_experts, stacked_codes
 from jaxserve.weights.fused_parameters import fused, fused_blocks, joined_blocks
-from jaxserve.weights.gguf.blocks import BlockRows, are_finite, rows_of_blocks
+from jaxserve.weights.gguf.blocks import BlockRows
 from jaxserve.weights.gguf.file import GgufFile, GgufTensor
+from jaxserve.weights.gguf.joined import JoinedTensor
 from jaxserve.weights.gguf.names import named_tensors
+from jaxserve.weights.mxfp4 import PackedEntry
 from jaxserve.weights.placement import Finish, block_inputs, contracted, holds_experts
-from jaxserve.weights.safetensors import SharedFile, TensorEntry
+from jaxserve.weights.safetensors import TensorEntry
+from jaxserve.weights.stacked_blocks import (
+    MXFP4,
+    StackedBlocks,
+    read_rows,
+    stacked_blocks,
+    stacked_form,
+)
 from pallas_kernels.cpu.blocks import FORMATS
 
-PIECE_BYTES = 4 << 20
 Parameters = Mapping[str, nnx.Param[Any]]
 
 
@@ -48,10 +55,11 @@ def block_parts(
     for path, group in groupby(ordered, key=lambda part: part.path):
         parts = list(group)
         parameter, own = parameters[path], [entries[part.name] for part in parts]
-        if np.dtype(parameter.dtype).itemsize > 4 or not all(map(_stays, own)):
+        forms = {_form_that_stays(entry, on_cpu) for entry in own}
+        if np.dtype(parameter.dtype).itemsize > 4 or None in forms:
             continue
         is_matrix = (block_inputs if on_cpu else contracted)(parameter) is not None
-        if is_matrix or (holds_experts(parameter) and len({_form(entry) for entry in own}) == 1):
+        if is_matrix or (holds_experts(parameter) and len(forms) == 1):
             found[path] = parts
     return found
 
@@ -79,6 +87,13 @@ def read_blocks(
 
     def read_codes(path: str) -> Any:
         parameter, contract = parameters[path], contracted(parameters[path])
+        stack = _stack(parts[path], entries, dims)
+        if stack is not None:
+
+            def codes_of_expert(expert: int) -> Codes:
+                return codes_of(BlockRows(stack.form, stack.rows_of(expert)))
+
+            return stacked_codes(codes_of_expert, stack.count, parameter.shape[2:])
         codes = {name: codes_of(_read(entries[name])) for name in {p.name for p in parts[path]}}
         pairs = [(part, codes[part.name]) for part in parts[path]]
         if contract is None:
@@ -126,10 +141,14 @@ def _experts(
     dims: Mapping[str, int],
 ) -> BlockPanels:
     """Read every expert's matrix, one after the other."""
+    outputs, dtype = parameter.shape[2:], np.dtype(parameter.dtype).name
+    stack = _stack(parts, entries, dims)
+    if stack is not None:
+        rows = map(stack.rows_of, range(stack.count))
+        return BlockPanels.of_experts(rows, stack.count, stack.form, dtype, outputs)
     own: dict[Any, list[WeightName]] = {}
     for part in parts:
         own.setdefault(part.index[0], []).append(replace(part, index=part.index[1:] or (...,)))
-    outputs, dtype = parameter.shape[2:], np.dtype(parameter.dtype).name
 
     def rows_of(expert: int) -> np.ndarray:
         pairs = [(part, _read(entries[part.name])) for part in own[expert]]
@@ -139,9 +158,18 @@ def _experts(
     return BlockPanels.of_experts(map(rows_of, sorted(own)), len(own), form, dtype, outputs)
 
 
+def _stack(
+    parts: Sequence[WeightName], entries: Mapping[str, TensorEntry], dims: Mapping[str, int]
+) -> StackedBlocks | None:
+    """Return the experts of a parameter that is one tensor; None where each has tensors."""
+    entry = entries[parts[0].name]
+    return None if stacked_form(entry) is None else stacked_blocks(parts[0], entry, dims)
+
+
 def _form(entry: TensorEntry) -> str:
-    assert isinstance(entry, GgufTensor)
-    return entry.encoding.name
+    form = _form_that_stays(entry, on_cpu=True)
+    assert form is not None
+    return form
 
 
 def block_bytes(
@@ -155,6 +183,20 @@ def block_bytes(
         names = {part.name for part in parts}
         sizes[path] = sum(_held(entries[name], on_cpu) for name in names)
     return sizes
+
+
+def mxfp4_bytes(config: ModelConfig, parameters: Parameters) -> dict[str, int]:
+    """Return the bytes, by path, of the experts that a Hugging Face checkpoint holds in MXFP4.
+
+    On CPU they stay in its blocks.
+    """
+    made = FORMATS[MXFP4]
+    is_packed = config.experts is not None and config.experts.packed
+    return {
+        path: prod(parameter.shape) // made.size * made.num_bytes
+        for path, parameter in parameters.items()
+        if is_packed and holds_experts(parameter) and np.dtype(parameter.dtype).itemsize <= 4
+    }
 
 
 def block_sizes(
@@ -180,26 +222,21 @@ def _held(entry: TensorEntry, on_cpu: bool) -> int:
     return int(prod(entry.shape) * bits / 8)
 
 
-def _stays(entry: TensorEntry) -> bool:
+def _form_that_stays(entry: TensorEntry, on_cpu: bool) -> str | None:
+    """Return the format of a tensor that can stay in blocks; None for others.
+
+    On a GPU the MXFP4 of a Hugging Face checkpoint is widened, which no scale of it is rounded in.
+    """
+    if isinstance(entry, PackedEntry):
+        return stacked_form(entry) if on_cpu else None
+    if isinstance(entry, JoinedTensor):
+        return stacked_form(entry)
     if not isinstance(entry, GgufTensor) or len(entry.shape) != 2 or entry.added:
-        return False
-    return entry.encoding.name in FORMATS
+        return None
+    return entry.encoding.name if entry.encoding.name in FORMATS else None
 
 
 def _read(entry: TensorEntry) -> BlockRows:
-    """Read a tensor's blocks, a few rows at a time."""
+    """Read a matrix in blocks, its outputs in the order of the checkpoint."""
     assert isinstance(entry, GgufTensor)
-    form, outputs = entry.encoding.name, entry.shape[0]
-    blocks = entry.shape[1] // entry.encoding.values
-    whole = np.empty((outputs, blocks, FORMATS[form].num_bytes), np.uint8)
-    step = max(1, PIECE_BYTES // (blocks * entry.encoding.num_bytes))
-    with closing(SharedFile()) as file:
-        for first in range(0, outputs, step):
-            last = min(first + step, outputs)
-            raw = entry.read_bytes(first, last, None, file)
-            whole[first:last] = rows_of_blocks(raw.reshape(last - first, blocks, -1), form)
-    if not are_finite(whole, form):
-        raise CheckpointError(
-            f"{entry.shard.path}: tensor {entry.name!r} has scales that are NaN or infinite"
-        )
-    return BlockRows(form, entry.in_order(whole))
+    return BlockRows(entry.encoding.name, entry.in_order(read_rows(entry)))

@@ -12,25 +12,31 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxserve.models import Decoder, ModelConfig, abstract_model
-from jaxserve.models.panels import PanelWeight
+from jaxserve.models.panels import BlockPanels, PanelWeight
 from jaxserve.models.shards import part_of
 from jaxserve.weights.pieces import joined_place
-from jaxserve.weights.placement import panel_axes
+from jaxserve.weights.placement import holds_experts, panel_axes
+from jaxserve.weights.stacked_blocks import MXFP4
+from pallas_kernels.cpu import blocks
 from pallas_kernels.cpu.panels import panel_shape
 
 
-def expected_model(config: ModelConfig, dtype: DTypeLike, panels: bool) -> Decoder:
-    """Build the structure of a model whose weights are placed in full, with shapes for arrays.
+def expected_model(
+    config: ModelConfig, dtype: DTypeLike, panels: bool, in_mxfp4: bool = False
+) -> Decoder:
+    """Build the structure of a model whose weights are placed as read, with shapes for arrays.
 
     Args:
         config: of the model.
         dtype: of its parameters.
         panels: whether matrices are laid out for the CPU's own products.
+        in_mxfp4: whether experts stay in blocks.
     """
     model = abstract_model(config, dtype)
     for _, node in nnx.iter_graph(model) if panels else ():
         if isinstance(node, nnx.Param):
-            expected = _panels(node)
+            in_blocks = in_mxfp4 and holds_experts(node)
+            expected = _mxfp4_panels(node) if in_blocks else _panels(node)
             if expected is not None:
                 node.set_value(expected)
     return model
@@ -62,3 +68,11 @@ def _panels(parameter: nnx.Param[Any]) -> PanelWeight | None:
     matrix, stored = panel_shape(prod(inputs), prod(outputs), dtype)
     panels: Any = jax.ShapeDtypeStruct((*leading, *matrix), stored)
     return PanelWeight(panels, dtype.name, outputs, prod(inputs))
+
+
+def _mxfp4_panels(parameter: nnx.Param[Any]) -> BlockPanels:
+    """Return the shape of every expert's matrix in blocks."""
+    experts, inputs, *outputs = parameter.shape
+    shape = (experts, *blocks.panel_shape(MXFP4, inputs, prod(outputs)))
+    panels: Any = jax.ShapeDtypeStruct(shape, np.uint8)
+    return BlockPanels(panels, MXFP4, np.dtype(parameter.dtype).name, tuple(outputs))

@@ -30,7 +30,7 @@ def quantized_experts(values: np.ndarray, form: str) -> QuantizedExperts:
         flat = values[index].reshape(inputs, -1)
         return quantize(flat.astype(np.float32, copy=False), form)
 
-    return _stacked(codes_of, count, tuple(outputs))
+    return stacked_codes(codes_of, count, tuple(outputs))
 
 
 def fused_experts(
@@ -62,12 +62,13 @@ def fused_experts(
         codes = joined(experts[index], 1, dims, shape[2:])
         return replace(codes, zeros=codes.zeros_or_default()) if zero_points else codes
 
-    return _stacked(codes_of, len(experts), shape[2:])
+    return stacked_codes(codes_of, len(experts), shape[2:])
 
 
-def _stacked(
+def stacked_codes(
     codes_of: Callable[[int], Codes], count: int, outputs: tuple[int, ...]
 ) -> QuantizedExperts:
+    """Make the codes of so many experts, alike in layout, and lay them side by side."""
     first = codes_of(0)
     packed = first.packed()
     whole = [

@@ -58,6 +58,26 @@ def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     return values.reshape(*scales.shape[:-1], -1)
 
 
+def rows_of_pairs(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Return rows of blocks in the order of `pallas_kernels.cpu.blocks`.
+
+    Args:
+        blocks: uint8 [O, G, 16].
+        scales: uint8 [O, G].
+
+    Returns:
+        uint8 [O, G, 17]: the scale, then words whose lower half has the codes of even inputs, their
+        bits turned, and whose upper half those of odd ones.
+    """
+    words = ~np.ascontiguousarray(blocks).view(np.uint32)
+    whole = np.zeros_like(words)
+    for start, place in ((0, 0), (4, 16)):
+        half = words >> start & 0x0F0F0F0F
+        half = (half | half >> 4) & 0x00FF00FF
+        whole |= ((half | half >> 8) & 0xFFFF) << place
+    return np.concatenate([scales[..., None], whole.view(np.uint8)], axis=-1)
+
+
 def unpacked(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
     """Return a checkpoint's tensors with each pair as one, under the name of its blocks.
 

@@ -1,18 +1,23 @@
 """Mixtures of experts by the CPU's own products compute what Transformers computes."""
 
+import json
 import re
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
+from safetensors.numpy import save_file
+from transformers import AutoModelForCausalLM
 
 from jaxserve.models import experts, read_model_config
-from jaxserve.models.panels import PanelWeight, QuantizedPanels
-from jaxserve.weights import load_weights
+from jaxserve.models.panels import BlockPanels, PanelWeight, QuantizedPanels
+from jaxserve.weights import gguf_config, load_weights, read_gguf
 from jaxserve.weights.placement import use_panels
 from scripts.lib.paged_runner import PagedRunner
 from tests.models.cases import CASES
 from tests.models.tiny_models import reference_logits, relative_error
+from tests.support.gguf_files import Type, exact_tensors, raw_config, write_gguf
 
 FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek")
 PRODUCT = re.compile(r"target_name=jaxserve_(?:quantized_)?product_")
@@ -74,3 +79,35 @@ def test_sixteen_bit_experts_in_panels(checkpoints):
         model = load_weights(directory, read_model_config(directory), dtype, panels=True)
         got = PagedRunner(model).run([tokens])[0]
         assert relative_error(got, want) < 16 * float(jnp.finfo(dtype).eps)
+
+
+def test_experts_in_mxfp4_give_what_transformers_gives(checkpoints):
+    """From the blocks of a Hugging Face checkpoint; activations have 16 bits."""
+    directory, reference = checkpoints["gpt_oss_mxfp4"]
+    config, tokens = read_model_config(directory), list(range(20))
+    model = load_weights(directory, config, jnp.float32, panels=True, packed=True)
+    assert all(isinstance(layer.mlp.down[...], BlockPanels) for layer in model.layers)
+    got = PagedRunner(model).run([tokens], pad_to=24)[0]
+    assert relative_error(got, reference_logits(reference, tokens)) < 1e-3
+
+
+@pytest.mark.parametrize("kind", [Type.MXFP4, Type.Q8_0])
+def test_stacked_experts_of_a_gguf_file_give_what_transformers_gives(tmp_path, kind):
+    """Of values that their blocks hold exactly; activations have 16 bits."""
+    raw = raw_config("gptoss")
+    tensors = exact_tensors(raw)
+    for name, tensor in tensors.items():
+        if ".experts." in name and kind == Type.Q8_0:
+            tensors[name] = np.float32(np.round(tensor * 127 / 6) / 16)
+        if tensor.ndim > 1:
+            tensors[name] /= 8  # as large scores would make much of what activations are rounded by
+    file = read_gguf(write_gguf(tmp_path / "model.gguf", "gptoss", tensors, kind))
+    model = load_weights(file, gguf_config(file), jnp.float32, panels=True, packed=True)
+    assert all(layer.mlp.gate_up[...].form == kind.name for layer in model.layers)
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"model_type": "gpt_oss"}))
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    flags = {"attn_implementation": "eager", "dtype": torch.float32}
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, **flags).eval()
+    tokens = list(range(20))
+    got = PagedRunner(model).run([tokens], pad_to=24)[0]
+    assert relative_error(got, reference_logits(reference, tokens)) < 1e-3

@@ -101,8 +101,8 @@ def test_what_a_load_will_return_is_known_before(checkpoints, case, dtype):
     expected, found = (
         jax.tree.flatten(nnx.state(model))
         for model in (
-            expected_model(config, dtype, panels=True),
-            load_weights(directory, config, dtype, panels=True),
+            expected_model(config, dtype, panels=True, in_mxfp4="mxfp4" in case),
+            load_weights(directory, config, dtype, panels=True, packed=True),
         )
     )
     assert expected[1] == found[1]

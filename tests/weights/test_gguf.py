@@ -232,10 +232,15 @@ def test_forms_that_no_product_takes_are_widened(tmp_path):
         assert all(isinstance(value, PanelWeight) for value in kept)
 
 
-def repack(source: Path, target: Path, blocks: dict[str, tuple[np.ndarray, Type]]) -> None:
+def repack(
+    source: Path,
+    target: Path,
+    blocks: dict[str, tuple[np.ndarray, Type]],
+    architecture: str = "qwen3",
+) -> None:
     """The same file with some tensors stored in another way."""
     reader = gguf.GGUFReader(source)
-    writer = gguf.GGUFWriter(target, "qwen3")
+    writer = gguf.GGUFWriter(target, architecture)
     for field in reader.fields.values():
         if not field.name.startswith("GGUF.") and field.name != "general.architecture":
             writer.add_key_value(field.name, field.contents(), field.types[0])
@@ -244,7 +249,7 @@ def repack(source: Path, target: Path, blocks: dict[str, tuple[np.ndarray, Type]
             array, kind = blocks[tensor.name]
             writer.add_tensor(tensor.name, array, raw_dtype=kind)
         else:
-            writer.add_tensor(tensor.name, np.array(tensor.data))
+            writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
     finish(writer)
 
 

@@ -75,6 +75,14 @@ def in_blocks(form: str, axes: Any) -> BlockPanels:
     return BlockPanels.of(rows, form, "float32", outputs)
 
 
+def experts_in_blocks(form: str, axes: Any) -> BlockPanels:
+    """Return random blocks of every expert."""
+    count, inputs, *outputs = SHAPES[axes]
+    raw = (random_blocks(form, int(np.prod(outputs)), inputs, seed) for seed in range(count))
+    rows = (rows_of_blocks(own, form) for own in raw)
+    return BlockPanels.of_experts(rows, count, form, "float32", tuple(outputs))
+
+
 def coded(axes: Any, form: str, group: int, zeros: bool = False, order: bool = False) -> Any:
     """Return random codes with scales of so many inputs."""
     rng, shape = np.random.default_rng(1), SHAPES[axes]
@@ -112,6 +120,8 @@ FORMS: dict[str, tuple[Any, Any]] = {
     **{f"{name}, out": (OUT, partial(in_blocks, name, OUT)) for name in blocks.FORMATS},
     "Q5_0, qkv": (QKV, partial(in_blocks, "Q5_0", QKV)),
     "Q6_K, gate_up": (GATE_UP, partial(in_blocks, "Q6_K", GATE_UP)),
+    "MXFP4, experts' gate_up": (UP, partial(experts_in_blocks, "MXFP4", UP)),
+    "MXFP4, experts' down": (DOWN, partial(experts_in_blocks, "MXFP4", DOWN)),
     "int8 of 32, out": (OUT, partial(coded, OUT, "int8", 32)),
     "int4 of 128, out": (OUT, partial(coded, OUT, "int4", 128, True)),
     "int4 of 32, qkv": (QKV, partial(coded, QKV, "int4", 32)),
@@ -229,7 +239,11 @@ def test_a_stored_form_is_read_in_pieces(divided: dict[str, Any], form: str) -> 
     assert divided["stored"][form] == []
 
 
-@pytest.mark.parametrize("kind", ["converted", "converted int4", "gguf Q8_0", "gguf Q4_0"])
+@pytest.mark.parametrize(
+    "kind",
+    ["converted", "converted int4", "gguf Q8_0", "gguf Q4_0", "gguf MXFP4",
+     "gguf MXFP4, whole experts"],
+)  # fmt: skip
 def test_a_folder_of_one_device_is_read_by_several(divided: dict[str, Any], kind: str) -> None:
     assert divided["folders"][kind] == []
 

@@ -2,7 +2,7 @@
 
 The model card is arXiv:2508.10925. Reference implementation: `GptOssForCausalLM` in Hugging Face
 Transformers. Experts come stacked, gates and upward projections taking turns; where they are MXFP4,
-`jaxserve.weights` unpacks them, which leaves the inputs last and not first.
+`jaxserve.weights` keeps their blocks on CPU and unpacks them elsewhere; their inputs come last.
 """
 
 from collections.abc import Sequence
@@ -114,6 +114,7 @@ GGUF_JOINS = (
         ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
         _alternating_shape,
         _alternate,
+        of_experts=True,
     ),
     Join(
         "mlp.experts.gate_up_proj_bias",
@@ -121,7 +122,13 @@ GGUF_JOINS = (
         _alternating_shape,
         _alternate,
     ),
-    Join("mlp.experts.down_proj", ("ffn_down_exps.weight",), _transposed_shape, _transpose),
+    Join(
+        "mlp.experts.down_proj",
+        ("ffn_down_exps.weight",),
+        _transposed_shape,
+        _transpose,
+        of_experts=True,
+    ),
 )
 GPT_OSS = Family(
     architectures={

@@ -90,12 +90,15 @@ class Join:
         shape: computes the tensor's from those of its parts; raises ValueError where they do not
             fit.
         arrange: makes rows of the tensor from rows of its parts.
+        of_experts: parts hold a matrix [outputs, inputs] for each expert, and outputs of the tensor
+            are those of the parts in turn.
     """
 
     name: str
     parts: tuple[str, ...]
     shape: Callable[[Sequence[Shape]], Shape]
     arrange: Callable[[Sequence[np.ndarray]], np.ndarray]
+    of_experts: bool = False
 
 
 @dataclass(frozen=True)
