@@ -86,13 +86,14 @@ class Gang:
         """
         loaded: Future[Any] = Future()
 
-        # It may wait for a follower that has failed. This process is Serve's to end then.
         def work() -> None:
             try:
                 loaded.set_result(load())
             except BaseException as error:
                 loaded.set_exception(error)
 
+        # In a thread: it may wait ten minutes for a follower that has failed. After an error Serve
+        # ends this process.
         threading.Thread(target=work, name="jaxserve-lead", daemon=True).start()
         try:
             while not wait([loaded], _POLL_SECONDS).done:

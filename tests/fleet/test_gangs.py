@@ -10,15 +10,21 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import pytest
 
-from jaxserve import LLM, SamplingParams
+from jaxserve.config import bundled_model
+from jaxserve.models import read_model_config
+from jaxserve.request import SamplingParams
+from jaxserve.weights import load_weights
 from scripts.lib.server_process import ask
 from scripts.serving.replicas import Fleet, left_over
 from tests.support.kept_programs import in_users_environment
+from tests.support.oracle import Oracle
 
 pytestmark = pytest.mark.ray
-BODY = {"prompt": "Reverse: s-t-o-n-e", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+PROMPT = [86, 105, 122, 105, 118, 119, 105, 62, 36, 119, 49, 120, 49, 115, 49, 114, 49, 105]
+FIELDS: dict[str, Any] = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
 SECONDS = 240.0
 
 
@@ -33,8 +39,14 @@ def gang() -> Iterator[Fleet]:
 
 
 def tokens_of(fleet: Fleet) -> list[int]:
-    answer = ask(f"{fleet.url}/v1/completions", BODY | {"return_token_ids": True})
-    return answer["choices"][0]["token_ids"]
+    body = {"prompt": PROMPT, "return_token_ids": True, **FIELDS}
+    return ask(f"{fleet.url}/v1/completions", body)["choices"][0]["token_ids"]
+
+
+def oracles_tokens() -> list[int]:
+    config = read_model_config(bundled_model())
+    oracle = Oracle(config, load_weights(bundled_model(), config, np.dtype("float32")))
+    return list(oracle.answer(PROMPT, SamplingParams(**FIELDS), 0, ()).token_ids)
 
 
 def new_gang(fleet: Fleet, before: set[int]) -> set[int]:
@@ -49,11 +61,8 @@ def new_gang(fleet: Fleet, before: set[int]) -> set[int]:
     raise AssertionError(f"no other hosts than {before} serve: {fleet.log()}")
 
 
-def test_a_gang_answers_as_one_process_and_is_replaced_whole(gang: Fleet) -> None:
-    fields: Any = {name: BODY[name] for name in ("max_tokens", "temperature", "ignore_eos")}
-    with LLM(max_num_seqs=4, max_model_len=256) as llm:
-        output = llm.generate([BODY["prompt"]], SamplingParams(**fields))
-        right = output[0].outputs[0].token_ids
+def test_a_gang_draws_what_the_oracle_does_and_is_replaced_whole(gang: Fleet) -> None:
+    right = oracles_tokens()
     assert tokens_of(gang) == right
     hosts = {*gang.replicas(), *gang.followers()}
     assert len(hosts) == 2
