@@ -360,7 +360,12 @@ class Hosts:
         self.server = Server([*arguments, "--port", str(port)])
 
     def __enter__(self) -> "Hosts":
-        self.server.__enter__()
+        try:
+            self.server.__enter__()
+        except BaseException:
+            self.follower.kill()
+            self.follower.communicate()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
