@@ -30,7 +30,7 @@ class HostsConfig:
         master_addr: private address of the leader, which it binds and the others connect to.
         master_port: port of the leader there; JAX's own coordination takes the next one.
         nodes_secret: file of at least 32 random bytes, the same on all hosts, by which they
-            authenticate each other.
+            authenticate each other. Replicas on Ray Serve find the last four themselves.
     """
 
     decode_context_parallel_size: int = 1
@@ -72,12 +72,6 @@ def check_hosts(config: Any) -> None:
             f"multiple of {config.nnodes}",
             "tensor_parallel_size",
         )
-    if config.nodes_secret is None:
-        raise InvalidRequest(
-            "nnodes needs nodes_secret, a file by which the hosts authenticate each other; "
-            "`openssl rand -hex 32` makes one",
-            "nodes_secret",
-        )
     if config.memory_share != 1.0:
         raise InvalidRequest("several hosts serve one model: start a server for each", "nnodes")
     if config.logprobs_mode != _RAW:
@@ -90,6 +84,23 @@ def check_hosts(config: Any) -> None:
         raise InvalidRequest(
             f"max_logprobs is {config.max_logprobs}; allowed with nnodes: 0 to {_MOST_LOGPROBS}",
             "max_logprobs",
+        )
+
+
+def check_secret(config: Any) -> None:
+    """Check that an engine's hosts can authenticate each other; replicas get a secret later.
+
+    Args:
+        config: an `EngineConfig`.
+
+    Raises:
+        InvalidRequest: several hosts have no secret.
+    """
+    if config.has_followers and config.nodes_secret is None:
+        raise InvalidRequest(
+            "nnodes needs nodes_secret, a file by which the hosts authenticate each other; "
+            "`openssl rand -hex 32` makes one",
+            "nodes_secret",
         )
 
 

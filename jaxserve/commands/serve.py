@@ -22,7 +22,8 @@ from jaxserve.commands.options import (
 from jaxserve.commands.vllm_flags import SERVER
 from jaxserve.config import EngineConfig, prepare_process
 from jaxserve.errors import InvalidRequest
-from jaxserve.fleet.options import FleetConfig, check_cluster, check_server
+from jaxserve.fleet.options import FleetConfig, check_cluster, check_gang, check_server
+from jaxserve.hosts import check_secret
 from jaxserve.server.http.listener import bind, bind_path
 from jaxserve.server.http.tls import check_certificates
 from jaxserve.server.served.specs import ModelSpec, check_models, plan_models
@@ -101,7 +102,7 @@ def serve(arguments: argparse.Namespace) -> int:
         if config.headless:
             module = importlib.import_module("jaxserve.commands.follow")
             return module.follow(specs[0], arguments.verbose)
-        if fleet.is_fleet:
+        if fleet.is_fleet(specs[0].config.nnodes):
             return _serve_fleet(specs, config, fleet)
         socket = bind(config.host, config.port) if config.uds is None else bind_path(config.uds)
         with socket as listener:
@@ -118,12 +119,10 @@ def _check_hosts(engine: EngineConfig, config: ServerConfig, fleet: FleetConfig)
             "several hosts (nnodes) all are headless but the one of node_rank 0",
             "headless",
         )
-    if engine.has_followers and fleet.is_fleet:
-        raise InvalidRequest(
-            "replicas of several hosts are not started together: give each its own nodes, and "
-            "leave data_parallel_size out",
-            "data_parallel_size",
-        )
+    if fleet.is_fleet(engine.nnodes):
+        check_gang(engine)
+    else:
+        check_secret(engine)
 
 
 def _serve_fleet(specs: list[ModelSpec], config: ServerConfig, fleet: FleetConfig) -> int:

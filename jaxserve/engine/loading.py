@@ -41,6 +41,7 @@ from jaxserve.execution.start.refusal import refusal
 from jaxserve.execution.start.report import StartReport
 from jaxserve.execution.start.timeline import Timeline
 from jaxserve.execution.start.warm_up import WarmUp
+from jaxserve.hosts import check_secret
 from jaxserve.models import Decoder, ModelConfig
 from jaxserve.request import MAX_STOP_TOKEN_IDS, SamplingParams
 from jaxserve.scheduling.slot_table import SlotTable
@@ -152,6 +153,7 @@ def begin(config: EngineConfig, on_progress: OnProgress | None, root: Path) -> B
 
     Args and errors are those of `load`.
     """
+    check_secret(config)
     profile = config.profile_start
     timeline = Timeline(None if profile is None else Path(profile))
     timeline.begin()

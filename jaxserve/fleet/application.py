@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import importlib
 import secrets
+from dataclasses import replace
 from typing import Any
 
 import ray
 from ray import serve
+from ray._common.utils import resources_from_ray_options
 from ray.serve._private.constants import RAY_SERVE_ENABLE_HA_PROXY
 from ray.serve.config import AutoscalingConfig, BackpressureConfig
 
@@ -20,7 +22,8 @@ from jaxserve.config import prepare_process
 from jaxserve.engine.sharing import check_sharing, read_secret
 from jaxserve.errors import InvalidRequest
 from jaxserve.fleet.choice import PrefixChoice
-from jaxserve.fleet.options import FleetConfig, check_server, resources_of
+from jaxserve.fleet.gang import Gang
+from jaxserve.fleet.options import FleetConfig, check_gang, check_server, resources_of
 from jaxserve.server.served.admission import QUEUED_FOR_EACH_SLOT
 from jaxserve.server.served.specs import ModelSpec
 from jaxserve.server.settings import ServerConfig
@@ -46,10 +49,17 @@ class Replica:
         reports_prefixes: bool,
     ) -> None:
         prepare_process()
-        rank = serve.get_replica_context().rank
-        module = importlib.import_module("jaxserve.fleet.replica")  # imports JAX
-        self._server = module.ReplicaServer(
-            specs, config, secret, 0 if rank is None else rank.rank, reports_prefixes
+        context = serve.get_replica_context().rank
+        rank = 0 if context is None else context.rank
+        self._gang: Gang | None = None
+        make = importlib.import_module("jaxserve.fleet.replica").ReplicaServer  # imports JAX
+        if not specs[0].config.has_followers:
+            self._server = make(specs, config, secret, rank, reports_prefixes)
+            return
+        gang = self._gang = Gang(specs[0].config)
+        specs = [replace(specs[0], config=gang.config)]
+        self._server = gang.lead(
+            lambda: make(specs, config, secret, rank, reports_prefixes, gang.secret)
         )
 
     def __serve_build_asgi_app__(self) -> Any:
@@ -69,6 +79,9 @@ class Replica:
         server = getattr(self, "_server", None)
         if server is not None:
             server.close()
+        gang = getattr(self, "_gang", None)
+        if gang is not None:
+            gang.close()
 
 
 def make_application(
@@ -82,15 +95,13 @@ def make_application(
     check_server(config)
     for spec in specs:
         check_sharing(spec.config)
-        if spec.config.nnodes > 1:
-            raise InvalidRequest(
-                "nnodes: replicas of several hosts are not supported; allowed: 1", "nnodes"
-            )
+        check_gang(spec.config)
     devices = max(spec.config.tensor_parallel_size for spec in specs)
+    nnodes = specs[0].config.nnodes
     secret = read_secret(specs[0].config.prefix_caching_secret) or secrets.token_bytes(32)
     is_routed = fleet.request_routing == "prefix"
     _check_proxy(config, is_routed)
-    resources = resources_of(fleet, ray.cluster_resources(), devices)
+    resources = resources_of(fleet, ray.cluster_resources(), devices, nnodes)
     slots = specs[0].config.max_num_seqs or _SLOTS[bool(resources.get("num_gpus"))]
     queue = config.max_num_queued_reqs
     if queue is None:
@@ -109,6 +120,7 @@ def make_application(
         "max_constructor_retry_count": 2,
         "logging_config": {"enable_access_log": False, "log_level": "WARNING"},
         **_scale(fleet, slots),
+        **_place(resources, nnodes),
     }
     if is_routed:
         options["request_router_config"] = PrefixChoice.router_config(slots)
@@ -132,6 +144,21 @@ def _check_proxy(config: ServerConfig, is_routed: bool) -> None:
             "cluster: Serve's other proxy chooses a replica before it has a request's body",
             "request_routing",
         )
+
+
+def _place(resources: dict[str, Any], nnodes: int) -> dict[str, Any]:
+    """Return the places of a replica's hosts: a bundle each, on one machine where they fit."""
+    if nnodes == 1:
+        return {}
+    named = resources_from_ray_options({"num_cpus": 1, **resources})
+    bundle = {name: amount for name, amount in named.items() if amount}
+    if not bundle:
+        raise InvalidRequest(
+            'ray_actor_options must name a resource of each host with nnodes, like {"num_cpus": 1}',
+            "ray_actor_options",
+        )
+    bundles = [bundle] * nnodes
+    return {"placement_group_bundles": bundles, "placement_group_strategy": "PACK"}
 
 
 def _scale(fleet: FleetConfig, slots: int) -> dict[str, Any]:

@@ -67,8 +67,8 @@ def serve_fleet(
         say(f"starting {_count(fleet)} on Ray Serve")
         try:
             serve.run(application, name=NAME)
-        except RuntimeError as error:  # its last line is that of the replica's own error
-            raise InvalidRequest(f"no replica could be started: {_line(error)}") from error
+        except RuntimeError as error:
+            raise InvalidRequest(f"no replica could be started: {_cause(error)}") from error
         check()
         ended = _Ended()
         say(f"ready at http://{config.host}:{config.port}")
@@ -117,9 +117,17 @@ def _connect(fleet: FleetConfig) -> None:
         raise InvalidRequest(f"ray_address: {_line(error)}{more}", "ray_address") from error
 
 
-def _line(error: Exception) -> str:
+def _line(error: Exception | str) -> str:
     """Return the last line of an error, which in Ray's is that of its cause."""
     return (str(error).strip().splitlines() or [type(error).__name__])[-1][:500]
+
+
+def _cause(error: Exception) -> str:
+    """Return why replicas do not start: the application's error leaves out the deployment's."""
+    application = serve.status().applications.get(NAME)
+    deployments = {} if application is None else application.deployments
+    messages = [deployment.message for deployment in deployments.values() if deployment.message]
+    return _line(messages[0] if messages else error)
 
 
 def _check_port(config: ServerConfig) -> None:
@@ -136,5 +144,6 @@ def _check_port(config: ServerConfig) -> None:
 
 def _count(fleet: FleetConfig) -> str:
     if fleet.autoscaling_config is None:
-        return f"{fleet.data_parallel_size} replicas"
+        count = fleet.data_parallel_size
+        return "1 replica" if count == 1 else f"{count} replicas"
     return f"up to {fleet.most_replicas()} replicas"

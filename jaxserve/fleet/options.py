@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from jaxserve.checks import exact_int, finite_float
 from jaxserve.errors import InvalidRequest
+from jaxserve.hosts import HostsConfig
 from jaxserve.overrides import json_object
 from jaxserve.server.settings import ServerConfig
 
@@ -22,6 +23,10 @@ _ADDRESS = re.compile(r"auto|[^\s/]+:[0-9]{1,5}")
 _OF_ONE_PROCESS = ("files_dir", "uds", "ssl_certfile")
 
 
+# Settings of one group of hosts, of which there is one for each replica.
+_OF_A_GANG = ("node_rank", "master_addr", "master_port", "nodes_secret")
+
+
 @dataclass(frozen=True)
 class FleetConfig:
     """Settings of replicas; names follow vLLM's and Ray's where they have them.
@@ -31,8 +36,9 @@ class FleetConfig:
         data_parallel_backend: what runs more than one: "ray", which needs the extra `ray`.
         ray_address: a running cluster to join, as HOST:PORT or "auto"; by default one is started on
             this machine, and ended with the command.
-        ray_actor_options: resources of a replica, as a JSON object of Ray's fields; by default a
-            GPU each where the cluster has any, and a CPU.
+        ray_actor_options: resources of a replica, or of each of its `nnodes` hosts, as a JSON
+            object of Ray's fields; by default a GPU for each device where the cluster has any, and
+            a CPU.
         autoscaling_config: a JSON object of Ray Serve's fields, like {"min_replicas": 1,
             "max_replicas": 4}, by which replicas follow the requests in progress; their target is
             a replica's slots unless it has target_ongoing_requests.
@@ -83,11 +89,15 @@ class FleetConfig:
         for name in ("min_replicas", "max_replicas"):
             exact_int(scaling.get(name, 1), f"autoscaling_config.{name}", 0, MAX_REPLICAS)
 
-    @property
-    def is_fleet(self) -> bool:
-        """Return whether there is more to run than the plain server."""
+    def is_fleet(self, nnodes: int = 1) -> bool:
+        """Return whether there is more to run than the plain server.
+
+        Args:
+            nnodes: hosts of an engine.
+        """
         return (
             self.data_parallel_size > 1
+            or (nnodes > 1 and self.data_parallel_backend == "ray")
             or self.ray_address is not None
             or self.autoscaling_config is not None
         )
@@ -98,16 +108,20 @@ class FleetConfig:
         return max(self.data_parallel_size, scaling.get("max_replicas", 1))
 
 
-def resources_of(fleet: FleetConfig, total: Mapping[str, float], devices: int) -> dict[str, Any]:
-    """Return a replica's resources, once the cluster has enough for all replicas.
+def resources_of(
+    fleet: FleetConfig, total: Mapping[str, float], devices: int, nnodes: int = 1
+) -> dict[str, Any]:
+    """Return the resources of each of a replica's hosts, once the cluster has enough for all.
 
     Args:
         total: of the cluster, by Ray's names.
-        devices: that a replica's models are divided over.
+        devices: that a replica's models are divided over, on all of its hosts.
+        nnodes: hosts of a replica.
 
     Raises:
-        InvalidRequest: there are fewer, or a replica has fewer GPUs than devices.
+        InvalidRequest: there are fewer, or a host has fewer GPUs than devices.
     """
+    devices //= nnodes
     given: Any = fleet.ray_actor_options
     if given is None:
         given = {"num_cpus": 1, "num_gpus": devices if total.get("GPU") else 0}
@@ -115,18 +129,19 @@ def resources_of(fleet: FleetConfig, total: Mapping[str, float], devices: int) -
     if devices > 1 and 0 < gpus < devices:
         raise InvalidRequest(
             f"ray_actor_options.num_gpus is {gpus:g}, and tensor_parallel_size "
-            f"{devices}; allowed: as many GPUs, or none",
+            f"{devices}{' on each host' * (nnodes > 1)}; allowed: as many GPUs, or none",
             "ray_actor_options",
         )
     most = fleet.most_replicas()
+    whose = f"{most} replicas" + f" of {nnodes} hosts" * (nnodes > 1)
     for name, resource in (("num_cpus", "CPU"), ("num_gpus", "GPU")):
-        needed = most * given.get(name, 0)
+        needed = most * nnodes * given.get(name, 0)
         # A cluster that was joined may grow.
         if fleet.ray_address is None and needed > total.get(resource, 0):
             raise InvalidRequest(
-                f"{most} replicas need {needed:g} {resource}s, and there are "
+                f"{whose} need {needed:g} {resource}s, and there are "
                 f"{total.get(resource, 0):g}: set --ray-actor-options, like "
-                f'{{"{name}": {total.get(resource, 0) / most:.2g}}}',
+                f'{{"{name}": {total.get(resource, 0) / most / nnodes:.2g}}}',
                 "ray_actor_options",
             )
     return given
@@ -144,6 +159,24 @@ def check_server(config: ServerConfig) -> None:
                 f"{name} is not supported with replicas: a replica may end at any time, and the "
                 "address is Ray Serve's",
                 name,
+            )
+
+
+def check_gang(engine: Any) -> None:
+    """Check that the settings of a replica's hosts leave to it what each replica finds itself.
+
+    Args:
+        engine: an `EngineConfig`.
+
+    Raises:
+        InvalidRequest: naming the one that does not.
+    """
+    for field in fields(HostsConfig):
+        if field.name in _OF_A_GANG and getattr(engine, field.name) != field.default:
+            raise InvalidRequest(
+                f"{field.name} is not supported with replicas: each replica finds it for its own "
+                "hosts (nnodes)",
+                field.name,
             )
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import gc
-import tempfile
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from starlette.types import ASGIApp
 
 from jaxserve.errors import EngineDead
 from jaxserve.fleet.prefixes import PrefixRecord, Recorder
+from jaxserve.fleet.secret_files import secret_file
 from jaxserve.kv_events import events_config
 from jaxserve.server import page
 from jaxserve.server.http.app import App
@@ -34,6 +34,7 @@ class ReplicaServer:
         secret: of the fleet's page keys.
         rank: number of the replica among those that run, from 0.
         reports_prefixes: record which prefixes are served, for a router.
+        hosts_secret: by which the replica's hosts authenticate each other, if it has several.
 
     Raises:
         CheckpointError, UnsupportedModel, ValueError: see `engine.loading.load`.
@@ -46,12 +47,17 @@ class ReplicaServer:
         secret: bytes,
         rank: int,
         reports_prefixes: bool,
+        hosts_secret: bytes | None = None,
     ) -> None:
         log_json()
         # What a replica stores is lost with it, and another one is asked for it as likely as not.
         self._config = replace(config, max_stored_responses=0)
-        with _shared(specs, secret, rank) as shared:
-            self._models = start_models(shared, self._config)
+        specs = list(specs)
+        with ExitStack() as stack:  # secrets lie in files while the models are loaded
+            keys = stack.enter_context(secret_file(secret))
+            hosts = None if hosts_secret is None else stack.enter_context(secret_file(hosts_secret))
+            own = [_of_rank(spec, keys, hosts, rank * len(specs)) for spec in specs]
+            self._models = start_models(own, self._config)
         self._tracer = open_tracer(config.otlp_traces_endpoint)
         for model in self._models.all:
             model.tracer = self._tracer
@@ -91,23 +97,19 @@ class ReplicaServer:
             self._tracer.close()
 
 
-@contextmanager
-def _shared(specs: Iterable[ModelSpec], secret: bytes, rank: int) -> Iterator[list[ModelSpec]]:
-    """Yield the specifications with the fleet's secret, which lies in a file while they load."""
-    specs = list(specs)
-    with tempfile.TemporaryDirectory(prefix="jaxserve-") as folder:
-        path = Path(folder, "secret")
-        path.touch(mode=0o600)
-        path.write_bytes(secret)
-        yield [
-            replace(spec, config=_of_rank(spec.config, path, rank * len(specs))) for spec in specs
-        ]
+def _of_rank(spec: ModelSpec, keys: Path, hosts: Path | None, ranks_before: int) -> ModelSpec:
+    """Return a replica's own specification.
 
-
-def _of_rank(config: Any, secret: Path, ranks_before: int) -> Any:
-    events = events_config(config.kv_events_config)
+    Args:
+        keys: file of the fleet's secret.
+        hosts: file of that of its hosts.
+    """
+    events = events_config(spec.config.kv_events_config)
     own = None if events is None else events.for_rank(ranks_before)
-    return replace(config, prefix_caching_secret=secret, kv_events_config=own)
+    config = replace(
+        spec.config, prefix_caching_secret=keys, kv_events_config=own, nodes_secret=hosts
+    )
+    return replace(spec, config=config)
 
 
 def _cached_tokens(models: Models) -> int:

@@ -20,6 +20,7 @@ SMALL = (
 ).split()
 SHARE = '{"num_cpus": 0.5}'
 REPLICA = "ray::ServeReplica:jaxserve:jaxserve"
+FOLLOWER = "ray::GangFollower"
 # Processes of Ray look after their parents now and then, and late on a busy machine.
 LEAVE_SECONDS = 90.0
 
@@ -77,9 +78,16 @@ class Fleet(Server):
 
     def replicas(self) -> list[int]:
         """Return the numbers of the replicas' processes, those that still load included."""
+        return self._named(REPLICA)
+
+    def followers(self) -> list[int]:
+        """Return the numbers of the processes of replicas' other hosts, as `replicas` does."""
+        return self._named(FOLLOWER)
+
+    def _named(self, name: str) -> list[int]:
         # Behind a dot stands what the process is at.
-        names = {number: line.partition(".")[0] for number, line in self.processes().items()}
-        return [number for number, name in names.items() if name == REPLICA]
+        lines = self.processes().items()
+        return [number for number, line in lines if line.partition(".")[0] == name]
 
     def starts(self, attempts: int = 8) -> set[int]:
         """Return the times at which the replicas that answer were started, in whole seconds."""

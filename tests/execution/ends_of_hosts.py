@@ -2,9 +2,10 @@
 
     python -m tests.execution.ends_of_hosts --times 20
 
-At the end the leader gets SIGTERM once. Prints how each process ended, and after how many seconds.
-Exit code 1 where the other host was there longer than `--limit` seconds, or a client read a token
-that is not the right one.
+At the end the leader gets SIGTERM once. After each end both are started again by the same command
+lines, as a supervisor does, and have to answer as before. Prints how each process ended, and after
+how many seconds. Exit code 1 where the other host was there longer than `--limit` seconds, or a
+client read a token that is not the right one.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tests.execution.over_hosts import free_ports
-from tests.execution.test_hosts import SIZES, Hosts
+from tests.execution.test_hosts import SIZES, Hosts, answer_of
 
 KINDS = [(who, sent) for who in ("leader", "follower") for sent in (signal.SIGSTOP, signal.SIGKILL)]
 LONG = {"prompt": "Count", "max_tokens": 900, "ignore_eos": True, "temperature": 0}
@@ -45,19 +46,25 @@ class Ends:
 
     Attributes:
         right: the text that one stream has to give, and `seconds`, how long it takes.
+        starts: of both hosts; each after the first is a restart.
     """
 
     def __init__(self, arguments: list[str], limit: float) -> None:
-        self.arguments, self.limit, self.failures = arguments, limit, 0
-        with self._hosts() as hosts:
-            assert hosts.server.complete("What is 47 + 8?").status == 200
+        self.arguments, self.limit, self.failures, self.starts = arguments, limit, 0, 0
+        self.port = free_ports()
+        self.answer: list[int] | None = None
+        with self.hosts() as hosts:
             started = time.monotonic()
             self.right = hosts.server.complete(**LONG).json()["choices"][0]["text"]
             self.seconds = time.monotonic() - started
 
     @contextmanager
-    def _hosts(self) -> Iterator[Hosts]:
-        with Hosts([*self.arguments, "--master-port", str(free_ports())]) as hosts:
+    def hosts(self) -> Iterator[Hosts]:
+        with Hosts(self.arguments, self.port) as hosts:
+            answer = answer_of(hosts.server)
+            self.answer = self.answer or answer
+            assert answer == self.answer, (answer, self.answer)
+            self.starts += 1
             yield hosts
 
     def end(self, who: str, number: signal.Signals, moment: float) -> None:
@@ -65,9 +72,8 @@ class Ends:
 
         The other has to end with an error, but where SIGTERM ends both in order.
         """
-        with self._hosts() as hosts:
+        with self.hosts() as hosts:
             server, leader, follower = hosts.server, hosts.server.process, hosts.follower
-            assert server.complete("What is 47 + 8?").status == 200
             with server.open_stream(LONG | {"stream": True}) as stream:
                 said = b""
                 while b'"text"' not in said:
@@ -109,12 +115,18 @@ def main() -> int:
         secret = Path(folder) / "secret"
         secret.write_bytes(os.urandom(32))
         secret.chmod(0o600)
-        ends = Ends([*SIZES, "--nodes-secret", str(secret)], options.limit)
+        words = ["--nodes-secret", str(secret), "--master-port", str(free_ports())]
+        ends = Ends([*SIZES, *words], options.limit)
         for who, number in KINDS:
             for _ in range(options.times):
                 ends.end(who, number, draw.uniform(0, ends.seconds))
         ends.end("leader", signal.SIGTERM, 0)
-    print(f"{len(KINDS) * options.times + 1} ends, {ends.failures} failures")
+        with ends.hosts():
+            pass
+    count = len(KINDS) * options.times + 1
+    print(
+        f"{count} ends, {ends.failures} failures, {ends.starts - 1} restarts that answer the same"
+    )
     return 1 if ends.failures else 0
 
 

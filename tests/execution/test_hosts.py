@@ -282,7 +282,6 @@ def test_a_host_ends_with_status_1_once_another_is_lost() -> None:
     ("fields", "match"),
     [
         ({"tensor_parallel_size": 3}, "tensor_parallel_size is 3, over 2 hosts"),
-        ({"nodes_secret": None}, "nodes_secret"),
         ({"node_rank": 2}, "node_rank must be from 0 to 1"),
         ({"max_logprobs": -1}, "max_logprobs is -1"),
         ({"logprobs_mode": "raw_logits"}, "logprobs_mode is raw_logits"),
@@ -313,10 +312,7 @@ def test_a_converted_folder_is_refused_before_it_is_read(tmp_path: Path) -> None
     [
         ("--headless", "node_rank is 0, and headless true"),
         ("--nnodes 2 -tp 2 --nodes-secret x --node-rank 1", "node_rank is 1, and headless false"),
-        (
-            "--nnodes 2 -tp 2 --nodes-secret x --data-parallel-size 2 --data-parallel-backend ray",
-            "replicas of several hosts",
-        ),
+        ("--nnodes 2 -tp 2", "nnodes needs nodes_secret"),
         ("a=. b=. --nnodes 2 -tp 2 --nodes-secret x", "several hosts serve one model"),
     ],
 )
@@ -343,26 +339,33 @@ SIZES = (
 ).split()
 
 
-@pytest.fixture(scope="module")
-def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    secret = tmp_path_factory.mktemp("hosts") / "secret"
+@pytest.fixture
+def arguments(tmp_path: Path) -> list[str]:
+    """Of one command line for each host, as a supervisor has it: file and ports stay the same."""
+    secret = tmp_path / "secret"
     secret.write_bytes(os.urandom(32))
     secret.chmod(0o600)
-    return [*SIZES, "--nodes-secret", str(secret), "--master-port", str(free_ports())]
+    port = free_ports()
+    return [*SIZES, "--nodes-secret", str(secret), "--master-port", str(port)]
 
 
 class Hosts:
     """A leader that serves, and its follower."""
 
-    def __init__(self, arguments: list[str]) -> None:
+    def __init__(self, arguments: list[str], port: int = 0) -> None:
         own = [sys.executable, "-m", "jaxserve", "serve", *arguments, "--headless"]
         self.follower = subprocess.Popen(
             [*own, "--node-rank", "1"], cwd=ROOT, env=users_environment(), stderr=subprocess.PIPE
         )
-        self.server = Server([*arguments, "--port", "0"])
+        self.server = Server([*arguments, "--port", str(port)])
 
     def __enter__(self) -> "Hosts":
-        self.server.__enter__()
+        try:
+            self.server.__enter__()
+        except BaseException:
+            self.follower.kill()
+            self.follower.communicate()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -374,19 +377,33 @@ class Hosts:
         self.server.__exit__()
 
 
-@pytest.fixture(scope="module", params=[signal.SIGSTOP, signal.SIGKILL])
-def signalled(request: pytest.FixtureRequest, arguments: list[str]) -> Iterator[Any]:
-    with Hosts(arguments) as group:
-        yield request.param, group
+def answer_of(server: Server) -> list[int]:
+    answer = server.complete("Reverse: s-t-o-n-e", 12, return_token_ids=True)
+    assert answer.status == 200, answer.body
+    return answer.json()["choices"][0]["token_ids"]
 
 
-def test_a_follower_that_dies_or_stands_still_ends_the_group(signalled: Any) -> None:
-    number, hosts = signalled
-    server, follower = hosts.server, hosts.follower
-    assert server.complete("What is 47 + 8?").status == 200
+def test_a_follower_that_dies_or_stands_still_ends_the_group_and_a_restart_serves_again(
+    arguments: list[str],
+) -> None:
+    port, answers = free_ports(), list[list[int]]()
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        with Hosts(arguments, port) as hosts:
+            answers.append(answer_of(hosts.server))
+            end_by_its_follower(hosts, number)
+    with Hosts(arguments, port) as hosts:
+        answers.append(answer_of(hosts.server))
+        hosts.server.process.send_signal(signal.SIGTERM)
+        assert [hosts.server.process.wait(60), hosts.follower.wait(60)] == [0, 0]
+    assert answers[0] and answers == [answers[0]] * 3
+
+
+def end_by_its_follower(hosts: Hosts, number: signal.Signals) -> None:
+    """Signal the follower under a stream; the leader ends, and the stream with an error."""
+    server = hosts.server
     long = {"prompt": "Count", "max_tokens": 900, "ignore_eos": True, "stream": True}
     stream = server.open_drawing(long)
-    follower.send_signal(number)
+    hosts.follower.send_signal(number)
     server.process.wait(60)  # it is ten seconds; a busy machine needs more
     assert server.process.returncode == 1
     with stream:

@@ -34,6 +34,10 @@ RAY = ("--data-parallel-backend", "ray")
         ("-dpb ray -dp 0", "data_parallel_size must be"),
         ("-dpb ray -dp 2 --files-dir x", "files_dir is not supported with replicas"),
         ("-dpb ray -dp 2 --uds x", "uds is not supported with replicas"),
+        ("-dpb ray -tp 2 --nnodes 2 --master-port 9", "master_port is not supported with replicas"),
+        ("-dpb ray -tp 2 --nnodes 2 --nodes-secret x", "nodes_secret is not supported with repli"),
+        ("-dpb ray -dp 2 -tp 3 --nnodes 2", "tensor_parallel_size is 3, over 2 hosts"),
+        ("--nnodes 2 -tp 2", "nnodes needs nodes_secret"),
     ],
 )
 def test_what_cannot_be_is_said_in_a_sentence(
@@ -52,6 +56,16 @@ def test_a_replica_has_a_gpu_for_each_of_its_devices() -> None:
         resources_of(shared, cluster, 2)
     with pytest.raises(InvalidRequest, match="2 replicas need 8 GPUs, and there are 4"):
         resources_of(FleetConfig(2, "ray"), cluster, 4)
+
+
+def test_each_of_a_replicas_hosts_has_the_gpus_of_its_devices() -> None:
+    cluster = {"CPU": 8.0, "GPU": 8.0}
+    assert resources_of(FleetConfig(2, "ray"), cluster, 4, 2) == {"num_cpus": 1, "num_gpus": 2}
+    fewer = FleetConfig(1, "ray", ray_actor_options={"num_gpus": 1})
+    with pytest.raises(InvalidRequest, match=r"num_gpus is 1, and tensor_parallel_size 2 on each"):
+        resources_of(fewer, cluster, 4, 2)
+    with pytest.raises(InvalidRequest, match="2 replicas of 4 hosts need 16 GPUs, and there are 8"):
+        resources_of(FleetConfig(2, "ray"), cluster, 8, 4)
 
 
 def test_without_ray_it_is_said_how_to_install_it(
@@ -84,9 +98,10 @@ def test_numbers_are_checked_and_one_replica_is_the_plain_server() -> None:
         {"autoscaling_config": {"max_replicas": 4}},
     ]
     for backend in ("mp", "ray"):
-        assert not FleetConfig(1, backend).is_fleet
+        assert not FleetConfig(1, backend).is_fleet()
+        assert FleetConfig(1, backend).is_fleet(nnodes=2) == (backend == "ray")
     for fields in fleets:
-        assert FleetConfig(data_parallel_backend="ray", **fields).is_fleet
+        assert FleetConfig(data_parallel_backend="ray", **fields).is_fleet()
     assert FleetConfig(2, "ray", autoscaling_config='{"max_replicas": 4}').most_replicas() == 4
     with pytest.raises(InvalidRequest, match="data_parallel_backend must be mp or ray"):
         FleetConfig(1, "mpi")  # type: ignore[arg-type]
