@@ -22,7 +22,10 @@ _NAMED = 3  # parameters that a refusal names
 
 
 def check_groups(
-    config: ModelConfig, parameters: Mapping[str, Any], sizes: Mapping[str, int]
+    config: ModelConfig,
+    parameters: Mapping[str, Any],
+    sizes: Mapping[str, int],
+    remedy: str = "",
 ) -> None:
     """Refuse a division over devices that would cut a group of inputs.
 
@@ -30,6 +33,7 @@ def check_groups(
         config: of the model, with its split.
         parameters: by path, whole, with or without their values.
         sizes: inputs of a group, by path of the parameters that have such.
+        remedy: another way out, which the refusal names first.
 
     Raises:
         UnsupportedModel: names parameters, their inputs on a device and the group.
@@ -44,7 +48,8 @@ def check_groups(
         more = f", and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
         raise UnsupportedModel(
             f"tensor_parallel_size is {devices}, which would cut groups of inputs that share a "
-            f"scale: {', '.join(wrong[:_NAMED])}{more}; allowed: sizes that leave whole groups"
+            f"scale: {', '.join(wrong[:_NAMED])}{more}; allowed: {remedy}sizes that leave whole "
+            "groups"
         )
 
 

@@ -150,7 +150,8 @@ def _check_division(
     if quantization is None:
         paths = {part.path for part in checkpoint.packed_table}
         sizes = {path: size for path, size in sizes.items() if path in paths}
-    check_groups(config, parameters, sizes | dict(blocks))
+    check_groups(config, parameters, sizes)
+    check_groups(config, parameters, blocks, "a dtype, which widens a file's blocks, or ")
 
 
 def _open(source: str | Path | GgufFile, config: ModelConfig) -> Checkpoint:
