@@ -130,5 +130,6 @@ def test_kernels_of_a_card_are_imported_while_weights_are_read() -> None:
             assert f"pallas_kernels.gpu.{module}" not in sys.modules
             importing_kernels(find_card(card).limits).join()
             assert f"pallas_kernels.gpu.{module}" in sys.modules
+        assert "jaxlib.mlir.dialects.tt" in sys.modules
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
