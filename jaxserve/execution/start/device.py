@@ -178,7 +178,7 @@ def importing_kernels(limits: DeviceLimits) -> threading.Thread | None:
     if not limits.runs_triton:
         return None
     dialect = "jaxlib.mlir.dialects.tt"
-    if find_spec(dialect) is None:
+    if dialect not in sys.modules and find_spec(dialect) is None:
         # For each operation of Triton's, jaxlib looks for this module, in vain as long as none is
         # there: a tenth of the time that lowering takes.
         sys.modules[dialect] = ModuleType(dialect)
