@@ -27,7 +27,7 @@ from pallas_kernels.arguments import NO_OPTIONS, AttentionOptions, Case, attenti
 from pallas_kernels.devices import target_device
 from pallas_kernels.gpu.triton_decode import split_and_merge
 from pallas_kernels.gpu.triton_ragged import few_query_plan, tile_plan, tiled_counts
-from pallas_kernels.gpu.triton_tile import LOG2E, NEGATIVE, ceil_div, tile_bounds
+from pallas_kernels.gpu.triton_tile import LOG2E, NEGATIVE, ceil_div, spread, tile_bounds
 from pallas_kernels.gpu.tuning import MosaicConfig, RaggedConfig, lookup
 
 _ACC: Any = getattr(plgpu, "ACC")  # noqa: B009 - the accumulator; exported without a type
@@ -226,10 +226,6 @@ def _zero_unwritten(
                 plgpu.barrier_wait(fixed)
 
 
-def _column(vector: jax.Array, like: jax.Array) -> jax.Array:
-    return lax.broadcast_in_dim(vector, like.shape, [0])
-
-
 def _consume(
     shape: _Shape,
     walk: _Walk,
@@ -280,8 +276,8 @@ def _consume(
             scores = jnp.where(visible, scores, -jnp.inf)
         new_top = jnp.maximum(top, scores.max(axis=1))
         shrink = jnp.exp2(top - new_top)
-        weights = jnp.exp2(scores - _column(new_top, scores))
-        acc = acc * _column(shrink, acc)
+        weights = jnp.exp2(scores - spread(new_top, scores.shape, 0))
+        acc = acc * spread(shrink, acc.shape, 0)
         total = total * shrink + weights.sum(axis=1)
         weights = weights.astype(dtype)
         plgpu.barrier_wait(filled[1].at[slot])
@@ -356,7 +352,7 @@ def _kernel(shape: _Shape, refs: list[Any]) -> None:
             None if weights_smem is None else weights_smem.at[thread],
         )
         safe = jnp.where(total == 0, 1.0, total)
-        own_out[...] = (acc / _column(safe, acc)).astype(own_out.dtype)
+        own_out[...] = (acc / spread(safe, acc.shape, 0)).astype(own_out.dtype)
         if lse_ref is not None:
             lse_smem.at[thread][...] = jnp.where(total == 0, NEGATIVE, top / LOG2E + jnp.log(safe))
         plgpu.commit_smem()
