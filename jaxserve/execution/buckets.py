@@ -67,15 +67,25 @@ def gain(program: Program, demand: Demand, seconds: Mapping[Program, float]) -> 
         demand: the launches that there were.
         seconds: of a launch on padding, which is what a smaller size saves a part of.
     """
-    saved, size = 0.0, _size(program)
+    saved = 0.0
     for (used, held), count in demand.items():
-        is_alike = type(used) is type(program) and (
-            not (isinstance(used, Bucket) and isinstance(program, Bucket))
-            or used.decode_only == program.decode_only
-        )
-        if is_alike and held <= size < _size(used):
-            saved += count * seconds.get(used, 0.0) * (1 - size / _size(used))
+        if _fits_better(program, used, held):
+            saved += count * seconds.get(used, 0.0) * (1 - _size(program) / _size(used))
     return saved
+
+
+def without(program: Program, demand: Demand) -> Demand:
+    """Return the launches that would have gained nothing from a program."""
+    return {key: count for key, count in demand.items() if not _fits_better(program, *key)}
+
+
+def _fits_better(program: Program, used: Program, held: int) -> bool:
+    """Return whether a launch that another program ran would have had less padding with this."""
+    is_alike = type(used) is type(program) and (
+        not (isinstance(used, Bucket) and isinstance(program, Bucket))
+        or used.decode_only == program.decode_only
+    )
+    return is_alike and held <= _size(program) < _size(used)
 
 
 def _size(program: Program) -> int:

@@ -139,6 +139,7 @@ class Runner:
         most_steps: most decode steps of one launch, once all programs are there.
         keeps_logits: whether the host can have the logits of what is drawn.
         counts_demand: whether launches are counted for `take_demand`.
+        has_demand: set while such a count waits to be taken.
         weight_bytes: of the parameters as they are stored.
         expert_rows: that each device has computed, up to the last launch that was read.
     """
@@ -182,6 +183,7 @@ class Runner:
         # Programs are added by another thread than the one that submits; both use the state.
         self._turn = threading.Lock()
         self.counts_demand = False
+        self.has_demand = threading.Event()
         self.expert_rows = ExpertRows()
         self._demand: dict[tuple[Program, int], int] = {}
 
@@ -327,9 +329,12 @@ class Runner:
             return
         key = program, held
         self._demand[key] = self._demand.get(key, 0) + 1
+        if not self.has_demand.is_set():
+            self.has_demand.set()
 
     def take_demand(self) -> Demand:
-        """Return the launches since the last call, for the choice of what to compile next."""
+        """Return the launches since the last call, for the choice of what else is worth having."""
+        self.has_demand.clear()
         taken, self._demand = self._demand, {}
         return taken
 

@@ -189,7 +189,7 @@ def main() -> int:
             place.mkdir()
             path = [write_llama(model, place / "model")] if model in LLAMAS else []
             given = [*path, "--compilation-cache-dir", str(place / "cache")]
-            given += options(LIMITS[model])
+            given += ["--verbose", *options(LIMITS[model])]
             results[model] = {start: observe(given) for start in ("cold", "warm")}
     if arguments.json:
         content = {"about": about_run(), "mib": results}

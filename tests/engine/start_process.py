@@ -19,8 +19,9 @@ from typing import Any
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.execution.buckets import Bucket
-from jaxserve.execution.start import compiling_process
+from jaxserve.execution.start import compiling_process, programs
 from jaxserve.execution.start.behind import ProgramsBehind
+from jaxserve.execution.start.compiler import program_name
 from jaxserve.execution.start.compiling_process import CompilingProcess
 
 SIZES: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 64}
@@ -81,9 +82,9 @@ def held_back(checkpoint: str, cache: str) -> list[Any]:
     """Serve while a compilation is held back, then with all programs, then from files."""
     gate, compile_program = threading.Event(), CompilingProcess.compile
 
-    def wait_and_compile(process: CompilingProcess, program: Any) -> float:
+    def wait_and_compile(process: CompilingProcess, program: Any, meanwhile: Any) -> float:
         gate.wait()
-        return compile_program(process, program)
+        return compile_program(process, program, meanwhile)
 
     CompilingProcess.compile = wait_and_compile  # type: ignore[method-assign]
     found: list[Any] = []
@@ -100,6 +101,32 @@ def held_back(checkpoint: str, cache: str) -> list[Any]:
                 found.append(facts(llm))
             found.append(answers(llm))
     return found
+
+
+def used_alone(checkpoint: str, cache: str) -> list[Any]:
+    """Serve one row at a time from files, of which that for two rows is damaged, then two."""
+
+    def decodes() -> list[int]:
+        there = llm._thread.engine.runner.programs()
+        return sorted(p.num_rows for p in there if isinstance(p, Bucket) and p.decode_only)
+
+    def serve_until(rows: int) -> list[int]:
+        prompts = ["a"] * rows
+        settings = SamplingParams(temperature=0, max_tokens=9)
+        while rows not in decodes():
+            llm.generate(prompts, settings, use_tqdm=False)
+        return decodes()
+
+    with start(checkpoint, cache) as llm:
+        assert behind_of(llm).wait(300)
+        runner, compiler = llm._thread.engine.runner, behind_of(llm)._compiler
+        store, name = compiler.store, program_name(Bucket(2, 2, True, False, 16), runner.num_pages)
+        assert store.folder is not None
+        found = store._named_object(store.folder / programs._file_name(name))
+        assert found is not None
+        damaged = store.folder.parent.parent / "objects" / found
+        damaged.write_bytes(damaged.read_bytes()[:-1])
+        return [decodes(), serve_until(1), serve_until(2), facts(llm)]
 
 
 def killed_child(checkpoint: str, cache: str) -> list[Any]:
@@ -142,7 +169,8 @@ def serve(checkpoint: str, cache: str) -> list[Any]:
 
 
 ACTIONS: dict[str, Callable[[str, str], list[Any]]] = {
-    action.__name__: action for action in (held_back, killed_child, full_disk, closed_early, serve)
+    action.__name__: action
+    for action in (held_back, used_alone, killed_child, full_disk, closed_early, serve)
 }
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -67,8 +68,18 @@ def test_requests_are_served_while_a_compilation_is_held_back(
     assert before["most_steps"] == 1 and after["most_steps"] == 16
     assert before["has_early"] and not after["has_early"]
     assert after["behind"] > 3 and after["missing"] == 0 and after["error"] is None
-    assert after["buckets"] > 3 and read["buckets"] >= 2
+    assert after["buckets"] > 3 and read["buckets"] == 2
     assert read["behind"] == read["missing"] == 0
+
+
+def test_programs_take_no_memory_until_they_are_used(
+    checkpoint: Path, tmp_path: Path, expected: tuple[Path, list[Any]]
+) -> None:
+    cache = shutil.copytree(expected[0], tmp_path / "cache")
+    (unused, alone, pairs, facts), error = run("used_alone", checkpoint, cache)
+    assert (unused, alone, pairs) == ([4], [1, 4], [1, 2, 4])
+    assert "damaged" in error and facts["behind"] == 1
+    assert facts["waited"] == 0 and facts["error"] is None
 
 
 def test_an_engine_serves_on_where_the_process_that_compiles_is_killed(

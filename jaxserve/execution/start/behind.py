@@ -1,4 +1,4 @@
-"""ProgramsBehind: what makes an engine faster that serves already."""
+"""ProgramsBehind: programs of less padding for an engine that serves already."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from jaxserve.execution.buckets import Bucket, BucketSet, Program, Sampler, gain
+from jaxserve.execution.buckets import Bucket, BucketSet, Demand, Program, Sampler, gain, without
 from jaxserve.execution.runner import Runner
 from jaxserve.execution.start.bucket_plan import (
     BucketPlan,
@@ -24,17 +24,19 @@ from jaxserve.execution.start.memory_return import return_memory
 _log = logging.getLogger(__name__)
 # Launches of padding for a measurement; each delays a request by one step.
 _REPEATS = 3
+# Seconds between two looks at what launches would have used.
+_PAUSE_S = 0.1
 # Seconds that a program takes to compile where none was compiled: as those of 137M parameters take
 # on two cores.
 COMPILE_SECONDS = 5.0
 
 
 class ProgramsBehind:
-    """The programs that an engine does without at first: read or compiled while it serves.
+    """The programs that an engine does without at first.
 
-    A thread takes them one after the other, best gain first, and puts each in its place. Those that
-    no file has are compiled by a process of its own. If that fails, the engine serves with the
-    programs that it has.
+    A thread has those compiled that no file has, one after the other, best gain first, by a process
+    of its own. It puts a program in its place once a launch would have used it: what nobody needs
+    takes no memory. If something fails, the engine serves with the programs that it has.
 
     Args:
         runner: to be completed.
@@ -46,7 +48,7 @@ class ProgramsBehind:
 
     Attributes:
         num_compiled: programs compiled by now.
-        finished_at: time.time() at which the last one was in its place; None until then.
+        finished_at: time.time() at which files had the last one; None until then.
         error: why no more will come, if that is so.
     """
 
@@ -70,11 +72,17 @@ class ProgramsBehind:
         self._compile_seconds: list[float] = []
         self._seconds: dict[Program, float] = {}  # of launches on padding
         self._process: CompilingProcess | None = None
-        self._closing = False
+        self._closing = threading.Event()
+        self._is_complete = threading.Event()
         self._door = threading.Lock()
         there = set(runner.buckets)
         missing = [bucket for bucket in best_first(buckets) if bucket not in there]
-        self._missing: list[Program] = [*samplers, *missing]
+        # In no place yet; and those of them that no file has.
+        self._absent: list[Program] = [*samplers, *missing]
+        self._missing = [program for program in self._absent if not self._is_kept(program)]
+        self._demand: dict[
+            tuple[Program, int], int
+        ] = {}  # since a program was last chosen to be compiled
         self._thread = threading.Thread(target=self._run, name="jaxserve-programs", daemon=True)
         # JAX must not be in a call of this thread when the interpreter ends.
         atexit.register(self.close)
@@ -82,71 +90,95 @@ class ProgramsBehind:
 
     @property
     def num_missing(self) -> int:
-        """Programs that are still to come."""
+        """Programs that are still to be compiled."""
         return 0 if self.error is not None else len(self._missing)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until nothing more will come; return False where that takes longer."""
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
+        """Wait until nothing more is compiled; return False where that takes longer."""
+        return self._is_complete.wait(timeout)
 
     def close(self) -> None:
         """Stop; a program that is being compiled is lost. Idempotent."""
         with self._door:
-            self._closing = True
+            self._closing.set()
             if self._process is not None:
                 self._process.close()
+        self._runner.has_demand.set()
         if threading.current_thread() is not self._thread:
             self._thread.join()
         atexit.unregister(self.close)
 
     def _run(self) -> None:
-        timeline = self._compiler.store.timeline
         try:
             return_memory()  # of the start: what comes now takes its place
             self._runner.counts_demand = True
             for program in self._runner.programs():
                 self._time(program, None, 1)
-            if not all(self._compiler.has(p, self._runner.num_pages) for p in self._missing):
+            self._complete()
+            while self._absent and not self._closing.is_set():
+                self._runner.has_demand.wait()
+                self._place_what_is_used()
+                if self._missing and self.error is None:  # a file was damaged
+                    self._complete()
+                self._closing.wait(_PAUSE_S)
+        except Exception as error:
+            self._give_up(error)
+        finally:
+            self._runner.counts_demand = False
+
+    def _complete(self) -> None:
+        """Let all programs be compiled that no file has and that are worth it."""
+        timeline = self._compiler.store.timeline
+        try:
+            if self._missing:
                 # Meanwhile it shows what is served, and so what is to be compiled first.
-                self._open_process().wait()
+                self._open_process().wait(self._place_what_is_used)
             if self._plan is None:
                 self._measure()
-            while self._missing and not self._closing:
-                self._add(self._next(self._missing))
+            while self._missing and not self._closing.is_set():
+                self._compile(self._next(self._missing))
             self.finished_at = time.time()
             timeline.mark("all programs are there")
             timeline.write()
         except Exception as error:
-            if not self._closing:
-                self.error = str(error)
-                _log.warning(
-                    "%d programs that would fit better are not there, and the engine serves "
-                    "without them: %s",
-                    len(self._missing),
-                    error,
-                )
+            self._give_up(error)
         finally:
-            self._runner.counts_demand = False
             with self._door:
                 if self._process is not None:
                     self._process.close()
+                self._process = None
             self._compiler.store.prune()
             return_memory()
+            self._is_complete.set()
+
+    def _give_up(self, error: Exception) -> None:
+        if self._closing.is_set():
+            return
+        self.error = str(error)
+        _log.warning(
+            "%d programs that would fit better are not there, and the engine serves without them: "
+            "%s",
+            len(self._missing or self._absent),
+            error,
+        )
 
     def _measure(self) -> None:
-        """Add what is measured to choose the others; drop those that are not worth compiling."""
+        """Compile and time what is measured to choose the others; drop those that are not worth it.
+
+        What is measured is put in its place only if it is used.
+        """
         measured = anchors(self._buckets)
+        wanted = [p for p in self._absent if isinstance(p, Sampler) or p in measured]
         seconds: dict[Bucket, float] = {}
-        wanted = [p for p in self._missing if isinstance(p, Sampler) or p in measured]
-        while wanted:
-            if self._closing:
-                return
+        while wanted and not self._closing.is_set():
             program = self._next(wanted)
             wanted.remove(program)
-            took = self._add(program, _REPEATS if isinstance(program, Bucket) else 1)
-            if isinstance(program, Bucket):
-                seconds[program] = took
+            if program in self._missing:
+                self._compile(program)
+            if isinstance(program, Bucket) and program in self._absent:
+                seconds[program] = self._time(program, self._read(program), _REPEATS)
+        if self._closing.is_set():
+            return
         for bucket in set(measured) - set(seconds):
             seconds[bucket] = self._time(bucket, None, _REPEATS)
         compiled = self._compile_seconds
@@ -154,6 +186,7 @@ class ProgramsBehind:
         cost = sum(compiled) / len(compiled) if compiled else COMPILE_SECONDS
         plan = choose_sizes(self._buckets, seconds, cost, busy_seconds("cpu"))
         self._missing = [program for program in self._missing if plan.has(program)]
+        self._absent = [program for program in self._absent if plan.has(program)]
         self._on_plan(plan)
 
     def _next(self, programs: list[Program]) -> Program:
@@ -163,7 +196,8 @@ class ProgramsBehind:
         every launch is one step long, comes before all but the decode that fits what is served:
         several steps of the largest would take too long for few rows.
         """
-        demand = self._runner.take_demand()
+        self._take_demand()
+        demand, self._demand = self._demand, {}
 
         def saved(program: Program) -> float:
             return gain(program, demand, self._seconds)
@@ -176,26 +210,69 @@ class ProgramsBehind:
         best = max(decodes, key=saved)
         return best if saved(best) > 0 else self._buckets.largest_decode
 
-    def _add(self, program: Program, repeats: int = 1) -> float:
-        """Put a program in its place; return the seconds of a launch on padding."""
-        with self._compiler.store.timeline.span(f"add {program}"):
-            return self._find_or_compile(program, repeats)
+    def _take_demand(self) -> Demand:
+        """Return the launches since the last call, which also count for what is compiled next.
 
-    def _find_or_compile(self, program: Program, repeats: int) -> float:
-        compiler, num_pages = self._compiler, self._runner.num_pages
-        compiled = compiler.find(program, num_pages)
-        if compiled is None:
+        Without those that came before a program that has its place by now.
+        """
+        taken = self._runner.take_demand()
+        for program in self._runner.programs():
+            taken = without(program, taken)
+        for key, count in taken.items():
+            self._demand[key] = self._demand.get(key, 0) + count
+        return taken
+
+    def _compile(self, program: Program) -> None:
+        """Let a program be compiled into a file; what is used meanwhile comes to its place."""
+        with self._compiler.store.timeline.span(f"wait for {program}"):
             process = self._open_process()
-            self._compile_seconds.append(process.compile(program))
-            compiled = compiler.find(program, num_pages)
-            if compiled is None:
-                raise FileNotFoundError(f"{program} was compiled, but could not be kept")
-            self.num_compiled += 1
-        seconds = self._time(program, compiled, repeats)
-        self._runner.add(program, compiled)
+            took = process.compile(program, self._place_what_is_used)
+        self._compile_seconds.append(took)
+        if not self._is_kept(program):
+            raise FileNotFoundError(f"{program} was compiled, but could not be kept")
+        self.num_compiled += 1
         self._missing.remove(program)
-        return_memory()
-        return seconds
+        if program == self._buckets.largest_decode or gain(program, self._demand, self._seconds):
+            self._place(program)
+
+    def _place_what_is_used(self) -> None:
+        """Put programs in their places that would have saved padding in the latest launches.
+
+        Of several, the one that fits best.
+        """
+        demand = self._take_demand()
+        while not self._closing.is_set():
+            ready = [program for program in self._absent if program not in self._missing]
+            gains = {program: gain(program, demand, self._seconds) for program in ready}
+            best = max(ready, key=gains.__getitem__, default=None)
+            if best is None or gains[best] <= 0:
+                return
+            self._place(best)
+            demand = without(best, demand)
+
+    def _place(self, program: Program) -> None:
+        """Put a program that files have in its place."""
+        with self._compiler.store.timeline.span(f"add {program}"):
+            compiled = self._compiler.find(program, self._runner.num_pages)
+            if compiled is None:  # a damaged file, of which a warning tells
+                self._missing.append(program)
+                return
+            self._time(program, compiled, 1)
+            self._runner.add(program, compiled)
+            self._absent.remove(program)
+            return_memory()
+
+    def _read(self, program: Program) -> object:
+        """Return a program that a file has, or that is compiled because the file is damaged."""
+        compiled = self._compiler.find(program, self._runner.num_pages)
+        if compiled is None:
+            self._missing.append(program)
+            self._compile(program)
+            compiled = self._compiler.find(program, self._runner.num_pages)
+        return compiled
+
+    def _is_kept(self, program: Program) -> bool:
+        return self._compiler.has(program, self._runner.num_pages)
 
     def _time(self, program: Program, compiled: object, repeats: int) -> float:
         bucket = program if isinstance(program, Bucket) else self._buckets.largest
@@ -208,7 +285,7 @@ class ProgramsBehind:
 
     def _open_process(self) -> CompilingProcess:
         with self._door:
-            if self._closing:
+            if self._closing.is_set():
                 raise InterruptedError("the engine is closed")
             if self._process is None:
                 self._process = CompilingProcess(self._compiler, self._runner.num_pages)

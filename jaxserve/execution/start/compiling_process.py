@@ -7,6 +7,7 @@ import ctypes
 import gc
 import os
 import pickle
+import select
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 import jax
 from jax.stages import Lowered
@@ -41,6 +42,8 @@ from jaxserve.execution.start.compiling_process import serve
 serve()
 """
 _PR_SET_PDEATHSIG = 1
+# Seconds between two looks at what an engine could use by now, while one waits for a program.
+_INTERVAL_S = 0.1
 
 
 class CompilationFailed(Exception):
@@ -93,32 +96,40 @@ class CompilingProcess:
         self._send(task)
         self._is_ready = False
 
-    def wait(self) -> None:
+    def wait(self, meanwhile: Callable[[], None]) -> None:
         """Wait until it has started.
+
+        Args:
+            meanwhile: is called again and again.
 
         Raises:
             CompilationFailed: it ended, or is not what compiles for this engine.
         """
         if not self._is_ready:
-            self._receive()
+            self._receive(meanwhile)
         self._is_ready = True
 
-    def compile(self, program: Program) -> float:
+    def compile(self, program: Program, meanwhile: Callable[[], None]) -> float:
         """Compile a program; return the seconds that it took.
+
+        Args:
+            meanwhile: is called again and again.
 
         Raises:
             CompilationFailed: it did not; or `close` was called by another thread.
         """
-        self.wait()
+        self.wait(meanwhile)
         self._send(program)
-        return self._receive()
+        return self._receive(meanwhile)
 
-    def _receive(self) -> float:
+    def _receive(self, meanwhile: Callable[[], None]) -> float:
         stdout = self._process.stdout
         assert stdout is not None
+        while not _is_readable(stdout):
+            meanwhile()
         try:
             seconds, error = pickle.load(stdout)
-        except (EOFError, OSError, pickle.UnpicklingError) as gone:
+        except (EOFError, OSError, ValueError, pickle.UnpicklingError) as gone:
             status = self._process.wait()
             raise CompilationFailed(f"the process that compiles ended ({status})") from gone
         if error is not None:
@@ -142,6 +153,13 @@ class CompilingProcess:
             assert pipe is not None
             with suppress(OSError):
                 pipe.close()
+
+
+def _is_readable(pipe: IO[bytes]) -> bool:
+    """Wait a moment for something to read; return whether there is, the pipe's end included."""
+    with suppress(OSError, ValueError):  # another thread has closed it
+        return bool(select.select([pipe], [], [], _INTERVAL_S)[0])
+    return True
 
 
 def serve() -> None:
