@@ -32,11 +32,11 @@ from pallas_kernels.implementation import IMPLEMENTATIONS
 from pallas_kernels.norm_arguments import NormOptions
 from pallas_kernels.ops import (
     add_norm,
+    add_norm_kernel,
     block_product,
     gated_matmul,
     greatest,
     grouped_matmul,
-    has_add_norm,
     has_few_row_product,
     has_greatest,
     has_rope_kv_write,
@@ -71,6 +71,7 @@ __all__ = [
     "NormOptions",
     "QkvOptions",
     "add_norm",
+    "add_norm_kernel",
     "attention_of_part",
     "block_product",
     "check_page_table",
@@ -78,7 +79,6 @@ __all__ = [
     "gated_matmul",
     "greatest",
     "grouped_matmul",
-    "has_add_norm",
     "has_few_row_product",
     "has_greatest",
     "has_rope_kv_write",

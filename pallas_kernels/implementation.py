@@ -32,6 +32,7 @@ PREFERENCE: dict[tuple[str, str], tuple[str, ...]] = {
     ("greatest", "gpu"): ("triton", "xla"),
     ("ragged", "cpu"): ("llvm", "xla"),
     ("decode", "cpu"): ("llvm", "xla"),
+    ("add_norm", "cpu"): ("llvm", "xla"),
 }
 FALLBACK = ("xla",)
 """Implementations that "auto" tries on every other platform."""
@@ -143,10 +144,14 @@ def _mosaic_limit(case: AnyCase) -> str | None:
 
 def _llvm_limit(case: AnyCase) -> str | None:
     """Return the reason why the CPU kernels cannot compute a call; None when they can."""
-    if not isinstance(case, Case) or case.op not in ("ragged", "decode"):
+    if case.op not in ("ragged", "decode", "add_norm"):
         return f"there is no llvm kernel for {case.op}; allowed: xla"
     if find_spec("llvmlite") is None:
         return "llvm needs the package llvmlite, which is not installed; allowed: xla"
+    if isinstance(case, RowsCase) and case.dtype == "float16":
+        return "x has dtype float16; allowed: bfloat16, float32 or float64"
+    if not isinstance(case, Case):
+        return None
     if case.S > LLVM_PAGE_SIZE:
         return f"k_pages has page size S = {case.S}; allowed: 1 to {LLVM_PAGE_SIZE}"
     if case.H % 8 or not 8 <= case.H <= 256:

@@ -60,6 +60,7 @@ GROUPED: Mapping[str, Callable[..., jax.Array]] = {
 ADD_NORM: Mapping[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
     "triton": deferred("pallas_kernels.gpu.triton_add_norm", "add_norm"),
     "triton_interpret": deferred("pallas_kernels.gpu.triton_add_norm", "add_norm", interpret=True),
+    "llvm": deferred("pallas_kernels.cpu.add_norm", "add_norm"),
 }
 ROPE_KV_WRITE: Mapping[str, Callable[..., tuple[jax.Array, ...]]] = {
     "triton": deferred("pallas_kernels.gpu.triton_rope_kv_write", "rope_kv_write"),
@@ -417,10 +418,11 @@ def add_norm(
     return run(*operands, options)
 
 
-def has_add_norm(x: jax.Array, implementation: str) -> bool:
-    """Return whether a kernel computes ``add_norm`` over rows like x, [T,D]."""
-    case = RowsCase("add_norm", target_device(), jnp.dtype(x.dtype), *x.shape)
-    return choose(implementation, case) != "xla"
+def add_norm_kernel(x: jax.Array, implementation: str) -> str:
+    """Return the name of what computes ``add_norm`` over rows like x, [T,D]; "xla" for none."""
+    return choose(
+        implementation, RowsCase("add_norm", target_device(), jnp.dtype(x.dtype), *x.shape)
+    )
 
 
 def _plain_add_norm(

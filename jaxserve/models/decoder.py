@@ -23,7 +23,7 @@ from jaxserve.models.linear import MOST_ROWS_IN_PARTS, accumulator
 from jaxserve.models.paged import KVPages, PagedStep
 from jaxserve.models.rope import rope_cos_sin
 from jaxserve.models.rounding import rounded_once
-from pallas_kernels import has_add_norm
+from pallas_kernels import add_norm_kernel
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32, UInt32
@@ -86,14 +86,17 @@ class DecoderLayer(nnx.Module):
             The same two after this layer, its pages with this step's K and V, and the rows that
             this device's experts computed, where that is counted.
         """
-        joins = self._joins(x, step)
+        kernel = self._kernel(x, step)
+        # On a GPU it also adds the parts of a product of few rows, and reads what is in parts.
+        joins = kernel.startswith("triton") and x.shape[0] <= MOST_ROWS_IN_PARTS
+        is_deferred = joins or kernel == "llvm"
         with jax.named_scope("attention"):
             x, normed = add(x, delta, self.attention_norm, self.norm_options, step.others)
             if isinstance(self.attention, LatentAttention):
                 y, kv = self.attention(normed, cos_sin, step, kv)
             else:
                 y, kv = self.attention(normed, cos_sin, step, kv, joins)
-            delta = self._delta(y, self.attention_out_norm, joins)
+            delta = self._delta(y, self.attention_out_norm, is_deferred)
         with jax.named_scope("mlp"):
             if self.parallel:
                 x = x + delta.value
@@ -104,17 +107,17 @@ class DecoderLayer(nnx.Module):
                 y, rows = self.mlp(normed, step)
             else:
                 y = self.mlp(normed, joins, step.others)
-            delta = self._delta(y, self.mlp_out_norm, joins)
+            delta = self._delta(y, self.mlp_out_norm, is_deferred)
         return x, delta, kv, rows
 
-    def _joins(self, x: Float[Array, "T D"], step: PagedStep) -> bool:
-        """Return whether one kernel adds a block's result as its product left it, and norms it."""
-        few = x.shape[0] <= MOST_ROWS_IN_PARTS and not self.parallel
-        return few and not self.is_centered and has_add_norm(x, step.others)
+    def _kernel(self, x: Float[Array, "T D"], step: PagedStep) -> str:
+        """Return the name of what adds a block's result, after its norm, and norms the sum."""
+        is_apart = self.parallel or self.is_centered
+        return "xla" if is_apart else add_norm_kernel(x, step.others)
 
-    def _delta(self, y: Float[Array, "*parts T D"], norm: Norm | None, joins: bool) -> Delta:
+    def _delta(self, y: Float[Array, "*parts T D"], norm: Norm | None, is_deferred: bool) -> Delta:
         """Return what a block's result adds, after its norm and the residual factor."""
-        if joins:
+        if is_deferred:
             return Delta(y, None if norm is None else norm.scale[...], self.residual)
         return Delta(scaled(y if norm is None else norm(y), self.residual))
 

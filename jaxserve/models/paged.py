@@ -54,8 +54,9 @@ class PagedStep:
 
     @property
     def others(self) -> str:
-        """Implementation of all but attention over prompts; Mosaic has a kernel for that alone."""
-        return "auto" if self.implementation == "mosaic_gpu" else self.implementation
+        """Implementation of all but attention, for which alone Mosaic and LLVM have all kernels."""
+        is_special = self.implementation in ("mosaic_gpu", "llvm")
+        return "auto" if is_special else self.implementation
 
 
 def logical_axes(module: nnx.Module) -> dict[str, LogicalAxes]:

@@ -37,6 +37,7 @@ from pallas_kernels.cpu.ir_builder import (
 Summed = Literal["numbers", "squares", "exps"]
 Shared = Literal["softmax", "sigmoid"]
 Fold = Callable[[Any, Any], Any]
+Vectors = Callable[[Any, int], Any]  # (index, lanes) to a row's numbers from the index on
 
 MOST_EXPONENT = 100.0  # of 2, the largest that `Code.exp2` takes
 CHAINS = 4  # of dependent additions, which overlap
@@ -45,8 +46,8 @@ WORK_OF_A_PART = 1 << 16  # numbers
 
 
 @dataclass(frozen=True)
-class Rows(ABC):
-    """Base of the kernels that reduce rows, which compute every row alone.
+class RowKernel:
+    """Base of the kernels over rows, which compute every row alone.
 
     Attributes:
         dtype: of the numbers.
@@ -56,61 +57,51 @@ class Rows(ABC):
     dtype: str
     cpu: Host = field(default_factory=host, kw_only=True)
 
-    operands = 1
-
     @property
     def sums(self) -> np.dtype:
         """Dtype of sums."""
         return np.dtype(np.float64 if self.dtype == "float64" else np.float32)
 
-    @property
-    def fields(self) -> Sequence[Field]:
-        """Arguments: x, results; rows, numbers of a row."""
-        return Field(0), Field(1), Field(0, 0), Field(0, 1)
-
-    def parts(self, code: Code, fields: Sequence[Any]) -> Any:
+    def parts_of(self, code: Code, rows: Any, size: Any) -> Any:
         """Generate the number of parts: by the numbers, at most MOST_PARTS and the rows."""
-        _, _, rows, size = fields
         parts = code.sdiv(code.mul(rows, size), const(WORK_OF_A_PART))
         parts = code.smaller_int(code.smaller_int(parts, const(MOST_PARTS)), rows)
         return code.larger_int(parts, const(1))
 
-    def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
-        """Generate part `index`'s rows."""
-        x, results, rows, size = fields
-        begin, end = part_bounds(code, rows, index, parts)
-        with code.loop(begin, end) as (row, _):
-            first = code.at(x, code.mul(row, size), stored_type(self.dtype))
-            self.row(code, first, size, results, row)
+    def squares(self, code: Code, numbers: Vectors, size: Any) -> Any:
+        """Compute the sum of a row's squares."""
 
-    @abstractmethod
-    def row(self, code: Code, x: Any, size: Any, results: Any, row: Any) -> None:
-        """Write one row's result to its place in the results."""
+        def with_square(total: Any, number: Any) -> Any:
+            return code.multiply_add(number, number, total)
 
-    def exps(self, code: Code, x: Any, size: Any) -> tuple[Any, Any]:
-        """Compute a row's greatest number, and the sum of exp(number - greatest)."""
-        top = self.folded(code, x, size, -math.inf, code.larger, code.larger)
+        return self.folded(code, numbers, size, 0.0, with_square, code.fadd)
 
-        def with_exp(total: Any, x: Any) -> Any:
-            return code.fadd(total, _exp(code, x, top))
-
-        return top, self.folded(code, x, size, 0.0, with_exp, code.fadd)
+    def read(self, code: Code, x: Any) -> Vectors:
+        """Return what reads a row's numbers, as wide as they are computed with."""
+        stored, real = stored_type(self.dtype), float_type(self.sums)
+        return lambda index, lanes: widened(code, code.read_vector(x, index, stored, lanes), real)
 
     def folded(
-        self, code: Code, x: Any, size: Any, start: float, with_vector: Fold, together: Fold
+        self,
+        code: Code,
+        numbers: Vectors,
+        size: Any,
+        start: float,
+        with_vector: Fold,
+        together: Fold,
     ) -> Any:
         """Reduce a row to one number.
 
         `with_vector` combines a total with a vector of the row, `together` combines two totals;
-        each lane of a total begins with `start`.
+        each lane of a total begins with `start`. `numbers` is called once for each vector, in the
+        order of the row.
         """
         lanes = self.cpu.vector_bytes // self.sums.itemsize
         kind = float_type(self.sums)
         starts = [filled(ir.VectorType(kind, lanes), start)] * CHAINS
 
         def taken_in(total: Any, index: Any) -> Any:
-            read = code.read_vector(x, index, stored_type(self.dtype), total.type.count)
-            return with_vector(total, widened(code, read, kind))
+            return with_vector(total, numbers(index, total.type.count))
 
         whole = code.sub(size, code.srem(size, const(CHAINS * lanes)))
         with code.loop(const(0), whole, CHAINS * lanes, carry=starts) as (index, chains):
@@ -127,6 +118,44 @@ class Rows(ABC):
         with code.loop(vectors, size, carry=[total]) as (index, rest):
             rest[0] = taken_in(rest[0], index)
         return code.extract_element(rest[0], const(0))
+
+
+@dataclass(frozen=True)
+class Rows(RowKernel, ABC):
+    """Base of the kernels with one operand and one result, which a row is reduced to or shares."""
+
+    operands = 1
+
+    @property
+    def fields(self) -> Sequence[Field]:
+        """Arguments: x, results; rows, numbers of a row."""
+        return Field(0), Field(1), Field(0, 0), Field(0, 1)
+
+    def parts(self, code: Code, fields: Sequence[Any]) -> Any:
+        """Generate the number of parts."""
+        return self.parts_of(code, *fields[2:])
+
+    def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
+        """Generate part `index`'s rows."""
+        x, results, rows, size = fields
+        begin, end = part_bounds(code, rows, index, parts)
+        with code.loop(begin, end) as (row, _):
+            first = code.at(x, code.mul(row, size), stored_type(self.dtype))
+            self.row(code, first, size, results, row)
+
+    @abstractmethod
+    def row(self, code: Code, x: Any, size: Any, results: Any, row: Any) -> None:
+        """Write one row's result to its place in the results."""
+
+    def exps(self, code: Code, x: Any, size: Any) -> tuple[Any, Any]:
+        """Compute a row's greatest number, and the sum of exp(number - greatest)."""
+        numbers = self.read(code, x)
+        top = self.folded(code, numbers, size, -math.inf, code.larger, code.larger)
+
+        def with_exp(total: Any, x: Any) -> Any:
+            return code.fadd(total, _exp(code, x, top))
+
+        return top, self.folded(code, numbers, size, 0.0, with_exp, code.fadd)
 
 
 def _exp(code: Code, x: Any, top: Any) -> Any:
@@ -157,11 +186,9 @@ class RowSums(Rows):
 
     def _sum(self, code: Code, x: Any, size: Any) -> Any:
         if self.term == "numbers":
-            return self.folded(code, x, size, 0.0, code.fadd, code.fadd)
+            return self.folded(code, self.read(code, x), size, 0.0, code.fadd, code.fadd)
         if self.term == "squares":
-            return self.folded(
-                code, x, size, 0.0, lambda total, x: code.multiply_add(x, x, total), code.fadd
-            )
+            return self.squares(code, self.read(code, x), size)
         return self.exps(code, x, size)[1]
 
 

@@ -15,10 +15,16 @@ from pallas_kernels import add_norm, reference
 from pallas_kernels.norm_arguments import NormOptions
 from scripts.lib.fast_compile import FAST
 
-IMPLEMENTATIONS = ("triton_interpret", "xla")
+IMPLEMENTATIONS = ("triton_interpret", "xla", "llvm")
 # Parts of delta, offset, rounds_last.
 KINDS = ((None, 0.0, False), (0, 0.0, False), (0, 1.0, True), (1, 0.0, True), (4, 0.0, False))
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+RUNS = [
+    (name, dtype)
+    for name in IMPLEMENTATIONS
+    for dtype in DTYPES
+    if (name, dtype) != ("llvm", jnp.float16)
+]
 
 
 def inputs(
@@ -70,8 +76,7 @@ def run(implementation: str, *arrays: jax.Array | None, **options: Any) -> tuple
     return call(*arrays)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("implementation", "dtype"), RUNS)
 @pytest.mark.parametrize(("rows", "width"), [(1, 1), (3, 16), (33, 80), (3, 2880)])
 def test_sums_and_norms(implementation: str, dtype: Any, rows: int, width: int) -> None:
     for parts, offset, rounds_last in KINDS:
@@ -86,8 +91,7 @@ def test_sums_and_norms(implementation: str, dtype: Any, rows: int, width: int) 
         assert np.isfinite(np.asarray(got[1], np.float32)[finite]).all()
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("implementation", "dtype"), RUNS)
 @pytest.mark.parametrize("parts", [0, 1])
 def test_what_is_added_is_normed_and_scaled(implementation: str, dtype: Any, parts: int) -> None:
     for has_norm, has_delta_norm, factor, offset in (
@@ -135,7 +139,14 @@ def test_float64_stays_float64() -> None:
         ({"delta_scale": jnp.ones(4)}, "delta is None; expected one"),
         ({"delta": jnp.zeros((2, 4)), "delta_scale": jnp.ones(3)}, "delta_scale has shape"),
         ({"eps": -1.0}, "eps is -1.0; allowed: 0 or more"),
-        ({"implementation": "llvm"}, "no llvm kernel for add_norm"),
+        (
+            {
+                "x": jnp.zeros((2, 4), jnp.float16),
+                "scale": jnp.ones(4, jnp.float16),
+                "implementation": "llvm",
+            },
+            "x has dtype float16; allowed: bfloat16, float32 or float64",
+        ),
         ({"implementation": "mosaic_gpu"}, "mosaic_gpu needs a GPU"),
     ],
 )

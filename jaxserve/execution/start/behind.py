@@ -177,6 +177,7 @@ class ProgramsBehind:
                 self._compile(program)
             if isinstance(program, Bucket) and program in self._absent:
                 seconds[program] = self._time(program, self._read(program), _REPEATS)
+                return_memory()
         if self._closing.is_set():
             return
         for bucket in set(measured) - set(seconds):
