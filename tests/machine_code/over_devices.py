@@ -21,6 +21,8 @@ from tests.machine_code.ptx import Kernel
 
 METADATA_WORDS = 4
 FUEL = 100_000
+SHARE = 32
+"""Turns of which the other devices have one, where a device is ahead."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +45,7 @@ class DeviceLaunch:
         given: list[list[Array]],
         blank: list[tuple[tuple[int, ...], Array]],
         order: np.random.Generator | None = None,
+        ahead: int | None = None,
         fuel: int = FUEL,
     ) -> list[list[Array]]:
         """Run it to the end of every device; return what each then has in its results.
@@ -53,6 +56,7 @@ class DeviceLaunch:
             given: arrays of each device; they are read only.
             blank: shape of each result, and an array of its type.
             order: draws the order in which warps take turns.
+            ahead: device that takes 31 of 32 turns.
             fuel: turns after which threads are held to wait for ever.
 
         Raises:
@@ -81,8 +85,8 @@ class DeviceLaunch:
             arguments = [addresses[argument] for argument in self.arguments]
             parameters.append(pack_arguments(self.kernel, arguments))
         memory.permit(reads, writes)
-        machine = _Devices(self, memory, parameters, inputs, LaunchOptions(order=order, fuel=fuel))
-        machine.run()
+        options = LaunchOptions(order=order, fuel=fuel)
+        _Devices(self, memory, parameters, inputs, options, ahead).run()
         return [
             [
                 memory.read(address, size).view(kind.dtype).reshape(shape)
@@ -93,7 +97,10 @@ class DeviceLaunch:
 
 
 class _Devices(Machine):
-    """Machine of the CTAs of all devices, those of the first before those of the second."""
+    """Machine of the CTAs of all devices, those of the first before those of the second.
+
+    None of their threads sleeps at an mbarrier, so that sleep can keep devices back.
+    """
 
     def __init__(
         self,
@@ -102,6 +109,7 @@ class _Devices(Machine):
         parameters: list[dict[str, bytes]],
         inputs: list[list[tuple[int, int]]],
         options: LaunchOptions,
+        ahead: int | None,
     ) -> None:
         assert launch.kernel.threads is not None
         # A number past the grid's last has the coordinates of the same program on another device.
@@ -111,6 +119,7 @@ class _Devices(Machine):
         self.by_device, self.inputs, self.memory = parameters, inputs, memory
         self.device = self.threads.ctas[self.threads.cta] // launch.rows
         self.running = set(range(len(parameters)))
+        self.ahead = None if ahead is None else self.device == ahead
 
     def parameter(self, name: str, offset: int, size: int) -> Array:
         """Return the bits of a parameter, each thread's by its device."""
@@ -119,7 +128,13 @@ class _Devices(Machine):
 
     def turn(self) -> bool:
         """Run a block; overwrite the arguments of devices that have ended."""
-        goes_on, alive = super().turn(), self.progress.alive()
+        progress = self.progress
+        ready = progress.ready()
+        if self.ahead is not None and ready.any():
+            chosen = ~self.ahead if self.turns % SHARE == 0 else self.ahead
+            progress.asleep = ~chosen if (ready & chosen).any() else chosen
+        goes_on, alive = super().turn(), progress.alive()
+        progress.asleep = np.zeros_like(progress.asleep)
         for device in sorted(self.running):
             if not alive[self.device == device].any():
                 self.running.remove(device)
