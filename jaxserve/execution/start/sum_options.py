@@ -42,6 +42,13 @@ def sum_options(config: EngineConfig, device: DeviceLimits) -> dict[str, str]:
     reason = _limit(chosen, devices, device)
     if reason is not None:
         raise InvalidRequest(f"all_reduce is {chosen}: {reason}; allowed: auto", "all_reduce")
+    return options_of(chosen)
+
+
+def options_of(chosen: str) -> dict[str, str]:
+    """Return the options of a value of `all_reduce`, for jax 0.11.2 on a GPU."""
+    if chosen == "auto":
+        return {}
     if chosen == "xla_kernels":
         return {_KERNELS: "COLLECTIVE_KERNEL_ALL_REDUCE"}
     # What the user says of graphs in XLA_FLAGS stands; what a start sets there is extended.
