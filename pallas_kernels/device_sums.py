@@ -5,6 +5,8 @@ Called where the devices' parts are mapped (`jax.shard_map`), over the mesh's on
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -39,6 +41,12 @@ def device_sum_limit(device: DeviceLimits, rows: int, width: int, devices: int) 
     if read > MOST_LINK_BYTES:
         return f"a device would read {read} bytes of others; allowed: up to {MOST_LINK_BYTES}"
     return None
+
+
+def sum_in_order(parts: jax.Array) -> jax.Array:
+    """Sum parts [devices, ...] one after another: the specification."""
+    first, *others = parts
+    return functools.reduce(jnp.add, others, first)
 
 
 def _has_kernel(rows: int, width: int, axis: str) -> bool:
@@ -93,7 +101,7 @@ def add_norm_over_devices(
         ValueError: naming the argument at fault and what is allowed.
     """
     own = delta.sum(axis=0)[: len(x)]
-    if _has_kernel(*x.shape, axis):
+    if _has_kernel(x.shape[0], x.shape[1], axis):
         options = NormOptions(eps, offset, rounds_last, factor)
         return _kernel(own, axis, x, scale, delta_scale, options)
     total = lax.psum(own, axis)[None]

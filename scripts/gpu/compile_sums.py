@@ -39,15 +39,15 @@ DEVICES = (2, 4, 8)
 ROWS = (1, 8, 32, 64, 128, 256)
 HEAD = """# Sums over devices
 
-`{command}`, {date}, jax {jax}, for H200s of one host that are not there: compiled, and **nothing of
-it was run or timed**. The sum of T rows of an 8B model is [T, 4096] in float32, 16 KiB a row.
+`{command}`, {date}, jax {jax}, for H200s of one host that are not there:
+compiled, and **nothing of it was run or timed**. A row of an 8B model is 16 KiB of float32.
 
 ## A decode step, by `all_reduce`
 
-{layers} layers, which have {sums} sums with the embedding's. The host launches each graph, and all
-that lies in none: in a sum of XLA's kernels a barrier over the devices too.
+{layers} layers, which have {sums} sums with the embedding's. The host launches each CUDA graph, and
+all that lies in none.
 
-| `all_reduce` | cards | rows | sums are | CUDA graphs | launches in them | sums in them | launches outside | sums outside |
+| `all_reduce` | cards | rows | sums are | graphs | launches in them | of sums | outside | of sums |
 |---|---|---|---|---|---|---|---|---|"""
 
 
@@ -182,7 +182,13 @@ def page(found: dict[str, Any], about: dict[str, Any], notes: str) -> str:
     lines += ["|---" * (2 + len(ROWS)) + "|"]
     lines += [f"| {name} | {' | '.join(kinds)} |" for name, kinds in found["sums"].items()]
     used = [step for step in found["steps"] if step["registers"]]
-    lines += ["", "## Our kernel", "", "| cards | rows | registers | bytes spilled |", "|---|---|---|---|"]
+    lines += [
+        "",
+        "## Our kernel",
+        "",
+        "| cards | rows | registers | bytes spilled |",
+        "|---|---|---|---|",
+    ]
     lines += [
         f"| {s['devices']} | {s['rows']} | {', '.join(map(str, s['registers']))} | {s['spills']} |"
         for s in used

@@ -22,6 +22,7 @@ import pallas_kernels
 from jaxserve.execution.mesh import mesh_of
 from jaxserve.execution.start.sum_options import options_of
 from jaxserve.models.shards import AXIS
+from pallas_kernels.device_sums import sum_in_order
 from pallas_kernels.devices import target_device
 from scripts.gpu import timing as gpu_timing
 from scripts.gpu.setting import Item, Setting
@@ -61,9 +62,8 @@ def block_ends(x: Array, delta: Array, scale: Array, *, kernel: bool, times: int
 
 
 def in_order(part: Array) -> Array:
-    """Sum one number after another, in the order of the devices."""
-    first, *others = jax.lax.all_gather(part, AXIS)
-    return functools.reduce(jnp.add, others, first)
+    """Sum by the specification, in the order of the devices."""
+    return sum_in_order(jax.lax.all_gather(part, AXIS))
 
 
 def _seconds(setting: Setting, program: Any, arrays: tuple[Array, ...]) -> float:

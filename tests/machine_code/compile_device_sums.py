@@ -51,10 +51,7 @@ def compile_case(case: DeviceSumCase, dumps: Any) -> dict[str, Any]:
         given = dict(zip(names, arrays, strict=True))
         return sum_over_devices(given.pop("delta")[0], AXIS, **given, options=options)
 
-    shapes = [
-        jax.ShapeDtypeStruct(operands[name].shape, operands[name].dtype)
-        for name in names
-    ]
+    shapes = [jax.ShapeDtypeStruct(operands[name].shape, operands[name].dtype) for name in names]
     placed = [
         jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=NamedSharding(mesh, spec))
         for shape, spec in zip(shapes, specs, strict=True)

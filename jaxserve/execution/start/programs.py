@@ -183,7 +183,7 @@ class ProgramStore:
 
     def _compile(self, lowered: Lowered, name: str) -> Compiled:
         with self._timed("compile", name):
-            options = {"compiler_options": self._options} if self._options else {}
+            options: Any = {"compiler_options": self._options} if self._options else {}
             program = lowered.compile(**options)
         with self._lock:
             self.num_built += 1
