@@ -12,7 +12,6 @@ than one graph, or our kernel spills registers.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import datetime
 import json
 import pathlib
@@ -35,7 +34,6 @@ from scripts.lib.run_main import run_main
 from scripts.lib.run_record import about_run
 
 CHOICES = ("auto", "nccl", "xla_kernels", "pallas")
-DEVICES = (2, 4, 8)
 ROWS = (1, 8, 32, 64, 128, 256)
 HEAD = """# Sums over devices
 
@@ -73,100 +71,11 @@ def thunk_counts(text: str) -> dict[str, int]:
     return counts
 
 
-def compile_step(choice: str, devices: int, rows: int, layers: int, dumps: Any) -> dict[str, Any]:
-    """Compile a decode step of an 8B Llama as an engine does; inside the environment."""
-    import jax.numpy as jnp
-
-    from jaxserve.config import EngineConfig
-    from jaxserve.execution.buckets import Bucket
-    from jaxserve.execution.start.compilation import open_store
-    from jaxserve.execution.start.compiler import Compiler
-    from jaxserve.execution.start.described_card import DescribedCard
-    from jaxserve.models import abstract_model, parse_model_config
-    from jaxserve.models.shards import Split
-    from jaxserve.weights.expected import divide_shapes
-    from scripts.gpu.models import MODELS
-
-    card, split = DescribedCard.of("H200", devices), Split(devices, sum_kernel=choice == "pallas")
-    assert card.cards is not None
-    shape = dataclasses.replace(MODELS["8b"], L=layers)
-    model_config = dataclasses.replace(parse_model_config(shape.config()), split=split)
-    model = abstract_model(model_config, jnp.bfloat16)
-    divide_shapes(model, model_config, card.cards)
-    config = EngineConfig(
-        max_model_len=1024,
-        max_num_seqs=rows,
-        max_num_batched_tokens=max(rows, 16),
-        tensor_parallel_size=devices,
-        all_reduce=choice,  # type: ignore[arg-type]
-    )
-    dumps.clear()
-    with card.tracing():
-        compiler = Compiler(config, model_config, model, card)
-        compiler.store = open_store(None, config, model_config, compiler.leaves, card)
-        program = compiler.step(Bucket(rows, rows, decode_only=True, greedy=True), 2048)
-    [thunks] = dumps.xla.glob("*.thunk_sequence_after*.txt")
-    reports = [path.read_text() for path in dumps.mosaic.glob("*.ptxas")]
-    return {
-        "choice": choice,
-        "devices": devices,
-        "rows": rows,
-        "strategies": strategies_of(program.as_text()),
-        "registers": [int(r) for text in reports for r in re.findall(r"Used (\d+) reg", text)],
-        "spills": sum(int(b) for t in reports for b in re.findall(r"(\d+) bytes spill st", t)),
-        **thunk_counts(thunks.read_text()),
-    }
-
-
 def strategies_of(hlo: str) -> list[str]:
     """Read by which strategies XLA sums."""
     lines = [line for line in hlo.splitlines() if re.search(r"\ball-reduce(-start)?\(", line)]
     found = {name for line in lines for name in re.findall(r"KERNEL_STRATEGY_(\w+)", line)}
     return sorted(name.lower().replace("default", "nccl") for name in found)
-
-
-def compile_sum(devices: int, rows: int, dtype: str) -> str:
-    """Return the strategy that XLA takes by itself for a sum of rows of 4,096 numbers."""
-    import jax
-    from jax.sharding import NamedSharding, PartitionSpec
-
-    from jaxserve.execution.start.described_card import DescribedCard
-    from jaxserve.models.collectives import summed
-    from jaxserve.models.shards import AXIS, Split
-
-    card, parts = DescribedCard.of("H200", devices), PartitionSpec(AXIS)
-    mesh, split = card.cards, Split(devices)
-    assert mesh is not None
-    mapped = jax.shard_map(
-        lambda x: summed(x, split),
-        mesh=mesh,
-        in_specs=parts,
-        out_specs=PartitionSpec(),
-        check_vma=False,
-    )
-    placed = NamedSharding(mesh, parts)
-    shape = jax.ShapeDtypeStruct((devices * rows, 4096), dtype, sharding=placed)
-    compiled = card.lower_placed(jax.jit(mapped), (shape,)).compile()
-    return strategies_of(compiled.as_text())[0]
-
-
-def compile_inside(folder: pathlib.Path, layers: int) -> None:
-    """Compile everything, inside the environment; write what was found to a file."""
-    from scripts.gpu.offline_compiler import Dumps
-
-    dumps = Dumps(folder / "xla", folder / "mosaic")
-    steps = [
-        compile_step(choice, devices, rows, layers, dumps)
-        for choice in CHOICES
-        for devices, rows in ((2, 8), (8, 8), (8, 256))
-    ]
-    steps.append(compile_step("pallas", 4, 8, layers, dumps))
-    kinds = [(devices, dtype) for devices in (2, 3, 8) for dtype in ("float32", "bfloat16")]
-    sums = {
-        f"{devices} cards, {dtype}": [compile_sum(devices, rows, dtype) for rows in (*ROWS, 512)]
-        for devices, dtype in kinds
-    }
-    (folder / "found.json").write_text(json.dumps({"steps": steps, "sums": sums}))
 
 
 def page(found: dict[str, Any], about: dict[str, Any], notes: str) -> str:
@@ -214,11 +123,7 @@ def main() -> int:
     )
     parser.add_argument("--layers", type=int, default=2, help="of the model; default %(default)s")
     parser.add_argument("--out", type=new_folder, default=str(RESULTS))
-    parser.add_argument("--inside", type=pathlib.Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.inside is not None:
-        compile_inside(arguments.inside, arguments.layers)
-        return 0
     with tempfile.TemporaryDirectory() as name:
         try:
             interpreter = make_environment(default_folder())
@@ -226,9 +131,8 @@ def main() -> int:
         except NoEnvironment as error:
             raise SystemExit(str(error)) from error
         variables["XLA_FLAGS"] = with_gpu_flags(variables["XLA_FLAGS"], JAX)
-        command = [str(interpreter), "-m", "scripts.gpu.compile_sums", "--inside", name]
-        command += ["--layers", str(arguments.layers)]
-        if subprocess.run(command, env=variables).returncode:
+        command = ["-m", "scripts.gpu.sums_worker", name, str(arguments.layers)]
+        if subprocess.run([str(interpreter), *command], env=variables).returncode:
             return 1
         found = json.loads((pathlib.Path(name) / "found.json").read_text())
     about = {
