@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jaxserve.checks import exact_int
 from jaxserve.errors import InvalidRequest
 
 _ADDRESS = re.compile(r"[\w.-]+|[\da-fA-F:.]+", re.ASCII)
+_SUMS = ("auto", "nccl", "xla_kernels", "pallas")
+_ON_ONE_HOST = _SUMS[2:]
 # Settings with which the host would need logits whose columns lie on other hosts.
 _RAW, _MOST_LOGPROBS = "raw_logprobs", 20
 
@@ -24,6 +26,10 @@ class HostsConfig:
             where `tensor_parallel_size` has several of them keep the same kv head: each keeps so
             much less of the cache, and longer sequences fit. Attention is plain JAX then, without
             the kernels of a GPU.
+        all_reduce: how devices add their results, on GPUs with jax 0.11.2 or newer. "auto" leaves
+            it to XLA, "nccl" is NCCL within the step's CUDA graph, "xla_kernels" are XLA's own,
+            on capability 9.0 and newer, and "pallas" is ours on 9.0 alone, which norms the sum of
+            few rows too. None of them is timed.
         nnodes: hosts that `tensor_parallel_size` devices lie on, as many on each; every one is
             started with the same settings but node_rank.
         node_rank: number of this host. 0 leads and serves; the others need --headless.
@@ -34,6 +40,7 @@ class HostsConfig:
     """
 
     decode_context_parallel_size: int = 1
+    all_reduce: Literal["auto", "nccl", "xla_kernels", "pallas"] = "auto"
     nnodes: int = 1
     node_rank: int = 0
     master_addr: str = "127.0.0.1"
@@ -63,8 +70,18 @@ def check_hosts(config: Any) -> None:
         raise InvalidRequest(
             f"master_addr must be an address or a name, got {config.master_addr!r}", "master_addr"
         )
+    if config.all_reduce not in _SUMS:
+        raise InvalidRequest(
+            f"all_reduce must be one of {', '.join(_SUMS)}; got {config.all_reduce!r}", "all_reduce"
+        )
     if not config.has_followers:
         return
+    if config.all_reduce in _ON_ONE_HOST:
+        raise InvalidRequest(
+            f"all_reduce is {config.all_reduce}, whose kernels read the memory of cards of one "
+            "host; allowed with nnodes: auto, nccl",
+            "all_reduce",
+        )
     devices = config.tensor_parallel_size
     if devices % config.nnodes:
         raise InvalidRequest(

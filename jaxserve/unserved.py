@@ -49,7 +49,9 @@ UNSERVED: dict[str, Unserved] = {
     "pipeline_parallel_size": Unserved((1,), _ONE_DEVICE),
     "data_parallel_size": Unserved((1,), _REPLICAS),
     "distributed_executor_backend": Unserved(("uni",), _ONE_DEVICE),
-    "disable_custom_all_reduce": Unserved((True, False), _ONE_DEVICE),
+    "disable_custom_all_reduce": Unserved(
+        (True, False), "all_reduce chooses how devices add their results"
+    ),
     "enforce_eager": Unserved(
         (False,), f"{_SIZES}, and `jaxserve compile` builds them ahead of a start"
     ),

@@ -9,6 +9,8 @@ tokens of a page, head dim), so that one (page, kv head) block is ``S * H`` cont
   and rotates queries and keys before; ``quantized_kv_write`` stores int8 with a scale a token and
   kv head.
 
+``sum_over_devices`` and ``add_norm_over_devices`` sum over the devices of a mesh.
+
 ``attention_of_part`` is the first over some positions of every row, and ``merge_parts`` joins what
 all parts gave, for caches over several devices.
 
@@ -28,6 +30,11 @@ runs, the tables in ``implementation`` decide.
 
 from pallas_kernels.arguments import check_page_table
 from pallas_kernels.context_parts import attention_of_part, merge_parts
+from pallas_kernels.device_sums import (
+    add_norm_over_devices,
+    device_sum_limit,
+    sum_over_devices,
+)
 from pallas_kernels.implementation import IMPLEMENTATIONS
 from pallas_kernels.norm_arguments import NormOptions
 from pallas_kernels.ops import (
@@ -72,10 +79,12 @@ __all__ = [
     "QkvOptions",
     "add_norm",
     "add_norm_kernel",
+    "add_norm_over_devices",
     "attention_of_part",
     "block_product",
     "check_page_table",
     "dequantize",
+    "device_sum_limit",
     "gated_matmul",
     "greatest",
     "grouped_matmul",
@@ -101,4 +110,5 @@ __all__ = [
     "rows_in_panels",
     "sigmoid",
     "softmax",
+    "sum_over_devices",
 ]

@@ -39,6 +39,7 @@ from jaxserve.execution.start.memory_plan import MemoryPlan, plan_memory
 from jaxserve.execution.start.memory_return import return_memory
 from jaxserve.execution.start.refusal import refusal
 from jaxserve.execution.start.report import StartReport
+from jaxserve.execution.start.sum_options import sum_options
 from jaxserve.execution.start.timeline import Timeline
 from jaxserve.execution.start.warm_up import WarmUp
 from jaxserve.hosts import check_secret
@@ -260,6 +261,7 @@ def _start_device(
     reason = device_limit(config.attention_backend, memory.limits)
     if reason is not None:
         raise InvalidRequest(f"attention_backend: {reason}", "attention_backend")
+    sum_options(config, memory.limits)  # refuses what is not there
     plan = _open_device(config, source, memory)
     make_mesh(config.tensor_parallel_size)  # before a byte of weights is read
     device = target_device()

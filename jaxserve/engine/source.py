@@ -189,6 +189,7 @@ def _divided(model_config: ModelConfig, config: EngineConfig) -> ModelConfig:
         config.enable_expert_parallel,
         placement_of(config, model_config),
         config.decode_context_parallel_size,
+        config.all_reduce == "pallas",
     )
     made = replace(model_config, split=split)
     check_split(made)

@@ -70,7 +70,7 @@ class Attention(nnx.Module):
         embed, kv_heads, head_dim = config.hidden_size, config.num_key_value_heads, config.head_dim
         group = config.num_attention_heads // kv_heads
         # Of one device, where heads are divided over several; parameters are created whole.
-        self.group, self.axis = group_of(config), config.split.axis
+        self.group, self.axis, self.split = group_of(config), config.split.axis, config.split
         self.context = config.split.context
         self.window, self.scale = window, config.scales.attention
         self.soft_cap, self.interleaved = config.scales.attention_cap, traits.interleaved
@@ -129,9 +129,9 @@ class Attention(nnx.Module):
         attended = attended.reshape(num_tokens, -1, group, attended.shape[-1])  # [T, K, G, H]
         out = self.out[...]
         if in_parts and isinstance(out, jax.Array) and self.out_bias is None:
-            return matmul_in_parts(attended, out, 3, step.others, self.axis), kv
+            return matmul_in_parts(attended, out, 3, step.others, self.split), kv
         bias = value_of(self.out_bias)
-        return matmul(attended, out, contract=3, bias=bias, axis=self.axis), kv
+        return matmul(attended, out, contract=3, bias=bias, split=self.split), kv
 
     def _placed(
         self, x: Float[Array, "T D"], cos_sin: CosSin | None, step: PagedStep, kv: KVPages

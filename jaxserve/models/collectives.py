@@ -1,7 +1,8 @@
 # pyright: reportUnknownMemberType=false
 """Operations between the devices that a model is divided over; on one device none is left.
 
-Every sum of a step over devices goes through `summed`, so that a kernel may take its place.
+Every sum of a step over devices goes through `summed`, so that a kernel may take its place, or is
+left to `layers.add`, where it is a part of that kernel (`Split.leaves_sums`).
 """
 
 from __future__ import annotations
@@ -10,13 +11,23 @@ from typing import TYPE_CHECKING
 
 from jax import lax
 
+from jaxserve.models.config.split import Split
+from pallas_kernels import sum_over_devices
+
 if TYPE_CHECKING:
     from jaxtyping import Array, Int32, Shaped
 
 
-def summed(x: Shaped[Array, "*sizes"], axis: str | None) -> Shaped[Array, "*sizes"]:
-    """Return the sum over the devices of an axis, the same on each; x without one."""
-    return x if axis is None else lax.psum(x, axis)
+def summed(x: Shaped[Array, "*sizes"], split: Split) -> Shaped[Array, "*sizes"]:
+    """Return the sum over the devices of a split, the same on each; x on one device."""
+    if split.axis is None:
+        return x
+    return sum_over_devices(x, split.axis) if split.sum_kernel else lax.psum(x, split.axis)
+
+
+def summed_few(x: Shaped[Array, "*sizes"], axis: str) -> Shaped[Array, "*sizes"]:
+    """Return the sum over devices of a few numbers, for which there is no kernel."""
+    return lax.psum(x, axis)
 
 
 def device_index(axis: str) -> Int32[Array, ""]:

@@ -59,6 +59,7 @@ class DecoderLayer(nnx.Module):
             self.attention = Attention(config, dtype, rngs, traits, window)
         else:
             self.attention = LatentAttention(config, config.latent, dtype, rngs, traits)
+        self.split = config.split
         self.attention_out_norm = norm() if after else None
         self.parallel = traits.parallel
         self.mlp_norm = norm() if before and not traits.parallel else None
@@ -118,7 +119,8 @@ class DecoderLayer(nnx.Module):
     def _delta(self, y: Float[Array, "*parts T D"], norm: Norm | None, is_deferred: bool) -> Delta:
         """Return what a block's result adds, after its norm and the residual factor."""
         if is_deferred:
-            return Delta(y, None if norm is None else norm.scale[...], self.residual)
+            axis = self.split.axis if y.ndim == 3 and self.split.leaves_sums else None
+            return Delta(y, None if norm is None else norm.scale[...], self.residual, axis)
         return Delta(scaled(y if norm is None else norm(y), self.residual))
 
 

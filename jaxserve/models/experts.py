@@ -86,7 +86,7 @@ class SparseMLP(nnx.Module):
         if self.split.axis is None:
             return (y if self.shared is None else y + self.shared(x)), rows
         # One sum over devices for the experts and the one that all tokens pass.
-        y = summed(y if self.shared is None else y + self.shared.share(x), self.split.axis)
+        y = summed(y if self.shared is None else y + self.shared.share(x), self.split)
         bias = None if self.shared is None else value_of(self.shared.down_bias)
         return (y if bias is None else y + bias).astype(x.dtype), rows
 

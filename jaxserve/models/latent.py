@@ -50,7 +50,7 @@ class LatentAttention(nnx.Module):
     ) -> None:
         embed, heads = config.hidden_size, config.num_attention_heads
         self.latent, self.scale = latent, softmax_scale(latent, config.rope)
-        self.axis = config.split.axis
+        self.split = config.split
         rank, biased = latent.query_rank, config.attention_bias
         if rank is None:
             self.query_down = self.query_down_bias = self.query_norm = None
@@ -99,7 +99,7 @@ class LatentAttention(nnx.Module):
         kv = write_kv((key, val), kv, step.slot_mapping, step.implementation, {})
         attended = self._attend(query, kv, step)[..., : latent.value]
         out, bias = self.out[...], value_of(self.out_bias)
-        return matmul(attended, out, contract=2, bias=bias, axis=self.axis), kv
+        return matmul(attended, out, contract=2, bias=bias, split=self.split), kv
 
     def _queries(self, x: Float[Array, "T D"]) -> Float[Array, "T N H"]:
         if self.query_down is not None and self.query_norm is not None:

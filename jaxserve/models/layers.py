@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxserve.models.collectives import axis_size, device_index, summed
+from jaxserve.models.collectives import axis_size, device_index, summed, summed_few
 from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.family import LLAMA_TRAITS, FamilyTraits
 from jaxserve.models.linear import (
@@ -29,6 +29,7 @@ from pallas_kernels import (
     Activation,
     NormOptions,
     add_norm,
+    add_norm_over_devices,
     gated_matmul,
     has_few_row_product,
     row_sums,
@@ -40,9 +41,9 @@ if TYPE_CHECKING:
 
 # Layers and the norm behind the last one add by the same few programs: within a larger one each is
 # traced and lowered once.
-_add_norm = jax.jit(
-    add_norm, static_argnames=("eps", "offset", "rounds_last", "factor", "implementation")
-)
+_STATIC = ("eps", "offset", "rounds_last", "factor", "implementation")
+_add_norm = jax.jit(add_norm, static_argnames=_STATIC)
+_add_norm_over_devices = jax.jit(add_norm_over_devices, static_argnames=(*_STATIC, "axis"))
 
 
 def norm_options(eps: float, traits: FamilyTraits) -> NormOptions:
@@ -117,7 +118,7 @@ class Norm(nnx.Module):
             return means
         counts = device_index(self.axis) % self.copies == 0
         different = axis_size(self.axis) // self.copies
-        return summed(jnp.where(counts, means, 0), self.axis) / different
+        return summed_few(jnp.where(counts, means, 0), self.axis) / different
 
 
 @jax.tree_util.register_dataclass
@@ -129,11 +130,13 @@ class Delta:
         value: what is added, perhaps in parts; see `linear.matmul_in_parts`.
         norm_scale: scale of a norm over the value that is yet to be computed; None for no norm.
         factor: factor of the value that is yet to be applied.
+        axis: of devices over which the value is yet to be summed, before all else; None for none.
     """
 
     value: Float[Array, "*parts T D"]
     norm_scale: Float[Array, " D"] | None = None
     factor: float = field(default=1.0, metadata={"static": True})
+    axis: str | None = field(default=None, metadata={"static": True})
 
 
 def add(
@@ -161,6 +164,9 @@ def add(
     if delta is None:
         return _add_norm(x, None, scale, **named)
     named["factor"] = delta.factor
+    if delta.axis is not None:
+        operands = x, delta.value, scale, delta.norm_scale
+        return _add_norm_over_devices(*operands, axis=delta.axis, **named)
     return _add_norm(x, delta.value, scale, delta.norm_scale, **named)
 
 
@@ -176,7 +182,7 @@ class Embedding(nnx.Module):
 
     def __init__(self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs | None) -> None:
         vocab, embed = config.vocab_size, config.hidden_size
-        self.vocab_size, self.axis = vocab, config.split.axis
+        self.vocab_size, self.split = vocab, config.split
         self.tied = config.tie_word_embeddings
         self.project = weight(rngs, (embed, vocab), ("embed", "vocab"), dtype)
         if not self.tied:
@@ -184,14 +190,15 @@ class Embedding(nnx.Module):
 
     def __call__(self, tokens: Int32[Array, " T"]) -> Float[Array, "T D"]:
         """Look tokens up. Ids outside [0, V) are the caller's to refuse: they clamp here."""
-        if self.axis is None:
+        axis = self.split.axis
+        if axis is None:
             return self._rows(tokens)
         # Each device has some of the rows; the others' are zeros to the sum.
-        size = -(-self.vocab_size // axis_size(self.axis))
-        own = jnp.clip(tokens, 0, self.vocab_size - 1) - device_index(self.axis) * size
+        size = -(-self.vocab_size // axis_size(axis))
+        own = jnp.clip(tokens, 0, self.vocab_size - 1) - device_index(axis) * size
         is_own = (own >= 0) & (own < size)
         rows = jnp.where(is_own[:, None], self._rows(jnp.clip(own, 0, size - 1)), 0)
-        return summed(rows, self.axis)
+        return summed(rows, self.split)
 
     def _rows(self, tokens: Int32[Array, " T"]) -> Float[Array, "T D"]:
         """Look up the tokens of a device's part of the vocabulary."""
@@ -230,7 +237,7 @@ class GatedMLP(nnx.Module):
         width: int | None = None,
     ) -> None:
         self.activation: Activation = traits.activation
-        self.axis = config.split.axis
+        self.split = config.split
         embed, mlp = config.hidden_size, width or config.intermediate_size
         self.gate_up = weight(rngs, (embed, 2, mlp), ("embed", "gate_up", "mlp"), dtype)
         self.down = weight(rngs, (mlp, embed), ("mlp", "embed"), dtype)
@@ -250,8 +257,8 @@ class GatedMLP(nnx.Module):
         """
         hidden, down = self._hidden(x, implementation), self.down[...]
         if in_parts and isinstance(down, jax.Array) and self.down_bias is None:
-            return matmul_in_parts(hidden, down, implementation=implementation, axis=self.axis)
-        return matmul(hidden, down, bias=value_of(self.down_bias), axis=self.axis)
+            return matmul_in_parts(hidden, down, implementation=implementation, split=self.split)
+        return matmul(hidden, down, bias=value_of(self.down_bias), split=self.split)
 
     def share(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         """Return this device's share of the result, in at least float32, without a bias."""

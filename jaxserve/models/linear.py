@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 
 import pallas_kernels
 from jaxserve.models.collectives import summed
+from jaxserve.models.config.split import ONE_DEVICE, Split
 from jaxserve.models.output_rows import QuantizedRows
 from jaxserve.models.paged import LogicalAxes
 from jaxserve.models.panels import BlockPanels, PanelWeight, QuantizedPanels
@@ -108,7 +109,7 @@ def matmul(
     bias: Float[Array, "*outputs"] | None = None,
     contract: int = 1,
     out_dtype: DTypeLike | None = None,
-    axis: str | None = None,
+    split: Split = ONE_DEVICE,
 ) -> Float[Array, " T *outputs"]:
     """Multiply: the last `contract` dimensions of `x` are contracted with the first ones of `w`.
 
@@ -116,7 +117,7 @@ def matmul(
     in `out_dtype` (by default that of `x`). Products accumulate, and the bias is added, in at least
     float32. Dimensions stay apart up to the compiler, so that sharding one of them (the kv heads of
     a fused projection, say) needs no reshape of a sharded array. A quantized weight is never
-    dequantized as a whole. Where inputs are divided over devices, `axis` is that of the sum.
+    dequantized as a whole. Where inputs are divided over devices, `split` is that of the sum.
     """
     if isinstance(w, Stored):
         y = w.dot(x.reshape(x.shape[0], -1))
@@ -124,7 +125,7 @@ def matmul(
         y = _one_row(x, w, contract)
     else:
         y = _dot(x, w, contract)
-    y = summed(y, axis)
+    y = summed(y, split)
     if bias is not None:
         y = y + bias.astype(y.dtype)
     return y.astype(x.dtype if out_dtype is None else out_dtype)
@@ -151,14 +152,14 @@ def matmul_in_parts(
     w: Float[Array, " ..."],
     contract: int = 1,
     implementation: str = "auto",
-    axis: str | None = None,
+    split: Split = ONE_DEVICE,
 ) -> Float[Array, "parts T2 *outputs"]:
     """Multiply as `matmul` does, in sums over parts of the inputs; in at least float32.
 
     Few rows keep few of a GPU's multiprocessors busy, so that XLA divides the inputs itself and
     adds a launch that sums. Who adds the result to something else can sum it on the way. One row
     comes twice where XLA multiplies. Where inputs are divided over devices too, all parts are
-    summed, over `axis`.
+    summed, over those of `split`, unless its sum is left to the caller (`Split.leaves_sums`).
     """
     num_rows, outputs = x.shape[0], w.shape[contract:]
     inputs, width = prod(w.shape[:contract]), prod(outputs)
@@ -172,7 +173,8 @@ def matmul_in_parts(
         divided = x.reshape(len(x), parts, -1), w.reshape(parts, -1, width)
         dims = ((2,), (1,)), ((1,), (0,))
         y = lax.dot_general(*divided, dims, preferred_element_type=accumulator(x.dtype))
-    y = y if axis is None else summed(y.sum(axis=0, keepdims=True), axis)
+    if split.axis is not None and not split.leaves_sums:
+        y = summed(y.sum(axis=0, keepdims=True), split)
     return y.reshape(*y.shape[:2], *outputs)
 
 

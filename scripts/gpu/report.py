@@ -21,6 +21,8 @@
     products     products of few rows with their block sizes, with others, and by XLA
     tuning       the sweep of block sizes; fills pallas_kernels/gpu/tuned, which later
                  runs with this report fill again first: the next machine may not have it
+    sums         over 2, 4 and 8 GPUs, where there are so many: the sum of a block's result, its
+                 addition and norm, by NCCL, by XLA's kernels and by ours
     peers        torch and Transformers on the same GPU; with the same variable
 
 The file is written before and after every item; an item that fails is recorded and the rest goes
@@ -50,7 +52,7 @@ import jax.numpy as jnp
 
 from jaxserve.commands.argument_types import positive, positive_integer, some_of, writable_file
 from pallas_kernels.devices import target_device
-from scripts.gpu import kernel_checks, product_times, serving, step_times, tune_kernels
+from scripts.gpu import device_sums, kernel_checks, product_times, serving, step_times, tune_kernels
 from scripts.gpu import parts as gpu_parts
 from scripts.gpu import peers as gpu_peers
 from scripts.gpu.progress import TRIES, ReportError, Task, interruptible, open_report, run_tasks
@@ -70,6 +72,7 @@ PARTS: dict[str, Callable[[Setting], Iterator[Item]]] = {
     "variants": step_times.variants,
     "products": product_times.products,
     "tuning": gpu_parts.tuning_sweep,
+    "sums": device_sums.sums,
     "peers": gpu_peers.peers,
 }
 LEFT, FAILED = 3, 4

@@ -69,6 +69,21 @@ def read_host_code(log: str) -> HostCode:
     )
 
 
+def launch_arrays(log: str) -> tuple[int, ...]:
+    """Return which array of the call each parameter of a launch without descriptors is.
+
+    Raises:
+        UnreadableHlo: the log has another form.
+    """
+    stages = re.split(r"^(?=// -----// IR Dump|module @)", log, flags=re.M)
+    for stage in reversed(stages):
+        found = LAUNCH.search(stage)
+        if found is not None and "llvm.load" in stage:
+            pointers = re.findall(r"%(\S+) : !llvm\.ptr", found[4])
+            return tuple(_array(stage, pointer) for pointer in pointers)
+    raise UnreadableHlo("the log of Mosaic's passes shows no launch")
+
+
 def _number(text: str, name: str) -> int:
     """Return a constant by the name of its value."""
     constant = rf"^\s*%{re.escape(name)} = (?:arith|llvm)\.(?:mlir\.)?constant\(?\s*(-?\d+)"

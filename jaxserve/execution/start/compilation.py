@@ -18,6 +18,7 @@ from jaxserve.execution.mesh import spec_of
 from jaxserve.execution.start.autotuning import lay_down
 from jaxserve.execution.start.described_card import DescribedCard
 from jaxserve.execution.start.programs import ProgramStore, make_private
+from jaxserve.execution.start.sum_options import sum_options
 from jaxserve.execution.typed_jax import devices
 from jaxserve.models import ModelConfig
 from pallas_kernels.devices import target_device
@@ -90,6 +91,9 @@ def open_store(
         model_config: of the model.
         leaves: its arrays, or their shapes.
         card: that the programs are for, if it is not JAX's device.
+
+    Raises:
+        InvalidRequest: see `sum_options`.
     """
     settings = {
         field.name: getattr(config, field.name)
@@ -106,7 +110,8 @@ def open_store(
         "threads": cpu_threads() if card is None and devices()[0].platform == "cpu" else 0,
     }
     number = model_config.split.devices
-    return ProgramStore(directory, what, fingerprint(card), card is None, number)
+    options = sum_options(config, target_device() if card is None else card.card.limits)
+    return ProgramStore(directory, what, fingerprint(card), card is None, number, options)
 
 
 def _division(leaf: jax.Array) -> str:

@@ -65,7 +65,7 @@ gpu_device_info {{
   fpus_per_core: {lanes}
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   memory_bandwidth: {bandwidth} l2_cache_size: {cache} clock_rate_ghz: {clock}
-  device_memory_size: {memory} shared_memory_per_block_optin: {shared}
+  {links} device_memory_size: {memory} shared_memory_per_block_optin: {shared}
   cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {features} }}
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
   driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
@@ -81,6 +81,18 @@ device_description_str: "{name}"
 MEASURED_BANDWIDTH: Mapping[str, float] = MappingProxyType({"NVIDIA H200": 4814e9})
 """Bytes a second by memory clock and bus width, where a driver was asked. XLA's choices lie in a
 folder named by a hash of this number, beside others that the classes have right."""
+NVLINKS: Mapping[str, int] = MappingProxyType(
+    {
+        "Tesla V100-SXM2-16GB": 6,
+        "Tesla V100-SXM2-32GB": 6,
+        "NVIDIA A100-SXM4-40GB": 12,
+        "NVIDIA A100-SXM4-80GB": 12,
+        "NVIDIA H100 80GB HBM3": 18,
+        "NVIDIA H200": 18,
+        "NVIDIA B200": 18,
+    }
+)
+"""Links of a card by the data sheets. XLA has kernels for sums over cards that are linked."""
 RESERVED = GIB
 """Bytes of a card's memory that its driver and a process's context are taken to hold."""
 
@@ -122,6 +134,11 @@ class DescribedCard:
         return f"sm_{major}{minor}{'a' if self.card.capability in ACCELERATED else ''}"
 
     @property
+    def links(self) -> int:
+        """NVLinks of each card to others; 0 where it is described alone."""
+        return NVLINKS.get(self.card.name, 0) if self.count > 1 else 0
+
+    @property
     def description(self) -> str:
         """The card as a GpuTargetConfigProto in text."""
         card, (major, minor) = self.card, self.card.capability
@@ -136,6 +153,7 @@ class DescribedCard:
             cache=group.cache * KIB * KIB,
             clock=group.clock,
             memory=card.memory,
+            links=f"device_interconnect_info {{ active_links: {self.links} }}" * bool(self.links),
             shared=shared,
             major=major,
             minor=minor,

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -62,6 +63,7 @@ class ProgramStore:
         where: what they were compiled on and from; programs with another are refused.
         is_loadable: whether what is compiled can be loaded here, and not only kept.
         devices: how many of JAX's, the first ones, a program runs on.
+        options: of XLA's compiler, for every program.
 
     Attributes:
         directory, what, where: likewise.
@@ -78,15 +80,17 @@ class ProgramStore:
         where: Mapping[str, Any],
         is_loadable: bool = True,
         devices: int = 1,
+        options: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        self.directory, self.what = directory, what
+        self.directory, self.what, self._options = directory, what, dict(options)
         self.is_loadable = is_loadable
         self._num_devices = devices
         self.num_loaded = self.num_built = 0
         self.timeline = Timeline()
         self.seconds = {"load": 0.0, "trace": 0.0, "compile": 0.0}
         self.folder: Path | None = None
-        self.where: dict[str, Any] = json.loads(json.dumps(where))
+        own = {"options": self._options} if self._options else {}
+        self.where: dict[str, Any] = json.loads(json.dumps({**where, **own}))
         self._lock = threading.Lock()
         self._warned: set[str] = set()
         if directory is None:
@@ -179,7 +183,8 @@ class ProgramStore:
 
     def _compile(self, lowered: Lowered, name: str) -> Compiled:
         with self._timed("compile", name):
-            program = lowered.compile()
+            options: Any = {"compiler_options": self._options} if self._options else {}
+            program = lowered.compile(**options)
         with self._lock:
             self.num_built += 1
         return program

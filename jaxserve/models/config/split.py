@@ -19,12 +19,14 @@ class Split:
             each; experts may have several places. Empty where each has the one of its own number.
         context: devices, next to one another, that have the positions of a kv head divided among
             them; position p lies on that of number p % context.
+        sum_kernel: sums over the devices are a kernel's of our own where it can.
     """
 
     devices: int = 1
     expert_parallel: bool = False
     placement: tuple[tuple[int, ...], ...] = ()
     context: int = 1
+    sum_kernel: bool = False
 
     @property
     def places(self) -> int:
@@ -35,6 +37,11 @@ class Split:
     def axis(self) -> str | None:
         """Name of the axis that sums run over; None on one device."""
         return AXIS if self.devices > 1 else None
+
+    @property
+    def leaves_sums(self) -> bool:
+        """Return whether products in parts leave their sum to what adds and norms it."""
+        return self.sum_kernel and self.axis is not None
 
     @property
     def counts_rows(self) -> bool:

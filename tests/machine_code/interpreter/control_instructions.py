@@ -79,7 +79,7 @@ CONTROL_PATTERNS = (
     (r"griddepcontrol\.wait", wait_for_launch),
     (r"griddepcontrol\.launch_dependents", ignore),
     (r"membar\.(?:cta|gl|sys)", ignore),
-    (r"fence(?:\.(?:sc|acq_rel))?\.(?:cta|gpu|sys|cluster)", ignore),
+    (r"fence(?:\.(?:sc|acq_rel|acquire|release))?\.(?:cta|gpu|sys|cluster)", ignore),
     (r"fence\.mbarrier_init\.release\.cluster", ignore),
     (r"prefetchu?\.[\w.:]+", ignore),
 )

@@ -119,7 +119,29 @@ def loaded_kind(kind: str) -> str:
 
 
 def load(t: Translator, instruction: Instruction, found: Found) -> None:
-    space, read_only, count, kind = found.groups()
+    load_from(t, instruction, *found.groups())
+
+
+def load_anywhere(t: Translator, instruction: Instruction, found: Found) -> None:
+    """Translate a load by a generic address, of which the kernels have those of global memory."""
+    load_from(t, instruction, "global", *found.groups())
+
+
+def load_relaxed(t: Translator, instruction: Instruction, found: Found) -> None:
+    """Translate a load that is atomic: it may read what other threads change meanwhile."""
+    kind, (target, address) = found[1], instruction.operands
+    arguments = t.address(address), "'or'", numpy_name(kind), f"[{numpy_name(kind)}(0)]", "''"
+    t.call("global_access.atomic", *arguments, results=[target], kind=f"b{8 * SIZE[kind]}")
+
+
+def load_from(
+    t: Translator,
+    instruction: Instruction,
+    space: str,
+    read_only: str | None,
+    count: str | None,
+    kind: str,
+) -> None:
     targets = registers_of(instruction.operands[0])
     if len(targets) != int(count or 1):
         raise t.unknown()
@@ -228,6 +250,8 @@ DATA_PATTERNS = (
     (r"(add|sub|mad)(c?)(?:\.(lo|hi))?(\.cc)?\.(?:u32|s32)", add_with_carry),
     (rf"ld\.param(?:::entry)?{LOADED}", load_parameter),
     (rf"ld\.(global)(\.nc)?{LOAD_HINTS}{GLOBALLY_LOADED}", load),
+    (rf"ld(\.nc)?{LOADED}", load_anywhere),
+    (r"ld\.relaxed\.(?:gpu|sys)\.global\.([bu](?:32|64))", load_relaxed),
     (rf"ld\.(shared|local)(?:::cta)?(\.nc)?{LOADED}", load),
     (rf"st{STORE_ORDER}\.(global){STORE_HINTS}{GLOBALLY_LOADED}", store),
     (rf"st\.(shared|local)(?:::cta)?{LOADED}", store),

@@ -1,0 +1,71 @@
+"""Options of XLA's compiler by which sums over devices are computed as `all_reduce` says.
+
+What jax 0.11.2 makes of them, compiled for H200s that are not there (scripts/results/collectives.md
+has the runs): by itself XLA takes kernels of its own on cards of capability 9.0 and newer with
+NVLink, up to 4 MiB, and each of them ends a CUDA graph; NCCL's sums and our kernel lie inside the
+one graph of a decode step, if graphs may hold exchanges between devices.
+"""
+
+from __future__ import annotations
+
+import jax
+
+from jaxserve.config import EngineConfig, compiler_settings
+from jaxserve.errors import InvalidRequest
+from jaxserve.machine import gpu_flags
+from pallas_kernels import device_sum_limit
+from pallas_kernels.devices import DeviceLimits
+
+_OLDEST_JAX = (0, 11, 2)
+_OLDEST_FOR_XLA = (9, 0)
+_KERNELS = "xla_gpu_experimental_use_collective_kernels"
+_GRAPHS = "xla_gpu_enable_command_buffer"
+# What jax 0.11.2 puts into graphs by itself, loops, and exchanges between devices.
+_IN_GRAPHS = (
+    "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE,COLLECTIVES"
+)
+
+
+def sum_options(config: EngineConfig, device: DeviceLimits) -> dict[str, str]:
+    """Return the options with which an engine's programs are compiled; none by default.
+
+    Args:
+        config: the settings.
+        device: that programs are for, or one of several alike.
+
+    Raises:
+        InvalidRequest: the device, or this version of JAX, has no such sums.
+    """
+    devices, chosen = config.tensor_parallel_size, config.all_reduce
+    if chosen == "auto" or devices == 1:
+        return {}
+    reason = _limit(chosen, devices, device)
+    if reason is not None:
+        raise InvalidRequest(f"all_reduce is {chosen}: {reason}; allowed: auto", "all_reduce")
+    return options_of(chosen)
+
+
+def options_of(chosen: str) -> dict[str, str]:
+    """Return the options of a value of `all_reduce`, for jax 0.11.2 on a GPU."""
+    if chosen == "auto":
+        return {}
+    if chosen == "xla_kernels":
+        return {_KERNELS: "COLLECTIVE_KERNEL_ALL_REDUCE"}
+    # What the user says of graphs in XLA_FLAGS stands; what a start sets there is extended.
+    is_ours = set(gpu_flags()) <= set(compiler_settings().get("XLA_FLAGS", "").split())
+    return {_KERNELS: ""} | ({_GRAPHS: _IN_GRAPHS} if is_ours else {})
+
+
+def _limit(chosen: str, devices: int, device: DeviceLimits) -> str | None:
+    """Return the reason why a device has no sums of this kind; None where it has."""
+    if not device.is_gpu:
+        return f"it concerns GPUs, and the device is {device}"
+    if jax.__version_info__ < _OLDEST_JAX:
+        return f"it needs jax 0.11.2 or newer, and this is {jax.__version__}"
+    if chosen == "pallas":
+        return device_sum_limit(device, 1, 128, devices)
+    if chosen == "xla_kernels" and device.capability < _OLDEST_FOR_XLA:
+        return f"XLA has such kernels from capability 9.0 on, and the device is {device}"
+    if chosen == "xla_kernels" and devices & (devices - 1):
+        return f"XLA's kernels sum over 2, 4, 8, ... devices, and there are {devices}"
+    return None

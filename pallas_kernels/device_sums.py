@@ -1,0 +1,109 @@
+"""Sums over the devices of a mesh, by XLA or by the kernel for Hopper.
+
+Called where the devices' parts are mapped (`jax.shard_map`), over the mesh's only axis.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.devices import DeviceLimits, target_device
+from pallas_kernels.implementation import deferred
+from pallas_kernels.norm_arguments import NormOptions
+from pallas_kernels.ops import add_norm
+
+OLDEST_JAX = (0, 11, 2)
+"""Launches a barrier over the devices ahead of a kernel that reads other devices' memory."""
+MOST_DEVICES = 8
+MOST_LINK_BYTES = 8 << 20
+"""What a device may read of the others: at 450 GB/s 19 us, as long as NCCL takes for few bytes by
+others' figures. Predicted, not timed; a ring moves less where there are more rows."""
+WIDTHS = 128
+
+_kernel = deferred("pallas_kernels.gpu.hopper_all_reduce", "sum_over_devices")
+
+
+def device_sum_limit(device: DeviceLimits, rows: int, width: int, devices: int) -> str | None:
+    """Return the reason why the kernel cannot sum [rows, width]; None when it can."""
+    if not device.has_wgmma:
+        return f"it needs capability 9.0 and the device is {device}"
+    if jax.__version_info__ < OLDEST_JAX:
+        return f"it needs jax 0.11.2 or newer and this is {jax.__version__}"
+    if not 2 <= devices <= MOST_DEVICES:
+        return f"there are {devices} devices; allowed: 2 to {MOST_DEVICES}"
+    if width % WIDTHS:
+        return f"rows have {width} numbers; allowed: multiples of {WIDTHS}"
+    read = (devices - 1) * rows * width * 4
+    if read > MOST_LINK_BYTES:
+        return f"a device would read {read} bytes of others; allowed: up to {MOST_LINK_BYTES}"
+    return None
+
+
+def sum_in_order(parts: jax.Array) -> jax.Array:
+    """Sum parts [devices, ...] one after another: the specification."""
+    first, *others = parts
+    return functools.reduce(jnp.add, others, first)
+
+
+def _has_kernel(rows: int, width: int, axis: str) -> bool:
+    return device_sum_limit(target_device(), rows, width, lax.axis_size(axis)) is None
+
+
+def sum_over_devices(x: jax.Array, axis: str) -> jax.Array:
+    """Sum over the devices of an axis, in their order, so that each gets the same bits.
+
+    Where the kernel cannot, XLA sums, in an order of its own.
+
+    Args:
+        x: [..., D], each device's part; bfloat16, float16, float32 or float64.
+
+    Returns:
+        [..., D] of x's dtype; the kernel sums in float32.
+    """
+    rows, width = x.size // x.shape[-1], x.shape[-1]
+    if x.dtype.itemsize > 4 or not _has_kernel(rows, width, axis):
+        return lax.psum(x, axis)
+    total, _ = _kernel(x.reshape(rows, width).astype(jnp.float32), axis)
+    return total.astype(x.dtype).reshape(x.shape)
+
+
+def add_norm_over_devices(
+    x: jax.Array,
+    delta: jax.Array,
+    scale: jax.Array | None,
+    delta_scale: jax.Array | None = None,
+    *,
+    axis: str,
+    eps: float,
+    offset: float = 0.0,
+    rounds_last: bool = False,
+    factor: float = 1.0,
+    implementation: str = "auto",
+) -> tuple[jax.Array, jax.Array]:
+    """Sum a block's result over devices, then compute ``add_norm``, in one launch on Hopper.
+
+    Args:
+        x: [T,D] the residual stream, the same on each device; bfloat16, float16 or float32.
+        delta: [parts,T,D] float32, whose sum over parts and devices is added; it may have more
+            rows than x.
+        scale, delta_scale, eps, offset, rounds_last, factor: as in ``add_norm``.
+        axis: of the devices.
+        implementation: of ``add_norm`` where the kernel for Hopper cannot compute all.
+
+    Returns:
+        The sum and its norm, [T,D] of x's dtype.
+
+    Raises:
+        ValueError: naming the argument at fault and what is allowed.
+    """
+    own = delta.sum(axis=0)[: len(x)]
+    if _has_kernel(x.shape[0], x.shape[1], axis):
+        options = NormOptions(eps, offset, rounds_last, factor)
+        return _kernel(own, axis, x, scale, delta_scale, options)
+    total = lax.psum(own, axis)[None]
+    named = {"eps": eps, "offset": offset, "rounds_last": rounds_last, "factor": factor}
+    return add_norm(x, total, scale, delta_scale, **named, implementation=implementation)

@@ -1,0 +1,111 @@
+"""Worker that compiles sums over cards which are not there.
+
+    python -m scripts.gpu.sums_worker FOLDER LAYERS
+
+Runs inside the environment that `compile_offline.py` makes; writes found.json to the folder, where
+its compilers leave their dumps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import re
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxserve.config import EngineConfig
+from jaxserve.execution.buckets import Bucket
+from jaxserve.execution.start.compilation import open_store
+from jaxserve.execution.start.compiler import Compiler
+from jaxserve.execution.start.described_card import DescribedCard
+from jaxserve.models import abstract_model, parse_model_config
+from jaxserve.models.collectives import summed
+from jaxserve.models.shards import AXIS, Split
+from jaxserve.weights.expected import divide_shapes
+from scripts.gpu.compile_sums import CHOICES, ROWS, strategies_of, thunk_counts
+from scripts.gpu.models import MODELS
+from scripts.gpu.offline_compiler import Dumps
+from scripts.gpu.progress import interruptible
+
+
+def compile_step(choice: str, devices: int, rows: int, layers: int, dumps: Dumps) -> dict[str, Any]:
+    """Compile a decode step of an 8B Llama as an engine does."""
+    card, split = DescribedCard.of("H200", devices), Split(devices, sum_kernel=choice == "pallas")
+    assert card.cards is not None
+    shape = dataclasses.replace(MODELS["8b"], L=layers)
+    model_config = dataclasses.replace(parse_model_config(shape.config()), split=split)
+    model = abstract_model(model_config, jnp.bfloat16)
+    divide_shapes(model, model_config, card.cards)
+    config = EngineConfig(
+        max_model_len=1024,
+        max_num_seqs=rows,
+        max_num_batched_tokens=max(rows, 16),
+        tensor_parallel_size=devices,
+        all_reduce=choice,  # type: ignore[arg-type]
+    )
+    dumps.clear()
+    with card.tracing():
+        compiler = Compiler(config, model_config, model, card)
+        compiler.store = open_store(None, config, model_config, compiler.leaves, card)
+        program = compiler.step(Bucket(rows, rows, decode_only=True, greedy=True), 2048)
+    [thunks] = dumps.xla.glob("*.thunk_sequence_after*.txt")
+    reports = [path.read_text() for path in dumps.mosaic.glob("*.ptxas")]
+    return {
+        "choice": choice,
+        "devices": devices,
+        "rows": rows,
+        "strategies": strategies_of(program.as_text()),
+        "registers": [int(r) for text in reports for r in re.findall(r"Used (\d+) reg", text)],
+        "spills": sum(int(b) for t in reports for b in re.findall(r"(\d+) bytes spill st", t)),
+        **thunk_counts(thunks.read_text()),
+    }
+
+
+def compile_sum(devices: int, rows: int, dtype: str) -> str:
+    """Return the strategy that XLA takes by itself for a sum of rows of 4,096 numbers."""
+    card, parts = DescribedCard.of("H200", devices), PartitionSpec(AXIS)
+    mesh, split = card.cards, Split(devices)
+    assert mesh is not None
+    mapped = jax.shard_map(
+        lambda x: summed(x, split),
+        mesh=mesh,
+        in_specs=parts,
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
+    placed = NamedSharding(mesh, parts)
+    shape = jax.ShapeDtypeStruct((devices * rows, 4096), dtype, sharding=placed)
+    compiled = card.lower_placed(jax.jit(mapped), (shape,)).compile()
+    return strategies_of(compiled.as_text())[0]
+
+
+def compile_inside(folder: pathlib.Path, layers: int) -> None:
+    """Compile everything; write what was found to a file."""
+    dumps = Dumps(folder / "xla", folder / "mosaic")
+    steps = [
+        compile_step(choice, devices, rows, layers, dumps)
+        for choice in CHOICES
+        for devices, rows in ((2, 8), (8, 8), (8, 256))
+    ]
+    steps.append(compile_step("pallas", 4, 8, layers, dumps))
+    kinds = [(devices, dtype) for devices in (2, 3, 8) for dtype in ("float32", "bfloat16")]
+    sums = {
+        f"{devices} cards, {dtype}": [compile_sum(devices, rows, dtype) for rows in (*ROWS, 512)]
+        for devices, dtype in kinds
+    }
+    (folder / "found.json").write_text(json.dumps({"steps": steps, "sums": sums}))
+
+
+def main() -> int:
+    compile_inside(pathlib.Path(sys.argv[1]), int(sys.argv[2]))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(interruptible(main))
