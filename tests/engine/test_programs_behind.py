@@ -75,7 +75,7 @@ def test_requests_are_served_while_a_compilation_is_held_back(
 def test_programs_take_no_memory_until_they_are_used(
     checkpoint: Path, tmp_path: Path, expected: tuple[Path, list[Any]]
 ) -> None:
-    cache = shutil.copytree(expected[0], tmp_path / "cache")
+    cache = shutil.copytree(expected[0], tmp_path / "cache")  # most programs are there
     (unused, alone, pairs, facts), error = run("used_alone", checkpoint, cache)
     assert (unused, alone, pairs) == ([4], [1, 4], [1, 2, 4])
     assert "damaged" in error and facts["behind"] == 1

@@ -80,9 +80,9 @@ class ProgramsBehind:
         # In no place yet; and those of them that no file has.
         self._absent: list[Program] = [*samplers, *missing]
         self._missing = [program for program in self._absent if not self._is_kept(program)]
-        self._demand: dict[
-            tuple[Program, int], int
-        ] = {}  # since a program was last chosen to be compiled
+        self._discarded: set[Program] = set()  # their files were damaged
+        # Launches since a program was last chosen to be compiled.
+        self._demand: dict[tuple[Program, int], int] = {}
         self._thread = threading.Thread(target=self._run, name="jaxserve-programs", daemon=True)
         # JAX must not be in a call of this thread when the interpreter ends.
         atexit.register(self.close)
@@ -255,8 +255,8 @@ class ProgramsBehind:
         """Put a program that files have in its place."""
         with self._compiler.store.timeline.span(f"add {program}"):
             compiled = self._compiler.find(program, self._runner.num_pages)
-            if compiled is None:  # a damaged file, of which a warning tells
-                self._missing.append(program)
+            if compiled is None:
+                self._discard(program)
                 return
             self._time(program, compiled, 1)
             self._runner.add(program, compiled)
@@ -267,10 +267,17 @@ class ProgramsBehind:
         """Return a program that a file has, or that is compiled because the file is damaged."""
         compiled = self._compiler.find(program, self._runner.num_pages)
         if compiled is None:
-            self._missing.append(program)
+            self._discard(program)
             self._compile(program)
-            compiled = self._compiler.find(program, self._runner.num_pages)
+            return self._read(program)
         return compiled
+
+    def _discard(self, program: Program) -> None:
+        """Let a program be compiled anew whose file is damaged, of which a warning tells; once."""
+        if program in self._discarded:
+            raise FileNotFoundError(f"{program} was compiled anew, and cannot be read either")
+        self._discarded.add(program)
+        self._missing.append(program)
 
     def _is_kept(self, program: Program) -> bool:
         return self._compiler.has(program, self._runner.num_pages)
