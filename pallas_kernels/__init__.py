@@ -46,7 +46,6 @@ from pallas_kernels.ops import (
     grouped_matmul,
     has_few_row_product,
     has_greatest,
-    has_rope_kv_write,
     inputs_in_panels,
     kernel_code,
     kv_write,
@@ -58,10 +57,8 @@ from pallas_kernels.ops import (
     ragged_paged_attention,
     restore_kernels,
     rope_kv_write,
-    row_sums,
+    rope_kv_write_kernel,
     rows_in_panels,
-    sigmoid,
-    softmax,
 )
 from pallas_kernels.product_arguments import Activation
 from pallas_kernels.qkv_arguments import QkvOptions
@@ -71,6 +68,7 @@ from pallas_kernels.quantized_matmul import (
     output_major_matmul,
     quantized_matmul,
 )
+from pallas_kernels.row_ops import row_sums, sigmoid, softmax
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -90,7 +88,6 @@ __all__ = [
     "grouped_matmul",
     "has_few_row_product",
     "has_greatest",
-    "has_rope_kv_write",
     "inputs_in_panels",
     "kernel_code",
     "kv_write",
@@ -106,6 +103,7 @@ __all__ = [
     "ragged_paged_attention",
     "restore_kernels",
     "rope_kv_write",
+    "rope_kv_write_kernel",
     "row_sums",
     "rows_in_panels",
     "sigmoid",

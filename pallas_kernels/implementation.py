@@ -33,6 +33,7 @@ PREFERENCE: dict[tuple[str, str], tuple[str, ...]] = {
     ("ragged", "cpu"): ("llvm", "xla"),
     ("decode", "cpu"): ("llvm", "xla"),
     ("add_norm", "cpu"): ("llvm", "xla"),
+    ("rope_kv_write", "cpu"): ("llvm", "xla"),
 }
 FALLBACK = ("xla",)
 """Implementations that "auto" tries on every other platform."""
@@ -41,6 +42,11 @@ AnyCase = Case | GroupedCase | RowsCase | ProductCase
 
 KERNEL_PAGE_SIZES = (16, 32, 64, 128)
 LLVM_PAGE_SIZE = 256
+LLVM_WRITES = (
+    *((dtype, dtype) for dtype in ("bfloat16", "float32", "float64")),
+    ("float32", "bfloat16"),
+)
+"""Dtypes of queries and pages that the CPU kernel of ``rope_kv_write`` knows."""
 MAX_GROUP = 16
 MAX_NORM_WIDTH = 32768  # a program keeps a row in its registers
 MOST_ROWS, FEW_ROWS, FEW_OUTPUTS = 256, 64, 2048
@@ -144,7 +150,7 @@ def _mosaic_limit(case: AnyCase) -> str | None:
 
 def _llvm_limit(case: AnyCase) -> str | None:
     """Return the reason why the CPU kernels cannot compute a call; None when they can."""
-    if case.op not in ("ragged", "decode", "add_norm"):
+    if case.op not in ("ragged", "decode", "add_norm", "rope_kv_write"):
         return f"there is no llvm kernel for {case.op}; allowed: xla"
     if find_spec("llvmlite") is None:
         return "llvm needs the package llvmlite, which is not installed; allowed: xla"
@@ -152,6 +158,12 @@ def _llvm_limit(case: AnyCase) -> str | None:
         return "x has dtype float16; allowed: bfloat16, float32 or float64"
     if not isinstance(case, Case):
         return None
+    if case.op == "rope_kv_write":
+        pair = case.query_dtype.name, case.page_dtype.name
+        if pair in LLVM_WRITES:
+            return None
+        allowed = ", ".join(" over ".join(pair) for pair in LLVM_WRITES)
+        return f"dtypes are {' over '.join(pair)} pages; allowed: {allowed}"
     if case.S > LLVM_PAGE_SIZE:
         return f"k_pages has page size S = {case.S}; allowed: 1 to {LLVM_PAGE_SIZE}"
     if case.H % 8 or not 8 <= case.H <= 256:

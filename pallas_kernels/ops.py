@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +19,11 @@ from pallas_kernels.arguments import (
     kv_write_case,
 )
 from pallas_kernels.devices import target_device
-from pallas_kernels.implementation import choose, deferred, has_llvm, limit
+from pallas_kernels.implementation import choose, deferred, limit
 from pallas_kernels.norm_arguments import NormOptions, RowsCase, norm_case
 from pallas_kernels.product_arguments import ACTIVATIONS, Activation, ProductCase, product_case
 from pallas_kernels.qkv_arguments import QkvOptions, check_qkv, qkv_case
+from pallas_kernels.row_ops import row_sums
 
 NO_QKV_OPTIONS = QkvOptions()
 RAGGED: Mapping[str, Callable[..., jax.Array]] = {
@@ -67,6 +67,7 @@ ROPE_KV_WRITE: Mapping[str, Callable[..., tuple[jax.Array, ...]]] = {
     "triton_interpret": deferred(
         "pallas_kernels.gpu.triton_rope_kv_write", "rope_kv_write", interpret=True
     ),
+    "llvm": deferred("pallas_kernels.cpu.rope_kv_write", "rope_kv_write"),
 }
 FEW_ROWS: Mapping[tuple[str, str], Callable[..., jax.Array]] = {
     (op, name): deferred(
@@ -90,8 +91,6 @@ quantized_panel_product = deferred(
 )
 inputs_in_panels = deferred("pallas_kernels.cpu.transpose", "inputs_in_panels")
 rows_in_panels = deferred("pallas_kernels.cpu.transpose", "rows_in_panels")
-_row_sums = deferred("pallas_kernels.cpu.row_sums", "row_sums")
-_row_shares = deferred("pallas_kernels.cpu.row_sums", "row_shares")
 kernel_code = deferred("pallas_kernels.cpu.ffi", "code_of")
 restore_kernels = deferred("pallas_kernels.cpu.ffi", "restore")
 
@@ -341,12 +340,20 @@ def rope_kv_write(
     return query, keys, values, arrivals
 
 
-def has_rope_kv_write(
+def rope_kv_write_kernel(
     dtype: DTypeLike, k_pages: jax.Array, tokens: int, group: int, implementation: str
-) -> bool:
-    """Return whether a kernel computes ``rope_kv_write`` for so many tokens and queries a key."""
+) -> str:
+    """Return the name of what computes ``rope_kv_write``; "xla" for none.
+
+    Args:
+        dtype: of the queries.
+        k_pages: [P,K,S,H].
+        tokens: how many there are.
+        group: queries of a key.
+        implementation: as in ``rope_kv_write``.
+    """
     case = qkv_case(target_device(), jnp.dtype(dtype), k_pages, tokens, group)
-    return choose(implementation, case) != "xla"
+    return choose(implementation, case)
 
 
 def grouped_matmul(
@@ -550,51 +557,3 @@ def has_greatest(x: jax.Array, implementation: str) -> bool:
 
 def _greatest_case(x: jax.Array) -> RowsCase:
     return RowsCase("greatest", target_device(), jnp.dtype(x.dtype), x.shape[0], x.shape[1])
-
-
-def row_sums(x: jax.Array, term: Literal["numbers", "squares", "exps"] = "numbers") -> jax.Array:
-    """Sum over the last axis; on CPU in an order that depends on its length alone.
-
-    So a row's sum is the same to the bit however many rows there are, which XLA does not promise.
-
-    Args:
-        x: [..., D], bfloat16, float16, float32 or float64.
-        term: what is summed: the numbers, their squares, or exp(number - greatest of the row).
-
-    Returns:
-        [...] of x's dtype, float32 at least.
-    """
-    if has_llvm() and x.size:
-        return _row_sums(x, term)
-    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    if term == "exps":
-        x = jnp.exp(x - x.max(axis=-1, keepdims=True))
-    return jnp.sum(jnp.square(x) if term == "squares" else x, axis=-1)
-
-
-def softmax(x: jax.Array) -> jax.Array:
-    """Compute the softmax over the last axis of [..., D], float32 or float64.
-
-    On CPU a row's result is the same to the bit however many rows there are.
-
-    Raises:
-        ValueError: x is of another type.
-    """
-    return _row_shares(x, "softmax") if _has_kernel(x) else jax.nn.softmax(x, axis=-1)
-
-
-def sigmoid(x: jax.Array) -> jax.Array:
-    """Compute 1 / (1 + exp(-x)) of every number of [..., D], float32 or float64.
-
-    On CPU a number's result is the same to the bit wherever it stands.
-
-    Raises:
-        ValueError: x is of another type.
-    """
-    return _row_shares(x, "sigmoid") if _has_kernel(x) else jax.nn.sigmoid(x)
-
-
-def _has_kernel(x: jax.Array) -> bool:
-    if x.dtype not in (jnp.float32, jnp.float64):
-        raise ValueError(f"x is {x.dtype}; allowed: float32, float64")
-    return has_llvm() and x.size > 0

@@ -28,13 +28,13 @@ from jaxserve.models.shards import group_of, kv_copies
 from pallas_kernels import (
     QkvOptions,
     attention_of_part,
-    has_rope_kv_write,
     kv_write,
     merge_parts,
     paged_decode_attention,
     quantized_kv_write,
     ragged_paged_attention,
     rope_kv_write,
+    rope_kv_write_kernel,
 )
 
 if TYPE_CHECKING:
@@ -141,8 +141,10 @@ class Attention(nnx.Module):
         Attention's counters come with them where a kernel has made some.
         """
         can = self.growth is None and (self.query_norm is None or not self.query_norm.is_centered)
-        if can and has_rope_kv_write(x.dtype, kv[0], len(x), self.group, step.others):
-            return self._placed_at_once(x, cos_sin, step, kv)
+        if can:
+            kernel = rope_kv_write_kernel(x.dtype, kv[0], len(x), self.group, step.others)
+            if kernel != "xla":
+                return self._placed_at_once(x, cos_sin, step, kv, kernel)
         group = self.group
         qkv = matmul(x, self.qkv[...], bias=value_of(self.qkv_bias))  # [T, K, G + 2, H]
         query, key, val = qkv[:, :, :group], qkv[:, :, group], qkv[:, :, group + 1]
@@ -158,12 +160,18 @@ class Attention(nnx.Module):
         return query, kv, None
 
     def _placed_at_once(
-        self, x: Float[Array, "T D"], cos_sin: CosSin | None, step: PagedStep, kv: KVPages
+        self,
+        x: Float[Array, "T D"],
+        cos_sin: CosSin | None,
+        step: PagedStep,
+        kv: KVPages,
+        kernel: str,
     ) -> tuple[Float[Array, "T N H"], KVPages, Int32[Array, " counters"]]:
-        """Do the same with one kernel for all that follows the projection."""
+        """Do the same with one kernel, of that name, for all that follows the projection."""
         options: dict[str, Any] = {"interleaved": self.interleaved, **self._scales(kv)}
         weights, bias = self.qkv[...], value_of(self.qkv_bias)
-        if isinstance(weights, jax.Array) and x.shape[0] <= MOST_ROWS_IN_PARTS:
+        in_parts = kernel != "llvm" and x.shape[0] <= MOST_ROWS_IN_PARTS
+        if isinstance(weights, jax.Array) and in_parts:
             qkv = matmul_in_parts(x, weights, implementation=step.others)
             options["bias"] = bias
         else:

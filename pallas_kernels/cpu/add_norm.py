@@ -16,26 +16,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from llvmlite import ir
 
 from pallas_kernels.cpu.ffi import NAMES, Field, part_bounds, registered
-from pallas_kernels.cpu.ir_builder import (
-    I16,
-    I32,
-    Code,
-    const,
-    filled,
-    float_type,
-    stored_type,
-    suffix,
-    widened,
-)
-from pallas_kernels.cpu.row_sums import CHAINS, RowKernel, Vectors
+from pallas_kernels.cpu.ir_builder import Code, const, filled, stored_type
+from pallas_kernels.cpu.norm_kernel import NormKernel
+from pallas_kernels.cpu.row_sums import Vectors
 from pallas_kernels.norm_arguments import NormOptions
 
 
 @dataclass(frozen=True)
-class AddNorm(RowKernel):
+class AddNorm(NormKernel):
     """Kernel for a sum and its norm.
 
     Attributes:
@@ -46,7 +36,6 @@ class AddNorm(RowKernel):
         norms: whether the sum is normed.
     """
 
-    options: NormOptions
     adds: bool
     norms_delta: bool
     norms: bool
@@ -95,11 +84,16 @@ class AddNorm(RowKernel):
                 numbers = self._summed(code, size, numbers, change, delta_scale, own)
             if self.norms:
                 # Squares are taken while the sum is written.
-                inverse = self._inverse(code, numbers, size)
-                normed = self._normed(code, inverse, self.read(code, own), scale)
-                self._write(code, size, normed, code.at(others[-1], first, stored))
+                inverse = self.inverse(code, self.mean_square(code, numbers, size))
+                normed = self.normed(code, inverse, self.read(code, own), scale)
+                target = code.at(others[-1], first, stored)
+
+                def write(index: Any, lanes: int) -> None:
+                    self.written(code, normed(index, lanes), target, index)
+
+                self.for_each(code, const(0), size, write)
             else:
-                self._for_each(code, size, numbers)
+                self.for_each(code, const(0), size, numbers)
 
     def _summed(
         self, code: Code, size: Any, numbers: Vectors, delta: Any, delta_scale: Any, total: Any
@@ -107,86 +101,18 @@ class AddNorm(RowKernel):
         """Return what computes and writes the numbers of a row + delta."""
         change = self.read(code, delta)
         if self.norms_delta:
-            change = self._normed(code, self._inverse(code, change, size), change, delta_scale)
+            inverse = self.inverse(code, self.mean_square(code, change, size))
+            change = self.normed(code, inverse, change, delta_scale)
         factor = self.options.factor
 
         def summed(index: Any, lanes: int) -> Any:
             number = change(index, lanes)
             if factor != 1.0:
-                number = self._rounded(code, code.fmul(number, filled(number.type, factor)))
+                number = self.rounded(code, code.fmul(number, filled(number.type, factor)))
             number = code.fadd(numbers(index, lanes), number)
-            return self._written(code, number, total, index)
+            return self.written(code, number, total, index)
 
         return summed
-
-    def _inverse(self, code: Code, numbers: Vectors, size: Any) -> Any:
-        """Return one over the root of the mean of a row's squares."""
-        real = float_type(self.sums)
-        mean = code.fdiv(self.squares(code, numbers, size), code.sitofp(size, real))
-        raised = code.fadd(mean, ir.Constant(real, self.options.eps))
-        root = code.intrinsic(f"llvm.sqrt.{suffix(real)}", real, [raised])
-        return code.fdiv(ir.Constant(real, 1.0), root)
-
-    def _normed(self, code: Code, inverse: Any, numbers: Vectors, scale: Any) -> Vectors:
-        """Return what computes a row's norm, rounded."""
-        scales = self.read(code, scale)
-
-        def normed(index: Any, lanes: int) -> Any:
-            number = code.fmul(numbers(index, lanes), code.splat(inverse, lanes))
-            factor = scales(index, lanes)
-            if self.options.rounds_last:
-                factor = code.fadd(factor, filled(factor.type, self.options.offset))
-            else:
-                number = self._rounded(code, number)
-            return self._rounded(code, code.fmul(number, factor))
-
-        return normed
-
-    def _rounded(self, code: Code, number: Any) -> Any:
-        """Round to the dtype, as wide as before."""
-        if self.dtype != "bfloat16":
-            return number
-        return widened(code, _bfloat16_bits(code, number), float_type(self.sums))
-
-    def _written(self, code: Code, number: Any, address: Any, index: Any) -> Any:
-        """Write numbers, rounded; return what was written."""
-        if self.dtype != "bfloat16":
-            code.write_vector(number, address, index)
-            return number
-        bits = _bfloat16_bits(code, number)
-        code.write_vector(bits, address, index)
-        return widened(code, bits, float_type(self.sums))
-
-    def _write(self, code: Code, size: Any, numbers: Vectors, address: Any) -> None:
-        """Write a row's numbers, rounded."""
-        self._for_each(
-            code,
-            size,
-            lambda index, lanes: self._written(code, numbers(index, lanes), address, index),
-        )
-
-    def _for_each(self, code: Code, size: Any, numbers: Vectors) -> None:
-        """Compute a row's numbers: in groups of whole vectors, then those, then one by one."""
-        lanes = self.cpu.vector_bytes // self.sums.itemsize
-        begin = const(0)
-        for count, width in ((CHAINS, lanes), (1, lanes), (1, 1)):
-            end = code.sub(size, code.srem(size, const(count * width)))
-            with code.loop(begin, end, count * width) as (index, _):
-                for nth in range(count):
-                    numbers(code.add(index, const(nth * width)), width)
-            begin = end
-
-
-def _bfloat16_bits(code: Code, number: Any) -> Any:
-    """Round a vector of float32 to bfloat16, to the nearest, ties to even; return the bits."""
-    words = ir.VectorType(I32, number.type.count)
-    bits: Any = code.bitcast(number, words)
-    last = code.and_(code.lshr(bits, filled(words, 16)), filled(words, 1))
-    nearest = code.add(bits, code.add(last, filled(words, 0x7FFF)))
-    is_nan = code.fcmp_unordered("uno", number, number)
-    # A NaN whose upper bits are zeros would become infinite.
-    chosen = code.select(is_nan, code.or_(bits, filled(words, 1 << 22)), nearest)
-    return code.trunc(code.lshr(chosen, filled(words, 16)), ir.VectorType(I16, words.count))
 
 
 @cache

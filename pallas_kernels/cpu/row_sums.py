@@ -81,6 +81,17 @@ class RowKernel:
         stored, real = stored_type(self.dtype), float_type(self.sums)
         return lambda index, lanes: widened(code, code.read_vector(x, index, stored, lanes), real)
 
+    def for_each(self, code: Code, begin: Any, end: Any, body: Callable[[Any, int], Any]) -> None:
+        """Call `body(index, lanes)`: for groups of whole vectors, for those left, then for each."""
+        lanes = self.cpu.vector_bytes // self.sums.itemsize
+        for count, width in ((CHAINS, lanes), (1, lanes), (1, 1)):
+            left = code.srem(code.sub(end, begin), const(count * width))
+            until = code.sub(end, left)
+            with code.loop(begin, until, count * width) as (index, _):
+                for nth in range(count):
+                    body(code.add(index, const(nth * width)), width)
+            begin = until
+
     def folded(
         self,
         code: Code,
@@ -209,15 +220,15 @@ class RowShares(Rows):
         return f"{NAMES}shares_{self.dtype}_{self.shared}_{self.cpu.vector_bytes}"
 
     def row(self, code: Code, x: Any, size: Any, results: Any, row: Any) -> None:
-        """Write the row's shares in whole vectors, then number by number."""
+        """Write the row's shares."""
         y = code.at(results, code.mul(row, size), float_type(self.sums))
-        lanes = self.cpu.vector_bytes // self.sums.itemsize
-        vectors = code.sub(size, code.srem(size, const(lanes)))
         top, total = self.exps(code, x, size) if self.shared == "softmax" else (None, None)
-        for begin, end, count in ((const(0), vectors, lanes), (vectors, size, 1)):
-            with code.loop(begin, end, count) as (index, _):
-                read = code.read_vector(x, index, stored_type(self.dtype), count)
-                code.write_vector(self._shares(code, read, top, total), y, index)
+
+        def share(index: Any, lanes: int) -> None:
+            read = code.read_vector(x, index, stored_type(self.dtype), lanes)
+            code.write_vector(self._shares(code, read, top, total), y, index)
+
+        self.for_each(code, const(0), size, share)
 
     def _shares(self, code: Code, x: Any, top: Any, total: Any) -> Any:
         if self.shared == "softmax":

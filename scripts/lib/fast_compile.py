@@ -10,3 +10,5 @@ FAST: dict[str, bool | int] = {
 }
 if jax.__version_info__ < (0, 11):  # later ones have no others, and no such option
     FAST["xla_cpu_use_fusion_emitters"] = False
+# Numbers of 16 bits are rounded wherever the program says so.
+EXACT = {**FAST, "xla_allow_excess_precision": False}

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import NormOptions, QkvOptions, reference, rope_kv_write
-from scripts.lib.fast_compile import FAST
+from scripts.lib.fast_compile import EXACT, FAST
 
 FP8 = jnp.float8_e4m3fn
 SIZE, PAGES = 16, 4
@@ -105,8 +105,49 @@ def test_queries_and_pages(kind: Kind, tokens: int) -> None:
     check(kind, tokens, "triton_interpret")
 
 
+ON_CPU = [kind for kind in KINDS if kind.dtype != jnp.float16 and kind.page_dtype != FP8]
+ON_CPU += [
+    Kind(dtype=jnp.float32, scaled=True, head_dim=40, pairs=3, interleaved=True),
+    Kind(dtype=jnp.float32, norm="all", rounds_last=True, offset=1.0, pairs=13),
+    Kind(scaled=True, norm="own", head_dim=24, pairs=12),
+]
+
+
+@pytest.mark.parametrize("kind", ON_CPU, ids=range(len(ON_CPU)))
+def test_queries_and_pages_on_cpu(kind: Kind) -> None:
+    for tokens in (1, 33):
+        check(kind, tokens, "llvm")
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_token_on_cpu_is_the_same_to_the_bit_whatever_is_beside_it(dtype: Any) -> None:
+    """And however many threads share the work, of which 63 tokens have enough for several."""
+    kind = Kind(dtype=dtype, norm="head", group=6, head_dim=200, pairs=57)
+    (qkv, cos_sin, pages, _, slots, options), _ = call(kind, 63)
+    many = rope_kv_write(qkv, cos_sin, pages, pages, slots, options, implementation="llvm")
+    for token in (0, 17, 62):
+        own = slice(token, token + 1)
+        angles = tuple(part[own] for part in cos_sin)
+        given = qkv[own], angles, pages, pages, slots[own], options
+        alone = rope_kv_write(*given, implementation="llvm")
+        np.testing.assert_array_equal(np.asarray(alone[0][0]), np.asarray(many[0][token]))
+        page, offset = divmod(int(slots[token]), SIZE)
+        for mine, theirs in zip(alone[1:3], many[1:3], strict=True):
+            pair = [np.asarray(array[page, :, offset]) for array in (mine, theirs)]
+            assert np.isfinite(pair[0].astype(np.float32)).all()
+            np.testing.assert_array_equal(*pair)
+
+
+def test_pages_are_written_in_place_on_cpu() -> None:
+    kind = Kind(dtype=jnp.float32)
+    (qkv, cos_sin, pages, _, slots, options), _ = call(kind, 8)
+    run = jax.jit(functools.partial(rope_kv_write, implementation="llvm"), donate_argnums=(2, 3))
+    compiled = run.lower(qkv, cos_sin, pages, pages + 0, slots, options).compile()
+    assert " copy(" not in compiled.as_text()
+
+
 def test_the_specification_is_what_runs_where_there_is_no_kernel() -> None:
-    check(KINDS[4], 3, "auto")
+    check(KINDS[8], 3, "auto")
 
 
 def check(kind: Kind, tokens: int, implementation: str) -> None:
@@ -117,14 +158,17 @@ def check(kind: Kind, tokens: int, implementation: str) -> None:
     def run() -> tuple[jax.Array, ...]:
         return rope_kv_write(*operands, dtype=dtype, implementation=implementation)
 
-    got = run()
-    want = reference.rope_kv_write(*operands, dtype)
+    @functools.partial(jax.jit, compiler_options=EXACT)
+    def specification() -> tuple[jax.Array, ...]:
+        return reference.rope_kv_write(*operands, dtype)
+
+    got, want = run(), specification()
     assert not np.asarray(got[3]).any() and got[3].shape == want[3].shape
     for mine, theirs, name in zip(got[:3], want, ("query", "key", "value"), strict=False):
         assert mine.dtype == theirs.dtype and mine.shape == theirs.shape
         pair = [np.asarray(array, np.float32) for array in (mine, theirs)]
         assert (np.isnan(pair[0]) == np.isnan(pair[1])).all()  # what was not written
-        if name == "value" and kind.parts < 3:
+        if name == "value" and kind.parts < 3 and not kind.scaled:
             np.testing.assert_array_equal(*pair)
         steps = max(step_of(mine.dtype), step_of(dtype))
         largest = np.nanmax(np.abs(pair[1]), initial=0)
@@ -181,7 +225,15 @@ def arguments(**change: Any) -> dict[str, Any]:
         ),
         ({"options": QkvOptions(norm=NormOptions(-1.0))}, "eps is -1.0; allowed: 0 or more"),
         ({"options": QkvOptions(k_scale=jnp.ones(2))}, "k_scale and v_scale must be given"),
-        ({"implementation": "llvm"}, "no llvm kernel for rope_kv_write"),
+        (
+            {
+                "qkv": jnp.zeros((3, 2, 3, 16), jnp.float16),
+                "k_pages": jnp.zeros((2, 2, 16, 16), jnp.float16),
+                "v_pages": jnp.zeros((2, 2, 16, 16), jnp.float16),
+                "implementation": "llvm",
+            },
+            "dtypes are float16 over float16 pages; allowed: bfloat16 over bfloat16, float32",
+        ),
     ],
 )
 def test_misuse_is_refused(change: dict[str, Any], message: str) -> None:

@@ -1,0 +1,258 @@
+"""Norms of heads, their rotation and the write of keys and values on CPU, in one operation.
+
+Plain JAX takes some 65 operations of XLA a layer for it, and each is compiled and launched. Each
+head of a token is computed alone, its squares added in the order of `row_sums.py`: the same to the
+bit whatever is beside it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from llvmlite import ir
+
+from pallas_kernels.arguments import ARRIVALS, Case
+from pallas_kernels.cpu.ffi import NAMES, Field, part_bounds, registered
+from pallas_kernels.cpu.ir_builder import I32, I64, Code, const, float_type, stored_type
+from pallas_kernels.cpu.norm_kernel import NormKernel
+from pallas_kernels.cpu.row_sums import Vectors
+from pallas_kernels.qkv_arguments import QkvOptions
+
+K_PAGES, V_PAGES, COS = 1, 2, 4  # operands; queries, keys and values are results
+FACTOR = ir.FloatType()  # of what is stored
+
+
+@dataclass(frozen=True)
+class RopeKVWrite(NormKernel):
+    """Kernel for what becomes of queries, keys and values before attention.
+
+    Attributes:
+        dtype: "float64", "float32" or "bfloat16"; computed in float32 at least.
+        options: of the norms.
+        page_dtype: of the pages: `dtype`, or "bfloat16" where that is "float32".
+        rotates: whether there are cosines and sines.
+        interleaved: whether neighbours are pairs.
+        norms: whether queries and keys are normed.
+        own_scales: whether each head has scales of its own.
+        given_means: whether the mean squares of a token's heads together are an operand.
+        divides: whether what is stored is divided by a scale for each kv head.
+    """
+
+    page_dtype: str
+    rotates: bool
+    interleaved: bool
+    norms: bool
+    own_scales: bool
+    given_means: bool
+    divides: bool
+
+    @property
+    def name(self) -> str:
+        """Name of the operation."""
+        flags = self.rotates, self.interleaved, self.norms, self.own_scales, self.given_means
+        form = "".join(str(int(flag)) for flag in (*flags, self.divides))
+        numbers = [self.options.eps] if self.norms else []
+        if self.norms and self.options.rounds_last:
+            numbers.append(self.options.offset)
+        bits = "".join(f"_{struct.pack('>d', number).hex()}" for number in numbers)
+        dtypes = f"{self.dtype}_{self.page_dtype}"
+        return f"{NAMES}rope_kv_write_{dtypes}_{form}{bits}_{self.cpu.vector_bytes}"
+
+    @property
+    def operands(self) -> int:
+        """Number of operands."""
+        return 4 + 2 * (self.rotates + self.norms + self.divides) + self.given_means
+
+    @property
+    def fields(self) -> Sequence[Field]:
+        """Arguments: sizes of qkv, of the pages, of a row of cosines; operands; results."""
+        pages = Field(K_PAGES, 0), Field(K_PAGES, 2)
+        pairs = [Field(COS, 1)] if self.rotates else []
+        buffers = map(Field, range(self.operands + 3))
+        return *(Field(0, nth) for nth in range(4)), *pages, *pairs, *buffers
+
+    def parts(self, code: Code, fields: Sequence[Any]) -> Any:
+        """Generate the number of parts."""
+        tokens, kv_heads, heads, width = fields[:4]
+        return self.parts_of(code, tokens, code.mul(code.mul(kv_heads, heads), width))
+
+    def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
+        """Generate part `index`'s tokens."""
+        tokens, kv_heads, heads, width, num_pages, page_size, *rest = fields
+        pairs = rest.pop(0) if self.rotates else None
+        qkv, _, _, slots, *rest, queries, keys, values = rest
+        tables = [rest.pop(0) for _ in range(2 * self.rotates)]
+        scales = [rest.pop(0) if self.norms else None for _ in range(2)]
+        means = rest.pop(0) if self.given_means else None
+        divisors = [rest.pop(0) if self.divides else None for _ in range(2)]
+        stored, paged = stored_type(self.dtype), stored_type(self.page_dtype)
+        group = code.sub(heads, const(2))
+        begin, end = part_bounds(code, tokens, index, parts)
+        with code.loop(begin, end) as (token, _):
+            row = code.mul(token, pairs) if self.rotates else None
+            turns = [code.at(table, row, float_type(self.sums)) for table in tables]
+            slot = code.sext(code.read(slots, token, I32), I64)
+            page, offset = code.udiv(slot, page_size), code.urem(slot, page_size)
+            with code.loop(const(0), kv_heads) as (kv_head, _):
+                first = code.add(code.mul(token, kv_heads), kv_head)
+
+                def at_head(base: Any, number: Any, kind: ir.Type) -> Any:
+                    return code.at(base, code.mul(number, width), kind)
+
+                def of_head(nth: Any, number: Any, which: int) -> Vectors:
+                    source = at_head(qkv, code.add(code.mul(first, heads), nth), stored)
+                    scale = scales[which]
+                    if self.own_scales:
+                        scale = at_head(scale, number, stored)
+                    mean = None
+                    if means is not None:
+                        place = code.add(code.mul(token, const(2)), const(which))
+                        mean = code.read(means, place, float_type(self.sums))
+                    return self._normed_head(code, self.read(code, source), width, scale, mean)
+
+                with code.loop(const(0), group) as (nth, _):
+                    query = of_head(nth, code.add(code.mul(kv_head, group), nth), 0)
+                    target = at_head(queries, code.add(code.mul(first, group), nth), stored)
+                    self._turn(code, query, width, pairs, turns, self._writer(code, target))
+                # As an unsigned number, a negative slot is a very large one.
+                cells = code.mul(num_pages, page_size)
+                with code.if_then(code.icmp_unsigned("<", slot, cells)):
+                    row = code.add(code.mul(page, kv_heads), kv_head)
+                    cell = code.add(code.mul(row, page_size), offset)
+                    writers = [
+                        self._writer(
+                            code,
+                            at_head(pages, cell, paged),
+                            self.page_dtype,
+                            None if divisor is None else code.read(divisor, kv_head, FACTOR),
+                        )
+                        for pages, divisor in zip((keys, values), divisors, strict=True)
+                    ]
+                    key = of_head(group, kv_head, 1)
+                    self._turn(code, key, width, pairs, turns, writers[0])
+                    last = code.add(code.mul(first, heads), code.add(group, const(1)))
+                    value = self.read(code, at_head(qkv, last, stored))
+                    self._turn(code, value, width, None, [], writers[1])
+
+    def _normed_head(
+        self, code: Code, numbers: Vectors, width: Any, scale: Any, mean_square: Any
+    ) -> Vectors:
+        """Return what computes a head's numbers after their norm, if there is one."""
+        if not self.norms:
+            return numbers
+        if mean_square is None:
+            mean_square = self.mean_square(code, numbers, width)
+        return self.normed(code, self.inverse(code, mean_square), numbers, scale)
+
+    def _turn(
+        self, code: Code, numbers: Vectors, width: Any, pairs: Any, turns: Sequence[Any], write: Any
+    ) -> None:
+        """Rotate a head's first 2 * pairs numbers, and write all; without turns they stay."""
+        done = const(0)
+        if turns:
+            real = float_type(self.sums)
+            done = code.mul(pairs, const(2))
+
+            def turn(index: Any, lanes: int) -> None:
+                cos, sin = (code.read_vector(table, index, real, lanes) for table in turns)
+                if self.interleaved:
+                    both = numbers(code.mul(index, const(2)), 2 * lanes)
+                    left, right = (
+                        code.lanes_of(both, both, range(nth, 2 * lanes, 2)) for nth in (0, 1)
+                    )
+                else:
+                    left, right = numbers(index, lanes), numbers(code.add(pairs, index), lanes)
+                turned = code.fsub(code.fmul(left, cos), code.fmul(right, sin))
+                write(turned, index)
+                turned = code.fadd(code.fmul(right, cos), code.fmul(left, sin))
+                write(turned, code.add(pairs, index))
+
+            self.for_each(code, const(0), pairs, turn)
+        self.for_each(code, done, width, lambda index, lanes: write(numbers(index, lanes), index))
+
+    def _writer(
+        self, code: Code, address: Any, dtype: str | None = None, divisor: Any = None
+    ) -> Any:
+        """Return what writes numbers from an index on, divided by a float32 if there is one."""
+
+        def write(number: Any, index: Any) -> None:
+            if divisor is not None:
+                wide = (
+                    code.fpext(divisor, number.type.element) if self.sums.itemsize == 8 else divisor
+                )
+                number = code.fdiv(number, code.splat(wide, number.type.count))
+            self.written(code, number, address, index, dtype)
+
+        return write
+
+
+@cache
+def _for_this_host(*form: Any) -> RopeKVWrite:
+    return RopeKVWrite(*form)
+
+
+def rope_kv_write(
+    qkv: jax.Array,
+    cos_sin: tuple[jax.Array, jax.Array] | None,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    slot_mapping: jax.Array,
+    options: QkvOptions,
+    case: Case,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Compute ``pallas_kernels.rope_kv_write``: queries, the new pages, and counters."""
+    tokens, dtype = len(slot_mapping), case.query_dtype
+    if qkv.ndim == 5:
+        qkv = qkv.sum(axis=0)[:tokens]
+        qkv = (qkv if options.bias is None else qkv + options.bias).astype(dtype)
+    norms = [] if options.query_norm is None else [options.query_norm, options.key_norm]
+    means = [] if options.mean_squares is None or not norms else [options.mean_squares]
+    scales = [] if options.k_scale is None else [options.k_scale, options.v_scale]
+    own_scales = bool(norms) and norms[0].ndim == 3
+    if own_scales != (bool(norms) and norms[1].ndim == 2):  # one has a head's scales for all
+        heads, count, width = qkv.shape[1:]
+        norms[0] = jnp.broadcast_to(norms[0], (heads, count - 2, width))
+        norms[1], own_scales = jnp.broadcast_to(norms[1], (heads, width)), True
+    kernel = _for_this_host(
+        *(dtype.name, options.norm, case.page_dtype.name),
+        *(
+            cos_sin is not None,
+            options.interleaved,
+            bool(norms),
+            own_scales,
+            bool(means),
+            bool(scales),
+        ),
+    )
+    given = [qkv, k_pages, v_pages, slot_mapping, *(cos_sin or ()), *norms, *means, *scales]
+    query, keys, values = run(kernel, *given)
+    query = query.reshape(tokens, -1, query.shape[-1])
+    return query, keys, values, jnp.zeros(ARRIVALS, jnp.int32)
+
+
+def run(kernel: RopeKVWrite, *given: jax.Array) -> list[jax.Array]:
+    """Compute `rope_kv_write` by this kernel: queries [T,K,G,H], keys and values."""
+    # As bits: XLA on CPU may convert 16-bit floats as a whole.
+    arrays = [
+        lax.bitcast_convert_type(array, jnp.uint16) if array.dtype == jnp.bfloat16 else array
+        for array in given
+    ]
+    qkv, *pages = arrays[:3]
+    tokens, heads, count, width = qkv.shape
+    query = jax.ShapeDtypeStruct((tokens, heads, count - 2, width), qkv.dtype)
+    results = jax.ffi.ffi_call(
+        registered(kernel),
+        [query, *(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in pages)],
+        input_output_aliases={K_PAGES: 1, V_PAGES: 2},
+    )(*arrays)
+    return [
+        result if result.dtype == array.dtype else lax.bitcast_convert_type(result, array.dtype)
+        for result, array in zip(results, given, strict=False)
+    ]
