@@ -68,7 +68,7 @@ from pallas_kernels.quantized_matmul import (
     output_major_matmul,
     quantized_matmul,
 )
-from pallas_kernels.row_ops import row_sums, sigmoid, softmax
+from pallas_kernels.row_ops import gated, row_sums, sigmoid, softmax
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -83,6 +83,7 @@ __all__ = [
     "check_page_table",
     "dequantize",
     "device_sum_limit",
+    "gated",
     "gated_matmul",
     "greatest",
     "grouped_matmul",

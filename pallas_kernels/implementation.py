@@ -44,7 +44,7 @@ KERNEL_PAGE_SIZES = (16, 32, 64, 128)
 LLVM_PAGE_SIZE = 256
 LLVM_WRITES = (
     *((dtype, dtype) for dtype in ("bfloat16", "float32", "float64")),
-    ("float32", "bfloat16"),
+    *(("float32", "bfloat16"), ("bfloat16", "float32")),
 )
 """Dtypes of queries and pages that the CPU kernel of ``rope_kv_write`` knows."""
 MAX_GROUP = 16

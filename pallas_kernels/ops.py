@@ -32,7 +32,7 @@ RAGGED: Mapping[str, Callable[..., jax.Array]] = {
     "triton_interpret": deferred(
         "pallas_kernels.gpu.triton_ragged", "ragged_paged_attention", interpret=True
     ),
-    "llvm": deferred("pallas_kernels.cpu.ragged", "ragged_paged_attention"),
+    "llvm": deferred("pallas_kernels.cpu.attention", "ragged_paged_attention"),
     "xla": xla.ragged_paged_attention,
     "xla_gpu": deferred("pallas_kernels.gpu.xla_attention", "ragged_paged_attention"),
 }
@@ -41,7 +41,7 @@ DECODE: Mapping[str, Callable[..., jax.Array]] = {
     "triton_interpret": deferred(
         "pallas_kernels.gpu.triton_decode", "paged_decode_attention", interpret=True
     ),
-    "llvm": deferred("pallas_kernels.cpu.decode", "paged_decode_attention"),
+    "llvm": deferred("pallas_kernels.cpu.attention", "paged_decode_attention"),
     "xla": xla.paged_decode_attention,
     "xla_gpu": deferred("pallas_kernels.gpu.xla_attention", "paged_decode_attention"),
 }

@@ -10,9 +10,12 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels.implementation import deferred, has_llvm
+from pallas_kernels.product_arguments import ACTIVATIONS, Activation
 
+_gated = deferred("pallas_kernels.cpu.gated", "gated")
 _row_sums = deferred("pallas_kernels.cpu.row_sums", "row_sums")
 _row_shares = deferred("pallas_kernels.cpu.row_sums", "row_shares")
 
@@ -63,3 +66,32 @@ def _has_kernel(x: jax.Array) -> bool:
     if x.dtype not in (jnp.float32, jnp.float64):
         raise ValueError(f"x is {x.dtype}; allowed: float32, float64")
     return has_llvm() and x.size > 0
+
+
+def gated(x: jax.Array, activation: Activation, dtype: DTypeLike | None = None) -> jax.Array:
+    """Compute activation(gate) * up, in at least float32.
+
+    Args:
+        x: [T,2,F] gates and what they multiply, any float.
+        activation: "silu", or "gelu_tanh", which is GELU by its approximation with tanh.
+        dtype: what both are rounded to before, and what the result is; None for x's.
+
+    Returns:
+        [T,F].
+
+    Raises:
+        ValueError: naming the argument at fault and what is allowed.
+    """
+    if x.ndim != 3 or x.shape[1] != 2:
+        raise ValueError(f"x has shape {x.shape}; expected [T,2,F]")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}; allowed: {', '.join(ACTIVATIONS)}")
+    dtype = jnp.dtype(x.dtype if dtype is None else dtype)
+    exact = jnp.promote_types(dtype, jnp.float32)
+    if has_llvm() and x.size and dtype != jnp.float16 and x.dtype in (dtype, exact):
+        return _gated(x, activation, dtype)
+    gate, up = x[:, 0].astype(dtype), x[:, 1].astype(dtype)
+    # In 16 bits each operation would round, which costs more.
+    wide = gate.astype(exact)
+    active = jax.nn.silu(wide) if activation == "silu" else jax.nn.gelu(wide)
+    return (active * up).astype(dtype)

@@ -20,6 +20,7 @@ from jaxserve.models.linear import (
     constant,
     matmul,
     matmul_in_parts,
+    matmul_to_add,
     value_of,
     weight,
 )
@@ -116,22 +117,25 @@ class Attention(nnx.Module):
         cos_sin: CosSin | None,
         step: PagedStep,
         kv: KVPages,
-        in_parts: bool = False,
+        kernel: str = "xla",
     ) -> tuple[Float[Array, "*parts T D"], KVPages]:
         """Attend from every token to its row's cache, this step's tokens included.
 
-        Without `cos_sin` nothing is rotated. The result may come in parts where that is allowed;
-        see `matmul_in_parts`.
+        Without `cos_sin` nothing is rotated. The result may come in parts, if the kernel that adds
+        it takes those; see `matmul_to_add`.
         """
         num_tokens, group = x.shape[0], self.group
         query, kv, arrivals = self._placed(x, cos_sin, step, kv)
         attended = self._attend(query, kv, step, arrivals)
         attended = attended.reshape(num_tokens, -1, group, attended.shape[-1])  # [T, K, G, H]
-        out = self.out[...]
-        if in_parts and isinstance(out, jax.Array) and self.out_bias is None:
-            return matmul_in_parts(attended, out, 3, step.others, self.split), kv
-        bias = value_of(self.out_bias)
-        return matmul(attended, out, contract=3, bias=bias, split=self.split), kv
+        y = matmul_to_add(
+            *(attended, self.out[...], kernel),
+            bias=value_of(self.out_bias),
+            contract=3,
+            implementation=step.others,
+            split=self.split,
+        )
+        return y, kv
 
     def _placed(
         self, x: Float[Array, "T D"], cos_sin: CosSin | None, step: PagedStep, kv: KVPages
@@ -170,8 +174,9 @@ class Attention(nnx.Module):
         """Do the same with one kernel, of that name, for all that follows the projection."""
         options: dict[str, Any] = {"interleaved": self.interleaved, **self._scales(kv)}
         weights, bias = self.qkv[...], value_of(self.qkv_bias)
-        in_parts = kernel != "llvm" and x.shape[0] <= MOST_ROWS_IN_PARTS
-        if isinstance(weights, jax.Array) and in_parts:
+        if kernel == "llvm":
+            qkv, bias = matmul_to_add(x, weights, kernel, bias=bias), None
+        elif isinstance(weights, jax.Array) and x.shape[0] <= MOST_ROWS_IN_PARTS:
             qkv = matmul_in_parts(x, weights, implementation=step.others)
             options["bias"] = bias
         else:

@@ -88,15 +88,14 @@ class DecoderLayer(nnx.Module):
             this device's experts computed, where that is counted.
         """
         kernel = self._kernel(x, step)
-        # On a GPU it also adds the parts of a product of few rows, and reads what is in parts.
-        joins = kernel.startswith("triton") and x.shape[0] <= MOST_ROWS_IN_PARTS
-        is_deferred = joins or kernel == "llvm"
+        is_few = x.shape[0] <= MOST_ROWS_IN_PARTS
+        is_deferred = kernel == "llvm" or (kernel.startswith("triton") and is_few)
         with jax.named_scope("attention"):
             x, normed = add(x, delta, self.attention_norm, self.norm_options, step.others)
             if isinstance(self.attention, LatentAttention):
                 y, kv = self.attention(normed, cos_sin, step, kv)
             else:
-                y, kv = self.attention(normed, cos_sin, step, kv, joins)
+                y, kv = self.attention(normed, cos_sin, step, kv, kernel)
             delta = self._delta(y, self.attention_out_norm, is_deferred)
         with jax.named_scope("mlp"):
             if self.parallel:
@@ -107,7 +106,7 @@ class DecoderLayer(nnx.Module):
             if isinstance(self.mlp, SparseMLP):
                 y, rows = self.mlp(normed, step)
             else:
-                y = self.mlp(normed, joins, step.others)
+                y = self.mlp(normed, kernel, step.others)
             delta = self._delta(y, self.mlp_out_norm, is_deferred)
         return x, delta, kv, rows
 

@@ -19,7 +19,7 @@ from jaxserve.models.linear import (
     accumulator,
     constant,
     matmul,
-    matmul_in_parts,
+    matmul_to_add,
     value_of,
     weight,
 )
@@ -30,10 +30,12 @@ from pallas_kernels import (
     NormOptions,
     add_norm,
     add_norm_over_devices,
+    gated,
     gated_matmul,
     has_few_row_product,
     row_sums,
 )
+from pallas_kernels.devices import target_device
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32
@@ -127,7 +129,7 @@ class Delta:
     """Result of a block, for the residual stream: as it is, or as its product computed it.
 
     Attributes:
-        value: what is added, perhaps in parts; see `linear.matmul_in_parts`.
+        value: what is added, perhaps in parts; see `linear.matmul_to_add`.
         norm_scale: scale of a norm over the value that is yet to be computed; None for no norm.
         factor: factor of the value that is yet to be applied.
         axis: of devices over which the value is yet to be summed, before all else; None for none.
@@ -248,17 +250,21 @@ class GatedMLP(nnx.Module):
             self.gate_up_bias = self.down_bias = None
 
     def __call__(
-        self, x: Float[Array, "T D"], in_parts: bool = False, implementation: str = "xla"
+        self, x: Float[Array, "T D"], kernel: str = "xla", implementation: str = "xla"
     ) -> Float[Array, "*parts T D"]:
-        """Return what is to be added to x, where that is allowed perhaps in parts.
+        """Return what is to be added to x, perhaps in parts.
 
         Args:
+            kernel: name of what adds it; see `matmul_to_add`.
             implementation: of products of few rows.
         """
-        hidden, down = self._hidden(x, implementation), self.down[...]
-        if in_parts and isinstance(down, jax.Array) and self.down_bias is None:
-            return matmul_in_parts(hidden, down, implementation=implementation, split=self.split)
-        return matmul(hidden, down, bias=value_of(self.down_bias), split=self.split)
+        bias = value_of(self.down_bias)
+        return matmul_to_add(
+            *(self._hidden(x, implementation), self.down[...], kernel),
+            bias=bias,
+            implementation=implementation,
+            split=self.split,
+        )
 
     def share(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         """Return this device's share of the result, in at least float32, without a bias."""
@@ -269,9 +275,8 @@ class GatedMLP(nnx.Module):
         is_plain = isinstance(weights, jax.Array) and self.gate_up_bias is None
         if is_plain and has_few_row_product("gated_matmul", x, weights.shape[-1], implementation):
             return gated_matmul(x, weights, self.activation, implementation=implementation)
-        gate_up = matmul(x, weights, bias=value_of(self.gate_up_bias))  # [T, 2, F]
-        gate, up = gate_up[:, 0], gate_up[:, 1]
-        # silu runs in at least float32: in 16 bits each operation would round, which costs more.
-        exact = gate.astype(accumulator(gate.dtype))
-        active = jax.nn.silu(exact) if self.activation == "silu" else jax.nn.gelu(exact)
-        return (active * up).astype(x.dtype)
+        # On CPU the kernel that follows rounds the products; on a GPU that is part of the product.
+        product = x.dtype if target_device().is_gpu else accumulator(x.dtype)
+        bias = value_of(self.gate_up_bias)
+        gate_up = matmul(x, weights, bias=bias, out_dtype=product)  # [T, 2, F]
+        return gated(gate_up, self.activation, x.dtype)

@@ -178,6 +178,30 @@ def matmul_in_parts(
     return y.reshape(*y.shape[:2], *outputs)
 
 
+def matmul_to_add(
+    x: Float[Array, " T *inputs"],
+    w: Float[Array, " ..."] | Stored,
+    kernel: str,
+    *,
+    bias: Float[Array, "*outputs"] | None = None,
+    contract: int = 1,
+    implementation: str = "auto",
+    split: Split = ONE_DEVICE,
+) -> Float[Array, "*parts T *outputs"]:
+    """Multiply as `matmul` does, for an addition that the named kernel computes.
+
+    On a GPU that kernel adds the parts of a product of few rows, and on CPU it rounds the product;
+    both come with a dimension of parts in front, in at least float32.
+    """
+    is_few = x.shape[0] <= MOST_ROWS_IN_PARTS
+    if kernel.startswith("triton") and is_few and isinstance(w, jax.Array) and bias is None:
+        return matmul_in_parts(x, w, contract, implementation, split)
+    exact = accumulator(x.dtype)
+    if kernel == "llvm" and x.dtype != exact:
+        return matmul(x, w, bias=bias, contract=contract, out_dtype=exact, split=split)[None]
+    return matmul(x, w, bias=bias, contract=contract, split=split)
+
+
 def _one_row(x: Array, w: Array, contract: int) -> Array:
     """Multiply one row of 16-bit numbers.
 

@@ -14,7 +14,6 @@ from functools import cache
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.cpu.ffi import NAMES, Field, part_bounds, registered
@@ -34,11 +33,13 @@ class AddNorm(NormKernel):
         adds: whether something is added.
         norms_delta: whether that is normed first.
         norms: whether the sum is normed.
+        delta: dtype of what is added: `dtype`, or a wider one, from which it is rounded first.
     """
 
     adds: bool
     norms_delta: bool
     norms: bool
+    delta: str
 
     @property
     def name(self) -> str:
@@ -48,7 +49,7 @@ class AddNorm(NormKernel):
         if self.options.rounds_last:
             numbers.append(self.options.offset)
         bits = "_".join(struct.pack(">d", number).hex() for number in numbers)
-        return f"{NAMES}add_norm_{self.dtype}_{form}_{bits}_{self.cpu.vector_bytes}"
+        return f"{NAMES}add_norm_{self.dtype}_{self.delta}_{form}_{bits}_{self.cpu.vector_bytes}"
 
     @property
     def operands(self) -> int:
@@ -80,7 +81,7 @@ class AddNorm(NormKernel):
             numbers = self.read(code, own)
             if self.adds:
                 own = code.at(others[0], first, stored)
-                change = code.at(delta, first, stored)
+                change = code.at(delta, first, stored_type(self.delta))
                 numbers = self._summed(code, size, numbers, change, delta_scale, own)
             if self.norms:
                 # Squares are taken while the sum is written.
@@ -99,7 +100,7 @@ class AddNorm(NormKernel):
         self, code: Code, size: Any, numbers: Vectors, delta: Any, delta_scale: Any, total: Any
     ) -> Vectors:
         """Return what computes and writes the numbers of a row + delta."""
-        change = self.read(code, delta)
+        change = self.read_rounded(code, delta, self.delta)
         if self.norms_delta:
             inverse = self.inverse(code, self.mean_square(code, change, size))
             change = self.normed(code, inverse, change, delta_scale)
@@ -117,9 +118,9 @@ class AddNorm(NormKernel):
 
 @cache
 def _for_this_host(
-    dtype: str, options: NormOptions, adds: bool, norms_delta: bool, norms: bool
+    dtype: str, options: NormOptions, adds: bool, norms_delta: bool, norms: bool, delta: str
 ) -> AddNorm:
-    return AddNorm(dtype, options, adds, norms_delta, norms)
+    return AddNorm(dtype, options, adds, norms_delta, norms, delta)
 
 
 def add_norm(
@@ -131,11 +132,11 @@ def add_norm(
 ) -> tuple[jax.Array, jax.Array]:
     """Compute ``pallas_kernels.add_norm``: the sum and its norm."""
     if delta is not None and delta.ndim == 3:
-        delta = delta.sum(axis=0)[: len(x)].astype(x.dtype)
+        delta = (delta[0] if len(delta) == 1 else delta.sum(axis=0))[: len(x)]
     given = tuple(array is not None for array in (delta, delta_scale, scale))
-    return run(
-        _for_this_host(np.dtype(x.dtype).name, options, *given), x, delta, scale, delta_scale
-    )
+    dtypes = (np.dtype(array.dtype).name for array in (x, x if delta is None else delta))
+    kernel = _for_this_host(next(dtypes), options, *given, next(dtypes))
+    return run(kernel, x, delta, scale, delta_scale)
 
 
 def run(
@@ -147,18 +148,15 @@ def run(
 ) -> tuple[jax.Array, jax.Array]:
     """Compute `add_norm` by this kernel."""
     arrays = [array for array in (x, delta, delta_scale, scale) if array is not None]
-    is_short = x.dtype.itemsize == 2
-    if is_short:  # as bits: XLA on CPU may convert 16-bit floats as a whole
-        arrays = [jax.lax.bitcast_convert_type(array, jnp.uint16) for array in arrays]
-    shape = jax.ShapeDtypeStruct(x.shape, arrays[0].dtype)
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
     # Both operands of a sum are needed no more: in their places the results stay in the cache.
-    places = {nth: nth for nth in range(kernel.adds + kernel.norms)} if kernel.adds else {}
+    alike = 2 if kernel.delta == kernel.dtype else 1
+    count = min(alike, kernel.adds + kernel.norms) if kernel.adds else 0
+    places = {nth: nth for nth in range(count)}
     results = jax.ffi.ffi_call(
         registered(kernel),
         [shape] * (kernel.adds + kernel.norms),
         input_output_aliases=places,
     )(*arrays)
-    if is_short:
-        results = [jax.lax.bitcast_convert_type(result, x.dtype) for result in results]
     total = results[0] if kernel.adds else x
     return total, results[-1] if kernel.norms else total

@@ -20,22 +20,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from llvmlite import ir
 
-from pallas_kernels import xla
-from pallas_kernels.arguments import NO_OPTIONS, AttentionOptions
-from pallas_kernels.cpu.ffi import NAMES, Field, part_bounds, registered
+from pallas_kernels.cpu.ffi import NAMES, Field, part_bounds
 from pallas_kernels.cpu.ir_builder import (
     I32,
     I64,
     LINE,
-    LOG2_E,
     POINTER,
     VOID,
     Code,
+    bfloat16_bits,
     const,
     element_bytes,
     filled,
@@ -51,7 +47,6 @@ WORK_OF_A_PART = 1 << 17  # numbers in keys
 TOKENS_OF_A_PAIR = 16  # cost of a pair besides its tokens, in tokens
 BYTES_AHEAD = 4096  # between what is computed and what is prefetched
 PAGES_FARTHER = 2  # beyond those: their first line is prefetched, for their address translation
-ENDLESS = 2**31 - 1
 SCALE = ir.FloatType()  # of pages of codes
 
 
@@ -60,13 +55,14 @@ class PagedKernel:
     """Kernel for pages [., K, page_size, head_dim] and `group` query heads per kv head.
 
     Attributes:
-        dtype: of queries, sums and results: "float32" or "float64".
+        dtype: of sums: "float32" or "float64".
         pages: dtype of keys and values: those, "bfloat16", "float16", "uint8", float8's bits, or
             "int8", codes with a scale for every token.
         page_size: tokens of a page.
         group: query heads per kv head.
         head_dim: numbers of a head.
         capped: whether scores are soft-capped.
+        query_dtype: of queries and results in memory: `dtype`, or "bfloat16" for "float32".
     """
 
     dtype: str
@@ -75,6 +71,7 @@ class PagedKernel:
     group: int
     head_dim: int
     capped: bool
+    query_dtype: str
 
     prefix: ClassVar[str]
     plain_operands: ClassVar[int]
@@ -92,26 +89,54 @@ class PagedKernel:
     @property
     def name(self) -> str:
         """Name of the operation."""
-        kind = f"{self.dtype}_{self.pages}_{self.page_size}_{self.group}_{self.head_dim}"
+        dtypes = f"{self.dtype}_{self.query_dtype}_{self.pages}"
+        kind = f"{dtypes}_{self.page_size}_{self.group}_{self.head_dim}"
         return f"{self.prefix}{kind}{'_capped' if self.capped else ''}"
+
+    def stored(self, code: Code, number: Any, address: Any, index: Any) -> None:
+        """Write a vector of results."""
+        if self.query_dtype == "bfloat16":
+            number = bfloat16_bits(code, number)
+        code.write_vector(number, address, index)
 
 
 @dataclass(frozen=True)
 class PagedDecode(PagedKernel):
-    """Kernel for rows of one query."""
+    """Kernel for rows of one query.
+
+    Attributes:
+        among: whether there are longer rows too, whose results are there already. Then
+            `query_start` and those results are two more operands, the last two.
+    """
+
+    among: bool = False
 
     prefix = f"{NAMES}decode_"
     plain_operands = 8
 
     @property
+    def operands(self) -> int:
+        """Number of operands."""
+        return super().operands + 2 * self.among
+
+    @property
+    def name(self) -> str:
+        """Name of the operation."""
+        return f"{super().name}{'_among' if self.among else ''}"
+
+    @property
     def fields(self) -> Sequence[Field]:
-        """Arguments: q, k, v, page_table, kv_len, sinks, window, cap, scales, out; R, M, P, K."""
+        """Arguments: buffers, then sizes.
+
+        q, k, v, page_table, kv_len, sinks, window, numbers, scales, query_start, results so far,
+        results; R, M, P, K, T.
+        """
         buffers = (Field(buffer) for buffer in range(self.operands + 1))
-        return (*buffers, Field(3, 0), Field(3, 1), Field(1, 0), Field(1, 1))
+        return (*buffers, Field(3, 0), Field(3, 1), Field(1, 0), Field(1, 1), Field(0, 0))
 
     def parts(self, code: Code, fields: Sequence[Any]) -> Any:
         """Generate the number of parts: by the work, at most MOST_PARTS and the pairs."""
-        *_, rows, _, _, heads = fields
+        *_, rows, _, _, heads, _ = fields
         total = code.mul(_total(code, self, fields), heads)
         work = code.mul(total, const(self.head_dim))
         parts = code.add(code.sdiv(work, const(WORK_OF_A_PART)), const(1))
@@ -119,8 +144,11 @@ class PagedDecode(PagedKernel):
 
     def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
         """Generate the pairs that begin in this part of all tokens of all heads."""
-        q, k, v, table, _, sinks, _, cap, *scales, out, rows, columns, pages, heads = fields
+        q, k, v, table, _, sinks, _, numbers, *rest = fields
+        *rest, out, rows, columns, pages, heads, _ = rest
+        scales = rest[: 2 * self.is_scaled]
         real, stored = float_type(np.dtype(self.dtype)), stored_type(self.pages)
+        query_type = stored_type(self.query_dtype)
         pair = _Pair(self).function(code.module)
         total = code.mul(_total(code, self, fields), heads)
         low, high = part_bounds(code, total, index, parts)
@@ -128,6 +156,7 @@ class PagedDecode(PagedKernel):
         queries = const(self.group * self.head_dim)
         with code.loop(const(0), rows, carry=[const(0)]) as (row, begin):
             first, stop = _seen(code, self, fields, row)
+            token, is_single = _token(code, self, fields, row)
             tokens = code.add(code.sub(stop, first), const(TOKENS_OF_A_PAIR))
             own = code.at(table, code.mul(row, columns), I32)
             below = code.smaller_int(code.add(row, const(1)), code.sub(rows, const(1)))
@@ -138,6 +167,8 @@ class PagedDecode(PagedKernel):
                 mine = code.and_(
                     code.icmp_signed(">=", place, low), code.icmp_signed("<", place, high)
                 )
+                if self.among:
+                    mine = code.and_(mine, is_single)
                 with code.if_then(mine):
                     more = code.icmp_signed("<", code.add(head, const(1)), heads)
                     after = code.select(more, code.add(head, const(1)), const(0))
@@ -146,19 +177,19 @@ class PagedDecode(PagedKernel):
                         code.sdiv(code.select(more, first, below_first), const(self.page_size)),
                         I32,
                     )
-                    pair_index = code.add(code.mul(row, heads), head)
+                    pair_index = code.add(code.mul(token, heads), head)
                     where = code.mul(pair_index, queries)
                     offset = code.mul(head, piece)
                     code.call(
                         pair,
                         [
-                            code.at(q, where, real),
+                            code.at(q, where, query_type),
                             code.at(k, offset, stored),
                             code.at(v, offset, stored),
                             own,
                             code.at(sinks, code.mul(head, const(self.group)), real),
-                            cap,
-                            code.at(out, where, real),
+                            numbers,
+                            code.at(out, where, query_type),
                             entry,
                             code.at(k, code.mul(after, piece), stored),
                             first,
@@ -173,17 +204,33 @@ class PagedDecode(PagedKernel):
 
 def _seen(code: Code, kernel: PagedDecode, fields: Sequence[Any], row: Any) -> tuple[Any, Any]:
     """Return the first position that a row's query sees, and the end: the last plus 1."""
-    lengths, window, columns = fields[4], fields[6], fields[-3]
+    lengths, window, columns = fields[4], fields[6], fields[-4]
     length = code.sext(code.read(lengths, row, I32), I64)
     length = code.larger_int(length, const(0))
+    if kernel.among:
+        _, is_single = _token(code, kernel, fields, row)
+        length = code.select(is_single, length, const(0))
     length = code.smaller_int(length, code.mul(columns, const(kernel.page_size)))
     span = code.sext(code.load(window, typ=I32), I64)
     return code.larger_int(code.sub(length, span), const(0)), length
 
 
+def _token(code: Code, kernel: PagedDecode, fields: Sequence[Any], row: Any) -> tuple[Any, Any]:
+    """Return the token of a row's query, and whether it has exactly one."""
+    if not kernel.among:
+        return row, None
+    starts, most = fields[8 + 2 * kernel.is_scaled], fields[-1]
+    start, stop = (
+        code.sext(code.read(starts, index, I32), I64) for index in (row, code.add(row, const(1)))
+    )
+    is_single = code.icmp_signed("==", code.sub(stop, start), const(1))
+    # As an unsigned number, a negative token is a very large one.
+    return start, code.and_(is_single, code.icmp_unsigned("<", start, most))
+
+
 def _total(code: Code, kernel: PagedDecode, fields: Sequence[Any]) -> Any:
     """Return the cost of all rows for one head: their tokens, and TOKENS_OF_A_PAIR for each."""
-    with code.loop(const(0), fields[-4], carry=[const(0)]) as (row, sums):
+    with code.loop(const(0), fields[-5], carry=[const(0)]) as (row, sums):
         first, stop = _seen(code, kernel, fields, row)
         tokens = code.add(code.sub(stop, first), const(TOKENS_OF_A_PAIR))
         sums[0] = code.add(sums[0], tokens)
@@ -219,23 +266,25 @@ class _Pair:
     def function(self, module: ir.Module) -> ir.Function:
         """Generate the function "pair".
 
-        Its arguments are q, k, v, table, sinks, cap, out, next entry, next k, first, stop, stride,
-        pages, and where there are scales, those of keys and of values. Addresses are those of the
-        row and head; the next entry of the table and the next k give the address of the next pair's
-        first page.
+        Its arguments are q, k, v, table, sinks, numbers, out, next entry, next k, first, stop,
+        stride, pages, and where there are scales, those of keys and of values. Addresses are those
+        of the row and head; the next entry of the table and the next k give the address of the next
+        pair's first page.
         """
         scales = [POINTER] * 2 * self.kernel.is_scaled
         kind = ir.FunctionType(VOID, [POINTER] * 9 + [I64] * 4 + scales)
         function = ir.Function(module, kind, "pair")
         function.linkage = "internal"
         code = Code(function)
-        self.q, self.k, self.v, self.table, sinks, self.cap, out, *others = function.args
+        q, self.k, self.v, self.table, sinks, numbers, out, *others = function.args
+        factor, self.cap = (code.read(numbers, const(nth), self.real) for nth in (0, 1))
+        self.q = code.room(self.real, self.G * self.H)
         self.entry, self.next_k, self.first, self.stop, self.stride, self.pages = others[:6]
         self.scales = others[6:]
         self.scores = code.room(self.real, self.G * BLOCK)
         self.sums = code.room(self.real, self.G * self.H)
         self.tops, self.totals, self.shrinks = (code.room(self.real, self.G) for _ in range(3))
-        self._begin(code, sinks)
+        self._begin(code, q, factor, sinks)
         start = code.mul(code.sdiv(self.first, const(BLOCK)), const(BLOCK))
         with code.loop(start, self.stop, BLOCK) as (block, _):
             end = code.smaller_int(code.add(block, const(BLOCK)), self.stop)
@@ -247,8 +296,15 @@ class _Pair:
         code.ret_void()
         return function
 
-    def _begin(self, code: Code, sinks: Any) -> None:
-        """Set the softmax to that of the sinks alone (an absent sink is -inf), and sums to zero."""
+    def _begin(self, code: Code, q: Any, factor: Any, sinks: Any) -> None:
+        """Multiply the queries by the factor; begin with the softmax of the sinks alone.
+
+        An absent sink is -inf. Sums begin at zero.
+        """
+        query_type, factor = stored_type(self.kernel.query_dtype), code.splat(factor, self.lanes)
+        with code.loop(const(0), const(self.G * self.H), self.lanes) as (index, _):
+            query = widened(code, code.read_vector(q, index, query_type, self.lanes), self.real)
+            code.write_vector(code.fmul(query, factor), self.q, index)
         lowest = float(np.finfo(self.kernel.dtype).min)
         for g in range(self.G):
             sink = code.splat(code.read(sinks, const(g), self.real), 1)
@@ -426,7 +482,7 @@ class _Pair:
         lane = ir.Constant(whole, list(range(self.width)))
         start = code.sub(begin, code.srem(begin, const(self.width)))
         begins, ends = (code.splat(bound, self.width) for bound in (begin, end))
-        cap = code.splat(code.load(self.cap, typ=self.real), self.width)
+        cap = code.splat(self.cap, self.width)
         with code.loop(const(0), const(self.G)) as (g, _):
             row = code.at(self.scores, code.mul(g, const(BLOCK)), self.real)
             old = code.splat(code.read(self.tops, g, self.real), self.width)
@@ -513,7 +569,7 @@ class _Pair:
             for vector in range(self.vectors):
                 place = code.add(code.mul(g, const(self.H)), const(vector * self.lanes))
                 sums = code.read_vector(self.sums, place, self.real, self.lanes)
-                code.write_vector(code.fdiv(sums, total), out, place)
+                self.kernel.stored(code, code.fdiv(sums, total), out, place)
 
 
 def numbers(code: Code, stored: Any, real: ir.Type, is_scaled: bool) -> Any:
@@ -527,63 +583,3 @@ def _groups(count: int, size: int) -> list[range]:
     """Split 0 to `count` into ranges of `size`, at least 1."""
     size = max(1, size)
     return [range(start, min(start + size, count)) for start in range(0, count, size)]
-
-
-def attend(
-    kind: type[PagedKernel],
-    q: jax.Array,
-    kv_pages: xla.Pages,
-    rows: tuple[jax.Array, ...],
-    options: AttentionOptions,
-) -> jax.Array:
-    """Call a kernel of a kind.
-
-    Args:
-        kind: the kernel's class.
-        q: queries and result as in `xla.Decode` or `xla.Tiles`.
-        kv_pages: the pages.
-        rows: the page table, and for `PagedTiles` query_start, and kv_len.
-        options: of the call.
-    """
-    _, K, G, H = q.shape
-    scale, window, cap = options.score_scale(H), options.window, options.soft_cap
-    page_size = kv_pages[0].shape[2]
-    kernel: Any = kind(q.dtype.name, kv_pages[0].dtype.name, page_size, G, H, cap is not None)
-    scales = (options.k_scale, options.v_scale) if kernel.is_scaled else ()
-    sinks = jnp.full(K * G, -jnp.inf) if options.sinks is None else options.sinks
-    # The kernel computes powers of 2, so exponents are multiplied by log2(e) here.
-    call = jax.ffi.ffi_call(registered(kernel), jax.ShapeDtypeStruct(q.shape, q.dtype))
-    return call(
-        q * (scale * LOG2_E if cap is None else scale / cap),
-        *kv_pages,
-        *rows,
-        sinks.astype(q.dtype) * LOG2_E,
-        np.array([ENDLESS if window is None else min(window, ENDLESS)], np.int32),
-        np.array([0.0 if cap is None else cap * LOG2_E], q.dtype),
-        *scales,
-    )
-
-
-def decode(
-    q: jax.Array,
-    kv_pages: xla.Pages,
-    page_table: jax.Array,
-    kv_len: jax.Array,
-    options: AttentionOptions,
-) -> jax.Array:
-    """Compute rows of one query; see `xla.Decode`."""
-    return attend(PagedDecode, q, kv_pages, (page_table, kv_len), options)
-
-
-def paged_decode_attention(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    page_table: jax.Array,
-    kv_len: jax.Array,
-    options: AttentionOptions = NO_OPTIONS,
-) -> jax.Array:
-    """Compute ``pallas_kernels.paged_decode_attention``: [R,N,H]."""
-    return xla.paged_decode_attention(
-        q, k_pages, v_pages, page_table, kv_len, options, decode=decode
-    )

@@ -364,6 +364,18 @@ def widened(code: Code, vector: Any, real: ir.Type) -> Any:
     return vector if element == real else code.fpext(vector, ir.VectorType(real, lanes))
 
 
+def bfloat16_bits(code: Code, number: Any) -> Any:
+    """Round a vector of float32 to bfloat16, to the nearest, ties to even; return the bits."""
+    words = ir.VectorType(I32, number.type.count)
+    bits: Any = code.bitcast(number, words)
+    last = code.and_(code.lshr(bits, filled(words, 16)), filled(words, 1))
+    nearest = code.add(bits, code.add(last, filled(words, 0x7FFF)))
+    is_nan = code.fcmp_unordered("uno", number, number)
+    # A NaN whose upper bits are zeros would become infinite.
+    chosen = code.select(is_nan, code.or_(bits, filled(words, 1 << 22)), nearest)
+    return code.trunc(code.lshr(chosen, filled(words, 16)), ir.VectorType(I16, words.count))
+
+
 def small_float8(code: Code, vector: Any, kind: Any) -> tuple[Any, Any]:
     """Convert a vector of float8_e4m3fn to numbers that are 256 times smaller, and their bits.
 

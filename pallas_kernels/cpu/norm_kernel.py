@@ -7,7 +7,14 @@ from typing import Any
 
 from llvmlite import ir
 
-from pallas_kernels.cpu.ir_builder import I16, I32, Code, filled, float_type, suffix, widened
+from pallas_kernels.cpu.ir_builder import (
+    Code,
+    bfloat16_bits,
+    filled,
+    float_type,
+    suffix,
+    widened,
+)
 from pallas_kernels.cpu.row_sums import RowKernel, Vectors
 from pallas_kernels.norm_arguments import NormOptions
 
@@ -51,11 +58,18 @@ class NormKernel(RowKernel):
 
         return normed
 
+    def read_rounded(self, code: Code, x: Any, dtype: str) -> Vectors:
+        """Return what reads a row's numbers, of a dtype, and rounds them to the kernel's."""
+        numbers = self.read(code, x, dtype)
+        if dtype == self.dtype:
+            return numbers
+        return lambda index, lanes: self.rounded(code, numbers(index, lanes))
+
     def rounded(self, code: Code, number: Any) -> Any:
         """Round to the dtype, as wide as before."""
         if self.dtype != "bfloat16":
             return number
-        return widened(code, _bfloat16_bits(code, number), float_type(self.sums))
+        return widened(code, bfloat16_bits(code, number), float_type(self.sums))
 
     def written(
         self, code: Code, number: Any, address: Any, index: Any, dtype: str | None = None
@@ -64,18 +78,6 @@ class NormKernel(RowKernel):
         if (dtype or self.dtype) != "bfloat16":
             code.write_vector(number, address, index)
             return number
-        bits = _bfloat16_bits(code, number)
+        bits = bfloat16_bits(code, number)
         code.write_vector(bits, address, index)
         return widened(code, bits, float_type(self.sums))
-
-
-def _bfloat16_bits(code: Code, number: Any) -> Any:
-    """Round a vector of float32 to bfloat16, to the nearest, ties to even; return the bits."""
-    words = ir.VectorType(I32, number.type.count)
-    bits: Any = code.bitcast(number, words)
-    last = code.and_(code.lshr(bits, filled(words, 16)), filled(words, 1))
-    nearest = code.add(bits, code.add(last, filled(words, 0x7FFF)))
-    is_nan = code.fcmp_unordered("uno", number, number)
-    # A NaN whose upper bits are zeros would become infinite.
-    chosen = code.select(is_nan, code.or_(bits, filled(words, 1 << 22)), nearest)
-    return code.trunc(code.lshr(chosen, filled(words, 16)), ir.VectorType(I16, words.count))

@@ -371,8 +371,6 @@ def run(
     x = x.astype(kernel.x)
     if in_pairs(kernel.weights) and x.shape[1] % 2:
         x = jnp.pad(x, ((0, 0), (0, 1)))
-    if kernel.dots:  # as bits: XLA on CPU may convert 16-bit floats as a whole
-        x = jax.lax.bitcast_convert_type(x, jnp.uint16)
     shape = jax.ShapeDtypeStruct((x.shape[0], panels.shape[1] * PANEL), kernel.dtype)
     return jax.ffi.ffi_call(name, shape)(x, panels, counts)
 

@@ -16,13 +16,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import numpy as np
 from llvmlite import ir
 
-from pallas_kernels import xla
-from pallas_kernels.arguments import NO_OPTIONS, AttentionOptions
-from pallas_kernels.cpu.decode import BLOCK, SCALE, PagedKernel, attend, decode, numbers
+from pallas_kernels.cpu.decode import (
+    BLOCK,
+    SCALE,
+    PagedKernel,
+    numbers,
+)
 from pallas_kernels.cpu.ffi import NAMES, Field, part_bounds
 from pallas_kernels.cpu.ir_builder import (
     I32,
@@ -54,7 +56,7 @@ class PagedTiles(PagedKernel):
 
     @property
     def fields(self) -> Sequence[Field]:
-        """Arguments: q, k, v, page_table, query_start, kv_len, sinks, window, cap, scales, out.
+        """Arguments: q, k, v, page_table, query_start, kv_len, sinks, window, numbers, scales, out.
 
         Then sizes: R, M, P, K, T.
         """
@@ -76,6 +78,8 @@ class PagedTiles(PagedKernel):
         """Generate the tiles that begin in this part of all products."""
         rows, heads = fields[-5], fields[-2]
         tile = _Tile(self).function(code.module)
+        with code.if_then(code.icmp_signed("==", index, const(0))):
+            self._clear_padding(code, fields)
         total = _total(code, self, fields)
         low, high = part_bounds(code, total, index, parts)
         place = code.room(I64)
@@ -96,6 +100,15 @@ class PagedTiles(PagedKernel):
                         position = code.add(before, nth)
                         numbers = [row, head, token, number, position, first, stop]
                         code.call(tile, [*fields, *numbers])
+
+    def _clear_padding(self, code: Code, fields: Sequence[Any]) -> None:
+        """Write zeros for the tokens behind the last row's."""
+        starts, out, (rows, *_, heads, most) = fields[4], fields[-6], fields[-5:]
+        end = code.larger_int(code.sext(code.read(starts, rows, I32), I64), const(0))
+        size = code.mul(heads, const(self.group * self.head_dim))
+        zero = filled(ir.VectorType(stored_type(self.query_dtype), 1), 0)
+        with code.loop(code.mul(end, size), code.mul(most, size)) as (index, _):
+            code.write_vector(zero, out, index)
 
 
 def _row(code: Code, kernel: PagedTiles, fields: Sequence[Any], row: Any) -> tuple[Any, Any, Any]:
@@ -151,7 +164,7 @@ class _Tile:
         """Choose the sizes of vectors and tiles for a kernel on this host."""
         self.kernel = kernel
         self.real = float_type(np.dtype(kernel.dtype))
-        self.stored = stored_type(kernel.pages)
+        self.stored, self.query_type = stored_type(kernel.pages), stored_type(kernel.query_dtype)
         self.S, self.G, self.H = kernel.page_size, kernel.group, kernel.head_dim
         cpu = host()
         self.width = cpu.vector_bytes // element_bytes(self.real)  # lanes of scores
@@ -170,13 +183,14 @@ class _Tile:
         function.linkage = "internal"
         code = Code(function)
         buffers = self.kernel.operands + 1
-        q, k, v, table, _, _, sinks, window, cap, *scales, out = function.args[:buffers]
+        q, k, v, table, _, _, sinks, window, numbers, *scales, out = function.args[:buffers]
         sizes = function.args[buffers:]
         _, columns, self.pages, heads, _, row, head, token, self.number, *rest = sizes
         self.position, self.first, self.stop = rest
         self.count = code.mul(self.number, const(self.G))
         self.span = code.sext(code.load(window, typ=I32), I64)
-        self.cap = code.splat(code.load(cap, typ=self.real), self.width)
+        self.factor = code.splat(code.read(numbers, const(0), self.real), self.lanes)
+        self.cap = code.splat(code.read(numbers, const(1), self.real), self.width)
         piece = const(self.S * self.H)
         self.stride = code.mul(heads, piece)
         self.k, self.v = (code.at(x, code.mul(head, piece), self.stored) for x in (k, v))
@@ -196,7 +210,7 @@ class _Tile:
         ]
         self._begin(
             code,
-            code.at(q, where, self.real),
+            code.at(q, where, self.query_type),
             code.at(sinks, code.mul(head, const(self.G)), self.real),
         )
         start = code.mul(code.sdiv(self.first, const(BLOCK)), const(BLOCK))
@@ -217,12 +231,15 @@ class _Tile:
                 c = code.at(self.sums, code.mul(m, const(self.H)), self.real)
                 shrinks = code.at(self.shrinks, m, self.real)
                 code.call(products[1], [a, self.gathered, c, depth, shrinks])
-        self._finish(code, code.at(out, where, self.real))
+        self._finish(code, code.at(out, where, self.query_type))
         code.ret_void()
         return function
 
     def _begin(self, code: Code, q: Any, sinks: Any) -> None:
-        """Gather the queries, and set the softmax to that of the sinks (an absent sink is -inf)."""
+        """Gather the queries, times their factor; begin with the softmax of the sinks alone.
+
+        An absent sink is -inf.
+        """
         zero = filled(ir.VectorType(self.real, self.lanes), 0.0)
         last = const(self.rows * self.H)
         end = code.mul(self.count, const(self.H))
@@ -236,10 +253,11 @@ class _Tile:
         lowest = float(np.finfo(self.kernel.dtype).min)
         size = const(self.G * self.H)
         with code.loop(const(0), self.number) as (i, _):
-            source = code.at(q, code.mul(i, self.between), self.real)
+            source = code.at(q, code.mul(i, self.between), self.query_type)
             target = code.at(self.queries, code.mul(i, size), self.real)
             with code.loop(const(0), size, self.lanes) as (index, _):
-                query = code.read_vector(source, index, self.real, self.lanes)
+                query = code.read_vector(source, index, self.query_type, self.lanes)
+                query = code.fmul(widened(code, query, self.real), self.factor)
                 code.write_vector(query, target, index)
             with code.loop(const(0), const(self.G)) as (g, _):
                 m = code.add(code.mul(i, const(self.G)), g)
@@ -419,34 +437,7 @@ class _Tile:
             total = code.splat(total, self.lanes)
             source = code.at(self.sums, code.mul(m, const(self.H)), self.real)
             target = code.add(code.mul(i, self.between), code.mul(g, const(self.H)))
-            target = code.at(out, target, self.real)
+            target = code.at(out, target, self.query_type)
             with code.loop(const(0), const(self.H), self.lanes) as (index, _):
                 sums = code.read_vector(source, index, self.real, self.lanes)
-                code.write_vector(code.fdiv(sums, total), target, index)
-
-
-def _tiles(
-    q: jax.Array,
-    kv_pages: xla.Pages,
-    page_table: jax.Array,
-    query_start: jax.Array,
-    kv_len: jax.Array,
-    options: AttentionOptions,
-) -> jax.Array:
-    """Compute rows of two queries or more; see `xla.Tiles`."""
-    rows = (page_table, query_start, kv_len)
-    return attend(PagedTiles, q, kv_pages, rows, options)
-
-
-def ragged_paged_attention(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    page_table: jax.Array,
-    query_start: jax.Array,
-    kv_len: jax.Array,
-    options: AttentionOptions = NO_OPTIONS,
-) -> jax.Array:
-    """Compute ``pallas_kernels.ragged_paged_attention``: [T,N,H]."""
-    arrays = (q, k_pages, v_pages, page_table, query_start, kv_len)
-    return xla.ragged_paged_attention(*arrays, options, decode=decode, tiles=_tiles)
+                self.kernel.stored(code, code.fdiv(sums, total), target, index)

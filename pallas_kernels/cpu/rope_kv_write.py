@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from llvmlite import ir
 
 from pallas_kernels.arguments import ARRIVALS, Case
@@ -36,7 +35,8 @@ class RopeKVWrite(NormKernel):
     Attributes:
         dtype: "float64", "float32" or "bfloat16"; computed in float32 at least.
         options: of the norms.
-        page_dtype: of the pages: `dtype`, or "bfloat16" where that is "float32".
+        page_dtype: of the pages: `dtype`, or one of "bfloat16" and "float32" under the other.
+        qkv_dtype: of qkv: `dtype`, or a wider one, from which it is rounded first.
         rotates: whether there are cosines and sines.
         interleaved: whether neighbours are pairs.
         norms: whether queries and keys are normed.
@@ -46,6 +46,7 @@ class RopeKVWrite(NormKernel):
     """
 
     page_dtype: str
+    qkv_dtype: str
     rotates: bool
     interleaved: bool
     norms: bool
@@ -62,7 +63,7 @@ class RopeKVWrite(NormKernel):
         if self.norms and self.options.rounds_last:
             numbers.append(self.options.offset)
         bits = "".join(f"_{struct.pack('>d', number).hex()}" for number in numbers)
-        dtypes = f"{self.dtype}_{self.page_dtype}"
+        dtypes = f"{self.dtype}_{self.qkv_dtype}_{self.page_dtype}"
         return f"{NAMES}rope_kv_write_{dtypes}_{form}{bits}_{self.cpu.vector_bytes}"
 
     @property
@@ -93,6 +94,7 @@ class RopeKVWrite(NormKernel):
         means = rest.pop(0) if self.given_means else None
         divisors = [rest.pop(0) if self.divides else None for _ in range(2)]
         stored, paged = stored_type(self.dtype), stored_type(self.page_dtype)
+        given = stored_type(self.qkv_dtype)
         group = code.sub(heads, const(2))
         begin, end = part_bounds(code, tokens, index, parts)
         with code.loop(begin, end) as (token, _):
@@ -107,7 +109,7 @@ class RopeKVWrite(NormKernel):
                     return code.at(base, code.mul(number, width), kind)
 
                 def of_head(nth: Any, number: Any, which: int) -> Vectors:
-                    source = at_head(qkv, code.add(code.mul(first, heads), nth), stored)
+                    source = at_head(qkv, code.add(code.mul(first, heads), nth), given)
                     scale = scales[which]
                     if self.own_scales:
                         scale = at_head(scale, number, stored)
@@ -115,7 +117,8 @@ class RopeKVWrite(NormKernel):
                     if means is not None:
                         place = code.add(code.mul(token, const(2)), const(which))
                         mean = code.read(means, place, float_type(self.sums))
-                    return self._normed_head(code, self.read(code, source), width, scale, mean)
+                    numbers = self.read_rounded(code, source, self.qkv_dtype)
+                    return self._normed_head(code, numbers, width, scale, mean)
 
                 with code.loop(const(0), group) as (nth, _):
                     query = of_head(nth, code.add(code.mul(kv_head, group), nth), 0)
@@ -138,7 +141,7 @@ class RopeKVWrite(NormKernel):
                     key = of_head(group, kv_head, 1)
                     self._turn(code, key, width, pairs, turns, writers[0])
                     last = code.add(code.mul(first, heads), code.add(group, const(1)))
-                    value = self.read(code, at_head(qkv, last, stored))
+                    value = self.read_rounded(code, at_head(qkv, last, given), self.qkv_dtype)
                     self._turn(code, value, width, None, [], writers[1])
 
     def _normed_head(
@@ -183,11 +186,13 @@ class RopeKVWrite(NormKernel):
         """Return what writes numbers from an index on, divided by a float32 if there is one."""
 
         def write(number: Any, index: Any) -> None:
+            if dtype not in (None, self.dtype) or divisor is not None:
+                number = self.rounded(code, number)
             if divisor is not None:
-                wide = (
-                    code.fpext(divisor, number.type.element) if self.sums.itemsize == 8 else divisor
-                )
-                number = code.fdiv(number, code.splat(wide, number.type.count))
+                factor = divisor
+                if number.type.element != factor.type:
+                    factor = code.fpext(factor, number.type.element)
+                number = code.fdiv(number, code.splat(factor, number.type.count))
             self.written(code, number, address, index, dtype)
 
         return write
@@ -210,8 +215,8 @@ def rope_kv_write(
     """Compute ``pallas_kernels.rope_kv_write``: queries, the new pages, and counters."""
     tokens, dtype = len(slot_mapping), case.query_dtype
     if qkv.ndim == 5:
-        qkv = qkv.sum(axis=0)[:tokens]
-        qkv = (qkv if options.bias is None else qkv + options.bias).astype(dtype)
+        qkv = (qkv[0] if len(qkv) == 1 else qkv.sum(axis=0))[:tokens]
+        qkv = qkv if options.bias is None else qkv + options.bias.astype(qkv.dtype)
     norms = [] if options.query_norm is None else [options.query_norm, options.key_norm]
     means = [] if options.mean_squares is None or not norms else [options.mean_squares]
     scales = [] if options.k_scale is None else [options.k_scale, options.v_scale]
@@ -221,7 +226,7 @@ def rope_kv_write(
         norms[0] = jnp.broadcast_to(norms[0], (heads, count - 2, width))
         norms[1], own_scales = jnp.broadcast_to(norms[1], (heads, width)), True
     kernel = _for_this_host(
-        *(dtype.name, options.norm, case.page_dtype.name),
+        *(dtype.name, options.norm, case.page_dtype.name, qkv.dtype.name),
         *(
             cos_sin is not None,
             options.interleaved,
@@ -237,22 +242,13 @@ def rope_kv_write(
     return query, keys, values, jnp.zeros(ARRIVALS, jnp.int32)
 
 
-def run(kernel: RopeKVWrite, *given: jax.Array) -> list[jax.Array]:
+def run(kernel: RopeKVWrite, *given: jax.Array) -> Sequence[jax.Array]:
     """Compute `rope_kv_write` by this kernel: queries [T,K,G,H], keys and values."""
-    # As bits: XLA on CPU may convert 16-bit floats as a whole.
-    arrays = [
-        lax.bitcast_convert_type(array, jnp.uint16) if array.dtype == jnp.bfloat16 else array
-        for array in given
-    ]
-    qkv, *pages = arrays[:3]
+    qkv, *pages = given[:3]
     tokens, heads, count, width = qkv.shape
-    query = jax.ShapeDtypeStruct((tokens, heads, count - 2, width), qkv.dtype)
-    results = jax.ffi.ffi_call(
+    query = jax.ShapeDtypeStruct((tokens, heads, count - 2, width), jnp.dtype(kernel.dtype))
+    return jax.ffi.ffi_call(
         registered(kernel),
         [query, *(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in pages)],
         input_output_aliases={K_PAGES: 1, V_PAGES: 2},
-    )(*arrays)
-    return [
-        result if result.dtype == array.dtype else lax.bitcast_convert_type(result, array.dtype)
-        for result, array in zip(results, given, strict=False)
-    ]
+    )(*given)

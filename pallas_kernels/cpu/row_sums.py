@@ -17,7 +17,6 @@ from functools import cache
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from llvmlite import ir
 
@@ -76,9 +75,9 @@ class RowKernel:
 
         return self.folded(code, numbers, size, 0.0, with_square, code.fadd)
 
-    def read(self, code: Code, x: Any) -> Vectors:
-        """Return what reads a row's numbers, as wide as they are computed with."""
-        stored, real = stored_type(self.dtype), float_type(self.sums)
+    def read(self, code: Code, x: Any, dtype: str | None = None) -> Vectors:
+        """Return what reads a row's numbers, by default of the kernel's dtype, and widens them."""
+        stored, real = stored_type(dtype or self.dtype), float_type(self.sums)
         return lambda index, lanes: widened(code, code.read_vector(x, index, stored, lanes), real)
 
     def for_each(self, code: Code, begin: Any, end: Any, body: Callable[[Any, int], Any]) -> None:
@@ -257,8 +256,6 @@ def row_sums(x: jax.Array, term: Summed = "numbers") -> jax.Array:
 def run(kernel: RowSums, x: jax.Array) -> jax.Array:
     """Compute `row_sums` by this kernel."""
     rows = x.reshape(-1, x.shape[-1])
-    if x.dtype.itemsize == 2:  # as bits: XLA on CPU may convert 16-bit floats as a whole
-        rows = jax.lax.bitcast_convert_type(rows, jnp.uint16)
     shape = jax.ShapeDtypeStruct(rows.shape[:1], kernel.sums)
     return jax.ffi.ffi_call(registered(kernel), shape)(rows).reshape(x.shape[:-1])
 

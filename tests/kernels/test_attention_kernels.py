@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels import reference, xla
 from pallas_kernels.arguments import AttentionOptions
-from pallas_kernels.cpu import decode as cpu_decode
-from pallas_kernels.cpu import ragged as cpu_ragged
+from pallas_kernels.cpu import attention as cpu_attention
 from pallas_kernels.devices import DeviceLimits
 from pallas_kernels.gpu import triton_decode, triton_ragged, xla_attention
 from pallas_kernels.gpu.triton_plan import (
@@ -94,14 +93,14 @@ def _functions(name: str, decode: bool):
     if decode:
         tile = functools.partial(triton_decode.paged_decode_attention, config=DECODE)
         plain, oracle = xla.paged_decode_attention, reference.paged_decode_attention
-        native = cpu_decode.paged_decode_attention
+        native = cpu_attention.paged_decode_attention
         large = xla_attention.paged_decode_attention
     else:
         tile = functools.partial(
             triton_ragged.ragged_paged_attention, config=RAGGED, decode_config=DECODE
         )
         plain, oracle = xla.ragged_paged_attention, reference.ragged_paged_attention
-        native = cpu_ragged.ragged_paged_attention
+        native = cpu_attention.ragged_paged_attention
         large = xla_attention.ragged_paged_attention
     tested = {
         "triton": _compiled(tile, setup, interpret=True),
@@ -198,7 +197,7 @@ def test_full_tiles_and_long_rows(implementation: str) -> None:
     rows = [(70, 200), (1, 150), (0, 0), (1, 1), (3, 3), (64, 64)]
     call = paged_call(rows, dtype=jnp.float32, padding=5)
     expected = _compiled(reference.ragged_paged_attention, {})(call.ragged, {})
-    modules = {"xla": xla, "gpu": xla_attention, "llvm": cpu_ragged}
+    modules = {"xla": xla, "gpu": xla_attention, "llvm": cpu_attention}
     if implementation in modules:
         run = _compiled(modules[implementation].ragged_paged_attention, {})
     else:

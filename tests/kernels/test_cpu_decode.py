@@ -151,7 +151,9 @@ def test_large_work_is_many_parts_and_small_work_one() -> None:
     lengths = np.linspace(0, 5000, 33).astype(int)
     lengths[7], lengths[20] = 0, 1
     call = decode_call(lengths.tolist(), head_dim=32)
-    kernel = cpu_decode.PagedDecode("float32", "float32", 16, 2, 32, capped=False)
+    kernel = cpu_decode.PagedDecode(
+        "float32", "float32", 16, 2, 32, capped=False, query_dtype="float32"
+    )
     assert parts_of(kernel, call.decode) > 8
     assert parts_of(kernel, select(call, [3])) == 1
     assert parts_of(kernel, select(call, [7])) == 1

@@ -27,9 +27,9 @@ KERNELS: list[Kernel] = [
     PanelProduct("float64", "float64"),
     *([PanelProduct("bfloat16", "bfloat16")] if host().dots else []),
     PanelProduct("float32", "bfloat16", replace(host(), dots=not host().dots)),
-    PagedDecode("float32", "float32", 16, 3, 64, capped=False),
-    PagedDecode("float64", "float64", 8, 1, 32, capped=True),
-    PagedTiles("float32", "float32", 16, 3, 64, capped=False),
+    PagedDecode("float32", "float32", 16, 3, 64, capped=False, query_dtype="float32"),
+    PagedDecode("float64", "float64", 8, 1, 32, capped=True, query_dtype="float64"),
+    PagedTiles("float32", "float32", 16, 3, 64, capped=False, query_dtype="float32"),
     RowSums("float32", "squares"),
     RowSums("bfloat16", "exps"),
 ]

@@ -126,7 +126,7 @@ def test_a_query_of_a_chunk_is_what_decode_gives_it_to_the_bit(name: str) -> Non
 
 def test_large_work_is_many_parts_and_several_threads_at_once() -> None:
     call = paged_call([(1, 30), (700, 1500), (2, 2), (300, 300)], head_dim=32)
-    kernel = PagedTiles("float32", "float32", 16, 2, 32, capped=False)
+    kernel = PagedTiles("float32", "float32", 16, 2, 32, capped=False, query_dtype="float32")
     assert parts_of(kernel, call.ragged) > 8
     assert parts_of(kernel, paged_call([(20, 20), (1, 900)], head_dim=32).ragged) == 1
     jitted = jax.jit(llvm)

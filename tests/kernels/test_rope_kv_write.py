@@ -110,6 +110,7 @@ ON_CPU += [
     Kind(dtype=jnp.float32, scaled=True, head_dim=40, pairs=3, interleaved=True),
     Kind(dtype=jnp.float32, norm="all", rounds_last=True, offset=1.0, pairs=13),
     Kind(scaled=True, norm="own", head_dim=24, pairs=12),
+    Kind(page_dtype=jnp.float32, norm="head", head_dim=40, pairs=20),
 ]
 
 

@@ -1,0 +1,115 @@
+"""Attention over pages on CPU: calls of its two kernels, of `decode.py` and `ragged.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import xla
+from pallas_kernels.arguments import NO_OPTIONS, AttentionOptions
+from pallas_kernels.cpu.decode import PagedDecode, PagedKernel
+from pallas_kernels.cpu.ffi import registered
+from pallas_kernels.cpu.ir_builder import LOG2_E
+from pallas_kernels.cpu.ragged import PagedTiles
+
+ENDLESS = 2**31 - 1
+
+
+def attend(
+    kind: type[PagedKernel],
+    q: jax.Array,
+    kv_pages: xla.Pages,
+    rows: tuple[jax.Array, ...],
+    options: AttentionOptions,
+    among: Sequence[jax.Array] = (),
+) -> jax.Array:
+    """Call a kernel of a kind.
+
+    Args:
+        kind: the kernel's class.
+        q: [T,K,G,H] queries, or [R,K,G,H] of decodes.
+        kv_pages: the pages.
+        rows: the page table, and for `PagedTiles` query_start, and kv_len.
+        options: of the call.
+        among: of decodes among longer rows: query_start, and those rows' results.
+
+    Returns:
+        Like q.
+    """
+    _, K, G, H = q.shape
+    scale, window, cap = options.score_scale(H), options.window, options.soft_cap
+    page_size, exact = kv_pages[0].shape[2], jnp.promote_types(q.dtype, jnp.float32)
+    form = exact.name, kv_pages[0].dtype.name, page_size, G, H, cap is not None, q.dtype.name
+    kernel: Any = kind(*form, *([True] if among else []))
+    scales = (options.k_scale, options.v_scale) if kernel.is_scaled else ()
+    sinks = jnp.full(K * G, -jnp.inf) if options.sinks is None else options.sinks
+    # The kernel computes powers of 2, so exponents are multiplied by log2(e) here.
+    factor = scale * LOG2_E if cap is None else scale / cap
+    operands = (
+        *(q, *kv_pages, *rows),
+        sinks.astype(exact) * LOG2_E,
+        np.array([ENDLESS if window is None else min(window, ENDLESS)], np.int32),
+        np.array([factor, 0.0 if cap is None else cap * LOG2_E], exact),
+        *(*scales, *among),
+    )
+    return jax.ffi.ffi_call(
+        registered(kernel),
+        jax.ShapeDtypeStruct(q.shape, q.dtype),
+        input_output_aliases={len(operands) - 1: 0} if among else {},
+    )(*operands)
+
+
+def grouped(q: jax.Array, k_pages: jax.Array, k_scale: jax.Array | None) -> jax.Array:
+    """Return queries by kv head, [.,K,G,H], times `k_scale` where that is one of each head."""
+    q = q.reshape(len(q), k_pages.shape[1], -1, q.shape[-1])
+    exact = jnp.promote_types(q.dtype, jnp.float32)
+    if k_scale is not None and k_scale.ndim == 1:
+        return q.astype(exact) * k_scale[:, None, None].astype(exact)
+    return q.astype(exact) if q.dtype == jnp.float16 else q
+
+
+def finished(out: jax.Array, q: jax.Array, v_scale: jax.Array | None) -> jax.Array:
+    """Return results [.,K,G,H] as queries are, times `v_scale` where that is one of each head."""
+    if v_scale is not None and v_scale.ndim == 1:
+        out = out * v_scale[:, None, None].astype(out.dtype)
+    return out.reshape(q.shape).astype(q.dtype)
+
+
+def paged_decode_attention(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page_table: jax.Array,
+    kv_len: jax.Array,
+    options: AttentionOptions = NO_OPTIONS,
+) -> jax.Array:
+    """Compute ``pallas_kernels.paged_decode_attention``: [R,N,H]."""
+    queries, rows = grouped(q, k_pages, options.k_scale), (page_table, kv_len)
+    out = attend(PagedDecode, queries, (k_pages, v_pages), rows, options)
+    return finished(out, q, options.v_scale)
+
+
+def ragged_paged_attention(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page_table: jax.Array,
+    query_start: jax.Array,
+    kv_len: jax.Array,
+    options: AttentionOptions = NO_OPTIONS,
+) -> jax.Array:
+    """Compute ``pallas_kernels.ragged_paged_attention``: [T,N,H].
+
+    Rows of one query follow the others and write among their results, so that in a step which mixes
+    prompts' chunks with decodes each costs what it costs alone.
+    """
+    queries, kv_pages = grouped(q, k_pages, options.k_scale), (k_pages, v_pages)
+    rows = page_table, query_start, kv_len
+    out = attend(PagedTiles, queries, kv_pages, rows, options)
+    rows = page_table, kv_len
+    out = attend(PagedDecode, queries, kv_pages, rows, options, (query_start, out))
+    return finished(out, q, options.v_scale)

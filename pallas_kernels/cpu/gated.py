@@ -1,0 +1,113 @@
+"""Activation of a gated MLP on CPU: one operation, the same to the bit wherever a number stands."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.cpu.ffi import NAMES, Field, part_bounds, registered
+from pallas_kernels.cpu.ir_builder import (
+    LOG2_E,
+    Code,
+    bfloat16_bits,
+    const,
+    filled,
+    float_type,
+    stored_type,
+    suffix,
+    widened,
+)
+from pallas_kernels.cpu.row_sums import RowKernel
+from pallas_kernels.product_arguments import Activation
+
+
+@dataclass(frozen=True)
+class Gated(RowKernel):
+    """Kernel for activation(gate) * up.
+
+    Attributes:
+        dtype: of both in memory: "float64", "float32" or "bfloat16"; computed in float32 at least.
+        activation: "silu" or "gelu_tanh".
+        result: what both are rounded to before, and the result: `dtype`, or "bfloat16".
+    """
+
+    activation: Activation
+    result: str
+
+    operands = 1
+
+    @property
+    def name(self) -> str:
+        """Name of the operation."""
+        dtypes = f"{self.dtype}_{self.result}"
+        return f"{NAMES}gated_{dtypes}_{self.activation}_{self.cpu.vector_bytes}"
+
+    @property
+    def fields(self) -> Sequence[Field]:
+        """Arguments: gates and their results; rows, numbers of a row."""
+        return Field(0), Field(1), Field(0, 0), Field(0, 2)
+
+    def parts(self, code: Code, fields: Sequence[Any]) -> Any:
+        """Generate the number of parts."""
+        _, _, rows, size = fields
+        # Computing an exponential takes as long as reading several numbers.
+        return self.parts_of(code, rows, code.mul(size, const(4)))
+
+    def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
+        """Generate part `index`'s rows."""
+        gates, results, rows, size = fields
+        stored, written = stored_type(self.dtype), stored_type(self.result)
+        begin, end = part_bounds(code, rows, index, parts)
+        with code.loop(begin, end) as (row, _):
+            first = code.mul(row, size)
+            own = code.at(gates, code.mul(first, const(2)), stored)
+            halves = self.read(code, own), self.read(code, code.at(own, size, stored))
+            target = code.at(results, first, written)
+
+            def gated(nth: Any, lanes: int) -> None:
+                gate, up = (self._rounded(code, half(nth, lanes)) for half in halves)
+                number = code.fmul(self._activated(code, gate), up)
+                if self.result == "bfloat16":
+                    number = bfloat16_bits(code, number)
+                code.write_vector(number, target, nth)
+
+            self.for_each(code, const(0), size, gated)
+
+    def _rounded(self, code: Code, number: Any) -> Any:
+        """Round to the result's dtype, as wide as before."""
+        if self.result == self.dtype:
+            return number
+        return widened(code, bfloat16_bits(code, number), float_type(self.sums))
+
+    def _activated(self, code: Code, x: Any) -> Any:
+        kind = x.type
+        if self.activation == "silu":
+            # Of -|x|, so that the exponential does not overflow.
+            size = code.intrinsic(f"llvm.fabs.{suffix(kind)}", kind, [x])
+            power = code.exp2(code.fmul(size, filled(kind, -LOG2_E)))
+            unit, zero = filled(kind, 1.0), filled(kind, 0.0)
+            share = code.select(code.fcmp_ordered("<", x, zero), power, unit)
+            return code.fdiv(code.fmul(x, share), code.fadd(unit, power))
+        cubed = code.fmul(code.fmul(x, x), code.fmul(x, filled(kind, 0.044715)))
+        inner = code.fmul(code.fadd(x, cubed), filled(kind, math.sqrt(2 / math.pi)))
+        tanh = code.fadd(code.tanh(inner), filled(kind, 1.0))
+        return code.fmul(code.fmul(x, filled(kind, 0.5)), tanh)
+
+
+@cache
+def _for_this_host(dtype: str, activation: Activation, result: str) -> Gated:
+    return Gated(dtype, activation, result)
+
+
+def gated(x: jax.Array, activation: Activation, dtype: jnp.dtype) -> jax.Array:
+    """Compute ``pallas_kernels.gated``: [T,F] of a dtype."""
+    kernel = _for_this_host(np.dtype(x.dtype).name, activation, dtype.name)
+    shape = jax.ShapeDtypeStruct((x.shape[0], x.shape[2]), dtype)
+    return jax.ffi.ffi_call(registered(kernel), shape)(x)
