@@ -24,6 +24,7 @@ from tests.machine_code.steps.programs import LOAD_SLOT, SET_ROWS, mask_program
 from tests.machine_code.steps.replay import Replay
 from tests.machine_code.steps.schedules import SCHEDULES
 from tests.machine_code.xla_programs import Executable, Options, run_program
+from tests.support.quick_code import quick_programs
 
 MIXED, DECODE = "32 tokens, 4 rows", "greedy decode 4"
 Executables = Callable[[Capability], dict[str, Executable]]
@@ -43,7 +44,12 @@ def executables(kept: KeptPrograms) -> Executables:
 @pytest.fixture(scope="module")
 def engines() -> Engines:
     """Engines on the CPU by the steps of their launches."""
-    return cache(lambda num_steps: RecordedEngine(SETUP, num_steps))
+
+    def make(num_steps: int) -> RecordedEngine:
+        with quick_programs():
+            return RecordedEngine(SETUP, num_steps)
+
+    return cache(make)
 
 
 def record(engines: Engines, name: str) -> Recording:

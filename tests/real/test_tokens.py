@@ -13,7 +13,7 @@ from jaxserve import SamplingParams
 from jaxserve.engine.loading import Loaded
 from tests.equivalence import Score
 from tests.real.conftest import Real
-from tests.real.engines import load_real, make_engine, serve
+from tests.real.engines import load_quickly, load_real, make_engine, serve
 from tests.real.hugging_face import round_frequencies_once
 from tests.real.prompts import prose
 from tests.real.references import LONG, NUM_GREEDY, SEEDED, Transformers, ends_of, seeded_params
@@ -53,9 +53,10 @@ def test_greedy_answers(real: Real, is_long: bool) -> None:
 
 
 def test_greedy_answers_of_widened_blocks(smollm2: Real, is_long: bool) -> None:
-    check_greedy(smollm2, load_real(smollm2.path, dtype="float32"), is_long, TOLERANCE)
+    check_greedy(smollm2, load_quickly(smollm2.path, dtype="float32"), is_long, TOLERANCE)
 
 
+@pytest.mark.long
 def test_greedy_answers_of_a_file_in_parts(smollm2: Real, tmp_path: Path, is_long: bool) -> None:
     parts = split_gguf(smollm2.path, tmp_path, 60, bare_first=True)
     assert len(parts) == 6
@@ -65,7 +66,7 @@ def test_greedy_answers_of_a_file_in_parts(smollm2: Real, tmp_path: Path, is_lon
 
 @pytest.mark.long
 def test_greedy_answers_of_a_second_model_in_full(gemma3: Real) -> None:
-    check_greedy(gemma3, load_real(gemma3.path, dtype="float32"), True, TOLERANCE)
+    check_greedy(gemma3, load_quickly(gemma3.path, dtype="float32"), True, TOLERANCE)
 
 
 def test_seeded_answers(real: Real, is_long: bool) -> None:
@@ -92,6 +93,7 @@ def one_thread() -> Any:
     torch.set_num_threads(before)
 
 
+@pytest.mark.long
 def test_a_reference_can_be_made_again(smollm2: Real, one_thread: None) -> None:
     index = 2 * SEEDED
     want = smollm2.reference["prompts"][index]
