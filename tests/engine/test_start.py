@@ -25,6 +25,8 @@ from jaxserve.weights.expected import expected_model
 from tests.support.checkpoint import save_checkpoint
 from tests.support.quick_code import compile_quickly
 
+pytestmark = pytest.mark.usefixtures("quick_code")
+
 SMALL: dict[str, Any] = {
     "max_num_seqs": 2,
     "max_num_batched_tokens": 16,
@@ -278,8 +280,12 @@ while llm.stats().num_running == 0:
 def test_a_program_may_end_without_closing(checkpoint: Path) -> None:
     """In the middle of a step: its thread must not meet the end of the interpreter."""
     command = [sys.executable, "-c", EXIT, str(checkpoint), json.dumps(SMALL)]
+    environment = dict(os.environ)
+    compile_quickly(environment)
     for _ in range(2):
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=environment, check=False, timeout=120
+        )
         assert (done.returncode, done.stdout) == (0, ""), done.stderr
         assert "terminate" not in done.stderr
 
