@@ -179,6 +179,10 @@ def test_importing_loads_no_heavy_library() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def long(value: Any) -> Any:
+    return pytest.param(value, marks=pytest.mark.long)
+
+
 # In a process of its own: once JAX has read programs from a cache of its own, those compiled
 # afterwards cannot be relied on to run from our files (jaxlib 0.10.2 on CPU).
 STARTS = """
@@ -204,7 +208,7 @@ sys.exit(main(["compile", checkpoint, *options]))
 """
 
 
-@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("steps", [long(1), 4])
 def test_a_second_start_compiles_nothing_and_answers_alike(
     checkpoint: Path, tmp_path: Path, steps: int
 ) -> None:
@@ -236,7 +240,7 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.parametrize("counts", [(2, 1, 2), (1, 2)], ids=str)
+@pytest.mark.parametrize("counts", [long((2, 1, 2)), (2, 1), (1, 2)], ids=str)
 def test_kept_programs_are_one_devices_however_many_there_are(
     checkpoint: Path, tmp_path: Path, counts: tuple[int, ...]
 ) -> None:
