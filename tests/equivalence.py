@@ -25,7 +25,7 @@ import argparse
 import random
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, get_args
@@ -542,7 +542,8 @@ def compare(
                 assert len(one.logprobs) == len(one.token_ids), where
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
+    """Run schedules as a command line says; None for that of the process."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--schedules", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0, help="of the first schedule")
@@ -555,7 +556,8 @@ def main() -> int:
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--enable-expert-parallel", action="store_true")
     parser.add_argument("--decode-context-parallel-size", type=int, default=1)
-    arguments = parser.parse_args()
+    parser.add_argument("--page-sizes", type=int, nargs="+", help="one engine for each")
+    arguments = parser.parse_args(words)
     if arguments.case and arguments.dtype == "float64":
         parser.error("the oracle reads no --case: ask for --dtype float32 or bfloat16")
     is_exact = arguments.dtype == "float64"
@@ -580,7 +582,7 @@ def main() -> int:
         fields = with_sizes(fields, {"num_key_value_heads": split.devices // split.context})
     is_special = arguments.experts or arguments.case or arguments.kv_cache_dtype != "auto"
     is_special = is_special or split.devices > 1
-    page_sizes = (4,) if is_special else (1, 4, 16)
+    page_sizes = tuple(arguments.page_sizes or ((4,) if is_special else (1, 4, 16)))
     bench = Bench(fields, page_sizes, arguments.kv_cache_dtype, arguments.dtype, split)
     totals: Counter[str] = Counter()
     for seed in range(arguments.seed, arguments.seed + arguments.schedules):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -109,11 +110,27 @@ def test_lm_eval_scores_as_transformers_does(url: str, apart: Program, tmp_path:
             assert str(answer[1]) == str(greedy)
 
 
-def test_schemathesis(url: str, apart: Program) -> None:
-    """A short run; BUILD.md has the command of a long one."""
-    run = apart(
+def made_up(url: str, apart: Program, *options: str) -> str:
+    """Return what is printed of a run that sends requests made up from /openapi.json."""
+    return apart(
         *("st", "--no-color", "--config-file", "fuzz/schemathesis.toml", "run"),
-        *(url + "/openapi.json", "--max-examples", "10", "--seed", "1"),
-        *("-H", f"Authorization: Bearer {KEY}"),
-    )
-    assert " passed" in run.stdout and "46 selected / 46 total" in run.stdout, run.stdout
+        *(url + "/openapi.json", "--seed", "1", "-H", f"Authorization: Bearer {KEY}"),
+        *options,
+    ).stdout
+
+
+def test_schemathesis(url: str, apart: Program) -> None:
+    """A short run over all operations; BUILD.md has the command of a long one."""
+    printed = made_up(url, apart, "--phases", "fuzzing", "--max-examples", "3")
+    assert " passed" in printed and "46 selected / 46 total" in printed, printed
+
+
+def test_schemathesis_at_every_border_of_an_operation(url: str, apart: Program) -> None:
+    printed = made_up(url, apart, "--phases", "coverage", "--include-path", "/v1/completions")
+    assert " passed" in printed and "1 selected / 46 total" in printed, printed
+
+
+@pytest.mark.long
+def test_schemathesis_at_every_border_of_all_operations(url: str, apart: Program) -> None:
+    printed = made_up(url, apart, "--max-examples", "10")
+    assert " passed" in printed and "46 selected / 46 total" in printed, printed

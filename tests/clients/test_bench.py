@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from jaxserve.commands.options import CommandError
 from jaxserve.config import bundled_model
 from jaxserve.engine.text.tokenizer import Tokenizer
 from tests.clients.conftest import KEY, MODEL
+from tests.support.quick_code import FLAGS, quick_programs
 
 # The fewest and smallest programs.
 SMALL = "--max-num-seqs 1 --max-num-batched-tokens 16 --decode-sizes 1 --token-sizes 16".split()
@@ -317,6 +320,15 @@ def test_the_arithmetic_of_the_report() -> None:
     assert empty["completed"] == 0 and empty["request_goodput"] is None
 
 
+@pytest.fixture
+def quick_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Engines of this process, and those of processes that it starts, compile quickly."""
+    monkeypatch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}")
+    with quick_programs():
+        yield
+
+
+@pytest.mark.usefixtures("quick_code")
 def test_throughput_and_latency_of_an_engine(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -346,6 +358,7 @@ def test_throughput_and_latency_of_an_engine(
     assert "--input-len, --output-len: a prompt of 4000 tokens" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("quick_code")
 def test_starts_of_an_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "starts.json"
     counts = "--num-iters-cold 1 --num-iters-warm 1 --num-iters-warmup 0".split()

@@ -1,7 +1,8 @@
-"""Runs `tests.equivalence` in processes of their own, since float64 is set for a whole process.
+"""Random schedules of `tests.equivalence`, each property in one form, and with `--long` in all.
 
-A process compiles for half a minute, and a schedule takes less than a second: each property is
-shown in one form, and with `--long` in all.
+A process compiles for half a minute, and a schedule takes less than a second. Float64 is set for a
+whole process, as is the number of devices: what needs either runs in processes of its own, all of
+float64 in one.
 """
 
 import subprocess
@@ -11,66 +12,112 @@ from typing import Any
 
 import pytest
 
+from tests.equivalence import main
+
+# The first sets the number of devices, which no later one can.
+IN_FLOAT64 = {
+    # Over two devices, each of which has the scales of its heads.
+    "int8": "--schedules 6 --kv-cache-dtype int8_per_token_head --tensor-parallel-size 2",
+    "plain": "--schedules 60",
+    "experts": "--schedules 12 --experts",
+    "fp8": "--schedules 12 --kv-cache-dtype fp8",
+}
+RUNS = """
+import sys
+from tests.equivalence import main
+
+for words in sys.argv[1:]:
+    main(words.split())
+"""
+
 
 def long(value: Any) -> Any:
     return pytest.param(value, marks=pytest.mark.long)
 
 
-def schedules_equal(count: int, what: str, *options: str) -> None:
+def lines_of(*runs: str) -> list[str]:
+    """Return what each run prints at its end, one after the other in a process of their own."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.equivalence", "--schedules", str(count), *options],
+        [sys.executable, "-c", RUNS, *runs],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
         timeout=3600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{count} schedules equal {what}" in done.stdout
+    return done.stdout.splitlines()
 
 
-@pytest.mark.parametrize("count", [150, long(2000)])
-def test_random_schedules_equal_the_oracle(count: int) -> None:
-    schedules_equal(count, "the oracle")
+def equal_the_oracle(line: str, run: str) -> None:
+    count = run.split()[1]
+    assert line.startswith(f"{count} schedules equal the oracle: ")
 
 
-def test_random_schedules_of_experts_equal_the_oracle() -> None:
-    schedules_equal(20, "the oracle", "--experts")
+@pytest.fixture(scope="module")
+def in_float64() -> dict[str, str]:
+    """Return the last line of each run of `IN_FLOAT64`."""
+    return dict(zip(IN_FLOAT64, lines_of(*IN_FLOAT64.values()), strict=True))
 
 
-def test_random_schedules_with_a_cache_in_fp8_equal_the_oracle() -> None:
-    schedules_equal(25, "the oracle", "--kv-cache-dtype", "fp8")
+@pytest.mark.parametrize("name", IN_FLOAT64)
+def test_random_schedules_equal_the_oracle(in_float64: dict[str, str], name: str) -> None:
+    equal_the_oracle(in_float64[name], IN_FLOAT64[name])
 
 
-def test_random_schedules_with_a_cache_in_int8_equal_the_oracle() -> None:
-    """Over two devices, each of which has the scales of its heads."""
-    cache = "--kv-cache-dtype", "int8_per_token_head"
-    schedules_equal(6, "the oracle", *cache, "--tensor-parallel-size", "2")
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "run",
+    ["--schedules 2000", "--schedules 200 --experts", "--schedules 200 --kv-cache-dtype fp8"],
+)
+def test_very_many_random_schedules_equal_the_oracle(run: str) -> None:
+    [line] = lines_of(run)
+    equal_the_oracle(line, run)
 
 
-def test_random_schedules_of_latents_in_int8_equal_each_request_alone_to_the_bit() -> None:
-    case = "--dtype", "float32", "--case", "deepseek_v3_groups"
-    cache = "--kv-cache-dtype", "int8_per_token_head"
-    schedules_equal(5, "each request alone", *case, *cache)
+Capture = pytest.CaptureFixture[str]
 
 
-@pytest.mark.parametrize("dtype", ["float32", long("bfloat16")])
-def test_random_schedules_equal_each_request_alone_to_the_bit(dtype: str) -> None:
-    schedules_equal(25, "each request alone", "--dtype", dtype)
+def equal_each_alone(capsys: Capture, count: int, options: str) -> None:
+    """Run schedules in this process, whose programs are compiled as users have them."""
+    assert main(["--schedules", str(count), *options.split()]) == 0
+    assert f"{count} schedules equal each request alone" in capsys.readouterr().out
+
+
+def test_random_schedules_of_latents_in_int8_equal_each_request_alone_to_the_bit(
+    capsys: Capture,
+) -> None:
+    options = "--dtype float32 --case deepseek_v3_groups --kv-cache-dtype int8_per_token_head"
+    equal_each_alone(capsys, 5, options)
+
+
+def test_random_schedules_equal_each_request_alone_to_the_bit(capsys: Capture) -> None:
+    """Pages of 4 are those of all other forms."""
+    equal_each_alone(capsys, 16, "--dtype float32 --page-sizes 1 16")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_more_random_schedules_equal_each_request_alone_to_the_bit(
+    capsys: Capture, dtype: str
+) -> None:
+    equal_each_alone(capsys, 50, f"--dtype {dtype}")
 
 
 @pytest.mark.parametrize("dtype", [long("float32"), "bfloat16"])
-def test_random_schedules_of_experts_equal_each_request_alone_to_the_bit(dtype: str) -> None:
-    schedules_equal(25, "each request alone", "--experts", "--dtype", dtype)
+def test_random_schedules_of_experts_equal_each_request_alone_to_the_bit(
+    capsys: Capture, dtype: str
+) -> None:
+    equal_each_alone(capsys, 16, f"--experts --dtype {dtype}")
 
 
-@pytest.mark.parametrize(
-    "case", [long("gemma2_caps"), "gpt_oss_alternate", long("deepseek_v3_groups")]
-)
-def test_random_schedules_of_other_families_equal_each_request_alone_to_the_bit(case: str) -> None:
-    schedules_equal(8, "each request alone", "--dtype", "float32", "--case", case)
+@pytest.mark.parametrize("case", ["gemma2_caps", "gpt_oss_alternate", long("deepseek_v3_groups")])
+def test_random_schedules_of_other_families_equal_each_request_alone_to_the_bit(
+    capsys: Capture, case: str
+) -> None:
+    equal_each_alone(capsys, 8, f"--dtype float32 --case {case}")
 
 
 @pytest.mark.parametrize("dtype", [long("float32"), "bfloat16"])
 def test_over_two_devices_schedules_equal_each_request_alone_to_the_bit(dtype: str) -> None:
-    options = ("--dtype", dtype, "--tensor-parallel-size", "2")
-    schedules_equal(6, "each request alone", *options)
+    [line] = lines_of(f"--schedules 6 --dtype {dtype} --tensor-parallel-size 2")
+    assert line.startswith("6 schedules equal each request alone")

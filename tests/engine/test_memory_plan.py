@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxserve.commands.cli import main
 from jaxserve.config import EngineConfig
 from jaxserve.engine import loading
 from jaxserve.engine.planning import plan_model
@@ -480,14 +481,20 @@ def test_memory_of_the_host_is_left_to_it(folder: Path, tmp_path: Path) -> None:
     assert budget == int(0.8 * found["device"]["free"]) < found["device"]["total"]
 
 
-def test_a_table_is_shown_for_a_named_card(folder: Path, tmp_path: Path) -> None:
-    environment = play_driver(tmp_path) | {"JAX_PLATFORMS": "cpu", "COLUMNS": "160"}
-    done = run(environment, "plan", str(folder), "--device", "t4")
-    assert done.returncode == 1 and "Tesla T4 (compute capability 7.5), 14.6 GiB" in done.stdout
-    assert "too large" in done.stdout and "int8 fits" in done.stdout and "ms" in done.stdout
-    done = run(environment, "plan", "--device", "RTX 9999")
-    assert done.returncode == 2 and "no card 'RTX 9999'" in done.stderr and "L40S" in done.stderr
-    done = run(environment, "plan")
-    assert done.returncode == 0 and done.stdout.startswith("CPU, ") and "float32" in done.stdout
-    done = run(environment, "plan", "org/name/model.gguf")
-    assert done.returncode == 2 and "has to be fetched first" in done.stderr
+def test_a_table_is_shown_for_a_named_card(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+
+    def plan(*words: str) -> tuple[int, str, str]:
+        return main(["plan", *words]), *capsys.readouterr()
+
+    status, shown, _ = plan(str(folder), "--device", "t4")
+    assert status == 1 and "Tesla T4 (compute capability 7.5), 14.6 GiB" in shown
+    assert "too large" in shown and "int8 fits" in shown and "ms" in shown
+    status, _, error = plan("--device", "RTX 9999")
+    assert status == 2 and "no card 'RTX 9999'" in error and "L40S" in error
+    status, shown, _ = plan()
+    assert status == 0 and shown.startswith("CPU, ") and "float32" in shown
+    status, _, error = plan("org/name/model.gguf")
+    assert status == 2 and "has to be fetched first" in error

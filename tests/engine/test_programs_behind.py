@@ -82,10 +82,22 @@ def test_programs_take_no_memory_until_they_are_used(
     assert facts["waited"] == 0 and facts["error"] is None
 
 
+@pytest.fixture(scope="module")
+def closed(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, str]:
+    """Return a cache that has the programs of a start and none behind, and what its engine said."""
+    cache = tmp_path_factory.mktemp("programs") / "cache"
+    return cache, *run("closed_early", checkpoint, cache)
+
+
+def test_an_engine_that_closes_leaves_no_process(closed: tuple[Path, Any, str]) -> None:
+    _, (is_gone, missing), error = closed
+    assert is_gone and missing == 3 and "Traceback" not in error
+
+
 def test_an_engine_serves_on_where_the_process_that_compiles_is_killed(
-    checkpoint: Path, tmp_path: Path, expected: tuple[Path, list[Any]]
+    checkpoint: Path, closed: tuple[Path, Any, str], expected: tuple[Path, list[Any]]
 ) -> None:
-    (answers, facts), error = run("killed_child", checkpoint, tmp_path)
+    (answers, facts), error = run("killed_child", checkpoint, closed[0])
     assert answers == expected[1][0] and facts["waited"] == 0
     assert "ended (-9)" in facts["error"] and "serves without them" in error
 
@@ -96,11 +108,6 @@ def test_a_full_disk_leaves_a_start_that_works(
     (answers, facts), error = run("full_disk", checkpoint, tmp_path)
     assert answers == expected[1][0] and facts["waited"] == 0 and facts["behind"] == 0
     assert "a compiled program is not kept" in error and "could not be kept" in facts["error"]
-
-
-def test_an_engine_that_closes_leaves_no_process(checkpoint: Path, tmp_path: Path) -> None:
-    (is_gone, missing), error = run("closed_early", checkpoint, tmp_path)
-    assert is_gone and missing == 3 and "Traceback" not in error
 
 
 def test_two_starts_at_once_on_an_empty_cache_both_serve(

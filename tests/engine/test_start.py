@@ -25,6 +25,8 @@ from jaxserve.weights.expected import expected_model
 from tests.support.checkpoint import save_checkpoint
 from tests.support.quick_code import compile_quickly
 
+pytestmark = pytest.mark.usefixtures("quick_code")
+
 SMALL: dict[str, Any] = {
     "max_num_seqs": 2,
     "max_num_batched_tokens": 16,
@@ -177,6 +179,10 @@ def test_importing_loads_no_heavy_library() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def long(value: Any) -> Any:
+    return pytest.param(value, marks=pytest.mark.long)
+
+
 # In a process of its own: once JAX has read programs from a cache of its own, those compiled
 # afterwards cannot be relied on to run from our files (jaxlib 0.10.2 on CPU).
 STARTS = """
@@ -202,7 +208,7 @@ sys.exit(main(["compile", checkpoint, *options]))
 """
 
 
-@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("steps", [long(1), 4])
 def test_a_second_start_compiles_nothing_and_answers_alike(
     checkpoint: Path, tmp_path: Path, steps: int
 ) -> None:
@@ -234,7 +240,7 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.parametrize("counts", [(2, 1, 2), (1, 2)], ids=str)
+@pytest.mark.parametrize("counts", [long((2, 1, 2)), (2, 1), (1, 2)], ids=str)
 def test_kept_programs_are_one_devices_however_many_there_are(
     checkpoint: Path, tmp_path: Path, counts: tuple[int, ...]
 ) -> None:
@@ -278,8 +284,12 @@ while llm.stats().num_running == 0:
 def test_a_program_may_end_without_closing(checkpoint: Path) -> None:
     """In the middle of a step: its thread must not meet the end of the interpreter."""
     command = [sys.executable, "-c", EXIT, str(checkpoint), json.dumps(SMALL)]
+    environment = dict(os.environ)
+    compile_quickly(environment)
     for _ in range(2):
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=environment, check=False, timeout=120
+        )
         assert (done.returncode, done.stdout) == (0, ""), done.stderr
         assert "terminate" not in done.stderr
 

@@ -17,6 +17,7 @@ from jaxserve.fleet.prefixes import digests_of, reported
 from jaxserve.fleet.replica import ReplicaServer
 from jaxserve.server.served.specs import ModelSpec
 from jaxserve.server.settings import ServerConfig
+from tests.support.quick_code import quick_programs
 
 SECRET = bytes(range(32))
 ENGINE: dict[str, Any] = {
@@ -25,13 +26,15 @@ ENGINE: dict[str, Any] = {
     "decode_sizes": (2,),
     "token_sizes": (64,),
     "max_model_len": 1024,
+    "wait_for_all_programs": True,
 }
 
 
 @pytest.fixture(scope="module")
 def replica() -> Iterator[ReplicaServer]:
     spec = ModelSpec(["demo_model"], "demo_model", EngineConfig(**ENGINE))
-    made = ReplicaServer([spec], ServerConfig(health_timeout=0.2), SECRET, 0, True)
+    with quick_programs():
+        made = ReplicaServer([spec], ServerConfig(health_timeout=0.2), SECRET, 0, True)
     yield made
     made.close()
 

@@ -9,8 +9,7 @@ pages and at the edges of a window stand out, so that one position too many or t
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -21,6 +20,7 @@ import numpy as np
 import pallas_kernels
 from pallas_kernels import reference
 from pallas_kernels.arguments import AttentionOptions
+from scripts.lib.fast_compile import EXACT
 from tests.machine_code.case import Capability, Case
 from tests.machine_code.comparison import Tolerance
 from tests.machine_code.plain_attention import attention
@@ -38,6 +38,14 @@ TOLERANCES = {
     "f32": Tolerance(relative=0.0, of_row=2e-6),
 }
 NOBODYS_PAGES = 3
+
+
+def evaluate(specification: Callable[..., Any], arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Compute a specification's results in one program, which operations alone would each be."""
+    compiled = jax.jit(specification, compiler_options=EXACT)
+    return [np.asarray(array) for array in jax.tree.leaves(compiled(*arrays))]
+
+
 LOUD = 6.0
 """Factor of the values at edges."""
 
@@ -243,12 +251,12 @@ class AttentionCase(Case):
         if self.is_decode:
             run = reference.paged_decode_attention
 
-        @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": "0"})
         def plain(*arrays: jax.Array) -> jax.Array:
             (q, *rest), options = self._options(arrays)
             return run(q.astype(jnp.float32), *rest, AttentionOptions(**options))
 
-        return np.asarray(plain(*self.arguments()))
+        [result] = evaluate(plain, self.arguments())
+        return result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -322,5 +330,4 @@ class KvWriteCase(Case):
 
     def expected(self) -> list[np.ndarray]:
         """Compute the new pages."""
-        placed = tuple(map(jnp.asarray, self.arguments()))
-        return [np.asarray(pages) for pages in self._run(reference.kv_write, placed)]
+        return evaluate(lambda *arrays: self._run(reference.kv_write, arrays), self.arguments())

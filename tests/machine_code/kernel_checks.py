@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import pytest
@@ -18,12 +18,41 @@ from tests.machine_code.xla_programs import Executable
 FIRST_CAPABILITIES = ((8, 0), (9, 0))
 """Those that `test_kernels.py` runs; others have a file of their own, and may have a process."""
 OTHER_CAPABILITIES = tuple(CARDS.keys() - FIRST_CAPABILITIES)
+USUAL: dict[str, Capability] = {
+    "decode": (9, 0),
+    "ragged": (9, 0),
+    "mosaic": (9, 0),
+    "kv_write": (8, 9),
+    "rope_kv_write": (8, 0),
+    "add_norm": (10, 0),
+    "greatest": (12, 0),
+    "few_rows": (8, 9),
+    "grouped": (8, 0),
+    "quantized": (12, 0),
+    "quantized_grouped": (9, 0),
+}
+"""Of each kernel the capability whose machine code a run without `--long` executes."""
 
 
-def each_kernel(capabilities: Iterable[Capability]) -> pytest.MarkDecorator:
-    """Return the mark of a test that runs for every kernel and some capabilities."""
+def each_kernel(
+    capabilities: Iterable[Capability], usual: Mapping[str, Capability] | None = None
+) -> pytest.MarkDecorator:
+    """Return the mark of a test that runs for every kernel and some capabilities.
+
+    Args:
+        usual: where it is given, the one capability of each kernel that is no long form.
+    """
+
+    def marks(capability: Capability, family: str) -> list[pytest.MarkDecorator]:
+        is_long = usual is not None and usual[family] != capability
+        return [pytest.mark.long] if is_long else []
+
     kernels = [
-        pytest.param(capability, family, id=f"{spell(capability)}-{family}")
+        pytest.param(
+            *(capability, family),
+            id=f"{spell(capability)}-{family}",
+            marks=marks(capability, family),
+        )
         for capability in sorted(capabilities)
         for family in FAMILIES
         if kernel_cases(capability, family)

@@ -16,7 +16,7 @@ import numpy as np
 
 import pallas_kernels
 from pallas_kernels import NormOptions, QkvOptions, reference
-from tests.machine_code.attention_cases import DTYPES
+from tests.machine_code.attention_cases import DTYPES, evaluate
 from tests.machine_code.case import Case
 from tests.machine_code.comparison import Tolerance
 from tests.machine_code.product_cases import ROUNDING
@@ -149,9 +149,10 @@ class RopeKvWriteCase(Case):
             for part in arrays[0][1:]:
                 total = total + part
             arrays[0] = total[None]
-        operands = self._operands(tuple(map(jnp.asarray, arrays)))
         dtype = jnp.dtype(DTYPES[self.dtype])
-        return [np.asarray(array) for array in reference.rope_kv_write(*operands, dtype)]
+        return evaluate(
+            lambda *given: reference.rope_kv_write(*self._operands(given), dtype), arrays
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels import dequantize, reference
 from pallas_kernels.norm_arguments import NormOptions
-from tests.machine_code.attention_cases import AttentionCase
+from tests.machine_code.attention_cases import AttentionCase, evaluate
 from tests.machine_code.big_cases import BigAttentionCase, big_cases, marks
 from tests.machine_code.cases import all_cases
 from tests.machine_code.comparison import Tolerance, differences
@@ -54,9 +55,12 @@ def test_plain_attention_is_the_specification(name: str) -> None:
 def test_a_plain_weight_is_the_specification(name: str) -> None:
     case = CASES[name]
     assert isinstance(case, QuantizedCase)
-    _, values, scales, *zeros = map(jnp.asarray, case.arguments())
-    wanted = dequantize(values, scales, zeros[0] if zeros else None, case.form, jnp.float32)
     _, values, scales, *zeros = case.arguments()
+
+    def weight(values: jax.Array, scales: jax.Array, zeros: jax.Array | None = None) -> jax.Array:
+        return dequantize(values, scales, zeros, case.form, jnp.float32)
+
+    [wanted] = evaluate(weight, [values, scales, *zeros])
     np.testing.assert_allclose(whole_weight(values, scales, zeros, case.form), wanted, rtol=1e-6)
 
 
@@ -68,10 +72,11 @@ def test_a_plain_norm_is_the_specification(name: str) -> None:
     case = CASES[name]
     assert isinstance(case, AddNormCase)
     options = NormOptions(EPS, case.offset, case.rounds_last, case.factor)
-    operands = case.operands([jnp.asarray(array) for array in case.arguments()])
-    wanted = reference.add_norm(**operands, options=options)
-    got = case.expected()
-    assert differences(list(map(np.asarray, wanted)), got, case.tolerances) == []
+    wanted = evaluate(
+        lambda *arrays: reference.add_norm(**case.operands(arrays), options=options),
+        case.arguments(),
+    )
+    assert differences(wanted, case.expected(), case.tolerances) == []
 
 
 @pytest.mark.parametrize("family", ["decode", "ragged", "grouped", "quantized_grouped"])

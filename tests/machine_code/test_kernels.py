@@ -1,7 +1,7 @@
 """Every kernel's machine code, executed for 8.0 and 9.0, gives what its specification says.
 
 What runs here is a choice of the kept cases (`selection.py`); `python -m tests.machine_code --all`
-runs them all.
+runs them all. Without `--long` each kernel is executed for one card, and for each card a kernel.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 from tests.machine_code.case import Capability, Case
 from tests.machine_code.cases import CARDS, FAMILIES, all_cases
 from tests.machine_code.kept import FOLDER, MOST_BYTES, kept_file
-from tests.machine_code.kernel_checks import FIRST_CAPABILITIES, check_kernel, each_kernel
+from tests.machine_code.kernel_checks import FIRST_CAPABILITIES, USUAL, check_kernel, each_kernel
 from tests.machine_code.selection import chosen_cases, cover, kernel_cases
 
 
-@each_kernel(FIRST_CAPABILITIES)
+@each_kernel(FIRST_CAPABILITIES, USUAL)
 def test_machine_code_does_what_the_specification_says(capability: Capability, family: str) -> None:
     check_kernel(capability, family)
 
@@ -22,6 +22,11 @@ def test_machine_code_does_what_the_specification_says(capability: Capability, f
 def test_what_is_kept_is_that_of_the_source(capability: Capability, family: str) -> None:
     for case in kernel_cases(capability, family):
         kept_file(family).get(case, capability)
+
+
+def test_the_usual_form_has_every_kernel_and_every_card() -> None:
+    assert set(USUAL) == set(FAMILIES) and set(USUAL.values()) == set(CARDS)
+    assert all(kernel_cases(capability, family) for family, capability in USUAL.items())
 
 
 def test_what_is_kept_is_small() -> None:

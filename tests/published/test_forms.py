@@ -49,7 +49,10 @@ def test_forms_hold_the_texts_of_added_tokens(vocabulary: Vocabulary) -> None:
 
 
 @pytest.mark.parametrize("may_answer", [False, True])
-def test_calls_parse_and_fit(vocabulary: Vocabulary, package: str, may_answer: bool) -> None:
+def test_calls_parse_and_fit(
+    vocabulary: Vocabulary, package: str, may_answer: bool, pytestconfig: pytest.Config
+) -> None:
+    seeds = range(3 if pytestconfig.getoption("long") else 1)
     for form in FORMS if package == "qwen3" else [MODELS[package][1]]:
         grammar = grammar_of_calls(
             CALL_FORMATS[form],
@@ -58,7 +61,7 @@ def test_calls_parse_and_fit(vocabulary: Vocabulary, package: str, may_answer: b
             may_answer=may_answer,
         )
         start = vocabulary.compile(grammar=grammar)
-        for seed in range(3):
+        for seed in seeds:
             text, tokens = vocabulary.draw(start, seed, shows=True)
             if not tokens:
                 continue

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,16 @@ from tests.support.quick_code import quick_programs
 
 # Of two packages with one vocabulary, one is read from a GGUF file and served.
 DIFFERENT = [name for name in DIGESTS if name not in ("llama3", "gpt4o")]
+# Read from a GGUF file as another one with scores is.
+ALIKE = ("gemini",)
+# With and without a chat template, of bytes and of scores, and the largest vocabulary.
+SERVED = ("qwen3", "llama2", "gemma3")
+
+
+def long_but(names: Collection[str]) -> list[Any]:
+    """Return the different packages, those not among `names` as long forms."""
+    marks = {False: [pytest.mark.long], True: []}
+    return [pytest.param(name, marks=marks[name in names]) for name in DIFFERENT]
 
 
 class Case:
@@ -95,7 +105,9 @@ def test_streams_are_wholes(case: Case) -> None:
         assert spelled.strip() == whole.strip()
 
 
-@pytest.mark.parametrize("package", DIFFERENT, indirect=True, scope="module")
+@pytest.mark.parametrize(
+    "package", long_but({*DIFFERENT} - {*ALIKE}), indirect=True, scope="module"
+)
 def test_gguf_files_tokenize_as_the_published_file(case: Case) -> None:
     """As the file itself: two classes of Transformers read it otherwise than it says.
 
@@ -112,7 +124,7 @@ def test_gguf_files_tokenize_as_the_published_file(case: Case) -> None:
     assert (case.name in SPLIT_NAMES) == ("ByteLevel" in str(made.backend_tokenizer.decoder))
 
 
-@pytest.mark.parametrize("package", DIFFERENT, indirect=True, scope="module")
+@pytest.mark.parametrize("package", long_but(SERVED), indirect=True, scope="module")
 def test_it_is_served(case: Case) -> None:
     config = EngineConfig(
         model=case.folder,

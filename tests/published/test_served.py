@@ -20,6 +20,8 @@ STRICT: Any = {**TOOL, "function": {**TOOL["function"], "strict": True}}
 CALLS = {"qwen3": 151657, "llama3_1": None}
 OPENING_THOUGHT, CLOSING_THOUGHT = 151667, 151668
 ROOM = ["--max-model-len", "2048", "--num-gpu-blocks-override", "400"]
+# Requests come one by one, and each row of a vocabulary of this size takes its time.
+ROOM += ["--max-num-seqs", "1", "--decode-sizes", "1"]
 
 
 @pytest.fixture(scope="module")

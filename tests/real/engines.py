@@ -12,6 +12,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.loading import Loaded, load
 from tests.equivalence import Got, drive
 from tests.support.own_programs import own_programs
+from tests.support.quick_code import quick_programs
 from tests.support.workloads import Ask
 
 # One program for prompts and mixed steps, one for decodes of one row, and one for more.
@@ -32,6 +33,16 @@ def load_real(path: Path, **settings: Any) -> Loaded:
     kept = {"compilation_cache_dir": path.parent / "compiled"}
     with own_programs():
         return load(EngineConfig(model=path, **{**SETTINGS, **kept, **settings}))
+
+
+def load_quickly(path: Path, **settings: Any) -> Loaded:
+    """Return what `load_real` does with one size of decodes, compiled in less time.
+
+    For answers that are compared with a reference, within a tolerance.
+    """
+    kept = {"compilation_cache_dir": path.parent / "compiled quickly", "decode_sizes": (8,)}
+    with quick_programs():
+        return load_real(path, **{**kept, **settings})
 
 
 def make_engine(loaded: Loaded, pages: int | None = None, **config: Any) -> Engine:

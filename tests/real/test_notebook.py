@@ -9,14 +9,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from tests.support.quick_code import compile_quickly
+
 ROOT = Path(__file__).parent.parent.parent
 NOTEBOOK = ROOT / "scripts/examples/colab.ipynb"
 HOSTS = ("COLAB_RELEASE_TAG", "KAGGLE_KERNEL_RUN_TYPE", "JAX_COMPILATION_CACHE_DIR")
 
 
+@pytest.mark.long
 def test_every_cell_of_the_notebook_runs(real_models: dict[str, Path], tmp_path: Path) -> None:
     models = real_models["smollm2"].parent
     environment = {name: value for name, value in os.environ.items() if name not in HOSTS}
+    compile_quickly(environment)
     # Programs are kept from run to run, as those of the other tests here.
     environment |= {"JAX_PLATFORMS": "cpu", "MPLBACKEND": "Agg", "XDG_CACHE_HOME": str(models)}
     figure = tmp_path / "figure.png"

@@ -45,6 +45,7 @@ def check_drift(real: Real, form: str, sequences: list[list[int]], base: float) 
     assert abs(drift) < MOST_DRIFT[real.name][form], (form, drift)
 
 
+@pytest.mark.long
 def test_int4_drifts_on_the_first_chunk(smollm2: Real) -> None:
     """The drift is counted from Transformers' float32, which other tests find equal to ours."""
     want = smollm2.reference["long"]

@@ -96,8 +96,12 @@ def test_chats_get_what_each_gets_alone(smollm2: Real, smollm2_alone: Alone, nam
     assert preemptions > 0 or "pages" not in schedule
 
 
+@pytest.mark.long
 def test_chats_of_gemma_get_what_each_gets_alone(gemma3: Real) -> None:
-    """Its embeddings are multiplied by a factor: decodes of one row once rounded that elsewhere."""
+    """Its embeddings are multiplied by a factor: decodes of one row once rounded that elsewhere.
+
+    `tests/engine/test_equivalence.py` has schedules of a small model with such a factor.
+    """
     assert run(gemma3.loaded, *workload(gemma3, is_long=False), {})[0] == alone(gemma3)
 
 

@@ -13,7 +13,7 @@ from jaxserve import SamplingParams
 from jaxserve.engine.loading import Loaded
 from tests.equivalence import Score
 from tests.real.conftest import Real
-from tests.real.engines import load_real, make_engine, serve
+from tests.real.engines import load_quickly, load_real, make_engine, serve
 from tests.real.hugging_face import round_frequencies_once
 from tests.real.prompts import prose
 from tests.real.references import LONG, NUM_GREEDY, SEEDED, Transformers, ends_of, seeded_params
@@ -52,10 +52,12 @@ def test_greedy_answers(real: Real, is_long: bool) -> None:
     check_greedy(real, real.loaded, is_long, PACKED)
 
 
+@pytest.mark.long
 def test_greedy_answers_of_widened_blocks(smollm2: Real, is_long: bool) -> None:
-    check_greedy(smollm2, load_real(smollm2.path, dtype="float32"), is_long, TOLERANCE)
+    check_greedy(smollm2, load_quickly(smollm2.path, dtype="float32"), is_long, TOLERANCE)
 
 
+@pytest.mark.long
 def test_greedy_answers_of_a_file_in_parts(smollm2: Real, tmp_path: Path, is_long: bool) -> None:
     parts = split_gguf(smollm2.path, tmp_path, 60, bare_first=True)
     assert len(parts) == 6
@@ -65,11 +67,11 @@ def test_greedy_answers_of_a_file_in_parts(smollm2: Real, tmp_path: Path, is_lon
 
 @pytest.mark.long
 def test_greedy_answers_of_a_second_model_in_full(gemma3: Real) -> None:
-    check_greedy(gemma3, load_real(gemma3.path, dtype="float32"), True, TOLERANCE)
+    check_greedy(gemma3, load_quickly(gemma3.path, dtype="float32"), True, TOLERANCE)
 
 
-def test_seeded_answers(real: Real, is_long: bool) -> None:
-    """What the oracle draws from Transformers' logits with the same seed."""
+def check_seeded(real: Real, is_long: bool) -> None:
+    """Compare with what the oracle draws from Transformers' logits with the same seed."""
     entries = [
         (index, entry)
         for index, entry in enumerate(real.reference["prompts"])
@@ -83,6 +85,16 @@ def test_seeded_answers(real: Real, is_long: bool) -> None:
     assert [one.token_ids for one in got] == [entry["seeded"] for _, entry in entries]
 
 
+def test_seeded_answers(smollm2: Real, is_long: bool) -> None:
+    check_seeded(smollm2, is_long)
+
+
+@pytest.mark.long
+def test_seeded_answers_of_a_second_model(gemma3: Real) -> None:
+    """Quick code rounds otherwise, and one of the draws is that near to the border of a token."""
+    check_seeded(gemma3, True)
+
+
 @pytest.fixture
 def one_thread() -> Any:
     """Threads of torch wait for each other wherever the machine has other work."""
@@ -92,6 +104,7 @@ def one_thread() -> Any:
     torch.set_num_threads(before)
 
 
+@pytest.mark.long
 def test_a_reference_can_be_made_again(smollm2: Real, one_thread: None) -> None:
     index = 2 * SEEDED
     want = smollm2.reference["prompts"][index]
@@ -113,8 +126,8 @@ def check_prose(real: Real, size: int) -> None:
 
 
 def test_prose_beyond_the_window(gemma3: Real, is_long: bool) -> None:
-    """Layers of two kinds: most of them see 512 tokens, a half or a third of the text."""
-    check_prose(gemma3, LONG if is_long else 1024)
+    """Layers of two kinds: most of them see 512 tokens, two thirds of the text or one."""
+    check_prose(gemma3, LONG if is_long else 768)
 
 
 @pytest.mark.long

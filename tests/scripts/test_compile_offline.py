@@ -159,7 +159,14 @@ def test_an_environment_that_cannot_be_made_is_a_sentence(tmp_path: Path) -> Non
         offline_environment.make_environment(tmp_path / "env", str(tmp_path / "python"))
 
 
-@pytest.mark.parametrize(("name", "only"), [("RTX 3090", ""), ("L4", "float8|ragged|int4")])
+@pytest.mark.parametrize(
+    ("name", "only"),
+    [
+        ("RTX 3090", ""),
+        ("L4", "float8"),  # which has instructions of its own
+        pytest.param("L4", "ragged|int4", marks=pytest.mark.long),
+    ],
+)
 def test_a_kernel_of_each_kind_compiles(offline_compiler: Path, name: str, only: str) -> None:
     """Without spills, and within the smallest shared memory that cards from 8.0 on have."""
     target = Target.of(name)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,19 @@ from scripts.gpu.page import page
 from scripts.gpu.serving import compare
 from scripts.gpu.setting import APART, VARIANTS, Setting
 from scripts.lib.profiler_trace import kernel_times, read_events
+from tests.support.quick_code import FLAGS, quick_programs
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_code() -> Iterator[None]:
+    """Engines compile quickly, here and in processes that are started."""
+    with pytest.MonkeyPatch.context() as patch, quick_programs():
+        patch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}")
+        yield
+
+
 SHORT = (
     Stage(1, "bandwidth"),
     Stage(1, "essentials", "kv_write bfloat16|greatest"),

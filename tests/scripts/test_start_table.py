@@ -35,7 +35,9 @@ def test_goals_are_of_the_largest_step_alone() -> None:
     assert "| all 2 | 10.0 | 1.0 | 18.0 | 5 |" in text and "632 choices" in text
 
 
-@pytest.mark.parametrize(("devices", "sums"), [(1, 0), (2, 2 * 2 + 1)])
+@pytest.mark.parametrize(
+    ("devices", "sums"), [pytest.param(1, 0, marks=pytest.mark.long), (2, 2 * 2 + 1)]
+)
 def test_programs_of_a_start_are_compiled_and_kept_without_the_card(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline_compiler: Path, devices: int, sums: int
 ) -> None:

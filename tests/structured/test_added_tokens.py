@@ -104,17 +104,18 @@ class Vocabulary:
         self.size = self.backend.get_vocab_size() + 3 if size is None else size
         tokens = {token["content"]: token["id"] for token in source["added_tokens"]}
         self.named = {text: token for text, token in tokens.items() if token < self.size}
-        self.added = set(self.named.values())
+        self.added = np.array(sorted(self.named.values()))
         self.end = self.named[end]
         self.grammars = Grammars(lambda: json.dumps(source), self.size, [self.end])
 
     def compile(self, **form: Any) -> Constraint:
         return self.grammars.compile(StructuredOutputsParams(**form))
 
-    def allowed(self, constraint: Constraint) -> list[int]:
+    def allowed(self, constraint: Constraint) -> np.ndarray:
+        """Return int[n]: in their order, the tokens that may follow."""
         bits = np.unpackbits(constraint.words.view(np.uint8), bitorder="little")
         assert not bits[self.size :].any()
-        return np.flatnonzero(bits).tolist()
+        return np.flatnonzero(bits)
 
     def draw(self, constraint: Constraint, seed: int, shows: bool = False) -> tuple[str, list[int]]:
         """Draw a text; what is added by many tokens comes as often as by one.
@@ -127,11 +128,11 @@ class Vocabulary:
         rng, constraint, tokens = random.Random(seed), constraint.copy(), []
         for number in range(600):
             choices = self.allowed(constraint)
-            assert choices, f"nothing may follow {self.text(tokens)!r}"
-            added = [token for token in choices if token in self.added]
+            assert len(choices), f"nothing may follow {self.text(tokens)!r}"
+            added = choices[np.isin(choices, self.added)]
             if self.end in choices and number > rng.randrange(60):
                 break
-            token = rng.choice(added if added and rng.random() < 0.3 else choices)
+            token = int(rng.choice(added if len(added) and rng.random() < 0.3 else choices))
             if token == self.end:
                 break
             tokens.append(token)

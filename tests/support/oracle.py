@@ -244,8 +244,8 @@ def edited_logits(
     """float64[V]: logits as the request wants them, token by token."""
     logits = logits.copy()
     output = list(output)
-    for token in range(len(logits)):
-        if sampling.allowed_token_ids is not None and token not in sampling.allowed_token_ids:
+    if sampling.allowed_token_ids is not None:
+        for token in set(range(len(logits))).difference(sampling.allowed_token_ids):
             logits[token] = -np.inf
     for *before, last in bad_words:
         if not before or output[-len(before) :] == before:
@@ -279,7 +279,7 @@ def score(
     if as_logits:
         values = logits
     order = np.argsort(-logits, kind="stable")
-    ranks = [1 + int((logits > own).sum()) for own in logits]
+    ranks = (1 + (logits > logits[:, None]).sum(axis=1)).tolist()
     if listed:
         others, places = list(listed), [ranks[other] for other in listed]
     else:
