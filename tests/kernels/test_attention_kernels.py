@@ -223,7 +223,8 @@ def plan_of(
     config = DecodeConfig(block_tokens=16, programs_per_sm=24, min_blocks=2)
     plan = SplitPlan.of(case, config, window, tile, 4 if queries else 1)
     start = call.ragged[4] if queries else None
-    return plan, np.asarray(split_lines(plan, call.kv_len, start, interpret=True))
+    run = functools.partial(split_lines, plan, interpret=True)
+    return plan, np.asarray(jax.jit(run, compiler_options=FAST)(call.kv_len, start))
 
 
 def check_lines(plan: SplitPlan, lines: np.ndarray, lengths: list[int], counts: list[int]) -> None:
