@@ -53,7 +53,6 @@ class PagedRunner:
         # Some products of 16-bit numbers need the fusions that are quick to leave out.
         narrow = self.model.norm.scale.dtype.itemsize < 4
         options = {"xla_backend_optimization_level": 0} if narrow else FAST
-        self._plain = forward
         self._forward = jax.jit(forward, compiler_options=options) if self.whole else forward
         self._leaves = leaves
 
@@ -96,14 +95,21 @@ class PagedRunner:
 
     def program(self) -> str:
         """Return the program of the last step, as text."""
-        return str(jax.make_jaxpr(self._plain)(*self.last))
+        if isinstance(self._forward, jax.stages.Wrapped):
+            return str(self._forward.trace(*self.last).jaxpr)
+        return str(jax.make_jaxpr(self._forward)(*self.last))
 
     def greedy(
-        self, prompts: Sequence[Sequence[int]], count: int, chunks: int = 1
+        self,
+        prompts: Sequence[Sequence[int]],
+        count: int,
+        chunks: int = 1,
+        padded: bool = False,
     ) -> list[np.ndarray]:
         """Append each row's `count` most likely tokens; return the logits after each token.
 
-        Prompts are read in as many steps as `chunks`, all of one padded shape.
+        Prompts are read in as many steps as `chunks`, all of one padded shape. Steps of one token
+        for each row have that shape too where they are to be `padded`, and need no other program.
         """
         parts = [np.array_split(np.asarray(prompt), chunks) for prompt in prompts]
         pad_to = sum(len(part[0]) for part in parts) + (chunks > 1)
@@ -111,7 +117,8 @@ class PagedRunner:
             self.run([part[chunk].tolist() for part in parts], pad_to) for chunk in range(chunks)
         ]
         for _ in range(count):
-            steps.append(self.run([[int(row[-1].argmax())] for row in steps[-1]]))
+            following = [[int(row[-1].argmax())] for row in steps[-1]]
+            steps.append(self.run(following, pad_to if padded else 0))
         return [np.concatenate(row) for row in zip(*steps, strict=True)]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ import pytest
 
 from pallas_kernels import add_norm, reference
 from pallas_kernels.norm_arguments import NormOptions
-from scripts.lib.fast_compile import FAST
+from scripts.lib.fast_compile import EXACT
 
 IMPLEMENTATIONS = ("triton_interpret", "xla", "llvm")
 # Parts of delta, offset, rounds_last.
@@ -27,29 +28,31 @@ RUNS = [
 ]
 
 
-def inputs(
-    dtype: Any, rows: int, width: int, parts: int | None, seed: int = 0
-) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+Arrays = tuple[np.ndarray, np.ndarray | None, np.ndarray]
+
+
+def inputs(dtype: Any, rows: int, width: int, parts: int | None, seed: int = 0) -> Arrays:
     """Return rows of very different sizes; one of zeros and one with a NaN among them.
 
     Args:
         parts: of delta; 0 for one that is not in parts, None for no delta.
     """
+    dtype = jnp.dtype(dtype)
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((rows, width)) * 10.0 ** rng.integers(-3, 4, (rows, 1))
     if rows > 2:
         x[1] = 0.0
         x[2, width // 2] = np.nan
-    scale = jnp.asarray(rng.standard_normal(width), dtype)
+    scale = rng.standard_normal(width).astype(dtype)
     if parts is None:
-        return jnp.asarray(x, dtype), None, scale
+        return x.astype(dtype), None, scale
     shape = (parts, rows, width) if parts else (rows, width)
     delta = rng.standard_normal(shape) * 10.0 ** rng.integers(-3, 4, (rows, 1))
     if rows > 2:
         delta[..., 1, :] = 0.0
     if parts == 4:  # rows of padding
         delta = np.concatenate([delta, np.full((parts, 2, width), np.nan)], axis=1)
-    return jnp.asarray(x, dtype), jnp.asarray(delta, jnp.float32 if parts else dtype), scale
+    return x.astype(dtype), delta.astype(np.float32 if parts else dtype), scale
 
 
 def check(got: tuple[Any, Any], want: tuple[Any, Any], dtype: Any, *, exact: bool = True) -> None:
@@ -68,23 +71,60 @@ def check(got: tuple[Any, Any], want: tuple[Any, Any], dtype: Any, *, exact: boo
     np.testing.assert_allclose(*norms, rtol=4 * float(jnp.finfo(dtype).eps), atol=1e-7)
 
 
-def run(implementation: str, *arrays: jax.Array | None, **options: Any) -> tuple[Any, Any]:
-    """Run an implementation; compiling what is interpreted is most of what this costs."""
-    call = functools.partial(add_norm, implementation=implementation, **options)
-    if implementation.endswith("_interpret"):
-        call = jax.jit(call, compiler_options=FAST)
-    return call(*arrays)
+Call = tuple[tuple[Any, ...], NormOptions]  # x, delta, scale, delta_scale
+
+
+def run(implementation: str, calls: Sequence[Call]) -> list[tuple[Any, Any]]:
+    """Return the results of all calls, computed by one program: to compile is most of the cost.
+
+    Args:
+        implementation: of `add_norm`, or "reference".
+    """
+
+    @functools.partial(jax.jit, compiler_options=EXACT)
+    def program(arrays: list[Any]) -> list[tuple[jax.Array, jax.Array]]:
+        found = []
+        for own, (_, options) in zip(arrays, calls, strict=True):
+            if implementation == "reference":
+                found.append(reference.add_norm(*own, options))
+            else:
+                named = dataclasses.asdict(options)
+                found.append(add_norm(*own, implementation=implementation, **named))
+        return found
+
+    return jax.device_get(program([arrays for arrays, _ in calls]))
+
+
+@functools.cache
+def calls_of_kinds(dtype: Any, rows: int, width: int) -> tuple[list[Call], list[tuple[Any, Any]]]:
+    """Return a call of every kind, and the specification's results."""
+    calls: list[Call] = []
+    for parts, offset, rounds_last in KINDS:
+        arrays = inputs(dtype, rows, width, parts, seed=width)
+        calls.append(((*arrays, None), NormOptions(1e-5, offset, rounds_last)))
+    return calls, run("reference", calls)
+
+
+@functools.cache
+def calls_with_factors(dtype: Any, parts: int) -> tuple[list[Call], list[tuple[Any, Any]]]:
+    """Return calls that norm and scale what is added, and the specification's results."""
+    calls: list[Call] = []
+    for has_norm, has_delta_norm, factor, offset in (
+        *((True, True, 1.0, 1.0), (True, True, 0.3, 0.0), (True, False, 0.3, 0.0)),
+        *((False, True, 1.0, 0.0), (False, False, 1.0, 0.0)),
+    ):
+        x, delta, scale = inputs(dtype, 5, 80, parts)
+        scales = scale if has_norm else None, 1 + scale[::-1] if has_delta_norm else None
+        calls.append(((x, delta, *scales), NormOptions(1e-5, offset, offset > 0, factor)))
+    return calls, run("reference", calls)
 
 
 @pytest.mark.parametrize(("implementation", "dtype"), RUNS)
 @pytest.mark.parametrize(("rows", "width"), [(1, 1), (3, 16), (33, 80), (3, 2880)])
 def test_sums_and_norms(implementation: str, dtype: Any, rows: int, width: int) -> None:
-    for parts, offset, rounds_last in KINDS:
-        x, delta, scale = inputs(dtype, rows, width, parts, seed=width)
-        options = NormOptions(1e-5, offset, rounds_last)
-        want = reference.add_norm(x, delta, scale, None, options)
-        named = {"eps": 1e-5, "offset": offset, "rounds_last": rounds_last}
-        got = run(implementation, x, delta, scale, **named)
+    calls, wanted = calls_of_kinds(dtype, rows, width)
+    found = run(implementation, calls)
+    for (parts, *_), got, want in zip(KINDS, found, wanted, strict=True):
         check(got, want, dtype, exact=parts != 4)
         # Nothing of the row with a NaN reaches another one.
         finite = [row for row in range(rows) if rows < 3 or row != 2]
@@ -94,16 +134,9 @@ def test_sums_and_norms(implementation: str, dtype: Any, rows: int, width: int) 
 @pytest.mark.parametrize(("implementation", "dtype"), RUNS)
 @pytest.mark.parametrize("parts", [0, 1])
 def test_what_is_added_is_normed_and_scaled(implementation: str, dtype: Any, parts: int) -> None:
-    for has_norm, has_delta_norm, factor, offset in (
-        *((True, True, 1.0, 1.0), (True, True, 0.3, 0.0), (True, False, 0.3, 0.0)),
-        *((False, True, 1.0, 0.0), (False, False, 1.0, 0.0)),
-    ):
-        x, delta, scale = inputs(dtype, 5, 80, parts)
-        scales = scale if has_norm else None, 1 + scale[::-1] if has_delta_norm else None
-        options = NormOptions(1e-5, offset, offset > 0, factor)
-        want = reference.add_norm(x, delta, *scales, options)
-        named = dataclasses.asdict(options)
-        got = run(implementation, x, delta, *scales, **named)
+    calls, wanted = calls_with_factors(dtype, parts)
+    found = run(implementation, calls)
+    for (arrays, _), got, want in zip(calls, found, wanted, strict=True):
         rows = [0, 1, 3, 4]  # without the one that is not a number
         step = float(jnp.finfo(dtype).eps)
         for mine, theirs in zip(got, want, strict=True):
@@ -111,7 +144,7 @@ def test_what_is_added_is_normed_and_scaled(implementation: str, dtype: Any, par
             pair = [np.asarray(array, np.float64)[rows] for array in (mine, theirs)]
             largest = np.abs(pair[1]).max(axis=1, keepdims=True)
             assert (np.abs(pair[0] - pair[1]) <= 4 * step * largest).all()
-        if not has_norm:
+        if arrays[2] is None:
             np.testing.assert_array_equal(*(np.asarray(array, np.float32) for array in got))
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +22,7 @@ from pallas_kernels.cpu.ir_builder import Host, host
 from pallas_kernels.cpu.panels import PANEL
 from scripts.lib.fast_compile import FAST
 from tests.support.gguf_blocks import SCALES, random_blocks, unpacked
+from tests.support.quick_code import quick_kernels
 
 FORMS = [*blocks.FORMATS]
 # Of a float32 product; numbers of 16 bits may be off by the largest of 32 over 65,534.
@@ -41,16 +45,27 @@ def largest_error(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
     return rounding @ exact + (np.abs(x) @ exact) * 2.0**-20
 
 
+@functools.partial(jax.jit, compiler_options=FAST)
+def _dot(panels: BlockPanels, x: jax.Array) -> jax.Array:
+    return panels.dot(x)
+
+
+def dot(panels: BlockPanels, x: np.ndarray) -> np.ndarray:
+    return np.asarray(_dot(panels, x))
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_numbers_are_those_of_gguf_to_the_bit(form: str) -> None:
     raw = random_blocks(form, outputs=2 * PANEL + 6, inputs=768)
     want = unpacked(raw, form)
-    made = rows_of_blocks(raw, form)
-    numbers = jax.jit(blocks.numbers, static_argnums=1, compiler_options=FAST)
-    np.testing.assert_array_equal(np.asarray(numbers(jnp.asarray(made), form)), want)
-    chosen = np.array([0, 69, 31, 32, 5, 200])
-    find = jax.jit(lambda panels, chosen: panels.columns(chosen), compiler_options=FAST)
-    columns = np.asarray(find(in_panels(raw, form), jnp.asarray(chosen)))
+    chosen = np.array([0, 69, 31, 32, 5, 200], np.int32)
+
+    @functools.partial(jax.jit, compiler_options=FAST)
+    def read(made: jax.Array, panels: BlockPanels) -> tuple[jax.Array, jax.Array]:
+        return blocks.numbers(made, form), panels.columns(chosen)
+
+    numbers, columns = read(rows_of_blocks(raw, form), in_panels(raw, form))
+    np.testing.assert_array_equal(numbers, want)
     np.testing.assert_array_equal(columns, want[np.minimum(chosen, 69)])
 
 
@@ -64,7 +79,7 @@ def test_product_is_that_of_the_numbers(form: str, outputs: int) -> None:
     x[7, 40:] = 0
     x[9] *= 1e30
     x[10] *= 1e-20
-    got = np.asarray(panels.dot(jnp.asarray(x)))
+    got = dot(panels, x)
     error = np.abs(got - x.astype(np.float64) @ weight.astype(np.float64).T)
     assert (error <= largest_error(x.astype(np.float64), weight)).all()
     assert (got[3] == 0).all()
@@ -73,12 +88,16 @@ def test_product_is_that_of_the_numbers(form: str, outputs: int) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_a_row_does_not_depend_on_the_others(form: str) -> None:
     panels = in_panels(random_blocks(form, 70, 512), form)
-    x = rows(40, 512)
-    whole = np.asarray(panels.dot(jnp.asarray(x)))
-    for count in (1, 2, 3, 5, 7, 13):
-        np.testing.assert_array_equal(np.asarray(panels.dot(jnp.asarray(x[:count]))), whole[:count])
-    limited = replace(panels, num_rows=jnp.int32(11))
-    got = np.asarray(limited.dot(jnp.asarray(x)))
+    x, counts = rows(40, 512), (1, 2, 3, 5, 7, 13)
+
+    @functools.partial(jax.jit, compiler_options=FAST)
+    def products(panels: BlockPanels, x: jax.Array) -> list[jax.Array]:
+        limited = replace(panels, num_rows=jnp.int32(11))
+        return [panels.dot(x), limited.dot(x), *(panels.dot(x[:count]) for count in counts)]
+
+    whole, got, *parts = map(np.asarray, products(panels, x))
+    for count, part in zip(counts, parts, strict=True):
+        np.testing.assert_array_equal(part, whole[:count])
     np.testing.assert_array_equal(got[:11], whole[:11])
     assert not got[11:].any()
 
@@ -88,27 +107,48 @@ def test_a_row_does_not_depend_on_the_others(form: str) -> None:
 def test_what_is_no_number_shows_in_its_row_alone(form: str, value: float) -> None:
     panels = in_panels(random_blocks(form, 40, 512), form)
     x = rows(9, 512)
-    want = np.asarray(panels.dot(jnp.asarray(x)))
+    want = dot(panels, x)
     x[4, 300] = value
-    got = np.asarray(panels.dot(jnp.asarray(x)))
+    got = dot(panels, x)
     assert np.isnan(got[4]).all()
     others = [row for row in range(9) if row != 4]
     np.testing.assert_array_equal(got[others], want[others])
 
 
-@pytest.mark.parametrize("form", ["Q4_1", "Q8_0", "Q6_K", "Q2_K", "Q3_K", "MXFP4"])
-@pytest.mark.parametrize("vector_bytes", [16, 32, 64])
-@pytest.mark.parametrize("pairs", [True, False])
+def processors() -> list[Any]:
+    """Return forms with vectors of so many bytes, with and without the instruction for pairs.
+
+    Without it products of any codes are made alike, and a table of numbers is read by steps: the
+    usual run has that for codes without a sign, with one, and of a table, once for each size.
+    """
+    without = {("Q4_1", 16), ("Q4_1", 64), ("Q8_0", 16), ("MXFP4", 32), ("Q8_0", 64)}
+    found = []
+    for form, size, pairs in itertools.product(
+        ["Q4_1", "Q8_0", "Q6_K", "Q2_K", "Q3_K", "MXFP4"], [16, 32, 64], [True, False]
+    ):
+        long = [] if pairs or (form, size) in without else [pytest.mark.long]
+        found.append(pytest.param(form, size, pairs, marks=long))
+    return found
+
+
+@pytest.mark.parametrize(("form", "vector_bytes", "pairs"), processors())
 def test_every_processor_computes_the_same(form: str, vector_bytes: int, pairs: bool) -> None:
     """Without the instruction too: sums of whole numbers are exact, and floats are added alike."""
     here = host()
     if vector_bytes > here.vector_bytes or (pairs and not here.pairs):
         return
-    panels, x = in_panels(random_blocks(form, 70, 512), form), jnp.asarray(rows(13, 512))
+    panels, x = in_panels(random_blocks(form, 70, 512), form), rows(13, 512)
     registers = 32 if vector_bytes == 64 else 16
     cpu = Host(here.name, here.features, vector_bytes, registers, False, pairs)
-    got = np.asarray(run(BlockProduct(form, cpu), x, panels.panels))
-    np.testing.assert_array_equal(got, np.asarray(block_product(x, panels.panels, form)))
+    kernel = BlockProduct(form, cpu)
+
+    @functools.partial(jax.jit, compiler_options=FAST)
+    def products(x: jax.Array, panels: jax.Array) -> tuple[jax.Array, jax.Array]:
+        here = block_product(x, panels, form)
+        with quick_kernels():
+            return run(kernel, x, panels), here
+
+    np.testing.assert_array_equal(*products(x, panels.panels))
 
 
 def test_experts_multiply_their_own_rows() -> None:
@@ -118,7 +158,7 @@ def test_experts_multiply_their_own_rows() -> None:
     got = np.asarray(block_product(jnp.asarray(x), panels, "Q4_K", jnp.array(counts, jnp.int32)))
     first = 0
     for raw, count in zip(weights, counts, strict=True):
-        own = np.asarray(in_panels(raw, "Q4_K").dot(jnp.asarray(x[first : first + count])))
+        own = dot(in_panels(raw, "Q4_K"), x[first : first + count])
         np.testing.assert_array_equal(got[first : first + count, :40], own)
         first += count
     assert not got[first:].any()

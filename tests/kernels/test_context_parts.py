@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from pallas_kernels import attention_of_part, merge_parts, reference
-from tests.support.paged_cases import FP8, PagedCall, assert_close, paged_call
+from scripts.lib.fast_compile import FAST
+from tests.support.paged_cases import FP8, PagedCall, assert_close, paged_call, with_keywords
 
 ROWS = [(3, 150), (1, 37), (0, 0), (20, 33), (1, 1), (9, 9)]
 
 
-@partial(jax.jit, static_argnames=("stride", "scale", "window", "soft_cap"))
 def attend(arrays, first, sinks, *, stride: int, **options) -> jax.Array:
     """Deal the positions of every page to `stride` devices, attend on each, and merge."""
     q, *pages, table, starts, lengths = arrays
@@ -32,10 +32,15 @@ def attend(arrays, first, sinks, *, stride: int, **options) -> jax.Array:
     return merge_parts(jnp.stack(parts), sinks)
 
 
-def merged(call: PagedCall, stride: int) -> jax.Array:
+STATIC = ("stride", "scale", "window", "soft_cap")
+COMPILED = jax.jit(attend, static_argnames=STATIC)
+COMPILED_QUICKLY = jax.jit(attend, static_argnames=STATIC, compiler_options=FAST)
+
+
+def merged(call: PagedCall, stride: int, compiled: Any = COMPILED) -> jax.Array:
     options = dict(call.options)
     sinks = options.pop("sinks")
-    return attend(call.ragged, jnp.int32(0), sinks, stride=stride, **options)
+    return compiled(call.ragged, np.int32(0), sinks, stride=stride, **options)
 
 
 @pytest.mark.parametrize(
@@ -49,9 +54,11 @@ def merged(call: PagedCall, stride: int) -> jax.Array:
 )
 def test_parts_make_the_whole(stride: int, setup: dict) -> None:
     call = paged_call(ROWS, padding=2, head_dim=16, **setup)
-    arrays: list[Any] = [*call.ragged, call.attention_options]
-    want = reference.ragged_paged_attention(*arrays)
-    assert_close(merged(call, stride), want, jnp.float32)
+    static = {name: call.options[name] for name in STATIC[1:]}
+    arrays = {name: value for name, value in call.options.items() if name not in static}
+    specification = with_keywords(reference.ragged_paged_attention)
+    want = jax.jit(partial(specification, **static), compiler_options=FAST)(*call.ragged, **arrays)
+    assert_close(merged(call, stride, COMPILED_QUICKLY), want, jnp.float32)
 
 
 def test_a_query_has_one_result_whatever_is_beside_it() -> None:
@@ -62,12 +69,12 @@ def test_a_query_has_one_result_whatever_is_beside_it() -> None:
         picked = np.array(rows)
         ends = np.asarray(call.query_start)[picked + 1] - 1
         alone = PagedCall(
-            call.q[ends],
+            jnp.asarray(np.asarray(call.q)[ends]),
             call.k_pages,
             call.v_pages,
-            call.page_table[picked],
-            jnp.arange(len(rows) + 1, dtype=jnp.int32),
-            call.kv_len[picked],
+            jnp.asarray(np.asarray(call.page_table)[picked]),
+            jnp.asarray(np.arange(len(rows) + 1, dtype=np.int32)),
+            jnp.asarray(np.asarray(call.kv_len)[picked]),
             call.options,
         )
         found = merged(alone, 2)[rows.index(3)]
@@ -77,8 +84,9 @@ def test_a_query_has_one_result_whatever_is_beside_it() -> None:
 def test_a_row_that_is_not_finite_leaves_others_alone() -> None:
     call = paged_call(ROWS, head_dim=16)
     want = np.asarray(merged(call, 2))
-    page = call.page_table[3, 0]
-    call.v_pages = call.v_pages.at[page].set(jnp.nan)
+    values = np.array(call.v_pages)
+    values[np.asarray(call.page_table)[3, 0]] = np.nan
+    call.v_pages = jnp.asarray(values)
     found = np.asarray(merged(call, 2))
     np.testing.assert_array_equal(found[:4], want[:4])
     np.testing.assert_array_equal(found[24:], want[24:])

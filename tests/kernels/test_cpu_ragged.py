@@ -88,10 +88,10 @@ def cut(call: PagedCall, rows: list[tuple[int, int, int]]) -> list[np.ndarray]:
         ends.append(lengths[row] - (starts[row + 1] - starts[row]) + first + number)
         sizes.append(number)
     out = llvm(
-        call.q[jnp.asarray(tokens)],
+        jnp.asarray(np.asarray(call.q)[tokens]),
         call.k_pages,
         call.v_pages,
-        call.page_table[jnp.asarray([row for row, _, _ in rows])],
+        jnp.asarray(np.asarray(call.page_table)[[row for row, _, _ in rows]]),
         jnp.asarray(np.concatenate([[0], np.cumsum(sizes)]), jnp.int32),
         jnp.asarray(ends, jnp.int32),
         **call.options,
@@ -143,8 +143,9 @@ def test_large_work_is_many_parts_and_several_threads_at_once() -> None:
 def test_what_is_not_finite_spoils_its_own_row_only() -> None:
     call = paged_call([(30, 40), (50, 200), (33, 33)])
     before = np.asarray(llvm(*call.ragged))
-    call.k_pages = call.k_pages.at[call.page_table[1, 2], 0, 3, 0].set(jnp.nan)
-    call.v_pages = call.v_pages.at[call.page_table[1, 9], 0, 3, 0].set(jnp.inf)
+    keys, values, table = map(np.array, (call.k_pages, call.v_pages, call.page_table))
+    keys[table[1, 2], 0, 3, 0], values[table[1, 9], 0, 3, 0] = np.nan, np.inf
+    call.k_pages, call.v_pages = jnp.asarray(keys), jnp.asarray(values)
     after = np.asarray(llvm(*call.ragged))
     assert not np.isfinite(after[30:80, :2]).all(axis=(1, 2)).any()
     others = np.r_[0:30, 80:113]

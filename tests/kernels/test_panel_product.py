@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from dataclasses import replace
 
@@ -23,6 +24,8 @@ from pallas_kernels.cpu.product import (
     run,
 )
 from pallas_kernels.cpu.quantized_product import QuantizedPanelProduct
+from scripts.lib.fast_compile import FAST
+from tests.support.quick_code import quick_kernels
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 # Of x and weights, and how far a sum may be off, relative to the sum of its products' sizes. Each
@@ -49,10 +52,14 @@ def rows(count: int, inputs: int, dtype: str) -> np.ndarray:
     return values.astype(jnp.dtype(dtype))
 
 
+compiled = functools.partial(jax.jit, compiler_options=FAST)
+run_compiled = compiled(run, static_argnums=0)
+
+
 def product(x: np.ndarray, w: np.ndarray, cpu: Host | None = None) -> np.ndarray:
     """x times w laid out in panels, all outputs of them."""
     kernel = kernel_for(x.dtype, w.dtype.name, cpu)
-    return np.asarray(run(kernel, jnp.asarray(x), jnp.asarray(in_panels(w))))
+    return np.asarray(run_compiled(kernel, x, in_panels(w)))
 
 
 @pytest.fixture(autouse=True)
@@ -67,16 +74,19 @@ def test_every_number_of_rows_gives_the_product(
     x_dtype: str, dtype: str, shape: tuple[int, int]
 ) -> None:
     w = weight(*shape, dtype)
-    panels = jnp.asarray(in_panels(w))
-    for count in (1, 3, 8, 16, 31, 200, 513):
-        x = rows(count, shape[0], x_dtype)
-        got = np.asarray(panel_product(jnp.asarray(x), panels, dtype))
+    numbers = [rows(count, shape[0], x_dtype) for count in (1, 3, 8, 16, 31, 200, 513)]
+
+    @compiled
+    def products(numbers: list[jax.Array], panels: jax.Array) -> list[jax.Array]:
+        return [panel_product(x, panels, dtype) for x in numbers]
+
+    for x, got in zip(numbers, map(np.asarray, products(numbers, in_panels(w))), strict=True):
         assert got.dtype == np.promote_types(x_dtype, np.float32)
         assert (got[:, shape[1] :] == 0).all()
         want = x.astype(np.float64) @ w.astype(np.float64)
         scale = np.abs(x).astype(np.float64) @ np.abs(w).astype(np.float64)
         close = np.abs(got[:, : shape[1]] - want) <= CASES[x_dtype, dtype] * scale
-        assert close.all(), count
+        assert close.all(), len(x)
 
 
 @pytest.mark.parametrize("cpu", HOSTS, ids=lambda cpu: f"dots {cpu.dots}")
@@ -112,7 +122,9 @@ def test_code_for_other_processors_gives_the_same_bits(dtype: str, vector_bytes:
     exact = np.promote_types(jnp.dtype(dtype), np.float32).name
     x, w = rows(15, 601, exact), weight(601, 100, dtype)
     cpu = Host(NO_DOTS.name, NO_DOTS.features, vector_bytes, registers=16 + vector_bytes % 64)
-    np.testing.assert_array_equal(product(x, w, cpu), product(x, w))
+    here = product(x, w)
+    with quick_kernels():
+        np.testing.assert_array_equal(product(x, w, cpu), here)
 
 
 def test_bfloat16_is_widened_where_the_processor_has_no_dot_products() -> None:
@@ -132,11 +144,16 @@ def test_panels_hold_every_weight_and_zeros_beyond(dtype: str, inputs: int) -> N
     panels = in_panels(w)
     assert (panels.shape, panels.dtype) == panel_shape(inputs, 40, w.dtype)
     assert (panels[1, :, 8:] == 0).all()
-    found = columns(jnp.asarray(panels), jnp.asarray([39, 0, 31, 32]), inputs, dtype)
+    x = rows(3, inputs, np.promote_types(w.dtype, np.float32).name)
+
+    @compiled
+    def read(x: jax.Array, panels: jax.Array) -> tuple[jax.Array, jax.Array]:
+        chosen = columns(panels, np.array([39, 0, 31, 32]), inputs, dtype)
+        return chosen, reference(x, panels, dtype)
+
+    found, want = read(x, panels)
     np.testing.assert_array_equal(np.asarray(found), w.T[[39, 0, 31, 32]])
     np.testing.assert_array_equal(in_panels(np.asfortranarray(w)), panels)
-    x = rows(3, inputs, np.promote_types(w.dtype, np.float32).name)
-    want = reference(jnp.asarray(x), jnp.asarray(panels), dtype)
     np.testing.assert_allclose(product(x, w), want, atol=1e-6)
 
 
@@ -185,15 +202,14 @@ def test_memory_that_held_nan_is_not_read() -> None:
 
 @pytest.mark.parametrize(("x_dtype", "dtype"), CASES)
 def test_rows_that_do_not_count_are_zero_and_disturb_nothing(x_dtype: str, dtype: str) -> None:
-    panels = jnp.asarray(in_panels(weight(1101, 600, dtype)))
-    x = rows(150, 1101, x_dtype)
-    whole = np.asarray(panel_product(jnp.asarray(x), panels, dtype))
-    counted = jax.jit(lambda x, count: panel_product(x, panels, dtype, count))
+    w, x = weight(1101, 600, dtype), rows(150, 1101, x_dtype)
+    whole, panels = product(x, w), jnp.asarray(in_panels(w))
+    counted = compiled(lambda x, count: panel_product(x, panels, dtype, count))
     for count in (0, 1, 13, 96, 97, 149, 150, 151, -3):
         last = min(max(count, 0), 150)
         spoiled = x.copy()
         spoiled[last:] = np.nan
-        got = np.asarray(counted(jnp.asarray(spoiled), jnp.int32(count)))
+        got = np.asarray(counted(spoiled, np.int32(count)))
         np.testing.assert_array_equal(got[:last], whole[:last])
         np.testing.assert_array_equal(got[last:], np.zeros_like(whole[last:]))
 
@@ -215,8 +231,15 @@ def experts(inputs: int, outputs: int, dtype: str) -> np.ndarray:
 def grouped(x: np.ndarray, w: np.ndarray, shares: tuple[int, ...], cpu: Host | None = None):
     """Rows of x sorted by expert times [E, I, O] in panels."""
     kernel = kernel_for(x.dtype, w.dtype.name, cpu)
-    panels = jnp.asarray(np.stack([in_panels(one) for one in w]))
-    return np.asarray(run(kernel, jnp.asarray(x), panels, jnp.asarray(shares, jnp.int32)))
+    panels = np.stack([in_panels(one) for one in w])
+    return np.asarray(run_compiled(kernel, x, panels, np.asarray(shares, np.int32)))
+
+
+@compiled
+def in_full(x: jax.Array, w: jax.Array, sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the product of groups, and the sums of the sizes of all that is added."""
+    sums = plain.grouped_matmul(x, w, sizes)
+    return sums, plain.grouped_matmul(jnp.abs(x), jnp.abs(w), sizes)
 
 
 @pytest.mark.parametrize(("x_dtype", "dtype"), CASES)
@@ -228,10 +251,8 @@ def test_rows_of_each_group_meet_its_weight(
     w = experts(*shape, dtype)
     for asked, shares in SHARES.items():
         x = rows(60, shape[0], x_dtype)
-        sizes = jnp.asarray(shares, jnp.int32)
-        exact = jnp.asarray(x, jnp.float64), jnp.asarray(w, jnp.float64)
-        want = np.asarray(plain.grouped_matmul(*exact, sizes))
-        scale = np.asarray(plain.grouped_matmul(*map(jnp.abs, exact), sizes))
+        exact = x.astype(np.float64), w.astype(np.float64)
+        want, scale = map(np.asarray, in_full(*exact, np.asarray(shares, np.int32)))
         x[sum(shares) :] = np.nan
         read = [w if rows else np.full_like(w, np.nan) for rows, w in zip(shares, w, strict=True)]
         got = grouped(x, np.stack(read), asked)
@@ -255,21 +276,25 @@ def test_a_row_of_a_group_is_the_same_to_the_bit_alone(x_dtype: str, dtype: str)
     np.testing.assert_array_equal(grouped(x, w, (13, 12, 14, 21), fewer), whole)
 
 
+def ones(*shape: int) -> np.ndarray:
+    return np.ones(shape, np.float32)
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"x": jnp.ones((3, 5))}, "panels have shape .* x with 5 inputs"),
-        ({"panels": jnp.ones((2, 1, 4, 16))}, r"panels have shape .* expected \[P, 4, 32\]"),
-        ({"panels": jnp.ones((4, 32))}, "panels have shape"),
+        ({"x": ones(3, 5)}, "panels have shape .* x with 5 inputs"),
+        ({"panels": ones(2, 1, 4, 16)}, r"panels have shape .* expected \[P, 4, 32\]"),
+        ({"panels": ones(4, 32)}, "panels have shape"),
         ({"weights": "bfloat16"}, "panels have shape"),
         ({"num_rows": None}, "num_rows are missing"),
-        ({"num_rows": jnp.ones(3, jnp.int32)}, r"num_rows are int32\[3\]; expected int32\[2\]"),
-        ({"num_rows": jnp.ones(2, jnp.float32)}, "num_rows are float32"),
+        ({"num_rows": np.ones(3, np.int32)}, r"num_rows are int32\[3\]; expected int32\[2\]"),
+        ({"num_rows": np.ones(2, np.float32)}, "num_rows are float32"),
     ],
 )
 def test_misuse_names_the_argument(change: dict, named: str) -> None:
-    call = {"x": jnp.ones((3, 4)), "panels": jnp.ones((2, 1, 4, 32)), "weights": "float32"}
-    call |= {"num_rows": jnp.ones(2, jnp.int32)}
+    call = {"x": ones(3, 4), "panels": ones(2, 1, 4, 32), "weights": "float32"}
+    call |= {"num_rows": np.ones(2, np.int32)}
     with pytest.raises(ValueError, match=named):
         panel_product(**{**call, **change})
 

@@ -17,6 +17,7 @@ from pallas_kernels.gpu.triton_quantized_matmul import Tile
 from pallas_kernels.gpu.triton_quantized_matmul import quantized_matmul as triton
 from pallas_kernels.quantized_codes import decode
 from pallas_kernels.quantized_matmul import choose
+from scripts.lib.fast_compile import EXACT, FAST
 
 I, O = 96, 300  # noqa: E741 - 300 outputs are a block of 256 and one that overlaps it
 
@@ -64,10 +65,16 @@ def weight(form: str, groups: int, zeros_dtype: type | None, outputs: int = O) -
 @pytest.mark.parametrize("implementation", ["xla", "triton_interpret"])
 def test_the_product_is_that_of_the_dequantized_weight(form, groups, zeros_dtype, implementation):
     values, scales, zeros, exact = weight(form, groups, zeros_dtype)
-    whole, least = dequantize(values, scales, zeros, form, jnp.float32), 1e-6 * np.abs(exact).max()
-    np.testing.assert_allclose(whole, exact, rtol=1e-6, atol=least if zeros is not None else 0)
+
+    @functools.partial(jax.jit, compiler_options=FAST)
+    def run(x: jax.Array, *parts: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        whole = dequantize(*parts, form, jnp.float32)
+        return whole, quantized_matmul(x, *parts, form=form, implementation=implementation)
+
     x = np.random.default_rng(1).normal(size=(5, I)).astype(np.float32)
-    got = quantized_matmul(x, values, scales, zeros, form=form, implementation=implementation)
+    whole, got = run(x, values, scales, zeros)
+    least = 1e-6 * np.abs(exact).max()
+    np.testing.assert_allclose(whole, exact, rtol=1e-6, atol=least if zeros is not None else 0)
     want = x.astype(np.float64) @ exact
     assert np.abs(got - want).max() < 2e-6 * np.abs(want).max()
     assert got.dtype == jnp.float32
@@ -84,14 +91,16 @@ def test_the_product_with_transposed_codes_is_the_same(
     x = np.random.default_rng(1).normal(size=(rows, I))
     turned = (values.T, scales.T, None if zeros is None else zeros.T)
     want = x @ exact
-    for dtype, most in ((np.float32, 2e-6), (np.float16, 4e-3)):
-        got = output_major_matmul(jnp.asarray(x, dtype), *map(as_array, turned), form=form)
+    limits = {np.float32: 2e-6, np.float16: 4e-3}
+
+    @functools.partial(jax.jit, compiler_options=EXACT)
+    def products(rows: list[jax.Array], *turned: jax.Array | None) -> list[jax.Array]:
+        return [output_major_matmul(x, *turned, form=form) for x in rows]
+
+    found = products([x.astype(dtype) for dtype in limits], *turned)
+    for (dtype, most), got in zip(limits.items(), found, strict=True):
         assert np.abs(got - want).max() < most * np.abs(want).max(), dtype
         assert got.dtype == jnp.float32
-
-
-def as_array(numbers: np.ndarray | None) -> jax.Array | None:
-    return None if numbers is None else jnp.asarray(numbers)
 
 
 @pytest.mark.parametrize("rows", [16, 32, 64])
@@ -102,7 +111,8 @@ def test_a_turn_within_a_group_or_of_several(rows, zeros_dtype):
     x = np.random.default_rng(1).normal(size=(5, I)).astype(np.float32)
     tile = Tile(16, 64, rows)
     arrays = (x, values, scales, zeros)
-    got = triton(*arrays, form="int4", tile=tile, interpret=True)
+    run = functools.partial(triton, form="int4", tile=tile, interpret=True)
+    got = jax.jit(run, compiler_options=FAST)(*arrays)
     want = x.astype(np.float64) @ exact
     assert np.abs(got - want).max() < 2e-6 * np.abs(want).max()
 
@@ -119,7 +129,8 @@ def test_every_fp8_code():
 def test_sixteen_bit_activations_accumulate_in_float32(implementation):
     values, scales, _, exact = weight("int8", 1, None, outputs=8)
     x = np.random.default_rng(1).normal(size=(1, I)).astype(ml_dtypes.bfloat16)
-    got = quantized_matmul(x, values, scales, form="int8", implementation=implementation)
+    run = functools.partial(quantized_matmul, form="int8", implementation=implementation)
+    got = jax.jit(run, compiler_options=EXACT)(x, values, scales)
     want = x.astype(np.float64) @ exact
     assert got.dtype == jnp.float32
     assert np.abs(got - want).max() < 2e-6 * np.abs(want).max()

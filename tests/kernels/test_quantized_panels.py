@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import jax
@@ -15,6 +17,8 @@ from pallas_kernels import reference as plain
 from pallas_kernels.cpu.ir_builder import Host, host
 from pallas_kernels.cpu.panels import PANEL, rows_in_order
 from pallas_kernels.cpu.quantized_product import QuantizedPanelProduct, quantized_panel_product, run
+from scripts.lib.fast_compile import FAST
+from tests.support.quick_code import quick_kernels
 
 # Form, inputs, groups, zero points, scales. Chunks of rows of codes end at 1,024: whole groups, or
 # within one.
@@ -31,6 +35,18 @@ CASES = [
 BITS = {"float16": np.uint16, "bfloat16": np.uint16, "float32": np.float32}
 
 
+compiled = functools.partial(jax.jit, compiler_options=FAST)
+run_compiled = compiled(run, static_argnums=0)
+dequantize_compiled = compiled(dequantize, static_argnums=(3, 4))
+
+
+@compiled
+def in_full(x: jax.Array, w: jax.Array, sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the product of groups, and the sums of the sizes of all that is added."""
+    sums = plain.grouped_matmul(x, w, sizes)
+    return sums, plain.grouped_matmul(jnp.abs(x), jnp.abs(w), sizes)
+
+
 @dataclass
 class Weight:
     """A random weight [I, O]: its parts as they are stored, and in panels."""
@@ -41,6 +57,7 @@ class Weight:
     panels: list[jax.Array | None]
 
     @classmethod
+    @functools.cache
     def random(
         cls, form: str, inputs: int, groups: int, zeros: bool, scales: str, outputs: int = 100
     ) -> Weight:
@@ -54,7 +71,7 @@ class Weight:
         offsets = rng.integers(0, 16, steps.shape, dtype=np.uint8) if zeros else None
         stored = [values, steps, offsets]
         bits = [values, steps.view(BITS[scales]), offsets]
-        panels = [None if one is None else jnp.asarray(rows_in_order(one)) for one in bits]
+        panels = [None if one is None else rows_in_order(one) for one in bits]
         return cls(form, scales, stored, panels)
 
     def product(
@@ -63,12 +80,13 @@ class Weight:
         wide = np.promote_types(x.dtype, np.float32).name
         zeros = self.panels[2] is not None
         kernel = QuantizedPanelProduct(wide, self.form, self.scales_dtype, zeros, cpu or host())
-        count = None if num_rows is None else jnp.int32(num_rows)
-        return np.asarray(run(kernel, jnp.asarray(x), *self.panels, num_rows=count))
+        count = None if num_rows is None else np.int32(num_rows)
+        with nullcontext() if cpu is None else quick_kernels():
+            return np.asarray(run_compiled(kernel, x, *self.panels, num_rows=count))
 
     def full(self) -> np.ndarray:
         """The weight in float64."""
-        return np.asarray(dequantize(*self.stored, self.form, jnp.float64))
+        return np.asarray(dequantize_compiled(*self.stored, self.form, jnp.float64))
 
 
 @pytest.fixture(autouse=True)
@@ -159,14 +177,11 @@ def test_rows_of_each_expert_meet_its_weight(case: tuple, shares: tuple[int, ...
     bits = panels[1].view(jnp.dtype(case[4]))
     bits[unread] = np.nan
     x = rows(60, case[1])
-    full = jnp.asarray(np.stack([one.full()[:, :70] for one in every]))
-    exact, sizes = jnp.asarray(x, jnp.float64), jnp.asarray(shares, jnp.int32)
-    want = np.asarray(plain.grouped_matmul(exact, full, sizes))
-    scale = np.asarray(plain.grouped_matmul(jnp.abs(exact), jnp.abs(full), sizes))
+    full, sizes = np.stack([one.full()[:, :70] for one in every]), np.asarray(shares, np.int32)
+    want, scale = map(np.asarray, in_full(x.astype(np.float64), full, sizes))
     x[sum(shares) :] = np.nan
     kernel = QuantizedPanelProduct("float32", case[0], case[4], case[3])
-    arrays = [None if one is None else jnp.asarray(one) for one in panels]
-    got = np.asarray(run(kernel, jnp.asarray(x), *arrays, num_rows=sizes))
+    got = np.asarray(run_compiled(kernel, x, *panels, num_rows=sizes))
     assert (got[sum(shares) :] == 0).all()
     assert (np.abs(got[:, :70] - want) <= 1e-6 * scale).all()
     first = 0
@@ -179,17 +194,17 @@ def test_rows_of_each_expert_meet_its_weight(case: tuple, shares: tuple[int, ...
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"x": jnp.ones((3, 9))}, "x has 9 inputs; codes are for 8"),
-        ({"scales": jnp.ones((2, 3, 32))}, "scales have shape"),
-        ({"scales": jnp.ones((2, 1, 3, 32))}, "scales have 3 groups, which do not divide the 4"),
-        ({"zeros": jnp.ones((2, 1, 1, 32), jnp.uint8)}, "zeros have shape"),
+        ({"x": np.ones((3, 9))}, "x has 9 inputs; codes are for 8"),
+        ({"scales": np.ones((2, 3, 32))}, "scales have shape"),
+        ({"scales": np.ones((2, 1, 3, 32))}, "scales have 3 groups, which do not divide the 4"),
+        ({"zeros": np.ones((2, 1, 1, 32), np.uint8)}, "zeros have shape"),
         ({"num_rows": None}, "num_rows are missing"),
-        ({"num_rows": jnp.ones(3, jnp.int32)}, r"num_rows are int32\[3\]; expected int32\[2\]"),
+        ({"num_rows": np.ones(3, np.int32)}, r"num_rows are int32\[3\]; expected int32\[2\]"),
     ],
 )
 def test_misuse_names_the_argument(change: dict, named: str) -> None:
-    call = {"x": jnp.ones((3, 8)), "codes": jnp.ones((2, 1, 4, 32), jnp.uint8)}
-    call |= {"scales": jnp.ones((2, 1, 2, 32)), "zeros": None, "num_rows": jnp.ones(2, jnp.int32)}
+    call = {"x": np.ones((3, 8)), "codes": np.ones((2, 1, 4, 32), np.uint8)}
+    call |= {"scales": np.ones((2, 1, 2, 32)), "zeros": None, "num_rows": np.ones(2, np.int32)}
     call |= {"form": "int4", "scales_dtype": "float32"}
     with pytest.raises(ValueError, match=named):
         quantized_panel_product(**{**call, **change})

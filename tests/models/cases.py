@@ -306,8 +306,14 @@ CASES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "num_key_value_heads": 4,
     },
-    "cohere2_head_dim_yarn": {"rope_parameters": YARN, "head_dim": 14, "logit_scale": 1.25},
-    "cohere2_no_rotation": {"layer_types": [FULL] * 3},
+    "cohere2_head_dim_yarn": {
+        "num_hidden_layers": 2,
+        "layer_types": [SLIDING, FULL],
+        "rope_parameters": YARN,
+        "head_dim": 14,
+        "logit_scale": 1.25,
+    },
+    "cohere2_no_rotation": {"num_hidden_layers": 1, "layer_types": [FULL]},
     "gpt_oss_alternate": {},
     "gpt_oss_truncated_tied": {
         "rope_parameters": YARN | {"truncate": True},
@@ -431,6 +437,23 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+# Cases whose layers would be alike, so that a second one shows nothing that no other case shows.
+ONE_LAYER = frozenset(
+    """
+    llama_tied llama_biases llama3_rope llama_head_dim llama_linear llama_dynamic llama_yarn
+    llama_yarn_mscale llama_longrope mistral_no_window_tied mistral_odd_head_yarn
+    ministral_every_layer ministral_linear ministral3_window_tied ministral3_odd_head
+    mixtral_top1_window_tied mixtral_many_yarn qwen2_yarn qwen3_tied_bias
+    qwen3_moe_weights_as_they_are phi3_longrope phi3_longrope_short phi3_odd_head olmo2_bias_tied
+    olmo2_linear_head_dim granite_tied_biases granite_llama3_head_dim cohere_qk_norm_untied
+    cohere_yarn cohere_longrope cohere_dynamic
+    deepseek_v2_bias_wide_values deepseek_v3_halves_as_they_are glm_tied_quarter
+    glm_whole_heads_linear glm4_tied_three_quarters glm4_yarn_without_biases gemma_tied_linear
+    gemma_bias_yarn
+    """.split()
+)
+
+
 def family_of(case: str) -> str:
     """The family that a case's name begins with."""
     return next(family for family in FAMILIES if case.startswith(family))
@@ -438,7 +461,8 @@ def family_of(case: str) -> str:
 
 def fields_of(case: str) -> dict[str, Any]:
     """What a case says of its model."""
-    fields = {**SIZES, **FAMILIES[family_of(case)][1], **CASES[case]}
+    layers = {"num_hidden_layers": 1} if case in ONE_LAYER else {}
+    fields = {**SIZES, **FAMILIES[family_of(case)][1], **layers, **CASES[case]}
     if "layer_norm_eps" in fields:  # in place of the other
         del fields["rms_norm_eps"]
     return fields

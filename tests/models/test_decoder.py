@@ -27,6 +27,7 @@ from jaxserve.models.family import LLAMA_TRAITS
 from jaxserve.models.layers import Norm
 from jaxserve.models.linear import matmul
 from jaxserve.weights import random_weights
+from scripts.lib.fast_compile import EXACT, FAST
 from scripts.lib.paged_runner import PagedRunner
 from tests.models.tiny_models import load, reference_logits, relative_error
 
@@ -54,8 +55,10 @@ def model() -> Decoder:
 
 def test_leaves_are_few_and_abstract_ones_take_no_memory(model):
     assert len(leaves_of(model)) == 3 * 6 + 3
-    built = build_model(parse_model_config(RAW | {"num_hidden_layers": 1}), jnp.bfloat16)
-    assert [leaf.dtype for leaf in leaves_of(built)] == [jnp.bfloat16] * 9
+    alone = parse_model_config(RAW | {"num_hidden_layers": 1})
+    # As one program: numbers are drawn by many small operations.
+    build = jax.jit(lambda: leaves_of(build_model(alone, jnp.bfloat16)), compiler_options=FAST)
+    assert [leaf.dtype for leaf in build()] == [jnp.bfloat16] * 9
     huge = parse_model_config(RAW | {"hidden_size": 1 << 17, "intermediate_size": 1 << 20})
     leaves = leaves_of(abstract_model(huge, jnp.bfloat16))
     assert len(leaves) == 3 * 6 + 3
@@ -127,28 +130,31 @@ def test_padding_changes_nothing(checkpoints, case):
         plain.run([prompt])[0], padded.run([prompt], pad_to=16)[0], rtol=1e-5, atol=1e-5
     )
     # Page 0 belongs to nobody and padding goes nowhere: it still holds what it held.
-    for (k, v), (k_padded, v_padded) in zip(plain.kv, padded.kv, strict=True):
+    for (k, v), (k_padded, v_padded) in zip(
+        *map(jax.device_get, (plain.kv, padded.kv)), strict=True
+    ):
         assert np.isnan(k_padded[0]).all() and np.isnan(v_padded[0]).all()
         np.testing.assert_allclose(k[1:], k_padded[1:], rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(v[1:], v_padded[1:], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("case", "dtype"),
+    ("case", "dtype", "pad_to"),
     [
-        ("llama_tied", jnp.bfloat16),
-        ("qwen3", jnp.float16),
-        ("gemma3_tied_linear", jnp.bfloat16),
-        ("cohere_qk_norm_untied", jnp.bfloat16),
-        ("cohere2_tied", jnp.float16),
-        ("gpt_oss_truncated_tied", jnp.bfloat16),  # all experts: none may be swapped
+        # Once for each dtype a last step that attends as decode does; a program takes seconds.
+        ("llama_tied", jnp.bfloat16, 0),
+        ("qwen3", jnp.float16, 0),
+        ("gemma3_tied_linear", jnp.bfloat16, 19),
+        ("cohere_qk_norm_untied", jnp.bfloat16, 19),
+        ("cohere2_tied", jnp.float16, 19),
+        ("gpt_oss_truncated_tied", jnp.bfloat16, 19),  # all experts: none may be swapped
     ],
 )
-def test_sixteen_bit_models(checkpoints, case, dtype):
+def test_sixteen_bit_models(checkpoints, case, dtype, pad_to):
     directory, reference = checkpoints[case]
     runner = PagedRunner(load(directory, dtype))
     prompt = np.random.default_rng(0).integers(0, 96, 20).tolist()
-    got = np.concatenate([runner.run([prompt[:-1]])[0], runner.run([prompt[-1:]])[0]])
+    got = np.concatenate([runner.run([prompt[:-1]])[0], runner.run([prompt[-1:]], pad_to)[0]])
     assert got.dtype == np.float32  # logits are never rounded to 16 bits
     assert all(k.dtype == v.dtype == dtype for k, v in runner.kv)
     tolerance = 16 * float(jnp.finfo(dtype).eps)
@@ -203,11 +209,13 @@ def test_matmul_contracts_and_accumulates_in_float32(rows, dtype):
     w = jnp.asarray(generator.normal(size=(3, 50, 2, 4)), dtype)
     bias = jnp.asarray(generator.normal(size=(2, 4)), dtype)
     exact = np.einsum("rab,abcd->rcd", *(np.asarray(a, np.float64) for a in (x, w)))
-    got = jax.jit(lambda x, w, b: matmul(x, w, bias=b, contract=2, out_dtype=jnp.float32))(
-        x, w, bias
-    )
+
+    def product(x, w, bias):
+        return matmul(x, w, bias=bias, contract=2, out_dtype=jnp.float32)
+
+    got = jax.jit(product, compiler_options=EXACT)(x, w, bias)
     np.testing.assert_allclose(got, exact + np.asarray(bias, np.float64), rtol=1e-5, atol=1e-4)
-    assert matmul(x, w, contract=2).dtype == dtype
+    assert jax.eval_shape(lambda x, w: matmul(x, w, contract=2), x, w).dtype == dtype
 
 
 def test_random_weights_give_logits_of_unit_size_and_follow_the_seed():

@@ -44,7 +44,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def logits(family: str, dtype: Any, implementation: str) -> list[np.ndarray]:
-    """Return the logits of a prompt, of two rows of one token each, and of chunks."""
+    """Return the logits of a prompt, of two rows of one token each, and of chunks with padding.
+
+    The chunks take the prompt's program: that of interpreted kernels takes seconds to compile.
+    """
     fields = SIZES | FAMILIES[family]
     if "layer_norm_eps" in fields:
         del fields["rms_norm_eps"]
@@ -56,7 +59,10 @@ def logits(family: str, dtype: Any, implementation: str) -> list[np.ndarray]:
         model, num_rows=2, page_size=16, max_tokens=48, implementation=implementation
     )
     steps = [[list(range(20)), [7]], [[5], [6]], [[1, 2, 3], [4]]]
-    return [np.concatenate(runner.run(chunks)) for chunks in steps]
+    return [
+        np.concatenate(runner.run(chunks, pad_to=pad_to))
+        for chunks, pad_to in zip(steps, (0, 0, 21), strict=True)
+    ]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -2,6 +2,7 @@
 
 import json
 from itertools import cycle
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,7 +14,7 @@ from jaxserve.models import read_model_config
 from jaxserve.weights import load_weights
 from jaxserve.weights.expected import expected_model
 from scripts.lib.paged_runner import PagedRunner
-from tests.models.cases import CASES
+from tests.models.cases import CASES, family_of
 from tests.models.tiny_models import load, reference_logits, relative_error
 
 TOLERANCE = 1e-4
@@ -28,14 +29,30 @@ def prompts_for(case: str) -> list[list[int]]:
     return [generator.integers(0, 96, length).tolist() for length in PROMPT_LENGTHS]
 
 
-# Page sizes take turns; both occur in most families.
-@pytest.mark.parametrize(("case", "page_size"), list(zip(CASES, cycle([4, 16]), strict=False)))
-def test_chunked_prefill_then_greedy_decode(checkpoints, case, page_size):
+def runs() -> list[Any]:
+    """Return each case with a page size, of which both occur in most families, and a way to decode.
+
+    A step of one token for each row is a program of its own, or is padded to the prompts' chunks.
+    The two differ in the operation that attends alone, and give it the same options: so the usual
+    run has the first way for the first case of each family.
+    """
+    sized, found = zip(CASES, cycle([4, 16]), strict=False), []
+    for case, page_size in sized:
+        first = case == next(name for name in CASES if family_of(name) == family_of(case))
+        found.append(pytest.param(case, page_size, not first, id=f"{case}-{page_size}"))
+        if not first:
+            name = f"{case}-{page_size}-decode alone"
+            found.append(pytest.param(case, page_size, False, id=name, marks=pytest.mark.long))
+    return found
+
+
+@pytest.mark.parametrize(("case", "page_size", "padded"), runs())
+def test_chunked_prefill_then_greedy_decode(checkpoints, case, page_size, padded):
     """The same tokens, and close logits after every token read and every token generated."""
     directory, reference = checkpoints[case]
     prompts = prompts_for(case)
     runner = PagedRunner(load(directory), len(prompts), page_size)
-    logits, wanted = runner.greedy(prompts, NUM_GENERATED, chunks=2), []
+    logits, wanted = runner.greedy(prompts, NUM_GENERATED, chunks=2, padded=padded), []
     for row, prompt in enumerate(prompts):
         # With dynamic scaling a token's rotation depends on how many are read together.
         together = len(prompt) if "dynamic" in case else 0

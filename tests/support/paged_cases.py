@@ -50,7 +50,8 @@ class PagedCall:
         """The same call on float32 copies of every value; codes stay codes."""
 
         def up(x: jax.Array) -> jax.Array:
-            return x if x.dtype == jnp.int8 else x.astype(jnp.float32)
+            # By NumPy: JAX would compile a program for each shape.
+            return x if x.dtype == jnp.int8 else jnp.asarray(np.asarray(x).astype(np.float32))
 
         return dataclasses.replace(
             self, q=up(self.q), k_pages=up(self.k_pages), v_pages=up(self.v_pages)
@@ -123,7 +124,7 @@ def paged_call(
             np.nan_to_num(x / factor[..., None]).round()
             for x, factor in zip((k, v), factors, strict=True)
         )
-    scaled = jnp.asarray(factors, jnp.float32)
+    scaled = [jnp.asarray(factor, jnp.float32) for factor in factors]
     scales = scales or page_dtype == jnp.int8
     return PagedCall(
         q=jnp.asarray(q, dtype),

@@ -12,8 +12,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from llvmlite import binding as llvm
+from llvmlite import ir
 
 from jaxserve.execution.start.programs import ProgramStore
+from pallas_kernels.cpu import ffi
+from pallas_kernels.cpu.ir_builder import Host
 from scripts.lib.fast_compile import FAST
 
 FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value in FAST.items())
@@ -39,4 +43,26 @@ def quick_programs() -> Generator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ProgramStore, "_compile", compile_quick)
+        yield
+
+
+@contextmanager
+def quick_kernels() -> Generator[None]:
+    """Let LLVM compile the CPU's own kernels without its passes while the context lasts.
+
+    For kernels that are those of other processors: no user of this one has their machine code.
+    What it computes is the same to the bit, since no pass may change what floats are.
+    """
+
+    def compile_quick(module: ir.Module, cpu: Host) -> bytes:
+        llvm.initialize_native_target()
+        llvm.initialize_native_asmprinter()
+        target = llvm.Target.from_default_triple()
+        machine = target.create_target_machine(cpu=cpu.name, features=cpu.features, opt=0, jit=True)
+        parsed = llvm.parse_assembly(str(module))
+        parsed.verify()
+        return machine.emit_object(parsed)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ffi, "machine_code", compile_quick)
         yield
