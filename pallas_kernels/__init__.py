@@ -68,7 +68,7 @@ from pallas_kernels.quantized_matmul import (
     output_major_matmul,
     quantized_matmul,
 )
-from pallas_kernels.row_ops import gated, row_sums, sigmoid, softmax
+from pallas_kernels.row_ops import draw, gated, has_draw, row_sums, sigmoid, softmax
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -83,10 +83,12 @@ __all__ = [
     "check_page_table",
     "dequantize",
     "device_sum_limit",
+    "draw",
     "gated",
     "gated_matmul",
     "greatest",
     "grouped_matmul",
+    "has_draw",
     "has_few_row_product",
     "has_greatest",
     "inputs_in_panels",

@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.implementation import deferred, has_llvm
 from pallas_kernels.product_arguments import ACTIVATIONS, Activation
 
+_draw = deferred("pallas_kernels.cpu.draw", "draw")
 _gated = deferred("pallas_kernels.cpu.gated", "gated")
 _row_sums = deferred("pallas_kernels.cpu.row_sums", "row_sums")
 _row_shares = deferred("pallas_kernels.cpu.row_sums", "row_shares")
@@ -95,3 +96,42 @@ def gated(x: jax.Array, activation: Activation, dtype: DTypeLike | None = None) 
     wide = gate.astype(exact)
     active = jax.nn.silu(wide) if activation == "silu" else jax.nn.gelu(wide)
     return (active * up).astype(dtype)
+
+
+def has_draw(logits: jax.Array) -> bool:
+    """Return whether a kernel computes ``draw`` of rows like these, [R,V]."""
+    return has_llvm() and logits.size > 0 and logits.dtype in (jnp.float32, jnp.float64)
+
+
+def draw(
+    logits: jax.Array,
+    highest: jax.Array,
+    greedy: jax.Array,
+    temperature: jax.Array,
+    min_p: jax.Array,
+    top_k: jax.Array,
+    top_p: jax.Array,
+    seed: jax.Array,
+    position: jax.Array,
+) -> jax.Array:
+    """Draw a token of each row; where ``has_draw`` holds.
+
+    Tokens have probabilities exp((logit - highest) / temperature). Those below min_p times the
+    likeliest's are left out, then all but the top_k likeliest (equals of the last stay), then all
+    but the smallest set of likely ones whose share of the rest reaches top_p. The likeliest stays.
+
+    Args:
+        logits: [R,V] float32 or float64.
+        highest: [R] each row's greatest logit, of the dtype of logits.
+        greedy: i32[R] the first token that has it, which a row without a temperature gets.
+        temperature: f32[R]; 0 draws nothing.
+        min_p: f32[R]; 0 leaves nothing out.
+        top_k: i32[R]; 0 leaves nothing out.
+        top_p: f32[R]; 1 leaves nothing out.
+        seed: u32[R,2] the words of a threefry key.
+        position: i32[R] of the token; with the seed it determines the number that draws.
+
+    Returns:
+        i32[R]; of a row that is not finite, any token.
+    """
+    return _draw(logits, highest, greedy, temperature, min_p, top_k, top_p, seed, position)

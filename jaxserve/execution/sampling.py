@@ -25,7 +25,7 @@ from jaxserve.execution.typed_jax import cond, fori_loop
 from jaxserve.request import SamplerFeature
 from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.slot_table import NO_TOKEN, SlotTable
-from pallas_kernels import greatest, has_greatest
+from pallas_kernels import draw, greatest, has_draw, has_greatest
 from pallas_kernels.devices import target_device
 
 if TYPE_CHECKING:
@@ -139,6 +139,9 @@ def _sampled(
     Args:
         greedy, highest: each row's likeliest token and its logit.
     """
+    if has_draw(logits):
+        settings = batch.temperature, batch.min_p, batch.top_k, batch.top_p
+        return draw(logits, highest, greedy, *settings, batch.seed, batch.kv_len)
     warm = batch.temperature > 0
     temperature = jnp.where(warm, batch.temperature, 1).astype(logits.dtype)
     # The difference first: a quotient of large logits and a small temperature may overflow, and

@@ -62,6 +62,8 @@ def as_for(platform: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*arguments: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(device, "target_device", lambda: DeviceLimits(platform, platform))
+            if platform != "cpu":
+                patch.setattr(device, "has_draw", lambda _: False)
             return function(*arguments)
 
     return jax.jit(call)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,13 +15,19 @@ import pytest
 
 from jaxserve.execution.start.programs import ProgramStore
 from pallas_kernels import kernel_code, panel_product, restore_kernels
+from pallas_kernels.cpu.add_norm import AddNorm
 from pallas_kernels.cpu.decode import PagedDecode
+from pallas_kernels.cpu.draw import Draw
 from pallas_kernels.cpu.ffi import NAMES, Kernel, registered
+from pallas_kernels.cpu.gated import Gated
 from pallas_kernels.cpu.ir_builder import host
 from pallas_kernels.cpu.panels import in_panels
 from pallas_kernels.cpu.product import PanelProduct
 from pallas_kernels.cpu.ragged import PagedTiles
+from pallas_kernels.cpu.rope_kv_write import RopeKVWrite
 from pallas_kernels.cpu.row_sums import RowSums
+from pallas_kernels.norm_arguments import NO_NORM
+from pallas_kernels.product_arguments import ACTIVATIONS
 
 KERNELS: list[Kernel] = [
     PanelProduct("float32", "bfloat16"),
@@ -32,6 +39,13 @@ KERNELS: list[Kernel] = [
     PagedTiles("float32", "float32", 16, 3, 64, capped=False, query_dtype="float32"),
     RowSums("float32", "squares"),
     RowSums("bfloat16", "exps"),
+    Draw("float32"),
+    *(Gated(dtype, act, "bfloat16") for dtype in ("float32", "bfloat16") for act in ACTIVATIONS),
+    *(AddNorm("bfloat16", NO_NORM, True, False, True, delta) for delta in ("float32", "bfloat16")),
+    *(
+        RopeKVWrite(*("float32", NO_NORM, "float32", "float32"), *flags, False, False)
+        for flags in itertools.product((False, True), repeat=4)
+    ),
 ]
 LATER = """
 import sys

@@ -1,0 +1,275 @@
+"""Draws of tokens on CPU: exponentials, truncation and the draw itself in one operation.
+
+XLA makes some 80 of it, which in a program of a small model take most of the time that compiling
+takes. Each row is computed alone, and sums have the order of `row_sums.py` or that of the columns:
+a row's token is the same whatever is beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from llvmlite import ir
+
+from pallas_kernels.cpu.ffi import NAMES, Field, part_bounds, registered
+from pallas_kernels.cpu.ir_builder import (
+    I32,
+    LOG2_E,
+    Code,
+    const,
+    element_bytes,
+    filled,
+    float_type,
+)
+from pallas_kernels.cpu.row_sums import RowKernel, Vectors
+
+BLOCK = 128  # columns whose sum is taken at once
+ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))  # of Threefry
+PARITY, ONE = 0x1BD11BDA, 0x3F800000
+SETTING = ir.FloatType()  # of temperature, min_p and top_p
+WORK_OF_A_COLUMN = 64  # in numbers that are read, of which `parts_of` counts
+
+
+@dataclass(frozen=True)
+class Draw(RowKernel):
+    """Kernel for logits of a dtype, "float32" or "float64"."""
+
+    operands = 9
+
+    @property
+    def name(self) -> str:
+        """Name of the operation."""
+        return f"{NAMES}draw_{self.dtype}_{self.cpu.vector_bytes}"
+
+    @property
+    def fields(self) -> Sequence[Field]:
+        """Arguments: the operands of `run`, tokens, probabilities; rows, columns."""
+        return *map(Field, range(self.operands + 2)), Field(0, 0), Field(0, 1)
+
+    def parts(self, code: Code, fields: Sequence[Any]) -> Any:
+        """Generate the number of parts."""
+        *_, rows, columns = fields
+        return self.parts_of(code, rows, code.mul(columns, const(WORK_OF_A_COLUMN)))
+
+    def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
+        """Generate part `index`'s rows."""
+        greedy, temperature, tokens, rows = fields[2], fields[3], fields[-4], fields[-2]
+        least = code.room(self.bits)
+        begin, end = part_bounds(code, rows, index, parts)
+        with code.loop(begin, end) as (row, _):
+            code.store(code.read(greedy, row, I32), code.at(tokens, row, I32))
+            warmth = code.read(temperature, row, SETTING)
+            with code.if_then(code.fcmp_ordered(">", warmth, ir.Constant(SETTING, 0.0))):
+                _Row(self, code, fields, row, least).draw()
+
+    @property
+    def real(self) -> ir.Type:
+        """Type of logits."""
+        return float_type(self.sums)
+
+    @property
+    def bits(self) -> Any:
+        """Type of their bits."""
+        return ir.IntType(8 * element_bytes(self.real))
+
+    def keys(self, code: Code, x: Any) -> Any:
+        """Return a vector of numbers as unsigned integers of the same order."""
+        kind = ir.VectorType(self.bits, x.type.count)
+        raw = code.bitcast(x, kind)
+        is_negative = code.icmp_signed("<", raw, filled(kind, 0))
+        sign = filled(kind, 1 << (self.bits.width - 1))
+        return code.select(is_negative, code.not_(raw), code.or_(raw, sign))
+
+
+class _Row:
+    """Generator of the code that draws one row's token."""
+
+    def __init__(
+        self, kernel: Draw, code: Code, fields: Sequence[Any], row: Any, least: Any
+    ) -> None:
+        """Read the row's settings; `least` has room for the least key that stays."""
+        self.kernel, self.code, self.row, self.least = kernel, code, row, least
+        logits, highest, _, *settings, tokens, probs, _, self.columns = fields
+        temperature, min_p, self.top_k, top_p, seed, position = settings
+        self.place = code.at(tokens, row, I32)
+        first = code.mul(row, self.columns)
+        self.logits, self.probs = (code.at(x, first, kernel.real) for x in (logits, probs))
+        self.highest = code.read(highest, row, kernel.real)
+        self.temperature, self.min_p, self.top_p = (
+            self._widened(code.read(x, row, SETTING)) for x in (temperature, min_p, top_p)
+        )
+        words = code.at(seed, code.mul(row, const(2)), I32)
+        self.seed = [code.read(words, const(nth), I32) for nth in (0, 1)]
+        self.position = code.read(position, row, I32)
+
+    def _widened(self, setting: Any) -> Any:
+        real = self.kernel.real
+        return setting if setting.type == real else self.code.fpext(setting, real)
+
+    def draw(self) -> None:
+        """Write the token."""
+        code, kernel = self.code, self.kernel
+        kernel.for_each(code, const(0), self.columns, self._write_probability)
+        code.store(ir.Constant(kernel.bits, 0), self.least)
+        chosen = code.read(self.top_k, self.row, I32)
+        count = code.smaller_int(code.sext(chosen, self.columns.type), self.columns)
+        with code.if_then(code.icmp_signed(">", chosen, ir.Constant(I32, 0))):
+            self._raise_least(self._unit, code.sitofp(count, kernel.real))
+        with code.if_then(code.fcmp_ordered("<", self.top_p, ir.Constant(kernel.real, 1.0))):
+            total = kernel.folded(code, self._kept, self.columns, 0.0, code.fadd, code.fadd)
+            self._raise_least(self._kept, code.fmul(self.top_p, total))
+        # The likeliest stays, whatever rounding makes of a setting.
+        likeliest = code.extract_element(kernel.keys(code, code.splat(self.highest, 1)), const(0))
+        least = code.load(self.least, typ=kernel.bits)
+        is_less = code.icmp_unsigned("<", least, likeliest)
+        code.store(code.select(is_less, least, likeliest), self.least)
+        code.store(self._token(), self.place)
+
+    def _write_probability(self, index: Any, lanes: int) -> None:
+        """Write exp of a distance to the highest logit over the temperature; zero if unlikely."""
+        code = self.code
+        # The difference first: a quotient of large logits and a small temperature may overflow.
+        below: Any = code.fsub(self._logits(index, lanes), code.splat(self.highest, lanes))
+        zero = filled(below.type, 0.0)
+        quotient = code.fdiv(below, code.splat(self.temperature, lanes))
+        p = code.exp2(code.fmul(quotient, filled(below.type, LOG2_E)))
+        is_likely = code.fcmp_ordered(">=", p, code.splat(self.min_p, lanes))
+        stays = code.or_(is_likely, code.fcmp_ordered("==", below, zero))
+        code.write_vector(code.select(stays, p, zero), self.probs, index)
+
+    def _logits(self, index: Any, lanes: int) -> Any:
+        return self.code.read_vector(self.logits, index, self.kernel.real, lanes)
+
+    def _at_least(self, key: Any, index: Any, lanes: int) -> Any:
+        """Return which columns have at least a key."""
+        keys = self.kernel.keys(self.code, self._logits(index, lanes))
+        return self.code.icmp_unsigned(">=", keys, self.code.splat(key, lanes))
+
+    def _kept(self, index: Any, lanes: int) -> Any:
+        """Return probabilities; zeros below the least key that stays."""
+        code = self.code
+        p = code.read_vector(self.probs, index, self.kernel.real, lanes)
+        stays = self._at_least(code.load(self.least, typ=self.kernel.bits), index, lanes)
+        return code.select(stays, p, filled(p.type, 0.0))
+
+    def _unit(self, index: Any, lanes: int) -> Any:
+        return filled(ir.VectorType(self.kernel.real, lanes), 1.0)
+
+    def _raise_least(self, mass: Vectors, target: Any) -> None:
+        """Raise the least key to the greatest t with mass(keys >= t) >= target, never lower it.
+
+        Exact, and without a sort: built from its highest bit down.
+        """
+        code, kernel = self.code, self.kernel
+        none, unit = ir.Constant(kernel.bits, 0), ir.Constant(kernel.bits, 1)
+        width = kernel.bits.width
+        with code.loop(const(0), const(width), carry=[none]) as (step, found):
+            shift: Any = code.sub(const(width - 1), step)
+            shift = shift if kernel.bits == shift.type else code.trunc(shift, kernel.bits)
+            trial = code.or_(found[0], code.shl(unit, shift))
+
+            def reached(index: Any, lanes: int) -> Any:
+                own = mass(index, lanes)
+                return code.select(self._at_least(trial, index, lanes), own, filled(own.type, 0.0))
+
+            total = kernel.folded(code, reached, self.columns, 0.0, code.fadd, code.fadd)
+            found[0] = code.select(code.fcmp_ordered(">=", total, target), trial, found[0])
+        least = code.load(self.least, typ=kernel.bits)
+        is_more = code.icmp_unsigned(">", found[0], least)
+        code.store(code.select(is_more, found[0], least), self.least)
+
+    def _token(self) -> Any:
+        """Return the token at which the cumulative mass passes the row's number times the total.
+
+        Inverse transform sampling, in two levels of sums.
+        """
+        code, real = self.code, self.kernel.real
+        zero = ir.Constant(real, 0.0)
+        with code.loop(const(0), self.columns, BLOCK, carry=[zero]) as (start, sums):
+            sums[0] = code.fadd(sums[0], self._block_sum(start))
+        total = sums[0]
+        # Below the total even if the product rounds up to it: past it there is no token to draw.
+        raw = code.bitcast(total, self.kernel.bits)
+        lower = code.bitcast(code.sub(raw, ir.Constant(self.kernel.bits, 1)), real)
+        lower = code.select(code.fcmp_ordered(">", total, zero), lower, zero)
+        target = code.smaller(code.fmul(self._uniform(), total), lower)
+        carry = [zero, zero, const(0)]  # all so far, all before the target's block, that block
+        with code.loop(const(0), self.columns, BLOCK, carry=carry) as (start, values):
+            reached = code.fadd(values[0], self._block_sum(start))
+            is_before = code.fcmp_ordered("<=", reached, target)
+            values[0] = reached
+            values[1] = code.select(is_before, reached, values[1])
+            values[2] = code.select(is_before, code.add(start, const(BLOCK)), values[2])
+        _, before, begin = values
+        # A row of zeros or NaN has no token to draw: any will do, it is not used.
+        begin = code.smaller_int(begin, code.sub(self.columns, const(1)))
+        end = code.smaller_int(code.add(begin, const(BLOCK)), self.columns)
+        rest = code.fsub(target, before)
+        # Rounding may leave the target at the block's end: then its last possible token is drawn.
+        with code.loop(begin, end, carry=[zero, begin, begin]) as (index, values):
+            p = code.extract_element(self._kept(index, 1), const(0))
+            values[0] = code.fadd(values[0], p)
+            is_passed = code.fcmp_ordered("<=", values[0], rest)
+            values[1] = code.select(is_passed, code.add(index, const(1)), values[1])
+            values[2] = code.select(code.fcmp_ordered(">", p, zero), index, values[2])
+        return code.trunc(code.smaller_int(values[1], values[2]), I32)
+
+    def _block_sum(self, start: Any) -> Any:
+        """Compute the sum of what stays in a block of columns."""
+        code = self.code
+        end = code.smaller_int(code.add(start, const(BLOCK)), self.columns)
+
+        def shifted(index: Any, lanes: int) -> Any:
+            return self._kept(code.add(start, index), lanes)
+
+        size = code.sub(end, start)
+        return self.kernel.folded(code, shifted, size, 0.0, code.fadd, code.fadd)
+
+    def _uniform(self) -> Any:
+        """Compute jax.random.uniform(fold_in(key, position)) of the row's key, in [0, 1)."""
+        code, zero = self.code, ir.Constant(I32, 0)
+        key = self._threefry(self.seed, [zero, self.position])
+        high, low = self._threefry(key, [zero, zero])
+        mantissa = code.lshr(code.xor(high, low), ir.Constant(I32, 9))
+        number = code.bitcast(code.or_(mantissa, ir.Constant(I32, ONE)), SETTING)
+        return self._widened(code.fsub(number, ir.Constant(SETTING, 1.0)))
+
+    def _threefry(self, key: Sequence[Any], count: Sequence[Any]) -> list[Any]:
+        """Compute Threefry-2x32 with 20 rounds (Salmon et al., SC 2011)."""
+        code = self.code
+        words = [*key, code.xor(code.xor(*key), ir.Constant(I32, PARITY))]
+        x, y = code.add(count[0], words[0]), code.add(count[1], words[1])
+        for group in range(5):
+            for rotation in ROTATIONS[group % 2]:
+                x = code.add(x, y)
+                turned = (ir.Constant(I32, rotation), ir.Constant(I32, 32 - rotation))
+                y = code.xor(x, code.or_(code.shl(y, turned[0]), code.lshr(y, turned[1])))
+            x = code.add(x, words[(group + 1) % 3])
+            y = code.add(y, code.add(words[(group + 2) % 3], ir.Constant(I32, group + 1)))
+        return [x, y]
+
+
+@cache
+def _for_this_host(dtype: str) -> Draw:
+    return Draw(dtype)
+
+
+def draw(logits: jax.Array, *others: jax.Array) -> jax.Array:
+    """Compute ``pallas_kernels.draw``: i32[R]."""
+    return run(_for_this_host(np.dtype(logits.dtype).name), logits, *others)
+
+
+def run(kernel: Draw, logits: jax.Array, *others: jax.Array) -> jax.Array:
+    """Compute `draw` by this kernel.
+
+    The others are highest, greedy, temperature, min_p, top_k, top_p, seed and position.
+    """
+    tokens = jax.ShapeDtypeStruct(logits.shape[:1], jnp.int32)
+    probs = jax.ShapeDtypeStruct(logits.shape, logits.dtype)
+    return jax.ffi.ffi_call(registered(kernel), [tokens, probs])(logits, *others)[0]
