@@ -29,7 +29,7 @@ from pallas_kernels import draw, greatest, has_draw, has_greatest
 from pallas_kernels.devices import target_device
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int, Int32, UInt
+    from jaxtyping import Array, Bool, Float, Int, Int32, UInt, UInt32
 
 
 def _ordered_bits(x: Float[Array, "*sizes"]) -> UInt[Array, "*sizes"]:
@@ -74,7 +74,8 @@ def _truncated(
     probs: Float[Array, "R V"],
     keys: UInt[Array, "R V"],
     likeliest: UInt[Array, " R"],
-    batch: StepBatch[Array],
+    top_k: Int32[Array, " R"],
+    top_p: Float[Array, " R"],
 ) -> Float[Array, "R V"]:
     """Zero all but the k most likely tokens of each row (equals of the k-th stay), and then all
     but the smallest set of likely ones whose share of the rest reaches top_p.
@@ -99,10 +100,9 @@ def _truncated(
 
         return cond(jnp.any(truncates), narrowed, lambda least: least, least)
 
-    count = jnp.minimum(batch.top_k, probs.shape[1]).astype(probs.dtype)
-    top_p = batch.top_p.astype(probs.dtype)
-    least = raised(none, batch.top_k > 0, lambda _: (jnp.ones_like(probs), count))
-    least = raised(least, batch.top_p < 1, lambda likely: (likely, top_p * likely.sum(axis=1)))
+    count, share = jnp.minimum(top_k, probs.shape[1]).astype(probs.dtype), top_p.astype(probs.dtype)
+    least = raised(none, top_k > 0, lambda _: (jnp.ones_like(probs), count))
+    least = raised(least, top_p < 1, lambda likely: (likely, share * likely.sum(axis=1)))
     return jnp.where(keys >= jnp.minimum(least, likeliest)[:, None], probs, 0)
 
 
@@ -128,6 +128,32 @@ def _draw(probs: Float[Array, "R V"], uniform: Float[Array, " R"]) -> Int32[Arra
     return (group * LANES + lane).astype(jnp.int32)
 
 
+def plain_draw(
+    logits: Float[Array, "R V"],
+    highest: Float[Array, " R"],
+    greedy: Int32[Array, " R"],
+    temperature: Float[Array, " R"],
+    min_p: Float[Array, " R"],
+    top_k: Int32[Array, " R"],
+    top_p: Float[Array, " R"],
+    seed: UInt32[Array, "R 2"],
+    position: Int32[Array, " R"],
+) -> Int32[Array, " R"]:
+    """Compute `pallas_kernels.draw` in plain JAX, which is its specification."""
+    warm = temperature > 0
+    divisor = jnp.where(warm, temperature, 1).astype(logits.dtype)
+    # The difference first: a quotient of large logits and a small temperature may overflow, and
+    # would be rounded more coarsely than the differences that decide.
+    below = logits - highest[:, None]
+    probs = jnp.exp(below / divisor[:, None])
+    # The likeliest token stays whatever exp(0) rounds to: a row must have something to draw.
+    likely = (probs >= min_p[:, None].astype(probs.dtype)) | (below == 0)
+    probs = jnp.where(likely, probs, 0)
+    probs = _truncated(probs, _ordered_bits(logits), _ordered_bits(highest), top_k, top_p)
+    number = uniform(seed, position).astype(probs.dtype)
+    return jnp.where(warm, _draw(probs, number), greedy)
+
+
 def _sampled(
     logits: Float[Array, "R V"],
     batch: StepBatch[Array],
@@ -139,21 +165,9 @@ def _sampled(
     Args:
         greedy, highest: each row's likeliest token and its logit.
     """
-    if has_draw(logits):
-        settings = batch.temperature, batch.min_p, batch.top_k, batch.top_p
-        return draw(logits, highest, greedy, *settings, batch.seed, batch.kv_len)
-    warm = batch.temperature > 0
-    temperature = jnp.where(warm, batch.temperature, 1).astype(logits.dtype)
-    # The difference first: a quotient of large logits and a small temperature may overflow, and
-    # would be rounded more coarsely than the differences that decide.
-    below = logits - highest[:, None]
-    probs = jnp.exp(below / temperature[:, None])
-    # The likeliest token stays whatever exp(0) rounds to: a row must have something to draw.
-    likely = (probs >= batch.min_p[:, None].astype(probs.dtype)) | (below == 0)
-    probs = jnp.where(likely, probs, 0)
-    probs = _truncated(probs, _ordered_bits(logits), _ordered_bits(highest), batch)
-    number = uniform(batch.seed, batch.kv_len).astype(probs.dtype)
-    return jnp.where(warm, _draw(probs, number), greedy)
+    settings = batch.temperature, batch.min_p, batch.top_k, batch.top_p
+    run = draw if has_draw(logits) else plain_draw
+    return run(logits, highest, greedy, *settings, batch.seed, batch.kv_len)
 
 
 def is_greedy(plan: LaunchPlan, slots: SlotTable) -> bool:

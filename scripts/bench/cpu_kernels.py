@@ -10,6 +10,7 @@ Parts:
     experts    the same for 8 experts, of which each token takes two
     decode     one query a row over pages: 16 rows of 150 to 450 tokens, and one of 300
     chunk      512 tokens of a prompt, behind 0 and 1,024 others
+    draws      tokens of 1 and 8 rows of 49,152 logits; XLA's run is the specification in plain JAX
 
 A ratio is how many times as fast ours is: the median over turns, with the least and the most. The
 speeds beside it are those of the median turn, in GFLOP/s, and in GB/s of weights, keys and values.
@@ -28,7 +29,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.commands.argument_types import positive_integer
-from pallas_kernels import grouped_matmul, paged_decode_attention, ragged_paged_attention
+from jaxserve.execution.sampling import plain_draw
+from pallas_kernels import draw, grouped_matmul, paged_decode_attention, ragged_paged_attention
 from pallas_kernels.arguments import Case
 from pallas_kernels.cpu.ir_builder import host
 from pallas_kernels.cpu.panels import PANEL, in_panels
@@ -39,6 +41,7 @@ from scripts.lib.run_main import run_main
 from scripts.lib.run_record import about_run, keep
 
 INPUTS, OUTPUTS, EXPERTS, TAKEN = 768, 2048, 8, 2
+VOCABULARY = 49152
 BEYOND_CACHES = 100e6  # bytes
 SECONDS_A_TURN = 0.05
 HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 12, 4, 64, 16
@@ -187,7 +190,30 @@ def chunk(_: Sequence[int]) -> Iterator[Pair]:
         yield attention(f"512 behind {before:,}", ragged_paged_attention, [before + 512], 512)
 
 
-PARTS = {"products": products, "experts": experts, "decode": decode, "chunk": chunk}
+def draws(_: Sequence[int]) -> Iterator[Pair]:
+    settings = {"temperature": (0, 1.0), "top_k 50": (50, 1.0), "top_p 0.9": (0, 0.9)}
+    for rows in (1, 8):
+        random = np.random.default_rng(rows)
+        logits = jnp.asarray(random.normal(0, 3, (rows, VOCABULARY)), jnp.float32)
+        likeliest = logits.max(axis=1), logits.argmax(axis=1).astype(jnp.int32)
+        seed, position = random.integers(0, 2**32, (rows, 2), np.uint32), np.arange(rows)
+        for name, (top_k, top_p) in settings.items():
+            floats = (np.full(rows, number, np.float32) for number in (0.8, 0.0, top_p))
+            temperature, min_p, share = map(jnp.asarray, floats)
+            count = jnp.full(rows, top_k, jnp.int32)
+            where = jnp.asarray(seed), jnp.asarray(position, jnp.int32)
+            arrays = (logits, *likeliest, temperature, min_p, count, share, *where)
+            run = f"{name}, rows: {rows}", jax.jit(draw), jax.jit(plain_draw)
+            yield Pair(*run, [arrays], [arrays], logits.size, 4 * logits.size)
+
+
+PARTS = {
+    "products": products,
+    "experts": experts,
+    "decode": decode,
+    "chunk": chunk,
+    "draws": draws,
+}
 
 
 def seconds_a_call(run: Callable[..., Any], copies: Sequence[Arrays], calls: int) -> float:
