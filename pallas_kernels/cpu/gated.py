@@ -27,6 +27,8 @@ from pallas_kernels.cpu.ir_builder import (
 from pallas_kernels.cpu.row_sums import RowKernel
 from pallas_kernels.product_arguments import Activation
 
+WORK_OF_A_NUMBER = 16  # in numbers that are read, of which `parts_of` counts
+
 
 @dataclass(frozen=True)
 class Gated(RowKernel):
@@ -57,8 +59,7 @@ class Gated(RowKernel):
     def parts(self, code: Code, fields: Sequence[Any]) -> Any:
         """Generate the number of parts."""
         _, _, rows, size = fields
-        # Computing an exponential takes as long as reading several numbers.
-        return self.parts_of(code, rows, code.mul(size, const(4)))
+        return self.parts_of(code, rows, code.mul(size, const(WORK_OF_A_NUMBER)))
 
     def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
         """Generate part `index`'s rows."""
