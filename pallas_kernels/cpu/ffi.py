@@ -96,13 +96,18 @@ def part_bounds(code: Code, total: Any, index: Any, parts: Any) -> tuple[Any, An
     return begin, end
 
 
-def registered(kernel: Kernel) -> str:
-    """Return the name of a kernel in XLA; compile and register it the first time."""
+def registered(kernel: Kernel, thorough: bool = False) -> str:
+    """Return the name of a kernel in XLA; compile and register it the first time.
+
+    Args:
+        thorough: as in `machine_code`.
+    """
     sharers = _devices_at_work()
     name = kernel.name if sharers == 1 else f"{kernel.name}_of_{sharers}"
     with _REGISTRATION:
         if name not in _machine_codes():
-            _register(name, machine_code(module_of(kernel, name, sharers), host()))
+            module = module_of(kernel, name, sharers)
+            _register(name, machine_code(module, host(), thorough))
     return name
 
 

@@ -58,6 +58,7 @@ TILES_OF_A_CHUNK = 8  # their rows of x stay in the cache during the loop over p
 INPUTS_OF_A_CHUNK = 1024  # or pairs of them
 ROWS_TO_PREFETCH = 6  # from so many rows on, the processor does not read ahead by itself
 AHEAD = 64  # inputs, or pairs of them, that prefetches are ahead
+UNROLLED = 4  # turns of the loop over inputs that are written in a row
 
 
 @dataclass(frozen=True)
@@ -280,11 +281,15 @@ def _tile(module: ir.Module, size: int, kernel: PanelProduct) -> ir.Function:
             for result in results
             for vector in columns
         ]
-        with code.loop(const(0), count, carry=before) as (k, sums):
+
+        def turn(
+            nth: int, k: Any, sums: list[Any], nth_pass: int = nth_pass, columns: range = columns
+        ) -> None:
             here = code.at(w, code.mul(k, const(PANEL)), stored)
-            all_k = code.add(k, code.mul(count, const(nth_pass)))
-            offset_ahead = code.mul(code.sdiv(all_k, const(len(passes))), const(line))
-            code.prefetch(code.at(ahead, offset_ahead, stored), 2)
+            if nth % len(passes) == 0:
+                all_k = code.add(k, code.mul(count, const(nth_pass)))
+                line_ahead = code.ashr(all_k, const(len(passes).bit_length() - 1))
+                code.prefetch(code.at(ahead, code.mul(line_ahead, const(line)), stored), 2)
             if size >= ROWS_TO_PREFETCH and nth_pass == 0:
                 for offset in range(0, PANEL, line):
                     code.prefetch(code.at(here, const(AHEAD * PANEL + offset), stored))
@@ -293,12 +298,14 @@ def _tile(module: ir.Module, size: int, kernel: PanelProduct) -> ir.Function:
                 for vector in columns
             ]
             for row in range(size):
-                for nth in range(kernel.reads):
-                    place = code.add(code.mul(k, const(kernel.reads)), const(nth))
+                for read in range(kernel.reads):
+                    place = code.add(code.mul(k, const(kernel.reads)), const(read))
                     value = code.splat(code.read(rows[row], place, kernel.read), lanes)
                     for column, factors in enumerate(weights):
                         to = row * len(columns) + column
-                        sums[to] = _added(code, kernel, value, factors[nth], sums[to])
+                        sums[to] = _added(code, kernel, value, factors[read], sums[to])
+
+        sums = code.unrolled_loop(count, max(1, UNROLLED // kernel.reads), before, turn)
         for index, total in enumerate(sums):
             row, column = divmod(index, len(columns))
             code.write_vector(total, results[row], const(columns[column] * lanes))

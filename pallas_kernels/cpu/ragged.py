@@ -44,6 +44,7 @@ from pallas_kernels.cpu.ir_builder import (
 TILE = 96  # queries times heads
 ROWS = 6  # of a product whose sums are in registers
 MOST_PARTS = 64
+UNROLLED = 4  # turns of the loop of a product that are written in a row
 WORK_OF_A_PART = 1 << 21  # products
 
 
@@ -354,7 +355,8 @@ class _Tile:
                     )
                     for place in places
                 ]
-            with code.loop(const(0), depth, carry=sums) as (k, inner):
+
+            def turn(_: int, k: Any, inner: list[Any], pass_vectors: range = pass_vectors) -> None:
                 start = code.mul(k, const(columns))
                 row_of_b = [
                     code.read_vector(b, code.add(start, const(vector * lanes)), self.real, lanes)
@@ -366,6 +368,8 @@ class _Tile:
                     for nth, vector in enumerate(row_of_b):
                         to = row * len(pass_vectors) + nth
                         inner[to] = code.multiply_add(factor, vector, inner[to])
+
+            inner = code.unrolled_loop(depth, UNROLLED, sums, turn)
             for place, total in zip(places, inner, strict=True):
                 code.write_vector(total, c, const(place))
         code.ret_void()
