@@ -54,7 +54,7 @@ def quick_kernels() -> Generator[None]:
     What it computes is the same to the bit, since no pass may change what floats are.
     """
 
-    def compile_quick(module: ir.Module, cpu: Host) -> bytes:
+    def compile_quick(module: ir.Module, cpu: Host, _thorough: bool) -> bytes:
         llvm.initialize_native_target()
         llvm.initialize_native_asmprinter()
         target = llvm.Target.from_default_triple()
