@@ -161,7 +161,8 @@ class SlotTable:
             self._settings_words,
             slot,
             request.max_length,
-            sequence.num_prompt + sampling.min_tokens,
+            # A chunk of a prompt is shorter than the prompt, and draws nothing that could be a stop.
+            sequence.num_prompt + sampling.min_tokens if sampling.min_tokens else 0,
             sampling.temperature,
             sampling.top_p,
             sampling.min_p,

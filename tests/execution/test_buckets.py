@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -79,6 +80,7 @@ def test_a_step_is_greedy_when_no_row_draws_or_avoids_stop_tokens() -> None:
     slots.min_length[2] = 0
     slots.temperature[0] = 0.5
     assert not is_greedy(plan, slots)
+    assert is_greedy(replace(plan, samples=np.array([False, True])), slots)
 
 
 def test_sizes_that_do_not_reach_are_refused() -> None:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import InvalidRequest
+from jaxserve.execution.sampling import is_greedy
 from jaxserve.request import FinishReason
 from jaxserve.scheduling.budget import fitted
 from jaxserve.scheduling.page_pool import PagePool
@@ -33,6 +34,16 @@ def test_a_prompt_is_chunked_by_the_budget_and_by_the_threshold():
         (9, 1, True),
     ]
     served.assert_idle()
+
+
+@pytest.mark.parametrize(("min_tokens", "greedy"), [(0, True), (2, False)])
+def test_a_chunk_of_a_prompt_avoids_no_stop_tokens_unless_tokens_are_due(min_tokens, greedy):
+    served = Served(budget=8)
+    served.add(10, max_tokens=3, stops=(7,), min_tokens=min_tokens)
+    plan, _ = served.step()
+    assert plan.lengths.tolist() == [8]
+    assert is_greedy(plan, served.scheduler.slots) == greedy
+    served.run()
 
 
 @pytest.mark.parametrize("lag", [False, True])
