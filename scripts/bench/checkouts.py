@@ -1,0 +1,127 @@
+"""Whole steps of checkouts of this project, in turns of half a second: what did a change cost?
+
+    git worktree add ../before HEAD~3
+    python -m scripts.bench.checkouts ../before . --rounds 12
+
+An engine of each checkout is loaded in a process of its own, all at once, and they take turns: in
+each round each runs each load, in random order. Loads, all greedy: `one` and `eight` decode so many
+rows, `prompts` are read in steps of 128 tokens, `mixed` steps have both. A ratio is of the time of
+a checkout over that of the first: the geometric mean over rounds, with its standard error. Two
+processes of the same checkout differ by up to 4 %, by where their memory lies: name a checkout
+twice to see by how much today.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from scripts.bench.startup import write_llama
+from scripts.bench.worker_checkout import LOADS
+from scripts.lib.argument_types import at_least, results_file
+from scripts.lib.run_main import run_main
+from scripts.lib.run_record import about_run, keep
+
+WORKER = Path(__file__).with_name("worker_checkout.py")
+
+
+class Worker:
+    """A process that times loads of one checkout."""
+
+    def __init__(self, checkout: Path, model: str, folder: Path, dtype: str) -> None:
+        """Start it; `wait` returns once it is ready."""
+        self.checkout = checkout
+        self.process = subprocess.Popen(
+            [sys.executable, WORKER, model, folder, dtype],
+            cwd=checkout,
+            env=os.environ | {"PYTHONPATH": str(checkout)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    def wait(self) -> None:
+        """Wait until it is ready.
+
+        Raises:
+            RuntimeError: it ended before.
+        """
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.strip() == "ready":
+                return
+        raise RuntimeError(f"the engine of {self.checkout} ended with {self.process.wait()}")
+
+    def seconds(self, load: str) -> float:
+        """Run a load once."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(f"{load}\n")
+        self.process.stdin.flush()
+        return float(self.process.stdout.readline())
+
+
+def timed(workers: list[Worker], rounds: int) -> dict[str, list[list[float]]]:
+    """Return the seconds of each load, by worker and round."""
+    found = {load: [[0.0] * rounds for _ in workers] for load in LOADS}
+    for turn in range(rounds):
+        for load, seconds in found.items():
+            for nth in random.sample(range(len(workers)), len(workers)):
+                seconds[nth][turn] = workers[nth].seconds(load)
+    return found
+
+
+def ratio(first: list[float], other: list[float]) -> tuple[float, float]:
+    """Return the geometric mean of the ratios over rounds, and its standard error in logarithms."""
+    logs = [math.log(b / a) for a, b in zip(first, other, strict=True)]
+    return math.exp(statistics.mean(logs)), statistics.stdev(logs) / math.sqrt(len(logs))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkouts", nargs="+", type=Path, help="the first is what others are over")
+    parser.add_argument("--rounds", type=at_least(2), default=12)
+    parser.add_argument("--model", help="a folder or file (a random Llama of 135M)")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--json", type=results_file, help="write the numbers here")
+    arguments = parser.parse_args()
+    for checkout in arguments.checkouts:
+        if not (checkout / "jaxserve").is_dir():
+            parser.error(f"{checkout} has no folder jaxserve: it must be a checkout's root")
+    about, rows = about_run(), dict[str, dict[str, float]]()
+    with tempfile.TemporaryDirectory() as name:
+        place = Path(name)
+        model = arguments.model or write_llama("135m", place / "model")
+        workers: list[Worker] = []
+        try:
+            for nth, checkout in enumerate(arguments.checkouts):
+                caches = place / str(nth)
+                workers.append(Worker(checkout.resolve(), model, caches, arguments.dtype))
+                workers[-1].wait()
+            for load, seconds in timed(workers, arguments.rounds).items():
+                for checkout, mine in zip(arguments.checkouts, seconds, strict=True):
+                    over, error = ratio(seconds[0], mine)
+                    median = statistics.median(mine)
+                    row = {"seconds": median, "ratio": over, "error": error}
+                    rows[f"{load}, {checkout.resolve().name}"] = row
+                    print(f"{load:8} {checkout!s:30} {median:.3f} s  {over:.3f} +- {error:.3f}")
+        finally:
+            for worker in workers:
+                worker.process.kill()
+                worker.process.wait()
+    if arguments.json:
+        keep(arguments.json, rows, about)
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main)
