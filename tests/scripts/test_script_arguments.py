@@ -50,7 +50,11 @@ WRONG = [
     ("bench.prefix", "--slots 2000", "--slots: '2000' must be an integer of at most 1,024"),
     ("bench.prefix", "--cache /no/such/x", "--cache: '/no/such/x' must be in a folder that"),
     ("bench.cpu_kernels", "--rows 1,0", "--rows: '0' must be an integer of at least 1"),
-    ("bench.checkouts", "/no/such", "/no/such has no folder jaxserve: it must be a checkout's root"),
+    (
+        "bench.checkouts",
+        "/no/such",
+        "/no/such has no folder jaxserve: it must be a checkout's root",
+    ),
     ("bench.cpu_kernels", "--part x", "--part: invalid choice: 'x'"),
     ("bench.offline", "--tokens 8", "--tokens 8: must be at least 32, twice --batch"),
     ("bench.offline", "--batch 9999", "--batch: '9999' must be an integer of at most 1,024"),
