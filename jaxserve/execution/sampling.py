@@ -171,11 +171,11 @@ def _sampled(
 
 
 def is_greedy(plan: LaunchPlan, slots: SlotTable) -> bool:
-    """Return whether all that draw take their most likely token, with no stop token to avoid."""
+    """Return whether each row that draws takes its likeliest token, with no stop token to avoid."""
     rows = plan.slots[plan.samples]
     if slots.temperature[rows].any():
         return False
-    return not (plan.lengths < slots.min_length[plan.slots]).any()
+    return not (plan.lengths[plan.samples] < slots.min_length[rows]).any()
 
 
 def sample(

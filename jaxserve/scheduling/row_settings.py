@@ -52,7 +52,7 @@ class Settings(NamedTuple, Generic[AnyArray]):
     """
 
     stop_length: AnyArray  # i32[R], known tokens at which the sequence ends for length
-    min_length: AnyArray  # i32[R], 0, or tokens before which it may not end
+    min_length: AnyArray  # i32[R], known tokens before which it may not end, or 0
     temperature: AnyArray  # f32[R], 0 for greedy
     top_p: AnyArray  # f32[R], neutral 1
     min_p: AnyArray  # f32[R], neutral 0

@@ -161,7 +161,7 @@ class SlotTable:
             self._settings_words,
             slot,
             request.max_length,
-            # A chunk of a prompt is shorter than the prompt, but draws nothing.
+            # 0 where none is due: a chunk, shorter than its prompt, has no stop token to avoid.
             sequence.num_prompt + sampling.min_tokens if sampling.min_tokens else 0,
             sampling.temperature,
             sampling.top_p,

@@ -533,6 +533,6 @@ def run(
         jax.ShapeDtypeStruct((x.shape[0], panels.shape[1] * PANEL), np.float32),
         jax.ShapeDtypeStruct((x.shape[0], row_bytes(inputs)), np.uint8),
     )
-    # One row takes up to a tenth longer otherwise.
+    # Compiled less thoroughly, the product of one row takes up to a tenth longer.
     call = jax.ffi.ffi_call(registered(kernel, thorough=True), results)
     return call(x.astype(np.float32), panels, counts)[0]

@@ -128,8 +128,8 @@ class Code(ir.IRBuilder):
     ) -> list[Any]:
         """Generate a loop from 0 to before `stop`, an i64, `times` turns in a row, then the rest.
 
-        `turn` generates one turn, given its number in the row, the index, and the carried values,
-        whose items it replaces by the next values.
+        `turn` generates one turn from its number in the row, the index, and the list of carried
+        values, whose items it replaces by the next values.
 
         Returns:
             The carried values after the last turn.
@@ -434,8 +434,11 @@ def compiled(module: ir.Module, cpu: Host) -> llvm.ExecutionEngine:
 def machine_code(module: ir.Module, cpu: Host, thorough: bool = False) -> bytes:
     """Compile a module to an object file.
 
-    Most generators write vectors and unrolled loops themselves: what LLVM's first level does to one
-    function is enough, in a third of the time. `thorough` takes its second level, whole.
+    Most generators write vectors and unrolled loops themselves. For them it is enough to simplify
+    each function, as LLVM's first level does, which takes half the time of its second.
+
+    Args:
+        thorough: take the second level, which also unrolls loops.
     """
     machine = _machine(cpu)
     parsed = llvm.parse_assembly(str(module))

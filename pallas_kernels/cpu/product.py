@@ -286,7 +286,7 @@ def _tile(module: ir.Module, size: int, kernel: PanelProduct) -> ir.Function:
             nth: int, k: Any, sums: list[Any], nth_pass: int = nth_pass, columns: range = columns
         ) -> None:
             here = code.at(w, code.mul(k, const(PANEL)), stored)
-            if nth % len(passes) == 0:
+            if nth % len(passes) == 0:  # all passes together prefetch one line for each input
                 all_k = code.add(k, code.mul(count, const(nth_pass)))
                 line_ahead = code.ashr(all_k, const(len(passes).bit_length() - 1))
                 code.prefetch(code.at(ahead, code.mul(line_ahead, const(line)), stored), 2)

@@ -7,8 +7,7 @@ An engine of each checkout is loaded in a process of its own, all at once, and t
 each round each runs each load, in random order. Loads, all greedy: `one` and `eight` decode so many
 rows, `prompts` are read in steps of 128 tokens, `mixed` steps have both. A ratio is of the time of
 a checkout over that of the first: the geometric mean over rounds, with its standard error. Two
-processes of the same checkout differ by up to 4 %, by where their memory lies: name a checkout
-twice to see by how much today.
+processes of the same checkout differed by up to 4 %: name one twice to see by how much today.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from pathlib import Path
 
 from scripts.bench.startup import write_llama
 from scripts.bench.worker_checkout import LOADS
-from scripts.lib.argument_types import at_least, results_file
+from scripts.lib.argument_types import at_least, checkpoint, results_file
 from scripts.lib.run_main import run_main
 from scripts.lib.run_record import about_run, keep
 
@@ -36,36 +35,39 @@ class Worker:
     """A process that times loads of one checkout."""
 
     def __init__(self, checkout: Path, model: str, folder: Path, dtype: str) -> None:
-        """Start it; `wait` returns once it is ready."""
-        self.checkout = checkout
-        self.process = subprocess.Popen(
-            [sys.executable, WORKER, model, folder, dtype],
-            cwd=checkout,
-            env=os.environ | {"PYTHONPATH": str(checkout)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-
-    def wait(self) -> None:
-        """Wait until it is ready.
-
-        Raises:
-            RuntimeError: it ended before.
-        """
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.strip() == "ready":
-                return
-        raise RuntimeError(f"the engine of {self.checkout} ended with {self.process.wait()}")
+        """Start it and wait until it is ready; its caches and its log are kept in `folder`."""
+        folder.mkdir()
+        self._checkout, self._log = checkout, folder / "log"
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                # -P: modules of this folder must not hide those of the same name.
+                [sys.executable, "-P", WORKER, model, folder, dtype],
+                cwd=checkout,
+                env=os.environ | {"PYTHONPATH": str(checkout)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+        self._read()
 
     def seconds(self, load: str) -> float:
-        """Run a load once."""
-        assert self.process.stdin is not None and self.process.stdout is not None
+        """Run a load once.
+
+        Raises:
+            RuntimeError: the process has ended; with the end of its log.
+        """
+        assert self.process.stdin is not None
         self.process.stdin.write(f"{load}\n")
         self.process.stdin.flush()
-        return float(self.process.stdout.readline())
+        return float(self._read())
+
+    def _read(self) -> str:
+        assert self.process.stdout is not None
+        if line := self.process.stdout.readline():
+            return line
+        words = " | ".join(self._log.read_text(errors="replace").splitlines()[-3:])
+        raise RuntimeError(f"the engine of {self._checkout} has ended: {words}")
 
 
 def timed(workers: list[Worker], rounds: int) -> dict[str, list[list[float]]]:
@@ -79,7 +81,7 @@ def timed(workers: list[Worker], rounds: int) -> dict[str, list[list[float]]]:
 
 
 def ratio(first: list[float], other: list[float]) -> tuple[float, float]:
-    """Return the geometric mean of the ratios over rounds, and its standard error in logarithms."""
+    """Return the geometric mean of the rounds' ratios, and the standard error of its logarithm."""
     logs = [math.log(b / a) for a, b in zip(first, other, strict=True)]
     return math.exp(statistics.mean(logs)), statistics.stdev(logs) / math.sqrt(len(logs))
 
@@ -90,7 +92,9 @@ def main() -> int:
     )
     parser.add_argument("checkouts", nargs="+", type=Path, help="the first is what others are over")
     parser.add_argument("--rounds", type=at_least(2), default=12)
-    parser.add_argument("--model", help="a folder or file (a random Llama of 135M)")
+    parser.add_argument(
+        "--model", type=checkpoint, help="a folder or a file (a random Llama of 135M's shape)"
+    )
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--json", type=results_file, help="write the numbers here")
     arguments = parser.parse_args()
@@ -101,12 +105,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
         model = arguments.model or write_llama("135m", place / "model")
+        if Path(model).exists():  # a worker runs in another folder
+            model = str(Path(model).resolve())
         workers: list[Worker] = []
         try:
             for nth, checkout in enumerate(arguments.checkouts):
                 caches = place / str(nth)
                 workers.append(Worker(checkout.resolve(), model, caches, arguments.dtype))
-                workers[-1].wait()
             for load, seconds in timed(workers, arguments.rounds).items():
                 for checkout, mine in zip(arguments.checkouts, seconds, strict=True):
                     over, error = ratio(seconds[0], mine)

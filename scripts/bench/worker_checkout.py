@@ -1,6 +1,7 @@
-"""Worker of `scripts.bench.checkouts`: times loads of one checkout, by lines of standard input.
+"""Worker of `scripts.bench.checkouts`: it times loads of one checkout, one for each line it reads.
 
-It runs as a file, with the other checkout's `jaxserve` on the path, so it imports nothing else.
+It runs as a file, with `jaxserve` of that checkout on the path, and imports no other package of
+this one.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ LOADS = {"one": (1, 4, 32), "eight": (8, 4, 24), "prompts": (4, 120, 1), "mixed"
 
 def main() -> None:
     """Load a model, report that it is ready, and answer each name of a load with its seconds."""
-    # Imported here: what names the loads needs no engine.
+    # Imported here: `checkouts` imports this file for the names of its loads alone.
     from jaxserve.config import prepare_process
 
     prepare_process()

@@ -36,13 +36,14 @@ def test_a_prompt_is_chunked_by_the_budget_and_by_the_threshold():
     served.assert_idle()
 
 
-@pytest.mark.parametrize(("min_tokens", "greedy"), [(0, True), (2, False)])
-def test_a_chunk_of_a_prompt_avoids_no_stop_tokens_unless_tokens_are_due(min_tokens, greedy):
+@pytest.mark.parametrize(("min_tokens", "least"), [(0, 0), (2, 12)])
+def test_a_chunk_of_a_prompt_avoids_no_stop_tokens(min_tokens, least):
     served = Served(budget=8)
-    served.add(10, max_tokens=3, stops=(7,), min_tokens=min_tokens)
+    sequence = served.add(10, max_tokens=3, stops=(7,), min_tokens=min_tokens)
     plan, _ = served.step()
-    assert plan.lengths.tolist() == [8]
-    assert is_greedy(plan, served.scheduler.slots) == greedy
+    slots = served.scheduler.slots
+    assert plan.lengths.tolist() == [8] and is_greedy(plan, slots)
+    assert slots.min_length[sequence.slot] == least
     served.run()
 
 
