@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -14,7 +15,7 @@ from typing import Any
 import jax
 import pytest
 
-from jaxserve import LLM, CheckpointError, EngineConfig, SamplingParams, UnsupportedModel
+from jaxserve import LLM, AsyncLLM, CheckpointError, EngineConfig, SamplingParams, UnsupportedModel
 from jaxserve.engine import loading
 from jaxserve.engine.source import Source, find_source
 from jaxserve.execution.start import compilation, programs
@@ -292,6 +293,19 @@ def test_a_program_may_end_without_closing(checkpoint: Path) -> None:
         )
         assert (done.returncode, done.stdout) == (0, ""), done.stderr
         assert "terminate" not in done.stderr
+
+
+def test_garbage_waits_for_the_programs(checkpoint: Path) -> None:
+    collects: dict[str, list[bool]] = {}
+
+    def progress(stage: str, *_: int) -> None:
+        collects.setdefault(stage, []).append(gc.isenabled())
+
+    llm = AsyncLLM(EngineConfig(checkpoint, **SMALL), progress)
+    llm.close()
+    assert gc.isenabled()
+    assert all(collects["weights"])
+    assert not any(collects["compile"])
 
 
 def test_a_cache_can_be_left_out(checkpoint: Path) -> None:

@@ -30,6 +30,7 @@ from jaxserve.execution.start.bucket_plan import (
 from jaxserve.execution.start.cache_size import CacheSize, temporary_bytes_of
 from jaxserve.execution.start.compilation import open_store
 from jaxserve.execution.start.compiler import Compiler
+from jaxserve.execution.start.memory_return import collection_paused
 from jaxserve.execution.start.report import StartReport
 from jaxserve.execution.start.timeline import Timeline
 from jaxserve.execution.state import DeviceState, StepOutput, page_bytes
@@ -189,7 +190,8 @@ class WarmUp:
         started = time.perf_counter()
         self.begin()
         try:
-            programs = self._compile(on_progress)
+            with collection_paused():
+                programs = self._compile(on_progress)
         finally:
             self.close()
         self.compiler.store.prune()
