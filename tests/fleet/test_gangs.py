@@ -8,7 +8,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from jaxserve.models import read_model_config
 from jaxserve.request import SamplingParams
 from jaxserve.weights import load_weights
 from scripts.lib.server_process import ask
-from scripts.serving.replicas import Fleet, left_over
+from scripts.serving.replicas import Fleet, descendants, left_over
 from tests.support.kept_programs import in_users_environment
 from tests.support.oracle import Oracle
 
@@ -62,14 +61,6 @@ def new_gang(fleet: Fleet, before: set[int]) -> set[int]:
     raise AssertionError(f"no other hosts than {before} serve: {fleet.log()}")
 
 
-def is_running(number: int) -> bool:
-    """Say if a process has not ended; who has to collect its end may do so later."""
-    try:
-        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def test_a_gang_draws_what_the_oracle_does_and_is_replaced_whole(gang: Fleet) -> None:
     right = oracles_tokens()
     assert tokens_of(gang) == right
@@ -81,4 +72,4 @@ def test_a_gang_draws_what_the_oracle_does_and_is_replaced_whole(gang: Fleet) ->
     before = gang.processes()
     assert gang.stop() == 0
     assert left_over(before) == {}
-    assert not list(filter(is_running, hosts))
+    assert not [number for number in hosts if number in descendants(number)]

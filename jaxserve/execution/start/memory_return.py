@@ -22,9 +22,9 @@ _PT_LOAD, _PF_W = 1, 2
 def collection_paused() -> Generator[None]:
     """Leave Python's cyclic garbage alone meanwhile.
 
-    Tracing makes millions of objects, nearly all of which stay until the program is compiled, and
-    so does a tokenizer with a large vocabulary. Looking through them again and again takes a tenth
-    of a cold start.
+    Tracing makes many objects that stay until the program is compiled, and a tokenizer with a large
+    vocabulary many that stay for good. Looking through them again and again takes about a tenth of
+    a cold start.
     """
     was_enabled = gc.isenabled()
     gc.disable()
