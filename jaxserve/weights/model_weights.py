@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
+from jax.tree_util import keystr, tree_leaves_with_path
 from jax.typing import DTypeLike
 
 from jaxserve.models import Decoder, ModelConfig, abstract_model, checkpoint_weights
@@ -238,9 +239,13 @@ def place_on_default(path: str, values: np.ndarray) -> Array:
 
 
 def parameters_of(model: Decoder) -> dict[str, nnx.Param[Array]]:
-    """Return a model's parameters by path, such as "layers.0.mlp.down"."""
-    flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
-    return {".".join(map(str, path)): parameter for path, parameter in flat}
+    """Return a model's parameters by path, such as "layers.0.mlp.down".
+
+    Flax's own flattening leaves them in a cycle, where a closed engine's weights would wait for
+    Python's collection of garbage.
+    """
+    leaves = tree_leaves_with_path(nnx.state(model, nnx.Param), is_leaf=_is_variable)
+    return {_name(path): parameter for path, parameter in leaves}
 
 
 def parameter_values(model: Decoder) -> dict[str, Array]:
@@ -249,10 +254,18 @@ def parameter_values(model: Decoder) -> dict[str, Array]:
 
 
 def filled(model: Decoder, values: Mapping[str, Any]) -> Decoder:
-    """Return the abstract model with arrays in place of shapes."""
+    """Return the abstract model with arrays in place of shapes.
+
+    Variables go to Flax as a list, in its order: a state it would flatten first, see `parameters_of`.
+    """
     graphdef, state = nnx.split(model)
-    flat = {
-        path: parameter.replace(values[".".join(map(str, path))])
-        for path, parameter in nnx.to_flat_state(state)
-    }
-    return nnx.merge(graphdef, nnx.from_flat_state(flat))
+    leaves = tree_leaves_with_path(state, is_leaf=_is_variable)
+    return nnx.merge(graphdef, [leaf.replace(values[_name(path)]) for path, leaf in leaves])
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return keystr(path, simple=True, separator=".")
+
+
+def _is_variable(node: Any) -> bool:
+    return isinstance(node, nnx.Variable)
