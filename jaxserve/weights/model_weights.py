@@ -256,7 +256,8 @@ def parameter_values(model: Decoder) -> dict[str, Array]:
 def filled(model: Decoder, values: Mapping[str, Any]) -> Decoder:
     """Return the abstract model with arrays in place of shapes.
 
-    Variables go to Flax as a list, in its order: a state it would flatten first, see `parameters_of`.
+    Flax takes the variables as a list, in its order; it would flatten a state, see
+    `parameters_of`.
     """
     graphdef, state = nnx.split(model)
     leaves = tree_leaves_with_path(state, is_leaf=_is_variable)

@@ -41,7 +41,7 @@ SMALL: dict[str, Any] = {
 
 def test_a_closed_engine_leaves_nothing_behind(checkpoint: Path) -> None:
     before = {id(array) for array in jax.live_arrays()}
-    # Weights that wait for Python's search for cycles could wait long: it counts objects, not bytes.
+    # Python's search for cycles counts objects, not bytes: weights could wait long for it.
     with collection_paused():
         # As many pages as in a test below, whose programs these are then.
         llm = LLM(checkpoint, **SMALL, num_gpu_blocks_override=3)
