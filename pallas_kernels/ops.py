@@ -93,6 +93,7 @@ inputs_in_panels = deferred("pallas_kernels.cpu.transpose", "inputs_in_panels")
 rows_in_panels = deferred("pallas_kernels.cpu.transpose", "rows_in_panels")
 kernel_code = deferred("pallas_kernels.cpu.ffi", "code_of")
 restore_kernels = deferred("pallas_kernels.cpu.ffi", "restore")
+kernels_from = deferred("pallas_kernels.cpu.ffi", "kernels_from")
 
 
 def ragged_paged_attention(

@@ -32,7 +32,7 @@ from pallas_kernels.cpu.panels import PANEL
 
 THREADS = 4
 STREAMS = 4
-BLOCK_BYTES = 8 << 20  # size of a block that is read at a time
+BLOCK_BYTES = 2 << 20  # size of a block that is read at a time
 PANEL_BYTES = 1 << 20  # the same for panels, which are made while a block is in the CPU's cache
 AHEAD_BYTES = 256 << 20  # bound on the bytes of each stream that are read before use
 SKIM_BYTES = 16 << 20  # a read of fewer bytes spends its time waiting for the interpreter

@@ -23,7 +23,7 @@ from jaxserve.weights.codes import FP8, Codes
 FORMS = ("int8", "fp8", "int4")
 GROUP = 32  # inputs of a scale of int4
 FP8_MAX, INT8_MAX = 448.0, 127
-ROWS = 256  # rounded at a time, so that temporaries stay small
+ROOM_BYTES = 1 << 20  # of temporaries: rows that are rounded while they are in the CPU's cache
 
 
 def quantize(weight: np.ndarray, form: str) -> Codes:
@@ -34,15 +34,16 @@ def quantize(weight: np.ndarray, form: str) -> Codes:
     largest = FP8_MAX if form == "fp8" else INT8_MAX
     scales = _nonzero(_largest(weight) / np.float32(largest))
     values = np.empty((inputs, outputs), np.uint8 if form == "fp8" else np.int8)
-    room = np.empty((min(ROWS, inputs), outputs), np.float32)
-    for start in range(0, inputs, ROWS):
-        rows = weight[start : start + ROWS]
+    count = max(1, ROOM_BYTES // (outputs * weight.itemsize))
+    room = np.empty((min(count, inputs), outputs), np.float32)
+    for start in range(0, inputs, count):
+        rows = weight[start : start + count]
         scaled = np.divide(rows, scales, out=room[: len(rows)])
         if form == "fp8":
             np.clip(scaled, -FP8_MAX, FP8_MAX, out=scaled)  # a rounding above it would be NaN
-            values[start : start + ROWS] = scaled.astype(FP8).view(np.uint8)
+            values[start : start + count] = scaled.astype(FP8).view(np.uint8)
         else:
-            values[start : start + ROWS] = np.rint(scaled, out=scaled)
+            values[start : start + count] = np.rint(scaled, out=scaled)
     return Codes(form, values, scales[None], None, None, group=inputs)
 
 

@@ -11,7 +11,9 @@ threads at work than cores, each operation would wait for one that has none.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from threading import Lock
@@ -89,6 +91,34 @@ class Kernel(Protocol):
         ...
 
 
+class KernelCodes(Protocol):
+    """Machine codes by the names of their kernels, kept for later processes."""
+
+    def get(self, name: str) -> bytes | None:
+        """Return a kernel's machine code, which is for a host like this one, or None."""
+        ...
+
+    def keep(self, name: str, code: bytes) -> None:
+        """Keep a kernel's machine code, if it is not kept already."""
+        ...
+
+
+_KEPT: ContextVar[KernelCodes | None] = ContextVar("kept", default=None)
+
+
+@contextmanager
+def kernels_from(kept: KernelCodes) -> Generator[None]:
+    """Let programs that this thread traces meanwhile take their kernels from what is kept.
+
+    The code runs unchecked: its source must be trusted.
+    """
+    before = _KEPT.set(kept)
+    try:
+        yield
+    finally:
+        _KEPT.reset(before)
+
+
 def part_bounds(code: Code, total: Any, index: Any, parts: Any) -> tuple[Any, Any]:
     """Return the begin and the end of part `index` of `total`, divided evenly; i64s."""
     after = code.add(index, const(1))
@@ -97,7 +127,9 @@ def part_bounds(code: Code, total: Any, index: Any, parts: Any) -> tuple[Any, An
 
 
 def registered(kernel: Kernel, thorough: bool = False) -> str:
-    """Return the name of a kernel in XLA; compile and register it the first time.
+    """Return the name of a kernel in XLA; the first time, compile and register it.
+
+    It is not compiled where `kernels_from` has it.
 
     Args:
         thorough: as in `machine_code`.
@@ -105,9 +137,14 @@ def registered(kernel: Kernel, thorough: bool = False) -> str:
     sharers = _devices_at_work()
     name = kernel.name if sharers == 1 else f"{kernel.name}_of_{sharers}"
     with _REGISTRATION:
+        kept = _KEPT.get()
         if name not in _machine_codes():
-            module = module_of(kernel, name, sharers)
-            _register(name, machine_code(module, host(), thorough))
+            code = None if kept is None else kept.get(name)
+            if code is None:
+                code = machine_code(module_of(kernel, name, sharers), host(), thorough)
+            _register(name, code)
+        if kept is not None:
+            kept.keep(name, code_of(name))
     return name
 
 

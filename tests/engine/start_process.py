@@ -19,10 +19,11 @@ from typing import Any
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.execution.buckets import Bucket
-from jaxserve.execution.start import compiling_process, programs
+from jaxserve.execution.start import compiling_process
 from jaxserve.execution.start.behind import ProgramsBehind
 from jaxserve.execution.start.compiler import program_name
 from jaxserve.execution.start.compiling_process import CompilingProcess
+from jaxserve.execution.start.kept_files import file_name
 
 SIZES: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 64}
 WORK = [
@@ -129,7 +130,7 @@ def used_alone(checkpoint: str, cache: str) -> list[Any]:
         runner, compiler = llm._thread.engine.runner, behind_of(llm)._compiler
         store, name = compiler.store, program_name(Bucket(2, 2, True, False, 16), runner.num_pages)
         assert store.folder is not None
-        found = store._named_object(store.folder / programs._file_name(name))
+        found = store._named_object(store.folder / file_name(name))
         assert found is not None
         damaged = store.folder.parent.parent / "objects" / found
         damaged.write_bytes(damaged.read_bytes()[:-1])

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from jaxserve.execution.start import compilation
-from jaxserve.execution.start.programs import ProgramStore, make_private
+from jaxserve.execution.start.kept_files import make_private
+from jaxserve.execution.start.programs import ProgramStore
 
 pytestmark = pytest.mark.usefixtures("no_jax_cache")
 WHAT = {"model": "one"}
@@ -232,7 +233,7 @@ def test_an_entry_with_a_good_digest_is_still_checked(
     entry = files(folder)["entry"]
     later = store(folder)
     for content in (b"[]", b"{}", json.dumps({"where": WHERE, "object": "../../x"}).encode()):
-        later._write(entry, {}, content)
+        later._files.write(entry, {}, content)
         assert run(later.get("one", lower)) == [3, 4, 5, 6]
     assert caplog.text.count("made anew") == 3
 
@@ -241,7 +242,7 @@ def test_what_is_no_program_is_compiled_anew(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     later = store(folder)
-    later._write(files(folder)["object"], {}, b"no pickle")
+    later._files.write(files(folder)["object"], {}, b"no pickle")
     assert run(later.get("one", lower)) == [3, 4, 5, 6]
     assert later.num_built == 1 and "cannot be loaded" in caplog.text
 

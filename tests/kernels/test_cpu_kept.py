@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from llvmlite import ir
 
+from jaxserve.execution.start.kept_files import KeptFiles
+from jaxserve.execution.start.kept_kernels import KeptKernels
 from jaxserve.execution.start.programs import ProgramStore
 from pallas_kernels import kernel_code, panel_product, restore_kernels
+from pallas_kernels.cpu import ffi
 from pallas_kernels.cpu.add_norm import AddNorm
 from pallas_kernels.cpu.decode import PagedDecode
 from pallas_kernels.cpu.draw import Draw
-from pallas_kernels.cpu.ffi import NAMES, Kernel, registered
+from pallas_kernels.cpu.ffi import NAMES, Kernel, code_of, kernels_from, registered
 from pallas_kernels.cpu.gated import Gated
-from pallas_kernels.cpu.ir_builder import host
+from pallas_kernels.cpu.ir_builder import host, machine_code
 from pallas_kernels.cpu.panels import in_panels
 from pallas_kernels.cpu.product import PanelProduct
 from pallas_kernels.cpu.ragged import PagedTiles
@@ -47,19 +54,23 @@ KERNELS: list[Kernel] = [
         for flags in itertools.product((False, True), repeat=4)
     ),
 ]
+WHERE = {"cpu": "this one"}
 LATER = """
 import sys
 from pathlib import Path
 import numpy as np
 from jaxserve.execution.start.programs import ProgramStore
 from pallas_kernels.cpu import ffi
+from tests.kernels.test_cpu_kept import WHERE, lower
 
 def never(*_):
     raise AssertionError("compiled or traced")
 
 ffi.machine_code = never
-program = ProgramStore(Path(sys.argv[1]), {}, {}).get("product", never)
-x, panels, expected = (np.load(Path(sys.argv[1]) / f"{name}.npy") for name in "xpy")
+folder, settings = Path(sys.argv[1]), sys.argv[2]
+x, panels, expected = (np.load(folder / f"{name}.npy") for name in "xpy")
+trace = never if settings == "the same" else lambda: lower(x, panels)
+program = ProgramStore(folder, {"settings": settings}, WHERE).get("product", trace)
 assert np.asarray(program(x, panels)).tobytes() == expected.tobytes()
 print("ran")
 """
@@ -76,18 +87,79 @@ def lower(x: np.ndarray, panels: np.ndarray) -> jax.stages.Lowered:
 
 
 @pytest.mark.usefixtures("no_jax_cache")
-def test_a_later_process_compiles_no_kernel(tmp_path: Path) -> None:
+@pytest.mark.parametrize("settings", ["the same", "other"])
+def test_a_later_process_compiles_no_kernel(tmp_path: Path, settings: str) -> None:
     rng = np.random.default_rng(0)
     x = rng.standard_normal((5, 70), np.float32)
     panels = in_panels(rng.standard_normal((70, 40), np.float32))
     folder = tmp_path / "programs"
-    program = ProgramStore(folder, {}, {}).get("product", lambda: lower(x, panels))
+    store = ProgramStore(folder, {"settings": "the same"}, WHERE)
+    program = store.get("product", lambda: lower(x, panels))
     y = np.asarray(program(jnp.asarray(x), jnp.asarray(panels)))
     for name, array in zip("xpy", (x, panels, y), strict=True):
         np.save(folder / f"{name}.npy", array)
-    command = [sys.executable, "-c", LATER, str(folder)]
+    for path in (folder / "objects").iterdir():
+        if settings == "other":
+            path.unlink()
+    command = [sys.executable, "-c", LATER, str(folder), settings]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.stdout == "ran\n", done.stderr
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+    """Return a function that forgets the kernels registered here, and the list of those compiled.
+
+    XLA takes a name once in a process, so that nothing that is registered anew is called.
+    """
+    compiled: list[str] = []
+
+    def noted(module: ir.Module, *rest: Any) -> bytes:
+        compiled.append(module.name)
+        return machine_code(module, *rest)
+
+    def forget() -> list[str]:
+        codes.clear()
+        compiled.clear()
+        return compiled
+
+    codes: dict[str, bytes] = {}
+    monkeypatch.setattr(ffi, "machine_code", noted)
+    monkeypatch.setattr(ffi, "_machine_codes", lambda: codes)
+    monkeypatch.setattr(ffi, "_register", codes.__setitem__)
+    return forget
+
+
+def test_kernels_are_taken_from_files_that_are_good(
+    fresh: Callable[[], list[str]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kernel, name = KERNELS[0], KERNELS[0].name
+    files = KeptFiles(logging.getLogger("jaxserve"))
+
+    def compiled(where: str) -> list[str]:
+        found = fresh()
+        with kernels_from(KeptKernels(files, tmp_path, {"cpu": where})):
+            assert registered(kernel) == name
+        return found
+
+    assert compiled("here") == [name]
+    [file] = tmp_path.iterdir()
+    good = file.read_bytes()
+    assert compiled("here") == [] and compiled("elsewhere") == [name]
+    assert len([*tmp_path.iterdir()]) == 2 and not caplog.text
+    file.write_bytes(good[:-1] + b"?")
+    assert compiled("here") == [name] and "is damaged or was changed" in caplog.text
+    assert file.read_bytes() == good
+    file.chmod(0o666)
+    assert compiled("here") == [name] and "somebody else" in caplog.text
+    assert compiled("here") == []
+    file.unlink()
+    with kernels_from(KeptKernels(files, tmp_path, {"cpu": "here"})):
+        registered(kernel)  # an engine without files had it compiled
+    assert file.read_bytes() == good
+    fresh()
+    registered(kernel)
+    assert code_of(name) in good  # and nothing is looked up any more
 
 
 @pytest.mark.usefixtures("no_jax_cache")

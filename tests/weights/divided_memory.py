@@ -1,8 +1,10 @@
 """Peak of the host's memory while a checkpoint is read onto several devices.
 
     python -m tests.weights.divided_memory --devices 2 --form int8
+    MALLOC_MMAP_THRESHOLD_=262144 python -m tests.weights.divided_memory --form int8
 
 Beyond the pieces, which on CPU lie in the same memory, the host should hold about two parameters.
+With the variable, glibc gives each buffer back when it is let go: what is left is what is held.
 """
 
 from __future__ import annotations
@@ -43,9 +45,10 @@ LARGEST = 2048 * 2 * 8192 * 4  # bytes of gate_up
 MEGABYTE = 1e6
 
 
-def resident() -> int:
-    """Return the bytes of this process that are in memory."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def in_memory() -> np.ndarray:
+    """Return the bytes of this process that are in memory: all, and without pages of files."""
+    resident, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])
+    return np.array([resident, resident - shared]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def write(folder: Path, config: ModelConfig) -> None:
@@ -81,17 +84,17 @@ class Watch(threading.Thread):
     """The most memory in use beyond JAX's arrays, looked at every few milliseconds.
 
     Attributes:
-        most: bytes.
+        most: bytes, as `in_memory` has them.
     """
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self.most, self._ended = 0, threading.Event()
+        self.most, self._ended = np.zeros(2), threading.Event()
 
     def run(self) -> None:
         while not self._ended.wait(0.01):
             arrays = sum(array.nbytes for array in jax.live_arrays())
-            self.most = max(self.most, resident() - arrays)
+            self.most = np.maximum(self.most, in_memory() - arrays)
 
     def end(self) -> None:
         self._ended.set()
@@ -107,22 +110,23 @@ def main() -> None:
     count = arguments.devices
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={count}"
     config = replace(parse_model_config(RAW), split=Split(count))
-    imported = resident()
+    imported = in_memory()
     with tempfile.TemporaryDirectory() as name:
         write(Path(name), config)
         mesh = start(count)
         flags: Any = {"quantization": arguments.form, "panels": True, "mesh": mesh}
-        started, watch = resident(), Watch()
+        started, watch = in_memory(), Watch()
         watch.start()
         model = load_weights(name, config, np.float32, **flags)
         watch.end()
     leaves = jax.tree.leaves(parameter_values(model))
     pieces = sum(shard.data.nbytes for leaf in leaves for shard in leaf.addressable_shards)
+    beyond, private = (watch.most - started) / MEGABYTE
     print(
-        f"with imports {imported / MEGABYTE:,.0f} MB, JAX on {count} devices "
-        f"{started / MEGABYTE:,.0f} MB; pieces {pieces / MEGABYTE:,.0f} MB; most beyond those that "
-        f"there were {(watch.most - started) / MEGABYTE:,.0f} MB; the largest parameter "
-        f"{LARGEST / MEGABYTE:,.0f} MB in float32"
+        f"with imports {imported[0] / MEGABYTE:,.0f} MB, JAX on {count} devices "
+        f"{started[0] / MEGABYTE:,.0f} MB; pieces {pieces / MEGABYTE:,.0f} MB; most beyond those "
+        f"that there were {beyond:,.0f} MB, {private:,.0f} MB without pages of libraries; the "
+        f"largest parameter {LARGEST / MEGABYTE:,.0f} MB in float32"
     )
 
 

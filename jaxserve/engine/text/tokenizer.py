@@ -69,9 +69,10 @@ class Tokenizer:
         self._tokenizer = tokenizer
         self.backend = tokenizer.backend_tokenizer
         self._vocab_size = vocab_size
-        self._beyond = self._tokens_beyond(where)
+        vocab: dict[str, int] = tokenizer.get_vocab()
+        self._beyond = self._tokens_beyond(vocab, where)
         self.eos_token_id: int | None = self._tokenizer.eos_token_id
-        self.longest_token = max(map(len, self._tokenizer.get_vocab()), default=1)
+        self.longest_token = max(map(len, vocab), default=1)
         self._is_byte_level = "ByteLevel" in str(self.backend.decoder)
         self._bytes = {letter: byte for byte, letter in enumerate(byte_letters())}
         # The flag that decoding goes by; lists of special tokens by name rarely hold all of them.
@@ -87,15 +88,14 @@ class Tokenizer:
         self._longest_added = max(map(len, added), default=1)
         self._templates = self._read_templates(where)
 
-    def _tokens_beyond(self, where: str) -> dict[int, str]:
+    def _tokens_beyond(self, vocab: Mapping[str, int], where: str) -> dict[int, str]:
         """Return added tokens without logits, such as the marks of images beside a model of text.
 
         Raises:
             CheckpointError: words have none either, so the tokenizer is another model's.
         """
         size, added = self._vocab_size, self._tokenizer.get_added_vocab()
-        ids = self._tokenizer.get_vocab()
-        found = {token: text for text, token in ids.items() if token >= size}
+        found = {token: text for text, token in vocab.items() if token >= size}
         if any(text not in added for text in found.values()) or len(found) > MAX_TOKENS_BEYOND:
             raise CheckpointError(
                 f"{where}: holds token id {max(found)}, and the model has logits for {size}"

@@ -17,7 +17,8 @@ from jaxserve.config import EngineConfig, compiler_settings, cpu_threads
 from jaxserve.execution.mesh import spec_of
 from jaxserve.execution.start.autotuning import lay_down
 from jaxserve.execution.start.described_card import DescribedCard
-from jaxserve.execution.start.programs import ProgramStore, make_private
+from jaxserve.execution.start.kept_files import make_private
+from jaxserve.execution.start.programs import ProgramStore
 from jaxserve.execution.start.sum_options import sum_options
 from jaxserve.execution.typed_jax import devices
 from jaxserve.models import ModelConfig

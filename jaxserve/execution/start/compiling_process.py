@@ -178,6 +178,7 @@ def _answer(requests: BinaryIO, answers: BinaryIO) -> None:
         jax.config.update(name, value)
     where = fingerprint()
     task.compiler.store = _FrugalStore(task.directory, task.what, where)
+    gc.freeze()  # what was imported stays: `_forget` need not look through it
     differs = sorted(name for name in where if where[name] != task.where.get(name))
     error = f"it has another {', '.join(differs)} than the engine" if differs else None
     seconds = 0.0

@@ -3,17 +3,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
 import pickle
 import re
-import stat
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -23,15 +21,15 @@ from jax.experimental import serialize_executable
 from jax.stages import Compiled, Lowered
 
 from jaxserve.execution.mesh import mesh_devices
+from jaxserve.execution.start.kept_files import KeptFiles, digest, file_name, make_private
+from jaxserve.execution.start.kept_kernels import KeptKernels
 from jaxserve.execution.start.timeline import Timeline
-from pallas_kernels import kernel_code, restore_kernels
+from pallas_kernels import kernel_code, kernels_from, restore_kernels
 
 _log = logging.getLogger(__name__)
-_MAGIC = b"jaxserve program 1\n"
 # The form of an object's content; another one is another object.
 _FORM = "3: payload, trees, machine code of kernels by name"
 _KERNEL = re.compile(r'\b(?:custom_call_target="|stablehlo\.custom_call @)(jaxserve_\w+)')
-_MOST_HEADER_BYTES = 1 << 16
 _MOST_BYTES = 8 << 30
 # Seconds after which a file that is being written is taken to be left by a killed process.
 _ABANDONED = 3600
@@ -50,6 +48,7 @@ class ProgramStore:
     header is not loaded. What cannot be read is a warning and is compiled.
 
     An object has the machine code of the kernels of `pallas_kernels.cpu.ffi` that it calls.
+    `kernels/NAME` has it too, for programs that must be traced: see `KeptKernels`.
 
     What is None in a fingerprint is unknown, and differs from nothing: what compiles for a card
     that is not there cannot say everything of its machine.
@@ -92,18 +91,21 @@ class ProgramStore:
         own = {"options": self._options} if self._options else {}
         self.where: dict[str, Any] = json.loads(json.dumps({**where, **own}))
         self._lock = threading.Lock()
-        self._warned: set[str] = set()
+        self._files = KeptFiles(_log)
+        self._kernels: KeptKernels | None = None
         if directory is None:
             return
-        self._objects = directory / "objects"
-        folder = directory / "starts" / _digest(json.dumps(what, sort_keys=True).encode())[:32]
+        self._objects, self._codes = directory / "objects", directory / "kernels"
+        folder = directory / "starts" / digest(json.dumps(what, sort_keys=True).encode())[:32]
         try:
-            for path in (directory, self._objects, folder.parent, folder):
+            for path in (directory, self._objects, self._codes, folder.parent, folder):
                 make_private(path)
         except OSError as error:
-            self._warn("compiled programs are not kept: %s", error)
+            self._files.warn("compiled programs are not kept: %s", error)
         else:
             self.folder = folder
+            if self.where.get("cpu"):  # elsewhere programs have no such kernels
+                self._kernels = KeptKernels(self._files, self._codes, self.where)
             self._name_settings()
 
     def __str__(self) -> str:
@@ -118,21 +120,21 @@ class ProgramStore:
         content = json.dumps(self.what, sort_keys=True).encode()
         ours: dict[str, Any] = json.loads(content)  # a tuple is a list there
         for other in sorted(self.folder.parent.iterdir()):
-            read = self._read(other / "what") if (other / "what").exists() else None
+            read = self._files.read(other / "what") if (other / "what").exists() else None
             what: dict[str, Any] = {} if read is None else json.loads(read)
             names = {name for name in {*what, *ours} if what.get(name) != ours.get(name)}
             if what and "device" in names and "model" not in names:
-                self._warn(
+                self._files.warn(
                     "programs in %s are refused: they are for %s (another %s)",
                     *(other, what["device"], ", ".join(sorted(names))),
                 )
-        self._write(self.folder / "what", {"name": "what"}, content)
+        self._files.write(self.folder / "what", {"name": "what"}, content)
 
     def get(self, name: str, lower: Callable[[], Lowered]) -> Compiled:
         """Return the program of this name; `lower` traces it where no file has it. Thread-safe."""
         if self.folder is None:
             return self._compile(self._trace(lower, name), name)
-        entry = self.folder / _file_name(name)
+        entry = self.folder / file_name(name)
         found = self._named_object(entry)
         program = None if found is None else self._load(self._objects / found, name)
         if program is not None:
@@ -146,28 +148,28 @@ class ProgramStore:
             program = self._compile(lowered, name)
             self._keep(self._objects / key, program, kernels)
         content = json.dumps({"where": self.where, "object": key}).encode()
-        self._write(entry, {"name": name}, content)
+        self._files.write(entry, {"name": name}, content)
         return program
 
     def has(self, name: str) -> bool:
         """Return whether there is a file that `find` would load."""
         if self.folder is None:
             return False
-        found = self._named_object(self.folder / _file_name(name))
+        found = self._named_object(self.folder / file_name(name))
         return found is not None and (self._objects / found).exists()
 
     def find(self, name: str) -> Compiled | None:
         """Return the program of this name if a file has it, without tracing. Thread-safe."""
         if self.folder is None:
             return None
-        found = self._named_object(self.folder / _file_name(name))
+        found = self._named_object(self.folder / file_name(name))
         return None if found is None else self._load(self._objects / found, name)
 
     def notes(self, name: str = "notes") -> dict[str, Any] | None:
         """Return what `note` kept for this start; None where there is nothing that can be used."""
         if self.folder is None:
             return None
-        read = self._read(self.folder / name)
+        read = self._files.read(self.folder / name)
         kept = None if read is None else json.loads(read)
         return None if kept is None or self._differs(kept["where"]) else kept["notes"]
 
@@ -175,10 +177,11 @@ class ProgramStore:
         """Keep JSON values that later starts are to have, in a file of this name."""
         if self.folder is not None:
             content = json.dumps({"where": self.where, "notes": notes}).encode()
-            self._write(self.folder / name, {"name": name}, content)
+            self._files.write(self.folder / name, {"name": name}, content)
 
     def _trace(self, lower: Callable[[], Lowered], name: str) -> Lowered:
-        with self._timed("trace", name):
+        kept = nullcontext() if self._kernels is None else kernels_from(self._kernels)
+        with self._timed("trace", name), kept:
             return lower()
 
     def _compile(self, lowered: Lowered, name: str) -> Compiled:
@@ -199,7 +202,7 @@ class ProgramStore:
 
     def _named_object(self, entry: Path) -> str | None:
         """Return the object that an entry names, if it was made under this fingerprint."""
-        content = self._read(entry)
+        content = self._files.read(entry)
         if content is None:
             return None
         try:
@@ -208,12 +211,12 @@ class ProgramStore:
             if not re.fullmatch(r"[0-9a-f]{64}", key):
                 raise ValueError("it names no object")
         except (ValueError, KeyError, TypeError) as error:
-            self._warn("%s cannot be used and is made anew: %s", entry, error)
+            self._files.warn("%s cannot be used and is made anew: %s", entry, error)
             return None
         names = self._differs(where)
         if not names:
             return key
-        self._warn(
+        self._files.warn(
             "programs in %s are refused: they were compiled with another %s; they are traced again",
             entry.parent,
             ", ".join(names),
@@ -229,7 +232,7 @@ class ProgramStore:
         if not self.is_loadable:
             return None
         with self._timed("load", name):
-            content = self._read(path)
+            content = self._files.read(path)
             if content is None:
                 return None
             try:
@@ -244,7 +247,7 @@ class ProgramStore:
                     execution_devices=mesh_devices(self._num_devices),
                 )
             except Exception as error:  # whatever a foreign or outdated file makes of it
-                self._warn("%s cannot be loaded and is compiled anew: %s", path, error)
+                self._files.warn("%s cannot be loaded and is compiled anew: %s", path, error)
                 return None
         with suppress(OSError):
             os.utime(path)  # for `prune`
@@ -256,61 +259,21 @@ class ProgramStore:
         try:
             content = pickle.dumps((*serialize_executable.serialize(program), kernels))
         except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
-            self._warn("a program cannot be kept: %s", error)
+            self._files.warn("a program cannot be kept: %s", error)
             return
-        self._write(path, {"object": path.name}, content)
-
-    def _read(self, path: Path) -> bytes | None:
-        """Return a file's content, or None, with a warning unless it is simply not there."""
-        try:
-            content = _read_own(path)
-            if not content.startswith(_MAGIC):
-                raise ValueError("it is no file of this kind")
-            line, found, body = content[len(_MAGIC) :].partition(b"\n")
-            if not found or len(line) > _MOST_HEADER_BYTES:
-                raise ValueError("it has no header")
-            header = json.loads(line)
-            if not isinstance(header, dict) or header.get("sha256") != _digest(body):
-                raise ValueError("it is damaged or was changed")
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, RecursionError) as error:
-            self._warn("%s cannot be used and is made anew: %s", path, error)
-            return None
-        return body
-
-    def _write(self, path: Path, header: dict[str, Any], content: bytes) -> None:
-        """Replace a file as a whole; a full disk or a read-only one is a warning."""
-        line = json.dumps(header | {"sha256": _digest(content), "bytes": len(content)}).encode()
-        new = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-        try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-            with os.fdopen(os.open(new, flags, 0o600), "wb") as file:
-                file.write(_MAGIC + line + b"\n" + content)
-            os.replace(new, path)
-        except OSError as error:
-            self._warn("a compiled program is not kept: %s", error)
-            new.unlink(missing_ok=True)
-
-    def _warn(self, text: str, *values: Any) -> None:
-        """Log a warning, each only once: one cause often concerns every program."""
-        message = text % values
-        with self._lock:
-            if message in self._warned:
-                return
-            self._warned.add(message)
-        _log.warning("%s", message)
+        self._files.write(path, {"object": path.name}, content)
 
     def prune(self) -> None:
-        """Delete files of killed processes, and old objects where all take more than 8 GiB."""
+        """Delete files of killed processes, and old ones where all take more than 8 GiB."""
         if self.folder is None:
             return
-        for path in [*_files(self._objects), *_files(self.folder)]:
+        large = [*_files(self._objects), *_files(self._codes)]
+        for path in [*large, *_files(self.folder)]:
             with suppress(OSError):
                 if path.name.startswith(".") and time.time() - path.stat().st_mtime > _ABANDONED:
                     path.unlink()
         files: list[tuple[float, int, Path]] = []
-        for path in _files(self._objects):
+        for path in large:
             with suppress(OSError):  # another process prunes too
                 files.append((path.stat().st_mtime, path.stat().st_size, path))
         total = sum(size for _, size, _ in files)
@@ -321,58 +284,10 @@ class ProgramStore:
             total -= size
 
 
-def make_private(directory: Path) -> None:
-    """Make a folder that only its user may enter, or check that one is.
-
-    Raises:
-        PermissionError: it belongs to somebody else, is open to others, is a link, or lies where
-            everybody can put another one in its place.
-        OSError: it cannot be made.
-    """
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = directory.lstat()
-    if not stat.S_ISDIR(found.st_mode):
-        raise PermissionError(f"{directory} is not a folder")
-    if found.st_uid != os.getuid():
-        raise PermissionError(f"{directory} belongs to somebody else")
-    if stat.S_IMODE(found.st_mode) & 0o077:
-        mode = stat.S_IMODE(found.st_mode)
-        raise PermissionError(f"{directory} is open to others (mode {mode:04o}; it must be 0700)")
-    around = directory.parent.stat().st_mode
-    if around & stat.S_IWOTH and not around & stat.S_ISVTX:
-        raise PermissionError(f"{directory.parent} can be written by everybody")
-    if not os.access(directory, os.W_OK | os.X_OK):
-        raise PermissionError(f"{directory} cannot be written")
-
-
-def _read_own(path: Path) -> bytes:
-    """Read a regular file that the user owns.
-
-    Raises:
-        OSError: it is not that, or cannot be read.
-    """
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
-            raise PermissionError("it is not a regular file")
-        if found.st_uid != os.getuid() or found.st_mode & 0o022:
-            raise PermissionError("it belongs to, or can be written by, somebody else")
-        return file.read()
-
-
 def _files(directory: Path) -> list[Path]:
     with suppress(OSError):  # somebody removed the folder
         return [path for path in directory.iterdir() if path.is_file()]
     return []
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
-
-
-def _file_name(name: str) -> str:
-    """Return a file name for a program: readable, and unique."""
-    return f"{re.sub(r'[^a-z0-9]+', '-', name.lower())[:60]}-{_digest(name.encode())[:8]}"
 
 
 def _kernels(program: str) -> dict[str, bytes]:
@@ -389,5 +304,5 @@ def _object_key(lowered: Lowered, kernels: Mapping[str, bytes], where: Mapping[s
     given = {name: value for name, value in where.items() if name != "source"}
     text, trees = lowered.as_text(), f"{lowered.in_tree}{lowered.out_tree}"
     trees += str([(str(leaf.dtype), leaf.shape) for leaf in jax.tree.leaves(lowered.args_info)])
-    codes = {name: _digest(code) for name, code in kernels.items()}
-    return _digest((_FORM + json.dumps([given, codes], sort_keys=True) + trees + text).encode())
+    codes = {name: digest(code) for name, code in kernels.items()}
+    return digest((_FORM + json.dumps([given, codes], sort_keys=True) + trees + text).encode())
