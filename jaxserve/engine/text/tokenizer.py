@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
+from jaxserve.engine.text.added_texts import AddedTexts
 from jaxserve.engine.text.plain_tokenizer import read_plain
 from jaxserve.engine.text.template import ChatTemplate, TemplateTooLong
 from jaxserve.errors import CheckpointError, InvalidRequest
@@ -80,12 +81,7 @@ class Tokenizer:
         self.special_ids = frozenset(number for number, token in flagged.items() if token.special)
         added_vocab = self._tokenizer.get_added_vocab()
         self._added_texts = {number: text for text, number in added_vocab.items()}
-        # Runs of spaces mark nothing.
-        added = [text for text in added_vocab if len(text.strip()) > 1]
-        added.sort(key=len, reverse=True)
-        self._added = re.compile("|".join(map(re.escape, added)) or r"(?!)")
-        self._beginnings = {text[:end] for text in added for end in range(1, len(text))}
-        self._longest_added = max(map(len, added), default=1)
+        self._added = AddedTexts(added_vocab)
         self._templates = self._read_templates(where)
 
     def _tokens_beyond(self, vocab: Mapping[str, int], where: str) -> dict[int, str]:
@@ -295,10 +291,10 @@ class Tokenizer:
         mark = f"\ue000{secrets.token_hex(8)}\ue001"
         end = f"\ue002{mark[1:-1]}"
         variables: dict[str, Any] = {"add_generation_prompt": True, "tools": None}
-        variables |= {"documents": None, **self._cut(options, mark)}
+        variables |= {"documents": None, **self._added.cut(options, mark)}
         continued = variables.pop("continue_final_message", False)
         variables |= self._tokenizer.special_tokens_map
-        conversation = [self._cut(message, mark) for message in messages]
+        conversation = [self._added.cut(message, mark) for message in messages]
         if continued:
             conversation[-1]["content"] = f"{conversation[-1].get('content') or ''}{end} "
         text = template.render({**variables, "messages": conversation}, seconds)
@@ -310,25 +306,6 @@ class Tokenizer:
                 )
             text = text if after.startswith(" ") else text.rstrip()
         return text.split(mark)
-
-    def _cut(self, value: Any, mark: str) -> Any:
-        """Put a mark into every special token's text in a value, so that none is left whole."""
-        if isinstance(value, Mapping):
-            # Templates look for names that are identifiers, and no special token is one.
-            return {
-                name if name.isidentifier() else self._cut(name, mark): self._cut(inner, mark)
-                for name, inner in ((str(name), inner) for name, inner in value.items())
-            }
-        if isinstance(value, list | tuple):
-            return [self._cut(inner, mark) for inner in value]
-        if value is None or isinstance(value, bool | int | float):
-            return value
-        value = str(value)
-        while self._added.search(value):
-            value = self._added.sub(lambda found: found[0][0] + mark + found[0][1:], value)
-        # The text after it may be data too, and would make a special token whole.
-        ends = (value[-size:] for size in range(1, self._longest_added))
-        return value + mark if any(end in self._beginnings for end in ends) else value
 
 
 def byte_letters() -> list[str]:

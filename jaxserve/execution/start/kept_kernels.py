@@ -40,8 +40,10 @@ class KeptKernels:
     def keep(self, name: str, code: bytes) -> None:
         """Write the machine code of a kernel, unless a file has it."""
         path = self._path(name)
-        if not path.exists():
-            self._files.write(path, {"kernel": name, "where": self._where}, code)
+        with suppress(OSError):  # of which writing warns
+            if path.exists():
+                return
+        self._files.write(path, {"kernel": name, "where": self._where}, code)
 
     def _path(self, name: str) -> Path:
         return self._folder / file_name(f"{name} {self._where}")

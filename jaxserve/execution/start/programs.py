@@ -267,8 +267,8 @@ class ProgramStore:
         """Delete files of killed processes, and old ones where all take more than 8 GiB."""
         if self.folder is None:
             return
-        large = [*_files(self._objects), *_files(self._codes)]
-        for path in [*large, *_files(self.folder)]:
+        large = [*_files_in(self._objects), *_files_in(self._codes)]
+        for path in [*large, *_files_in(self.folder)]:
             with suppress(OSError):
                 if path.name.startswith(".") and time.time() - path.stat().st_mtime > _ABANDONED:
                     path.unlink()
@@ -284,7 +284,7 @@ class ProgramStore:
             total -= size
 
 
-def _files(directory: Path) -> list[Path]:
+def _files_in(directory: Path) -> list[Path]:
     with suppress(OSError):  # somebody removed the folder
         return [path for path in directory.iterdir() if path.is_file()]
     return []
