@@ -117,9 +117,8 @@ def main() -> int:
         secret.chmod(0o600)
         words = ["--nodes-secret", str(secret), "--master-port", str(free_ports())]
         ends = Ends([*SIZES, *words], options.limit)
-        for who, number in KINDS:
-            for _ in range(options.times):
-                ends.end(who, number, draw.uniform(0, ends.seconds))
+        for who, number in KINDS * options.times:
+            ends.end(who, number, draw.uniform(0, ends.seconds))
         ends.end("leader", signal.SIGTERM, 0)
         with ends.hosts():
             pass
