@@ -241,11 +241,11 @@ def place_on_default(path: str, values: np.ndarray) -> Array:
 def parameters_of(model: Decoder) -> dict[str, nnx.Param[Array]]:
     """Return a model's parameters by path, such as "layers.0.mlp.down".
 
-    Flax's own flattening leaves them in a cycle, where a closed engine's weights would wait for
-    Python's collection of garbage.
+    Flax's own flattening, which `nnx.state` does for a filter too, leaves them in a cycle, where a
+    closed engine's weights would wait for Python's collection of garbage.
     """
-    leaves = tree_leaves_with_path(nnx.state(model, nnx.Param), is_leaf=_is_variable)
-    return {_name(path): parameter for path, parameter in leaves}
+    leaves = tree_leaves_with_path(nnx.split(model)[1], is_leaf=_is_variable)
+    return {keystr(path, simple=True, separator="."): parameter for path, parameter in leaves}
 
 
 def parameter_values(model: Decoder) -> dict[str, Array]:
@@ -259,13 +259,10 @@ def filled(model: Decoder, values: Mapping[str, Any]) -> Decoder:
     Flax takes the variables as a list, in its order; it would flatten a state, see
     `parameters_of`.
     """
-    graphdef, state = nnx.split(model)
-    leaves = tree_leaves_with_path(state, is_leaf=_is_variable)
-    return nnx.merge(graphdef, [leaf.replace(values[_name(path)]) for path, leaf in leaves])
-
-
-def _name(path: tuple[Any, ...]) -> str:
-    return keystr(path, simple=True, separator=".")
+    parameters = parameters_of(model)
+    return nnx.merge(
+        nnx.graphdef(model), [leaf.replace(values[path]) for path, leaf in parameters.items()]
+    )
 
 
 def _is_variable(node: Any) -> bool:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jaxserve.engine.text.added_texts import AddedTexts, any_of
+from jaxserve.engine.text.added_texts import AddedTexts, pattern_of_any
 
 SOME = st.lists(st.text(alphabet="ab<|.", max_size=6), max_size=8)
 MARK = "\0"
@@ -21,13 +21,13 @@ MARK = "\0"
 @example(["a" * count for count in range(1, 200)], "a" * 77 + "b" + "a" * 300)
 def test_a_pattern_finds_the_longest_text(texts: list[str], within: str) -> None:
     plain = "|".join(map(re.escape, sorted(filter(None, texts), key=len, reverse=True)))
-    found = [match.span() for match in re.finditer(any_of(texts), within)]
+    found = [match.span() for match in re.finditer(pattern_of_any(texts), within)]
     assert found == ([match.span() for match in re.finditer(plain, within)] if plain else [])
 
 
 def test_what_texts_have_in_common_is_in_a_pattern_once() -> None:
-    assert any_of(["<a>", "<ab>", "b", "<a"]) == "<a(?:>|b>)?|b"
-    assert len(any_of([f"<unused{number}>" for number in range(1000)])) < 5000
+    assert pattern_of_any(["<a>", "<ab>", "b", "<a"]) == "<a(?:>|b>)?|b"
+    assert len(pattern_of_any([f"<unused{number}>" for number in range(1000)])) < 5000
 
 
 @settings(max_examples=500)

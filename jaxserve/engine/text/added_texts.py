@@ -11,8 +11,8 @@ _MOST_NESTED = 40  # groups in a pattern; Python's compiler of patterns is recur
 _NOTHING = r"(?!)"
 
 
-def any_of(texts: Collection[str]) -> str:
-    """Return a pattern of the longest of these texts that stands somewhere, or of nothing.
+def pattern_of_any(texts: Collection[str]) -> str:
+    """Return a pattern that finds any of some texts, the longest of those in one place.
 
     What texts have in common is in it once. Gemma 3 has 6,414 added tokens, nearly all of which
     begin with "<": as alternatives, all of them would be tried wherever a text has that letter.
@@ -46,7 +46,7 @@ class AddedTexts:
     def __init__(self, texts: Collection[str]) -> None:
         # Runs of spaces mark nothing.
         added = [text for text in texts if len(text.strip()) > 1]
-        self._pattern = re.compile(any_of(added))
+        self._pattern = re.compile(pattern_of_any(added))
         self._beginnings = {text[:end] for text in added for end in range(1, len(text))}
         self._longest = max(map(len, added), default=1)
 

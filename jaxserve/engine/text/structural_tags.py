@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxserve.engine.text.added_texts import any_of
+from jaxserve.engine.text.added_texts import pattern_of_any
 from jaxserve.engine.text.structural_tag_fields import (
     content_field,
     elements_field,
@@ -125,7 +125,7 @@ class _Writer:
         grammar_rule: Callable[[str], str],
     ) -> None:
         self._specials = {text: number for text, number in specials.items() if text}
-        self._special = re.compile(f"({any_of(self._specials)})")
+        self._special = re.compile(f"({pattern_of_any(self._specials)})")
         self._schema_rule = schema_rule
         self._grammar_rule = grammar_rule
         self.lines: list[str] = []

@@ -81,7 +81,7 @@ def digest(content: bytes) -> str:
 
 
 def file_name(name: str) -> str:
-    """Return a file name for a program: readable, and unique."""
+    """Return a file name for a program or a kernel: readable, and unique."""
     return f"{re.sub(r'[^a-z0-9]+', '-', name.lower())[:60]}-{digest(name.encode())[:8]}"
 
 

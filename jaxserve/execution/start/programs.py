@@ -92,7 +92,7 @@ class ProgramStore:
         self.where: dict[str, Any] = json.loads(json.dumps({**where, **own}))
         self._lock = threading.Lock()
         self._files = KeptFiles(_log)
-        self._kernels: KeptKernels | None = None
+        self._kept_kernels: KeptKernels | None = None
         if directory is None:
             return
         self._objects, self._codes = directory / "objects", directory / "kernels"
@@ -105,7 +105,7 @@ class ProgramStore:
         else:
             self.folder = folder
             if self.where.get("cpu"):  # elsewhere programs have no such kernels
-                self._kernels = KeptKernels(self._files, self._codes, self.where)
+                self._kept_kernels = KeptKernels(self._files, self._codes, self.where)
             self._name_settings()
 
     def __str__(self) -> str:
@@ -180,7 +180,7 @@ class ProgramStore:
             self._files.write(self.folder / name, {"name": name}, content)
 
     def _trace(self, lower: Callable[[], Lowered], name: str) -> Lowered:
-        kept = nullcontext() if self._kernels is None else kernels_from(self._kernels)
+        kept = nullcontext() if self._kept_kernels is None else kernels_from(self._kept_kernels)
         with self._timed("trace", name), kept:
             return lower()
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Generator
 from typing import TypeVar
 
+from jaxserve.engine.text.added_texts import pattern_of_any
 from jaxserve.server.tool_calls.literals import EndFinder
 
 T = TypeVar("T")
@@ -196,8 +197,7 @@ class Source:
 @functools.lru_cache(maxsize=256)
 def any_of(marks: tuple[str, ...]) -> re.Pattern[str]:
     """Return a pattern that finds any of some marks, the longest of those in one place."""
-    ordered = sorted(filter(None, marks), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
+    return re.compile(pattern_of_any(marks))
 
 
 @functools.lru_cache(maxsize=256)
