@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from jaxserve.garbage import collection_paused
+
 if TYPE_CHECKING:
     from jaxserve.beams import BeamSearchParams
     from jaxserve.config import EngineConfig
@@ -93,7 +95,8 @@ def __getattr__(name: str) -> object:
         return _version()
     if name not in _HOMES:
         raise AttributeError(f"module 'jaxserve' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    with collection_paused():
+        return getattr(import_module(_HOMES[name]), name)
 
 
 def _version() -> str:

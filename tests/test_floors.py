@@ -30,6 +30,7 @@ FLOORS = {
     "jaxserve.hosts": 1,
     "jaxserve.kv_events": 1,
     "jaxserve.eplb": 1,
+    "jaxserve.garbage": 1,
     "jaxserve.machine": 1,
     "jaxserve.unserved": 1,
     "jaxserve": 1,  # names resolved on first use, so that it imports nothing itself
@@ -48,7 +49,7 @@ BASE = (
     *("jaxserve.errors", "jaxserve.structured", "jaxserve.request", "jaxserve.outputs"),
     *("jaxserve.config", "jaxserve.machine", "jaxserve.unserved", "jaxserve"),
     *("jaxserve.model_name", "jaxserve.overrides", "jaxserve.kv_events", "jaxserve.hosts"),
-    "jaxserve.eplb",
+    *("jaxserve.eplb", "jaxserve.garbage"),
     *("jaxserve.checks", "jaxserve.beams"),
 )
 # All that crosses from the host half to the device half.
@@ -98,6 +99,7 @@ ONLY = {
     "jaxserve.unserved": set(),
     "jaxserve.kv_events": set(),
     "jaxserve.eplb": set(),
+    "jaxserve.garbage": set(),
     "jaxserve.hosts": set(),
 }
 FORBIDDEN_ENDINGS = ("Manager", "Handler", "Helper", "Mixin")

@@ -23,6 +23,7 @@ from jaxserve.commands.vllm_flags import SERVER
 from jaxserve.config import EngineConfig, prepare_process
 from jaxserve.errors import InvalidRequest
 from jaxserve.fleet.options import FleetConfig, check_cluster, check_gang, check_server
+from jaxserve.garbage import collection_paused
 from jaxserve.hosts import check_secret
 from jaxserve.server.http.listener import bind, bind_path
 from jaxserve.server.http.tls import check_certificates
@@ -106,7 +107,8 @@ def serve(arguments: argparse.Namespace) -> int:
             return _serve_fleet(specs, config, fleet)
         socket = bind(config.host, config.port) if config.uds is None else bind_path(config.uds)
         with socket as listener:
-            module = importlib.import_module("jaxserve.commands.server")  # imports JAX
+            with collection_paused():
+                module = importlib.import_module("jaxserve.commands.server")  # imports JAX
             return module.serve(specs, config, listener, arguments.verbose)
     except (ValueError, OSError) as error:  # wrong settings, files or port
         raise CommandError(str(error)) from error

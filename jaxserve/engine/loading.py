@@ -36,7 +36,7 @@ from jaxserve.execution.start.behind import ProgramsBehind
 from jaxserve.execution.start.compilation import prepare_cache
 from jaxserve.execution.start.device import DeviceMemory, open_device, this_device
 from jaxserve.execution.start.memory_plan import MemoryPlan, plan_memory
-from jaxserve.execution.start.memory_return import collection_paused, return_memory
+from jaxserve.execution.start.memory_return import return_memory
 from jaxserve.execution.start.refusal import refusal
 from jaxserve.execution.start.report import StartReport
 from jaxserve.execution.start.sum_options import sum_options
@@ -172,7 +172,7 @@ def begin(config: EngineConfig, on_progress: OnProgress | None, root: Path) -> B
     model_config = source.model_config.for_length(config.max_model_len)
     tokenizer = None
     if not config.skip_tokenizer_init:
-        with timeline.span("read the tokenizer"), collection_paused():
+        with timeline.span("read the tokenizer"):
             tokenizer = source.tokenizer(config, on_progress)
 
     def plan(model: Decoder) -> WarmUp:

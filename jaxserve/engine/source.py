@@ -15,6 +15,7 @@ from jaxserve.engine.text.tokenizer import Tokenizer, read_generation_config
 from jaxserve.errors import CheckpointError, InvalidRequest, UnsupportedModel
 from jaxserve.execution.mesh import Mesh
 from jaxserve.execution.runner import OnProgress
+from jaxserve.garbage import collection_paused
 from jaxserve.model_name import NO_MODEL, kind_of_model
 from jaxserve.models import Decoder, ModelConfig, parse_model_config, read_config_fields
 from jaxserve.models.shards import Split, check_split
@@ -68,6 +69,7 @@ class Source:
         """The quantization of parameters that were placed before; None where there is none."""
         return self.weights.quantization if isinstance(self.weights, ConvertedModel) else None
 
+    @collection_paused()
     def tokenizer(self, config: EngineConfig, on_progress: OnProgress | None = None) -> Tokenizer:
         """Return the tokenizer that the settings name, or the model's own.
 

@@ -21,7 +21,7 @@ from jaxserve.engine.source import Source, find_source
 from jaxserve.execution.start import compilation, programs
 from jaxserve.execution.start.compilation import fingerprint, prepare_cache
 from jaxserve.execution.start.host_cache import cpu_page_budget
-from jaxserve.execution.start.memory_return import collection_paused
+from jaxserve.garbage import collection_paused
 from jaxserve.models import read_model_config
 from jaxserve.weights.expected import expected_model
 from tests.support.checkpoint import save_checkpoint

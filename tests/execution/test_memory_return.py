@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import re
 import struct
 from pathlib import Path
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxserve.execution.start import memory_return
-from jaxserve.execution.start.memory_return import collection_paused, return_memory
+from jaxserve.execution.start.memory_return import return_memory
 
 HEADER = re.compile(r"([0-9a-f]+)-[0-9a-f]+ \S+ \S+ \S+ \d+")
 
@@ -36,18 +35,6 @@ def elf(path: Path, *segments: tuple[int, int, int]) -> str:
     )
     path.write_bytes(bytes(header) + table)
     return str(path)
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_garbage_is_collected_afterwards_if_it_was_before(enabled: bool) -> None:
-    if not enabled:
-        gc.disable()
-    try:
-        with collection_paused():
-            assert not gc.isenabled()
-        assert gc.isenabled() == enabled
-    finally:
-        gc.enable()
 
 
 def test_libraries_lose_their_pages_and_work_on() -> None:

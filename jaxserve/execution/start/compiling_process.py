@@ -38,7 +38,9 @@ import sys
 sys.path[:] = {path!r}
 from jaxserve.config import prepare_process
 prepare_process()
-from jaxserve.execution.start.compiling_process import serve
+from jaxserve.garbage import collection_paused
+with collection_paused():
+    from jaxserve.execution.start.compiling_process import serve
 serve()
 """
 _PR_SET_PDEATHSIG = 1

@@ -1,13 +1,12 @@
-"""Memory that a start or a burst of work leaves behind: when it is looked for, and given back."""
+"""Memory that a start or a burst of work leaves behind, given back."""
 
 from __future__ import annotations
 
 import ctypes
-import gc
 import struct
 import sys
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from mmap import PAGESIZE
 from pathlib import Path
 
@@ -16,23 +15,6 @@ _LEAST_BYTES = 1 << 20
 _MAPS = Path("/proc/self/maps")
 _SEGMENT = struct.Struct("<IIQQQQQQ")  # of a 64-bit ELF file's program header
 _PT_LOAD, _PF_W = 1, 2
-
-
-@contextmanager
-def collection_paused() -> Generator[None]:
-    """Leave Python's cyclic garbage alone meanwhile.
-
-    Tracing makes many objects that stay until the program is compiled, and a tokenizer with a large
-    vocabulary many that stay for good. Looking through them again and again takes about a tenth of
-    a cold start.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def return_memory() -> None:

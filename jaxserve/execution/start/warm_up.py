@@ -30,10 +30,10 @@ from jaxserve.execution.start.bucket_plan import (
 from jaxserve.execution.start.cache_size import CacheSize, temporary_bytes_of
 from jaxserve.execution.start.compilation import open_store
 from jaxserve.execution.start.compiler import Compiler
-from jaxserve.execution.start.memory_return import collection_paused
 from jaxserve.execution.start.report import StartReport
 from jaxserve.execution.start.timeline import Timeline
 from jaxserve.execution.state import DeviceState, StepOutput, page_bytes
+from jaxserve.garbage import collection_paused
 from jaxserve.models import Decoder, ModelConfig
 from pallas_kernels.devices import target_device
 
