@@ -161,17 +161,24 @@ def in_panels(rows: np.ndarray, form: str, panels: np.ndarray) -> None:
 
 def columns(panels: jax.Array, outputs: jax.Array, form: str) -> jax.Array:
     """Return the weights of outputs [T], which must be in range: float32 [T, I]."""
-    lane = outputs % PANEL
-    where = [
-        PANEL * place.start + item * PANEL * place.item + lane[:, None] * place.item + byte
-        for place in FORMATS[form].fields.values()
-        for item in range(place.count)
-        for byte in range(place.item)
-    ]
-    index = jnp.concatenate(where, axis=1)[:, None, :]
+    # Arithmetic on two constants: operations for each byte would be most of a model's program.
+    start, step = _byte_places(form)
+    index = (start + step * (outputs % PANEL)[:, None])[:, None, :]
     panel = (outputs // PANEL)[:, None, None]
     block = jnp.arange(panels.shape[1])[None, :, None]
     return numbers(panels.at[panel, block, index].get(mode="promise_in_bounds"), form)
+
+
+def _byte_places(form: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return where each byte of a panel's first output lies, and how far on that of the next is."""
+    starts: list[int] = []
+    steps: list[int] = []
+    for place in FORMATS[form].fields.values():
+        for item in range(place.count):
+            first = PANEL * (place.start + item * place.item)
+            starts += range(first, first + place.item)
+            steps += [place.item] * place.item
+    return np.array(starts, np.int32), np.array(steps, np.int32)
 
 
 def numbers(rows: jax.Array, form: str) -> jax.Array:

@@ -70,6 +70,14 @@ def test_numbers_are_those_of_gguf_to_the_bit(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
+def test_rows_of_an_embedding_take_as_many_operations_in_every_form(form: str) -> None:
+    panels = in_panels(random_blocks(form, outputs=70, inputs=512), form)
+    lowered = jax.jit(BlockPanels.columns).lower(panels, np.array([3], np.int32))
+    # They were more than a thousand where a block has 210 bytes, and most of a model's program.
+    assert lowered.as_text().count("stablehlo.") < 200
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("outputs", [1, 70])
 def test_product_is_that_of_the_numbers(form: str, outputs: int) -> None:
     raw = random_blocks(form, outputs, inputs=512, seed=outputs)
