@@ -9,7 +9,6 @@ such blocks become the same blocks again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -35,13 +34,16 @@ def quantize_rows(weight: np.ndarray, form: str) -> tuple[BlockRows, float]:
     outputs, inputs = weight.shape
     blocks = np.empty((outputs, inputs // made.size, made.num_bytes), np.uint8)
 
-    def fill(piece: tuple[int, np.ndarray]) -> float:
-        start, rows = piece
-        blocks[start : start + len(rows)], error = _quantized(rows, made)
+    step = max(1, _VALUES // inputs)
+
+    def fill(start: int) -> float:
+        # Copied here: a copy of all pieces is one of the whole weight.
+        rows = np.ascontiguousarray(weight[start : start + step], np.float32)
+        blocks[start : start + step], error = _quantized(rows, made)
         return error
 
     with ThreadPoolExecutor(cpu_threads()) as pool:  # NumPy lets other threads run meanwhile
-        return BlockRows(form, blocks), sum(pool.map(fill, _pieces(weight)))
+        return BlockRows(form, blocks), sum(pool.map(fill, range(0, outputs, step)))
 
 
 def block_forms(path: str, inputs: int, layers: int) -> tuple[str, ...]:
@@ -73,12 +75,6 @@ def grouped_form(inputs: int) -> str:
 def best_rows(weight: np.ndarray, forms: tuple[str, ...]) -> BlockRows:
     """Quantize to each of some formats, and return what errs least; the first of equals."""
     return min((quantize_rows(weight, form) for form in forms), key=lambda made: made[1])[0]
-
-
-def _pieces(weight: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    step = max(1, _VALUES // weight.shape[1])
-    for start in range(0, len(weight), step):
-        yield start, np.ascontiguousarray(weight[start : start + step], np.float32)
 
 
 def _quantized(rows: np.ndarray, made: BlockFormat) -> tuple[np.ndarray, float]:
