@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -99,8 +100,20 @@ def step_of(dtype: Any) -> float:
     return float(jnp.finfo(dtype).eps)
 
 
-@pytest.mark.parametrize("tokens", [1, 8])
-@pytest.mark.parametrize("kind", KINDS, ids=range(len(KINDS)))
+def calls(kinds: Sequence[Kind], tokens: int) -> list[Any]:
+    """Return kinds with several tokens, and with one, which every third has in the usual run.
+
+    One token is a grid or a loop of one turn, in which a kind has the same part as in more.
+    """
+    found = []
+    for number, kind in enumerate(kinds):
+        for count in (1, tokens):
+            marks = [] if count > 1 or number % 3 == 0 else [pytest.mark.long]
+            found.append(pytest.param(kind, count, id=f"{number}-{count}", marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("kind", "tokens"), calls(KINDS, 8))
 def test_queries_and_pages(kind: Kind, tokens: int) -> None:
     check(kind, tokens, "triton_interpret")
 
@@ -114,10 +127,9 @@ ON_CPU += [
 ]
 
 
-@pytest.mark.parametrize("kind", ON_CPU, ids=range(len(ON_CPU)))
-def test_queries_and_pages_on_cpu(kind: Kind) -> None:
-    for tokens in (1, 33):
-        check(kind, tokens, "llvm")
+@pytest.mark.parametrize(("kind", "tokens"), calls(ON_CPU, 33))
+def test_queries_and_pages_on_cpu(kind: Kind, tokens: int) -> None:
+    check(kind, tokens, "llvm")
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

@@ -437,7 +437,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-# Cases whose layers would be alike, so that a second one shows nothing that no other case shows.
+# Cases whose layers would be alike, or differ as in others of the family, so that a second one
+# shows nothing that no other case shows.
 ONE_LAYER = frozenset(
     """
     llama_tied llama_biases llama3_rope llama_head_dim llama_linear llama_dynamic llama_yarn
@@ -446,7 +447,7 @@ ONE_LAYER = frozenset(
     mixtral_top1_window_tied mixtral_many_yarn qwen2_yarn qwen3_tied_bias
     qwen3_moe_weights_as_they_are phi3_longrope phi3_longrope_short phi3_odd_head olmo2_bias_tied
     olmo2_linear_head_dim granite_tied_biases granite_llama3_head_dim cohere_qk_norm_untied
-    cohere_yarn cohere_longrope cohere_dynamic
+    cohere_yarn cohere_longrope cohere_dynamic gpt_oss_truncated_tied
     deepseek_v2_bias_wide_values deepseek_v3_halves_as_they_are glm_tied_quarter
     glm_whole_heads_linear glm4_tied_three_quarters glm4_yarn_without_biases gemma_tied_linear
     gemma_bias_yarn

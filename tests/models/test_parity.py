@@ -14,12 +14,12 @@ from jaxserve.models import read_model_config
 from jaxserve.weights import load_weights
 from jaxserve.weights.expected import expected_model
 from scripts.lib.paged_runner import PagedRunner
-from tests.models.cases import CASES, family_of
+from tests.models.cases import CASES
 from tests.models.tiny_models import load, reference_logits, relative_error
 
 TOLERANCE = 1e-4
 PROMPT_LENGTHS = (50, 7, 23)
-NUM_GENERATED = 64
+NUM_GENERATED = 32  # so that rows pass the windows, pages and original contexts of all cases
 CHUNK = sum(-(-length // 2) for length in PROMPT_LENGTHS) + 1  # of a prompt in two steps
 HIT, SHARED = 32, 41  # tokens that a row shares with another, and that it computes anew
 
@@ -29,20 +29,40 @@ def prompts_for(case: str) -> list[list[int]]:
     return [generator.integers(0, 96, length).tolist() for length in PROMPT_LENGTHS]
 
 
+# Each kind of attention in steps of one token for each row: alone, with windows, caps, sinks, no
+# rotation, queries that grow, and latents.
+ALONE = frozenset(
+    """
+    llama_gqa_untied mistral_window ministral3_growth cohere2_tied gpt_oss_alternate
+    deepseek_v2_groups gemma2_caps
+    """.split()
+)
+# What each of these joins is in other cases: a rotation that every family reads with the same
+# lines, with sizes that are those of its family's other cases or of Llama's.
+JOINED = frozenset(
+    """
+    llama_tied mistral_no_window_tied mistral_odd_head_yarn ministral_linear ministral3_odd_head
+    mixtral_many_yarn qwen2_yarn olmo2_linear_head_dim granite_llama3_head_dim cohere_yarn
+    cohere_longrope cohere_dynamic cohere2_head_dim_yarn glm_tied_quarter
+    glm4_yarn_without_biases gemma_tied_linear gemma3_longrope_local_yarn
+    """.split()
+)
+
+
 def runs() -> list[Any]:
     """Return each case with a page size, of which both occur in most families, and a way to decode.
 
     A step of one token for each row is a program of its own, or is padded to the prompts' chunks.
     The two differ in the operation that attends alone, and give it the same options: so the usual
-    run has the first way for the first case of each family.
+    run has the first way for one case of each kind of attention.
     """
     sized, found = zip(CASES, cycle([4, 16]), strict=False), []
     for case, page_size in sized:
-        first = case == next(name for name in CASES if family_of(name) == family_of(case))
-        found.append(pytest.param(case, page_size, not first, id=f"{case}-{page_size}"))
-        if not first:
-            name = f"{case}-{page_size}-decode alone"
-            found.append(pytest.param(case, page_size, False, id=name, marks=pytest.mark.long))
+        for padded in (True, False):
+            usual = padded != (case in ALONE) and case not in JOINED
+            name = f"{case}-{page_size}" + "-decode alone" * (not padded)
+            marks = [] if usual else [pytest.mark.long]
+            found.append(pytest.param(case, page_size, padded, id=name, marks=marks))
     return found
 
 

@@ -244,12 +244,29 @@ def test_ids_beyond_the_logits_are_never_drawn() -> None:
     assert bits.sum() > 0 and not bits[size:].any()
 
 
+# Of the vocabularies that have the marks of calls as added tokens, as special ones, or not at all:
+# with the calls that an answer may have. The second kind of vocabulary has in the usual run those
+# that the first has not: a kind says which texts its tokens have, and a form's grammar has no part
+# in that.
 HOW = ["added", "special", "text"]
+LONG = pytest.mark.long
+FORCED = [
+    pytest.param((kind, how), most, marks=[] if usual == most else LONG, id=f"{kind}-{how}-{most}")
+    for kind, usual in (("byte_level", 3), ("byte_fallback", 1))
+    for how in HOW
+    for most in (1, 3)
+]
+CHOSEN = [
+    pytest.param((kind, how), marks=LONG if long else [], id=f"{kind}-{how}")
+    for kind in KINDS
+    for how in HOW
+    for long in [kind == "byte_fallback" and how == "special"]
+]
 
 
-@pytest.fixture(scope="module", params=[(kind, how) for kind in KINDS for how in HOW], ids="-".join)
+@pytest.fixture(scope="module")
 def marked(request: pytest.FixtureRequest) -> Vocabulary:
-    """A vocabulary that has the marks of calls as added tokens, as special ones, or not at all."""
+    """A vocabulary of a kind that has the marks in one of these ways."""
     kind, how = request.param
     make, end = KINDS[kind]
     source = make()
@@ -264,7 +281,7 @@ def spell(vocabulary: Vocabulary, mark: str) -> str:
     return json.dumps(mark) if number is None else f"<[{number}]>"
 
 
-@pytest.mark.parametrize("most", [1, 3])
+@pytest.mark.parametrize(("marked", "most"), FORCED, indirect=["marked"], scope="module")
 @pytest.mark.parametrize("form", FORMS)
 def test_forced_calls_begin_with_the_mark_and_fit(marked: Vocabulary, form: str, most: int) -> None:
     grammar = grammar_of_calls(
@@ -301,6 +318,7 @@ def follows(vocabulary: Vocabulary, start: Constraint, tokens: Sequence[int]) ->
     return len(tokens)
 
 
+@pytest.mark.parametrize("marked", CHOSEN, indirect=True, scope="module")
 @pytest.mark.parametrize("form", FORMS)
 def test_a_chosen_call_begins_with_the_mark_and_fits(marked: Vocabulary, form: str) -> None:
     described = CALL_FORMATS[form]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,11 @@ from jaxserve.weights.gguf.blocks import BlockRows, rows_of_blocks
 from jaxserve.weights.model_weights import filled
 from jaxserve.weights.quantize import FORMS, quantize
 from pallas_kernels.cpu import blocks
+from scripts.lib.fast_compile import FAST
 from scripts.lib.paged_runner import PagedRunner
 from tests.models.tiny_models import relative_error
 from tests.support.gguf_blocks import random_blocks, unpacked
+from tests.support.quick_operations import quick_operations
 from tests.support.tiny_config import TINY
 from tests.weights import packing
 
@@ -213,6 +216,13 @@ def checkpoint(
     return packing.save(directory, raw, tensors), plain
 
 
+@pytest.fixture(scope="module", autouse=True)
+def operations_are_compiled_quickly() -> Generator[None]:
+    """Models are drawn and codes are taken apart by operations of as many shapes as there are."""
+    with quick_operations():
+        yield
+
+
 @pytest.fixture(scope="module")
 def logits() -> Any:
     """Of a model, after each of seven tokens; models stored alike share a compiled program."""
@@ -286,9 +296,10 @@ def test_stacked_tensors_are_taken_apart(tmp_path):
         for folder in (directory, packing.save(tmp_path / "plain", PHI, plain))
     ]
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 64)), jnp.float32)
+    product = jax.jit(matmul, compiler_options=FAST)
     for products in (
-        [matmul(x, layer.attention.qkv[...]) for layer in layers],
-        [matmul(x, layer.mlp.gate_up[...]) for layer in layers],
+        [product(x, layer.attention.qkv[...]) for layer in layers],
+        [product(x, layer.mlp.gate_up[...]) for layer in layers],
     ):
         np.testing.assert_allclose(*products, rtol=1e-4, atol=1e-5)
 
