@@ -67,6 +67,9 @@ SLOTS = 5
 DEVICE_PAGES = 400
 MOST_STEPS = 6
 MAX_STEPS = 4000
+# Of programs: two of each kind. Where they are not the question, the largest do.
+FULL: dict[str, Any] = {"decode_sizes": (2, SLOTS), "token_sizes": (8, 64)}
+LARGEST: dict[str, Any] = {"decode_sizes": (SLOTS,), "token_sizes": (64,)}
 
 TINY = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -166,6 +169,7 @@ class Bench:
         dtype: of the engines; only in float64 there is an oracle.
         split: devices that the engines are divided over.
         group: of hosts that they lie on; there no host has all logits, and none scores them.
+        sizes: settings of the engines that differ from those of `small_config`.
     """
 
     def __init__(
@@ -176,6 +180,7 @@ class Bench:
         dtype: Literal["float64", "float32", "bfloat16"] = "float64",
         split: Split = ONE_DEVICE,
         group: Group | None = None,
+        sizes: Mapping[str, Any] = FULL,
     ) -> None:
         self.scores_on_host = group is None
         model_config = parse_model_config(dict(fields))
@@ -199,6 +204,7 @@ class Bench:
                 kv_cache_dtype=kv_cache_dtype,
                 block_size=page,
                 max_logprobs=most,
+                **sizes,
             )
             runner = WarmUp(config, model_config, model, group=group).run()
             limits = Limits(VOCAB, MAX_LEN, (END,), seed=0, max_logprobs=most)
@@ -279,15 +285,13 @@ def small_config(model_config: ModelConfig, **fields: Any) -> EngineConfig:
         max_model_len=MAX_LEN,
         max_num_seqs=SLOTS,
         max_num_batched_tokens=64,
-        decode_sizes=(2, SLOTS),
-        token_sizes=(8, 64),
         num_gpu_blocks_override=DEVICE_PAGES,
         check_invariants=True,
         num_scheduler_steps=MOST_STEPS,
         tensor_parallel_size=model_config.split.devices,
         enable_expert_parallel=model_config.split.expert_parallel,
         decode_context_parallel_size=model_config.split.context,
-        **fields,
+        **(FULL | fields),
     ).resolve("cpu", model_config.max_position_embeddings)
 
 

@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from jaxserve.engine.chat_sampling import CHAT_SAMPLING, chat_sampling
 from jaxserve.engine.text.tokenizer import recommends_sampling
 from tests.support.checkpoint import save_checkpoint
 from tests.support.kept_programs import users_environment
+from tests.support.quick_code import quick_programs
 
 ROOT = Path(__file__).parent.parent
 # Few and small programs, so that they compile quickly.
@@ -45,6 +47,13 @@ def run(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
     process = start(*arguments)
     out, err = process.communicate(stdin, timeout=300)
     return process.returncode, out, err
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_code() -> Iterator[None]:
+    """Engines of this process compile as quickly as those of the others."""
+    with quick_programs():
+        yield
 
 
 @pytest.fixture(scope="module")

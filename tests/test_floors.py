@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+from scripts.lib.fast_compile import FAST
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("jaxserve", "pallas_kernels")
@@ -141,6 +144,19 @@ def walk(node: ast.AST, inside: bool = False) -> Iterator[tuple[ast.AST, bool]]:
         yield from walk(child, inside or function)
 
 
+@cache
+def nodes_of(source: str) -> list[tuple[ast.AST, bool]]:
+    """Every node of a source, and whether it stands in a function."""
+    return list(walk(ast.parse(source)))
+
+
+@cache
+def importing(source: str) -> list[tuple[ast.AST, bool]]:
+    """Those that may name a module: each check looks at them once, and some once a folder."""
+    kinds = ast.Import | ast.ImportFrom | ast.Constant
+    return [(node, inside) for node, inside in nodes_of(source) if isinstance(node, kinds)]
+
+
 def imports(name: str, known: Modules) -> Iterator[tuple[str, bool]]:
     """What a module imports, as dotted names, and whether it does so in a function.
 
@@ -149,7 +165,7 @@ def imports(name: str, known: Modules) -> Iterator[tuple[str, bool]]:
     """
     if name == "jaxserve":
         return
-    for node, inside in walk(ast.parse(known[name])):
+    for node, inside in importing(known[name]):
         if isinstance(node, ast.Import):
             yield from ((alias.name, inside) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -223,7 +239,7 @@ def room_faults(known: Modules) -> Iterator[str]:
 
 def environment_faults(known: Modules) -> Iterator[str]:
     for name, source in known.items():
-        for node, _ in walk(ast.parse(source)):
+        for node, _ in nodes_of(source):
             named = isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "putenv")
             if named and name != "jaxserve.config":
                 yield f"{name} reads the environment; only jaxserve.config may"
@@ -231,7 +247,7 @@ def environment_faults(known: Modules) -> Iterator[str]:
 
 def name_faults(known: Modules) -> Iterator[str]:
     for name, source in known.items():
-        for node, _ in walk(ast.parse(source)):
+        for node, _ in nodes_of(source):
             if isinstance(node, ast.ClassDef) and node.name.endswith(FORBIDDEN_ENDINGS):
                 yield f"{name}: class {node.name} says nothing by its ending"
 
@@ -243,7 +259,7 @@ def size_faults(known: Modules) -> Iterator[str]:
             yield f"{name} has {lines} lines; at most {MOST_LINES[package]}"
         if package == "pallas_kernels":
             continue
-        for node, _ in walk(ast.parse(source)):
+        for node, _ in nodes_of(source):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 length = (node.end_lineno or node.lineno) - node.lineno + 1
                 if length > MOST_FUNCTION_LINES:
@@ -264,6 +280,7 @@ def test_structure(check: str) -> None:
     assert list(CHECKS[check](modules())) == []
 
 
+QUICK = {"XLA_FLAGS": " ".join(f"--{name}={str(value).lower()}" for name, value in FAST.items())}
 LONG = "def f():\n" + "    pass\n" * 60
 # Sources with one fault each, and the check that must find it.
 FAULTY: list[tuple[str, Modules]] = [
@@ -332,7 +349,9 @@ def loads(statement: str, blocked: tuple[str, ...]) -> None:
     names = sorted(modules())
     code = f"import sys\nfor name in {blocked}: sys.modules[name] = None\n{statement}"
     run = [sys.executable, "-c", code.replace("ALL", repr(names))]
-    result = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        run, cwd=ROOT, env=os.environ | QUICK, capture_output=True, text=True, check=False
+    )
     assert result.returncode == 0, result.stderr
 
 

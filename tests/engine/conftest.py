@@ -1,11 +1,18 @@
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from jax.stages import Lowered
 
 from jaxserve import LLM, EngineConfig, SamplingParams
 from jaxserve.engine.loading import Loaded, load
+from jaxserve.execution.start import weight_sizes
+from jaxserve.execution.start.programs import ProgramStore
+from scripts.lib.fast_compile import FAST
 from tests.support.checkpoint import save_checkpoint
 from tests.support.quick_code import quick_programs
 
@@ -37,6 +44,37 @@ def loaded(checkpoint: Path) -> Loaded:
 def quick_code() -> Generator[None]:
     """For modules that do not look at the code of programs: see `tests.support.quick_code`."""
     with quick_programs():
+        yield
+
+
+@pytest.fixture
+def quick_sampler() -> Generator[None]:
+    """Compile quickly what is no step of the model, for tests of what the layers compute.
+
+    Half the time that an engine of a small model takes to compile is that of its sampler.
+    """
+    kinds = ("state", "sampler", "score", "project", "load slot", "set ")
+    compile_program = ProgramStore._compile
+
+    def compile_quick(store: ProgramStore, lowered: Any, name: str) -> Any:
+        if name.startswith(kinds) and isinstance(lowered, Lowered):
+            quick = partial(lowered.compile, compiler_options=FAST)
+            lowered = SimpleNamespace(compile=quick)
+        return compile_program(store, lowered, name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ProgramStore, "_compile", compile_quick)
+        yield
+
+
+@pytest.fixture(scope="module")
+def shapes_once() -> Generator[None]:
+    """Make the description of a model once in a module whose tests plan for the same models often.
+
+    A description is read only, and that of a large model takes a second.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weight_sizes, "abstract_model", cache(weight_sizes.abstract_model))
         yield
 
 

@@ -23,6 +23,8 @@ from jaxserve.models import parse_model_config
 from jaxserve.models.shards import Split, check_split
 from tests.models.test_published_configs import DEEPSEEK_V3, LLAMA_3, shape
 
+pytestmark = pytest.mark.usefixtures("shapes_once")
+
 MODELS: dict[str, Any] = {
     "8B": LLAMA_3,
     "70B": LLAMA_3 | shape(8192, 28672, 80, 64, 8, 128256),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -25,8 +26,9 @@ from jaxserve.execution.start.host_cache import cpu_page_budget
 from jaxserve.execution.start.memory_plan import HOST_RESERVE
 from tests.models.test_published_configs import LLAMA_3, LLAMA_32_ROPE, MISTRAL, QWEN_3, shape
 from tests.support.host_files import MIB, limited_host, write_host
+from tests.support.quick_code import compile_quickly
 
-pytestmark = pytest.mark.usefixtures("quick_code")
+pytestmark = pytest.mark.usefixtures("quick_code", "shapes_once")
 
 GB, GIB = 10**9, 2**30
 LLAMA_32 = LLAMA_3 | {"rope_scaling": LLAMA_32_ROPE, "tie_word_embeddings": True}
@@ -291,7 +293,9 @@ def test_a_process_stays_within_what_was_free(long: Path, tmp_path: Path) -> Non
     free = HOST_RESERVE + 300 * MIB
     root = limited_host(tmp_path / "host", free)
     command = [sys.executable, "-c", START, str(long), str(root)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    environment = dict(os.environ)
+    compile_quickly(environment)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     longest, peak = map(int, done.stdout.split())
     assert longest == 16 * 1023 and 256 * MIB < peak < free

@@ -59,6 +59,8 @@ from tests.models.test_published_configs import (
 )
 from tests.support.nvml import GB10, RTX_4090, T4, play_driver
 
+pytestmark = pytest.mark.usefixtures("shapes_once")
+
 MODELS: dict[str, Any] = {
     "8B": LLAMA_3,
     "14B": QWEN_3 | shape(5120, 17408, 40, 40, 8, 151936) | {"max_window_layers": 40},

@@ -136,6 +136,7 @@ def test_a_launch_of_several_steps_copies_and_widens_no_expert(form: str | None,
     assert len(products) >= 2 + 2 and program.memory_analysis().temp_size_in_bytes < one_expert
 
 
+@pytest.mark.usefixtures("quick_sampler")
 @pytest.mark.parametrize(
     ("cache", "dtype", "head"),  # bytes of a head: codes of 64 numbers, and a scale
     [("fp8", jnp.uint8, 64), ("int8_per_token_head", jnp.int8, 64 + 4)],
@@ -165,6 +166,7 @@ def test_requests_together_equal_each_alone_in_int4_over_8_bits(cache, dtype, he
         assert sum(page.nbytes for page in pages) == runner.num_pages * runner.page_bytes
 
 
+@pytest.mark.usefixtures("quick_sampler")
 @pytest.mark.parametrize("form", ["w8a8", "nvfp4"])
 def test_requests_to_a_stored_form_together_equal_each_alone(form, tmp_path):
     """To the bit of every log-probability; and the plan has counted what the weights take."""

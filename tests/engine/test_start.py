@@ -213,17 +213,27 @@ sys.exit(main(["compile", checkpoint, *options]))
 """
 
 
+def users_environment() -> dict[str, str]:
+    """Return an environment without JAX's own cache, in which programs compile quickly."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
+    compile_quickly(environment)
+    return environment
+
+
 @pytest.mark.parametrize("steps", [long(1), 4])
 def test_a_second_start_compiles_nothing_and_answers_alike(
     checkpoint: Path, tmp_path: Path, steps: int
 ) -> None:
-    """And `jaxserve compile` has nothing left to do, for the same options."""
+    """And `jaxserve compile` has nothing left to do, for the same options.
+
+    Nor has a process with another number of devices.
+    """
     cache = {"compilation_cache_dir": str(tmp_path / "cache"), "num_scheduler_steps": steps}
     cache |= {"wait_for_all_programs": True}
     command = [sys.executable, "-c", STARTS, str(checkpoint), json.dumps(SMALL | cache)]
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
-    compile_quickly(environment)
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=users_environment(), check=False
+    )
     assert done.returncode == 0, done.stderr
     first, second = json.loads(done.stdout.splitlines()[0])
     assert first[:3] == [10, 0, True] and second[:3] == [0, 10, False]
@@ -231,38 +241,49 @@ def test_a_second_start_compiles_nothing_and_answers_alike(
     assert "a step failed" not in done.stderr
     assert "0 programs compiled, 10 read" in done.stdout
     assert "jaxserve: weights" in done.stderr  # the command says how far it is
+    assert start_once(checkpoint, cache, 2) == [2, 0, 10, first[3]]
 
 
 ONCE = """
 import json, sys, jax
 from jaxserve import LLM, SamplingParams
 
+sampling = SamplingParams(max_tokens=5, temperature=0.7, seed=3, logit_bias={"5": 1.0})
 with LLM(sys.argv[1], **json.loads(sys.argv[2])) as llm:
-    [output] = llm.generate(["a"], SamplingParams(max_tokens=5, temperature=0), use_tqdm=False)
+    outputs = llm.generate(["a", "bc"], sampling, use_tqdm=False)
     store = llm._thread.engine.loaded.start.store
-    found = [jax.device_count(), store.num_built, store.num_loaded, output.outputs[0].token_ids]
-print(json.dumps(found))
+    found = [jax.device_count(), store.num_built, store.num_loaded]
+print(json.dumps([*found, [one.outputs[0].token_ids for one in outputs]]))
 """
 
 
-@pytest.mark.parametrize("counts", [long((2, 1, 2)), (2, 1), (1, 2)], ids=str)
+def start_once(checkpoint: Path, cache: dict[str, Any], devices: int) -> list[Any]:
+    """Start an engine in a process with so many devices.
+
+    Returns:
+        devices, programs compiled, programs read, and tokens drawn.
+    """
+    environment = users_environment()
+    if devices > 1:
+        environment["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={devices}"
+    command = [sys.executable, "-c", ONCE, str(checkpoint), json.dumps(SMALL | cache)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "a step failed" not in done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("counts", [long((2, 1, 2)), (2, 1), long((1, 2))], ids=str)
 def test_kept_programs_are_one_devices_however_many_there_are(
     checkpoint: Path, tmp_path: Path, counts: tuple[int, ...]
 ) -> None:
+    """From one device to two: the test of a second start."""
     cache = {"compilation_cache_dir": str(tmp_path / "cache"), "num_scheduler_steps": 1}
     cache |= {"wait_for_all_programs": True}
-    command = [sys.executable, "-c", ONCE, str(checkpoint), json.dumps(SMALL | cache)]
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
     tokens = []
     for turn, count in enumerate(counts):
-        flag = f"--xla_force_host_platform_device_count={count}"
-        environment["XLA_FLAGS"] = flag if count > 1 else ""
-        compile_quickly(environment)
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-        assert done.returncode == 0, done.stderr
-        devices, built, loaded, drawn = json.loads(done.stdout)
+        devices, built, loaded, drawn = start_once(checkpoint, cache, count)
         assert (devices, built, loaded) == ((count, 10, 0) if turn == 0 else (count, 0, 10))
-        assert "a step failed" not in done.stderr
         tokens.append(drawn)
     assert all(drawn == tokens[0] for drawn in tokens)
 
@@ -286,12 +307,13 @@ while llm.stats().num_running == 0:
 """
 
 
-def test_a_program_may_end_without_closing(checkpoint: Path) -> None:
+@pytest.mark.parametrize("times", [1, long(9)])
+def test_a_program_may_end_without_closing(checkpoint: Path, times: int) -> None:
     """In the middle of a step: its thread must not meet the end of the interpreter."""
     command = [sys.executable, "-c", EXIT, str(checkpoint), json.dumps(SMALL)]
     environment = dict(os.environ)
     compile_quickly(environment)
-    for _ in range(2):
+    for _ in range(times):
         done = subprocess.run(
             command, capture_output=True, text=True, env=environment, check=False, timeout=120
         )

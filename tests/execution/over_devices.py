@@ -43,7 +43,7 @@ from jaxserve.weights.expected import divide_shapes
 from jaxserve.weights.model_weights import filled, parameters_of, place_on_default
 from jaxserve.weights.placement import divided
 from scripts.lib.fast_compile import FAST
-from tests.equivalence import EXPERTS, TINY, Bench, fields_of_case, run_schedule
+from tests.equivalence import EXPERTS, LARGEST, TINY, Bench, fields_of_case, run_schedule
 from tests.models.cases import CASES
 from tests.support.own_programs import own_programs
 from tests.support.quick_code import compile_quickly
@@ -197,7 +197,7 @@ def with_replicas(folder: Path) -> dict[str, Any]:
     }
     placement = placement_of(EngineConfig(**options), model_config)
     split = Split(DEVICES, True, placement)
-    bench = Bench(EXPERTS | {"num_attention_heads": DEVICES}, (4,), split=split)
+    bench = Bench(EXPERTS | {"num_attention_heads": DEVICES}, (4,), split=split, sizes=LARGEST)
     loaded = bench.loaded[4]
     rows = rows_of_experts(bench)
     schedules = run_schedule(bench, 8) + run_schedule(bench, 9)
@@ -275,7 +275,7 @@ def main() -> int:
         runner.reset()
         found["after a reset"] = dict(run_schedule(bench, 7))
         found["programs"] = counts_of(runner)
-        bench = Bench(EXPERTS, (4,), split=Split(2, True))
+        bench = Bench(EXPERTS, (4,), split=Split(2, True), sizes=LARGEST)
         found["rows of experts"] = rows_of_experts(bench)
         found["schedules of experts"] = dict(run_schedule(bench, 8))
         with own_programs(), tempfile.TemporaryDirectory() as folder:

@@ -28,6 +28,8 @@ from tests.equivalence import TINY, Bench, divided_model, run_schedule, small_co
 from tests.support.quick_code import compile_quickly
 
 HOSTS = 2
+# Two sizes of rows, which a follower has to tell apart; those of tokens are no other question.
+SIZES: dict[str, Any] = {"token_sizes": (64,)}
 
 
 def free_ports() -> int:
@@ -44,7 +46,7 @@ def free_ports() -> int:
 
 def lead(group: Group, devices: int, schedules: range) -> dict[str, Any]:
     """Run schedules; return what happened in them."""
-    bench = Bench(TINY, (4,), split=Split(devices), group=group)
+    bench = Bench(TINY, (4,), split=Split(devices), group=group, sizes=SIZES)
     totals: Counter[str] = Counter()
     for seed in schedules:
         totals += run_schedule(bench, seed)
@@ -56,7 +58,8 @@ def follow(group: Group, devices: int) -> None:
     """Run what the leader does."""
     assert isinstance(group, Follower)
     model_config, model = divided_model(TINY, Split(devices), "float64")
-    config = small_config(model_config, dtype="float64", block_size=4, max_logprobs=MAX_LOGPROBS)
+    own: dict[str, Any] = {"dtype": "float64", "max_logprobs": MAX_LOGPROBS, **SIZES}
+    config = small_config(model_config, block_size=4, **own)
     replay = WarmUp(config, model_config, model, group=group).replay()
     group.follow(replay.run)
     replay.wait()

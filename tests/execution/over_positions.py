@@ -25,7 +25,7 @@ from jaxserve.execution.start.warm_up import WarmUp
 from jaxserve.execution.state import page_bytes
 from jaxserve.models.shards import Split
 from jaxserve.request import SamplingParams
-from tests.equivalence import EXPERTS, Bench, divided_model, run_schedule, with_sizes
+from tests.equivalence import EXPERTS, LARGEST, Bench, divided_model, run_schedule, with_sizes
 from tests.execution.over_devices import counts_of
 from tests.support.quick_code import compile_quickly
 
@@ -40,7 +40,7 @@ def fields_of(split: Split) -> dict[str, Any]:
 def schedules_of(devices: int, context: int, count: int) -> tuple[Bench, dict[str, int]]:
     """Run random schedules of an engine."""
     split = Split(devices, context=context)
-    bench = Bench(fields_of(split), (PAGE,), split=split)
+    bench = Bench(fields_of(split), (PAGE,), split=split, sizes=LARGEST)
     return bench, dict(sum(map(partial(run_schedule, bench), range(count)), Counter()))
 
 

@@ -49,7 +49,7 @@ def test_a_layer_exchanges_queries_and_results_and_no_keys(found: dict[str, Any]
 
 @pytest.mark.long
 def test_other_divisions_equal_the_oracle() -> None:
-    found = run("--long")
+    found = found_by("tests.execution.over_positions", "--long")
     assert found["schedules, 2 and 2"]["requests"] > 100
     assert found["schedules, 4 and 4"]["requests"] > 100
 

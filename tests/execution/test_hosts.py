@@ -383,11 +383,16 @@ def answer_of(server: Server) -> list[int]:
     return answer.json()["choices"][0]["token_ids"]
 
 
+@pytest.mark.parametrize(
+    "signals",
+    # A connection that is closed ends the hosts of tests above, and of a gang that is killed.
+    [[signal.SIGSTOP], pytest.param([signal.SIGKILL, signal.SIGSTOP], marks=pytest.mark.long)],
+)
 def test_a_follower_that_dies_or_stands_still_ends_the_group_and_a_restart_serves_again(
-    arguments: list[str],
+    arguments: list[str], signals: list[signal.Signals]
 ) -> None:
     port, answers = free_ports(), list[list[int]]()
-    for number in (signal.SIGSTOP, signal.SIGKILL):
+    for number in signals:
         with Hosts(arguments, port) as hosts:
             answers.append(answer_of(hosts.server))
             end_by_its_follower(hosts, number)
@@ -395,7 +400,7 @@ def test_a_follower_that_dies_or_stands_still_ends_the_group_and_a_restart_serve
         answers.append(answer_of(hosts.server))
         hosts.server.process.send_signal(signal.SIGTERM)
         assert [hosts.server.process.wait(60), hosts.follower.wait(60)] == [0, 0]
-    assert answers[0] and answers == [answers[0]] * 3
+    assert answers[0] and answers == [answers[0]] * (len(signals) + 1)
 
 
 def end_by_its_follower(hosts: Hosts, number: signal.Signals) -> None:

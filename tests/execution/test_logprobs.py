@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +15,13 @@ from hypothesis import strategies as st
 from jaxserve.execution.columns import Columns
 from jaxserve.execution.logprobs import logprobs_of, position_logprobs, top_k
 from jaxserve.request import SamplerFeature, SamplingParams
+from scripts.lib.fast_compile import FAST
 from tests.execution.test_sampling import batch as batch_of
 from tests.support.oracle import score as slow_score
 
-best = jax.jit(top_k, static_argnums=1)
+# Sizes are many, and the code that XLA makes of them is not the question.
+jit = partial(jax.jit, compiler_options=FAST)
+best = jit(top_k, static_argnums=1)
 
 
 @settings(max_examples=150)
@@ -42,7 +46,7 @@ def test_scores_equal_the_oracles(vocabulary: int) -> None:
     rng = np.random.default_rng(vocabulary)
     logits = rng.normal(0, 4, (50, vocabulary)).astype(np.float32)
     tokens = rng.integers(0, vocabulary, 50).astype(np.int32)
-    found = jax.jit(logprobs_of)(logits, tokens)
+    found = jit(logprobs_of)(logits, tokens)
     for row in range(50):
         want = slow_score(logits[row].astype(np.float64), int(tokens[row]), 20)
         assert found.rank[row] == want.rank
@@ -72,13 +76,14 @@ def test_positions_are_scored_where_a_row_asks(num_tokens: int) -> None:
     )
     token_ids = jnp.array([3, 4])
     logits = jnp.zeros((2, 61), jnp.float32)
+    positions = jit(
+        lambda draws: position_logprobs(
+            *(lambda x: x @ weights, hidden, logits, token_ids, draws, batch),
+            columns=Columns(logits.shape[1]),
+        )
+    )
     for drawing in (False, True):
-        found = jax.jit(
-            lambda draws: position_logprobs(
-                *(lambda x: x @ weights, hidden, logits, token_ids, draws, batch),
-                columns=Columns(logits.shape[1]),
-            )
-        )(np.array([True, drawing]))
+        found = positions(np.array([True, drawing]))
         wanted = targets.copy()
         if drawing:
             wanted[-1] = 4

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -13,6 +15,7 @@ from scripts.bench import cpu_kernels as bench_cpu_kernels
 from scripts.bench import loading as bench_loading
 from scripts.bench import prefix as bench_prefix
 from scripts.bench import startup as bench_startup
+from scripts.lib.fast_compile import FAST
 from scripts.lib.run_record import about_run, keep, machine
 
 
@@ -131,6 +134,8 @@ def test_parts_keep_what_is_said_of_theirs(tmp_path: Path, monkeypatch: pytest.M
 def test_both_kernels_of_a_pair_do_the_same(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"INPUTS": 64, "OUTPUTS": 64, "BEYOND_CACHES": 0}.items():
         monkeypatch.setattr(bench_cpu_kernels, name, value)
+    # Nothing is timed here.
+    monkeypatch.setattr(jax, "jit", partial(jax.jit, compiler_options=FAST))
     for pair in bench_cpu_kernels.PARTS[part]([1, 5]):
         assert pair.operations > 0 and pair.bytes > 0
         ours = np.asarray(pair.ours(*pair.copies[0]))
