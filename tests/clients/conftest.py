@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -54,33 +55,34 @@ def url(running: Server, first: list[int]) -> Iterator[str]:
 Program = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
+def run_apart(
+    home: Path, program: str, *arguments: str, folder: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a program of the clients' own environment, which must succeed."""
+    assert APART.exists(), "there is no .venv-clients: run scripts/clients, once"
+    environment = {
+        "PATH": "/usr/bin:/bin",
+        "HOME": str(home),
+        "HF_HOME": str(home),
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        "OPENAI_API_KEY": KEY,
+    }
+    result = subprocess.run(
+        [str(APART / program), *arguments],
+        cwd=folder or Path(__file__).parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-4000:]
+    return result
+
+
 @pytest.fixture
 def apart(tmp_path: Path) -> Program:
     """Runs a program of the clients' own environment, which must succeed."""
-
-    def run(
-        program: str, *arguments: str, folder: Path | None = None
-    ) -> subprocess.CompletedProcess[str]:
-        assert APART.exists(), "there is no .venv-clients: run scripts/clients, once"
-        environment = {
-            "PATH": "/usr/bin:/bin",
-            "HOME": str(tmp_path),
-            "HF_HOME": str(tmp_path),
-            "HF_HUB_OFFLINE": "1",
-            "HF_DATASETS_OFFLINE": "1",
-            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-            "OPENAI_API_KEY": KEY,
-        }
-        result = subprocess.run(
-            [str(APART / program), *arguments],
-            cwd=folder or Path(__file__).parent,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=300,
-        )
-        assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-4000:]
-        return result
-
-    return run
+    return partial(run_apart, tmp_path)

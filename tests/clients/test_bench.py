@@ -26,7 +26,10 @@ from tests.clients.conftest import KEY, MODEL
 from tests.support.quick_code import FLAGS, quick_programs
 
 # The fewest and smallest programs.
-SMALL = "--max-num-seqs 1 --max-num-batched-tokens 16 --decode-sizes 1 --token-sizes 16".split()
+SMALL = (
+    "--max-num-seqs 1 --max-num-batched-tokens 16 --decode-sizes 1 --token-sizes 16 "
+    "--num-scheduler-steps 1"
+).split()
 
 
 @pytest.fixture(scope="module")

@@ -31,16 +31,18 @@ from tests.support.quick_code import quick_programs
 
 # Of two packages with one vocabulary, one is read from a GGUF file and served.
 DIFFERENT = [name for name in DIGESTS if name not in ("llama3", "gpt4o")]
-# Read from a GGUF file as another one with scores is.
-ALIKE = ("gemini",)
+# Tokenized as others: Llama 3 as 3.1, GPT-4o as gpt-oss without added tokens, Gemini as Gemma 3.
+ALIKE = ("llama3", "gpt4o", "gemini")
+# Read from a GGUF file as Llama 2's scores are; tests/real has Gemma 3's own file.
+ALIKE_IN_GGUF = ("gemini", "gemma3")
 # With and without a chat template, of bytes and of scores, and the largest vocabulary.
 SERVED = ("qwen3", "llama2", "gemma3")
 
 
-def long_but(names: Collection[str]) -> list[Any]:
-    """Return the different packages, those not among `names` as long forms."""
+def long_but(names: Collection[str], every: Collection[str] = DIFFERENT) -> list[Any]:
+    """Return packages, by default the different ones; those not among `names` as long forms."""
     marks = {False: [pytest.mark.long], True: []}
-    return [pytest.param(name, marks=marks[name in names]) for name in DIFFERENT]
+    return [pytest.param(name, marks=marks[name in names]) for name in every]
 
 
 class Case:
@@ -53,7 +55,7 @@ class Case:
         self.theirs = AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
-@pytest.fixture(scope="module", params=DIGESTS)
+@pytest.fixture(scope="module", params=long_but({*DIGESTS} - {*ALIKE}, DIGESTS))
 def package(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -106,7 +108,7 @@ def test_streams_are_wholes(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    "package", long_but({*DIFFERENT} - {*ALIKE}), indirect=True, scope="module"
+    "package", long_but({*DIFFERENT} - {*ALIKE_IN_GGUF}), indirect=True, scope="module"
 )
 def test_gguf_files_tokenize_as_the_published_file(case: Case) -> None:
     """As the file itself: two classes of Transformers read it otherwise than it says.

@@ -16,9 +16,26 @@ from jaxserve.engine.loading import Loaded, load
 from jaxserve.server.http.app import App
 from jaxserve.server.served.models import Models, ServedModel
 from jaxserve.server.settings import ServerConfig
+from tests.server import models
 from tests.support.live_server import SMALL, Canary, Server
+from tests.support.quick_code import quick_programs
 
 KEYS = ("first-key", "second-key")
+
+
+# A server that reads its own template of a file: what it was given shows in the prompt.
+SHOWING = (
+    "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+    "thinking={{ enable_thinking }} effort={{ reasoning_effort }} "
+    "docs={{ documents | length if documents else 0 }}"
+)
+
+
+class Many(NamedTuple):
+    """A server of several models, the first with marks for gaps, and the ids of these."""
+
+    server: Server
+    marks: list[int]
 
 
 class Certificates(NamedTuple):
@@ -122,17 +139,63 @@ def narrow(narrow_server: Server, narrow_canary: Canary) -> Iterator[Server]:
     narrow_canary.check()
 
 
+@pytest.fixture(scope="package")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Many]:
+    folder = tmp_path_factory.mktemp("many")
+    marks = models.write_coder(folder / "coder")
+    models.write_marked(folder / "marked")
+    models.write_channels(folder / "channels")
+    models.write_strange(folder / "strange")
+    models.write_short(folder / "short")
+    names = ("coder", "marked", "channels", "strange", "short")
+    more = "--max-logprobs -1 --response-role critic".split()
+    with Server([*(f"{name}={folder / name}" for name in names), *SMALL, *more]) as server:
+        yield Many(server, marks)
+
+
+@pytest.fixture(scope="package")
+def trusting_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    path = tmp_path_factory.mktemp("template") / "showing.jinja"
+    path.write_text(SHOWING)
+    (path.parent / "generation_config.json").write_text('{"eos_token_id": 3, "max_new_tokens": 2}')
+    arguments = [
+        *(*SMALL, "--chat-template", str(path), "--trust-request-chat-template"),
+        *("--default-chat-template-kwargs", '{"enable_thinking": false}'),
+        *("--reasoning-effort-map", '{"medium": "low"}', "--root-path", "/llm"),
+        *("--generation-config", str(path.parent)),
+        *("--allowed-origins", '["http://a.example", "http://b.example"]', "--allow-credentials"),
+        *("--allowed-methods", "GET", "--allowed-headers", '["x-one"]'),
+        *("--enable-force-include-usage", "--return-tokens-as-token-ids"),
+    ]
+    with Server(arguments) as server:
+        yield server
+
+
+@pytest.fixture(scope="package")
+def trusting_canary(trusting_server: Server) -> Canary:
+    return Canary(trusting_server)
+
+
+@pytest.fixture
+def trusting(trusting_server: Server, trusting_canary: Canary) -> Iterator[Server]:
+    """A server with a template of its own, which must be as it was after each test."""
+    yield trusting_server
+    trusting_canary.check()
+
+
 @pytest.fixture(scope="session")
 def loaded() -> Loaded:
-    return load(
-        EngineConfig(
-            max_num_seqs=2,
-            max_num_batched_tokens=32,
-            decode_sizes=(2,),
-            token_sizes=(32,),
-            num_gpu_blocks_override=30,
+    with quick_programs():
+        return load(
+            EngineConfig(
+                max_num_seqs=2,
+                max_num_batched_tokens=32,
+                decode_sizes=(2,),
+                token_sizes=(32,),
+                num_gpu_blocks_override=30,
+                num_scheduler_steps=1,
+            )
         )
-    )
 
 
 @pytest.fixture

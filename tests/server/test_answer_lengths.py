@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-from pathlib import Path
-
-from jaxserve.config import bundled_model
-from tests.support.live_server import SMALL, Server
+from tests.server.conftest import Many
+from tests.support.live_server import Server
 
 SAY = "Write the numbers from one to forty."
 TALK = [{"role": "user", "content": SAY}]
@@ -21,9 +17,8 @@ ENDPOINTS = {
 ASKED = (None, 1, 3)  # fewer than the model says of itself
 
 
-def lengths(server: Server) -> dict[tuple[str, int | None], int]:
+def lengths(server: Server, model: str) -> dict[tuple[str, int | None], int]:
     """Tokens given by each endpoint for each length asked for; messages require one."""
-    model = server.request("/v1/models").json()["data"][0]["id"]
     found = {}
     for path, (body, name, counted) in ENDPOINTS.items():
         for asked in ASKED:
@@ -37,17 +32,12 @@ def lengths(server: Server) -> dict[tuple[str, int | None], int]:
     return found
 
 
-def test_a_checkpoints_length_is_for_requests_that_name_none(tmp_path: Path) -> None:
-    model = shutil.copytree(bundled_model(), tmp_path / "model")
-    (model / "generation_config.json").write_text(json.dumps({"max_new_tokens": 2}))
-    with Server([str(model), *SMALL]) as server:
-        got = lengths(server)
+def test_a_checkpoints_length_is_for_requests_that_name_none(many: Many) -> None:
+    got = lengths(many.server, "short")
     defaults = {("/v1/completions", None): 16}  # OpenAI's, which vLLM keeps
     assert got == {key: defaults.get(key, key[1] or 2) for key in got}
 
 
-def test_a_length_from_a_folder_limits_every_request(tmp_path: Path) -> None:
-    (tmp_path / "generation_config.json").write_text(json.dumps({"max_new_tokens": 2}))
-    with Server([*SMALL, "--generation-config", str(tmp_path)]) as server:
-        got = lengths(server)
+def test_a_length_from_a_folder_limits_every_request(trusting: Server) -> None:
+    got = lengths(trusting, "demo_model")
     assert got == {key: min(key[1] or 2, 2) for key in got}

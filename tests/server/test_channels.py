@@ -3,38 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
 import pytest
-from tokenizers import AddedToken
 
+from tests.server.conftest import Many
+from tests.server.models import CALL, CHANNEL, END, MESSAGE, RETURN, START
 from tests.server.test_tools import CHAT, OTHER, SCHEMA, TOOL, USER, fits, streamed
-from tests.support.checkpoint import CHAT_TEMPLATE, SPECIAL, byte_tokenizer, save_checkpoint
-from tests.support.live_server import SMALL, Server
+from tests.support.live_server import Server
 
-MARKS = ("<|start|>", "<|channel|>", "<|message|>", "<|call|>", "<|return|>")
-START, CHANNEL, MESSAGE, CALL, RETURN = range(260, 265)
-END = SPECIAL.index("<|end|>")
-# Names the channels and the recipient, so that the format is known; shows the tools.
-TEMPLATE = (
-    "{% if tools %}{{ '<|channel|>analysis to=functions.' }}{% for t in tools %}"
-    "{{ t.function.name + t.function.description }}{% endfor %}{% endif %}" + CHAT_TEMPLATE
-)
 MODEL = "channels"
 
 
-@pytest.fixture(scope="module")
-def channels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    tokenizer = byte_tokenizer()
-    tokens = [AddedToken(mark, special=True, normalized=False) for mark in MARKS]
-    tokenizer.add_tokens(tokens, special_tokens=True)
-    tokenizer.chat_template, tokenizer.eos_token = TEMPLATE, MARKS[-1]
-    folder = tmp_path_factory.mktemp("channels")
-    save_checkpoint(folder, tokenizer=tokenizer, positions=1024, end=RETURN)
-    with Server([f"{MODEL}={folder}", *SMALL]) as server:
-        yield server
+@pytest.fixture
+def channels(many: Many) -> Server:
+    return many.server
 
 
 def ask(server: Server, **fields: Any) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:

@@ -2,51 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from jaxserve.commands.terminal import Remote, Terminal
-from tests.support.live_server import SMALL, Canary, Server
+from tests.support.live_server import Server
 
 CHAT = "/v1/chat/completions"
 USER = {"messages": [{"role": "user", "content": "What is 4 + 8?"}], "max_tokens": 2}
-# A server that reads its own template of a file: what it was given shows in the prompt.
-SHOWING = (
-    "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
-    "thinking={{ enable_thinking }} effort={{ reasoning_effort }} "
-    "docs={{ documents | length if documents else 0 }}"
-)
-
-
-@pytest.fixture(scope="module")
-def trusting_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    path = tmp_path_factory.mktemp("template") / "showing.jinja"
-    path.write_text(SHOWING)
-    (path.parent / "generation_config.json").write_text('{"eos_token_id": 3}')
-    arguments = [
-        *(*SMALL, "--chat-template", str(path), "--trust-request-chat-template"),
-        *("--default-chat-template-kwargs", '{"enable_thinking": false}'),
-        *("--reasoning-effort-map", '{"medium": "low"}', "--root-path", "/llm"),
-        *("--generation-config", str(path.parent)),
-        *("--allowed-origins", '["http://a.example", "http://b.example"]', "--allow-credentials"),
-        *("--allowed-methods", "GET", "--allowed-headers", '["x-one"]'),
-        *("--enable-force-include-usage", "--return-tokens-as-token-ids"),
-    ]
-    with Server(arguments) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def trusting_canary(trusting_server: Server) -> Canary:
-    return Canary(trusting_server)
-
-
-@pytest.fixture
-def trusting(trusting_server: Server, trusting_canary: Canary) -> Iterator[Server]:
-    yield trusting_server
-    trusting_canary.check()
 
 
 def prompt_of(server: Server, **fields: Any) -> str:

@@ -3,39 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import anthropic
 import jsonschema
 import openai
 import pytest
-from tokenizers import AddedToken
 
+from tests.server.conftest import Many
+from tests.server.models import CALL_MARKS
 from tests.server.test_tools import CHAT, NAMED, OTHER, SCHEMA, TOOL, USER, fits, streamed
-from tests.support.checkpoint import CHAT_TEMPLATE, byte_tokenizer, save_checkpoint
-from tests.support.live_server import SMALL, Server
+from tests.support.live_server import Server
 
-MARKS = ["<tool_call>", "</tool_call>"]
-# Says how to call, so that the format is known, and shows the tools.
-TEMPLATE = (
-    "{% if tools %}{{ '<|user|>' }}{% for t in tools %}{{ t.function.name }}{% endfor %}"
-    "{{ '<tool_call>' }}{% endif %}" + CHAT_TEMPLATE
-)
 MODEL = "marked"
 
 
-@pytest.fixture(scope="module")
-def marked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A model with random weights; its opening mark is an added token, its closing one special."""
-    tokenizer = byte_tokenizer()
-    for mark, special in zip(MARKS, (False, True), strict=True):
-        tokenizer.add_tokens([AddedToken(mark, special=special, normalized=False)])
-    tokenizer.chat_template = TEMPLATE
-    folder = tmp_path_factory.mktemp("marked")
-    save_checkpoint(folder, tokenizer=tokenizer, positions=1024)
-    with Server([f"{MODEL}={folder}", *SMALL]) as server:
-        yield server
+@pytest.fixture
+def marked(many: Many) -> Server:
+    return many.server
 
 
 def ask(**fields: Any) -> dict[str, Any]:
@@ -100,7 +85,7 @@ def test_forced_calls_of_the_other_endpoints(marked: Server) -> None:
 
 
 def test_forms_may_hold_the_texts_of_tokens(marked: Server) -> None:
-    texts = [*MARKS, "<|end|>", "<|bot|> a</tool_call>"]
+    texts = [*CALL_MARKS, "<|end|>", "<|bot|> a</tool_call>"]
     for text in texts:
         for form in ({"choice": [text]}, {"json": {"const": text}}):
             body = {"model": MODEL, "messages": USER, "structured_outputs": form, "max_tokens": 60}

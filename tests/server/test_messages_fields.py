@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.support.live_server import SMALL, Server
+from tests.server.conftest import Many
+from tests.support.live_server import Server
 
 PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 USER: dict[str, Any] = {"role": "user", "content": "Reverse: s-t-o-n-e"}
 GOOD = {"messages": [USER], "max_tokens": 100, "temperature": 0}
 SCHEMA = {"type": "json_schema", "schema": {"enum": ["left", "right"]}}
-# It shows efforts and thoughts, and takes a system message at the beginning alone.
-TEMPLATE = """{%- for m in messages -%}
-{%- if m.role == 'system' and not loop.first -%}{{ raise_exception('system') }}{%- endif -%}
-[{{ m.role }}] {{ m.content }}
-{% endfor -%}
-[{{ reasoning_effort }} {{ enable_thinking }} {{ style }}]"""
 
 
-@pytest.fixture(scope="module")
-def strange(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server with that template."""
-    path = tmp_path_factory.mktemp("template") / "strange.jinja"
-    path.write_text(TEMPLATE)
-    with Server([*SMALL, "--chat-template", str(path)]) as server:
-        yield server
+@pytest.fixture
+def strange(many: Many) -> Server:
+    """A server whose model of that name has a template that shows its inputs."""
+    return many.server
 
 
 def ask(server: Server, path: str = PATH, **fields: Any) -> dict[str, Any]:
@@ -94,16 +85,16 @@ def test_efforts_thoughts_and_inputs_reach_the_template(
     strange: Server, fields: dict[str, Any], inputs: dict[str, Any]
 ) -> None:
     shown = {"messages": [USER], "chat_template_kwargs": inputs}
-    assert prompt(strange, **fields) == strange.request("/tokenize", shown).json()["count"]
+    count = strange.request("/tokenize", shown | {"model": "strange"}).json()["count"]
+    assert prompt(strange, model="strange", **fields) == count
 
 
 def test_system_messages_in_the_middle(server: Server, strange: Server) -> None:
     """They join the first where the template refuses them, as in vLLM."""
     inline = [USER, {"role": "system", "content": "Be brief."}, USER]
-    assert prompt(strange, *inline, system="Hm. ") == prompt(
-        strange, USER, USER, system="Hm. Be brief."
-    )
-    assert prompt(strange, *inline) == prompt(strange, USER, USER, system="Be brief.")
+    for before, joined in (({"system": "Hm. "}, "Hm. Be brief."), ({}, "Be brief.")):
+        moved = prompt(strange, USER, USER, model="strange", system=joined)
+        assert prompt(strange, *inline, model="strange", **before) == moved
     chat = {"messages": inline}
     assert prompt(server, *inline) == server.request("/tokenize", chat).json()["count"]
 

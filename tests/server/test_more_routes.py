@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,49 +12,19 @@ from jaxserve.config import bundled_model
 from jaxserve.engine.text.infill import MARKS, end_tokens, infill_prompt
 from jaxserve.engine.text.tokenizer import Tokenizer
 from jaxserve.errors import InvalidRequest
-from tests.support.live_server import SMALL, Server
+from tests.server.conftest import Many
+from tests.server.models import model_with
+from tests.support.live_server import Server
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "Reverse: s-t-o-n-e"}]
 GOOD: dict[str, Any] = {"max_tokens": 8, "temperature": 0}
 
 
-def model_with(folder: Path, *texts: str) -> list[int]:
-    """Save the bundled model with these texts in place of its last tokens. Return their ids."""
-    shutil.copytree(bundled_model(), folder)
-    path = folder / "tokenizer.json"
-    tokenizer = json.loads(path.read_text())
-    vocab = tokenizer["model"]["vocab"]
-    lost = sorted(vocab, key=vocab.__getitem__)[-len(texts) :]
-    ids = [vocab.pop(piece) for piece in lost]
-    tokenizer["model"]["merges"] = [
-        merge
-        for merge in tokenizer["model"]["merges"]
-        if "".join(merge if isinstance(merge, list) else merge.split(" ")) not in lost
-    ]
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    for number, text in zip(ids, texts, strict=True):
-        token = {"id": number, "content": text, "special": True, **flags}
-        tokenizer["added_tokens"].append(token)
-    begin = {"SpecialToken": {"id": "<|bos|>", "type_id": 0}}
-    tokenizer["post_processor"] = {
-        "type": "TemplateProcessing",
-        "single": [begin, {"Sequence": {"id": "A", "type_id": 0}}],
-        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-        "special_tokens": {"<|bos|>": {"id": "<|bos|>", "ids": [1], "tokens": ["<|bos|>"]}},
-    }
-    path.write_text(json.dumps(tokenizer))
-    return ids
-
-
-@pytest.fixture(scope="module")
-def coder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, list[int]]]:
+@pytest.fixture
+def coder(many: Many) -> tuple[Server, list[int]]:
     """A server of a model with marks for gaps, and the ids of these marks."""
-    folder = tmp_path_factory.mktemp("coder") / "model"
-    ids = model_with(folder, *MARKS[0][:3], "<|fim_pad|>")
-    more = "--served-model-name coder --max-logprobs -1".split()
-    with Server([str(folder), *SMALL, *more]) as server:
-        yield server, ids
+    return many.server, many.marks
 
 
 def tokens(server: Server, text: str) -> list[int]:
@@ -180,12 +147,11 @@ def test_what_the_tokenizer_is(server: Server, narrow: Server) -> None:
     assert re.search(r"is not served: .*--enable-tokenizer-info-endpoint", closed.error["message"])
 
 
-def test_the_role_of_answers() -> None:
-    with Server([*SMALL, "--response-role", "critic"]) as server:
-        answer = server.request(CHAT, GOOD | {"messages": USER}).json()
-        assert answer["choices"][0]["message"]["role"] == "critic"
-        events = server.request(CHAT, GOOD | {"messages": USER, "stream": True}).events()
-        assert events[0]["choices"][0]["delta"]["role"] == "critic"
+def test_the_role_of_answers(coder: tuple[Server, list[int]]) -> None:
+    answer = coder[0].request(CHAT, GOOD | {"messages": USER}).json()
+    assert answer["choices"][0]["message"]["role"] == "critic"
+    events = coder[0].request(CHAT, GOOD | {"messages": USER, "stream": True}).events()
+    assert events[0]["choices"][0]["delta"]["role"] == "critic"
 
 
 def test_special_tokens_before_a_conversation(coder: tuple[Server, list[int]]) -> None:

@@ -65,7 +65,9 @@ def serving(port: int, shell: str, **streams: Any) -> Iterator[None]:
         process.wait()
 
 
-@pytest.mark.parametrize("shell", ["2>/dev/full", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(
+    "shell", ["2>/dev/full", pytest.param("2>&-", marks=pytest.mark.long), "<&- >&- 2>&-"]
+)
 def test_it_starts_although_it_cannot_say_so(shell: str) -> None:
     port = free_port()
     with serving(port, shell):
