@@ -31,8 +31,8 @@ from tests.support.quick_code import quick_programs
 
 # Of two packages with one vocabulary, one is read from a GGUF file and served.
 DIFFERENT = [name for name in DIGESTS if name not in ("llama3", "gpt4o")]
-# Tokenized as others: Llama 3 as 3.1, GPT-4o as gpt-oss without added tokens, Gemini as Gemma 3.
-ALIKE = ("llama3", "gpt4o", "gemini")
+# Tokenized as others: Llama 3 as 3.1, Gemini as Gemma 3.
+ALIKE = ("llama3", "gemini")
 # Read from a GGUF file as Llama 2's scores are; tests/real has Gemma 3's own file.
 ALIKE_IN_GGUF = ("gemini", "gemma3")
 # With and without a chat template, of bytes and of scores, and the largest vocabulary.
