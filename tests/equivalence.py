@@ -67,7 +67,7 @@ SLOTS = 5
 DEVICE_PAGES = 400
 MOST_STEPS = 6
 MAX_STEPS = 4000
-# Of programs: two of each kind. Where they are not the question, the largest do.
+# Sizes of programs: two of each kind, or the largest alone in a test of something else.
 FULL: dict[str, Any] = {"decode_sizes": (2, SLOTS), "token_sizes": (8, 64)}
 LARGEST: dict[str, Any] = {"decode_sizes": (SLOTS,), "token_sizes": (64,)}
 

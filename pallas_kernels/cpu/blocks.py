@@ -170,7 +170,7 @@ def columns(panels: jax.Array, outputs: jax.Array, form: str) -> jax.Array:
 
 
 def _byte_places(form: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return where each byte of a panel's first output lies, and how far on that of the next is."""
+    """Return each byte's place in a panel for the first output, and the step to the next one's."""
     starts: list[int] = []
     steps: list[int] = []
     for place in FORMATS[form].fields.values():

@@ -213,7 +213,7 @@ sys.exit(main(["compile", checkpoint, *options]))
 """
 
 
-def users_environment() -> dict[str, str]:
+def environment_without_jax() -> dict[str, str]:
     """Return an environment without JAX's own cache, in which programs compile quickly."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
     compile_quickly(environment)
@@ -232,7 +232,7 @@ def test_a_second_start_compiles_nothing_and_answers_alike(
     cache |= {"wait_for_all_programs": True}
     command = [sys.executable, "-c", STARTS, str(checkpoint), json.dumps(SMALL | cache)]
     done = subprocess.run(
-        command, capture_output=True, text=True, env=users_environment(), check=False
+        command, capture_output=True, text=True, env=environment_without_jax(), check=False
     )
     assert done.returncode == 0, done.stderr
     first, second = json.loads(done.stdout.splitlines()[0])
@@ -263,7 +263,7 @@ def start_once(checkpoint: Path, cache: dict[str, Any], devices: int) -> list[An
     Returns:
         devices, programs compiled, programs read, and tokens drawn.
     """
-    environment = users_environment()
+    environment = environment_without_jax()
     if devices > 1:
         environment["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={devices}"
     command = [sys.executable, "-c", ONCE, str(checkpoint), json.dumps(SMALL | cache)]
