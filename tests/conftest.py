@@ -1,17 +1,15 @@
-"""What all tests share: one Hypothesis profile, compiled programs, and turns of the machine."""
+"""What all tests share: one Hypothesis profile, and compiled programs."""
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -44,10 +42,6 @@ LEFT_OUT = "left-out-"  # in that folder, by a path of tests: why some of them w
 TOGETHER = tuple(
     f"tests/{name}/" for name in ("server", "models", "clients", "real", "published", "page")
 )
-# A browser, a server and what they show of each other in time: they need the machine.
-ALONE = "tests/page/"
-DOOR, TURNS = pytest.StashKey[TextIO](), pytest.StashKey[TextIO]()
-HELD = pytest.StashKey[ExitStack]()  # the turn of a process that has the machine to itself
 
 
 def make_folder() -> None:
@@ -172,9 +166,6 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(remove_folder)
     # A process of tests holds millions of objects, which Python would look through at every turn.
     gc.set_threshold(10_000, 20, 20)
-    for key, name in ((DOOR, "door"), (TURNS, "turns")):
-        file = config.stash[key] = (Path(os.environ[FOLDER]) / name).open("a")
-        config.add_cleanup(file.close)
     if config.getoption("--check-shapes") and "tests.support.shape_checks" not in sys.modules:
         raise pytest.UsageError("--check-shapes must be an argument of the command")
 
@@ -183,42 +174,6 @@ def pytest_collection_finish() -> None:
     """Spare what all modules are made of, which stays: `gc.collect` in a test would look at it."""
     gc.collect()
     gc.freeze()
-
-
-@contextmanager
-def turn(config: pytest.Config, kind: int) -> Generator[None]:
-    """Hold the machine, with others (LOCK_SH) or alone (LOCK_EX)."""
-    door, turns = config.stash[DOOR], config.stash[TURNS]
-    # Whoever waits to be alone stands in the door, so that the others cannot go on before it.
-    fcntl.flock(door, fcntl.LOCK_EX)
-    fcntl.flock(turns, kind)
-    fcntl.flock(door, fcntl.LOCK_UN)
-    try:
-        yield
-    finally:
-        fcntl.flock(turns, fcntl.LOCK_UN)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(
-    item: pytest.Item, nextitem: pytest.Item | None
-) -> Generator[None, object, object]:
-    """While tests that need the machine run, other processes of this run wait with theirs.
-
-    Those that follow one another have one turn, since for each the other process must end a test.
-    """
-    if not item.nodeid.startswith(ALONE):
-        with turn(item.config, fcntl.LOCK_SH):
-            return (yield)
-    if HELD not in item.config.stash:
-        item.config.stash[HELD] = ExitStack()
-        item.config.stash[HELD].enter_context(turn(item.config, fcntl.LOCK_EX))
-    try:
-        return (yield)
-    finally:
-        if nextitem is None or not nextitem.nodeid.startswith(ALONE):
-            item.config.stash[HELD].close()
-            del item.config.stash[HELD]
 
 
 @pytest.fixture

@@ -170,10 +170,9 @@ def begin(config: EngineConfig, on_progress: OnProgress | None, root: Path) -> B
         config = settled(group, config, source.model_config, dtype)
     assert config.max_model_len is not None
     model_config = source.model_config.for_length(config.max_model_len)
-    tokenizer = None
-    if not config.skip_tokenizer_init:
-        with timeline.span("read the tokenizer"):
-            tokenizer = source.tokenizer(config, on_progress)
+    with timeline.span("read the tokenizer"):
+        tokenizer = None if config.skip_tokenizer_init else source.tokenizer(config, on_progress)
+    source = source.without_vocabulary()
 
     def plan(model: Decoder) -> WarmUp:
         with timeline.span("plan the cache and the programs"):

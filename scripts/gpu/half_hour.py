@@ -48,6 +48,7 @@ from scripts.gpu.setting import APART, VARIANTS
 from scripts.lib.argument_types import new_folder, pattern
 from scripts.lib.paths import IN_CHECKOUT
 from scripts.lib.run_main import end_at_sigterm, run_main
+from scripts.lib.unpack import unpack
 
 MINUTES = 8.0
 GRACE = 90.0
@@ -142,7 +143,7 @@ class Run:
         kept = folder / "autotuned.tar.gz"
         if kept.is_file():
             with tarfile.open(kept) as archive:
-                archive.extractall(cache, filter="data")
+                unpack(archive, cache)
 
     @property
     def path(self) -> pathlib.Path:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from scripts.compare.engine_vllm import Vllm
 from scripts.compare.environments import python_of
+from scripts.lib.unpack import unpack
 
 VERSION = "0.33.0"
 # Needed by its tests, and by the build from which pip learns the package's name.
@@ -53,7 +54,7 @@ def fetch_sources(python: Path, folder: Path) -> Path:
     )
     [archive] = folder.glob("vllm-*.tar.gz")
     with tarfile.open(archive) as file:
-        file.extractall(folder, filter="data")
+        unpack(file, folder)
     return folder / f"vllm-{VERSION}"
 
 

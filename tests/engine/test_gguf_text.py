@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import subprocess
@@ -14,12 +15,13 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
-from jaxserve import CheckpointError, EngineConfig
-from jaxserve.engine.source import find_source
+from jaxserve import LLM, CheckpointError, EngineConfig
+from jaxserve.engine.source import Source, find_source
 from jaxserve.engine.text.gguf_ends import gguf_ends
 from jaxserve.engine.text.gguf_splits import SPLITS
 from jaxserve.engine.text.gguf_tokenizer import gguf_tokenizer, save_tokenizer
 from jaxserve.engine.text.tokenizer import Tokenizer as OurTokenizer
+from jaxserve.weights import GgufFile
 from tests.engine.llama_cpp_splits import KEPT, STORED, digest, hard_texts
 from tests.engine.llama_cpp_splits import metadata as fields_of
 from tests.support.checkpoint import CHAT_TEMPLATE
@@ -408,3 +410,22 @@ def test_a_file_is_a_model(tmp_path: Path):
     assert source.model_config.eos_token_ids == (1,)
     text = "the cat sat"
     assert source.tokenizer(config).encode(text)[1:] == backend.encode(text).ids
+
+
+def test_the_words_are_not_held_while_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are texts of Python's, of which Gemma 3 has 262,144."""
+    path, _ = whole_model(tmp_path)
+    held: list[list[str]] = []
+
+    def load(source: Source, *_: Any, **__: Any) -> None:
+        gc.collect()
+        files = [found for found in gc.get_objects() if type(found) is GgufFile]
+        held.append([key for file in files for key in file.metadata if "token" in key])
+        raise CheckpointError("read no further")
+
+    monkeypatch.setattr(Source, "load", load)
+    with pytest.raises(CheckpointError, match="read no further"):
+        LLM(path)
+    assert held == [[]]

@@ -30,6 +30,7 @@ from jaxserve.execution.start.bucket_plan import (
 from jaxserve.execution.start.cache_size import CacheSize, temporary_bytes_of
 from jaxserve.execution.start.compilation import open_store
 from jaxserve.execution.start.compiler import Compiler
+from jaxserve.execution.start.memory_return import return_memory
 from jaxserve.execution.start.report import StartReport
 from jaxserve.execution.start.timeline import Timeline
 from jaxserve.execution.state import DeviceState, StepOutput, page_bytes
@@ -195,6 +196,7 @@ class WarmUp:
         finally:
             self.close()
         self.compiler.store.prune()
+        return_memory()  # of what compiling and reading took: the rest of the cache takes its place
         self.report.stages["compile"] = time.perf_counter() - started
         return programs
 
