@@ -404,10 +404,14 @@ def test_a_card_takes_the_pages_that_programs_were_compiled_for_if_they_fit(
     assert size.pages() == int(0.95 * fitting) and size.program is program
 
 
-def test_the_cache_is_made_once_all_is_compiled_on_a_gpu() -> None:
-    """XLA tries kernels on arrays of a weight's size while it compiles."""
+@pytest.mark.parametrize(("is_gpu", "is_there"), [(True, True), (False, False), (False, True)])
+def test_the_cache_is_made_behind_the_compiler(is_gpu: bool, is_there: bool) -> None:
+    """On a GPU XLA tries kernels while it compiles, and on any machine it takes memory.
+
+    Where the programs are read from files, the cache is made beside that.
+    """
     start = start_of(num_scheduler_steps=1)
-    start._compile_first = True
+    start._compile_first = is_gpu
     compiled, step = [], start.compiler.step
 
     def watched(*arguments: Any, **named: Any) -> Any:
@@ -415,8 +419,9 @@ def test_the_cache_is_made_once_all_is_compiled_on_a_gpu() -> None:
         return step(*arguments, **named)
 
     start.compiler.step = watched
+    start.compiler.has = lambda *_: is_there
     runner = start.run()
-    assert len(compiled) == 2 and all(compiled) and runner._state is not None
+    assert compiled == [is_gpu or not is_there] * 2 and runner._state is not None
     runner.close()
 
 

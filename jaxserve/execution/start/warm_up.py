@@ -114,6 +114,7 @@ class WarmUp:
         self.page_bytes = page_bytes(model_config, config.block_size, self.compiler.kv_dtype)
         self._steps: dict[Bucket, Compiled] = {}
         self._compiling: dict[Bucket, Future[Compiled]] = {}
+        self._not_run: dict[Bucket, Compiled] = {}
         self._pool = ThreadPoolExecutor(min(_COMPILE_THREADS, cpu_threads()), "jaxserve-compile")
         self._parts: Parts | None = None
         self._state: DeviceState | None = None
@@ -214,6 +215,7 @@ class WarmUp:
             part.result()
             if on_progress is not None:
                 on_progress("compile", done, total)
+        self._run_new()
         return Programs(
             self._steps,
             {sampler: compiled.result() for sampler, compiled in parts.samplers.items()},
@@ -324,32 +326,31 @@ class WarmUp:
         kinds = {(bucket.decode_only, bucket.greedy): bucket for bucket in sorted(self.buckets)}
         if self._compile_first:
             self._state = None
-        elif self._state is None:
+        # A cache that is made earlier would lie beside what compiling takes.
+        elif self._state is None and self.compiler.has(self.buckets.largest, self.num_pages):
             self._state = self._empty_state()
         compiling = self._submit(buckets)
-        waiting: list[tuple[Bucket, Compiled]] = []
         for done, bucket in enumerate(buckets, 1):
-            step = compiling[bucket].result()
-            waiting.append((bucket, step))
-            if not self._compile_first:
-                self._run_new(waiting)
+            step = self._not_run[bucket] = compiling[bucket].result()
+            if self._state is not None:
+                self._run_new()
             if bucket in kinds.values():
                 needed = temporary_bytes_of(step)
                 self.report.temporary_bytes = max(self.report.temporary_bytes, needed)
             if on_progress is not None:
                 on_progress("compile", done, total)
-        if self._state is None:
-            self._state = self._empty_state()
-        self._run_new(waiting)
 
     def _empty_state(self) -> DeviceState:
         assert self._make_state is not None
         return self._make_state()
 
-    def _run_new(self, waiting: list[tuple[Bucket, Compiled]]) -> None:
-        """Run programs once on padding, those that have not run yet; empties the list."""
-        while waiting:
-            bucket, step = waiting.pop(0)
+    def _run_new(self) -> None:
+        """Run programs once on padding, those that have not run yet; make the cache if need be."""
+        if self._state is None:
+            return_memory()
+            self._state = self._empty_state()
+        for bucket in [*self._not_run]:
+            step = self._not_run.pop(bucket)
             if bucket not in self._steps:
                 self._steps[bucket] = step
                 self._run_padding(bucket)
@@ -364,6 +365,7 @@ class WarmUp:
             buckets = anchors(self.buckets)
             started, built = time.perf_counter(), store.num_built
             self._compile_steps(buckets)
+            self._run_new()
             built = store.num_built - built
             # Where all came from files, other sizes may not be there: they cost what is usual.
             cost = (time.perf_counter() - started) / built if built else COMPILE_SECONDS
