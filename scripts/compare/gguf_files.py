@@ -7,8 +7,8 @@ Each server is started, answers over HTTP, and ends before the other begins; rep
 is measured: seconds until it is ready (the first start of jaxserve has no programs, the later ones
 have them all); tokens a second of one stream of 128 tokens, the median of 7, and of 16 at once;
 seconds to the first token of a prompt of about 580 tokens; the largest resident memory of the
-server. Greedy sampling, the end of text ignored, no prefix cached. llama.cpp is what
-`python -m scripts.compare --prepare` builds; it gets as many slots and threads.
+server until it was ready, and at all. Greedy sampling, the end of text ignored, no prefix cached.
+llama.cpp is what `python -m scripts.compare --prepare` builds; it gets as many slots and threads.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ COLUMNS = {
     "single": "one stream, tokens/s",
     "many": f"{MANY} at once, tokens/s",
     "first_s": f"first token of {LENGTH}, s",
+    "start_mib": "peak memory until ready, MiB",
     "peak_mib": "peak memory, MiB",
 }
 ENGINES = ("jaxserve", "llama.cpp")
@@ -93,7 +94,7 @@ def measured(engine: str, file: Path, cache: Path) -> Row:
     """Start a server, and measure it."""
     began = time.monotonic()
     with serving(engine, file, cache) as (url, process):
-        ready = time.monotonic() - began
+        ready, start = time.monotonic() - began, peak_mib(process)
         model = ask(f"{url}/v1/models")["data"][0]["id"]
         if engine == "jaxserve":
             wait_for_programs(url)
@@ -115,10 +116,15 @@ def measured(engine: str, file: Path, cache: Path) -> Row:
         began = time.monotonic()
         answer(list(range(1000, 1000 + LENGTH)), 1)
         first = time.monotonic() - began
-        status = Path(f"/proc/{process.pid}/status").read_text()
+        row = {"ready_s": ready, "single": single, "many": many, "first_s": first}
+        return row | {"start_mib": start, "peak_mib": peak_mib(process)}
+
+
+def peak_mib(process: subprocess.Popen[bytes]) -> float:
+    """Return the largest resident memory that a process has had; 0 where it has ended."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
     peak = re.search(r"VmHWM:\s+(\d+)", status)
-    row = {"ready_s": ready, "single": single, "many": many, "first_s": first}
-    return row | {"peak_mib": int(peak[1]) / 1024 if peak else 0.0}
+    return int(peak[1]) / 1024 if peak else 0.0
 
 
 def median(rows: list[Row]) -> Row:

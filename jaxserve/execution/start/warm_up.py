@@ -166,9 +166,9 @@ class WarmUp:
         self._pool.shutdown(wait, cancel_futures=True)
 
     def run(self, on_progress: OnProgress | None = None) -> Runner:
-        """Make the cache, compile, and run each program once on padding.
+        """Compile, make the cache, and run each program once on padding.
 
-        On CPU a program runs while the next are read: that touches its memory for the first time.
+        The cache comes last: before, it would lie beside what compiling and reading programs take.
         Programs without which the engine could serve are left to `behind`, unless all are waited
         for.
         """
@@ -197,7 +197,6 @@ class WarmUp:
         finally:
             self.close()
         self.compiler.store.prune()
-        return_memory()  # of what compiling and reading took: the rest of the cache takes its place
         self.report.stages["compile"] = time.perf_counter() - started
         return programs
 
@@ -326,14 +325,9 @@ class WarmUp:
         kinds = {(bucket.decode_only, bucket.greedy): bucket for bucket in sorted(self.buckets)}
         if self._compile_first:
             self._state = None
-        # A cache that is made earlier would lie beside what compiling takes.
-        elif self._state is None and self.compiler.has(self.buckets.largest, self.num_pages):
-            self._state = self._empty_state()
         compiling = self._submit(buckets)
         for done, bucket in enumerate(buckets, 1):
             step = self._not_run[bucket] = compiling[bucket].result()
-            if self._state is not None:
-                self._run_new()
             if bucket in kinds.values():
                 needed = temporary_bytes_of(step)
                 self.report.temporary_bytes = max(self.report.temporary_bytes, needed)
@@ -347,7 +341,7 @@ class WarmUp:
     def _run_new(self) -> None:
         """Run programs once on padding, those that have not run yet; make the cache if need be."""
         if self._state is None:
-            return_memory()
+            return_memory()  # of what compiling and reading took: the cache takes its place
             self._state = self._empty_state()
         for bucket in [*self._not_run]:
             step = self._not_run.pop(bucket)
