@@ -20,7 +20,7 @@ class Unserved(NamedTuple):
     instead: str
 
 
-_ONE_DEVICE = "one device serves a model here: start a server for each"
+_DIVIDED = "tensor_parallel_size, nnodes and enable_expert_parallel say how a model is divided"
 _REPLICAS = "replicas are a server's: jaxserve serve --data-parallel-backend ray"
 _LORA = "adapters are not served: merge them into the checkpoint"
 _TEXT_ONLY = "only text is served: leave it out"
@@ -46,9 +46,9 @@ def _rows(instead: str, **neutral: tuple[Any, ...]) -> dict[str, Unserved]:
 
 _SECRETS = ("hf_token",)  # which no log may hold
 UNSERVED: dict[str, Unserved] = {
-    "pipeline_parallel_size": Unserved((1,), _ONE_DEVICE),
+    "pipeline_parallel_size": Unserved((1,), _DIVIDED),
     "data_parallel_size": Unserved((1,), _REPLICAS),
-    "distributed_executor_backend": Unserved(("uni",), _ONE_DEVICE),
+    "distributed_executor_backend": Unserved(("uni",), _DIVIDED),
     "disable_custom_all_reduce": Unserved(
         (True, False), "all_reduce chooses how devices add their results"
     ),
@@ -98,7 +98,7 @@ UNSERVED: dict[str, Unserved] = {
     "disable_log_requests": Unserved((True,), "requests are never logged"),
     "chat_template": Unserved((), "pass it to LLM.chat, or to jaxserve serve --chat-template"),
     **_rows(
-        _ONE_DEVICE,
+        _DIVIDED,
         prefill_context_parallel_size=(1,),
         dcp_comm_backend=(),
         dcp_q_replicate=(False,),

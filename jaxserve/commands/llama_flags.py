@@ -38,7 +38,7 @@ EQUIVALENTS: dict[str, str] = {
 AUTOMATIC = ("0", "-1", "auto")
 
 _DEVICE = "the whole model is on the device, a card where there is one: leave it out"
-_ONE_DEVICE = "one device serves a model: set CUDA_VISIBLE_DEVICES in the environment"
+_ONE_DEVICE = "--tensor-parallel-size divides a model over cards; CUDA_VISIBLE_DEVICES chooses them"
 _THREADS = "all cores that the process may use compute: bind it with taskset or numactl"
 _ALWAYS = "that is always so here: leave it out"
 _REQUEST = "requests set it, and a folder's generation_config.json (--generation-config DIR)"
