@@ -281,7 +281,7 @@ prompt = [[3 + i % 500 for i in range(600)]]
 [output] = llm.generate(prompt, SamplingParams(max_tokens=8, ignore_eos=True), use_tqdm=False)
 assert len(output.outputs[0].token_ids) == 8
 llm.close()
-print(longest, resident("VmHWM") - before)
+print(longest, before, resident("VmHWM"))
 """
 
 
@@ -297,6 +297,7 @@ def test_a_process_stays_within_what_was_free(long: Path, tmp_path: Path) -> Non
     compile_quickly(environment)
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    longest, peak = map(int, done.stdout.split())
-    assert longest == 16 * 1023 and 256 * MIB < peak < free
+    longest, before, peak = map(int, done.stdout.split())
+    # Pages of libraries that it had before are given back: the cache takes their place.
+    assert longest == 16 * 1023 and before + 128 * MIB < peak < before + free
     assert "serves 16,368 of the model's 131,072 positions" in done.stderr
