@@ -38,7 +38,7 @@ EQUIVALENTS: dict[str, str] = {
 AUTOMATIC = ("0", "-1", "auto")
 
 _DEVICE = "the whole model is on the device, a card where there is one: leave it out"
-_ONE_DEVICE = "--tensor-parallel-size divides a model over cards; CUDA_VISIBLE_DEVICES chooses them"
+_CARDS = "--tensor-parallel-size divides a model over cards; CUDA_VISIBLE_DEVICES chooses them"
 _THREADS = "all cores that the process may use compute: bind it with taskset or numactl"
 _ALWAYS = "that is always so here: leave it out"
 _REQUEST = "requests set it, and a folder's generation_config.json (--generation-config DIR)"
@@ -64,7 +64,7 @@ REASONS: dict[str, str] = {
     "-ngl --gpu-layers --n-gpu-layers -cmoe --cpu-moe -ncmoe --n-cpu-moe -ncffn --n-cpu-ffn "
     "-ot --override-tensor -kvo --kv-offload -nkvo --no-kv-offload --op-offload --no-op-offload "
     "--no-host -fit --fit -fitt --fit-target -fitc --fit-ctx": _DEVICE,
-    "-dev --device -sm --split-mode -ts --tensor-split -mg --main-gpu --rpc": _ONE_DEVICE,
+    "-dev --device -sm --split-mode -ts --tensor-split -mg --main-gpu --rpc": _CARDS,
     "--list-devices": "nvidia-smi lists the cards",
     "-t --threads -tb --threads-batch -C --cpu-mask -Cr --cpu-range --cpu-strict --prio --poll "
     "-Cb --cpu-mask-batch -Crb --cpu-range-batch --cpu-strict-batch --prio-batch --poll-batch "

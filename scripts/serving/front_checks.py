@@ -215,9 +215,9 @@ def send_at_once(front: Front, count: int = 8) -> None:
 def check_drain(front: Front) -> None:
     """Check that after SIGTERM to a replica its stream goes on, and the other answers new requests.
 
-    The replica is gone afterwards. Where its stream ends before a router looks at it again, vLLM's
-    answers 500 for what it sends there until then: the client sends that again, as it does unless
-    it is forbidden.
+    The replica is gone afterwards. Its stream may end before the router's next health check; until
+    then vLLM's router answers 500 for requests that it sends there. So the client repeats a request
+    twice, which is its default.
     """
     wait_until_idle(front)  # of what a client has left a moment ago
     with client(front, retries=2) as api:

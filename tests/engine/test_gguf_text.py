@@ -415,7 +415,7 @@ def test_a_file_is_a_model(tmp_path: Path):
 def test_the_words_are_not_held_while_weights_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are texts of Python's, of which Gemma 3 has 262,144."""
+    """The words of Gemma 3 are 262,144 strings of Python."""
     path, _ = whole_model(tmp_path)
     held: list[list[str]] = []
 

@@ -114,7 +114,6 @@ class WarmUp:
         self.page_bytes = page_bytes(model_config, config.block_size, self.compiler.kv_dtype)
         self._steps: dict[Bucket, Compiled] = {}
         self._compiling: dict[Bucket, Future[Compiled]] = {}
-        self._not_run: dict[Bucket, Compiled] = {}
         self._pool = ThreadPoolExecutor(min(_COMPILE_THREADS, cpu_threads()), "jaxserve-compile")
         self._parts: Parts | None = None
         self._state: DeviceState | None = None
@@ -168,7 +167,8 @@ class WarmUp:
     def run(self, on_progress: OnProgress | None = None) -> Runner:
         """Compile, make the cache, and run each program once on padding.
 
-        The cache comes last: before, it would lie beside what compiling and reading programs take.
+        The cache comes last, since compiling and reading programs take memory; where sizes are
+        measured, it comes with the first of them.
         Programs without which the engine could serve are left to `behind`, unless all are waited
         for.
         """
@@ -208,13 +208,13 @@ class WarmUp:
         if self._waits_for_all and not self._sizes_are_named:
             self._choose_sizes()
         steps = list(self.buckets) if self._waits_for_all else self._first_steps()
-        total = len(steps) + len(parts.all)
-        self._compile_steps(sorted(steps, reverse=True), on_progress, total)
+        steps, total = sorted(steps, reverse=True), len(steps) + len(parts.all)
+        self._compile_steps(steps, on_progress, total)
         for done, part in enumerate(parts.all, len(steps) + 1):
             part.result()
             if on_progress is not None:
                 on_progress("compile", done, total)
-        self._run_new()
+        self._run_new(steps)
         return Programs(
             self._steps,
             {sampler: compiled.result() for sampler, compiled in parts.samplers.items()},
@@ -327,26 +327,22 @@ class WarmUp:
             self._state = None
         compiling = self._submit(buckets)
         for done, bucket in enumerate(buckets, 1):
-            step = self._not_run[bucket] = compiling[bucket].result()
+            step = compiling[bucket].result()
             if bucket in kinds.values():
                 needed = temporary_bytes_of(step)
                 self.report.temporary_bytes = max(self.report.temporary_bytes, needed)
             if on_progress is not None:
                 on_progress("compile", done, total)
 
-    def _empty_state(self) -> DeviceState:
-        assert self._make_state is not None
-        return self._make_state()
-
-    def _run_new(self) -> None:
-        """Run programs once on padding, those that have not run yet; make the cache if need be."""
+    def _run_new(self, buckets: list[Bucket]) -> None:
+        """Run compiled programs that have not run yet, once on padding; make a missing cache."""
         if self._state is None:
+            assert self._make_state is not None
             return_memory()  # of what compiling and reading took: the cache takes its place
-            self._state = self._empty_state()
-        for bucket in [*self._not_run]:
-            step = self._not_run.pop(bucket)
+            self._state = self._make_state()
+        for bucket in buckets:
             if bucket not in self._steps:
-                self._steps[bucket] = step
+                self._steps[bucket] = self._compiling[bucket].result()
                 self._run_padding(bucket)
 
     def _choose_sizes(self) -> None:
@@ -359,7 +355,7 @@ class WarmUp:
             buckets = anchors(self.buckets)
             started, built = time.perf_counter(), store.num_built
             self._compile_steps(buckets)
-            self._run_new()
+            self._run_new(buckets)
             built = store.num_built - built
             # Where all came from files, other sizes may not be there: they cost what is usual.
             cost = (time.perf_counter() - started) / built if built else COMPILE_SECONDS
