@@ -241,9 +241,8 @@ def rows_of_panels(panels: np.ndarray, form: str) -> np.ndarray:
     """
     count, blocks = panels.shape[:2]
     fields = []
-    for place in FORMATS[form].fields.values():
-        size = place.count * place.item
-        field = panels[:, :, PANEL * place.start : PANEL * (place.start + size)]
-        field = field.reshape(count, blocks, place.count, PANEL, place.item)
-        fields.append(field.transpose(0, 3, 1, 2, 4).reshape(count * PANEL, blocks, size))
+    for place in FORMATS[form].in_panel.values():
+        items = np.moveaxis(place.items_of(panels), -1, 1)
+        field = np.ascontiguousarray(items).reshape(count * PANEL, blocks, -1)
+        fields.append(field.view(np.uint8))
     return np.concatenate(fields, axis=2)

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from llvmlite import ir
 
-from pallas_kernels.cpu.blocks import FORMATS, BlockFormat
+from pallas_kernels.cpu.blocks import FORMATS, UNIT, BlockFormat
 from pallas_kernels.cpu.ffi import NAMES, Field, part_bounds, registered
 from pallas_kernels.cpu.ir_builder import (
     I8,
@@ -44,7 +44,6 @@ from pallas_kernels.cpu.ir_builder import (
 from pallas_kernels.cpu.panels import PANEL
 from pallas_kernels.cpu.product import TILES_OF_A_CHUNK, each_group, fill, parts_of
 
-UNIT = 32  # inputs that share a scale of x
 MOST = 32767.0
 FLOAT = ir.FloatType()
 _ROUNDS = 1.5 * 2.0**23  # added to a float, it leaves the nearest whole number in the lowest bits
@@ -296,7 +295,7 @@ def _add_unit(
                     chain = sums[row * width + column]
                     product = pair_products(code, value, weight, reader.cpu)
                     chain[pair % chains] = code.add(chain[pair % chains], product)
-        scales, minima = reader.scales(code.add(code.mul(nth, const(UNIT // made.run)), const(run)))
+        scales, minima = reader.scales(nth, run)
         for row, (of_x, sums_of_x) in enumerate(places):
             step = code.load(code.at(of_x, unit, FLOAT), typ=FLOAT, align=4)
             where = code.add(code.mul(unit, const(2)), const(run))
@@ -338,35 +337,37 @@ class _Block:
         self.format, self.lanes, self.columns = kernel.format, kernel.lanes, columns
         self.cpu = kernel.cpu
         self._code, self._address = code, address
+        self._places = kernel.format.in_panel
         read = self._power if self.format.is_power else self._half
         self._whole = [read("scale", column) for column in columns]
         self._least = []
         if self.format.has_minimum:
             self._least = [self._half("minimum", column) for column in columns]
 
-    def _read(self, name: str, item: Any, column: int, element: ir.Type) -> Any:
-        """Load an item of a field, for the outputs of a column."""
-        place, code = self.format.fields[name], self._code
-        start = code.at(self._address, const(PANEL * place.start), I8)
-        index = code.add(code.mul(item, const(PANEL)), const(column * self.lanes))
-        return code.read_vector(start, index, element, self.lanes)
+    def _read(self, name: str, unit: Any, nth: int, column: int, element: ir.Type) -> Any:
+        """Load item `nth` of a field in a unit, for the outputs of a column."""
+        place, code = self._places[name], self._code
+        begin = code.mul(unit, const(PANEL * place.size))
+        before = PANEL * (place.first + place.start + nth * place.item)
+        address = code.at(code.at(self._address, const(before), I8), begin, I8)
+        return code.read_vector(address, const(column * self.lanes), element, self.lanes)
 
     def _half(self, name: str, column: int) -> Any:
-        halves = self._read(name, const(0), column, ir.HalfType())
+        halves = self._read(name, const(0), 0, column, ir.HalfType())
         return self._code.fpext(halves, ir.VectorType(FLOAT, self.lanes))
 
     def _power(self, name: str, column: int) -> Any:
         """Load exponents E8M0: halves of powers of two, the least of which are subnormal."""
         code, whole = self._code, ir.VectorType(I32, self.lanes)
-        exponents = code.zext(self._read(name, const(0), column, I8), whole)
+        exponents = code.zext(self._read(name, const(0), 0, column, I8), whole)
         usual = code.shl(code.sub(exponents, filled(whole, 1)), filled(whole, 23))
         least = code.shl(filled(whole, 0x200000), exponents)
         is_least = code.icmp_unsigned("<", exponents, filled(whole, 2))
         bits = code.select(is_least, least, usual)
         return code.bitcast(bits, ir.VectorType(FLOAT, self.lanes))
 
-    def scales(self, run: Any) -> tuple[list[Any], list[Any]]:
-        """Return the scales of a run of the block, and its minima if it has some."""
+    def scales(self, unit: Any, run: int) -> tuple[list[Any], list[Any]]:
+        """Return the scales of a run of a unit, and its minima if it has some."""
         if not self.format.scaled:
             return self._whole, self._least
         code, whole = self._code, ir.VectorType(I32, self.lanes)
@@ -375,7 +376,7 @@ class _Block:
 
         def factors(name: str) -> list[Any]:
             return [
-                code.sitofp(widen(self._read(name, run, column, I8), whole), real)
+                code.sitofp(widen(self._read(name, unit, run, column, I8), whole), real)
                 for column in self.columns
             ]
 
@@ -396,11 +397,11 @@ class _Block:
         high: list[Any] = []
         for pair in range(UNIT // 2):
             if pair % in_word == 0:
-                item = code.add(code.mul(unit, const(UNIT // 2 // in_word)), const(pair // in_word))
-                low = [self._read("low", item, column, I32) for column in self.columns]
+                word = pair // in_word
+                low = [self._read("low", unit, word, column, I32) for column in self.columns]
             if made.high and pair % in_high == 0:
-                item = code.add(code.mul(unit, const(UNIT // 2 // in_high)), const(pair // in_high))
-                high = [self._read("high", item, column, I32) for column in self.columns]
+                word = pair // in_high
+                high = [self._read("high", unit, word, column, I32) for column in self.columns]
             found = [_pair(code, words, pair % in_word, made.low) for words in low]
             if made.high:
                 mask = filled(whole, ((1 << made.high) - 1) * (0x00010001 << made.low))

@@ -30,6 +30,7 @@ import numpy as np
 from pallas_kernels.cpu.panels import PANEL
 
 WORD = 32  # bits
+UNIT = 32  # inputs whose codes, and what is theirs alone, lie together in a panel
 
 
 @dataclass(frozen=True)
@@ -86,21 +87,88 @@ class BlockFormat:
         return places
 
     @property
+    def units(self) -> int:
+        """Number of units of a block."""
+        return self.size // UNIT
+
+    @property
+    def in_panel(self) -> Mapping[str, PanelPlace]:
+        """The places of the same in a panel: first what is the block's, then one unit by another.
+
+        A product reads a panel from its beginning to its end. Read as several streams, of codes, of
+        their high bits and of scales, some formats came at half of the memory's speed.
+        """
+        of_block, of_unit = (
+            {name: place for name, place in self.fields.items() if (name in OF_BLOCK) is own}
+            for own in (True, False)
+        )
+        first = sum(place.item for place in of_block.values())
+        size = (self.num_bytes - first) // self.units
+        places: dict[str, PanelPlace] = {}
+        for name, place in of_block.items():
+            places[name] = PanelPlace(place.start, 1, place.item, 0, 1, place.item)
+        start = 0
+        for name, place in of_unit.items():
+            count = place.count // self.units
+            places[name] = PanelPlace(first, self.units, size, start, count, place.item)
+            start += count * place.item
+        return places
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of a block of one output."""
         last = list(self.fields.values())[-1]
         return last.start + last.count * last.item
 
 
-class Place(NamedTuple):
-    """The place of a field in a block of one output: `count` items of `item` bytes.
+OF_BLOCK = ("scale", "minimum")  # fields that a block has once
 
-    In a panel a field begins at PANEL times `start`, and each of its items is that of all outputs.
-    """
+
+class Place(NamedTuple):
+    """The place of a field in a block of one output: `count` items of `item` bytes."""
 
     start: int
     count: int
     item: int
+
+    @property
+    def size(self) -> int:
+        """Bytes of the field."""
+        return self.count * self.item
+
+
+class PanelPlace(NamedTuple):
+    """The place of a field in a block of a panel, in bytes of one output.
+
+    Each item is that of all outputs, one after the other, so that it begins at PANEL times its
+    place.
+
+    Attributes:
+        first: where units begin; of what the block has once, where that is.
+        units: how many there are, or 1.
+        size: of a unit.
+        start: where the field is in a unit.
+        count: its items in a unit; they follow each other.
+        item: bytes of an item.
+    """
+
+    first: int
+    units: int
+    size: int
+    start: int
+    count: int
+    item: int
+
+    def items_of(self, panels: np.ndarray) -> np.ndarray:
+        """Return the field's items [..., units, count, PANEL] in panels uint8 [..., bytes].
+
+        They are unsigned integers, and no copies.
+        """
+        lead = panels.shape[:-1]
+        whole = panels[..., PANEL * self.first : PANEL * (self.first + self.units * self.size)]
+        units = whole.reshape(*lead, self.units, PANEL * self.size)
+        field = units[..., PANEL * self.start : PANEL * (self.start + self.count * self.item)]
+        return field.view(f"u{self.item}").reshape(*lead, self.units, self.count, PANEL)
 
 
 # llama.cpp's tables (ggml-common.h: kvalues_iq4nl, kvalues_mxfp4) above their least number. Codes
@@ -146,16 +214,15 @@ def in_panels(rows: np.ndarray, form: str, panels: np.ndarray) -> None:
         panels: of `panel_shape`, to be filled.
     """
     outputs = len(rows)
+    made = FORMATS[form]
     for index in range(len(panels)):
         part = rows[index * PANEL : (index + 1) * PANEL]
-        for place in FORMATS[form].fields.values():
-            size = place.count * place.item
-            item = np.dtype(f"u{place.item}")  # which are moved faster than as many bytes
-            target = panels[index, :, PANEL * place.start : PANEL * (place.start + size)]
-            target = target.view(item).reshape(-1, place.count, PANEL)
-            field = np.ascontiguousarray(part[:, :, place.start : place.start + size])
-            target[:, :, : len(part)] = field.view(item).transpose(1, 2, 0)
-            target[:, :, len(part) :] = 0
+        for name, place in made.fields.items():
+            target = made.in_panel[name].items_of(panels[index])
+            field = np.ascontiguousarray(part[:, :, place.start : place.start + place.size])
+            items = field.view(target.dtype).reshape(len(part), *target.shape[:-1])
+            target[..., : len(part)] = np.moveaxis(items, 0, -1)
+            target[..., len(part) :] = 0
     assert outputs <= len(panels) * PANEL
 
 
@@ -173,10 +240,10 @@ def _byte_places(form: str) -> tuple[np.ndarray, np.ndarray]:
     """Return each byte's place in a panel for the first output, and the step to the next one's."""
     starts: list[int] = []
     steps: list[int] = []
-    for place in FORMATS[form].fields.values():
-        for item in range(place.count):
-            first = PANEL * (place.start + item * place.item)
-            starts += range(first, first + place.item)
+    for place in FORMATS[form].in_panel.values():
+        for unit, item in np.ndindex(place.units, place.count):
+            before = place.first + unit * place.size + place.start + item * place.item
+            starts += range(PANEL * before, PANEL * before + place.item)
             steps += [place.item] * place.item
     return np.array(starts, np.int32), np.array(steps, np.int32)
 
