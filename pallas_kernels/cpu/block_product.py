@@ -1,13 +1,13 @@
 """Products with weights in blocks, on CPU: whole numbers are multiplied, blocks stay packed.
 
 Each row of x is written as whole numbers of 16 bits with a scale for 32 inputs, the largest of them
-32,767. So a number is off by at most the largest of 32 over 65,534, which costs nothing that can be
+32,639. So a number is off by at most the largest of 32 over 65,278, which costs nothing that can be
 seen, where 8 bits, as llama.cpp takes them, cost a model 0.3 to 0.4 % of its perplexity. Codes are
 whole numbers too: the sums over a run of inputs are exact, in 32 bits, and only they are multiplied
-by scales. A vector of words holds eight codes (of 4 bits) of each of its outputs; two shifts and
-masks, of codes that stand in a table a look-up too, make a pair of numbers for each output, which
-one instruction multiplies by a pair of x and adds (vpmaddwd or vpdpwssd, Intel 64 and IA-32
-Architectures Software Developer's Manual).
+by scales. `cpu/block_reader.py` makes of a vector of words pairs of numbers, or quads, which one
+instruction multiplies by as many of x and adds: pairs as they are (vpmaddwd or vpdpwssd, Intel 64
+and IA-32 Architectures Software Developer's Manual), quads once by the upper bytes of x and once by
+the lower (vpdpbusd). That are as many instructions, but half as many make the numbers.
 
 Sums over runs are added in the order of the inputs: a row's result does not depend on the others.
 As in `cpu/product.py`, rows that do not count are not multiplied, and groups of rows may have
@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from llvmlite import ir
 
+from pallas_kernels.cpu.block_reader import FLOAT, SIGN, BlockReader, inputs_of_steps
 from pallas_kernels.cpu.blocks import FORMATS, UNIT, BlockFormat
 from pallas_kernels.cpu.ffi import NAMES, Field, part_bounds, registered
 from pallas_kernels.cpu.ir_builder import (
@@ -32,7 +33,6 @@ from pallas_kernels.cpu.ir_builder import (
     I16,
     I32,
     I64,
-    LINE,
     POINTER,
     VOID,
     Code,
@@ -44,10 +44,9 @@ from pallas_kernels.cpu.ir_builder import (
 from pallas_kernels.cpu.panels import PANEL
 from pallas_kernels.cpu.product import TILES_OF_A_CHUNK, each_group, fill, parts_of
 
-MOST = 32767.0
-FLOAT = ir.FloatType()
+# The largest number of 16 bits whose two bytes, the lower one with a sign, are of 8 bits both.
+MOST = 32639.0
 _ROUNDS = 1.5 * 2.0**23  # added to a float, it leaves the nearest whole number in the lowest bits
-AHEAD = 4608  # bytes of a panel that prefetches are ahead
 
 
 @dataclass(frozen=True)
@@ -67,8 +66,8 @@ class BlockProduct:
     @property
     def name(self) -> str:
         """Name of the operation."""
-        pairs = "_pairs" if self.cpu.pairs else ""
-        return f"{NAMES}block_product_{self.form}_{self.cpu.vectors}{pairs}"
+        kind = "_quads" if self.cpu.quads else "_pairs" if self.cpu.pairs else ""
+        return f"{NAMES}block_product_{self.form}_{self.cpu.vectors}{kind}"
 
     @property
     def format(self) -> BlockFormat:
@@ -81,9 +80,21 @@ class BlockProduct:
         return self.cpu.vector_bytes // 4
 
     @property
+    def count(self) -> int:
+        """Inputs of an output that one instruction multiplies."""
+        return 4 if self.cpu.quads else 2
+
+    @property
+    def offset(self) -> int:
+        """The difference of numbers and codes."""
+        return SIGN if self.cpu.quads and self.format.low == 8 else self.format.offset
+
+    @property
     def tiles(self) -> list[tuple[int, int]]:
-        """Rows of a tile, and vectors of outputs of a pass; two sums of each stay in registers."""
-        most = self.cpu.registers * 3 // 8
+        """Rows of a tile, and vectors of outputs of a pass; their sums stay in registers."""
+        if self.cpu.quads:  # three sums of each
+            return [(8, 1), (4, 2), (2, 2), (1, 2)]
+        most = self.cpu.registers * 3 // 8  # two sums of each
         sizes = (6, 4, 2, 1) if most >= 12 else (4, 2, 1)
         widths = [width for width in (8, 4, 2, 1) if width * self.lanes <= PANEL]
         return [(size, next(w for w in widths if w == 1 or w * size <= most)) for size in sizes]
@@ -183,27 +194,44 @@ def _rounding(module: ir.Module, kernel: BlockProduct) -> ir.Function:
         scale = code.select(is_none, ir.Constant(FLOAT, 0.0), scale)
         scale = code.fadd(scale, code.lane_sum(nothing))
         code.store(scale, code.at(scales, unit, FLOAT), align=4)
-        totals = []
-        for nth, vector in enumerate(read):
+        numbers = []
+        for vector in read:
             shifted = code.multiply_add(vector, inverse, filled(real, _ROUNDS))
-            number = code.sub(code.bitcast(shifted, whole), filled(whole, 0x4B400000))
-            short = code.trunc(number, ir.VectorType(I16, lanes))
-            place = code.at(to, code.add(start, const(nth * lanes)), I16)
-            code.store(short, place, align=2)
-            totals.append(code.sext(short, whole))
-        for half, total in enumerate(_half_sums(code, totals)):
-            place = code.at(sums, code.add(code.mul(unit, const(2)), const(half)), I32)
-            code.store(code.mul(total, ir.Constant(I32, kernel.format.offset)), place, align=4)
-        if kernel.format.has_minimum:
-            runs = [code.lanes_folded(_folded(totals, code.add), code.add)]
-            if kernel.format.run < UNIT:
-                runs = _half_sums(code, totals)
-            for run, total in enumerate(runs):
+            numbers.append(code.sub(code.bitcast(shifted, whole), filled(whole, 0x4B400000)))
+        _store_numbers(code, kernel, numbers, code.at(to, start, I16))
+        runs = [code.lanes_folded(_folded(numbers, code.add), code.add)]
+        if kernel.format.run < UNIT:
+            runs = _half_sums(code, numbers)
+        for run, total in enumerate(runs):
+            place = code.add(code.mul(unit, const(2)), const(run))
+            if kernel.format.has_minimum:
                 least = code.fmul(scale, code.sitofp(total, FLOAT))
-                place = code.add(code.mul(unit, const(2)), const(run))
                 code.store(least, code.at(sums, place, FLOAT), align=4)
+            elif kernel.offset:
+                less = code.mul(total, ir.Constant(I32, -kernel.offset))
+                code.store(less, code.at(sums, place, I32), align=4)
     code.ret_void()
     return function
+
+
+def _store_numbers(code: Code, kernel: BlockProduct, numbers: Sequence[Any], to: Any) -> None:
+    """Store the numbers of a unit: of 16 bits in order, or their upper bytes, then their lower.
+
+    Bytes lie in the order in which steps multiply them, and have a sign, the lower ones too.
+    """
+    if kernel.count == 2:
+        for nth, vector in enumerate(numbers):
+            short = code.trunc(vector, ir.VectorType(I16, kernel.lanes))
+            code.write_vector(short, to, const(nth * kernel.lanes))
+        return
+    order = [place for inputs in inputs_of_steps(kernel.format, kernel.count) for place in inputs]
+    whole, narrow = numbers[0].type, ir.VectorType(I8, kernel.lanes)
+    upper = [
+        code.ashr(code.add(vector, filled(whole, 128)), filled(whole, 8)) for vector in numbers
+    ]
+    for nth, vectors in enumerate((upper, numbers)):
+        first, second = (code.trunc(vector, narrow) for vector in vectors)
+        code.write_vector(code.lanes_of(first, second, order), to, const(nth * UNIT))
 
 
 def _folded(values: Sequence[Any], combine: Any) -> Any:
@@ -249,11 +277,11 @@ def _tile(module: ir.Module, kernel: BlockProduct, size: int, width: int) -> ir.
         columns = range(begin, begin + width)
         with code.loop(const(0), blocks, carry=[zero] * (size * width)) as (block, totals):
             here = code.at(panel, code.mul(block, const(PANEL * made.num_bytes)), I8)
-            reader = _Block(code, kernel, here, columns)
+            reader = BlockReader(code, made, kernel.cpu, kernel.count, here, columns)
             units = made.size // UNIT
             with code.loop(const(0), const(units), carry=totals) as (nth, inner):
                 unit = code.add(code.mul(block, const(units)), nth)
-                _add_unit(code, reader, rows, places, nth, unit, inner)
+                _add_unit(code, kernel, reader, rows, places, nth, unit, inner)
             totals[:] = inner
         for index, total in enumerate(totals):
             row, column = divmod(index, width)
@@ -265,7 +293,8 @@ def _tile(module: ir.Module, kernel: BlockProduct, size: int, width: int) -> ir.
 
 def _add_unit(
     code: Code,
-    reader: _Block,
+    kernel: BlockProduct,
+    reader: BlockReader,
     rows: Sequence[Any],
     places: Sequence[tuple[Any, Any]],
     nth: Any,
@@ -278,194 +307,93 @@ def _add_unit(
         nth: the unit in its block.
         unit: in the row.
     """
-    made, lanes, width = reader.format, reader.lanes, len(reader.columns)
-    whole, real = ir.VectorType(I32, lanes), ir.VectorType(FLOAT, lanes)
+    made, lanes, width = kernel.format, kernel.lanes, len(reader.columns)
+    real, zero = ir.VectorType(FLOAT, lanes), filled(ir.VectorType(I32, lanes), 0)
     if reader.columns.start == 0:  # later passes find the panel in the cache
         reader.prefetch(nth)
-    codes = reader.pairs(nth)
-    chains = _chains(len(rows) * width)
+    numbers = reader.numbers(nth)
+    words = [code.at(row, code.mul(unit, const(UNIT // 2)), I32) for row in rows]
+    sum_runs = _sums_of_quads if kernel.count == 4 else _sums_of_pairs
     for run in range(UNIT // made.run):
-        sums: list[list[Any]] = [[filled(whole, 0)] * chains for _ in range(len(rows) * width)]
-        for pair in range(made.run // 2):
-            weights = next(codes)
-            where = code.add(code.mul(unit, const(UNIT // 2)), const(run * made.run // 2 + pair))
-            for row, address in enumerate(rows):
-                value = code.splat(code.load(code.at(address, where, I32), typ=I32, align=4), lanes)
-                for column, weight in enumerate(weights):
-                    chain = sums[row * width + column]
-                    product = pair_products(code, value, weight, reader.cpu)
-                    chain[pair % chains] = code.add(chain[pair % chains], product)
+        where = code.add(code.mul(unit, const(2)), const(run))
+        begin = [zero] * len(rows)
+        if kernel.offset:
+            less = [code.read(of_x, where, I32) for _, of_x in places]
+            begin = [code.splat(number, lanes) for number in less]
+        first = run * made.run // kernel.count
+        steps = range(first, first + made.run // kernel.count)
+        sums = sum_runs(code, kernel, numbers, words, steps, begin, width)
         scales, minima = reader.scales(nth, run)
         for row, (of_x, sums_of_x) in enumerate(places):
-            step = code.load(code.at(of_x, unit, FLOAT), typ=FLOAT, align=4)
-            where = code.add(code.mul(unit, const(2)), const(run))
+            step = code.splat(code.read(of_x, unit, FLOAT), lanes)
             for column in range(width):
                 index = row * width + column
-                number = _folded(sums[index], code.add)
                 if made.has_minimum:
-                    least = code.load(code.at(sums_of_x, where, FLOAT), typ=FLOAT, align=4)
-                    least = code.splat(least, lanes)
+                    least = code.splat(code.read(sums_of_x, where, FLOAT), lanes)
                     totals[index] = code.multiply_add(minima[column], least, totals[index])
-                elif made.offset:
-                    offset = _offset(code, sums_of_x, where, made.run)
-                    number = code.sub(number, code.splat(offset, lanes))
-                factor = code.fmul(scales[column], code.splat(step, lanes))
-                totals[index] = code.multiply_add(code.sitofp(number, real), factor, totals[index])
+                factor = code.fmul(scales[column], step)
+                number = code.sitofp(sums[index], real)
+                totals[index] = code.multiply_add(number, factor, totals[index])
 
 
-def _chains(count: int) -> int:
-    """Return how many sums to make of each: as many as hide how long an addition takes.
+def _sums_of_pairs(
+    code: Code,
+    kernel: BlockProduct,
+    numbers: Iterator[list[Any]],
+    words: Sequence[Any],
+    steps: range,
+    begin: Sequence[Any],
+    width: int,
+) -> list[Any]:
+    """Return the sums of a run's products, of each row and column, as whole numbers.
 
-    They are exact, so their order does not matter.
+    Args:
+        numbers: of the columns, `width` vectors for each of `steps`.
+        words: addresses of the unit's pairs of x, of each row.
+        begin: what the sums of each row begin with.
     """
-    return max(1, 8 // count)
+    # As many sums of each as hide how long an addition takes; they are exact in any order.
+    chains = max(1, 8 // (len(words) * width))
+    zero = filled(begin[0].type, 0)
+    sums = [[first] + [zero] * (chains - 1) for first in begin for _ in range(width)]
+    for step in steps:
+        weights = next(numbers)
+        for row, address in enumerate(words):
+            value = code.splat(code.read(address, const(step), I32), kernel.lanes)
+            for column, weight in enumerate(weights):
+                chain = sums[row * width + column]
+                product = pair_products(code, value, weight, kernel.cpu)
+                chain[step % chains] = code.add(chain[step % chains], product)
+    return [_folded(chain, code.add) for chain in sums]
 
 
-def _offset(code: Code, sums: Any, where: Any, run: int) -> Any:
-    """Return what the offset of codes adds to the sum over a run of inputs."""
-    first = code.load(code.at(sums, where, I32), typ=I32, align=4)
-    if run < UNIT:
-        return first
-    following = code.at(sums, code.add(where, const(1)), I32)
-    return code.add(first, code.load(following, typ=I32, align=4))
+def _sums_of_quads(
+    code: Code,
+    kernel: BlockProduct,
+    numbers: Iterator[list[Any]],
+    words: Sequence[Any],
+    steps: range,
+    begin: Sequence[Any],
+    width: int,
+) -> list[Any]:
+    """Return the same by quads: products with the upper bytes of x count 256 times."""
+    lower = [first for first in begin for _ in range(width)]
+    upper = [filled(begin[0].type, 0)] * len(lower)
+    for step in steps:
+        weights = next(numbers)
+        for row, address in enumerate(words):
+            for sums, place in ((upper, step), (lower, UNIT // 4 + step)):
+                value = code.splat(code.read(address, const(place), I32), kernel.lanes)
+                for index, weight in enumerate(weights, row * width):
+                    sums[index] = code.intrinsic(
+                        _ADD_QUADS, value.type, [sums[index], weight, value]
+                    )
+    eight = filled(begin[0].type, 8)
+    pairs = zip(upper, lower, strict=True)
+    return [code.add(code.shl(high, eight), low) for high, low in pairs]
 
 
-class _Block:
-    """Generator of what a block of a panel holds, for some of its columns."""
-
-    def __init__(self, code: Code, kernel: BlockProduct, address: Any, columns: range) -> None:
-        self.format, self.lanes, self.columns = kernel.format, kernel.lanes, columns
-        self.cpu = kernel.cpu
-        self._code, self._address = code, address
-        self._places = kernel.format.in_panel
-        read = self._power if self.format.is_power else self._half
-        self._whole = [read("scale", column) for column in columns]
-        self._least = []
-        if self.format.has_minimum:
-            self._least = [self._half("minimum", column) for column in columns]
-
-    def _read(self, name: str, unit: Any, nth: int, column: int, element: ir.Type) -> Any:
-        """Load item `nth` of a field in a unit, for the outputs of a column."""
-        place, code = self._places[name], self._code
-        begin = code.mul(unit, const(PANEL * place.size))
-        before = PANEL * (place.first + place.start + nth * place.item)
-        address = code.at(code.at(self._address, const(before), I8), begin, I8)
-        return code.read_vector(address, const(column * self.lanes), element, self.lanes)
-
-    def _half(self, name: str, column: int) -> Any:
-        halves = self._read(name, const(0), 0, column, ir.HalfType())
-        return self._code.fpext(halves, ir.VectorType(FLOAT, self.lanes))
-
-    def _power(self, name: str, column: int) -> Any:
-        """Load exponents E8M0: halves of powers of two, the least of which are subnormal."""
-        code, whole = self._code, ir.VectorType(I32, self.lanes)
-        exponents = code.zext(self._read(name, const(0), 0, column, I8), whole)
-        usual = code.shl(code.sub(exponents, filled(whole, 1)), filled(whole, 23))
-        least = code.shl(filled(whole, 0x200000), exponents)
-        is_least = code.icmp_unsigned("<", exponents, filled(whole, 2))
-        bits = code.select(is_least, least, usual)
-        return code.bitcast(bits, ir.VectorType(FLOAT, self.lanes))
-
-    def scales(self, unit: Any, run: int) -> tuple[list[Any], list[Any]]:
-        """Return the scales of a run of a unit, and its minima if it has some."""
-        if not self.format.scaled:
-            return self._whole, self._least
-        code, whole = self._code, ir.VectorType(I32, self.lanes)
-        real = ir.VectorType(FLOAT, self.lanes)
-        widen = code.zext if self.format.has_minimum else code.sext
-
-        def factors(name: str) -> list[Any]:
-            return [
-                code.sitofp(widen(self._read(name, unit, run, column, I8), whole), real)
-                for column in self.columns
-            ]
-
-        pairs = zip(self._whole, factors("scales"), strict=True)
-        scales = [code.fmul(scale, factor) for scale, factor in pairs]
-        if not self.format.has_minimum:
-            return scales, []
-        pairs = zip(self._least, factors("minima"), strict=True)
-        return scales, [code.fneg(code.fmul(least, factor)) for least, factor in pairs]
-
-    def pairs(self, unit: Any) -> Iterator[list[Any]]:
-        """Yield, for each two inputs of a unit, vectors of pairs of codes."""
-        code, made = self._code, self.format
-        whole = ir.VectorType(I32, self.lanes)
-        in_word = WORD_PAIRS[made.low]
-        in_high = 16 // made.high if made.high else UNIT
-        low: list[Any] = []
-        high: list[Any] = []
-        for pair in range(UNIT // 2):
-            if pair % in_word == 0:
-                word = pair // in_word
-                low = [self._read("low", unit, word, column, I32) for column in self.columns]
-            if made.high and pair % in_high == 0:
-                word = pair // in_high
-                high = [self._read("high", unit, word, column, I32) for column in self.columns]
-            found = [_pair(code, words, pair % in_word, made.low) for words in low]
-            if made.high:
-                mask = filled(whole, ((1 << made.high) - 1) * (0x00010001 << made.low))
-                right = pair % in_high * made.high - made.low
-                bits = [_shifted(code, words, right) for words in high]
-                pairs = zip(found, bits, strict=True)
-                found = [code.or_(number, code.and_(bit, mask)) for number, bit in pairs]
-            if made.numbers:
-                found = [_looked_up(code, words, made.numbers, self.cpu) for words in found]
-            yield found
-
-    def prefetch(self, unit: Any) -> None:
-        """Fetch what lies behind a unit of the panel: as many lines as a unit has."""
-        code, made = self._code, self.format
-        size = PANEL * made.num_bytes * UNIT // made.size
-        first = code.at(self._address, code.mul(unit, const(size)), I8)
-        for line in range(0, size, LINE):
-            code.prefetch(code.at(first, const(AHEAD + line), I8))
-
-
-WORD_PAIRS = {2: 8, 4: 4, 8: 2}  # pairs of codes in a word
-
-
-def _shifted(code: Code, words: Any, right: int) -> Any:
-    """Shift words to the right, or to the left where that is negative."""
-    if right == 0:
-        return words
-    shift = code.lshr if right > 0 else code.shl
-    return shift(words, filled(words.type, abs(right)))
-
-
-def _pair(code: Code, words: Any, nth: int, bits: int) -> Any:
-    """Return pair `nth` of words of codes: unsigned of 2 or 4 bits, or signed of 8."""
-    if bits < 8:
-        mask = filled(words.type, ((1 << bits) - 1) * 0x00010001)
-        return code.and_(_shifted(code, words, bits * nth), mask)
-    shorts = ir.VectorType(I16, 2 * words.type.count)
-    halves = code.bitcast(words, shorts)
-    if nth == 0:
-        halves = code.shl(halves, filled(shorts, 8))
-    return code.bitcast(code.ashr(halves, filled(shorts, 8)), words.type)
-
-
-def _looked_up(code: Code, words: Any, numbers: Sequence[int], cpu: Host) -> Any:
-    """Replace pairs of codes of 4 bits in words by what they stand for in a table.
-
-    One instruction looks up every byte (pshufb); those above the codes are 0, as is the table's
-    first number. Without it, the steps from number to number that a code has passed are added.
-    """
-    if cpu.pairs and cpu.vector_bytes in _LOOK_UP:
-        size = cpu.vector_bytes
-        table = ir.Constant(ir.VectorType(I8, size), [*numbers] * (size // 16))
-        found = code.bitcast(words, table.type)
-        return code.bitcast(code.intrinsic(_LOOK_UP[size], table.type, [table, found]), words.type)
-    shorts = ir.VectorType(I16, 2 * words.type.count)
-    codes, total = code.bitcast(words, shorts), filled(shorts, 0)
-    for least in range(1, len(numbers)):
-        passed = code.icmp_unsigned(">=", codes, filled(shorts, least))
-        step = filled(shorts, numbers[least] - numbers[least - 1])
-        total = code.add(total, code.and_(code.sext(passed, shorts), step))
-    return code.bitcast(total, words.type)
-
-
-_LOOK_UP = {64: "llvm.x86.avx512.pshuf.b.512", 32: "llvm.x86.avx2.pshuf.b"}
+_ADD_QUADS = "llvm.x86.avx512.vpdpbusd.512"
 
 
 def pair_products(code: Code, a: Any, b: Any, cpu: Host) -> Any:

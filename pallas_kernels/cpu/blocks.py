@@ -164,11 +164,11 @@ class PanelPlace(NamedTuple):
 
         They are unsigned integers, and no copies.
         """
-        lead = panels.shape[:-1]
+        before = panels.shape[:-1]
         whole = panels[..., PANEL * self.first : PANEL * (self.first + self.units * self.size)]
-        units = whole.reshape(*lead, self.units, PANEL * self.size)
+        units = whole.reshape(*before, self.units, PANEL * self.size)
         field = units[..., PANEL * self.start : PANEL * (self.start + self.count * self.item)]
-        return field.view(f"u{self.item}").reshape(*lead, self.units, self.count, PANEL)
+        return field.view(f"u{self.item}").reshape(*before, self.units, self.count, PANEL)
 
 
 # llama.cpp's tables (ggml-common.h: kvalues_iq4nl, kvalues_mxfp4) above their least number. Codes

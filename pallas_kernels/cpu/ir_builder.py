@@ -41,6 +41,8 @@ class Host:
         registers: number of vector registers.
         dots: whether it multiplies pairs of bfloat16 and adds both to a float32 at once.
         pairs: whether it multiplies pairs of 16-bit whole numbers and adds both products.
+        quads: whether it adds the products of four 8-bit whole numbers, and moves bits in all bytes
+            by one instruction (AVX512-VNNI and AVX512-VBMI).
     """
 
     name: str
@@ -49,6 +51,7 @@ class Host:
     registers: int
     dots: bool = False
     pairs: bool = False
+    quads: bool = False
 
     @property
     def vectors(self) -> str:
@@ -67,7 +70,8 @@ def host() -> Host:
         size, registers = 16, 32 if features.get("neon") else 16
     dots = size == 64 and bool(features.get("avx512bf16"))
     pairs = bool(features.get("avx512bw" if size == 64 else "sse2"))
-    return Host(llvm.get_host_cpu_name(), features.flatten(), size, registers, dots, pairs)
+    quads = size == 64 and all(features.get(name) for name in ("avx512vnni", "avx512vbmi"))
+    return Host(llvm.get_host_cpu_name(), features.flatten(), size, registers, dots, pairs, quads)
 
 
 class _BFloat(ir.Type):

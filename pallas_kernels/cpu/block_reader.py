@@ -1,0 +1,205 @@
+"""Codes and scales of blocks, as instructions that read them from a panel.
+
+A vector of words holds the codes of a few inputs of each of several outputs. Shifts and masks, of
+codes that stand in a table a look-up too, make of it
+
+* pairs: two numbers of 16 bits for each output; or
+* quads: four numbers of 8 bits without a sign, where the processor multiplies these. Codes of 8
+  bits have a sign: 128 is added to each. The further bits of codes are moved to where they belong
+  in all bytes by one instruction (vpmultishiftqb, Intel 64 and IA-32 Architectures Software
+  Developer's Manual), since they lie elsewhere in their words than the others.
+
+`cpu/blocks.py` says how words lie in a panel, and codes in words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from llvmlite import ir
+
+from pallas_kernels.cpu.blocks import UNIT, WORD, BlockFormat
+from pallas_kernels.cpu.ir_builder import I8, I16, I32, I64, LINE, Code, Host, const, filled
+from pallas_kernels.cpu.panels import PANEL
+
+# Bytes of a panel that prefetches are ahead, and the cache they fetch into, the first (3) or the
+# second (2): of pairs, and of quads. Codes of 8 bits in quads come fastest without any.
+AHEAD = {2: ((4608, 3),), 4: ((8192, 2), (1024, 3))}
+FLOAT = ir.FloatType()
+SIGN = 128  # added to codes of 8 bits, it leaves them without a sign
+
+
+def inputs_of_steps(made: BlockFormat, count: int) -> list[list[int]]:
+    """Return the inputs, 2 or 4, that a step of a unit multiplies, in the order of their lanes."""
+    if count == 2:
+        return [[first, first + 1] for first in range(0, UNIT, 2)]
+    in_word = WORD // made.low
+    return [
+        [first + 2 * (nth + half * (8 // made.low)) + upper for upper in (0, 1) for half in (0, 1)]
+        for first in range(0, UNIT, in_word)
+        for nth in range(in_word // 4)
+    ]
+
+
+class BlockReader:
+    """Generator of what a block of a panel holds, for some of its columns.
+
+    `count` is the inputs of a word of numbers, 2 or 4.
+    """
+
+    def __init__(
+        self, code: Code, made: BlockFormat, cpu: Host, count: int, address: Any, columns: range
+    ) -> None:
+        self.format, self.cpu, self.columns = made, cpu, columns
+        self.count, self.lanes = count, cpu.vector_bytes // 4
+        self._code, self._address = code, address
+        self._places = made.in_panel
+        read = self._power if self.format.is_power else self._half
+        self._whole = [read("scale", column) for column in columns]
+        self._least = []
+        if self.format.has_minimum:
+            self._least = [self._half("minimum", column) for column in columns]
+
+    def _read(self, name: str, unit: Any, nth: int, column: int, element: ir.Type) -> Any:
+        """Load item `nth` of a field in a unit, for the outputs of a column."""
+        place, code = self._places[name], self._code
+        begin = code.mul(unit, const(PANEL * place.size))
+        before = PANEL * (place.first + place.start + nth * place.item)
+        address = code.at(code.at(self._address, const(before), I8), begin, I8)
+        return code.read_vector(address, const(column * self.lanes), element, self.lanes)
+
+    def _half(self, name: str, column: int) -> Any:
+        halves = self._read(name, const(0), 0, column, ir.HalfType())
+        return self._code.fpext(halves, ir.VectorType(FLOAT, self.lanes))
+
+    def _power(self, name: str, column: int) -> Any:
+        """Load exponents E8M0: halves of powers of two, the least of which are subnormal."""
+        code, whole = self._code, ir.VectorType(I32, self.lanes)
+        exponents = code.zext(self._read(name, const(0), 0, column, I8), whole)
+        usual = code.shl(code.sub(exponents, filled(whole, 1)), filled(whole, 23))
+        least = code.shl(filled(whole, 0x200000), exponents)
+        is_least = code.icmp_unsigned("<", exponents, filled(whole, 2))
+        bits = code.select(is_least, least, usual)
+        return code.bitcast(bits, ir.VectorType(FLOAT, self.lanes))
+
+    def scales(self, unit: Any, run: int) -> tuple[list[Any], list[Any]]:
+        """Return the scales of a run of a unit, and its minima if it has some."""
+        if not self.format.scaled:
+            return self._whole, self._least
+        code, whole = self._code, ir.VectorType(I32, self.lanes)
+        real = ir.VectorType(FLOAT, self.lanes)
+        widen = code.zext if self.format.has_minimum else code.sext
+
+        def factors(name: str) -> list[Any]:
+            return [
+                code.sitofp(widen(self._read(name, unit, run, column, I8), whole), real)
+                for column in self.columns
+            ]
+
+        pairs = zip(self._whole, factors("scales"), strict=True)
+        scales = [code.fmul(scale, factor) for scale, factor in pairs]
+        if not self.format.has_minimum:
+            return scales, []
+        pairs = zip(self._least, factors("minima"), strict=True)
+        return scales, [code.fneg(code.fmul(least, factor)) for least, factor in pairs]
+
+    def numbers(self, unit: Any) -> Iterator[list[Any]]:
+        """Yield, for each of `inputs_of_steps`, a vector of numbers for each column."""
+        code, made = self._code, self.format
+        steps = inputs_of_steps(made, self.count)
+        in_word = WORD // made.low // self.count
+        in_high = WORD // made.high // self.count if made.high else len(steps)
+        low: list[Any] = []
+        high: list[Any] = []
+        for nth, inputs in enumerate(steps):
+            if nth % in_word == 0:
+                word = nth // in_word
+                low = [self._read("low", unit, word, column, I32) for column in self.columns]
+            if made.high and nth % in_high == 0:
+                word = nth // in_high
+                high = [self._read("high", unit, word, column, I32) for column in self.columns]
+            found = [self._lower_bits(words, nth % in_word) for words in low]
+            if made.high:
+                bits = [self._further_bits(words, inputs) for words in high]
+                pairs = zip(found, bits, strict=True)
+                found = [code.or_(number, bit) for number, bit in pairs]
+            if made.numbers:
+                found = [_looked_up(code, words, made.numbers, self.cpu) for words in found]
+            yield found
+
+    def _lower_bits(self, words: Any, nth: int) -> Any:
+        """Return numbers `nth` of words of codes: of 2 or 4 bits, or of 8, which have a sign."""
+        code, bits = self._code, self.format.low
+        if bits < 8:
+            lanes = 0x00010001 if self.count == 2 else 0x01010101
+            mask = filled(words.type, ((1 << bits) - 1) * lanes)
+            return code.and_(_shifted(code, words, bits * nth), mask)
+        if self.count == 4:
+            return code.xor(words, filled(words.type, SIGN * 0x01010101))
+        shorts = ir.VectorType(I16, 2 * words.type.count)
+        halves = code.bitcast(words, shorts)
+        if nth == 0:
+            halves = code.shl(halves, filled(shorts, 8))
+        return code.bitcast(code.ashr(halves, filled(shorts, 8)), words.type)
+
+    def _further_bits(self, words: Any, inputs: Sequence[int]) -> Any:
+        """Return the further bits of some inputs of a unit, where they belong in their numbers."""
+        code, made = self._code, self.format
+        in_word = WORD // made.high
+        # In a word the even inputs lie in the lower half, the odd ones in the upper.
+        places = [place % 2 * 16 + place % in_word // 2 * made.high for place in inputs]
+        ones = (1 << made.high) - 1 << made.low
+        if self.count == 2:
+            moved = _shifted(code, words, places[0] - made.low)
+            return code.and_(moved, filled(words.type, ones * 0x00010001))
+        eights = ir.VectorType(I64, words.type.count // 2)
+        bytes_ = ir.VectorType(I8, 4 * words.type.count)
+        begin = [(word + place - made.low) % 64 for word in (0, WORD) for place in places]
+        control = ir.Constant(bytes_, begin * eights.count)
+        moved = code.intrinsic(
+            "llvm.x86.avx512.pmultishift.qb.512", bytes_, [control, code.bitcast(words, bytes_)]
+        )
+        return code.and_(code.bitcast(moved, words.type), filled(words.type, ones * 0x01010101))
+
+    def prefetch(self, unit: Any) -> None:
+        """Fetch what lies behind a unit of the panel: as many lines as a unit has."""
+        code, made = self._code, self.format
+        if self.count == 4 and made.low == 8:
+            return
+        size = PANEL * made.num_bytes // made.units
+        first = code.at(self._address, code.mul(unit, const(size)), I8)
+        for ahead, near in AHEAD[self.count]:
+            for line in range(ahead, ahead + size, LINE):
+                code.prefetch(code.at(first, const(line), I8), near)
+
+
+def _shifted(code: Code, words: Any, right: int) -> Any:
+    """Shift words to the right, or to the left where that is negative."""
+    if right == 0:
+        return words
+    shift = code.lshr if right > 0 else code.shl
+    return shift(words, filled(words.type, abs(right)))
+
+
+def _looked_up(code: Code, words: Any, numbers: Sequence[int], cpu: Host) -> Any:
+    """Replace pairs of codes of 4 bits in words by what they stand for in a table.
+
+    One instruction looks up every byte (pshufb); those above the codes are 0, as is the table's
+    first number. Without it, the steps from number to number that a code has passed are added.
+    """
+    if cpu.pairs and cpu.vector_bytes in _LOOK_UP:
+        size = cpu.vector_bytes
+        table = ir.Constant(ir.VectorType(I8, size), [*numbers] * (size // 16))
+        found = code.bitcast(words, table.type)
+        return code.bitcast(code.intrinsic(_LOOK_UP[size], table.type, [table, found]), words.type)
+    shorts = ir.VectorType(I16, 2 * words.type.count)
+    codes, total = code.bitcast(words, shorts), filled(shorts, 0)
+    for least in range(1, len(numbers)):
+        passed = code.icmp_unsigned(">=", codes, filled(shorts, least))
+        step = filled(shorts, numbers[least] - numbers[least - 1])
+        total = code.add(total, code.and_(code.sext(passed, shorts), step))
+    return code.bitcast(total, words.type)
+
+
+_LOOK_UP = {64: "llvm.x86.avx512.pshuf.b.512", 32: "llvm.x86.avx2.pshuf.b"}
