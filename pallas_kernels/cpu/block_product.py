@@ -109,15 +109,20 @@ class BlockProduct:
         return (*buffers, Field(0, 0), Field(1, 0), Field(0, 1), Field(1, 1), Field(4, 1))
 
     def parts(self, code: Code, fields: Sequence[Any]) -> Any:
-        """Generate the number of parts; a weight takes half the time of one in floats."""
-        *_, rows, experts, inputs, panels, _ = fields
-        return parts_of(code, (fields[2], experts, rows), code.ashr(inputs, const(1)), panels)
+        """Generate the number of parts; a weight takes half the time of one in floats.
+
+        No row of x is in whole numbers yet.
+        """
+        _, _, counts, _, whole, rows, experts, inputs, panels, between = fields
+        with code.loop(const(0), rows) as (row, _):
+            code.store(ir.Constant(I32, 0), _mark(code, whole, row, between), align=4)
+        return parts_of(code, (counts, experts, rows), code.ashr(inputs, const(1)), panels)
 
     def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
         """Generate part `index`'s panels of all weights, then zeros in rows that do not count.
 
-        All parts write the same whole numbers for x to the same place: that takes less time than to
-        wait for one that does.
+        A part writes the rows of x in whole numbers that no other one has written yet, from another
+        row on than the others. Two may write the same: that takes less time than to wait.
         """
         x, w, counts, y, whole, rows, experts, inputs, panels, between = fields
         outputs = code.mul(panels, const(PANEL))
@@ -133,9 +138,11 @@ class BlockProduct:
             code.loop(begin, ends[0], chunk_rows) as (chunk, _),
         ):
             end = code.smaller_int(code.add(chunk, const(chunk_rows)), ends[0])
-            with code.loop(chunk, end) as (row, _):
-                from_ = code.at(x, code.mul(row, inputs), FLOAT)
-                code.call(rounding, [from_, code.at(whole, code.mul(row, between), I8), inputs])
+            from_, _ = part_bounds(code, code.sub(end, chunk), index, parts)
+            from_ = code.add(chunk, from_)
+            for some_rows in ((from_, end), (chunk, from_)):
+                with code.loop(*some_rows) as (row, _):
+                    _round_row(code, rounding, (x, whole), row, inputs, between)
             with code.loop(first, last) as (panel, _):
                 of_all = code.add(code.mul(expert, panels), panel)
                 here = code.at(w, code.mul(of_all, size_of_panel), I8)
@@ -151,9 +158,31 @@ class BlockProduct:
         fill(code, y, (ends[0], rows), (first, last), outputs, FLOAT, self.lanes)
 
 
+def _mark(code: Code, whole: Any, row: Any, between: Any) -> Any:
+    """Return the address of the word that says whether a row is written in whole numbers."""
+    after = code.mul(code.add(row, const(1)), between)
+    return code.at(whole, code.sub(after, const(4)), I8)
+
+
+def _round_row(
+    code: Code, rounding: Any, buffers: tuple[Any, Any], row: Any, inputs: Any, between: Any
+) -> None:
+    """Write a row of x in whole numbers, if no part has."""
+    x, whole = buffers
+    mark = _mark(code, whole, row, between)
+    written = code.load_atomic(mark, "acquire", 4, typ=I32)
+    with code.if_then(code.icmp_signed("==", written, ir.Constant(I32, 0))):
+        from_ = code.at(x, code.mul(row, inputs), FLOAT)
+        code.call(rounding, [from_, code.at(whole, code.mul(row, between), I8), inputs])
+        code.atomic_rmw("xchg", mark, ir.Constant(I32, 1), "release")  # after all that it marks
+
+
 def row_bytes(inputs: int) -> int:
-    """Return the bytes of a row in whole numbers: they, their scales, and the sums of 16 each."""
-    return 2 * inputs + inputs // UNIT * 12
+    """Return the bytes of a row in whole numbers.
+
+    They are the numbers, their scales, the sums of 16 each, and a mark that they are written.
+    """
+    return 2 * inputs + inputs // UNIT * 12 + 4
 
 
 def _places(code: Code, row: Any, inputs: Any) -> tuple[Any, Any]:
