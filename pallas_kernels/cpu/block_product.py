@@ -7,7 +7,7 @@ whole numbers too: the sums over a run of inputs are exact, in 32 bits, and only
 by scales. `cpu/block_reader.py` makes of a vector of words pairs of numbers, or quads, which one
 instruction multiplies by as many of x and adds: pairs as they are (vpmaddwd or vpdpwssd, Intel 64
 and IA-32 Architectures Software Developer's Manual), quads once by the upper bytes of x and once by
-the lower (vpdpbusd). That are as many instructions, but half as many make the numbers.
+the lower (vpdpbusd). Quads take as many products as pairs, and half the instructions that unpack.
 
 Sums over runs are added in the order of the inputs: a row's result does not depend on the others.
 As in `cpu/product.py`, rows that do not count are not multiplied, and groups of rows may have
@@ -167,7 +167,7 @@ def _mark(code: Code, whole: Any, row: Any, between: Any) -> Any:
 def _round_row(
     code: Code, rounding: Any, buffers: tuple[Any, Any], row: Any, inputs: Any, between: Any
 ) -> None:
-    """Write a row of x in whole numbers, if no part has."""
+    """Write a row of x in whole numbers unless a part has; `buffers` are x and what is written."""
     x, whole = buffers
     mark = _mark(code, whole, row, between)
     written = code.load_atomic(mark, "acquire", 4, typ=I32)
