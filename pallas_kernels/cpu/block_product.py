@@ -16,6 +16,7 @@ weights of their own. `cpu/blocks.py` says how weights lie, and what they are.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -228,9 +229,10 @@ def _rounding(module: ir.Module, kernel: BlockProduct) -> ir.Function:
             shifted = code.multiply_add(vector, inverse, filled(real, _ROUNDS))
             numbers.append(code.sub(code.bitcast(shifted, whole), filled(whole, 0x4B400000)))
         _store_numbers(code, kernel, numbers, code.at(to, start, I16))
-        runs = [code.lanes_folded(_folded(numbers, code.add), code.add)]
         if kernel.format.run < UNIT:
             runs = _half_sums(code, numbers)
+        else:
+            runs = [code.lanes_folded(_folded(numbers, code.add), code.add)]
         for run, total in enumerate(runs):
             place = code.add(code.mul(unit, const(2)), const(run))
             if kernel.format.has_minimum:
@@ -342,7 +344,6 @@ def _add_unit(
         reader.prefetch(nth)
     numbers = reader.numbers(nth)
     words = [code.at(row, code.mul(unit, const(UNIT // 2)), I32) for row in rows]
-    sum_runs = _sums_of_quads if kernel.count == 4 else _sums_of_pairs
     for run in range(UNIT // made.run):
         where = code.add(code.mul(unit, const(2)), const(run))
         begin = [zero] * len(rows)
@@ -351,7 +352,7 @@ def _add_unit(
             begin = [code.splat(number, lanes) for number in less]
         first = run * made.run // kernel.count
         steps = range(first, first + made.run // kernel.count)
-        sums = sum_runs(code, kernel, numbers, words, steps, begin, width)
+        sums = _sums_of_run(code, kernel, numbers, words, steps, begin, width)
         scales, minima = reader.scales(nth, run)
         for row, (of_x, sums_of_x) in enumerate(places):
             step = code.splat(code.read(of_x, unit, FLOAT), lanes)
@@ -365,7 +366,7 @@ def _add_unit(
                 totals[index] = code.multiply_add(number, factor, totals[index])
 
 
-def _sums_of_pairs(
+def _sums_of_run(
     code: Code,
     kernel: BlockProduct,
     numbers: Iterator[list[Any]],
@@ -378,51 +379,33 @@ def _sums_of_pairs(
 
     Args:
         numbers: of the columns, `width` vectors for each of `steps`.
-        words: addresses of the unit's pairs of x, of each row.
+        words: addresses of the unit's words of x, of each row.
         begin: what the sums of each row begin with.
     """
-    # As many sums of each as hide how long an addition takes; they are exact in any order.
-    chains = max(1, 8 // (len(words) * width))
+    # A second sum of quads is of the upper bytes of x, which count 256 times. Of pairs as many are
+    # made as hide how long an addition takes: they are exact in any order.
+    quads = kernel.count == 4
+    chains = 2 if quads else max(1, 8 // (len(words) * width))
     zero = filled(begin[0].type, 0)
     sums = [[first] + [zero] * (chains - 1) for first in begin for _ in range(width)]
     for step in steps:
         weights = next(numbers)
-        for row, address in enumerate(words):
-            value = code.splat(code.read(address, const(step), I32), kernel.lanes)
-            for column, weight in enumerate(weights):
-                chain = sums[row * width + column]
-                product = pair_products(code, value, weight, kernel.cpu)
-                chain[step % chains] = code.add(chain[step % chains], product)
-    return [_folded(chain, code.add) for chain in sums]
+        places = [(UNIT // 4 + step, 0), (step, 1)] if quads else [(step, step % chains)]
+        for (row, address), (place, chain) in itertools.product(enumerate(words), places):
+            value = code.splat(code.read(address, const(place), I32), kernel.lanes)
+            for each, weight in zip(sums[row * width : (row + 1) * width], weights, strict=True):
+                each[chain] = _add_products(code, each[chain], value, weight, kernel.cpu)
+    if quads:
+        for each in sums:
+            each[1] = code.shl(each[1], filled(zero.type, 8))
+    return [_folded(each, code.add) for each in sums]
 
 
-def _sums_of_quads(
-    code: Code,
-    kernel: BlockProduct,
-    numbers: Iterator[list[Any]],
-    words: Sequence[Any],
-    steps: range,
-    begin: Sequence[Any],
-    width: int,
-) -> list[Any]:
-    """Return the same by quads: products with the upper bytes of x count 256 times."""
-    lower = [first for first in begin for _ in range(width)]
-    upper = [filled(begin[0].type, 0)] * len(lower)
-    for step in steps:
-        weights = next(numbers)
-        for row, address in enumerate(words):
-            for sums, place in ((upper, step), (lower, UNIT // 4 + step)):
-                value = code.splat(code.read(address, const(place), I32), kernel.lanes)
-                for index, weight in enumerate(weights, row * width):
-                    sums[index] = code.intrinsic(
-                        _ADD_QUADS, value.type, [sums[index], weight, value]
-                    )
-    eight = filled(begin[0].type, 8)
-    pairs = zip(upper, lower, strict=True)
-    return [code.add(code.shl(high, eight), low) for high, low in pairs]
-
-
-_ADD_QUADS = "llvm.x86.avx512.vpdpbusd.512"
+def _add_products(code: Code, total: Any, x: Any, weight: Any, cpu: Host) -> Any:
+    """Add the products of the pairs or quads in words of 32 bits to words."""
+    if not cpu.quads:
+        return code.add(total, pair_products(code, x, weight, cpu))
+    return code.intrinsic("llvm.x86.avx512.vpdpbusd.512", total.type, [total, weight, x])
 
 
 def pair_products(code: Code, a: Any, b: Any, cpu: Host) -> Any:

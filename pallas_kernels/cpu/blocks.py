@@ -93,7 +93,7 @@ class BlockFormat:
 
     @property
     def in_panel(self) -> Mapping[str, PanelPlace]:
-        """The places of the same in a panel: first what is the block's, then one unit by another.
+        """The fields' places in a panel: first those of the block, then one unit after another.
 
         A product reads a panel from its beginning to its end. Read as several streams, of codes, of
         their high bits and of scales, some formats came at half of the memory's speed.
@@ -144,10 +144,10 @@ class PanelPlace(NamedTuple):
     place.
 
     Attributes:
-        first: where units begin; of what the block has once, where that is.
-        units: how many there are, or 1.
+        first: the begin of the units, or of a field that a block has once.
+        units: their number; 1 for such a field.
         size: of a unit.
-        start: where the field is in a unit.
+        start: the field's begin in a unit.
         count: its items in a unit; they follow each other.
         item: bytes of an item.
     """
@@ -215,13 +215,15 @@ def in_panels(rows: np.ndarray, form: str, panels: np.ndarray) -> None:
     """
     outputs = len(rows)
     made = FORMATS[form]
+    in_panel = made.in_panel
+    fields = [(place, in_panel[name].items_of(panels)) for name, place in made.fields.items()]
     for index in range(len(panels)):
         part = rows[index * PANEL : (index + 1) * PANEL]
-        for name, place in made.fields.items():
-            target = made.in_panel[name].items_of(panels[index])
+        for place, targets in fields:
+            target = targets[index]
             field = np.ascontiguousarray(part[:, :, place.start : place.start + place.size])
             items = field.view(target.dtype).reshape(len(part), *target.shape[:-1])
-            target[..., : len(part)] = np.moveaxis(items, 0, -1)
+            target[..., : len(part)] = items.transpose(1, 2, 3, 0)
             target[..., len(part) :] = 0
     assert outputs <= len(panels) * PANEL
 
