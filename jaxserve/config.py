@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 from jaxserve.checks import exact_int, finite_float, within
 from jaxserve.eplb import ExpertsConfig, check_eplb
-from jaxserve.hosts import HostsConfig, check_hosts
+from jaxserve.hosts import HostsConfig, check_hosts, too_few
 from jaxserve.kv_events import KVEventsConfig, events_config
 from jaxserve.machine import (
     VisibleCard,
@@ -331,6 +331,24 @@ def cpu_threads() -> int:
 def has_cuda_plugin() -> bool:
     """Return whether JAX is installed with what opens NVIDIA's cards."""
     return any(PathFinder.find_spec(f"jax_cuda{version}_plugin") for version in (13, 12))
+
+
+def check_devices(config: EngineConfig) -> None:
+    """Check without JAX that this host has its part of the devices of `tensor_parallel_size`.
+
+    Raises:
+        InvalidRequest: it has fewer.
+    """
+    devices = config.tensor_parallel_size // config.nnodes
+    if not _runs_on_cpu():
+        visible, platform = len(driver_cards()) or devices, "cuda"
+    else:
+        flags = os.environ.get("XLA_FLAGS", "")
+        counts = re.findall(r"--xla_force_host_platform_device_count=(\d+)", flags)
+        count = os.environ.get("JAX_NUM_CPU_DEVICES") or (counts or ["1"])[-1]
+        visible, platform = int(count) if count.isdecimal() else devices, "cpu"
+    if visible < devices:
+        raise too_few(devices, visible, platform)
 
 
 def card_to_open(count: int = 1) -> VisibleCard | None:

@@ -64,7 +64,11 @@ def check_hosts(config: Any) -> None:
     """
     _check_context(config)
     exact_int(config.nnodes, "nnodes", 1, 1024)
-    exact_int(config.node_rank, "node_rank", 0, config.nnodes - 1)
+    if exact_int(config.node_rank, "node_rank", 0, 1023) >= config.nnodes:
+        raise InvalidRequest(
+            f"node_rank must be less than nnodes, got {config.node_rank} of {config.nnodes}",
+            "node_rank",
+        )
     exact_int(config.master_port, "master_port", 1, 65534)
     if not _ADDRESS.fullmatch(str(config.master_addr)):
         raise InvalidRequest(
@@ -119,6 +123,20 @@ def check_secret(config: Any) -> None:
             "`openssl rand -hex 32` makes one",
             "nodes_secret",
         )
+
+
+def too_few(devices: int, visible: int, platform: str) -> InvalidRequest:
+    """Return the error for a host with fewer devices than its part of `tensor_parallel_size`."""
+    cure = "CUDA_VISIBLE_DEVICES names the devices that a process sees"
+    if platform == "cpu":
+        cure = (
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={devices} divides the processor, "
+            "to try it"
+        )
+    sees = f"1 device ({platform})" if visible == 1 else f"{visible} devices ({platform})"
+    return InvalidRequest(
+        f"tensor_parallel_size is {devices}, and JAX sees {sees}; {cure}", "tensor_parallel_size"
+    )
 
 
 def _check_context(config: Any) -> None:

@@ -269,9 +269,9 @@ def test_each_field_has_a_variable(cls: type, monkeypatch: pytest.MonkeyPatch) -
     ("name", "value", "message"),
     [
         ("PORT", "x", "JAXSERVE_PORT: argument --port: invalid int value: 'x'"),
-        ("PORT", "65536", "JAXSERVE_PORT: port must be from 0 to 65535"),
+        ("PORT", "65536", "JAXSERVE_PORT: --port must be from 0 to 65535"),
         ("STRICT", "maybe", "JAXSERVE_STRICT: strict must be true or false"),
-        ("DTYPE", "int3", "JAXSERVE_DTYPE: dtype must be one of"),
+        ("DTYPE", "int3", "JAXSERVE_DTYPE: --dtype must be one of"),
         ("KV_CACHE_DTYPE", "int3", "JAXSERVE_KV_CACHE_DTYPE: argument --kv-cache-dtype: invalid"),
         ("MODEL", "/no/such", "JAXSERVE_MODEL: model: '/no/such' is not a folder"),
     ],
@@ -305,12 +305,15 @@ def test_a_variable_of_no_setting_is_named(
         ("port: x", "FILE:1: argument --port: invalid int value: 'x'"),
         ("\nprot: 1", "FILE:2: there is no option 'prot'; did you mean port?"),
         ("port: 1\nport: 2", "FILE:2: port is given twice"),
-        ("port: 70000", "FILE:1: port must be from 0 to 65535"),
+        ("port: 70000", "FILE:1: --port must be from 0 to 65535"),
         ("port: [1", "--config FILE: not YAML: "),
         ("- port", "FILE:1: options are given like max-model-len: 4096"),
         ("strict: 3", "FILE:1: strict must be true or false"),
         ("config: other.yaml", "FILE:1: there is no option 'config'"),
-        ("data-parallel-size: 2", "FILE:1: data_parallel_size=2 needs --data-parallel-backend ray"),
+        (
+            "data-parallel-size: 2",
+            "FILE:1: --data-parallel-size=2 needs --data-parallel-backend ray",
+        ),
         ("a: !!python/object:os.system x", "--config FILE: not YAML: "),
         ("a: " + "[" * 3000, "--config FILE: not YAML: "),
         ("\x00", "--config FILE: not YAML: "),
@@ -337,10 +340,10 @@ def test_other_commands_have_their_part_of_the_options(
     for words in (["generate", "hi"], ["compile"], batch):
         assert main(words) == 2
         err = capsys.readouterr().err
-        assert "JAXSERVE_MAX_MODEL_LEN: max_model_len must be from 2 to" in err, err
+        assert "JAXSERVE_MAX_MODEL_LEN: --max-model-len must be from 2 to" in err, err
     monkeypatch.delenv("JAXSERVE_MAX_MODEL_LEN")
     assert main([*batch, "--chat-template", "llama9"]) == 2
-    assert "chat_template: 'llama9' is neither" in capsys.readouterr().err
+    assert "--chat-template: 'llama9' is neither" in capsys.readouterr().err
 
 
 def test_a_file_that_is_not_there(capsys: pytest.CaptureFixture) -> None:

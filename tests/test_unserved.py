@@ -47,7 +47,7 @@ def test_a_name_of_nobody_is_a_type_error() -> None:
     ("flag", "name"),
     [
         ("--enforce-eager", "enforce_eager=True"),
-        ("--data-parallel-size 2", "data_parallel_size=2"),
+        ("--data-parallel-size 2", "--data-parallel-size=2"),
         ('--speculative-config {"a":1}', "speculative_config="),
         ("--tokenizer-mode slow", "tokenizer_mode='slow'"),
     ],

@@ -19,15 +19,15 @@ from jaxserve.commands.compile import add_compile
 from jaxserve.commands.convert import add_convert
 from jaxserve.commands.generate import add_generate
 from jaxserve.commands.options import BAD_INPUT, CommandError
-from jaxserve.commands.parser import CommandParser, unknown_variables
+from jaxserve.commands.parser import CommandParser, unknown_variables, with_options
 from jaxserve.commands.plan import add_plan
 from jaxserve.commands.run_batch import add_run_batch
 from jaxserve.commands.serve import add_serve
 from jaxserve.commands.standard_streams import drop_output, settle_streams
 from jaxserve.config import prepare_process
 from jaxserve.errors import JaxserveError
-
-INTERRUPTED = 130
+from jaxserve.installation import install_command
+from jaxserve.interrupts import INTERRUPTED
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -85,12 +85,13 @@ def _run(argv: list[str] | None) -> int:
         # Messages about a setting begin with its name.
         origins = getattr(arguments, "origins", {})
         origin = origins.get(message.partition(" ")[0].partition("=")[0].rstrip(":"))
+        message = with_options(message)
         print(f"jaxserve: error: {origin + ': ' if origin else ''}{message}", file=sys.stderr)
         return BAD_INPUT
     except ModuleNotFoundError as error:
         print(
-            f"jaxserve: error: {error.name} is not installed; `pip install -e .` in a checkout of "
-            "jaxserve installs all that its commands need",
+            f"jaxserve: error: {error.name} is not installed; {install_command()} installs all "
+            "that the commands need",
             file=sys.stderr,
         )
         return BAD_INPUT

@@ -16,7 +16,7 @@ from jaxserve.commands.options import (
     engine_settings,
     given,
 )
-from jaxserve.config import prepare_process
+from jaxserve.config import check_devices, prepare_process
 from jaxserve.server.http.start_report import StartReport
 from jaxserve.server.served.specs import check_models, plan_models
 from jaxserve.server.settings import ServerConfig
@@ -67,6 +67,7 @@ def compile_programs(arguments: argparse.Namespace) -> int:
         server = ServerConfig(**given(arguments, ["model_weights"]))
         specs = plan_models(arguments.models, engine_settings(arguments, OWN), server)
         check_models(specs)
+        check_devices(specs[0].config)
         load = importlib.import_module("jaxserve.engine.loading").load  # brings JAX with it
         for spec in specs:
             # All stay loaded: on a GPU the next model's cache gets what this one leaves free.
@@ -92,6 +93,7 @@ def _compile_for_card(arguments: argparse.Namespace) -> int:
     try:
         specs = plan_models(arguments.models, engine_settings(arguments, OWN), ServerConfig())
         check_models(specs)
+        check_devices(specs[0].config)
         if len(specs) > 1:
             raise CommandError("device: programs for a card are compiled for one model at a time")
         prepare_process(for_gpu=True, JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1")

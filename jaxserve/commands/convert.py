@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +37,8 @@ def convert(arguments: argparse.Namespace) -> int:
     Raises:
         CommandError: the source cannot be read, or the target cannot be written.
     """
+    if os.path.lexists(arguments.target):
+        raise CommandError(f"DST: {arguments.target} exists already; name a new folder")
     module = importlib.import_module("jaxserve.engine.conversion")  # imports JAX
     try:
         config = EngineConfig(model=arguments.source, **given(arguments, FIELDS))

@@ -25,7 +25,7 @@ from jaxserve.commands.options import (
     engine_settings,
     given,
 )
-from jaxserve.config import EngineConfig
+from jaxserve.config import EngineConfig, check_devices
 from jaxserve.engine.chat_sampling import CHAT_SAMPLING, chat_sampling
 from jaxserve.engine.text.template_names import HOW_TO_GIVE
 from jaxserve.errors import InvalidRequest
@@ -92,6 +92,7 @@ def generate(arguments: argparse.Namespace) -> int:
     chosen: dict[str, Any] = {"max_tokens": DEFAULT_MAX_TOKENS} | given(arguments, SAMPLING_FIELDS)
     SamplingParams(**chosen)  # refuses a bad value before the model is loaded
     settings = engine_settings(arguments, OWN)
+    check_devices(EngineConfig(**settings))
     template = arguments.chat_template
     if template is not None:
         importlib.import_module(TEMPLATES).find_template(template)  # likewise
@@ -120,12 +121,8 @@ def generate(arguments: argparse.Namespace) -> int:
 
 
 def _open(model: str | None, settings: dict[str, Any]) -> jaxserve.LLM:
-    console = Console(stderr=True)
     try:
-        if not console.is_terminal:
-            return jaxserve.LLM(model, **settings)
-        with console.status("loading the model and compiling"):
-            return jaxserve.LLM(model, **settings)
+        return jaxserve.LLM(model, **settings)
     except (ValueError, OSError) as error:  # settings, or files that are not what they should be
         raise CommandError(str(error)) from error
 

@@ -18,9 +18,20 @@ from typing import Any, NamedTuple, NoReturn
 
 from jaxserve.commands.options import CommandError, Entries, Parser, Switch, declare_unserved
 from jaxserve.config import VARIABLE_PREFIX, EngineConfig, environment_settings
+from jaxserve.fleet.options import FleetConfig
+from jaxserve.request import SamplingParams
 from jaxserve.server.settings import ServerConfig
 
 MAX_FILE_BYTES = 1 << 20
+# Options that most users need. The help of a command with many options begins with them.
+COMMON = frozenset(
+    """
+    host port api_key served_model_name model dtype quantization kv_cache_dtype max_model_len
+    max_num_seqs gpu_memory_utilization tensor_parallel_size chat_template tool_call_parser
+    reasoning_parser max_tokens temperature top_p top_k
+    """.split()
+)
+_MOST_IN_USAGE = 20
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
@@ -60,6 +71,9 @@ class CommandParser(Parser):
             examine(words, self._option_string_actions)
         words = plain_words(words)
         parsed, rest = super().parse_known_args(words, namespace)
+        for word in rest:
+            if word.startswith("--") and word != "--":
+                self.error(self._no_option(word.partition("=")[0]))
         settings = self.get_default("settings")
         if settings is not None and not rest:
             self._fill(parsed, settings, self._given(words))
@@ -96,10 +110,33 @@ class CommandParser(Parser):
         parsed.origins = origins
 
     def _no_option(self, name: str) -> str:
+        dashes = "--" * name.startswith("--")
         names = [flag[2:] for flag in self._option_string_actions if flag.startswith("--")]
-        close = difflib.get_close_matches(name.replace("_", "-"), names, 1)
-        hint = f"; did you mean {close[0]}?" if close else ""
+        close = difflib.get_close_matches(name[len(dashes) :].replace("_", "-"), names, 1)
+        hint = f"; did you mean {dashes}{close[0]}?" if close else ""
         return f"there is no option {name!r}{hint}"
+
+    def format_help(self) -> str:
+        """Return the help text; where options are many, it begins with the common ones."""
+        shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
+        words = [action for action in shown if not action.option_strings]
+        common = [action for action in shown if action.dest in COMMON and action not in words]
+        if len(shown) <= _MOST_IN_USAGE:
+            return super().format_help()
+        formatter = self.formatter_class(prog=f"{self.prog} [OPTION ...]")
+        formatter.add_usage(self.usage, words, [])
+        formatter.add_text(self.description)
+        sections = [
+            (group.title, group.description, group._group_actions) for group in self._action_groups
+        ]
+        sections.insert(1, ("common options", None, common))
+        for title, description, actions in sections:
+            formatter.start_section(title)
+            formatter.add_text(description)
+            others = [action for action in actions if action not in common]
+            formatter.add_arguments(common if actions is common else others)
+            formatter.end_section()
+        return formatter.format_help()
 
 
 class _SingleOption(Parser):
@@ -169,6 +206,17 @@ def unknown_variables() -> list[str]:
         hint = f"; did you mean {VARIABLE_PREFIX}{close[0].upper()}?" if close else ""
         said.append(f"{VARIABLE_PREFIX}{name.upper()} is no setting, and changes nothing{hint}")
     return said
+
+
+def with_options(message: str) -> str:
+    """Return a message about settings with their options in place of the fields' names."""
+    classes = (EngineConfig, ServerConfig, FleetConfig, SamplingParams)
+    names = {field.name for cls in classes for field in fields(cls)}
+    words = "|".join(name for name in names if "_" in name or name == "nnodes")
+    # Other names of one word are ordinary words too, except before the allowed values.
+    first = "|".join(name for name in names if "_" not in name)
+    found = rf"(?<![\w.\-'\"])(?:{words})(?![\w'\"])|^(?:{first})(?= must )"
+    return re.sub(found, lambda match: "--" + match[0].replace("_", "-"), message)
 
 
 def read_file(path: str) -> Iterator[Setting]:

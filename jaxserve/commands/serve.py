@@ -20,21 +20,24 @@ from jaxserve.commands.options import (
     given,
 )
 from jaxserve.commands.vllm_flags import SERVER
-from jaxserve.config import EngineConfig, prepare_process
+from jaxserve.config import EngineConfig, check_devices, prepare_process
 from jaxserve.errors import InvalidRequest
 from jaxserve.fleet.options import FleetConfig, check_cluster, check_gang, check_server
 from jaxserve.garbage import collection_paused
 from jaxserve.hosts import check_secret
+from jaxserve.installation import install_command
 from jaxserve.server.http.listener import bind, bind_path
 from jaxserve.server.http.tls import check_certificates
 from jaxserve.server.served.specs import ModelSpec, check_models, plan_models
-from jaxserve.server.settings import ServerConfig
+from jaxserve.server.settings import ServerConfig, check_files_dir
 from jaxserve.unserved import served
 
 SERVER_FIELDS = [field.name for field in dataclasses.fields(ServerConfig)]
 FLEET_FIELDS = [field.name for field in dataclasses.fields(FleetConfig)]
 # Names that mean something else, or nothing, to other commands.
 OWN_FIELDS = [*SERVER_FIELDS, *FLEET_FIELDS]
+# Settings that name files with a secret.
+SECRETS = ("prefix_caching_secret", "nodes_secret")
 # What the processes of a cluster read that is started here.
 _CLUSTER: dict[str, Any] = {
     "RAY_USAGE_STATS_ENABLED": 0,
@@ -98,6 +101,9 @@ def serve(arguments: argparse.Namespace) -> int:
         specs = plan_models(models, engine_settings(arguments, OWN_FIELDS), config)
         check_models(specs)
         check_certificates(config)
+        check_files_dir(config)
+        if not fleet.is_fleet(specs[0].config.nnodes):
+            _check_engines(specs)
         importlib.import_module("jaxserve.server.served.chat_template").server_template(config)
         _check_hosts(specs[0].config, config, fleet)
         if config.headless:
@@ -112,6 +118,16 @@ def serve(arguments: argparse.Namespace) -> int:
             return module.serve(specs, config, listener, arguments.verbose)
     except (ValueError, OSError) as error:  # wrong settings, files or port
         raise CommandError(str(error)) from error
+
+
+def _check_engines(specs: list[ModelSpec]) -> None:
+    """Check devices and secrets before JAX is imported."""
+    check_devices(specs[0].config)
+    names = [name for name in SECRETS if getattr(specs[0].config, name) is not None]
+    if names:
+        sharing = importlib.import_module("jaxserve.engine.sharing")  # imports numpy
+        for name in names:
+            sharing.read_secret(getattr(specs[0].config, name), name)
 
 
 def _check_hosts(engine: EngineConfig, config: ServerConfig, fleet: FleetConfig) -> None:
@@ -143,7 +159,7 @@ def _serve_fleet(specs: list[ModelSpec], config: ServerConfig, fleet: FleetConfi
     except ModuleNotFoundError as error:
         raise InvalidRequest(
             f"data_parallel_backend=ray needs Ray Serve, and {error.name} is not installed: "
-            "pip install -e '.[ray]' in a checkout of jaxserve",
+            f"run {install_command('ray')}",
             "data_parallel_backend",
         ) from error
     say = report.StartReport(sys.stderr, stop).say

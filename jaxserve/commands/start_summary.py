@@ -22,7 +22,7 @@ def summary(loaded: Loaded) -> list[str]:
         built, kept = loaded.start.store.num_built, loaded.start.store.num_loaded
         later = 0 if loaded.behind is None else loaded.behind.num_missing
         after = f"; {later} more, of less padding, are added while it serves" if later else ""
-        lines.append(f"programs: {built} compiled, {kept} kept from an earlier start{after}")
+        lines.append(f"programs: {built} compiled, {kept} loaded from files{after}")
     return lines
 
 

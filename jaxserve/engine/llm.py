@@ -32,7 +32,7 @@ from jaxserve.engine.prompts import (
 from jaxserve.engine.text.named_templates import find_template
 from jaxserve.engine.text.template_names import HOW_TO_GIVE
 from jaxserve.engine.text.tokenizer import NO_TEMPLATE
-from jaxserve.engine.thread import NOT_PICKLED, EngineThread
+from jaxserve.engine.thread import NOT_PICKLED, EngineThread, report_start
 from jaxserve.errors import EngineDead, InvalidRequest
 from jaxserve.outputs import BeamSearchOutput, RequestOutput
 from jaxserve.request import Request, SamplingParams
@@ -61,7 +61,7 @@ class LLM:
     def __init__(self, model: str | Path | Loaded | None = None, **settings: Any) -> None:
         settings = served(settings)
         parts = model if isinstance(model, Loaded) else EngineConfig(model=model, **settings)
-        self._thread = EngineThread(parts)
+        self._thread = EngineThread(parts, report_start(model))
         self._requests = self._thread.engine.requests
         self._lock = threading.Lock()
         self._queued: list[Batch] = []

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.source import find_source
-from jaxserve.engine.weight_forms import chosen_form, placed_weights
+from jaxserve.engine.weight_forms import chosen_form, placed_dtype, placed_weights
 from jaxserve.errors import CheckpointError
 from jaxserve.execution.start.device import DeviceMemory, named_device, this_device
 from jaxserve.execution.start.memory_plan import (
@@ -65,7 +65,8 @@ def plan_model(
     model_config = source.model_config
     chosen = chosen_form(config, source)
     forms = forms_of(model_config) if chosen is None else (chosen,)
-    weights = {form: placed_weights(config, source, form, device) for form in forms}
+    dtype = placed_dtype(config, source, device.limits)
+    weights = {form: placed_weights(config, source, form, device, dtype) for form in forms}
     on_cpu, parameters = not device.limits.is_gpu, weights[forms[0]].parameters
     check_groups(model_config, parameters, group_sizes(model_config, parameters, forms[0], on_cpu))
     plans = [plan_memory(config, weights[form], form, device) for form in forms]

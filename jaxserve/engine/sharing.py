@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxserve.config import EngineConfig
 from jaxserve.errors import InvalidRequest
+from jaxserve.installation import install_command
 from jaxserve.kv_events import NAME, events_config
 from jaxserve.scheduling.page_keys import SECRET_BYTES
 
@@ -95,7 +96,7 @@ def open_events(config: EngineConfig, window: int | None = None) -> Any:
     except ModuleNotFoundError as error:
         raise InvalidRequest(
             f"{NAME} needs pyzmq and msgspec, and {error.name} is not installed: "
-            "pip install -e '.[events]' in a checkout of jaxserve",
+            f"run {install_command('events')}",
             NAME,
         ) from error
     return publisher.EventPublisher(events, config.block_size, window)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -31,6 +32,23 @@ NOT_PICKLED = (
     "{} cannot be pickled or copied: it holds a device's memory and a thread. Make one in the "
     "process that uses it, from the same arguments"
 )
+
+
+def report_start(model: object) -> OnProgress:
+    """Return a callback that writes one line to standard error when the model's files are read.
+
+    Args:
+        model: the setting `model`.
+    """
+    name = "the bundled model" if model is None else model
+    stages: set[str] = set()
+
+    def report(stage: str, done: int, total: int) -> None:
+        if not stages:
+            print(f"jaxserve: loading {name} and compiling its programs", file=sys.stderr)
+        stages.add(stage)
+
+    return report
 
 
 class EngineThread:

@@ -110,17 +110,23 @@ def chosen_form(config: EngineConfig, source: Source) -> str | None:
 
 
 def placed_weights(
-    config: EngineConfig, source: Source, form: str | None, memory: DeviceMemory
+    config: EngineConfig,
+    source: Source,
+    form: str | None,
+    memory: DeviceMemory,
+    dtype: Any = None,
 ) -> Weights:
-    """Return the weights in the dtype that they will have; on CPU that depends on what is free.
+    """Return the weights in the dtype that they will have; on CPU it depends on the free memory.
 
     Args:
         config: not resolved.
         source: of the model.
-        form: what the blocks' matrices are quantized to.
+        form: the format that the blocks' matrices are quantized to.
         memory: of the device.
+        dtype: from `placed_dtype`, where the caller has it.
     """
-    dtype, on_cpu = placed_dtype(config, source, memory.limits), not memory.limits.is_gpu
+    dtype = placed_dtype(config, source, memory.limits) if dtype is None else dtype
+    on_cpu = not memory.limits.is_gpu
     is_made = isinstance(source.weights, ConvertedModel) and config.load_format != "dummy"
     weights = Weights(source.model_config, dtype, on_cpu and not is_made)
     if isinstance(source.weights, GgufFile) and keeps_blocks(config):

@@ -17,7 +17,6 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxserve.errors import InvalidRequest
 from jaxserve.execution.typed_jax import HostDevice, all_devices
 from jaxserve.models.shards import AXIS
 
@@ -51,22 +50,9 @@ def mesh_devices(count: int) -> list[HostDevice]:
     for host in range(hosts):
         visible = [device for device in all_devices() if device.process_index == host]
         if len(visible) * hosts < count:
-            message = too_few(count // hosts, len(visible), visible[0].platform)
-            raise InvalidRequest(message, "tensor_parallel_size")
+            raise too_few(count // hosts, len(visible), visible[0].platform)
         found += visible[: count // hosts]
     return found
-
-
-def too_few(devices: int, visible: int, platform: str) -> str:
-    """Say that a host has fewer devices than its `tensor_parallel_size`, and what to do."""
-    cure = "CUDA_VISIBLE_DEVICES names those that a process sees"
-    if platform == "cpu":
-        cure = (
-            f"XLA_FLAGS=--xla_force_host_platform_device_count={devices} divides the processor, "
-            "to try it"
-        )
-    sees = f"1 device ({platform})" if visible == 1 else f"{visible} devices ({platform})"
-    return f"tensor_parallel_size is {devices}, and JAX sees {sees}; {cure}"
 
 
 def spec_of(array: Any) -> PartitionSpec:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+import tempfile
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from jaxserve.checks import exact_int, finite_float
@@ -38,6 +40,24 @@ _SECONDS = (
 )
 # Host and port, by name or number, with or without what stands before and behind them in a URL.
 _ENDPOINT = re.compile(r"((https?|grpc)://)?([\w.-]+|\[[\da-fA-F:.]+\])(:\d{1,5})?(/[\w./%~-]*)?")
+
+
+def check_files_dir(config: ServerConfig) -> None:
+    """Check that files can be written to `files_dir`, or that the folder can be made.
+
+    Raises:
+        InvalidRequest: naming the folder and the reason.
+    """
+    if config.files_dir is None:
+        return
+    folder = Path(config.files_dir).absolute()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        reason = f"files cannot be written to {folder} ({error.strerror})"
+        raise InvalidRequest(f"files_dir: {reason}", "files_dir") from error
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ def test_the_plugin_is_named_with_how_to_get_it(
     )
     said = refused(config(tmp_path))
     assert "needs JAX's plugin for CUDA: it is not installed" in said
-    assert "pip install 'jaxserve[cuda13]'" in said
+    assert "pip install -e '.[cuda13]'" in said
 
 
 @pytest.mark.usefixtures("no_jax_cache")

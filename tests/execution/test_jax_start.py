@@ -19,7 +19,7 @@ from scripts import find_device
 ROOT = Path(__file__).parent.parent.parent
 OWN = jaxlib.__version__
 NVRM = "NVRM version: NVIDIA UNIX {}  {}  Release Build"
-PIP = "run `pip install 'jaxserve[cuda12]'` and start again, in a notebook after a restart of its"
+PIP = "run `pip install -e '.[cuda12]'` and start again, in a notebook after a restart of its"
 MEANT = "set JAX_PLATFORMS=cpu if the CPU is meant\n"
 # What JAX looks for is not in this machine's /dev; the driver's files are played below a folder.
 SEEN = "from jax._src import hardware_utils; hardware_utils.has_visible_nvidia_gpu = lambda: True\n"
@@ -194,22 +194,22 @@ def parts(driver: int | None = 550, reaches: bool = True, **plugins: str) -> Cud
             parts(550, cuda13=OWN),
             "driver 550 is too old for CUDA 13, which needs 580",
             "run `pip uninstall -y jax-cuda13-plugin jax-cuda13-pjrt` and `pip install "
-            "'jaxserve[cuda12]'`",
+            "-e '.[cuda12]'`",
         ),
-        # `pip install 'jaxserve[cuda13]'` beside what a notebook brought.
+        # `pip install -e '.[cuda13]'` beside what a notebook brought.
         (
             parts(580, cuda13=OWN, cuda12="0.7.2"),
             f"jax-cuda12-plugin 0.7.2 does not fit jaxlib {OWN}",
             "run `pip uninstall -y jax-cuda12-plugin jax-cuda12-pjrt` and `pip install "
-            "'jaxserve[cuda13]'`",
+            "-e '.[cuda13]'`",
         ),
         (
             parts(580, cuda13=OWN, cuda12=OWN),
             "jax-cuda13-plugin and jax-cuda12-plugin keep each other from starting",
             "run `pip uninstall -y jax-cuda12-plugin",
         ),
-        (parts(None), "no CUDA plugin of JAX is installed", "run `pip install 'jaxserve[cuda12]'`"),
-        (parts(580), "no CUDA plugin of JAX is installed", "run `pip install 'jaxserve[cuda13]'`"),
+        (parts(None), "no CUDA plugin of JAX is installed", "run `pip install -e '.[cuda12]'`"),
+        (parts(580), "no CUDA plugin of JAX is installed", "run `pip install -e '.[cuda13]'`"),
         (
             parts(580, False, cuda13=OWN),
             "no card can be reached (a container starts with --gpus all)",

@@ -152,44 +152,50 @@ def test_a_socket_is_not_taken_from_another_server(secure: Secure, tmp_path: Pat
 
 
 BAD = {
-    "no certificate": (["--ssl-keyfile", "KEY"], "ssl_keyfile needs ssl_certfile"),
-    "no file": (["--ssl-certfile", "/no/such"], "ssl_certfile: cannot read /no/such: No such"),
-    "no key in it": (["--ssl-certfile", "SERVER"], "ssl_certfile: SERVER is no private key"),
+    "no certificate": (["--ssl-keyfile", "KEY"], "--ssl-keyfile needs --ssl-certfile"),
+    "no file": (["--ssl-certfile", "/no/such"], "--ssl-certfile: cannot read /no/such: No such"),
+    "no key in it": (["--ssl-certfile", "SERVER"], "--ssl-certfile: SERVER is no private key"),
     "another's key": (
         ["--ssl-certfile", "SERVER", "--ssl-keyfile", "CLIENT"],
-        "ssl_keyfile: CLIENT is no private key without a password, in PEM, that belongs to SERVER",
+        "--ssl-keyfile: CLIENT is no private key without a password, in PEM, that belongs to",
     ),
     "a locked key": (
         ["--ssl-certfile", "SERVER", "--ssl-keyfile", "LOCKED"],
-        "ssl_keyfile: LOCKED is no private key without a password",
+        "--ssl-keyfile: LOCKED is no private key without a password",
     ),
     "no authority": (
         ["--ssl-certfile", "SERVER", "--ssl-keyfile", "KEY", "--ssl-ca-certs", "KEY"],
-        "ssl_ca_certs: KEY holds no certificates in PEM",
+        "--ssl-ca-certs: KEY holds no certificates in PEM",
     ),
     "no cipher": (
         ["--ssl-certfile", "SERVER", "--ssl-keyfile", "KEY", "--ssl-ciphers", "none:such"],
-        "ssl_ciphers: OpenSSL has no cipher 'none:such'",
+        "--ssl-ciphers: OpenSSL has no cipher 'none:such'",
     ),
     "nobody to sign": (
         ["--ssl-certfile", "SERVER", "--ssl-cert-reqs", "2"],
-        "ssl_cert_reqs needs ssl_ca_certs",
+        "--ssl-cert-reqs needs --ssl-ca-certs",
     ),
-    "no kind of demand": (["--ssl-cert-reqs", "3"], "ssl_cert_reqs must be from 0 to 2"),
-    "no path": (["--root-path", "llm"], "root_path must be like /llm, got 'llm'"),
-    "a path with an end": (["--root-path", "/llm/"], "root_path must be like /llm"),
+    "no kind of demand": (["--ssl-cert-reqs", "3"], "--ssl-cert-reqs must be from 0 to 2"),
+    "no path": (["--root-path", "llm"], "--root-path must be like /llm, got 'llm'"),
+    "a path with an end": (["--root-path", "/llm/"], "--root-path must be like /llm"),
     "too long a socket": (["--uds", "/" + "x" * MAX_SOCKET_PATH], "uds must have 1 to 107 bytes"),
-    "no template": (["--chat-template", "llama9"], "chat_template: 'llama9' is neither a template"),
-    "a bad template": (["--chat-template", "{% for %}"], "chat_template: Expected"),
+    "no template": (
+        ["--chat-template", "llama9"],
+        "--chat-template: 'llama9' is neither a template",
+    ),
+    "a bad template": (["--chat-template", "{% for %}"], "--chat-template: Expected"),
     "reserved inputs": (
         ["--default-chat-template-kwargs", '{"tools": []}'],
-        "default_chat_template_kwargs may not hold 'tools'",
+        "--default-chat-template-kwargs may not hold 'tools'",
     ),
     "no object": (
         ["--default-chat-template-kwargs", "[1]"],
         "argument --default-chat-template-kwargs: '[1]' must be an object",
     ),
-    "no efforts": (["--reasoning-effort-map", '{"a": 1}'], "reasoning_effort_map must hold texts"),
+    "no efforts": (
+        ["--reasoning-effort-map", '{"a": 1}'],
+        "--reasoning-effort-map must hold texts",
+    ),
 }
 
 

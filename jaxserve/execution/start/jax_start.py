@@ -19,6 +19,7 @@ import jax
 
 from jaxserve.config import cards_are_hidden
 from jaxserve.errors import DeviceError
+from jaxserve.installation import install_command
 from pallas_kernels.devices import DeviceLimits, target_device
 
 _log = logging.getLogger(__name__)
@@ -204,8 +205,8 @@ def _pip(build: str, parts: CudaParts) -> str:
     packages = [f"jax-{other}-{half}" for other in others for half in ("plugin", "pjrt")]
     remove = f"`pip uninstall -y {' '.join(packages)}` and " if packages else ""
     return (
-        f"run {remove}`pip install 'jaxserve[{build}]'` and start again, in a notebook after a "
-        "restart of its runtime"
+        f"run {remove}`{install_command(build)}` and start again, in a notebook after a restart "
+        "of its runtime"
     )
 
 

@@ -213,7 +213,7 @@ class WarmUp:
         for done, part in enumerate(parts.all, len(steps) + 1):
             part.result()
             if on_progress is not None:
-                on_progress("compile", done, total)
+                on_progress("programs", done, total)
         self._run_new(steps)
         return Programs(
             self._steps,
@@ -332,7 +332,7 @@ class WarmUp:
                 needed = temporary_bytes_of(step)
                 self.report.temporary_bytes = max(self.report.temporary_bytes, needed)
             if on_progress is not None:
-                on_progress("compile", done, total)
+                on_progress("programs", done, total)
 
     def _run_new(self, buckets: list[Bucket]) -> None:
         """Run compiled programs that have not run yet, once on padding; make a missing cache."""

@@ -6,6 +6,8 @@ import signal
 import time
 from typing import TextIO
 
+from jaxserve.interrupts import on_signal
+
 # Cells of the bar that shows a stage's progress.
 _BAR = 24
 # A total from which on a part of it is a percentage: so many bytes, never so many programs.
@@ -21,8 +23,8 @@ class Stop:
 
     def __init__(self) -> None:
         self._error: BaseException | None = None
-        signal.signal(signal.SIGTERM, lambda *_: self._stop(SystemExit(0)))
-        signal.signal(signal.SIGINT, lambda *_: self._stop(KeyboardInterrupt()))
+        on_signal(signal.SIGTERM, lambda: self._stop(SystemExit(0)))
+        on_signal(signal.SIGINT, lambda: self._stop(KeyboardInterrupt()))
 
     def _stop(self, error: BaseException) -> None:
         self._error = error

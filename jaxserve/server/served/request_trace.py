@@ -10,6 +10,7 @@ from typing import Any
 from jaxserve.config import traces_protocol
 from jaxserve.engine.metrics import SequenceTimes
 from jaxserve.errors import InvalidRequest
+from jaxserve.installation import install_command
 from jaxserve.request import Request
 from jaxserve.server.served.models import ServedModel
 
@@ -27,7 +28,7 @@ def open_tracer(endpoint: str | None) -> Any:
     except ModuleNotFoundError as error:
         raise InvalidRequest(
             f"otlp_traces_endpoint needs OpenTelemetry's SDK, and {error.name} is not installed: "
-            "pip install -e '.[otel]' in a checkout of jaxserve",
+            f"run {install_command('otel')}",
             "otlp_traces_endpoint",
         ) from error
     return tracing.RequestTracer(endpoint, traces_protocol())

@@ -1,0 +1,132 @@
+"""Ctrl-C at any moment ends a command with status 130 and without a traceback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from jaxserve.interrupts import INTERRUPTED, Interrupts, on_signal
+from tests.support.kept_programs import users_environment
+
+ROOT = Path(__file__).parent.parent
+# A module that is interrupted while it is imported.
+MODULE = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nx = [i for i in range(9)]\n"
+LATE = """
+import sys
+from jaxserve.interrupts import Interrupts
+class Late:
+    def __del__(self):
+        import os, signal
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(9): pass
+def command():
+    late = Late()
+    del late
+    for _ in range(9): pass
+    print("goes on")
+    return 0
+interrupts = Interrupts()
+interrupts.listen()
+sys.exit(interrupts.run(command))
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_handler() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGINT)
+    # A child inherits an ignored signal, as pytest may have been started with it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_waits_for_the_import_that_it_meets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "interrupted_module.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    on_signal(signal.SIGINT, interrupt)
+    lines = []
+
+    def load() -> None:
+        import interrupted_module  # type: ignore[import-not-found] # noqa: F401
+
+        lines.append("after the import")
+
+    with pytest.raises(KeyboardInterrupt):
+        load()
+    assert lines == [] and sys.modules["interrupted_module"].x[-1] == 8
+
+
+def test_an_interrupt_outside_imports_acts_at_once() -> None:
+    came = []
+    on_signal(signal.SIGINT, lambda: came.append(1))
+    os.kill(os.getpid(), signal.SIGINT)
+    assert came == [1]
+
+
+def test_an_interrupt_in_a_finalizer_ends_the_command() -> None:
+    done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stdout, done.stderr) == (INTERRUPTED, "", "")
+
+
+def test_an_ignored_interrupt_stays_ignored() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    Interrupts().listen()
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def stderr_of_interrupted(words: list[str], seconds: float) -> tuple[int, str]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jaxserve", *words],
+        cwd=ROOT,
+        env=users_environment() | {"JAX_PLATFORMS": "cpu"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    return process.wait(), process.communicate()[1]
+
+
+def check(words: list[str], tenths: int) -> None:
+    status, said = stderr_of_interrupted(words, tenths / 10)
+    assert status in (INTERRUPTED, 0), (status, said)
+    assert "Traceback" not in said and "Error" not in said, said
+    if "loading" not in said:  # the command was interrupted in its imports
+        assert status == 0 or said.count("\n") <= 1, said
+
+
+def commands(folder: Path) -> list[list[str]]:
+    return [
+        ["serve", "--port", "0"],
+        ["generate", "hi"],
+        ["convert", "jaxserve/demo_model", str(folder / "converted")],
+    ]
+
+
+@pytest.mark.parametrize("tenths", [3, 7])
+def test_a_command_is_interrupted_in_its_imports(tenths: int, tmp_path: Path) -> None:
+    for words in commands(tmp_path):
+        check(words, tenths)
+        assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("tenths", range(2, 31))
+def test_a_command_is_interrupted_at_any_moment(tenths: int, tmp_path: Path) -> None:
+    for words in commands(tmp_path):
+        check(words, tenths)
+        assert {path.name for path in tmp_path.iterdir()} <= {"converted"}
