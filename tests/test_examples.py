@@ -26,13 +26,13 @@ FOLDER = ROOT / "scripts/examples"
 PRINTS = {
     "offline": r"(greedy: .+\n){3}(drawn: .+\n){3}",
     "async_stream": r"((The quick brown fox|Once upon a time): \+'.*'\n)+left after \d+ tokens\n",
-    "chat": r"The code .+\n  \d+  \(0 prompt.+\n.+\n  \d+  \([1-9]\d* prompt.+ cached\)\n",
+    "chat": r"The code .+\n  264  \(0 prompt.+\n.+\n  792  \([1-9]\d* prompt.+ cached\)\n",
     "structured_output": (
         r'schema: \{"animal":"(fox|hen|owl)","legs":\d\d?\}\nchoice: (yes|no)\n'
         r"regex: [A-F]{2}-\d{3}\nlegs: \d+\n"
     ),
     "two_models": r"float32: e-n-o-t-s \(-0\.\d+\)\nint8: .+ \(-\d\.\d+\)\n",
-    "score_text": r"('.+': [\d.]+, least likely '.+'\n){2}",
+    "score_text": r"'e-n-o-t-s': 1\.\d, .+\n'e-n-o-s-t': [1-9]\d+\.\d, least likely 't'\n",
     "compare_with_transformers": r"('.+': equal\n){3}",
     "tools": r"get_weather \{'town': '(Oslo|Rome)'\}\n",
 }

@@ -2,7 +2,7 @@
 
 from jaxserve import LLM, SamplingParams
 
-CODES = "The code of Tom is 3815. The code of Eva is 2604. The code of Max is 7092."
+CODES = "The code of Tom is 381. The code of Eva is 264. The code of Max is 792."
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Comparison of greedy tokens with those of Hugging Face Transformers, which needs torch."""
+"""Comparison of greedy tokens with those of Hugging Face Transformers (`pip install torch`)."""
 
 import torch
 from transformers import AutoModelForCausalLM

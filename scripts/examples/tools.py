@@ -1,4 +1,4 @@
-"""Tool call by a served model, with the official openai client.
+"""Tool call by a served model, with the official openai client (`pip install openai`).
 
 Start a server first (`jaxserve serve`), and name its address: python -m scripts.examples.tools URL
 """
