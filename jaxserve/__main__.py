@@ -1,6 +1,7 @@
 """Entry point of `jaxserve` and `python -m jaxserve`: it handles interrupts of the imports too."""
 
 import sys
+from importlib import import_module
 
 from jaxserve.interrupts import Interrupts
 
@@ -13,9 +14,8 @@ def main() -> int:
 
 
 def _command() -> int:
-    from jaxserve.commands.cli import main as run_command  # takes most of a second
-
-    return run_command()
+    # The imports of the commands take most of a second.
+    return import_module("jaxserve.commands.cli").main()
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,11 @@ from jaxserve import EngineConfig, SamplingParams
 from jaxserve.commands.cli import main, make_parser
 from jaxserve.commands.generate import SAMPLING_FIELDS
 from jaxserve.commands.options import ENGINE_FIELDS, field_help
+from jaxserve.commands.parser import with_options
+from jaxserve.config import check_devices
 from jaxserve.engine.chat_sampling import CHAT_SAMPLING, chat_sampling
 from jaxserve.engine.text.tokenizer import recommends_sampling
+from jaxserve.errors import InvalidRequest
 from tests.support.checkpoint import save_checkpoint
 from tests.support.kept_programs import users_environment
 from tests.support.quick_code import quick_programs
@@ -293,3 +297,91 @@ def test_a_library_that_is_missing_is_named_with_what_installs_it(command: list[
     assert re.match(
         r"jaxserve: error: starlette[.\w]* is not installed; pip install -e \. installs ", line
     )
+
+
+# Settings that are checked before JAX is imported: the words, and the message.
+EARLY = {
+    "a folder for files": (
+        ["serve", "--files-dir", "/proc/x"],
+        "--files-dir: files cannot be written to /proc/x (No such file or directory)",
+    ),
+    "devices": (
+        ["serve", "-tp", "2"],
+        "--tensor-parallel-size is 2, and JAX sees 1 device (cpu); "
+        "XLA_FLAGS=--xla_force_host_platform_device_count=2 divides the processor",
+    ),
+    "devices of generate": (["generate", "-tp", "2", "hi"], "--tensor-parallel-size is 2, and JAX"),
+    "devices of compile": (["compile", "-tp", "2"], "--tensor-parallel-size is 2, and JAX"),
+    "a secret": (
+        ["serve", "--prefix-caching-secret", "/no/such"],
+        "--prefix-caching-secret: /no/such cannot be read (No such file or directory)",
+    ),
+    "a target": (["convert", ".", "README.md"], "DST: README.md exists already"),
+    "a rank": (["serve", "--node-rank", "1"], "--node-rank must be less than --nnodes, got 1 of 1"),
+    "no such option": (
+        ["serve", "--prot", "1"],
+        "there is no option '--prot'; did you mean --port?",
+    ),
+}
+
+
+def test_settings_are_checked_before_jax_is_imported() -> None:
+    code = (
+        "import contextlib, json, os, sys\n"
+        "sys.modules['jax'] = None\n"
+        "from jaxserve.commands.cli import main\n"
+        "for words in json.loads(sys.argv[1]):\n"
+        "    try: status = main(words)\n"
+        "    except SystemExit as error: status = error.code\n"
+        "    print(status, flush=True)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, json.dumps([words for words, _ in EARLY.values()])],
+        cwd=ROOT,
+        env=users_environment() | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert result.stdout.split() == ["2"] * len(EARLY), result.stderr
+    said = result.stderr.splitlines()
+    for line, (_, message) in zip(said, EARLY.values(), strict=True):
+        assert message in line, line
+
+
+@pytest.mark.parametrize(
+    ("flags", "variable", "is_enough"),
+    [
+        ("--xla_force_host_platform_device_count=4", "", True),
+        ("--xla_force_host_platform_device_count=3", "", False),
+        ("", "4", True),
+        ("", "1", False),
+    ],
+)
+def test_devices_of_the_environment_are_counted(
+    flags: str, variable: str, is_enough: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", variable)
+    config = EngineConfig(tensor_parallel_size=4)
+    with nullcontext() if is_enough else pytest.raises(InvalidRequest, match="JAX sees"):
+        check_devices(config)
+
+
+def test_options_take_the_place_of_fields_in_messages() -> None:
+    message = "max_num_seqs must be at least 1; node_rank or 'max_num_seqs' in x.max_num_seqs"
+    expected = "--max-num-seqs must be at least 1; --node-rank or 'max_num_seqs' in x.max_num_seqs"
+    assert with_options(message) == expected
+    assert with_options("seed must be a number") == "--seed must be a number"
+    assert with_options("the model must stop") == "the model must stop"
+
+
+def test_help_begins_with_common_options(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["serve", "--help"])
+    shown = capsys.readouterr().out
+    assert shown.startswith("usage: jaxserve serve [OPTION ...] [[NAME=]MODEL ...]\n")
+    sections = re.findall(r"^(\w[\w ]*):$", shown, re.MULTILINE)
+    assert sections[:2] == ["positional arguments", "common options"]
+    assert shown.index("  --port N") < shown.index("\noptions:") < shown.index("  --uds TEXT")
+    assert shown.count("  --port N") == 1
