@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -22,7 +23,7 @@ from jaxserve.models.weight_table import WeightName, dimensions
 from jaxserve.weights.block_parameters import block_sizes, read_blocks
 from jaxserve.weights.block_reader import read_parameters, reading_ahead
 from jaxserve.weights.block_targets import prepare_panels
-from jaxserve.weights.checkpoint import Checkpoint, open_checkpoint
+from jaxserve.weights.checkpoint import INDEX, Checkpoint, listed, open_checkpoint
 from jaxserve.weights.gguf.file import GgufFile
 from jaxserve.weights.gguf.names import named_tensors
 from jaxserve.weights.group_borders import check_groups, group_sizes
@@ -46,6 +47,7 @@ from pallas_kernels.devices import target_device
 if TYPE_CHECKING:
     from jaxtyping import Array
 
+logger = logging.getLogger(__name__)
 # Called with the bytes read so far and the bytes to read in all.
 Progress = Callable[[int, int], None]
 
@@ -160,6 +162,14 @@ def _open(source: str | Path | GgufFile, config: ModelConfig) -> Checkpoint:
     if isinstance(source, GgufFile):
         return named_tensors(source, config)
     opened = open_checkpoint(source)
+    if opened.ignored:
+        logger.warning(
+            "%s: %d tensor(s) or files beside those of %s are ignored: %s",
+            source,
+            len(opened.ignored),
+            INDEX,
+            listed(opened.ignored),
+        )
     if config.wrapper is not None:
         opened = text_tensors(opened)
     return renamed(opened, tensor_names(config))
