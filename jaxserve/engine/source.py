@@ -10,8 +10,9 @@ from typing import Any
 
 from jaxserve.config import EngineConfig, bundled_model
 from jaxserve.engine.expert_load import placement_of
+from jaxserve.engine.text.generation_config import read_generation_config
 from jaxserve.engine.text.gguf_ends import gguf_ends
-from jaxserve.engine.text.tokenizer import Tokenizer, read_generation_config
+from jaxserve.engine.text.tokenizer import Tokenizer
 from jaxserve.errors import CheckpointError, InvalidRequest, UnsupportedModel
 from jaxserve.execution.mesh import Mesh
 from jaxserve.execution.runner import OnProgress
