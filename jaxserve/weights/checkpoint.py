@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxserve.errors import CheckpointError
+from jaxserve.model_name import INDEX, SINGLE
 from jaxserve.models.config.strict_json import read_object
 from jaxserve.weights.safetensors import (
     MAX_TENSORS,
@@ -15,8 +16,6 @@ from jaxserve.weights.safetensors import (
     read_header,
 )
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 MAX_INDEX_BYTES = 64 << 20
 MAX_LISTED = 20
 # What configurations, tokenizers and chat templates end in, whoever reads them.

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jax.tree_util import keystr, tree_leaves_with_path
 from jax.typing import DTypeLike
 
+from jaxserve.model_name import INDEX
 from jaxserve.models import Decoder, ModelConfig, abstract_model, checkpoint_weights
 from jaxserve.models.linear import Constant
 from jaxserve.models.registry import tensor_names
@@ -23,7 +24,7 @@ from jaxserve.models.weight_table import WeightName, dimensions
 from jaxserve.weights.block_parameters import block_sizes, read_blocks
 from jaxserve.weights.block_reader import read_parameters, reading_ahead
 from jaxserve.weights.block_targets import prepare_panels
-from jaxserve.weights.checkpoint import INDEX, Checkpoint, listed, open_checkpoint
+from jaxserve.weights.checkpoint import Checkpoint, listed, open_checkpoint
 from jaxserve.weights.gguf.file import GgufFile
 from jaxserve.weights.gguf.names import named_tensors
 from jaxserve.weights.group_borders import check_groups, group_sizes
