@@ -35,6 +35,7 @@ FLOORS = {
     "jaxserve.eplb": 1,
     "jaxserve.garbage": 1,
     "jaxserve.machine": 1,
+    "jaxserve.setting_values": 1,
     "jaxserve.unserved": 1,
     "jaxserve": 1,  # names resolved on first use, so that it imports nothing itself
     "jaxserve.scheduling": 2,
@@ -53,7 +54,7 @@ BASE = (
     *("jaxserve.config", "jaxserve.machine", "jaxserve.unserved", "jaxserve"),
     *("jaxserve.model_name", "jaxserve.overrides", "jaxserve.kv_events", "jaxserve.hosts"),
     *("jaxserve.eplb", "jaxserve.garbage"),
-    *("jaxserve.checks", "jaxserve.beams"),
+    *("jaxserve.checks", "jaxserve.beams", "jaxserve.setting_values"),
 )
 # All that crosses from the host half to the device half.
 SEAM = tuple(f"jaxserve.scheduling.{name}" for name in ("plan", "logprobs", "slot_table"))

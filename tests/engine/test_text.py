@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -168,7 +169,7 @@ def test_a_recommended_value_means_what_it_means_in_a_request_or_is_left_out(
         file = json.dumps(others | {name: value})
         (tmp_path / "generation_config.json").write_text(file)
         config = read_generation_config(tmp_path)
-        given = {"top_k" if name != "top_k" else "top_p": 1}
+        given: dict[str, Any] = {"top_k" if name != "top_k" else "top_p": 1}
         want, warnings = SamplingParams(**given), 0
         try:
             if value is not None:
