@@ -528,6 +528,21 @@ def test_null_is_absent(raw):
     assert parse_model_config(scaled) == parse_model_config(other)
 
 
+@pytest.mark.parametrize("raw", [LLAMA, QWEN3, OLMO3, GEMMA3, MIXTRAL, QWEN3_MOE, GPT_OSS], ids=str)
+def test_null_is_absent_for_every_field(raw):
+    """Both are read as the same, or both refused; but for a window, of which null is a size."""
+
+    def parsed(fields: dict[str, Any]) -> Any:
+        try:
+            return parse_model_config(fields)
+        except UnsupportedModel:
+            return None
+
+    for field in raw.keys() - {"sliding_window"}:
+        absent = {name: value for name, value in raw.items() if name != field}
+        assert parsed(absent) == parsed(raw | {field: None}), field
+
+
 def test_null_under_one_name_of_a_field_leaves_the_other():
     exaone = {"architectures": ["ExaoneForCausalLM"], "model_type": "exaone"}
     plain = LLAMA | exaone

@@ -416,6 +416,7 @@ LINEAR: dict[str, tuple[dict[str, Any], float | None]] = {
     "untyped": ({"rope.scaling.factor": 2.5}, 2.5),
     "none": ({"rope.scaling.type": "none", "rope.scale_linear": 2.5}, None),
     "one": ({"rope.scale_linear": 1.0}, None),
+    "typed_one": ({"rope.scaling.type": "linear", "rope.scaling.factor": 1.0}, None),
     "zero": ({"rope.scale_linear": 0.0}, None),
 }
 

@@ -101,8 +101,8 @@ def scaling_of(gguf: GgufMetadata) -> tuple[Any, Any]:
     type divides positions.
     """
     factor = gguf.get("rope.scaling.factor") or gguf.get("rope.scale_linear")
-    kind = gguf.get("rope.scaling.type", "linear" if factor not in (None, 0, 1) else "none")
-    return kind, factor
+    kind = gguf.get("rope.scaling.type", "linear" if factor else "none")
+    return ("none", None) if (kind, factor) == ("linear", 1) else (kind, factor)
 
 
 YARN = {

@@ -113,7 +113,7 @@ def _own(file: GgufFile, rules: GgufRules) -> dict[str, Any]:
     computed = _computed(own, rules)
     for key in sorted(own.keys() & computed.keys() - supported):
         if not is_neutral(own[key], computed[key]):
-            allowed = " or ".join(str(value).lower() for value in computed[key])
+            allowed = " or ".join(map(shown, computed[key]))
             raise UnsupportedModel(
                 f"{file.path}: {prefix + key} is {shown(own[key])}; allowed: {allowed}"
             )
