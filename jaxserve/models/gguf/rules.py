@@ -76,17 +76,13 @@ PER_LAYER = frozenset({
 # Keys that hold text. llama.cpp reads no tensor_data_layout: its order of rows follows from the
 # architecture.
 TEXTS = frozenset({"rope.scaling.type", "tensor_data_layout"})
-# Keys that an architecture may leave unread, with the values that it computes all the same. For
-# some of them false, or zero, changes the model.
+# Values that change nothing, of keys that most architectures have no field for. Other values do,
+# false among them.
 COMPUTED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
-    {
-        "attention.causal": (True,),
-        "use_parallel_residual": (False,),
-        "swin_norm": (False,),
-    }
+    {"attention.causal": (True,), "swin_norm": (False,)}
 )
-# The same for experts: their weights sum to one, so that a softmax over all experts and one over
-# the chosen experts are equal.
+# The same for experts. Their weights sum to one, so that a softmax over all experts (1) and one
+# over the chosen experts (3) are equal.
 COMPUTED_BY_EXPERTS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "expert_weights_norm": (True,),
