@@ -379,6 +379,8 @@ OTHER_VALUES: dict[tuple[str, str], tuple[list[Any], list[Any]]] = {
     ("phi3", "rope.scaling.factor"): ([2.0], [0.0, 1.0]),
     ("phi3", "rope.scale_linear"): ([2.0], [0.0, 1.0]),
     ("phi3", "rope.scaling.type"): (["linear", "yarn"], ["longrope", "none"]),
+    ("llama", "rope.scaling.attn_factor"): ([1.5, 0.0], [1.0]),
+    ("qwen2", "rope.scaling.attn_factor"): ([1.5, 0.0], [1.0]),
     ("llama", "tensor_data_layout"): ([1, ["reference"]], ["Meta AI original pth", "reference"]),
     ("llama", "pooling_type"): ([1, 2, 3, 4], [0]),
 }

@@ -102,6 +102,7 @@ PHI3 = Family(
                 {**TENSORS, "blk.{}.ffn_up": "model.layers.{}.mlp.gate_up_proj"}
             ),
             fields=WINDOW,
+            read=frozenset({"rope.scaling.attn_factor"}),
             factors=FACTORS,
         )
     },

@@ -79,7 +79,7 @@ TEXTS = frozenset({"rope.scaling.type", "tensor_data_layout"})
 # Values that change nothing, of keys that most architectures have no field for. Other values do,
 # false among them.
 COMPUTED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
-    {"attention.causal": (True,), "swin_norm": (False,)}
+    {"attention.causal": (True,), "swin_norm": (False,), "rope.scaling.attn_factor": (1.0,)}
 )
 # The same for experts. Their weights sum to one, so that a softmax over all experts (1) and one
 # over the chosen experts (3) are equal.
@@ -93,7 +93,7 @@ COMPUTED_BY_EXPERTS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 # Read beside these fields, by every architecture, or without effect.
 READ = TEXTS | frozenset({
     "vocab_size", "attention.value_length", "rope.dimension_count", "rope.scale_linear",
-    "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.attn_factor",
+    "rope.scaling.factor", "rope.scaling.original_context_length",
     "rope.scaling.finetuned", "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_beta_fast",
     "rope.scaling.yarn_beta_slow", "rope.scaling.yarn_ext_factor",
 })  # fmt: skip
