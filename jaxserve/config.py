@@ -24,7 +24,7 @@ from jaxserve.machine import (
     with_gpu_flags,
 )
 from jaxserve.overrides import json_object
-from jaxserve.unserved import OTHER_NAMES
+from jaxserve.setting_values import OTHER_NAMES, usual_value
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 POLICIES = ("fcfs", "priority")
@@ -59,7 +59,7 @@ class EngineConfig(HostsConfig, ExpertsConfig):
 
     Args:
         model: folder of a Hugging Face checkpoint, or one that `jaxserve convert` wrote; a GGUF
-            file, its other parts beside it; or a name on the Hugging Face hub (org/name,
+            file or the folder of one model's; or a name on the Hugging Face hub (org/name,
             org/name:Q4_K_M, org/name/FILE.gguf); None for the bundled demo model.
         tokenizer: folder or name of the tokenizer, the model's own by default.
         revision: branch, tag or commit of a model on the hub.
@@ -169,8 +169,8 @@ class EngineConfig(HostsConfig, ExpertsConfig):
     check_invariants: bool = False
 
     def __post_init__(self) -> None:
-        for name, others in OTHER_NAMES.items():
-            object.__setattr__(self, name, others.get(getattr(self, name), getattr(self, name)))
+        for name in OTHER_NAMES:
+            object.__setattr__(self, name, usual_value(getattr(self, name), name))
         for name, low, high in (
             ("tensor_parallel_size", 1, 1024),
             ("max_model_len", 2, 2**27),

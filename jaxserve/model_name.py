@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Literal
@@ -12,6 +13,9 @@ HUB_NAME = re.compile(
         r"[A-Za-z0-9][\w.-]{0,95}"
     )
 )
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+MAGIC = b"GGUF"  # first bytes of a GGUF file
 NO_MODEL = (
     "is not a folder with a checkpoint, nor a .gguf file, nor a name on the Hugging Face hub "
     "(org/name)"
@@ -23,9 +27,28 @@ def kind_of_model(name: str) -> Literal["folder", "gguf", "hub"] | None:
     path = Path(name)
     if path.is_dir():
         return "folder"
-    if path.is_file() and path.suffix == ".gguf":
+    if path.is_file() and (path.suffix == ".gguf" or is_gguf(path)):
         return "gguf"
     return "hub" if not path.exists() and is_hub_name(name) else None
+
+
+def is_gguf(path: Path) -> bool:
+    """Return whether a file begins as a GGUF file does, whatever its name."""
+    try:
+        if not path.is_file():  # opening a pipe would wait for its writer
+            return False
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
+
+
+def gguf_files(folder: Path) -> list[str]:
+    """Return the names of a folder's GGUF files; none where it holds safetensors."""
+    names = os.listdir(folder)
+    if SINGLE in names or INDEX in names:
+        return []
+    return sorted(name for name in names if is_gguf(folder / name))
 
 
 def is_hub_name(text: str) -> bool:

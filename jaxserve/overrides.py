@@ -72,13 +72,18 @@ def overridden(raw: Mapping[str, Any], overrides: Mapping[str, Any] | str | None
     fields = dict(raw)
     for name, value in (json_object(overrides, "hf_overrides") or {}).items():
         former = fields.get(name)
-        nested = name.endswith("_config") and name != _NO_MODEL and isinstance(former, dict)
+        nested = is_nested(name) and isinstance(former, dict)
         if nested and not isinstance(value, dict):
             raise InvalidRequest(
                 f"hf_overrides.{name} must be an object, as in config.json", "hf_overrides"
             )
         fields[name] = _merged(former, value) if nested else value
     return fields
+
+
+def is_nested(name: str) -> bool:
+    """Return whether a field holds the configuration of a model inside."""
+    return name.endswith("_config") and name != _NO_MODEL
 
 
 def _merged(former: Any, value: Any) -> Any:

@@ -320,21 +320,6 @@ UNSERVED: dict[str, Unserved] = {
     ),
 }
 
-# Values of settings under vLLM's and PyTorch's other names; a kernel's name is that of its method.
-OTHER_NAMES: dict[str, dict[str, str]] = {
-    "dtype": {"half": "float16", "float": "float32"},
-    "quantization": {
-        "auto_awq": "awq",
-        "auto_gptq": "gptq",
-        "awq_marlin": "awq",
-        "fp8_per_channel": "fp8",
-        "gptq_marlin": "gptq",
-        "inc": "auto-round",
-        "int8_per_channel_weight_only": "int8",
-        "modelopt_fp4": "modelopt",
-    },
-}
-
 
 def is_neutral(value: Any, neutral: Iterable[Any]) -> bool:
     """Return whether a value requests nothing: it equals one of `neutral` and has its type."""

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import functools
+import re
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,6 +28,7 @@ from jaxserve.commands.options import declare_unserved, engine_settings, given
 from jaxserve.commands.parser import CommandParser
 from jaxserve.commands.serve import SERVER_FIELDS
 from jaxserve.commands.vllm_flags import RENAMED, SERVER
+from jaxserve.errors import InvalidRequest
 from jaxserve.server.settings import ServerConfig
 from jaxserve.unserved import UNSERVED, served
 
@@ -117,6 +120,43 @@ def test_spellings_of_vllm() -> None:
         assert EngineConfig(quantization=name).quantization == method
     server = ServerConfig(**given(arguments, SERVER_FIELDS))
     assert server.drain_timeout == 4 and not server.enable_auto_tool_choice
+
+
+def test_a_cache_in_fp8_has_two_names() -> None:
+    settings = engine_settings(parse("--kv-cache-dtype fp8_e4m3"), SERVER_FIELDS)
+    assert EngineConfig(**settings) == EngineConfig(kv_cache_dtype="fp8")
+    older: Any = "fp8_e4m3"
+    assert EngineConfig(kv_cache_dtype=older).kv_cache_dtype == "fp8"
+    for name in ("auto", "fp8", "int8_per_token_head"):
+        assert parse(f"--kv-cache-dtype {name}").kv_cache_dtype == name
+
+
+OF_ACTIVATIONS, OF_8_BITS = "'auto' takes", "'fp8' \\(e4m3\\)"
+
+
+@pytest.mark.parametrize(
+    ("value", "instead"),
+    [
+        *((value, OF_ACTIVATIONS) for value in ("bfloat16", "float16", "half", "float32")),
+        *((value, OF_8_BITS) for value in ("fp8_e5m2", "fp8_inc", "fp8_per_token_head", "nvfp4")),
+    ],
+)
+def test_another_form_of_the_cache_is_refused_with_a_word(
+    value: Any, instead: str, capsys: pytest.CaptureFixture
+) -> None:
+    said = f"kv_cache_dtype={value!r} is not supported: .*{instead}"
+    with pytest.raises(SystemExit, match="2"):
+        parse(f"--kv-cache-dtype {value}")
+    assert re.search(f"argument --kv-cache-dtype: {said}", capsys.readouterr().err)
+    with pytest.raises(InvalidRequest, match=said):
+        EngineConfig(kv_cache_dtype=value)
+
+
+def test_an_option_newer_than_the_list_has_a_word() -> None:
+    words = ["m.gguf", "--cpu-moe", "--moe-cache-mib", "4096", "-c", "8k"]
+    said = in_our_words(words, ())
+    assert said is not None and "`jaxserve serve m.gguf --max-model-len 8k`" in said
+    assert "--cpu-moe, --moe-cache-mib: the whole model is on the device" in said
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ FLOORS = {
     "jaxserve.installation": 1,
     "jaxserve.interrupts": 1,
     "jaxserve.machine": 1,
+    "jaxserve.setting_values": 1,
     "jaxserve.unserved": 1,
     "jaxserve": 1,  # names resolved on first use, so that it imports nothing itself
     "jaxserve.scheduling": 2,
@@ -55,7 +56,7 @@ BASE = (
     *("jaxserve.config", "jaxserve.machine", "jaxserve.unserved", "jaxserve"),
     *("jaxserve.model_name", "jaxserve.overrides", "jaxserve.kv_events", "jaxserve.hosts"),
     *("jaxserve.eplb", "jaxserve.garbage", "jaxserve.installation", "jaxserve.interrupts"),
-    *("jaxserve.checks", "jaxserve.beams"),
+    *("jaxserve.checks", "jaxserve.beams", "jaxserve.setting_values"),
 )
 # All that crosses from the host half to the device half.
 SEAM = tuple(f"jaxserve.scheduling.{name}" for name in ("plan", "logprobs", "slot_table"))

@@ -1,4 +1,4 @@
-"""Options of llama.cpp's server, as of build 11434, and what to say here instead."""
+"""Options of llama.cpp's server, as of build 11480, and what to say here instead."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _NAMED_MODEL = "name the model: jaxserve serve org/name"
 REASONS: dict[str, str] = {
     "-ngl --gpu-layers --n-gpu-layers -cmoe --cpu-moe -ncmoe --n-cpu-moe -ncffn --n-cpu-ffn "
     "-ot --override-tensor -kvo --kv-offload -nkvo --no-kv-offload --op-offload --no-op-offload "
-    "--no-host -fit --fit -fitt --fit-target -fitc --fit-ctx": _DEVICE,
+    "--moe-cache-mib --no-host -fit --fit -fitt --fit-target -fitc --fit-ctx": _DEVICE,
     "-dev --device -sm --split-mode -ts --tensor-split -mg --main-gpu --rpc": _CARDS,
     "--list-devices": "nvidia-smi lists the cards",
     "-t --threads -tb --threads-batch -C --cpu-mask -Cr --cpu-range --cpu-strict --prio --poll "

@@ -16,7 +16,9 @@ from typing import Any, NoReturn
 from jaxserve.commands.argument_types import json_object
 from jaxserve.commands.vllm_flags import RENAMED, SHORT
 from jaxserve.config import EngineConfig
-from jaxserve.unserved import OTHER_NAMES, UNSERVED, Unserved, served
+from jaxserve.errors import InvalidRequest
+from jaxserve.setting_values import OTHER_NAMES, usual_value
+from jaxserve.unserved import UNSERVED, Unserved, served
 
 BAD_INPUT = 2
 DEFAULT_MAX_TOKENS = 256
@@ -108,8 +110,11 @@ class Entries(argparse.Action):
         setattr(namespace, self.dest, [*(getattr(namespace, self.dest, None) or ()), *entries])
 
 
-def _usual(others: Mapping[str, str], value: str) -> str:
-    return others.get(value, value)
+def _usual(field: str, value: str) -> str:
+    try:
+        return usual_value(value, field)
+    except InvalidRequest as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _option(hint: Any) -> dict[str, Any]:
@@ -149,7 +154,7 @@ def add_fields(
         elif field.metadata.get("entries"):
             kind = {"action": Entries, "metavar": "TEXT"}
         elif field.name in OTHER_NAMES and "choices" in kind:
-            kind["type"] = partial(_usual, OTHER_NAMES[field.name])
+            kind["type"] = partial(_usual, field.name)
         parser.add_argument(
             *flags_of(field.name),
             dest=field.name,

@@ -31,7 +31,7 @@ from jaxserve.engine.hub_gguf import GgufModel, gguf_models, of_form, preferred
 from jaxserve.errors import CheckpointError
 from jaxserve.execution.runner import OnProgress
 from jaxserve.execution.start.device import this_device
-from jaxserve.model_name import HUB_NAME
+from jaxserve.model_name import HUB_NAME, INDEX
 from jaxserve.weights.checkpoint import listed
 from jaxserve.weights.gguf.parts import part_names
 
@@ -44,7 +44,6 @@ TEXT = frozenset({
 })  # fmt: skip
 # A plain name: no folder, nothing hidden, no character that a pattern gives a meaning.
 WEIGHTS = re.compile(r"(?!consolidated|adapter)\w[\w.-]*\.safetensors")
-INDEX = "model.safetensors.index.json"
 MAX_LISTED_FILES = 100_000
 TIMEOUT = 20.0  # seconds for an answer about a model
 

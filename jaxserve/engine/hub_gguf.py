@@ -1,13 +1,14 @@
-"""GGUF files of a repository on the hub: that of a form, or the one to take where none is named."""
+"""GGUF files of a folder or of a repository on the hub, and the one to take of several."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from jaxserve.errors import CheckpointError
+from jaxserve.model_name import gguf_files
 from jaxserve.weights.checkpoint import listed
 from jaxserve.weights.gguf.parts import PART_NAME, part_names
 
@@ -75,6 +76,26 @@ def gguf_models(sizes: Mapping[str, int]) -> list[GgufModel]:
         raise CheckpointError(f"{name}: the other parts are missing: {listed(lacking)}")
     models = [GgufModel(files, size) for files, size in found.items()]
     return sorted(models, key=lambda model: (len(model.stem), model.files))
+
+
+def gguf_of_folder(folder: Path) -> Path | None:
+    """Return the GGUF file of a folder's only model, or its first part; None without any.
+
+    Raises:
+        CheckpointError: there are several models, or the first part of one is missing.
+    """
+    names = gguf_files(folder)
+    # Beside no model, a projector of images is returned, whose header says what it is.
+    own = [name for name in names if not _OTHERS.search(Path(name).stem)] or names
+    models = {tuple(part_names(name) or [name]) for name in own}
+    if len(models) > 1:
+        found = listed(sorted(files[0] for files in models))
+        raise CheckpointError(f"{folder}: holds {len(models)} GGUF models, name one: {found}")
+    for files in models:
+        if files[0] not in names:
+            raise CheckpointError(f"{folder}: the first part is missing: {files[0]}")
+        return folder / files[0]
+    return None
 
 
 def of_form(models: Iterable[GgufModel], form: str) -> GgufModel | None:

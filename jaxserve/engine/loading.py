@@ -18,7 +18,8 @@ from jaxserve.engine.host_settings import settled
 from jaxserve.engine.request_factory import Limits
 from jaxserve.engine.sharing import read_secret
 from jaxserve.engine.source import Source, find_source
-from jaxserve.engine.text.tokenizer import Tokenizer, default_sampling, recommends_sampling
+from jaxserve.engine.text.generation_config import default_sampling, recommends_sampling
+from jaxserve.engine.text.tokenizer import Tokenizer
 from jaxserve.engine.weight_forms import (
     choose_quantization,
     chosen_form,
@@ -110,7 +111,7 @@ def load(
         )
     begun = begin(config, on_progress, root)
     config, start, source = begun.config, begun.warm_up, begun.source
-    sampling = default_sampling(source.generation_config, str(source.path))
+    sampling = default_sampling(source.generation_config)
     ends = _eos_token_ids(begun.model_config, source.generation_config, begun.tokenizer)
     capacity = _capacity(config, begun.model_config, start.num_pages)
     with start.timeline.span("programs"):

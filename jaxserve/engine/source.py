@@ -10,8 +10,10 @@ from typing import Any
 
 from jaxserve.config import EngineConfig, bundled_model
 from jaxserve.engine.expert_load import placement_of
+from jaxserve.engine.hub_gguf import gguf_of_folder
+from jaxserve.engine.text.generation_config import read_generation_config
 from jaxserve.engine.text.gguf_ends import gguf_ends
-from jaxserve.engine.text.tokenizer import Tokenizer, read_generation_config
+from jaxserve.engine.text.tokenizer import Tokenizer
 from jaxserve.errors import CheckpointError, InvalidRequest, UnsupportedModel
 from jaxserve.execution.mesh import Mesh
 from jaxserve.execution.runner import OnProgress
@@ -238,13 +240,19 @@ def local_path(
 ) -> Path:
     """Return the folder, or the GGUF file, that a name stands for.
 
+    A folder without safetensors and with the files of one GGUF model stands for that model.
+
     Raises:
-        CheckpointError: there is none, or it holds text files that lie elsewhere.
+        CheckpointError: there is none, it holds text files that lie elsewhere, or several GGUF
+            models.
     """
     kind = kind_of_model(name)
     if kind == "folder":
-        check_text_files(Path(name))
-        return Path(name)
+        folder = Path(name)
+        check_text_files(folder)
+        needs_weights = config.load_format != "dummy" or not (folder / "config.json").exists()
+        found = gguf_of_folder(folder) if needs_weights and not text_only else None
+        return found or folder
     if kind == "gguf" and not text_only:
         return Path(name)
     if kind == "hub":

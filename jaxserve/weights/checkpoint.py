@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxserve.errors import CheckpointError
+from jaxserve.model_name import INDEX, SINGLE
 from jaxserve.models.config.strict_json import read_object
 from jaxserve.weights.safetensors import (
     MAX_TENSORS,
@@ -15,8 +16,6 @@ from jaxserve.weights.safetensors import (
     read_header,
 )
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 MAX_INDEX_BYTES = 64 << 20
 MAX_LISTED = 20
 # What configurations, tokenizers and chat templates end in, whoever reads them.
@@ -27,12 +26,17 @@ TEXT_ENDINGS = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".bpe")
 class Checkpoint:
     """Every tensor of a checkpoint by name, checked but not read.
 
-    `whole` says that all of it is one model's, as in a GGUF file: nothing may be left out.
+    Attributes:
+        directory: folder of the checkpoint, or a GGUF file.
+        tensors: tensors by their names.
+        whole: all of it is one model's, as in a GGUF file: nothing may be left out.
+        ignored: tensors of the shards, and files, that the index does not list.
     """
 
     directory: Path
     tensors: Mapping[str, TensorEntry]
     whole: bool = False
+    ignored: tuple[str, ...] = ()
 
     def check_unchanged(self) -> None:
         """Raise CheckpointError if a file is not the one that was opened."""
@@ -43,6 +47,8 @@ class Checkpoint:
 
 def open_checkpoint(directory: str | Path) -> Checkpoint:
     """Find a checkpoint's files and read their headers.
+
+    Where there is an index, it decides which file each tensor is read from. All else is ignored.
 
     Args:
         directory: holds `model.safetensors`, or shards with `model.safetensors.index.json`.
@@ -57,24 +63,17 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
     if index.exists() or index.is_symlink():
         weight_map = _weight_map(index)
         shards = sorted(set(weight_map.values()))
-        if (single.exists() or single.is_symlink()) and shards != [SINGLE]:
-            raise CheckpointError(f"{directory}: holds both {SINGLE} and {INDEX}; keep one")
     elif single.exists() or single.is_symlink():
         weight_map, shards = None, [SINGLE]
     else:
         raise CheckpointError(f"{directory}: {_what_instead(directory)}")
-    files = _shard_files(directory, shards)
-    tensors: dict[str, TensorEntry] = {}
-    for path in files:
-        for entry in read_header(path):
-            other = tensors.setdefault(entry.name, entry)
-            if other is not entry:
-                raise CheckpointError(
-                    f"{path}: tensor {entry.name!r} is also in {other.shard.path.name}"
-                )
-    if weight_map is not None:
-        _check_index(index, weight_map, tensors)
-    return Checkpoint(directory, tensors)
+    entries = [entry for path in _shard_files(directory, shards) for entry in read_header(path)]
+    if weight_map is None:
+        return Checkpoint(directory, {entry.name: entry for entry in entries})
+    tensors, ignored = _by_index(index, weight_map, entries)
+    if SINGLE not in shards and single.exists():
+        ignored.append(SINGLE)
+    return Checkpoint(directory, tensors, ignored=tuple(ignored))
 
 
 def check_text_files(directory: Path) -> None:
@@ -134,21 +133,24 @@ def _check_inside(directory: Path, path: Path) -> None:
         raise CheckpointError(f"{path}: links to {target}, outside the checkpoint's folder")
 
 
-def _check_index(
-    index: Path, weight_map: Mapping[str, str], tensors: Mapping[str, TensorEntry]
-) -> None:
-    wrong = [
-        f"{name!r} (not in {file})"
-        for name, file in weight_map.items()
-        if name not in tensors or tensors[name].shard.path.name != file
+def _by_index(
+    index: Path, weight_map: Mapping[str, str], entries: Iterable[TensorEntry]
+) -> tuple[dict[str, TensorEntry], list[str]]:
+    """Return the tensors that the index lists, each from its file, and names of all others."""
+    tensors: dict[str, TensorEntry] = {}
+    ignored: list[str] = []
+    for entry in entries:
+        file = entry.shard.path.name
+        if weight_map.get(entry.name) == file:
+            tensors[entry.name] = entry
+        else:
+            ignored.append(f"{entry.name} ({file})")
+    missing = [
+        f"{name!r} (not in {file})" for name, file in weight_map.items() if name not in tensors
     ]
-    wrong += [
-        f"{name!r} (in {entry.shard.path.name}, but not in the index)"
-        for name, entry in tensors.items()
-        if name not in weight_map
-    ]
-    if wrong:
-        raise CheckpointError(f"{index}: disagrees with the files about {listed(wrong)}")
+    if missing:
+        raise CheckpointError(f"{index}: disagrees with the files about {listed(missing)}")
+    return tensors, ignored
 
 
 def _what_instead(directory: Path) -> str:

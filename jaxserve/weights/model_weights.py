@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -15,6 +16,7 @@ from jax.sharding import Mesh
 from jax.tree_util import keystr, tree_leaves_with_path
 from jax.typing import DTypeLike
 
+from jaxserve.model_name import INDEX
 from jaxserve.models import Decoder, ModelConfig, abstract_model, checkpoint_weights
 from jaxserve.models.linear import Constant
 from jaxserve.models.registry import tensor_names
@@ -22,7 +24,7 @@ from jaxserve.models.weight_table import WeightName, dimensions
 from jaxserve.weights.block_parameters import block_sizes, read_blocks
 from jaxserve.weights.block_reader import read_parameters, reading_ahead
 from jaxserve.weights.block_targets import prepare_panels
-from jaxserve.weights.checkpoint import Checkpoint, open_checkpoint
+from jaxserve.weights.checkpoint import Checkpoint, listed, open_checkpoint
 from jaxserve.weights.gguf.file import GgufFile
 from jaxserve.weights.gguf.names import named_tensors
 from jaxserve.weights.group_borders import check_groups, group_sizes
@@ -46,6 +48,7 @@ from pallas_kernels.devices import target_device
 if TYPE_CHECKING:
     from jaxtyping import Array
 
+logger = logging.getLogger(__name__)
 # Called with the bytes read so far and the bytes to read in all.
 Progress = Callable[[int, int], None]
 
@@ -160,6 +163,14 @@ def _open(source: str | Path | GgufFile, config: ModelConfig) -> Checkpoint:
     if isinstance(source, GgufFile):
         return named_tensors(source, config)
     opened = open_checkpoint(source)
+    if opened.ignored:
+        logger.warning(
+            "%s: %d tensor(s) or files beside those of %s are ignored: %s",
+            source,
+            len(opened.ignored),
+            INDEX,
+            listed(opened.ignored),
+        )
     if config.wrapper is not None:
         opened = text_tensors(opened)
     return renamed(opened, tensor_names(config))

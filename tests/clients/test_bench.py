@@ -18,11 +18,13 @@ from jaxserve.commands.bench.client import arrivals
 from jaxserve.commands.bench.datasets import make_works
 from jaxserve.commands.bench.outcome import Outcome, Reader, Run
 from jaxserve.commands.bench.report import METRICS, peaks, summarize, table
+from jaxserve.commands.bench.serve import find_tokenizer
 from jaxserve.commands.cli import main, make_parser
 from jaxserve.commands.options import CommandError
 from jaxserve.config import bundled_model
 from jaxserve.engine.text.tokenizer import Tokenizer
 from tests.clients.conftest import KEY, MODEL
+from tests.engine.test_gguf_text import whole_model
 from tests.support.quick_code import FLAGS, quick_programs
 
 # The fewest and smallest programs.
@@ -374,3 +376,10 @@ def test_starts_of_an_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "COLD STARTUP:\nAvg startup time: " in capsys.readouterr().out
     assert bench("startup", "--model", "/no/such", *counts) == 2
     assert "the engine did not start: " in capsys.readouterr().err
+
+
+def test_a_folder_with_one_gguf_model_has_its_tokenizer(tmp_path: Path) -> None:
+    path, _ = whole_model(tmp_path)
+    of_file, of_folder = find_tokenizer(None, str(path)), find_tokenizer(None, str(tmp_path))
+    assert (of_file[0], of_folder[0]) == (str(path), str(tmp_path))
+    assert of_file[1].encode("the cat sat") == of_folder[1].encode("the cat sat")

@@ -5,15 +5,21 @@ from __future__ import annotations
 import codecs
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jaxserve import CheckpointError, SamplingParams
+from jaxserve import CheckpointError, InvalidRequest, SamplingParams
 from jaxserve.engine.text.detokenizer import Detokenizer
-from jaxserve.engine.text.tokenizer import Tokenizer, default_sampling, read_generation_config
+from jaxserve.engine.text.generation_config import (
+    default_sampling,
+    read_generation_config,
+    recommends_sampling,
+)
+from jaxserve.engine.text.tokenizer import Tokenizer
 from jaxserve.scheduling.logprobs import TokenLogprobs
 from jaxserve.server.schema.logprobs import CompletionTokens, TokenTexts
 from jaxserve.server.schema.openai import ChatMessage, ChatRequest, FunctionDefinition, Tool
@@ -133,22 +139,88 @@ def test_tokenizers_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    ["[1]", "{", '{"temperature": NaN}', '{"top_p": 5}', '{"top_k": "x"}', "[" * 100_000],
+    ["[1]", "{", "null", "", "[" * 100_000, " " * (1 << 20) + "{}"],
 )
 def test_bad_generation_configs_are_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "generation_config.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"generation_config\.json"):
-        default_sampling(read_generation_config(tmp_path), str(tmp_path))
+        read_generation_config(tmp_path)
+
+
+BAD_NUMBERS = [-1e9, 1e9, float("nan"), float("inf"), 10**400, "0.7", "", True, False, [0.7], {}]
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("temperature", [-1, 101, 1e-6, 5e-324]),
+        ("top_p", [-0.1, 1.1, 0, 0.0]),
+        ("top_k", [-2, 50.5, 50.0]),
+        ("min_p", [-0.1, 1.1]),
+        ("repetition_penalty", [0, 0.0, -1]),
+    ],
+)
+def test_a_recommended_value_means_what_it_means_in_a_request_or_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, more: list[Any]
+) -> None:
+    for value in [*BAD_NUMBERS, *more, 1, 1.0, 0.5, None]:
+        caplog.clear()
+        others = {"do_sample": True, "top_k" if name != "top_k" else "top_p": 1}
+        file = json.dumps(others | {name: value})
+        (tmp_path / "generation_config.json").write_text(file)
+        config = read_generation_config(tmp_path)
+        given: dict[str, Any] = {"top_k" if name != "top_k" else "top_p": 1}
+        want, warnings = SamplingParams(**given), 0
+        try:
+            if value is not None:
+                want = SamplingParams(**given, **{name: value})
+        except InvalidRequest:
+            warnings = 1
+        assert default_sampling(config) == want
+        assert len(caplog.records) == warnings, value
+        if warnings:
+            message = caplog.records[0].getMessage()
+            assert name in message and "generation_config.json" in message and len(message) < 600
+            assert name not in config and recommends_sampling(config)
+
+
+@pytest.mark.parametrize("value", [0, -1, 2**31, 10.0, "256", True, [256], float("nan")])
+def test_a_wrong_length_is_left_out(tmp_path: Path, value: Any) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"max_new_tokens": value}))
+    assert read_generation_config(tmp_path) == {}
+
+
+@pytest.mark.parametrize("value", [0, 1, "false", "true", [], {}])
+def test_a_switch_of_sampling_that_is_none_is_left_out(tmp_path: Path, value: Any) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"do_sample": value}))
+    assert default_sampling(read_generation_config(tmp_path)) == SamplingParams()
+
+
+def test_several_wrong_values_are_named_in_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    wrong = {
+        "temperature": "hot",
+        "top_p": 5,
+        "max_new_tokens": 0,
+        "min_p": 0.25,
+        "eta_cutoff": "x",
+    }
+    (tmp_path / "generation_config.json").write_text(json.dumps(wrong))
+    assert default_sampling(read_generation_config(tmp_path)) == SamplingParams(min_p=0.25)
+    (record,) = caplog.records
+    message = record.getMessage()
+    assert all(name in message for name in ("temperature", "top_p", "max_new_tokens"))
 
 
 def test_generation_config_gives_the_defaults(tmp_path: Path) -> None:
-    assert default_sampling(read_generation_config(tmp_path), "") == SamplingParams()
+    assert default_sampling(read_generation_config(tmp_path)) == SamplingParams()
     config = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "eos_token_id": 1}
     (tmp_path / "generation_config.json").write_text(json.dumps(config))
-    got = default_sampling(read_generation_config(tmp_path), "")
+    got = default_sampling(read_generation_config(tmp_path))
     assert got == SamplingParams(temperature=0.6, top_p=0.95, top_k=20)
     (tmp_path / "generation_config.json").write_text(json.dumps(config | {"do_sample": False}))
-    assert default_sampling(read_generation_config(tmp_path), "").temperature == 0
+    assert default_sampling(read_generation_config(tmp_path)).temperature == 0
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """config.json is read strictly: what is read matters, and the rest is known not to matter."""
 
 import json
+import shlex
 import time
 from typing import Any
 
@@ -9,8 +10,10 @@ import transformers
 
 from jaxserve.errors import CheckpointError, UnsupportedModel
 from jaxserve.models import Llama3Scaling, Rope, parse_model_config, read_model_config
+from jaxserve.models.config.model_config import NEUTRAL
 from jaxserve.models.config.rope import LinearScaling, YarnScaling
 from jaxserve.models.registry import ARCHITECTURES, FAMILIES, GGUF_RULES
+from jaxserve.overrides import overridden
 from tests.models.cases import FULL, LLAMA3_SCALING, LONGROPE, SLIDING, YARN
 
 LLAMA: dict[str, Any] = {
@@ -311,6 +314,7 @@ DEEPSEEK = {key: value for key, value in LLAMA.items() if key != "num_key_value_
     "qk_rope_head_dim": 8,
     "v_head_dim": 10,
 }
+QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 PHI3 = LLAMA | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "sliding_window": None}
 SMOLLM3 = LLAMA | {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3"}
 MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
@@ -416,6 +420,177 @@ def test_what_changes_nothing_is_left_aside():
         for each in (stored, stored | settings)
     )
     assert plain == other and plain.quantization is not None
+
+
+# What `PretrainedConfig.to_dict` of Transformers 4.31 and 4.57 holds, but for fields that are read:
+# by the field, what files are known to hold.
+PRETRAINED: dict[str, list[Any]] = {
+    "_attn_implementation": ["sdpa", "eager", None],
+    "_attn_implementation_autoset": [True],
+    "_attn_implementation_internal": ["flash_attention_2"],
+    "_commit_hash": ["0" * 40],
+    "_flash_attn_2_enabled": [True],
+    "_name_or_path": ["org/name", ""],
+    "_output_attentions": [False],
+    "add_cross_attention": [False, None],
+    "attn_implementation": ["flash_attention_2"],
+    "bad_words_ids": [None, [[3]]],
+    "begin_suppress_tokens": [None, [1]],
+    "chunk_size_feed_forward": [0],
+    "cross_attention_hidden_size": [None, 64],
+    "decoder_start_token_id": [None, 1],
+    "diversity_penalty": [0.0],
+    "do_sample": [False, True],
+    "early_stopping": [False, "never"],
+    "encoder_no_repeat_ngram_size": [0],
+    "exponential_decay_length_penalty": [None, [5, 1.1]],
+    "finetuning_task": [None],
+    "forced_bos_token_id": [None],
+    "forced_eos_token_id": [None, 2],
+    "gradient_checkpointing": [False, True],
+    "id2label": [{"0": "LABEL_0", "1": "LABEL_1"}],
+    "is_decoder": [False, True],
+    "is_encoder_decoder": [False, None],
+    "label2id": [{"LABEL_0": 0, "LABEL_1": 1}],
+    "length_penalty": [1.0],
+    "max_length": [20],
+    "min_length": [0],
+    "name_or_path": ["org/name"],
+    "no_repeat_ngram_size": [0, 3],
+    "num_beam_groups": [1],
+    "num_beams": [1, 4],
+    "num_labels": [2],
+    "num_return_sequences": [1],
+    "output_attentions": [False],
+    "output_hidden_states": [False],
+    "output_past": [True],
+    "output_scores": [False],
+    "pad_token_id": [None, -1, 0],
+    "prefix": [None, ""],
+    "problem_type": [None],
+    "pruned_heads": [{}, None],
+    "remove_invalid_values": [False],
+    "repetition_penalty": [1.0, 1.1],
+    "return_dict": [True],
+    "return_dict_in_generate": [False],
+    "sep_token_id": [None],
+    "suppress_tokens": [None],
+    "task_specific_params": [None, {"text-generation": {"max_length": 50}}],
+    "temperature": [1.0, 0.6],
+    "tf_legacy_loss": [False],
+    "tie_encoder_decoder": [False],
+    "tokenizer_class": [None, "LlamaTokenizer"],
+    "top_k": [50],
+    "top_p": [1.0],
+    "torchscript": [False],
+    "transformers_version": ["4.31.0"],
+    "typical_p": [1.0],
+    "use_bfloat16": [False],
+    "use_cache": [True],
+    "xla_device": [None, True],
+}
+WHOLE = {"partial_rotary_factor": [1.0, 1, None], "neftune_noise_alpha": [None, 5.0]}
+
+
+@pytest.mark.parametrize("field", PRETRAINED | WHOLE)
+def test_a_field_of_transformers_4_is_read_and_changes_nothing(field):
+    """In each family, and in the text of wrappers, nested and flat."""
+    flat = {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl"}
+    families = [LLAMA, QWEN3, QWEN3_MOE, GEMMA3, GPT_OSS, DEEPSEEK, PHI3, COHERE2, QWEN2 | flat]
+    for raw in families:
+        want = parse_model_config(raw)
+        for value in (PRETRAINED | WHOLE)[field]:
+            assert parse_model_config(raw | {field: value}) == want, (raw["model_type"], value)
+    wrapper = {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava"}
+    want = parse_model_config(wrapper | {"text_config": LLAMA})
+    for value in (PRETRAINED | WHOLE)[field]:
+        nested = wrapper | {"text_config": LLAMA | {field: value}}
+        assert parse_model_config(nested) == want, value
+
+
+def test_every_setting_of_generation_is_known():
+    """Those that the library takes out of a config.json."""
+    settings = transformers.GenerationConfig._get_default_generation_params()
+    assert parse_model_config(LLAMA | settings) == parse_model_config(LLAMA)
+
+
+@pytest.mark.parametrize("raw", [LLAMA, QWEN3, GEMMA3, GPT_OSS, PHI3, COHERE2], ids=str)
+def test_null_is_absent(raw):
+    """Of a field that nobody knows, and of one that is computed with one value only."""
+    want = parse_model_config(raw)
+    rules = ARCHITECTURES[raw["architectures"][0]].config
+    neutral = {**NEUTRAL, **rules.neutral}.keys() - raw.keys()
+    for field in ["unheard_of", "quantization_config", *neutral]:
+        assert parse_model_config(raw | {field: None}) == want, field
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    scaled = LLAMA | {"rope_scaling": scaling}
+    other = LLAMA | {"rope_scaling": scaling | {"unheard_of": None, "partial_rotary_factor": None}}
+    assert parse_model_config(scaled) == parse_model_config(other)
+
+
+@pytest.mark.parametrize("raw", [LLAMA, QWEN3, OLMO3, GEMMA3, MIXTRAL, QWEN3_MOE, GPT_OSS], ids=str)
+def test_null_is_absent_for_every_field(raw):
+    """Both are read as the same, or both refused; but for a window, of which null is a size."""
+
+    def parsed(fields: dict[str, Any]) -> Any:
+        try:
+            return parse_model_config(fields)
+        except UnsupportedModel:
+            return None
+
+    for field in raw.keys() - {"sliding_window"}:
+        absent = {name: value for name, value in raw.items() if name != field}
+        assert parsed(absent) == parsed(raw | {field: None}), field
+
+
+def test_null_under_one_name_of_a_field_leaves_the_other():
+    exaone = {"architectures": ["ExaoneForCausalLM"], "model_type": "exaone"}
+    plain = LLAMA | exaone
+    named = {key: value for key, value in plain.items() if key != "num_hidden_layers"}
+    want = parse_model_config(plain)
+    assert parse_model_config(named | {"num_layers": 2, "num_hidden_layers": None}) == want
+    assert parse_model_config(plain | {"num_layers": None}) == want
+    with pytest.raises(UnsupportedModel, match="num_hidden_layers"):
+        parse_model_config(plain | {"num_layers": 3})
+
+
+def test_unknown_fields_are_named_together_with_the_option_that_leaves_them_out():
+    unknown = {"b_factor": 0.5, "a'b": [1], "c": {"d": 2}, "e": None}
+    with pytest.raises(UnsupportedModel) as caught:
+        parse_model_config(LLAMA | unknown)
+    (line,) = str(caught.value).splitlines()[1:]
+    assert all(f"{name} is {unknown[name]}" in line for name in ("b_factor", "a'b", "c"))
+    words = shlex.split(line[line.index("--hf-overrides") :])
+    fields = json.loads(words[1])
+    assert fields == {"b_factor": None, "a'b": None, "c": None}
+    want = parse_model_config(LLAMA)
+    assert parse_model_config(overridden(LLAMA | unknown, words[1])) == want
+
+
+def test_unknown_fields_of_a_nested_model_are_left_out_by_the_option_too():
+    outer = {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava"}
+    raw = outer | {"text_config": LLAMA | {"unheard_of": 1}}
+    with pytest.raises(UnsupportedModel, match=r"text_config\.unheard_of is 1") as caught:
+        parse_model_config(raw)
+    option = shlex.split(str(caught.value).partition("--hf-overrides ")[2])[0]
+    want = parse_model_config(outer | {"text_config": LLAMA})
+    assert parse_model_config(overridden(raw, option)) == want
+
+
+def test_a_thousand_unknown_fields_make_a_short_message():
+    many = {f"field_{index:04}_" + "x" * 500: "y" * 500 for index in range(1000)}
+    with pytest.raises(UnsupportedModel, match=r"field_0000.*field_0019.*980 more") as caught:
+        parse_model_config(LLAMA | many)
+    assert len(str(caught.value)) < 20_000
+
+
+def test_an_unknown_field_of_an_object_that_is_replaced_whole_is_named():
+    scaling = {"rope_type": "linear", "factor": 2.0, "unheard_of": 1, "also": 2}
+    with pytest.raises(UnsupportedModel) as caught:
+        parse_model_config(LLAMA | {"rope_scaling": scaling})
+    (line,) = str(caught.value).splitlines()[1:]
+    assert "rope_scaling.also is 2, rope_scaling.unheard_of is 1" in line
+    assert "--hf-overrides can replace rope_scaling as a whole" in line
 
 
 def test_older_spellings_mean_what_they_meant():

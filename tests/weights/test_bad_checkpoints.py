@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import struct
 import time
@@ -344,21 +345,76 @@ def test_tensor_in_another_shard_than_the_index_says(sharded):
     refused(sharded, INDEX, NORM)
 
 
-def test_two_shards_that_claim_one_tensor(sharded):
-    other = "model-00002-of-00003.safetensors"
-    name, tensor = load_file(sharded / SHARD).popitem()
-    save_file(load_file(sharded / other) | {name: tensor}, sharded / other)
-    refused(sharded, name, SHARD, other)
+SECOND = "model-00002-of-00003.safetensors"
 
 
-def test_tensor_that_the_index_does_not_list(sharded):
-    save_file(load_file(sharded / SHARD) | {"extra": np.ones(1, np.float32)}, sharded / SHARD)
-    refused(sharded, INDEX, "extra", SHARD)
+def in_both(sharded: Path, name: str, value: float) -> None:
+    """Put a tensor of the first shard, with another value, into the second."""
+    tensor = np.full_like(load_file(sharded / SHARD)[name], value)
+    save_file(load_file(sharded / SECOND) | {name: tensor}, sharded / SECOND)
 
 
-def test_one_file_and_an_index(sharded, single):
+def first_of(shard: Path) -> str:
+    return sorted(load_file(shard))[0]
+
+
+def unlisted(sharded: Path) -> str:
+    """Put a tensor that every model has, and one of no model, into a shard beside the index."""
+    save_file(load_file(sharded / SHARD) | {"a.b": np.ones(1, np.float32)}, sharded / SHARD)
+    in_both(sharded, first_of(sharded / SHARD), np.nan)
+    return "2 tensor"
+
+
+def stray_file(sharded: Path, content: bytes = b"no safetensors") -> str:
+    (sharded / FILE).write_bytes(content)
+    return f"1 tensor.* are ignored: {re.escape(FILE)}$"
+
+
+def many(sharded: Path) -> str:
+    extra = {f"extra.{i:03}": np.ones(1, np.float32) for i in range(100)}
+    save_file(load_file(sharded / SHARD) | extra, sharded / SHARD)
+    return "100 tensor.*extra.000.*and 80 more"
+
+
+STRAYS = {
+    "same": lambda sharded: in_both(sharded, first_of(sharded / SHARD), 1.0) or SECOND,
+    "nan": lambda sharded: in_both(sharded, first_of(sharded / SHARD), np.nan) or SECOND,
+    "unlisted": unlisted,
+    "many": many,
+    "single": stray_file,
+    "single_link": lambda sharded: (sharded / FILE).symlink_to("/etc/hostname") or FILE,
+}
+
+
+@pytest.mark.parametrize("name", STRAYS)
+def test_the_index_decides_and_one_line_names_the_rest(sharded, caplog, name):
+    want = parameter_values(load(sharded))
+    caplog.clear()
+    said = STRAYS[name](sharded)
+    got = parameter_values(load(sharded))
+    assert got.keys() == want.keys()
+    assert all(np.array_equal(got[path], want[path]) for path in want)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and re.search(said, record.getMessage())
+
+
+def test_an_index_that_lists_only_one_file_decides_too(sharded, single):
     shutil.copy(single / FILE, sharded / FILE)
-    refused(sharded, FILE, INDEX)
+    want = parameter_values(load(sharded))
+    edit_index(sharded, lambda weight_map: weight_map.update(dict.fromkeys(weight_map, FILE)))
+    got = parameter_values(load(sharded))
+    assert all(np.array_equal(got[path], want[path]) for path in want)
+
+
+def test_a_tensor_that_only_a_file_beside_the_index_has_is_missing(sharded, single):
+    """Whether the index lists it, for a file that has it not, or leaves it out."""
+    shutil.copy(single / FILE, sharded / FILE)
+    tensors = load_file(sharded / SHARD)
+    name, _ = tensors.popitem()
+    save_file(tensors, sharded / SHARD)
+    refused(sharded, INDEX, name, SHARD)
+    edit_index(sharded, lambda weight_map: weight_map.pop(name))
+    refused(sharded, "1 missing", name)
 
 
 @pytest.mark.parametrize("file", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])

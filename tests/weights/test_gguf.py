@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from jaxserve.models.panels import PanelWeight
 from jaxserve.models.rope import rope_cos_sin
 from jaxserve.weights import gguf_config, gguf_fields, load_weights, read_gguf
 from tests.support.gguf_files import (
+    ARCHITECTURES,
     CASES,
     Type,
     as_llama_cpp,
@@ -349,6 +352,122 @@ UNKNOWN: dict[str, tuple[dict[str, Any], str]] = {
         "ext_f",
     ),
 }
+
+
+# By the architecture and the key: values of which none is computed, and those that are.
+OTHER_VALUES: dict[tuple[str, str], tuple[list[Any], list[Any]]] = {
+    ("llama", "attention.causal"): ([False, 0, 1, "true", [True, True]], [True]),
+    ("qwen3", "attention.causal"): ([False], [True]),
+    ("gemma3", "attention.causal"): ([False], [True]),
+    ("cohere2", "attention.causal"): ([False], [True]),
+    ("gptoss", "attention.causal"): ([False], [True]),
+    ("deepseek2", "attention.causal"): ([False], [True]),
+    ("llama", "use_parallel_residual"): ([True], [False]),
+    ("commandr", "use_parallel_residual"): ([False], [True]),
+    ("cohere2", "use_parallel_residual"): ([False], [True]),
+    ("llama", "swin_norm"): ([True], [False]),
+    ("mixtral", "expert_weights_norm"): ([False], [True]),
+    ("qwen3moe", "expert_weights_norm"): ([False], [True]),
+    ("qwen3vlmoe", "expert_weights_norm"): ([False], [True]),
+    ("gptoss", "expert_weights_norm"): ([False], [True]),
+    ("llama", "expert_weights_norm"): ([], [False]),
+    ("qwen3moe", "expert_gating_func"): ([2], [0, 1, 3]),
+    ("mixtral", "expert_weights_scale"): ([2.5], [0.0, 1.0]),
+    ("phi3", "attention.sliding_window_pattern"): ([[False, False], 0], []),
+    ("mixtral", "attention.sliding_window_pattern"): ([[True, False]], [[False, False]]),
+    ("gemma2", "attention.sliding_window_pattern"): ([0, [False], [0.5]], [[True, False], 2]),
+    ("phi3", "rope.scaling.factor"): ([2.0], [0.0, 1.0]),
+    ("phi3", "rope.scale_linear"): ([2.0], [0.0, 1.0]),
+    ("phi3", "rope.scaling.type"): (["linear", "yarn"], ["longrope", "none"]),
+    ("llama", "rope.scaling.attn_factor"): ([1.5, 0.0], [1.0]),
+    ("qwen2", "rope.scaling.attn_factor"): ([1.5, 0.0], [1.0]),
+    ("llama", "tensor_data_layout"): ([1, ["reference"]], ["Meta AI original pth", "reference"]),
+    ("llama", "pooling_type"): ([1, 2, 3, 4], [0]),
+}
+
+
+@pytest.mark.parametrize(("case", "key"), OTHER_VALUES, ids=str)
+def test_a_key_is_read_for_what_is_computed_and_else_refused(tmp_path, case, key):
+    """False and zero too, where they change the model: a file of embeddings is not causal."""
+    tensors = random_tensors(raw_config(case))
+    want = parse_model_config(raw_config(case))
+    name = f"{gguf.MODEL_ARCH_NAMES[ARCHITECTURES[case]]}.{key}"
+    refused, read = OTHER_VALUES[case, key]
+    for value in refused:
+        path = write_gguf(tmp_path / "m.gguf", case, tensors, metadata={name: value})
+        with pytest.raises(UnsupportedModel, match=rf"(?s)m\.gguf.*{key.rpartition('.')[2]}|type"):
+            gguf_config(read_gguf(path))
+    for value in read:
+        path = write_gguf(tmp_path / "m.gguf", case, tensors, metadata={name: value})
+        config = gguf_config(read_gguf(path))
+        assert replace(config, dtype=want.dtype) == want, value
+
+
+def test_every_flag_that_a_model_may_have_is_in_the_table():
+    """But for the switch of Granite's rotation, see below, and one of models with a state."""
+    written = re.findall(r"add_bool\((Keys\.[\w.]+)\.format", inspect.getsource(gguf.GGUFWriter))
+    flags = {eval(name, {"Keys": gguf.Keys}).removeprefix("{arch}.") for name in written}
+    assert "attention.causal" in flags
+    assert flags - {key for _, key in OTHER_VALUES} == {"rope.scaling.finetuned", "ssm.dt_b_c_rms"}
+
+
+LINEAR: dict[str, tuple[dict[str, Any], float | None]] = {
+    "older": ({"rope.scale_linear": 2.5}, 2.5),
+    "both": ({"rope.scale_linear": 9.0, "rope.scaling.factor": 2.5}, 2.5),
+    "typed": ({"rope.scaling.type": "linear", "rope.scale_linear": 2.5}, 2.5),
+    "untyped": ({"rope.scaling.factor": 2.5}, 2.5),
+    "none": ({"rope.scaling.type": "none", "rope.scale_linear": 2.5}, None),
+    "one": ({"rope.scale_linear": 1.0}, None),
+    "typed_one": ({"rope.scaling.type": "linear", "rope.scaling.factor": 1.0}, None),
+    "zero": ({"rope.scale_linear": 0.0}, None),
+}
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_a_linear_factor_has_two_names_and_needs_no_type(tmp_path, name):
+    """As in llama.cpp."""
+    keys, factor = LINEAR[name]
+    metadata = {f"llama.{key}": value for key, value in keys.items()}
+    raw = raw_config("llama")
+    path = write_gguf(tmp_path / "m.gguf", "llama", random_tensors(raw), metadata=metadata)
+    config = gguf_config(read_gguf(path))
+    if factor is not None:
+        raw["rope_scaling"] = {"rope_type": "linear", "factor": factor}
+    assert replace(config, dtype="float32") == parse_model_config(raw)
+
+
+@pytest.mark.parametrize("value", [float("nan"), -2.0, 0.5, "2", [2.0, 2.0]])
+def test_a_linear_factor_that_is_none_is_refused(tmp_path, value):
+    tensors = random_tensors(raw_config("llama"))
+    metadata = {"llama.rope.scale_linear": value}
+    path = write_gguf(tmp_path / "m.gguf", "llama", tensors, metadata=metadata)
+    with pytest.raises((CheckpointError, UnsupportedModel), match=r"(?s)m\.gguf.*(factor|linear)"):
+        gguf_config(read_gguf(path))
+
+
+SIZES = {"feed_forward_length": 96, "attention.head_count": 4, "attention.head_count_kv": 2}
+
+
+@pytest.mark.parametrize("key", SIZES)
+def test_sizes_of_the_layers_may_be_listed_where_they_are_equal(tmp_path, key):
+    case, size = "llama", SIZES[key]
+    tensors, want = random_tensors(raw_config(case)), parse_model_config(raw_config(case))
+    name = f"llama.{key}"
+    path = write_gguf(tmp_path / "m.gguf", case, tensors, metadata={name: [size, size]})
+    assert replace(gguf_config(read_gguf(path)), dtype=want.dtype) == want
+    unequal = [[size, 2 * size], [2 * size, size], [size], [size] * 3, [True, True], ["4", "4"]]
+    for sizes in [*unequal, [float(size)] * 2, [-size] * 2]:
+        path = write_gguf(tmp_path / "m.gguf", case, tensors, metadata={name: sizes})
+        with pytest.raises(UnsupportedModel, match=rf"(?s)m\.gguf.*{key}|size|heads"):
+            gguf_config(read_gguf(path))
+
+
+def test_windows_of_gemma_3_may_rotate_by_their_own_base(tmp_path):
+    raw = raw_config("gemma3")
+    metadata = {"gemma3.rope.freq_base_swa": 20000.0}
+    path = write_gguf(tmp_path / "m.gguf", "gemma3", random_tensors(raw), metadata=metadata)
+    config = gguf_config(read_gguf(path))
+    assert config.local_rope is not None and config.local_rope.theta == 20000.0
 
 
 # By the case: what else its files may say.

@@ -25,7 +25,7 @@ from jaxserve.commands.options import CommandError
 from jaxserve.config import EngineConfig, openai_api_key
 from jaxserve.engine.text.tokenizer import Tokenizer
 from jaxserve.errors import CheckpointError
-from jaxserve.model_name import kind_of_model
+from jaxserve.model_name import gguf_files, kind_of_model
 
 MOST_IDS = 2**31 - 1  # of a tokenizer whose model is not there
 
@@ -116,7 +116,8 @@ def find_tokenizer(name: str | None, root: str) -> tuple[str | None, Any]:
     try:
         if kind == "folder" and (Path(wanted) / "tokenizer.json").is_file():
             return wanted, Tokenizer(wanted, MOST_IDS)
-        if kind == "gguf" or (name is not None and kind is not None):
+        is_gguf = kind == "gguf" or (kind == "folder" and gguf_files(Path(wanted)))
+        if is_gguf or (name is not None and kind is not None):
             config = EngineConfig(model=wanted)
             source = importlib.import_module("jaxserve.engine.source").find_source(config)
             return wanted, source.tokenizer(config)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import importlib
 import itertools
-import json
 import logging
 import re
 import secrets
@@ -19,12 +18,10 @@ from jaxserve.engine.text.added_texts import AddedTexts
 from jaxserve.engine.text.plain_tokenizer import read_plain
 from jaxserve.engine.text.template import ChatTemplate, TemplateTooLong
 from jaxserve.errors import CheckpointError, InvalidRequest
-from jaxserve.request import SamplingParams
 
 MAX_TOKENIZER_BYTES = 64 << 20
 MAX_JSON_BYTES = 1 << 20
 MAX_TOKENS_BEYOND = 64  # with more tokens without logits, the tokenizer is another model's
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 NO_TEMPLATE = "this model has no chat template"
 _log = logging.getLogger(__name__)
 # A byte of no known character, in vocabularies that are made of characters.
@@ -328,47 +325,3 @@ def _read_with_transformers(directory: str) -> Any:
     return transformers.AutoTokenizer.from_pretrained(
         directory, local_files_only=True, trust_remote_code=False
     )
-
-
-def read_generation_config(directory: str | Path) -> dict[str, Any]:
-    """Read generation_config.json of a checkpoint, or return an empty dict where there is none.
-
-    Raises:
-        CheckpointError: the file is not a JSON object.
-    """
-    path = Path(directory) / "generation_config.json"
-    if not path.is_file():
-        return {}
-    try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise ValueError(f"larger than {MAX_JSON_BYTES} bytes")
-        loaded = json.loads(path.read_text())
-        if not isinstance(loaded, dict):
-            raise ValueError("not an object")
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: {error}") from error
-    return loaded
-
-
-def recommends_sampling(generation_config: Mapping[str, Any]) -> bool:
-    """Return whether a checkpoint says how tokens are drawn, be it as they are by default."""
-    names = (*_SAMPLING, "do_sample")
-    values = [generation_config.get(name) for name in names]
-    return any(value is not None and value is not True for value in values)
-
-
-def default_sampling(generation_config: Mapping[str, Any], where: str) -> SamplingParams:
-    """Return the sampling settings that a checkpoint recommends.
-
-    Raises:
-        CheckpointError: a recommended value is out of range.
-    """
-    chosen = {n: generation_config[n] for n in _SAMPLING if generation_config.get(n) is not None}
-    if generation_config.get("max_new_tokens") is not None:
-        chosen["max_tokens"] = generation_config["max_new_tokens"]
-    if generation_config.get("do_sample") is False:
-        chosen["temperature"] = 0.0
-    try:
-        return SamplingParams(**chosen)
-    except InvalidRequest as error:
-        raise CheckpointError(f"{where}: generation_config.json: {error}") from error

@@ -1,10 +1,15 @@
 """Read fields out of a mapping strictly, and report everything wrong with it at once."""
 
+import json
 import math
+import shlex
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
+from jaxserve.overrides import is_nested
+
 MAX_POSITIONS = 1 << 27
+MAX_SHOWN = 20  # unknown keys of one object that an error names
 _ABSENT: Final = object()
 
 
@@ -103,24 +108,43 @@ class Fields:
         return value
 
     def neutral(self, rules: Mapping[str, Any]) -> None:
-        """Accept each key of `rules` if absent, or with the given value of the same type.
+        """Accept each key of `rules` if absent or null, or with the given value of the same type.
 
         A tuple stands for several values that mean the same.
         """
         for key, allowed in rules.items():
-            value = self._raw.get(key, _ABSENT)
-            self._left.discard(key)
+            value = self.take(key)
             options = allowed if isinstance(allowed, tuple) else (allowed,)
-            if value is not _ABSENT and not any(
+            if value is not None and not any(
                 type(value) is type(option) and value == option for option in options
             ):
                 text = " or ".join(map(shown, options))
                 self.refuse(key, f"{text} (anything else is not supported)")
 
     def finish(self, ignored: frozenset[str] = frozenset()) -> None:
-        """Refuse every key not taken so far and not known to be harmless."""
-        for key in sorted(self._left - ignored, key=str):
-            self.refuse(key, "nothing; jaxserve does not know this field")
+        """Note all keys with a value that were not taken and are not known to be harmless."""
+        unknown = sorted((key for key in self._left - ignored if self.has(key)), key=str)
+        if not unknown:
+            return
+        first = unknown[:MAX_SHOWN]
+        names = [f"{self._prefix}{key[:80]} is {shown(self._raw[key])}" for key in first]
+        if len(unknown) > MAX_SHOWN:
+            names.append(f"{len(unknown) - MAX_SHOWN} more")
+        self.problems.append(
+            f"{', '.join(names)}; unknown to jaxserve, and may change the result; allowed: null. "
+            f"{self._override(first)}"
+        )
+
+    def _override(self, keys: list[str]) -> str:
+        """Return the sentence on how a user leaves keys out."""
+        path = self._prefix.split(".")[:-1]
+        if not all(map(is_nested, path)):
+            return f"--hf-overrides can replace {self._prefix[:-1]} as a whole"
+        value: dict[str, Any] = dict.fromkeys(keys)
+        for name in reversed(path):
+            value = {name: value}
+        option = f"--hf-overrides {shlex.quote(json.dumps(value))}"
+        return f"{option} leaves them out, where they change nothing"
 
 
 def shown(value: Any) -> str:

@@ -29,18 +29,46 @@ MAX_HEAD_DIM = 1 << 12
 MAX_VOCAB = 1 << 22
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
+# Fields of `PretrainedConfig` in Transformers 4 that every config.json may have, beside those that
+# are read: heads of other tasks, settings of the library, and settings of generation, for which
+# generation_config.json is read.
+_PRETRAINED = frozenset({
+    "_attn_implementation", "_attn_implementation_autoset", "_attn_implementation_internal",
+    "_commit_hash", "_experts_implementation", "_experts_implementation_internal",
+    "_flash_attn_2_enabled", "_name_or_path", "_output_attentions", "attn_implementation",
+    "chunk_size_feed_forward", "cross_attention_hidden_size", "decoder_start_token_id",
+    "experts_implementation", "finetuning_task", "gradient_checkpointing", "id2label", "is_decoder",
+    "label2id", "name_or_path", "num_labels", "output_attentions", "output_hidden_states",
+    "output_past", "pad_token_id", "prefix", "problem_type", "return_dict", "sep_token_id",
+    "task_specific_params", "tf_legacy_loss", "tie_encoder_decoder", "tokenizer_class",
+    "torchscript", "transformers_version", "use_bfloat16", "use_cache", "use_return_dict",
+    "xla_device",
+})  # fmt: skip
+_GENERATION = frozenset({
+    "assistant_confidence_threshold", "assistant_early_exit", "assistant_lookbehind",
+    "bad_words_ids", "begin_suppress_tokens", "cache_implementation", "constraints",
+    "diversity_penalty", "do_sample", "early_stopping", "encoder_no_repeat_ngram_size",
+    "encoder_repetition_penalty", "epsilon_cutoff", "eta_cutoff",
+    "exponential_decay_length_penalty", "force_words_ids", "forced_bos_token_id",
+    "forced_decoder_ids", "forced_eos_token_id", "guidance_scale", "length_penalty", "low_memory",
+    "max_length", "max_new_tokens", "max_time", "min_length", "min_new_tokens", "min_p",
+    "no_repeat_ngram_size", "num_assistant_tokens",
+    "num_assistant_tokens_schedule", "num_beam_groups", "num_beams", "num_return_sequences",
+    "output_logits", "output_scores", "penalty_alpha", "prompt_lookup_num_tokens",
+    "remove_invalid_values", "renormalize_logits", "repetition_penalty", "return_dict_in_generate",
+    "sequence_bias", "stop_strings", "suppress_tokens", "target_lookbehind", "temperature",
+    "token_healing", "top_k", "top_p", "typical_p",
+})  # fmt: skip
 # Fields of config.json that do not change what inference computes. `auto_map` names code that ships
 # with the checkpoint: none of it is ever run, and what is computed is what the architecture's own
 # name says, as in Transformers without trust_remote_code. Every published DeepSeek has the field.
-IGNORED = frozenset({
-    "_attn_implementation_autoset", "_commit_hash", "_name_or_path", "attention_dropout",
-    "auto_map", "chunk_size_feed_forward", "finetuning_task", "id2label", "initializer_range",
-    "is_decoder", "is_llama_config", "label2id", "max_length", "max_sequence_length",
-    "output_attentions", "output_hidden_states", "pad_token_id", "prefix", "problem_type",
-    "return_dict", "task_specific_params", "tie_encoder_decoder", "tokenizer_class", "torchscript",
-    "transformers.js_config", "transformers_version", "unsloth_fixed", "unsloth_version",
-    "use_bfloat16", "use_cache",
-})  # fmt: skip
+IGNORED = _PRETRAINED | _GENERATION | {
+    "_use_flash_attention_2", "attention_dropout", "attention_probs_dropout_prob", "attn_pdrop",
+    "auto_map", "classifier_dropout", "embd_pdrop", "hidden_dropout", "hidden_dropout_prob",
+    "initializer_range", "is_llama_config", "max_sequence_length", "model_name",
+    "neftune_noise_alpha", "resid_pdrop", "transformers.js_config", "unsloth_fixed",
+    "unsloth_version", "use_flash_attention_2", "use_flash_attn",
+}  # fmt: skip
 
 # Fields that change what is computed, with the one value that jaxserve computes.
 NEUTRAL: Mapping[str, Any] = MappingProxyType(
@@ -193,8 +221,13 @@ class ModelConfig:
 
 def _fields(raw: Mapping[str, Any], rules: ConfigRules, prefix: str) -> Fields:
     """Return the fields, each under its common name."""
-    plain = {name: value for name, value in raw.items() if name not in rules.renamed}
-    own = {rules.renamed[name]: raw[name] for name in raw.keys() & rules.renamed.keys()}
+    renamed = [name for name in rules.renamed if raw.get(name) is not None]
+    own = {rules.renamed[name]: raw[name] for name in renamed}
+    plain = {
+        name: value
+        for name, value in raw.items()
+        if name not in rules.renamed and (value is not None or name not in own)
+    }
     fields = Fields(own | plain, [], prefix)
     for name in sorted(own.keys() & plain.keys()):
         if own[name] != plain[name]:

@@ -16,6 +16,7 @@ from jaxserve.models.config.fields import MAX_POSITIONS, Fields
 MAX_FACTOR = 1e6
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 QUERY_BETA = "llama_4_scaling_beta"
+WHOLE_HEADS = MappingProxyType({"partial_rotary_factor": (1.0, 1)})
 ORIGINAL = "original_max_position_embeddings"
 
 
@@ -201,6 +202,8 @@ class _Outer:
         partial, original = self.rules.partial or 1.0, None
         if self.rules.partial is not None:
             partial = fields.number("partial_rotary_factor", 0.0, 1.0, default=partial)
+        else:  # vLLM would rotate that part of a head, Transformers all of it or, scaled, fail.
+            fields.neutral(WHOLE_HEADS)
         if self.rules.original_outside and fields.take(ORIGINAL) is not None:
             original = fields.integer(ORIGINAL, 2, MAX_POSITIONS)
         if raw is None:
@@ -221,8 +224,7 @@ class _Outer:
             if fields.has("partial_rotary_factor") and partial != outer:
                 fields.refuse("partial_rotary_factor", f"the same as in {key} ({partial:g})")
         else:
-            # vLLM would rotate that part of a head, Transformers all of it or, scaled, would fail.
-            inner.neutral({"partial_rotary_factor": 1.0})
+            inner.neutral(WHOLE_HEADS)
         if self.rules.original_outside and original is None and kind != "default":
             fields.refuse(ORIGINAL, f"an integer, beside {key}")
         rope = self._checked(Rope(inner_theta, None, partial))

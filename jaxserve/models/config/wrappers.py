@@ -180,20 +180,8 @@ DEFAULTS: Mapping[str, Raw] = MappingProxyType(
 
 # Fields of a wrapper that concern its text, and win over the text model's own.
 OUTER = ("torch_dtype", "dtype", "quantization_config", "tie_word_embeddings", "bos_token_id")
-# Fields that nested configurations have from Transformers' base class: settings of generation, read
-# from generation_config.json, and of heads that the text model does not have. Then those of
-# programs that trained it, and of a resampler of images.
-NESTED = frozenset({
-    "add_cross_attention", "bad_words_ids", "begin_suppress_tokens", "cross_attention_hidden_size",
-    "decoder_start_token_id", "diversity_penalty", "do_sample", "early_stopping",
-    "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "forced_bos_token_id",
-    "forced_eos_token_id", "length_penalty", "max_length", "min_length", "no_repeat_ngram_size",
-    "num_beam_groups", "num_beams", "num_return_sequences", "output_scores",
-    "remove_invalid_values", "repetition_penalty", "return_dict_in_generate", "sep_token_id",
-    "suppress_tokens", "temperature", "tf_legacy_loss", "top_k", "top_p", "typical_p",
-    "_attn_implementation", "_flash_attn_2_enabled", "attn_implementation", "neftune_noise_alpha",
-    "perceiver_config", "pixel_shuffle_factor", "use_resampler",
-})  # fmt: skip
+# Fields of nested configurations that describe a resampler of images.
+NESTED = frozenset({"perceiver_config", "pixel_shuffle_factor", "use_resampler"})
 # Fields of a flat wrapper that describe its other parts.
 TOWER = frozenset({
     "audio_config", "audio_token_id", "image_token_id", "video_token_id", "vision_config",
@@ -235,7 +223,7 @@ def text_fields(raw: Raw, wrapper: Wrapper) -> tuple[dict[str, Any], str]:
             found = {key: value for key, value in raw.items() if key not in TOWER}
             found["model_type"] = wrapper.text
     own = {key: value for key, value in found.items() if key not in NESTED}
-    own.setdefault("model_type", wrapper.text)
+    own["model_type"] = own.get("model_type") or wrapper.text
     # An outer name of a dtype takes the place of either spelling.
     if raw.get("dtype") or raw.get("torch_dtype"):
         own.pop("dtype", None)

@@ -114,9 +114,15 @@ COHERE = Family(
         ),
     },
     gguf={
-        "command-r": GgufRules("CohereForCausalLM", _finish_gguf, fields=_GGUF_FIELDS),
+        "command-r": GgufRules(
+            "CohereForCausalLM", _finish_gguf, fields=_GGUF_FIELDS, parallel=True
+        ),
         "cohere2": GgufRules(
-            "Cohere2ForCausalLM", _finish_gguf2, fields=_GGUF_FIELDS, read=WINDOW_KEYS
+            "Cohere2ForCausalLM",
+            _finish_gguf2,
+            fields=_GGUF_FIELDS,
+            read=WINDOW_KEYS,
+            parallel=True,
         ),
     },
 )  # fmt: skip

@@ -19,7 +19,7 @@ from jaxserve.models.config.rope import RopeRules
 from jaxserve.models.config.rules import HEADS, ConfigRules, Scales
 from jaxserve.models.families.llama import llama_weights
 from jaxserve.models.family import Architecture, Family, FamilyTraits
-from jaxserve.models.gguf.metadata import GgufMetadata, Raw, read_rope
+from jaxserve.models.gguf.metadata import PATTERN, GgufMetadata, Raw, read_pattern, read_rope
 from jaxserve.models.gguf.rules import POST_NORMS, TENSORS, WINDOW, GgufRules, Names
 from jaxserve.models.weight_names import (
     FINAL_NORM,
@@ -72,6 +72,7 @@ NORMS = (
 def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
     """Add what llama.cpp's code fixes: the scale of attention scores, special in the 27B models."""
     read_rope(gguf, raw)
+    read_pattern(gguf, raw)
     raw["query_pre_attn_scalar"] = raw.get("head_dim")
     if raw.get("num_hidden_layers") == LAYERS_OF_27B[gguf.architecture]:
         heads = raw.get("num_attention_heads") or 1
@@ -89,6 +90,7 @@ _GGUF_FIELDS: Names = MappingProxyType(
         "final_logit_softcapping": "final_logit_softcapping",
     }
 )
+_GGUF_LOCAL: Names = MappingProxyType({"rope.freq_base_swa": "rope_local_base_freq"})
 _NEUTRAL: Mapping[str, Any] = MappingProxyType(
     {
         "hidden_act": "gelu_pytorch_tanh",  # Transformers reads the other
@@ -156,12 +158,13 @@ GEMMA = Family(
             architecture,
             _finish_gguf,
             tensors=_GGUF_TENSORS,
-            fields=_GGUF_FIELDS,
+            fields=fields,
+            read=frozenset({PATTERN}),
             norm_offset=1.0,
         )
-        for name, architecture in (
-            ("gemma2", "Gemma2ForCausalLM"),
-            ("gemma3", "Gemma3ForCausalLM"),
+        for name, architecture, fields in (
+            ("gemma2", "Gemma2ForCausalLM", _GGUF_FIELDS),
+            ("gemma3", "Gemma3ForCausalLM", {**_GGUF_FIELDS, **_GGUF_LOCAL}),
         )
     },
 )

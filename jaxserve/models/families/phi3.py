@@ -5,12 +5,14 @@ Reference implementation: `Phi3ForCausalLM` in Hugging Face Transformers.
 
 from types import MappingProxyType
 
+from jaxserve.errors import UnsupportedModel
+from jaxserve.models.config.fields import shown
 from jaxserve.models.config.layers import one_window
 from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.config.rope import RopeRules
 from jaxserve.models.config.rules import ConfigRules
 from jaxserve.models.family import Architecture, Family
-from jaxserve.models.gguf.metadata import GgufMetadata, Raw
+from jaxserve.models.gguf.metadata import GgufMetadata, Raw, scaling_of
 from jaxserve.models.gguf.rules import TENSORS, WINDOW, GgufRules
 from jaxserve.models.weight_names import (
     FINAL_NORM,
@@ -42,6 +44,11 @@ def _weights(config: ModelConfig) -> list[WeightName]:
 
 
 def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
+    kind, _ = scaling_of(gguf)
+    if kind not in ("none", "longrope"):
+        raise UnsupportedModel(
+            f"{gguf.path}: {gguf.key('rope.scaling.type')} is {shown(kind)}; allowed: 'longrope'"
+        )
     heads = raw.get("num_attention_heads") or 1
     size = (raw.get("hidden_size") or 0) // heads
     rotated = gguf.get("rope.dimension_count", size)
@@ -95,6 +102,7 @@ PHI3 = Family(
                 {**TENSORS, "blk.{}.ffn_up": "model.layers.{}.mlp.gate_up_proj"}
             ),
             fields=WINDOW,
+            read=frozenset({"rope.scaling.attn_factor"}),
             factors=FACTORS,
         )
     },

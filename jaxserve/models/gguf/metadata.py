@@ -70,8 +70,13 @@ def read_rope_scaling(gguf: GgufMetadata, raw: Raw) -> None:
         CheckpointError: see `GgufMetadata.read_factors`.
     """
     raw.setdefault("rope_theta", 10_000.0)
-    kind, factor = gguf.get("rope.scaling.type", "none"), gguf.get("rope.scaling.factor")
+    kind, factor = scaling_of(gguf)
     if "rope_freqs.weight" in gguf.tensors:
+        if kind != "none":
+            raise UnsupportedModel(
+                f"{gguf.path}: {gguf.key('rope.scaling.type')} is {shown(kind)}, beside the tensor "
+                "rope_freqs.weight; allowed: one of the two scalings"
+            )
         # Llama 3's scaling, worked out: a divisor for each pair, whatever the position.
         factors = gguf.read_factors("rope_freqs.weight")
         raw["rope_scaling"] = {
@@ -87,6 +92,17 @@ def read_rope_scaling(gguf: GgufMetadata, raw: Raw) -> None:
         raw["rope_scaling"] = {"rope_type": "yarn", "factor": factor} | _yarn(gguf)
     elif kind != "none":
         raise UnsupportedModel(f"{gguf.path}: rope.scaling.type is {str(kind)[:80]!r}")
+
+
+def scaling_of(gguf: GgufMetadata) -> tuple[Any, Any]:
+    """Return the kind of scaling and its factor.
+
+    As in llama.cpp, `rope.scale_linear` is the older name of the factor, and a factor without a
+    type divides positions.
+    """
+    factor = gguf.get("rope.scaling.factor") or gguf.get("rope.scale_linear")
+    kind = gguf.get("rope.scaling.type", "linear" if factor else "none")
+    return ("none", None) if (kind, factor) == ("linear", 1) else (kind, factor)
 
 
 YARN = {
@@ -111,14 +127,23 @@ def read_biases(gguf: GgufMetadata, raw: Raw) -> None:
 
 
 def read_windows(gguf: GgufMetadata, raw: Raw) -> None:
-    """Add `layer_types` where the file has a pattern: a period, or true for each layer's window.
+    """Add the layers with a window, which rotate by the base of all others.
 
     Raises:
-        UnsupportedModel: a pattern of another form, or layers with a window that rotate by a base
-            of their own.
+        UnsupportedModel: layers with a window rotate by a base of their own; see also
+            `read_pattern`.
     """
     if gguf.get("rope.freq_base_swa", raw["rope_theta"]) != raw["rope_theta"]:
         raise UnsupportedModel(f"{gguf.path}: rope.freq_base_swa must be rope.freq_base")
+    read_pattern(gguf, raw)
+
+
+def read_pattern(gguf: GgufMetadata, raw: Raw) -> None:
+    """Add `layer_types` where the file has a pattern: a period, or true for each layer's window.
+
+    Raises:
+        UnsupportedModel: a pattern of another form.
+    """
     pattern = gguf.get(PATTERN)
     layers = raw.get("num_hidden_layers")
     if pattern is None or type(layers) is not int or not 0 < layers < 1 << 12:

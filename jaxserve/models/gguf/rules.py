@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
@@ -68,10 +69,31 @@ FIELDS: Names = MappingProxyType(
     }
 )
 WINDOW: Names = MappingProxyType({"attention.sliding_window": "sliding_window"})
+# Keys that may hold a list with the size of each layer.
+PER_LAYER = frozenset({
+    "feed_forward_length", "attention.head_count", "attention.head_count_kv",
+})  # fmt: skip
+# Keys that hold text. llama.cpp reads no tensor_data_layout: its order of rows follows from the
+# architecture.
+TEXTS = frozenset({"rope.scaling.type", "tensor_data_layout"})
+# Values that change nothing, of keys that most architectures have no field for. Other values do,
+# false among them.
+COMPUTED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {"attention.causal": (True,), "swin_norm": (False,), "rope.scaling.attn_factor": (1.0,)}
+)
+# The same for experts. Their weights sum to one, so that a softmax over all experts (1) and one
+# over the chosen experts (3) are equal.
+COMPUTED_BY_EXPERTS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "expert_weights_norm": (True,),
+        "expert_weights_scale": (0.0, 1.0),
+        "expert_gating_func": (0, 1, 3),
+    }
+)
 # Read beside these fields, by every architecture, or without effect.
-READ = frozenset({
-    "vocab_size", "attention.value_length", "rope.dimension_count", "rope.scaling.type",
-    "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.attn_factor",
+READ = TEXTS | frozenset({
+    "vocab_size", "attention.value_length", "rope.dimension_count", "rope.scale_linear",
+    "rope.scaling.factor", "rope.scaling.original_context_length",
     "rope.scaling.finetuned", "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_beta_fast",
     "rope.scaling.yarn_beta_slow", "rope.scaling.yarn_ext_factor",
 })  # fmt: skip
@@ -111,6 +133,7 @@ class GgufRules:
         tensors: their names.
         fields: fields of config.json, by the metadata that only this architecture has.
         read: further metadata that `finish` reads.
+        parallel: attention and MLP are computed side by side.
         experts: matrices of which every expert has one, stacked or apart.
         joins: tensors that the file holds in parts.
         paired: rows of queries and keys are permuted.
@@ -125,6 +148,7 @@ class GgufRules:
     tensors: Names = field(default_factory=lambda: TENSORS)
     fields: Names = field(default_factory=lambda: NO_NAMES)
     read: frozenset[str] = frozenset()
+    parallel: bool = False
     experts: Names = field(default_factory=lambda: NO_NAMES)
     joins: tuple[Join, ...] = ()
     paired: bool = False

@@ -22,10 +22,10 @@ import ml_dtypes
 import numpy as np
 
 from jaxserve.errors import CheckpointError
+from jaxserve.model_name import MAGIC
 from jaxserve.models.config.strict_json import open_regular
 from jaxserve.weights.safetensors import MAX_TENSORS, Shard, SharedFile, TensorEntry, identity
 
-MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 # A vocabulary of 256 thousand tokens with its merges takes 15 MB.
 MAX_HEADER_BYTES = 128 << 20

@@ -13,13 +13,24 @@ from jaxserve.errors import CheckpointError, UnsupportedModel
 from jaxserve.models import ModelConfig, parse_model_config
 from jaxserve.models.config.fields import shown
 from jaxserve.models.gguf.metadata import PATTERN, VISION_KEYS, GgufMetadata, Raw
-from jaxserve.models.gguf.rules import FIELDS, READ, GgufRules, Names
+from jaxserve.models.gguf.rules import (
+    COMPUTED,
+    COMPUTED_BY_EXPERTS,
+    FIELDS,
+    PER_LAYER,
+    READ,
+    TEXTS,
+    GgufRules,
+    Names,
+)
 from jaxserve.models.registry import GGUF_RULES
+from jaxserve.unserved import is_neutral
 from jaxserve.weights.checkpoint import Checkpoint, listed
 from jaxserve.weights.gguf.file import GgufFile, GgufTensor
 from jaxserve.weights.gguf.joined import joined
 from jaxserve.weights.safetensors import TensorEntry, read_tensor
 
+WINDOW_SIZE = "attention.sliding_window"
 FUSED = r"blk\.(\d{1,5})\.attn_qkv\.(weight|bias)"
 
 
@@ -98,20 +109,49 @@ def _own(file: GgufFile, rules: GgufRules) -> dict[str, Any]:
         for key, value in file.metadata.items()
         if key.startswith(prefix)
     }
-    # Zero stands for what a model does not have: experts, windows.
     supported = FIELDS.keys() | rules.fields.keys() | READ | rules.read
-    unknown = [key for key, value in own.items() if key not in supported and _says(value)]
+    computed = _computed(own, rules)
+    for key in sorted(own.keys() & computed.keys() - supported):
+        if not is_neutral(own[key], computed[key]):
+            allowed = " or ".join(map(shown, computed[key]))
+            raise UnsupportedModel(
+                f"{file.path}: {prefix + key} is {shown(own[key])}; allowed: {allowed}"
+            )
+    # Zero stands for what a model does not have: experts, windows.
+    unknown = [
+        key
+        for key, value in own.items()
+        if key not in supported | computed.keys()
+        and (_says(value) or (key == PATTERN and _says(own.get(WINDOW_SIZE, 0))))
+    ]
     if unknown:
         raise UnsupportedModel(
             f"{file.path}: jaxserve does not know {listed(prefix + key for key in unknown)}"
         )
+    for key in own.keys() & PER_LAYER:
+        own[key] = _of_all_layers(own[key], own.get("block_count"))
     for key in own.keys() & supported - {PATTERN, *VISION_KEYS}:
-        if np.ndim(own[key]) or isinstance(own[key], str) != (key == "rope.scaling.type"):
+        if np.ndim(own[key]) or isinstance(own[key], str) != (key in TEXTS):
+            kind = "text" if key in TEXTS else "a number"
+            if key in PER_LAYER:
+                kind += ", or one number for each layer, all equal"
             raise UnsupportedModel(
-                f"{file.path}: {prefix + key} is {shown(own[key])}; allowed: one value, a number "
-                "(or a name for rope.scaling.type)"
+                f"{file.path}: {prefix + key} is {shown(own[key])}; allowed: {kind}"
             )
     return own
+
+
+def _computed(own: Raw, rules: GgufRules) -> dict[str, tuple[Any, ...]]:
+    """Return the values of keys without a field that stand for the model as it is computed."""
+    computed = {**COMPUTED, "use_parallel_residual": (rules.parallel,)}
+    has_experts = "expert_count" in rules.fields and _says(own.get("expert_count", 0))
+    return {**computed, **COMPUTED_BY_EXPERTS} if has_experts else computed
+
+
+def _of_all_layers(value: Any, layers: Any) -> Any:
+    """Return the size that a list gives for every layer; a list of unequal sizes stays one."""
+    is_list = isinstance(value, np.ndarray) and len(value) == layers
+    return value[0].item() if is_list and (value == value[0]).all() else value
 
 
 def named_tensors(file: GgufFile, config: ModelConfig) -> Checkpoint:

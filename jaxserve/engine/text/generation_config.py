@@ -1,0 +1,81 @@
+"""Recommendations of a checkpoint's generation_config.json: how tokens are drawn, and how many."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxserve.checks import exact_int, flag
+from jaxserve.errors import CheckpointError, InvalidRequest
+from jaxserve.request import SamplingParams
+
+MAX_BYTES = 1 << 20
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_RECOMMENDED = (*_SAMPLING, "max_new_tokens", "do_sample")
+_log = logging.getLogger(__name__)
+
+
+def read_generation_config(directory: str | Path) -> dict[str, Any]:
+    """Read generation_config.json of a checkpoint, or return an empty dict where there is none.
+
+    Recommendations with a wrong value are left out, with one warning.
+
+    Raises:
+        CheckpointError: the file is not a JSON object.
+    """
+    path = Path(directory) / "generation_config.json"
+    if not path.is_file():
+        return {}
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise ValueError(f"larger than {MAX_BYTES} bytes")
+        loaded = json.loads(path.read_text())
+        if not isinstance(loaded, dict):
+            raise ValueError("not an object")
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    faults = {name: _fault(name, loaded[name]) for name in _RECOMMENDED if name in loaded}
+    wrong = {name: fault for name, fault in faults.items() if fault is not None}
+    if wrong:
+        _log.warning("%s: %s; the defaults are taken", path, "; ".join(wrong.values()))
+    return {name: value for name, value in loaded.items() if name not in wrong}
+
+
+def _fault(name: str, value: Any) -> str | None:
+    """Return the reason why a value is refused, as in a request; None for a good one or null."""
+    if value is None:
+        return None
+    try:
+        if name == "do_sample":
+            flag(value, name)
+        elif name == "max_new_tokens":
+            exact_int(value, name, 1, 2**31 - 1)
+        else:
+            SamplingParams(**{name: value})
+    except InvalidRequest as error:
+        return str(error)[:200]
+    return None
+
+
+def recommends_sampling(generation_config: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint says how tokens are drawn, be it as they are by default."""
+    names = (*_SAMPLING, "do_sample")
+    values = [generation_config.get(name) for name in names]
+    return any(value is not None and value is not True for value in values)
+
+
+def default_sampling(generation_config: Mapping[str, Any]) -> SamplingParams:
+    """Return the sampling settings that a checkpoint recommends.
+
+    Args:
+        generation_config: as `read_generation_config` returns it.
+    """
+    chosen = {n: generation_config[n] for n in _SAMPLING if generation_config.get(n) is not None}
+    if generation_config.get("max_new_tokens") is not None:
+        chosen["max_tokens"] = generation_config["max_new_tokens"]
+    if generation_config.get("do_sample") is False:
+        chosen["temperature"] = 0.0
+    return SamplingParams(**chosen)
