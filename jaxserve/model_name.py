@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Literal
 
+from jaxserve.errors import CheckpointError
+
 # org/name, org/name:FORM (Q4_K_M, or part of a file's name), or org/name/FILE.gguf.
 HUB_NAME = re.compile(
     r"(?P<repo>{0}/{0})(?::(?P<form>[\w.-]+)|/(?P<file>(?:[\w.+-]+/)*[\w.+-]+\.gguf))?".format(
@@ -49,6 +51,26 @@ def gguf_files(folder: Path) -> list[str]:
     if SINGLE in names or INDEX in names:
         return []
     return sorted(name for name in names if is_gguf(folder / name))
+
+
+def check_model(model: str | Path | None) -> None:
+    """Check that the setting `model` names something that can be opened or fetched.
+
+    Raises:
+        CheckpointError: a folder without a checkpoint, or no folder, file or name on the hub.
+    """
+    if model is None:
+        return
+    name = str(model)
+    kind = kind_of_model(name)
+    if kind is None:
+        raise CheckpointError(f"model: {name!r} {NO_MODEL}")
+    if (
+        kind == "folder"
+        and not (Path(name) / "config.json").exists()
+        and not gguf_files(Path(name))
+    ):
+        raise CheckpointError(f"model: the folder {name!r} has no config.json and no GGUF file")
 
 
 def is_hub_name(text: str) -> bool:

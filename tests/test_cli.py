@@ -317,6 +317,11 @@ EARLY = {
         "--prefix-caching-secret: /no/such cannot be read (No such file or directory)",
     ),
     "a target": (["convert", ".", "README.md"], "DST: README.md exists already"),
+    "a folder": (
+        ["serve", "tests"],
+        "model: the folder 'tests' has no config.json and no GGUF file",
+    ),
+    "a folder of generate": (["generate", "--model", "tests", "hi"], "the folder 'tests' has no"),
     "a rank": (["serve", "--node-rank", "1"], "--node-rank must be less than --nnodes, got 1 of 1"),
     "no such option": (
         ["serve", "--prot", "1"],

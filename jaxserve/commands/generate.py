@@ -29,6 +29,7 @@ from jaxserve.config import EngineConfig, check_devices
 from jaxserve.engine.chat_sampling import CHAT_SAMPLING, chat_sampling
 from jaxserve.engine.text.template_names import HOW_TO_GIVE
 from jaxserve.errors import InvalidRequest
+from jaxserve.model_name import check_model
 from jaxserve.outputs import RequestOutput
 from jaxserve.request import SamplingParams
 
@@ -92,6 +93,7 @@ def generate(arguments: argparse.Namespace) -> int:
     chosen: dict[str, Any] = {"max_tokens": DEFAULT_MAX_TOKENS} | given(arguments, SAMPLING_FIELDS)
     SamplingParams(**chosen)  # refuses a bad value before the model is loaded
     settings = engine_settings(arguments, OWN)
+    check_model(arguments.model)
     check_devices(EngineConfig(**settings))
     template = arguments.chat_template
     if template is not None:

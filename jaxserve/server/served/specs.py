@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxserve.config import EngineConfig
-from jaxserve.errors import CheckpointError, InvalidRequest
+from jaxserve.errors import InvalidRequest
 from jaxserve.kv_events import events_config
-from jaxserve.model_name import NO_MODEL, kind_of_model
+from jaxserve.model_name import check_model, kind_of_model
 from jaxserve.server.settings import ServerConfig
 
 BUNDLED = "demo_model"
@@ -87,9 +87,7 @@ def check_models(specs: Iterable[ModelSpec]) -> None:
         CheckpointError: naming it.
     """
     for spec in specs:
-        name = spec.config.model
-        if name is not None and kind_of_model(str(name)) is None:
-            raise CheckpointError(f"model: {str(name)!r} {NO_MODEL}")
+        check_model(spec.config.model)
 
 
 def memory_shares(names: list[str], weights: str | None) -> dict[str, float]:
