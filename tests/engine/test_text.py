@@ -255,11 +255,10 @@ def test_any_prompt_is_left_out_and_nothing_else(
     assert after(tokenizer, prompt, ids) == whole[max(ends) :]
 
 
-def test_beginnings_of_stop_strings_are_found_once_for_all_completions() -> None:
+def test_stop_strings_are_indexed_once_for_all_completions() -> None:
     sampling = SamplingParams(stop=["ab", "abc", "x"])
-    assert sampling.beginnings_of_stops == {"a", "ab"}
-    assert sampling.beginnings_of_stops is sampling.beginnings_of_stops
-    assert SamplingParams().beginnings_of_stops == frozenset()
+    assert sampling.stop_strings is sampling.stop_strings is not None
+    assert SamplingParams().stop_strings is None
     assert sampling == SamplingParams(stop=["ab", "abc", "x"])
 
 

@@ -18,6 +18,7 @@ from jaxserve.server.api.beam_generation import BeamGeneration, beam_params
 from jaxserve.server.api.endpoint_request import EndpointRequest
 from jaxserve.server.api.generation import Choice, Generation, Part
 from jaxserve.server.api.streaming import DONE, event, respond
+from jaxserve.server.api.whole_context import WholeContextGeneration, draw_last, fills_context
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.schema.logprobs import CompletionLogprobs, CompletionTokens, TokenTexts, joined
 from jaxserve.server.schema.openai import (
@@ -33,6 +34,7 @@ from jaxserve.server.schema.sampling import (
     check_sizes,
     check_stream,
     form_field,
+    most_tokens,
     sampling_params,
     with_ends,
 )
@@ -85,9 +87,15 @@ async def completions(http_request: Request) -> Response:
 
 
 async def prepare_completions(
-    request: EndpointRequest, body: CompletionRequest
+    request: EndpointRequest, body: CompletionRequest, may_score_whole: bool = True
 ) -> tuple[Generation, list[str]]:
     """Do all that comes before the first token.
+
+    Args:
+        request: the request.
+        body: its body.
+        may_score_whole: whether prompts of the whole context are scored, where they are answered
+            by their echo alone.
 
     Returns:
         The generation, and for each prompt the text that its completions begin with.
@@ -98,7 +106,8 @@ async def prepare_completions(
     request.renamed |= {"structured_outputs": form_field(body), "beam_width": "n"}
     model = request.find_model(body.model)
     prompts = as_prompts(body.prompt)
-    wanted = model.max_tokens(DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens)
+    wanted = most_tokens(body, request.renamed)
+    wanted = model.max_tokens(DEFAULT_MAX_TOKENS if wanted is None else wanted)
     if is_echo_only(body):
         wanted = 1  # the engine draws at least one token, which the answer leaves out
     # An echoed prompt has as many logprobs as the answer. Too many are refused under that name.
@@ -119,6 +128,7 @@ async def prepare_completions(
         raise InvalidRequest("best_of must be equal to n", "best_of")
     request.admit(model, len(prompts) * sampling.n)
     engine_requests: list[EngineRequest] = []
+    filling: dict[int, list[int]] = {}
     texts: list[str] = []
     for prompt in prompts:
         ids = await _token_ids(model, prompt, body)
@@ -128,11 +138,23 @@ async def prepare_completions(
             model.limits.max_model_len,
             body.truncation_side,
         )
-        engine_requests.append(await request.engine_request(model, kept, sampling, body))
+        whole_context = may_score_whole and is_echo_only(body) and fills_context(model, kept)
+        engine_requests.append(
+            await request.engine_request(
+                model,
+                kept[:-1] if whole_context else kept,
+                draw_last(kept, sampling) if whole_context else sampling,
+                body,
+            )
+        )
+        if whole_context:
+            filling[len(engine_requests) - 1] = kept
         whole = prompt if len(kept) == len(ids) else kept
         texts.append(_text(model, whole, sampling.skip_special_tokens) if body.echo else "")
     if beams is not None:
         return BeamGeneration(model, engine_requests, beams), texts
+    if filling:
+        return WholeContextGeneration(model, engine_requests, filling), texts
     return Generation(model, engine_requests), texts
 
 
@@ -170,7 +192,7 @@ def _text(model: ServedModel, prompt: str | list[int], skip_special_tokens: bool
 
 def is_echo_only(body: CompletionRequest) -> bool:
     """Return whether the answer is the prompt alone, with its logprobs."""
-    return bool(body.echo) and body.max_tokens == 0 and type(body.max_tokens) is int
+    return bool(body.echo) and most_tokens(body) == 0
 
 
 class CompletionFormatter:
