@@ -20,6 +20,7 @@ from jaxserve.server.schema.sampling import (
     NO_SUFFIX,
     NO_TEMPLATE_FIELDS,
     check_sizes,
+    form_field,
     most_tokens,
     sampling_params,
     with_ends,
@@ -76,6 +77,7 @@ async def infill(http_request: Request) -> Response:
     request = EndpointRequest(http_request)
     body = request.parse(InfillRequest, UNSUPPORTED)
     request.renamed |= {"prompt": "input_prefix", "suffix": "input_suffix"}
+    request.renamed["structured_outputs"] = form_field(body)
     model = request.find_model(body.model)
     wanted = model.max_tokens(most_tokens(body, request.renamed))
     check_sizes(body, model.limits.vocab_size)

@@ -33,6 +33,7 @@ from jaxserve.server.schema.openai import ChatRequest, CompletionRequest
 from jaxserve.server.schema.sampling import (
     NO_SUFFIX,
     check_sizes,
+    form_field,
     most_tokens,
     sampling_params,
 )
@@ -109,6 +110,7 @@ async def generate(http_request: Request) -> Response:
     shared = {"cache_salt": body.cache_salt, "priority": body.priority}
     settings = to_schema({**inner, **shared, "prompt": body.token_ids}, CompletionRequest)
     check_sizes(settings, model.limits.vocab_size)
+    request.renamed["structured_outputs"] = form_field(settings)
     sampling = sampling_params(
         settings,
         model.default_sampling,

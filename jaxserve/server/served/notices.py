@@ -28,7 +28,7 @@ class Notices:
         for name in names:
             if len(self._names) == MAX_NAMES:
                 break
-            shown = ascii(name[:MAX_NAME_CHARS])[: MAX_NAME_CHARS + 2]
+            shown = f"'{ascii(name[:MAX_NAME_CHARS])[1:-1][:MAX_NAME_CHARS]}'"
             if shown not in self._names:
                 self._names.add(shown)
                 fresh.append(shown)
