@@ -212,7 +212,7 @@ def test_wrong_calls_in_a_conversation_are_refused(server: Server) -> None:
         assert (answer.status, answer.error["param"]) == (400, "messages")
     for path, fields, param in (
         (MESSAGES, {"tool_choice": {"type": "tool"}, "tools": []}, "tool_choice"),
-        (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking"),
+        (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": -9}}, "thinking"),
         (MESSAGES, {"thinking": {"type": "enabled"}}, "thinking"),
         (RESPONSES, {"input": [{"type": "function_call"}]}, "input"),
         (RESPONSES, {"input": [{"type": "web_search_call"}]}, "input"),
