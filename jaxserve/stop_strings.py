@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class StopStrings:
-    """Stop strings, indexed so that one more token costs little however many strings there are.
+    """Index of stop strings, in which one more token costs little, however many strings there are.
 
     A match must end in the text's newest piece, so each of its characters selects the strings that
     end with it, and only these are compared. The index holds the strings and no parts of them.

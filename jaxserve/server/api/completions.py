@@ -87,14 +87,14 @@ async def completions(http_request: Request) -> Response:
 
 
 async def prepare_completions(
-    request: EndpointRequest, body: CompletionRequest, may_score_whole: bool = True
+    request: EndpointRequest, body: CompletionRequest, scores_whole: bool = True
 ) -> tuple[Generation, list[str]]:
     """Do all that comes before the first token.
 
     Args:
         request: the request.
         body: its body.
-        may_score_whole: whether prompts of the whole context are scored, where they are answered
+        scores_whole: whether prompts of the whole context are scored, where they are answered
             by their echo alone.
 
     Returns:
@@ -127,35 +127,37 @@ async def prepare_completions(
     if body.best_of is not None and body.best_of != sampling.n:
         raise InvalidRequest("best_of must be equal to n", "best_of")
     request.admit(model, len(prompts) * sampling.n)
-    engine_requests: list[EngineRequest] = []
-    filling: dict[int, list[int]] = {}
+    made: list[EngineRequest] = []
+    filling: dict[int, list[int]] = {}  # prompts of the whole context, by their places
     texts: list[str] = []
     for prompt in prompts:
-        ids = await _token_ids(model, prompt, body)
-        kept = truncated(
-            ids,
-            body.truncate_prompt_tokens,
-            model.limits.max_model_len,
-            body.truncation_side,
-        )
-        whole_context = may_score_whole and is_echo_only(body) and fills_context(model, kept)
-        engine_requests.append(
-            await request.engine_request(
-                model,
-                kept[:-1] if whole_context else kept,
-                draw_last(kept, sampling) if whole_context else sampling,
-                body,
-            )
-        )
-        if whole_context:
-            filling[len(engine_requests) - 1] = kept
-        whole = prompt if len(kept) == len(ids) else kept
-        texts.append(_text(model, whole, sampling.skip_special_tokens) if body.echo else "")
+        kept, text = await _kept(model, prompt, body)
+        own = sampling
+        if scores_whole and beams is None and is_echo_only(body) and fills_context(model, kept):
+            filling[len(made)] = kept
+            own, kept = draw_last(kept, sampling), kept[:-1]
+        made.append(await request.engine_request(model, kept, own, body))
+        texts.append(text)
     if beams is not None:
-        return BeamGeneration(model, engine_requests, beams), texts
+        return BeamGeneration(model, made, beams), texts
     if filling:
-        return WholeContextGeneration(model, engine_requests, filling), texts
-    return Generation(model, engine_requests), texts
+        return WholeContextGeneration(model, made, filling), texts
+    return Generation(model, made), texts
+
+
+async def _kept(
+    model: ServedModel, prompt: str | list[int], body: CompletionRequest
+) -> tuple[list[int], str]:
+    """Return the token ids of a prompt that are left of it, and the text of its echo."""
+    ids = await _token_ids(model, prompt, body)
+    longest = model.limits.max_model_len
+    kept = truncated(ids, body.truncate_prompt_tokens, longest, body.truncation_side)
+    if not body.echo:
+        return kept, ""
+    whole = prompt if len(kept) == len(ids) else kept
+    skips = body.skip_special_tokens
+    default = model.default_sampling.skip_special_tokens
+    return kept, _text(model, whole, default if skips is None else skips)
 
 
 async def _token_ids(

@@ -80,14 +80,14 @@ class EndpointRequest:
         return made
 
     def check_fields(
-        self, fields: Mapping[str, Any], served: Collection[str], of: str = ""
+        self, fields: Mapping[str, Any], served: Collection[str], place: str = ""
     ) -> None:
         """Refuse fields that are not served; refuse unknown ones on a strict server, or log them.
 
         Args:
             fields: of the body, or of an object in it.
             served: names that may stand there.
-            of: the object's field, where there is one.
+            place: the object's field, where there is one.
 
         Raises:
             ApiError: 400, a field is unknown.
@@ -96,9 +96,9 @@ class EndpointRequest:
         unknown = check_fields(fields, served)
         if self.config.strict and unknown:
             names = ", ".join(name[:60] for name in sorted(unknown)[:10])
-            param = of or min(unknown)[:60]
-            raise ApiError(400, f"{of and f'{of}: '}unknown: {names}", param, "unknown_field")
-        self.notices.unknown_fields(f"{of}.{name}" if of else name for name in unknown)
+            param, before = place or min(unknown)[:60], f"{place}: " if place else ""
+            raise ApiError(400, f"{before}unknown: {names}", param, "unknown_field")
+        self.notices.unknown_fields(f"{place}.{name}" if place else name for name in unknown)
 
     def _add_defaults(self, body: Sampling) -> None:
         """Add what the server's settings request of every answer."""

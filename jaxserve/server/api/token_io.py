@@ -43,7 +43,7 @@ from jaxserve.unserved import refuse_unsupported
 MEDIA: dict[str, tuple[Any, ...]] = {"features": (None,), "content_parts": (None, [])}
 # Fields of completions that token ids have no use for, with their neutral values.
 _NOT_HERE: dict[str, tuple[Any, ...]] = {"use_beam_search": (None, False), "echo": (None, False)}
-_KNOWN = {field.name for field in fields(SamplingParams)}
+_SAMPLING = {field.name for field in fields(SamplingParams)}
 
 
 async def render_completions(http_request: Request) -> Response:
@@ -53,7 +53,7 @@ async def render_completions(http_request: Request) -> Response:
     """
     request = EndpointRequest(http_request)
     body = request.parse(CompletionRequest, completions.UNSUPPORTED)
-    generation, _ = await completions.prepare_completions(request, body, may_score_whole=False)
+    generation, _ = await completions.prepare_completions(request, body, scores_whole=False)
     name = request.answer_id("cmpl", body.request_id)
     prepared = generation.requests
     names = [f"{name}-{n}" for n in range(len(prepared))] if len(prepared) > 1 else [name]
@@ -104,8 +104,8 @@ async def generate(http_request: Request) -> Response:
     model = request.find_model(body.model)
     own = body.sampling_params
     refuse_unsupported(own, _NOT_HERE, " by this server")
-    known = {*CompletionRequest.__struct_encode_fields__, *_KNOWN}
-    request.check_fields(own, known, "sampling_params")
+    names = {*CompletionRequest.__struct_encode_fields__, *_SAMPLING}
+    request.check_fields(own, names, "sampling_params")
     inner = {name: own[name] for name in own.keys() - {"prompt", "model", "stream", "suffix"}}
     shared = {"cache_salt": body.cache_salt, "priority": body.priority}
     settings = to_schema({**inner, **shared, "prompt": body.token_ids}, CompletionRequest)
