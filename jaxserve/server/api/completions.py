@@ -131,33 +131,21 @@ async def prepare_completions(
     filling: dict[int, list[int]] = {}  # prompts of the whole context, by their places
     texts: list[str] = []
     for prompt in prompts:
-        kept, text = await _kept(model, prompt, body)
+        ids = await _token_ids(model, prompt, body)
+        longest = model.limits.max_model_len
+        kept = truncated(ids, body.truncate_prompt_tokens, longest, body.truncation_side)
+        whole = prompt if len(kept) == len(ids) else kept
         own = sampling
         if scores_whole and beams is None and is_echo_only(body) and fills_context(model, kept):
             filling[len(made)] = kept
             own, kept = draw_last(kept, sampling), kept[:-1]
         made.append(await request.engine_request(model, kept, own, body))
-        texts.append(text)
+        texts.append(_text(model, whole, sampling.skip_special_tokens) if body.echo else "")
     if beams is not None:
         return BeamGeneration(model, made, beams), texts
     if filling:
         return WholeContextGeneration(model, made, filling), texts
     return Generation(model, made), texts
-
-
-async def _kept(
-    model: ServedModel, prompt: str | list[int], body: CompletionRequest
-) -> tuple[list[int], str]:
-    """Return the token ids of a prompt that are left of it, and the text of its echo."""
-    ids = await _token_ids(model, prompt, body)
-    longest = model.limits.max_model_len
-    kept = truncated(ids, body.truncate_prompt_tokens, longest, body.truncation_side)
-    if not body.echo:
-        return kept, ""
-    whole = prompt if len(kept) == len(ids) else kept
-    skips = body.skip_special_tokens
-    default = model.default_sampling.skip_special_tokens
-    return kept, _text(model, whole, default if skips is None else skips)
 
 
 async def _token_ids(

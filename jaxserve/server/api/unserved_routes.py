@@ -134,7 +134,6 @@ def _ollama_error(message: str) -> Response:
 
 def _route(path: str, methods: list[str], form: Form, message: str) -> Route:
     shown = path.replace(":path}", "}")
-
     said = f"not served {message}" if message.startswith(_YET) else f"not served: {message}"
 
     async def answer(request: Request) -> Response:
