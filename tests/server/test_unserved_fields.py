@@ -240,8 +240,10 @@ def test_n_predict_is_max_tokens_and_minus_one_no_bound(
         assert prompt + drawn == LONGEST
     assert used({own: 7, "n_predict": 3})[1] == used({own: 3, "n_predict": 7})[1] == 3
     assert used({own: 4, "n_predict": -1})[1] == 4
-    answer = asked.request(path, good | inner(path, most | {"n_predict": -2}))
-    assert answer.status == 400 and answer.error["param"] == "n_predict", answer.body
+    for name in ("n_predict", own):
+        answer = asked.request(path, good | inner(path, most | {name: -2}))
+        assert answer.status == 400 and answer.error["param"] == name, answer.body
+        assert answer.error["message"] == f"{name} must be at least 1, or -1 for no bound, got -2"
 
 
 SCHEMA = {"enum": ["left", "right"]}

@@ -107,9 +107,9 @@ async def prepare_completions(
     model = request.find_model(body.model)
     prompts = as_prompts(body.prompt)
     wanted = most_tokens(body, request.renamed)
-    wanted = model.max_tokens(DEFAULT_MAX_TOKENS if wanted is None else wanted)
-    if is_echo_only(body):
-        wanted = 1  # the engine draws at least one token, which the answer leaves out
+    wanted = DEFAULT_MAX_TOKENS if wanted is None else wanted
+    # The engine draws at least one token, which an echo alone leaves out.
+    wanted = 1 if is_echo_only(body) else model.max_tokens(wanted)
     # An echoed prompt has as many logprobs as the answer. Too many are refused under that name.
     width = body.prompt_logprobs
     if body.echo and body.logprobs is not None:

@@ -182,11 +182,10 @@ def _turn(http_request: Request) -> Turn:
 
 def _check(body: ResponsesRequest, store: ResponseStore) -> None:
     check_metadata(body.metadata)
-    for name in ("max_tool_calls", "max_output_tokens"):
+    for name, or_none in (("max_tool_calls", ""), ("max_output_tokens", ", or -1 for no bound")):
         value = getattr(body, name)
-        is_unbounded = name == "max_output_tokens" and value == NO_BOUND
-        if value is not None and value < 1 and not is_unbounded:
-            raise InvalidRequest(f"{name} must be at least 1, got {value}", name)
+        if value is not None and value < 1 and not (or_none and value == NO_BOUND):
+            raise InvalidRequest(f"{name} must be at least 1{or_none}, got {value}", name)
     if not store.most:
         body.store = False
     if body.background and body.store is False:

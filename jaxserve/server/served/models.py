@@ -113,9 +113,18 @@ class ServedModel:
         The rules are vLLM's: max_new_tokens of the checkpoint's own generation_config.json holds
         for requests that set no limit; that of a folder named by --generation-config limits all
         requests.
+
+        Raises:
+            InvalidRequest: less than one token.
         """
         wanted = self.default_max_tokens if requested is None else requested
-        wanted = None if requested == NO_BOUND else wanted
+        if requested == NO_BOUND:
+            wanted = None
+        elif requested is not None and requested < 1:
+            name = "max_tokens"
+            raise InvalidRequest(
+                f"{name} must be at least 1, or -1 for no bound, got {requested}", name
+            )
         limits = [limit for limit in (wanted, self.most_tokens) if limit is not None]
         return min(limits, default=None)
 
