@@ -296,6 +296,7 @@ def test_a_share_of_nothing_is_the_most_likely_token(llm: LLM) -> None:
     greedy = tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
     for top_p in (0, -0.0, 1e-320, 1e-39):
         params = replace(GREEDY, temperature=50.0, top_p=top_p, seed=5)
+        assert params.temperature == 0.0  # so that one of several equals is chosen as by greedy
         assert tokens(llm.generate(PROMPTS, params, use_tqdm=False)) == greedy
         assert replace(params, min_tokens=0) == params
     assert SamplingParams(temperature=2.0, top_p=1.2e-38).temperature == 2.0
