@@ -15,11 +15,12 @@ from typing import Any
 
 from jaxserve.checks import exact_int, finite_float, flag, is_listing, within
 from jaxserve.errors import InvalidRequest
+from jaxserve.stop_strings import StopStrings
 from jaxserve.structured import NAME as STRUCTURED
 from jaxserve.structured import StructuredOutputsParams
 
 MAX_CHOICES = 128
-MAX_STOP_STRINGS = 16
+MAX_STOP_STRINGS = 128
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 32
 MIN_TEMPERATURE = 1e-4
@@ -74,13 +75,14 @@ class SamplingParams:
 
     Args:
         n: independent completions of the prompt, 1 to 128; choice i uses `seed + i`.
-        temperature: 0 for greedy decoding, else 0.0001 to 100.
-        top_p: smallest set of tokens whose probability reaches this, 1.1755e-38 to 1.
+        temperature: 0 to 100; below 0.0001 is 0, greedy decoding.
+        top_p: smallest set of tokens whose probability reaches this, 0 to 1; below 1.1755e-38 the
+            most likely token, so that `temperature` becomes 0.
         top_k: number of most likely tokens kept; 0 or -1 keeps all.
         min_p: least probability kept, relative to the most likely token's, in [0, 1].
         seed: -2**63 to 2**64 - 1, of which -1 means none; other negative ones count modulo 2**64.
             None draws one from the engine's seed.
-        stop: string or strings that end the text (not part of it unless
+        stop: string or up to 128 strings that end the text (not part of it unless
             `include_stop_str_in_output`).
         stop_token_ids: token ids that end the sequence, besides the model's own.
         ignore_eos: go on past the model's end-of-sequence tokens.
@@ -176,9 +178,9 @@ class SamplingParams:
         put("features", self._features())
 
     @cached_property
-    def beginnings_of_stops(self) -> frozenset[str]:
-        """Every proper beginning of each stop string."""
-        return frozenset(text[:end] for text in self.stop or () for end in range(1, len(text)))
+    def stop_strings(self) -> StopStrings | None:
+        """The stop strings as the completions of a request share them, or None."""
+        return StopStrings(self.stop) if self.stop else None
 
     @property
     def _scores_on_host(self) -> bool:
@@ -204,8 +206,10 @@ class SamplingParams:
     def _check_basics(self, put: Callable[[str, Any], None]) -> None:
         put("n", exact_int(self.n, "n", 1, MAX_CHOICES))
         put("temperature", _temperature(self.temperature))
-        for name, low in (("top_p", MIN_TOP_P), ("min_p", 0.0)):
-            put(name, within(getattr(self, name), name, low, 1.0))
+        for name in ("top_p", "min_p"):
+            put(name, within(getattr(self, name), name, 0.0, 1.0))
+        if self.top_p < MIN_TOP_P:
+            put("temperature", 0.0)
         put("top_k", max(0, exact_int(self.top_k, "top_k", -1, 2**31 - 1)))
         if self.seed is not None:
             seed = exact_int(self.seed, "seed", -(2**63), 2**64 - 1)
@@ -229,14 +233,8 @@ class SamplingParams:
 
 
 def _temperature(value: Any) -> float:
-    number = finite_float(value, "temperature")
-    if number != 0.0 and not MIN_TEMPERATURE <= number <= MAX_TEMPERATURE:
-        raise InvalidRequest(
-            f"temperature must be 0, or from {MIN_TEMPERATURE} to {MAX_TEMPERATURE:g}, "
-            f"got {number}",
-            "temperature",
-        )
-    return number
+    number = within(value, "temperature", 0.0, MAX_TEMPERATURE)
+    return 0.0 if number < MIN_TEMPERATURE else number
 
 
 def _stop_strings(value: Any) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ FLOORS = {
     "jaxserve.errors": 1,
     "jaxserve.checks": 1,
     "jaxserve.beams": 1,
+    "jaxserve.stop_strings": 1,
     "jaxserve.structured": 1,
     "jaxserve.request": 1,
     "jaxserve.outputs": 1,
@@ -56,7 +57,7 @@ BASE = (
     *("jaxserve.config", "jaxserve.machine", "jaxserve.unserved", "jaxserve"),
     *("jaxserve.model_name", "jaxserve.overrides", "jaxserve.kv_events", "jaxserve.hosts"),
     *("jaxserve.eplb", "jaxserve.garbage", "jaxserve.installation", "jaxserve.interrupts"),
-    *("jaxserve.checks", "jaxserve.beams", "jaxserve.setting_values"),
+    *("jaxserve.checks", "jaxserve.beams", "jaxserve.setting_values", "jaxserve.stop_strings"),
 )
 # All that crosses from the host half to the device half.
 SEAM = tuple(f"jaxserve.scheduling.{name}" for name in ("plan", "logprobs", "slot_table"))
@@ -98,6 +99,7 @@ ONLY = {
     "jaxserve.scheduling": {"numpy"},
     "jaxserve.errors": set(),
     "jaxserve.structured": set(),
+    "jaxserve.stop_strings": set(),
     "jaxserve.request": set(),
     "jaxserve.outputs": set(),
     "jaxserve.config": set(),

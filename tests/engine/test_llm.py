@@ -248,12 +248,13 @@ BAD_PARAMS: list[dict[str, Any]] = [
     {"max_tokens": 0}, {"max_tokens": -1}, {"max_tokens": 10**12}, {"max_tokens": 1.5},
     {"max_tokens": True}, {"max_tokens": "5"}, {"min_tokens": -1},
     {"min_tokens": 20, "max_tokens": 10}, {"n": 0}, {"n": -1}, {"n": 129}, {"n": 10**9},
-    {"temperature": -1}, {"temperature": 1e-320}, {"temperature": 1e300},
+    {"temperature": -1}, {"temperature": -1e-9}, {"temperature": 1e300},
     {"temperature": float("nan")}, {"temperature": float("inf")}, {"temperature": "1"},
-    {"temperature": None}, {"top_p": 0}, {"top_p": -1}, {"top_p": 2}, {"top_p": float("nan")},
+    {"temperature": None}, {"top_p": -1}, {"top_p": -1e-9}, {"top_p": 2}, {"top_p": True},
+    {"top_p": float("nan")}, {"top_p": float("inf")}, {"top_p": 1.001}, {"temperature": False},
     {"top_k": -2}, {"top_k": 2**63}, {"top_k": 1.5}, {"min_p": -0.1}, {"min_p": 1.1},
     {"seed": 2**64}, {"seed": -(2**63) - 1}, {"seed": 0.5}, {"stop": ""}, {"stop": ["a", ""]},
-    {"stop": ["s"] * 1000}, {"stop": "x" * 2**20}, {"stop": [1]}, {"stop": 5},
+    {"stop": ["s"] * 129}, {"stop": "x" * 2**20}, {"stop": [1]}, {"stop": 5},
     {"stop_token_ids": [-1]}, {"stop_token_ids": [1.0]}, {"stop_token_ids": "ab"},
     {"stop_token_ids": np.array(5)}, {"allowed_token_ids": np.array(5)},
     {"stop_token_ids": list(range(33))}, {"ignore_eos": 1}, {"detokenize": "no"},
@@ -279,6 +280,26 @@ def test_bad_sampling_params_name_their_field(fields: dict[str, Any]) -> None:
         SamplingParams(**fields)
     assert caught.value.parameter in fields
     assert len(str(caught.value)) < 300
+
+
+SMALL = [0, -0.0, 1e-320, 1e-40, 1e-8, 1e-5, 9.999e-5, np.float32(1e-6)]
+
+
+@pytest.mark.parametrize("value", SMALL, ids=str)
+def test_a_temperature_too_small_to_draw_with_is_greedy(value: float) -> None:
+    """Clients send them to ask for the most likely token (ragas#939)."""
+    assert SamplingParams(temperature=value).temperature == 0.0
+    assert SamplingParams(temperature=1e-4).temperature == 1e-4
+
+
+def test_a_share_of_nothing_is_the_most_likely_token(llm: LLM) -> None:
+    greedy = tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+    for top_p in (0, -0.0, 1e-320, 1e-39):
+        params = replace(GREEDY, temperature=50.0, top_p=top_p, seed=5)
+        assert params.temperature == 0.0  # so that one of several equals is chosen as by greedy
+        assert tokens(llm.generate(PROMPTS, params, use_tqdm=False)) == greedy
+        assert replace(params, min_tokens=0) == params
+    assert SamplingParams(temperature=2.0, top_p=1.2e-38).temperature == 2.0
 
 
 def test_a_seed_may_be_negative_as_vllms() -> None:

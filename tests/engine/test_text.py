@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import codecs
 import json
+import math
+import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ from jaxserve.server.schema.logprobs import CompletionTokens, TokenTexts
 from jaxserve.server.schema.openai import ChatMessage, ChatRequest, FunctionDefinition, Tool
 from jaxserve.server.tool_calls.dialect import Dialect
 from jaxserve.server.tool_calls.tools import tool_use
+from jaxserve.stop_strings import StopStrings
 from tests.support.checkpoint import byte_tokenizer
 
 pytestmark = pytest.mark.usefixtures("quick_code")
@@ -327,12 +331,88 @@ def test_any_prompt_is_left_out_and_nothing_else(
     assert after(tokenizer, prompt, ids) == whole[max(ends) :]
 
 
-def test_beginnings_of_stop_strings_are_found_once_for_all_completions() -> None:
+def test_stop_strings_are_indexed_once_for_all_completions() -> None:
     sampling = SamplingParams(stop=["ab", "abc", "x"])
-    assert sampling.beginnings_of_stops == {"a", "ab"}
-    assert sampling.beginnings_of_stops is sampling.beginnings_of_stops
-    assert SamplingParams().beginnings_of_stops == frozenset()
+    assert sampling.stop_strings is sampling.stop_strings is not None
+    assert SamplingParams().stop_strings is None
     assert sampling == SamplingParams(stop=["ab", "abc", "x"])
+
+
+def old_find(text: str, stops: list[str], start: int, settled: int) -> tuple[int, str] | None:
+    """Search for each stop string by itself in all of the text."""
+    found = []
+    for stop in stops:
+        places = [at for at in range(start, len(text)) if text.startswith(stop, at)]
+        found += [(at, len(stop), stop) for at in places if at + len(stop) > settled]
+    return (min(found)[0], min(found)[2]) if found else None
+
+
+@settings(max_examples=1000)
+@given(
+    st.text(alphabet="abc", max_size=20),
+    st.text(alphabet="abc", max_size=12),
+    st.lists(st.text(alphabet="abc", min_size=1, max_size=6), min_size=1, max_size=20),
+    st.integers(0, 24),
+)
+def test_a_piece_is_searched_as_the_whole_text_would_be(
+    before: str, piece: str, stops: list[str], start: int
+) -> None:
+    """Whatever the piece: several matches in it, matches that begin before it, or before start."""
+    start = min(start, len(before))
+    index, text = StopStrings(stops), before + piece
+    assert index.find(text, start, len(before)) == old_find(text, stops, start, len(before))
+    ends = (at for at in range(start, len(text)) if begins_longer(text[at:], stops))
+    assert index.first_beginning(text, start) == next(ends, len(text))
+
+
+def begins_longer(end: str, stops: list[str]) -> bool:
+    return any(stop.startswith(end) and stop != end for stop in stops)
+
+
+# 128 strings of 256 characters: ones that share beginnings and ends, and ones that share nothing.
+HOSTILE = {
+    "one letter": ["a" * at + "b" + "a" * (255 - at) for at in range(1, 129)],
+    "endings": [chr(1000 + at) + "a" * 255 for at in range(128)],
+    "beginnings": ["a" * 255 + chr(1000 + at) for at in range(128)],
+    "halves": [
+        ("ab" * 128)[:240] + format(at, "016b").translate({48: "a", 49: "b"}) for at in range(128)
+    ],
+}
+
+
+def cost(stops: list[str], text: str, size: int) -> float:
+    """CPU seconds of a text in pieces, by the fastest of three."""
+    best = math.inf
+    for _ in range(3):
+        index, so_far, held = StopStrings(stops), "", 0
+        began = time.thread_time()
+        for at in range(0, len(text), size):
+            settled = len(so_far)
+            so_far += text[at : at + size]
+            assert index.find(so_far, 0, settled) is None
+            held = index.first_beginning(so_far, held)
+        best = min(best, time.thread_time() - began)
+    return best
+
+
+@pytest.mark.parametrize("stops", HOSTILE.values(), ids=HOSTILE)
+@pytest.mark.parametrize("text", ["a" * 8000, "ab" * 4000, "aaab" * 2000, "the quick fox " * 570])
+def test_many_long_stop_strings_cost_little_and_no_more_in_long_texts(
+    stops: list[str], text: str
+) -> None:
+    few, many = cost(["never"], text, 4), cost(stops, text, 4)
+    assert many < 100 * few  # 0.1 ms a token, where 128 searches of 256 characters took 4 ms
+    assert cost(stops, 4 * text, 4) < 8 * max(many, 0.001)
+
+
+def test_an_index_of_stop_strings_holds_no_parts_of_them() -> None:
+    """All beginnings of 128 strings were 6 MB, of each request that waits."""
+    for stops in HOSTILE.values():
+        tracemalloc.start()
+        index = StopStrings(stops)
+        held, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert index.longest == 256 and held < 50_000
 
 
 @settings(max_examples=300)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.server.test_parameters import refuse
+from tests.server.test_parameters import LONGEST, refuse
 from tests.support.live_server import Server
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -99,6 +99,82 @@ def test_echo_alone_draws_nothing_that_shows(server: Server, n: int) -> None:
     del body["logprobs"]
     assert server.request(TEXT, body).json()["choices"][0]["logprobs"] is None
     assert refuse(server, TEXT, {"max_tokens": 0})["param"] == "max_tokens"
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_prompt_of_the_whole_context_is_scored(
+    server: Server, oracle: Callable, tokenizer: Any, n: int
+) -> None:
+    """Rolling windows of evaluations fill the context (lm-eval#2880)."""
+    ids = np.random.default_rng(7).integers(5, 500, LONGEST).tolist()
+    ids[-1] = 3  # even where the last token ends answers
+    asked = {"echo": True, "max_tokens": 0, "logprobs": 2, "prompt_logprobs": 3, "n": n}
+    body = {"prompt": [ids, ids[:9]], "return_token_ids": True, "temperature": 1.5} | asked
+    whole = server.request(TEXT, body).json()
+    assert whole["usage"] | {"prompt_tokens_details": None} == {
+        "prompt_tokens": LONGEST + 9,
+        "completion_tokens": 0,
+        "total_tokens": LONGEST + 9,
+        "prompt_tokens_details": None,
+    }
+    expected = oracle(ids)[np.arange(LONGEST - 1), ids[1:]]
+    for one in whole["choices"][:n]:
+        assert one["prompt_token_ids"] == ids and one["token_ids"] == []
+        assert one["finish_reason"] == "length"
+        found = one["logprobs"]
+        assert len(found["tokens"]) == LONGEST and found["token_logprobs"][0] is None
+        np.testing.assert_allclose(found["token_logprobs"][1:], expected, **TOLERANCE)
+        assert len(found["top_logprobs"][-1]) in (2, 3)
+        scored = [
+            entry[str(token)]["logprob"]
+            for entry, token in zip(one["prompt_logprobs"][1:], ids[1:], strict=True)
+        ]
+        np.testing.assert_allclose(scored, expected, **TOLERANCE)
+        assert len(one["prompt_logprobs"][-1]) in (3, 4)
+        assert one["text"] == tokenizer.decode(ids, skip_special_tokens=True)
+    short = server.request(TEXT, body | {"prompt": ids[:9]}).json()["choices"][0]
+    assert len(short["logprobs"]["tokens"]) == 9
+    events = server.request(TEXT, body | {"stream": True}).events()[:-1]
+    streamed = {event["choices"][0]["index"]: event["choices"][0] for event in events}
+    for one in whole["choices"]:
+        assert streamed[one["index"]]["logprobs"]["tokens"] == one["logprobs"]["tokens"]
+
+
+OTHERS: list[dict[str, Any]] = [
+    *({}, {"logprobs": 0}, {"prompt_logprobs": 0}, {"stop": "a", "ignore_eos": True}),
+    *({"min_tokens": 0, "logit_bias": {"9": -100}}, {"allowed_token_ids": [8]}, {"top_p": 0}),
+    *(
+        {"bad_words": ["a"], "logprobs": 1},
+        {"structured_outputs": {"regex": "b"}},
+        {"n_predict": 0},
+    ),
+]
+
+
+@pytest.mark.parametrize("fields", OTHERS, ids=str)
+def test_no_setting_of_the_sampler_forbids_the_last_token_of_a_prompt(
+    server: Server, fields: dict[str, Any]
+) -> None:
+    body = {"prompt": [9] * LONGEST, "echo": True, "max_tokens": 0, "return_token_ids": True}
+    answer = server.request(TEXT, body | fields)
+    assert answer.status == 200, answer.body
+    [choice] = answer.json()["choices"]
+    assert choice["prompt_token_ids"] == [9] * LONGEST and choice["token_ids"] == []
+    assert (choice["logprobs"] is None) is ("logprobs" not in fields)
+
+
+def test_a_prompt_longer_than_the_context_is_refused(server: Server) -> None:
+    body = {"echo": True, "max_tokens": 0, "logprobs": 1}
+    for prompt in ([9] * (LONGEST + 1), [9] * 1023):
+        error = refuse(server, TEXT, body | {"prompt": prompt})
+        assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
+    for prompt in ([9] * (LONGEST - 1) + [511], [9] * (LONGEST - 1) + [-1]):
+        assert refuse(server, TEXT, body | {"prompt": prompt})["param"] == "prompt"
+    for more in ({"max_tokens": 1}, {"echo": False, "max_tokens": 1}):
+        asked = body | {"prompt": [9] * LONGEST} | more
+        assert refuse(server, TEXT, asked)["code"] == "context_length_exceeded"
+    rendered = {"prompt": [9] * LONGEST, "echo": True, "max_tokens": 0}
+    assert server.request(f"{TEXT}/render", rendered).status == 400
 
 
 def test_streamed_completions_score_as_whole_ones(server: Server) -> None:

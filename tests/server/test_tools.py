@@ -12,6 +12,9 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from jaxserve.errors import InvalidRequest
+from jaxserve.server.schema.openai import ChatMessage, ChatRequest, FunctionDefinition, Tool
+from jaxserve.server.tool_calls.tools import check_tools, tool_use
 from tests.support.live_server import Server
 
 MODEL = "demo_model"
@@ -173,7 +176,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [function("f\ue000")]}, "tools"),
     ({"tools": [function("x" * 129)]}, "tools"),
     ({"tools": [function(), function()]}, "tools"),
-    ({"tools": [function(f"f{i}") for i in range(129)]}, "tools"),
+    ({"tools": [function(f"f{i}") for i in range(1025)]}, "tools"),
     ({"tools": [function(description="x" * 600_000)]}, "tools"),
     ({"tools": [function(parameters=nested(20))]}, "tools"),
     ({"tools": [function(parameters={"type": "array"})]}, "tools"),
@@ -204,6 +207,36 @@ def test_what_is_wrong_is_refused_by_its_name(
     assert answer.error["param"] == param, answer.error
 
 
+def many_tools(count: int, description: str = "") -> list[Tool]:
+    names = (f"tool_{number}" for number in range(count))
+    return [Tool(function=FunctionDefinition(name=n, description=description)) for n in names]
+
+
+def test_a_request_may_bring_1024_tools_of_half_a_mebibyte() -> None:
+    check_tools(many_tools(1024, "x" * 400))
+    chat = ChatRequest(messages=[ChatMessage(role="user", content="a")], tools=many_tools(1024))
+    use = tool_use(chat, "hermes", True, json.dumps)
+    assert use is not None and len(use.tools) == 1024
+    with pytest.raises(InvalidRequest, match="tools takes at most 1024 tools, got 1025"):
+        check_tools(many_tools(1025))
+    with pytest.raises(InvalidRequest, match="tools takes at most 524288 bytes"):
+        check_tools(many_tools(1024, "x" * 512))
+
+
+def test_a_request_may_bring_128_stop_strings(server: Server) -> None:
+    plain = server.request(CHAT, {"messages": USER, "max_tokens": 20, "temperature": 0}).json()
+    text = plain["choices"][0]["message"]["content"]
+    stops = [*(f"never {number}" for number in range(127)), text[3:5]]
+    for path, field in ((CHAT, "stop"), (MESSAGES, "stop_sequences")):
+        body = {"messages": USER, "max_tokens": 20, "temperature": 0, field: stops}
+        answer = server.request(path, body).json()
+        if path == CHAT:
+            assert answer["choices"][0]["stop_reason"] == text[3:5]
+            assert answer["choices"][0]["message"]["content"] == text[: text.index(text[3:5])]
+        else:
+            assert answer["stop_sequence"] == text[3:5]
+
+
 def test_wrong_calls_in_a_conversation_are_refused(server: Server) -> None:
     for arguments in ("{", "[1]", "7"):
         call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
@@ -212,7 +245,7 @@ def test_wrong_calls_in_a_conversation_are_refused(server: Server) -> None:
         assert (answer.status, answer.error["param"]) == (400, "messages")
     for path, fields, param in (
         (MESSAGES, {"tool_choice": {"type": "tool"}, "tools": []}, "tool_choice"),
-        (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking"),
+        (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": -9}}, "thinking"),
         (MESSAGES, {"thinking": {"type": "enabled"}}, "thinking"),
         (RESPONSES, {"input": [{"type": "function_call"}]}, "input"),
         (RESPONSES, {"input": [{"type": "web_search_call"}]}, "input"),

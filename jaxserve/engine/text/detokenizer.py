@@ -44,14 +44,13 @@ class Detokenizer:
             added = self._backend.get_added_tokens_decoder()
             self._added = {token: str(word.content) for token, word in added.items()}
         self._follows_added = False
-        self._stops = sampling.stop or ()
-        self._longest_stop = max(map(len, self._stops), default=0)
-        self._beginnings_of_stops = sampling.beginnings_of_stops
+        self._stops = sampling.stop_strings
         self._include_stop = sampling.include_stop_str_in_output
         self._min_tokens = sampling.min_tokens
         self._num_tokens = 0
         self._waiting: list[int] = []  # tokens that have made no text yet
-        self._search_from = 0
+        self._search_from = 0  # where a stop string may begin
+        self._held_from = 0  # where the text that may begin one was held back last
         self._num_emitted = 0
         self.text = ""
         self.stop: str | None = None
@@ -86,7 +85,7 @@ class Detokenizer:
             if _SURROGATE.fullmatch(decoder.getstate()[0]):
                 whole += 2 * "\ufffd"
             self._extend(_after(context.decode(errors="replace"), whole))
-        self._longest_stop = 0
+        self._stops = None
 
     def _bytes(self, token_ids: Iterable[int]) -> bytes:
         hidden = self._tokenizer.special_ids if self._skip_special else ()
@@ -99,36 +98,27 @@ class Detokenizer:
     def _extend(self, piece: str) -> bool:
         before = len(self.text)
         self.text += piece
-        if not self._stops:
+        if self._stops is None:
             return False
         if self._num_tokens <= self._min_tokens:
             self._search_from = len(self.text)
             return False
-        start = max(self._search_from, before - self._longest_stop + 1)
-        found = [(self.text.find(stop, start), stop) for stop in self._stops]
-        found = [(place, len(stop), stop) for place, stop in found if place >= 0]
-        if not found:
+        found = self._stops.find(self.text, self._search_from, before)
+        if found is None:
             return False
-        place, length, self.stop = min(found)
-        self.text = self.text[: place + length if self._include_stop else place]
+        place, self.stop = found
+        self.text = self.text[: place + len(self.stop) if self._include_stop else place]
         return True
 
     def take(self) -> str:
         """Return the text that is certain by now and was not taken before."""
         end = len(self.text)
-        if self.stop is None and self._longest_stop:
-            end -= self._held_back()
+        if self.stop is None and self._stops is not None:
+            start = max(self._held_from, self._search_from)
+            end = self._held_from = self._stops.first_beginning(self.text, start)
         piece = self.text[self._num_emitted : end]
         self._num_emitted = max(self._num_emitted, end)
         return piece
-
-    def _held_back(self) -> int:
-        """Return the length of the longest end of the text that begins a stop string."""
-        limit = min(self._longest_stop - 1, len(self.text) - self._search_from)
-        for length in range(limit, 0, -1):
-            if self.text[-length:] in self._beginnings_of_stops:
-                return length
-        return 0
 
 
 def _after(before: str, whole: str) -> str:

@@ -9,6 +9,7 @@ from uuid import uuid4
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jaxserve.checks import exact_int
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.api.chat import prepare
 from jaxserve.server.api.conversations import template_ids
@@ -82,17 +83,37 @@ async def template_chat(request: EndpointRequest, body: CountRequest) -> ChatReq
         ApiError: there is no such model.
         InvalidRequest: naming the field.
     """
-    request.renamed |= {
-        "structured_outputs": output_field(body),
-        "response_format": output_field(body),
-    }
+    field = output_field(body) if body.json_schema is None else "json_schema"
+    request.renamed |= {"structured_outputs": field, "response_format": output_field(body)}
     chat = as_chat(body)
+    drop_budget(request, chat)
     if any(message.role == "system" for message in chat.messages[1:]):
         try:
             await request.find_model(chat.model).render(_PROBE, add_generation_prompt=False)
         except InvalidRequest:
             return merged_system(chat)
     return chat
+
+
+def drop_budget(request: EndpointRequest, chat: ChatRequest) -> None:
+    """Drop the budget of thoughts where the model's thoughts are not known, and log it once.
+
+    Claude Code sends one with every request, whatever the model.
+
+    Raises:
+        ApiError: there is no such model.
+        InvalidRequest: the budget is out of range.
+    """
+    budget, name = chat.thinking_token_budget, "thinking_token_budget"
+    model = request.find_model(chat.model)
+    if budget is None or model.dialect.thinking is not None:
+        return
+    exact_int(budget, name, -1, 2**31 - 1)
+    chat.thinking_token_budget = None
+    request.notices.once(
+        f"thinking.budget_tokens has no effect for {model.name}, whose thoughts are not known "
+        "(--reasoning-parser)"
+    )
 
 
 async def count_tokens(http_request: Request) -> Response:

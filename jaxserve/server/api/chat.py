@@ -41,6 +41,7 @@ from jaxserve.server.schema.sampling import (
     check_sizes,
     check_stream,
     form_field,
+    most_tokens,
     sampling_params,
     with_ends,
 )
@@ -77,10 +78,7 @@ async def prepare(
     """
     check_stream(body)
     model = request.find_model(body.model)
-    renamed = body.max_completion_tokens is not None
-    if renamed:
-        request.renamed["max_tokens"] = request.renamed.get("max_tokens", "max_completion_tokens")
-    wanted = model.max_tokens(body.max_completion_tokens if renamed else body.max_tokens)
+    wanted = model.max_tokens(most_tokens(body, request.renamed))
     request.renamed.setdefault("structured_outputs", form_field(body))
     model.tokenizer()  # refuses the request where there is none
     dialect = model.dialect

@@ -18,6 +18,7 @@ from jaxserve.server.api.beam_generation import BeamGeneration, beam_params
 from jaxserve.server.api.endpoint_request import EndpointRequest
 from jaxserve.server.api.generation import Choice, Generation, Part
 from jaxserve.server.api.streaming import DONE, event, respond
+from jaxserve.server.api.whole_context import WholeContextGeneration, draw_last, fills_context
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.schema.logprobs import CompletionLogprobs, CompletionTokens, TokenTexts, joined
 from jaxserve.server.schema.openai import (
@@ -33,6 +34,7 @@ from jaxserve.server.schema.sampling import (
     check_sizes,
     check_stream,
     form_field,
+    most_tokens,
     sampling_params,
     with_ends,
 )
@@ -85,9 +87,15 @@ async def completions(http_request: Request) -> Response:
 
 
 async def prepare_completions(
-    request: EndpointRequest, body: CompletionRequest
+    request: EndpointRequest, body: CompletionRequest, scores_whole: bool = True
 ) -> tuple[Generation, list[str]]:
     """Do all that comes before the first token.
+
+    Args:
+        request: the request.
+        body: its body.
+        scores_whole: whether prompts of the whole context are scored, where they are answered
+            by their echo alone.
 
     Returns:
         The generation, and for each prompt the text that its completions begin with.
@@ -98,9 +106,10 @@ async def prepare_completions(
     request.renamed |= {"structured_outputs": form_field(body), "beam_width": "n"}
     model = request.find_model(body.model)
     prompts = as_prompts(body.prompt)
-    wanted = model.max_tokens(DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens)
-    if is_echo_only(body):
-        wanted = 1  # the engine draws at least one token, which the answer leaves out
+    wanted = most_tokens(body, request.renamed)
+    wanted = DEFAULT_MAX_TOKENS if wanted is None else wanted
+    # The engine draws at least one token, which an echo alone leaves out.
+    wanted = 1 if is_echo_only(body) else model.max_tokens(wanted)
     # An echoed prompt has as many logprobs as the answer. Too many are refused under that name.
     width = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
@@ -118,22 +127,25 @@ async def prepare_completions(
     if body.best_of is not None and body.best_of != sampling.n:
         raise InvalidRequest("best_of must be equal to n", "best_of")
     request.admit(model, len(prompts) * sampling.n)
-    engine_requests: list[EngineRequest] = []
+    made: list[EngineRequest] = []
+    filling: dict[int, list[int]] = {}  # prompts of the whole context, by their places
     texts: list[str] = []
     for prompt in prompts:
         ids = await _token_ids(model, prompt, body)
-        kept = truncated(
-            ids,
-            body.truncate_prompt_tokens,
-            model.limits.max_model_len,
-            body.truncation_side,
-        )
-        engine_requests.append(await request.engine_request(model, kept, sampling, body))
+        longest = model.limits.max_model_len
+        kept = truncated(ids, body.truncate_prompt_tokens, longest, body.truncation_side)
         whole = prompt if len(kept) == len(ids) else kept
+        own = sampling
+        if scores_whole and beams is None and is_echo_only(body) and fills_context(model, kept):
+            filling[len(made)] = kept
+            own, kept = draw_last(kept, sampling), kept[:-1]
+        made.append(await request.engine_request(model, kept, own, body))
         texts.append(_text(model, whole, sampling.skip_special_tokens) if body.echo else "")
     if beams is not None:
-        return BeamGeneration(model, engine_requests, beams), texts
-    return Generation(model, engine_requests), texts
+        return BeamGeneration(model, made, beams), texts
+    if filling:
+        return WholeContextGeneration(model, made, filling), texts
+    return Generation(model, made), texts
 
 
 async def _token_ids(
@@ -170,7 +182,7 @@ def _text(model: ServedModel, prompt: str | list[int], skip_special_tokens: bool
 
 def is_echo_only(body: CompletionRequest) -> bool:
     """Return whether the answer is the prompt alone, with its logprobs."""
-    return bool(body.echo) and body.max_tokens == 0 and type(body.max_tokens) is int
+    return bool(body.echo) and most_tokens(body) == 0
 
 
 class CompletionFormatter:

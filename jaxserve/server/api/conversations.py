@@ -58,6 +58,8 @@ async def template_options(body: ChatRequest, model: ServedModel) -> dict[str, A
     """
     own = body.chat_template_kwargs or {}
     check_inputs(own, "chat_template_kwargs")
+    if body.enable_thinking is not None:
+        own = {"enable_thinking": body.enable_thinking, **own}
     options = {**(model.config.default_chat_template_kwargs or {}), **own}
     if len(body.documents or ()) > MAX_DOCUMENTS:
         raise InvalidRequest(f"documents holds more than {MAX_DOCUMENTS}", "documents")

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any, TypeVar
 from uuid import uuid4
 
+import msgspec
 from starlette.requests import Request
 
 from jaxserve.engine.text.thinking import ThinkingMarks
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import Request as EngineRequest
 from jaxserve.request import SamplingParams
-from jaxserve.server.schema.decode import parse_json, to_schema, unknown_fields
+from jaxserve.server.schema.decode import parse_json, to_schema
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.schema.openai import Sampling, StreamOptions
-from jaxserve.server.schema.sampling import UNSUPPORTED
+from jaxserve.server.schema.unserved_fields import check_fields
 from jaxserve.server.served.models import Models, ServedModel
+from jaxserve.server.served.notices import Notices
 from jaxserve.server.settings import ServerConfig
 from jaxserve.unserved import refuse_unsupported
 
-T = TypeVar("T")
+T = TypeVar("T", bound=msgspec.Struct)
 _ID = re.compile(r"[!-~]{1,128}")
 
 
@@ -36,6 +38,7 @@ class EndpointRequest:
     Attributes:
         models: of the server.
         config: the server's settings.
+        notices: of the server's log.
         renamed: the engine's name of a field to the endpoint's, for errors, where they differ.
     """
 
@@ -44,6 +47,7 @@ class EndpointRequest:
         self._served = http_request.app.state.served
         self.models: Models = self._served.models
         self.config: ServerConfig = self._served.config
+        self.notices: Notices = self._served.notices
         self.renamed: dict[str, str] = http_request.scope["jaxserve.renamed"]
 
     @property
@@ -57,7 +61,7 @@ class EndpointRequest:
         Args:
             schema: a Struct.
             unsupported: fields of this endpoint alone that are not supported, each with its
-                neutral values; see `schema.sampling.UNSUPPORTED` for those of all endpoints.
+                neutral values; see `schema.unserved_fields` for those of all endpoints.
 
         Raises:
             ApiError: 400, naming the field.
@@ -68,17 +72,33 @@ class EndpointRequest:
         value: Any = parse_json(body, config.max_json_depth, config.max_json_nodes)
         if not isinstance(value, dict):
             raise ApiError(400, "the body must be a JSON object", code="invalid_type")
-        refuse_unsupported(value, UNSUPPORTED | dict(unsupported or {}), " by this server")
-        if config.strict:
-            unknown = unknown_fields(value, schema)  # type: ignore[arg-type]
-            unknown = [name for name in unknown if name not in UNSUPPORTED]
-            if unknown:
-                names = ", ".join(name[:60] for name in unknown[:10])
-                raise ApiError(400, f"unknown: {names}", unknown[0][:60], "unknown_field")
+        refuse_unsupported(value, unsupported or {}, " by this server")
+        self.check_fields(value, (*schema.__struct_encode_fields__, *(unsupported or ())))
         made = to_schema(value, schema)
         if isinstance(made, Sampling):
             self._add_defaults(made)
         return made
+
+    def check_fields(
+        self, fields: Mapping[str, Any], served: Collection[str], place: str = ""
+    ) -> None:
+        """Refuse fields that are not served; refuse unknown ones on a strict server, or log them.
+
+        Args:
+            fields: of the body, or of an object in it.
+            served: names that may stand there.
+            place: the object's field, where there is one.
+
+        Raises:
+            ApiError: 400, a field is unknown.
+            InvalidRequest: naming a field that requests something.
+        """
+        unknown = check_fields(fields, served)
+        if self.config.strict and unknown:
+            names = ", ".join(name[:60] for name in sorted(unknown)[:10])
+            param, before = place or min(unknown)[:60], f"{place}: " if place else ""
+            raise ApiError(400, f"{before}unknown: {names}", param, "unknown_field")
+        self.notices.unknown_fields(f"{place}.{name}" if place else name for name in unknown)
 
     def _add_defaults(self, body: Sampling) -> None:
         """Add what the server's settings request of every answer."""

@@ -20,6 +20,8 @@ from jaxserve.server.schema.sampling import (
     NO_SUFFIX,
     NO_TEMPLATE_FIELDS,
     check_sizes,
+    form_field,
+    most_tokens,
     sampling_params,
     with_ends,
 )
@@ -52,7 +54,6 @@ class InfillRequest(Sampling, kw_only=True):
     input_prefix: str = ""
     input_suffix: str = ""
     prompt: str = ""
-    n_predict: int | None = None
     input_extra: list[File] | None = None
 
 
@@ -76,14 +77,11 @@ async def infill(http_request: Request) -> Response:
     request = EndpointRequest(http_request)
     body = request.parse(InfillRequest, UNSUPPORTED)
     request.renamed |= {"prompt": "input_prefix", "suffix": "input_suffix"}
-    if body.max_tokens is None:
-        request.renamed["max_tokens"] = "n_predict"
+    request.renamed["structured_outputs"] = form_field(body)
     model = request.find_model(body.model)
-    wanted = body.n_predict if body.max_tokens is None else body.max_tokens
+    wanted = model.max_tokens(most_tokens(body, request.renamed))
     check_sizes(body, model.limits.vocab_size)
-    sampling = sampling_params(
-        body, model.default_sampling, model.max_tokens(None if wanted == -1 else wanted)
-    )
+    sampling = sampling_params(body, model.default_sampling, wanted)
     request.admit(model, 1)
     tokenizer = model.tokenizer()
     files = "".join(f"{file.filename}\n{file.text}\n" for file in body.input_extra or ())

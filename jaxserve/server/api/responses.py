@@ -39,6 +39,7 @@ from jaxserve.server.schema.responses import (
     items_of,
 )
 from jaxserve.server.schema.sampling import (
+    NO_BOUND,
     NO_FUNCTIONS,
     NO_GUIDED_FIELDS,
     NO_SUFFIX,
@@ -181,10 +182,10 @@ def _turn(http_request: Request) -> Turn:
 
 def _check(body: ResponsesRequest, store: ResponseStore) -> None:
     check_metadata(body.metadata)
-    for name in ("max_tool_calls", "max_output_tokens"):
+    for name, or_none in (("max_tool_calls", ""), ("max_output_tokens", ", or -1 for no bound")):
         value = getattr(body, name)
-        if value is not None and value < 1:
-            raise InvalidRequest(f"{name} must be at least 1, got {value}", name)
+        if value is not None and value < 1 and not (or_none and value == NO_BOUND):
+            raise InvalidRequest(f"{name} must be at least 1{or_none}, got {value}", name)
     if not store.most:
         body.store = False
     if body.background and body.store is False:
@@ -204,7 +205,7 @@ async def responses(http_request: Request) -> Response:
     request, store = _request(http_request), _store(http_request)
     body = request.parse(ResponsesRequest, UNSUPPORTED)
     request.renamed["prompt"] = "input"  # the engine's, while the request's own is refused above
-    if body.structured_outputs is None:
+    if body.structured_outputs is None and body.json_schema is None:
         request.renamed["structured_outputs"] = "text"
     if http_request.scope.get("jaxserve.behind"):
         body.store = False  # the answers of a batch stand in its file

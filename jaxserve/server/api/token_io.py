@@ -16,7 +16,7 @@ from jaxserve.server.api.endpoint_request import EndpointRequest
 from jaxserve.server.api.generation import Choice, Generation, Part
 from jaxserve.server.api.streaming import DONE, event, json_response, respond
 from jaxserve.server.schema.anthropic import MessagesRequest
-from jaxserve.server.schema.decode import to_schema, unknown_fields
+from jaxserve.server.schema.decode import to_schema
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.schema.functions import as_tools
 from jaxserve.server.schema.generate import (
@@ -30,14 +30,20 @@ from jaxserve.server.schema.generate import (
 )
 from jaxserve.server.schema.logprobs import ChatLogprobs, TokenTexts, rows
 from jaxserve.server.schema.openai import ChatRequest, CompletionRequest
-from jaxserve.server.schema.sampling import NO_SUFFIX, UNSUPPORTED, check_sizes, sampling_params
+from jaxserve.server.schema.sampling import (
+    NO_SUFFIX,
+    check_sizes,
+    form_field,
+    most_tokens,
+    sampling_params,
+)
 from jaxserve.unserved import refuse_unsupported
 
 # Fields that are not supported, with their neutral values: only text is served.
 MEDIA: dict[str, tuple[Any, ...]] = {"features": (None,), "content_parts": (None, [])}
 # Fields of completions that token ids have no use for, with their neutral values.
 _NOT_HERE: dict[str, tuple[Any, ...]] = {"use_beam_search": (None, False), "echo": (None, False)}
-_KNOWN = UNSUPPORTED.keys() | {field.name for field in fields(SamplingParams)}
+_SAMPLING = {field.name for field in fields(SamplingParams)}
 
 
 async def render_completions(http_request: Request) -> Response:
@@ -47,7 +53,7 @@ async def render_completions(http_request: Request) -> Response:
     """
     request = EndpointRequest(http_request)
     body = request.parse(CompletionRequest, completions.UNSUPPORTED)
-    generation, _ = await completions.prepare_completions(request, body)
+    generation, _ = await completions.prepare_completions(request, body, scores_whole=False)
     name = request.answer_id("cmpl", body.request_id)
     prepared = generation.requests
     names = [f"{name}-{n}" for n in range(len(prepared))] if len(prepared) > 1 else [name]
@@ -97,18 +103,18 @@ async def generate(http_request: Request) -> Response:
     request.renamed["prompt"] = "token_ids"
     model = request.find_model(body.model)
     own = body.sampling_params
-    refuse_unsupported(own, UNSUPPORTED | _NOT_HERE, " by this server")
-    names = [name for name in unknown_fields(own, CompletionRequest) if name not in _KNOWN]
-    if names and request.config.strict:
-        raise InvalidRequest(f"sampling_params: unknown: {names[0][:60]}", "sampling_params")
+    refuse_unsupported(own, _NOT_HERE, " by this server")
+    names = {*CompletionRequest.__struct_encode_fields__, *_SAMPLING}
+    request.check_fields(own, names, "sampling_params")
     inner = {name: own[name] for name in own.keys() - {"prompt", "model", "stream", "suffix"}}
     shared = {"cache_salt": body.cache_salt, "priority": body.priority}
     settings = to_schema({**inner, **shared, "prompt": body.token_ids}, CompletionRequest)
     check_sizes(settings, model.limits.vocab_size)
+    request.renamed["structured_outputs"] = form_field(settings)
     sampling = sampling_params(
         settings,
         model.default_sampling,
-        model.max_tokens(settings.max_tokens),
+        model.max_tokens(most_tokens(settings, request.renamed)),
         settings.logprobs,
         settings.prompt_logprobs,
     )

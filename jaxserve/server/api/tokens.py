@@ -30,6 +30,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     tools: list[Tool] | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
     documents: list[dict[str, Any]] | None = None
     return_token_strs: bool | None = None
 
@@ -85,6 +86,7 @@ async def tokenize(http_request: Request) -> Response:
             continue_final_message=body.continue_final_message,
             chat_template=body.chat_template,
             chat_template_kwargs=body.chat_template_kwargs,
+            enable_thinking=body.enable_thinking,
             documents=body.documents,
             tools=body.tools,
         )

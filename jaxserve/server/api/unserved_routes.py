@@ -19,6 +19,9 @@ from jaxserve.server.schema.errors import ApiError
 
 Form = Callable[[str], Response]
 
+# Begins the reason of a route that a later version serves.
+_YET = "yet: "
+_SOON = f"{_YET}POST /v1/completions with logprobs scores the tokens of an answer"
 _GENERATES = "models generate text here, and nothing else"
 _COMPLETE = "send POST /v1/completions: {prompt, max_tokens}"
 _CHAT = "send POST /v1/chat/completions: {messages, max_tokens}"
@@ -36,12 +39,14 @@ _COUNT = "POST /tokenize and POST /v1/messages/count_tokens count tokens"
 _NO_CONVERSATIONS = "continue a response by previous_response_id or conversation"
 _TEXT_ONLY = "only text is served"
 _NO_UPLOADS = "files are those of batches, and come whole: POST /v1/files"
+_BATCHES = "send POST /v1/files, then POST /v1/batches, whose lines are requests of OpenAI's form"
 _NO_TOOLS = "no tool is run by the server: clients run what the model calls"
 
 # Paths by method and reason; a name in braces stands for a part, one with `:path` for any more.
 _OPENAI: dict[str, str] = {
     "POST /v1/embeddings /v2/embed /pooling /classify /score /v1/score /rerank /v1/rerank "
-    "/v2/rerank /generative_scoring /v1/decisions /v1/systemone /v1/moderations": _GENERATES,
+    "/v2/rerank /v1/systemone /v1/moderations": _GENERATES,
+    "POST /generative_scoring /v1/decisions": _SOON,
     "POST /v1/audio/transcriptions /v1/audio/translations /v1/audio/speech /audio/transcriptions "
     "/v1/images/generations /v1/images/edits /v1/images/variations": _TEXT_ONLY,
     "GET /v1/realtime": _TEXT_ONLY,
@@ -70,6 +75,19 @@ _OPENAI: dict[str, str] = {
     "GET POST DELETE /v1/uploads /v1/uploads/{more:path} /v1/vector_stores "
     "/v1/vector_stores/{more:path}": _NO_UPLOADS,
     "GET POST /v1/fine_tuning/{more:path}": _WEIGHTS,
+    "GET POST DELETE /v1/messages/batches /v1/messages/batches/{more:path}": _BATCHES,
+    "POST /v1/complete": f"{_COMPLETE}, or POST /v1/messages: {{messages, max_tokens}}",
+    "POST /generate /generate_stream": _COMPLETE,
+    "GET POST DELETE /v1/live/sessions /v1/live/sessions/{more:path} /v1/realtime/{more:path}": (
+        _TEXT_ONLY
+    ),
+    "GET POST DELETE /v1/videos /v1/videos/{more:path}": _TEXT_ONLY,
+    "GET POST DELETE /v1/skills /v1/skills/{more:path}": _NO_TOOLS,
+    "GET POST DELETE /v1/containers /v1/containers/{more:path}": _NO_TOOLS,
+    "GET POST DELETE /v1/evals /v1/evals/{more:path}": (
+        "answers are not rated: an evaluation is a client of /v1/completions, with echo and "
+        "logprobs, or of /v1/chat/completions"
+    ),
 }
 _LLAMA: dict[str, str] = {
     "POST /completion": f"{_COMPLETE}; n_predict is max_tokens, cache_prompt is always so",
@@ -116,9 +134,10 @@ def _ollama_error(message: str) -> Response:
 
 def _route(path: str, methods: list[str], form: Form, message: str) -> Route:
     shown = path.replace(":path}", "}")
+    said = f"not served {message}" if message.startswith(_YET) else f"not served: {message}"
 
     async def answer(request: Request) -> Response:
-        return form(f"{shown} is not served: {message}")
+        return form(f"{shown} is {said}")
 
     return Route(path, answer, methods=methods)
 

@@ -82,6 +82,7 @@ from jaxserve.server.kept.response_store import ResponseStore
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.served.admission import Admission, Lifecycle, Place
 from jaxserve.server.served.models import NO_LIMIT, Models
+from jaxserve.server.served.notices import Notices
 from jaxserve.server.settings import ServerConfig
 
 # Paths whose requests make an engine draw tokens.
@@ -197,6 +198,7 @@ class App:
         self.models = models
         self.config = config
         self.lifecycle = Lifecycle()
+        self.notices = Notices()
         bounds = (
             config.max_stored_responses,
             config.max_stored_response_bytes,

@@ -25,13 +25,18 @@ class JsonLines(logging.Formatter):
 
 
 class RateLimit(logging.Filter):
-    """Limit of the records of a kind (a place in the code): `BURST` in `WINDOW_SECONDS`."""
+    """Limit of the records of a kind (a place in the code): `BURST` in `WINDOW_SECONDS`.
+
+    A record with `is_bounded` passes: its place in the code bounds the number itself.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._seen: dict[tuple[str, int], tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
+        if getattr(record, "is_bounded", False):
+            return True
         kind, now = (record.pathname, record.lineno), time.monotonic()
         since, count = self._seen.get(kind, (now, 0))
         if now - since > WINDOW_SECONDS:

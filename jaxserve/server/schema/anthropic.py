@@ -113,7 +113,9 @@ class CountRequest(msgspec.Struct, kw_only=True):
     thinking: ThinkingOptions | None = None
     output_config: OutputConfig | None = None
     output_format: JsonOutput | None = None
+    json_schema: str | dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
     context_management: dict[str, Any] | None = None
     mm_payload: Literal["tensors", "none"] | None = None
     return_mm_kwargs: bool | None = None
@@ -123,6 +125,7 @@ class MessagesRequest(CountRequest, kw_only=True):
     """Body of POST /v1/messages."""
 
     max_tokens: int
+    n_predict: int | None = None
     stop_sequences: list[str] | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -196,7 +199,8 @@ def as_chat(body: CountRequest) -> ChatRequest:
     for message in body.messages:
         messages += _chat_messages(message)
     chat = ChatRequest(model=body.model, messages=messages)
-    chat.chat_template_kwargs = body.chat_template_kwargs
+    chat.chat_template_kwargs, chat.json_schema = body.chat_template_kwargs, body.json_schema
+    chat.enable_thinking = body.enable_thinking
     if body.messages and body.messages[-1].role == "assistant":
         chat.continue_final_message = True
     _put_tools(chat, body)
@@ -211,6 +215,7 @@ def as_chat(body: CountRequest) -> ChatRequest:
     _put_output(chat, body)
     if isinstance(body, MessagesRequest):
         chat.max_tokens, chat.cache_salt = body.max_tokens, body.cache_salt
+        chat.n_predict = body.n_predict
         chat.stop = body.stop_sequences
         chat.temperature, chat.top_p, chat.top_k = body.temperature, body.top_p, body.top_k
     return chat

@@ -79,9 +79,3 @@ def to_schema(value: Any, schema: type[T]) -> T:
         raise ApiError(400, text, param, "invalid_type") from None
     except RecursionError:
         raise ApiError(400, "the body is nested too deep", code="too_deep") from None
-
-
-def unknown_fields(value: Any, schema: type[msgspec.Struct]) -> list[str]:
-    """Return names at the top of a document that its schema does not have."""
-    names = {field.encode_name for field in msgspec.structs.fields(schema)}
-    return sorted(value.keys() - names)

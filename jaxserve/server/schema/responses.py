@@ -75,6 +75,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     background: bool | None = None
     stream: bool | None = None
     max_output_tokens: int | None = None
+    n_predict: int | None = None
     max_tool_calls: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -92,12 +93,14 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     include_stop_str_in_output: bool | None = None
     text: TextOptions | None = None
     structured_outputs: StructuredOutputs | None = None
+    json_schema: str | dict[str, Any] | None = None
     include: list[Included] | None = None
     top_logprobs: int | None = None
     metadata: dict[str, str] | None = None
     priority: int | None = None
     cache_salt: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
     tools: list[ResponseTool] | None = None
     tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
@@ -122,6 +125,7 @@ class CountInputRequest(msgspec.Struct, kw_only=True):
     conversation: str | ConversationName | None = None
     text: TextOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
     tools: list[ResponseTool] | None = None
     tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
@@ -135,7 +139,7 @@ _SAME = (
     *("ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
     *("skip_special_tokens", "include_stop_str_in_output", "structured_outputs", "top_logprobs"),
     *("priority", "cache_salt", "chat_template_kwargs", "thinking_token_budget"),
-    *("parallel_tool_calls", "include_reasoning"),
+    *("parallel_tool_calls", "include_reasoning", "n_predict", "json_schema", "enable_thinking"),
 )
 
 

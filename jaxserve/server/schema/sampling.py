@@ -1,7 +1,8 @@
-"""Conversion of a request's fields to SamplingParams, and the fields that are not supported."""
+"""Conversion of a request's fields to SamplingParams."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,26 +14,6 @@ from jaxserve.request import MAX_LOGPROB_TOKEN_IDS, SamplingParams
 from jaxserve.server.schema.openai import ResponseFormat, Sampling
 from jaxserve.structured import NAME, StructuredOutputsParams
 
-# Fields that are not supported yet, each with its neutral values, which pass.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "prompt_embeds": (None,),
-    "lora_path": (None,),
-    "modalities": (None, ["text"]),
-    "audio": (None,),
-    "prediction": (None,),
-    "web_search_options": (None,),
-    "mm_processor_kwargs": (None, {}),
-    "kv_transfer_params": (None,),
-    "watermarking": (None, False),
-    "media_io_kwargs": (None, {}),
-    "vllm_xargs": (None, {}),
-    "ec_transfer_params": (None,),
-    "repetition_detection": (None,),
-    "return_weight_versions": (None, False),
-    "routed_experts_prompt_start": (None, 0),
-    "stream_interval": (None, 1),
-    "early_stopping": (None, False),
-}
 # Fields of a conversation's template, which are no fields of endpoints without one of their own.
 NO_TEMPLATE_FIELDS: dict[str, tuple[Any, ...]] = {"chat_template": (None,), "documents": (None, [])}
 # Text behind a gap, which completions alone fill.
@@ -42,9 +23,13 @@ NO_FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
 }
-# Older clients' fields for the form of a text, each with the form's name today.
-GUIDED = {f"guided_{form}": form for form in ("json", "regex", "choice", "grammar")}
-NO_GUIDED_FIELDS: dict[str, tuple[Any, ...]] = dict.fromkeys(GUIDED, (None,))
+# Other names for the form of a text, each with the form: those of older clients and llama.cpp's.
+_OLDER = {f"guided_{form}": form for form in ("json", "regex", "choice", "grammar")}
+GUIDED = {**_OLDER, "json_schema": "json"}
+NO_GUIDED_FIELDS: dict[str, tuple[Any, ...]] = dict.fromkeys(_OLDER, (None,))
+# Names of the bound of an answer's length, and its value for no bound.
+_LENGTHS = ("max_completion_tokens", "max_tokens", "n_predict")
+NO_BOUND = -1
 # Fields that are read by name from a request; the rest of SamplingParams is settled elsewhere.
 _SAMPLING = (
     *("n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids"),
@@ -82,6 +67,30 @@ def sampling_params(
         prompt_logprobs=prompt_logprobs,
         **given,
     )
+
+
+def most_tokens(request: Sampling, renamed: dict[str, str] | None = None) -> int | None:
+    """Return the most tokens that a request sets for an answer: -1 for no bound, None if unset.
+
+    Of several fields the smallest bound holds, but `max_tokens` is unread beside its newer name
+    `max_completion_tokens`.
+
+    Args:
+        request: of any endpoint.
+        renamed: see `EndpointRequest`; the field that holds is entered.
+    """
+    given = {name: getattr(request, name, None) for name in _LENGTHS}
+    if given["max_completion_tokens"] is not None:
+        del given["max_tokens"]
+    bounds = {name: value for name, value in given.items() if value is not None}
+    if not bounds:
+        return None
+    name = min(bounds, key=lambda name: math.inf if bounds[name] == NO_BOUND else bounds[name])
+    if renamed is not None and name == "n_predict":
+        renamed["max_tokens"] = name
+    elif renamed is not None and name != "max_tokens":
+        renamed.setdefault("max_tokens", name)
+    return bounds[name]
 
 
 def check_sizes(request: Sampling, vocab_size: int) -> None:

@@ -19,6 +19,7 @@ from jaxserve.engine.text.tokenizer import NO_TEMPLATE
 from jaxserve.errors import InvalidRequest, PromptTooLong
 from jaxserve.request import Request
 from jaxserve.server.schema.errors import ApiError
+from jaxserve.server.schema.sampling import NO_BOUND
 from jaxserve.server.served.admission import Admission, make_admission
 from jaxserve.server.served.chat_template import RequestTemplates, server_template
 from jaxserve.server.served.request_metrics import RequestMetrics
@@ -107,11 +108,23 @@ class ServedModel:
     def max_tokens(self, requested: int | None) -> int | None:
         """Return the most tokens of an answer, None for as many as the context holds.
 
+        Requests that set NO_BOUND get as many as the context holds.
+
         The rules are vLLM's: max_new_tokens of the checkpoint's own generation_config.json holds
         for requests that set no limit; that of a folder named by --generation-config limits all
         requests.
+
+        Raises:
+            InvalidRequest: less than one token.
         """
         wanted = self.default_max_tokens if requested is None else requested
+        if requested == NO_BOUND:
+            wanted = None
+        elif requested is not None and requested < 1:
+            name = "max_tokens"
+            raise InvalidRequest(
+                f"{name} must be at least 1, or -1 for no bound, got {requested}", name
+            )
         limits = [limit for limit in (wanted, self.most_tokens) if limit is not None]
         return min(limits, default=None)
 

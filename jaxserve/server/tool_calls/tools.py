@@ -20,7 +20,7 @@ from jaxserve.server.tool_calls.tagged_grammar import Unformable
 from jaxserve.server.tool_calls.written import NAME, Tools
 from jaxserve.structured import MAX_SCHEMA_BYTES
 
-MAX_TOOLS = 128
+MAX_TOOLS = 1024
 MAX_TOOLS_BYTES = 512 << 10
 MAX_DEPTH = 32
 _NAME = re.compile(NAME)
