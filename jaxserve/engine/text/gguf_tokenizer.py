@@ -21,6 +21,7 @@ from tokenizers.processors import TemplateProcessing
 
 from jaxserve.engine.text.gguf_ends import end_texts
 from jaxserve.engine.text.gguf_splits import IN_CHARACTERS, SPLITS, Split
+from jaxserve.engine.text.library_failure import LibraryCalls
 from jaxserve.engine.text.plain_tokenizer import PlainTokenizer
 from jaxserve.engine.text.tokenizer import byte_letters
 from jaxserve.errors import CheckpointError
@@ -59,7 +60,8 @@ def gguf_tokenizer(metadata: Mapping[str, Any], where: str) -> PlainTokenizer:
         CheckpointError: there is none, one of an unknown kind, or one that contradicts itself.
     """
     try:
-        return _tokenizer(metadata)
+        with LibraryCalls():
+            return _tokenizer(metadata)
     except Exception as error:  # whatever a vocabulary that contradicts itself leads to
         raise CheckpointError(
             f"{where}: its tokenizer cannot be built ({str(error)[:500]}); pass tokenizer=DIR"

@@ -7,6 +7,7 @@ would change what Transformers does, Transformers reads them. Tests compare the 
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -76,6 +77,23 @@ class PlainTokenizer:
     def get_chat_template(self, tools: Any = None) -> str | None:
         """Return the template for all uses: where there are several, Transformers reads them."""
         return self.chat_template
+
+
+def read_tokenizer(directory: Path) -> Any:
+    """Return a folder's tokenizer, read with Transformers where `read_plain` does not read it.
+
+    That import is late: it takes longer than the rest of a start, and few tokenizers need it.
+
+    Raises:
+        Exception: of either library, for corrupt files.
+    """
+    plain = read_plain(directory)
+    if plain is not None:
+        return plain
+    transformers = importlib.import_module("transformers")
+    return transformers.AutoTokenizer.from_pretrained(
+        str(directory), local_files_only=True, trust_remote_code=False
+    )
 
 
 def read_plain(directory: Path) -> PlainTokenizer | None:

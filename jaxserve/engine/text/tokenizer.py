@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import itertools
 import json
 import logging
@@ -16,7 +15,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from jaxserve.engine.text.added_texts import AddedTexts
-from jaxserve.engine.text.plain_tokenizer import read_plain
+from jaxserve.engine.text.library_failure import LibraryCalls, TokenizerFailure
+from jaxserve.engine.text.plain_tokenizer import read_tokenizer
+from jaxserve.engine.text.prompt_encoder import PromptEncoder
 from jaxserve.engine.text.template import ChatTemplate, TemplateTooLong
 from jaxserve.errors import CheckpointError, InvalidRequest
 from jaxserve.request import SamplingParams
@@ -52,8 +53,8 @@ class Tokenizer:
         if path.stat().st_size > MAX_TOKENIZER_BYTES:
             raise CheckpointError(f"{path}: larger than {MAX_TOKENIZER_BYTES} bytes")
         try:
-            plain = read_plain(Path(directory))
-            self._take(plain or _read_with_transformers(str(directory)), str(path), vocab_size)
+            with LibraryCalls():
+                self._take(read_tokenizer(Path(directory)), str(path), vocab_size)
         except CheckpointError:
             raise
         except Exception as error:  # the library raises bare Exceptions for a corrupt file
@@ -81,7 +82,9 @@ class Tokenizer:
         self.special_ids = frozenset(number for number, token in flagged.items() if token.special)
         added_vocab = self._tokenizer.get_added_vocab()
         self._added_texts = {number: text for text, number in added_vocab.items()}
+        self._added_ids = added_vocab
         self._added = AddedTexts(added_vocab)
+        self._encoder = PromptEncoder(self.backend, added_vocab, self.special_ids)
         self._templates = self._read_templates(where)
 
     def _tokens_beyond(self, vocab: Mapping[str, int], where: str) -> dict[int, str]:
@@ -183,7 +186,7 @@ class Tokenizer:
 
     def token_id(self, text: str) -> int | None:
         """Return the id of the added token with this text, or None."""
-        return self._tokenizer.get_added_vocab().get(text)
+        return self._added_ids.get(text)
 
     def is_special(self, text: str) -> bool:
         """Return whether a text is that of a special token, which decoding usually leaves out."""
@@ -197,22 +200,44 @@ class Tokenizer:
         """
         return self._within(self._encode(text, add_special_tokens), "prompt")
 
+    def encode_data(self, text: str) -> list[int]:
+        """Return token ids of a text in which the texts of added tokens stay text.
+
+        Raises:
+            InvalidRequest: it is no text, or the tokenizer cannot encode it.
+        """
+        return self._encode(text, None)
+
     def encode_word(self, text: str) -> list[int]:
         """Return token ids of a piece of text, with nothing around it and without checks."""
         return self._encode(text, False)
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def _encode(self, text: str, add_special_tokens: bool | None) -> list[int]:
+        """Return token ids; without any added token for None."""
         if not isinstance(text, str):
             raise InvalidRequest(f"prompt must be text, got {type(text).__name__}", "prompt")
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise InvalidRequest(f"prompt is not valid Unicode: {error}", "prompt") from None
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        try:
+            if add_special_tokens is None:
+                return self._encoder.encode_data(text)
+            return self._encoder.encode(text, add_special_tokens)
+        except TokenizerFailure as error:
+            raise _not_encoded("prompt", error) from None
 
     def decode(self, token_ids: Listing[int], skip_special_tokens: bool = True) -> str:
-        """Return text of token ids."""
-        return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        """Return text of token ids.
+
+        Raises:
+            InvalidRequest: the tokenizer cannot decode them.
+        """
+        try:
+            with LibraryCalls():
+                return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        except TokenizerFailure as error:
+            raise InvalidRequest(f"the tokenizer cannot decode the tokens: {error}") from None
 
     def token_strings(self, token_ids: Listing[int]) -> list[str]:
         """Return each token as the vocabulary spells it."""
@@ -272,11 +297,10 @@ class Tokenizer:
             raise InvalidRequest(
                 f"the chat template refuses the messages: {error}", "messages"
             ) from error
-        ids = [
-            token
-            for piece in pieces
-            for token in self._tokenizer.encode(piece, add_special_tokens=False)
-        ]
+        try:
+            ids = self._encoder.encode_pieces(pieces)
+        except TokenizerFailure as error:
+            raise _not_encoded("messages", error) from None
         return self._within(ids, "messages")
 
     def _render(
@@ -308,6 +332,10 @@ class Tokenizer:
         return text.split(mark)
 
 
+def _not_encoded(param: str, error: TokenizerFailure) -> InvalidRequest:
+    return InvalidRequest(f"this model's tokenizer cannot encode {param}: {error}", param)
+
+
 def byte_letters() -> list[str]:
     """Return the letter that a vocabulary of bytes (GPT-2's) writes for each byte.
 
@@ -317,17 +345,6 @@ def byte_letters() -> list[str]:
     visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = itertools.count(256)
     return [chr(byte if byte in visible else next(others)) for byte in range(256)]
-
-
-def _read_with_transformers(directory: str) -> Any:
-    """Read a tokenizer with Transformers.
-
-    The import is late: it takes longer than the rest of a start, and few tokenizers need it.
-    """
-    transformers = importlib.import_module("transformers")
-    return transformers.AutoTokenizer.from_pretrained(
-        directory, local_files_only=True, trust_remote_code=False
-    )
 
 
 def read_generation_config(directory: str | Path) -> dict[str, Any]:
