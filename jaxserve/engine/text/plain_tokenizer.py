@@ -102,8 +102,10 @@ def read_plain(directory: Path) -> PlainTokenizer | None:
     Raises:
         Exception: of the tokenizers library, bare ones, for a corrupt tokenizer.json.
     """
+    if any((directory / name).exists() for name in _OTHER_FILES):
+        return None
     config = _json(directory / "tokenizer_config.json")
-    if config is None or any((directory / name).exists() for name in _OTHER_FILES):
+    if config is None:
         return None
     named = {name: config[name] for name in _NAMED if config.get(name) is not None}
     extra = config.get("extra_special_tokens", [])

@@ -19,12 +19,11 @@ from jaxserve.engine.text.library_failure import LibraryCalls, TokenizerFailure
 from jaxserve.engine.text.plain_tokenizer import read_tokenizer
 from jaxserve.engine.text.prompt_encoder import PromptEncoder
 from jaxserve.engine.text.template import ChatTemplate, TemplateTooLong
+from jaxserve.engine.text.tokenizer_limits import MAX_TOKENS_BEYOND, check_tokenizer_files
 from jaxserve.errors import CheckpointError, InvalidRequest
 from jaxserve.request import SamplingParams
 
-MAX_TOKENIZER_BYTES = 64 << 20
 MAX_JSON_BYTES = 1 << 20
-MAX_TOKENS_BEYOND = 64  # with more tokens without logits, the tokenizer is another model's
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 NO_TEMPLATE = "this model has no chat template"
 _log = logging.getLogger(__name__)
@@ -50,8 +49,7 @@ class Tokenizer:
                 f"{directory}: there is no tokenizer.json; pass tokenizer=DIR, or "
                 "skip_tokenizer_init=True to serve token ids only"
             )
-        if path.stat().st_size > MAX_TOKENIZER_BYTES:
-            raise CheckpointError(f"{path}: larger than {MAX_TOKENIZER_BYTES} bytes")
+        check_tokenizer_files(path.parent, vocab_size)
         try:
             with LibraryCalls():
                 self._take(read_tokenizer(Path(directory)), str(path), vocab_size)
@@ -72,6 +70,7 @@ class Tokenizer:
         self.backend = tokenizer.backend_tokenizer
         self._vocab_size = vocab_size
         vocab: dict[str, int] = tokenizer.get_vocab()
+        self._added_ids: dict[str, int] = tokenizer.get_added_vocab()
         self._beyond = self._tokens_beyond(vocab, where)
         self.eos_token_id: int | None = self._tokenizer.eos_token_id
         self.longest_token = max(map(len, vocab), default=1)
@@ -80,11 +79,9 @@ class Tokenizer:
         # The flag that decoding goes by; lists of special tokens by name rarely hold all of them.
         flagged = self.backend.get_added_tokens_decoder()
         self.special_ids = frozenset(number for number, token in flagged.items() if token.special)
-        added_vocab = self._tokenizer.get_added_vocab()
-        self._added_texts = {number: text for text, number in added_vocab.items()}
-        self._added_ids = added_vocab
-        self._added = AddedTexts(added_vocab)
-        self._encoder = PromptEncoder(self.backend, added_vocab, self.special_ids)
+        self._added_texts = {number: text for text, number in self._added_ids.items()}
+        self._added = AddedTexts(self._added_ids)
+        self._encoder = PromptEncoder(self.backend, self._added_ids, self.special_ids)
         self._templates = self._read_templates(where)
 
     def _tokens_beyond(self, vocab: Mapping[str, int], where: str) -> dict[int, str]:
@@ -93,7 +90,7 @@ class Tokenizer:
         Raises:
             CheckpointError: words have none either, so the tokenizer is another model's.
         """
-        size, added = self._vocab_size, self._tokenizer.get_added_vocab()
+        size, added = self._vocab_size, self._added_ids
         found = {token: text for text, token in vocab.items() if token >= size}
         if any(text not in added for text in found.values()) or len(found) > MAX_TOKENS_BEYOND:
             raise CheckpointError(
