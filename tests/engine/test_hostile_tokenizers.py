@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import struct
 import sys
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +20,9 @@ import pytest
 from jaxserve import CheckpointError, InvalidRequest, SamplingParams
 from jaxserve.engine.text import tokenizer_limits
 from jaxserve.engine.text.detokenizer import Detokenizer
+from jaxserve.engine.text.gguf_splits import SPLITS
 from jaxserve.engine.text.gguf_tokenizer import gguf_tokenizer
-from jaxserve.engine.text.library_failure import TokenizerFailure
+from jaxserve.engine.text.library_calls import TokenizerFailure
 from jaxserve.engine.text.tokenizer import Tokenizer
 from tests.support.checkpoint import byte_tokenizer
 
@@ -84,7 +88,10 @@ ANY = replace({"Regex": "."}, "ab" * 5)
 BEFORE = replace({"Regex": "(?=a)"}, "aaa")
 TEMPLATE = {
     "type": "TemplateProcessing",
-    "single": [{"SpecialToken": {"id": "x", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+    "single": [
+        {"SpecialToken": {"id": "x", "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+    ],
     "pair": [],
     "special_tokens": {"x": {"id": "x", "ids": [1] * MILLION, "tokens": ["x"] * MILLION}},
 }
@@ -122,6 +129,14 @@ FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a million tokens around": ({"post_processor": TEMPLATE}, "post_processor.*tokens to a text"),
     "a million pieces": ({"post_processor": PIECES}, "post_processor"),
+    "words of no length": (
+        {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+        "pre_tokenizer.*length 0",
+    ),
+    "a token that is not there": (
+        {"post_processor": TEMPLATE | {"special_tokens": {}}},
+        "post_processor adds 'x'",
+    ),
     "long words": ({"model": {"max_input_chars_per_word": 10**9}}, "max_input_chars_per_word"),
     "snowmen": (
         {"model": {"continuing_subword_prefix": "☃" * 10, "merges": ["a b"]}},
@@ -135,6 +150,7 @@ FIELDS: dict[str, tuple[dict[str, Any], str]] = {
 CHARSMAPS = {
     "no base64": "%%%",
     "empty": "",
+    "no trie": base64.b64encode(struct.pack("<I", 4) + b"\0" * 4).decode(),
     "too short": base64.b64encode(b"abc").decode(),
     "a trie beyond the end": base64.b64encode(struct.pack("<I", 100) + b"x").decode(),
     "no UTF-8": base64.b64encode(struct.pack("<I", 8) + b"\0" * 8 + b"\xff\xfe").decode(),
@@ -242,7 +258,9 @@ def test_settings_for_training_change_no_prompt(write: Callable[..., Path]) -> N
         "strategy": {"Fixed": 1 << 31},
         "direction": "Right",
         "pad_to_multiple_of": None,
-        **{"pad_id": 0, "pad_type_id": 0, "pad_token": "<|bos|>"},
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "<|bos|>",
     }
     truncation = {"direction": "Right", "max_length": 1, "strategy": "LongestFirst", "stride": 0}
     tokenizer = Tokenizer(write(padding=padding, truncation=truncation), SIZE)
@@ -259,11 +277,12 @@ PIECES_OF = [[text, -1.0] for text in LETTERS]
 FAILING: dict[str, dict[str, Any]] = {
     "backtracking": {"pre_tokenizer": split("(a+)+$")},
     "backtracking in a rule": {"normalizer": replace({"Regex": "(a+)+$"}, "b")},
-    "words of no length": {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
-    "a table without a trie": {
+    "a table that points beyond its end": {
         "normalizer": {
             "type": "Precompiled",
-            "precompiled_charsmap": base64.b64encode(struct.pack("<I", 4) + b"\0" * 4).decode(),
+            "precompiled_charsmap": base64.b64encode(
+                struct.pack("<I", 1024) + b"\xff" * 1024
+            ).decode(),
         }
     },
     "Unigram": {"model": {"type": "Unigram", "vocab": PIECES_OF, "unk_id": None}},
@@ -282,9 +301,13 @@ FAILING: dict[str, dict[str, Any]] = {
 HARD = "a" * 40 + "b"
 
 
+def chat(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
 @pytest.mark.parametrize("case", FAILING)
 def test_a_text_that_the_library_cannot_tokenize_is_refused(
-    case: str, write: Callable[..., Path], sound: Path
+    case: str, write: Callable[..., Path], sound: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory = write()
     fields = json.loads((sound / FILE).read_text()) | FAILING[case]
@@ -296,11 +319,63 @@ def test_a_text_that_the_library_cannot_tokenize_is_refused(
         (lambda: tokenizer.encode_data(HARD), "prompt"),
         (lambda: tokenizer.encode_word(HARD), "prompt"),
         (lambda: tokenizer.render_chat([{"role": "user", "content": HARD}]), "messages"),
-        (lambda: tokenizer.render_chat([{"role": "user", "content": "<|end|>" + HARD}]), "messages"),
+        (
+            lambda: tokenizer.render_chat([{"role": "user", "content": "<|end|>" + HARD}]),
+            "messages",
+        ),
     ):
+        caplog.clear()
         with pytest.raises(InvalidRequest, match=f"cannot encode {param}") as raised:
             call()
+        [record] = caplog.records
+        assert record.exc_info is None and "\n" not in record.getMessage()
         assert raised.value.parameter == param and len(str(raised.value)) < 500
+
+
+def test_a_panic_prints_nothing_and_hides_nothing(
+    write: Callable[..., Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Rust's own lines are left out, whatever RUST_BACKTRACE says; those of others are not."""
+    tokenizer = Tokenizer(write(pre_tokenizer=split("(a+)+$")), SIZE)
+    ended, writers = threading.Event(), []
+
+    def write_lines(number: int) -> None:
+        count = 0
+        while not ended.is_set():
+            os.write(2, f"line {number} {count}\n".encode())
+            count += 1
+            time.sleep(0.001)
+        writers.append((number, count))
+
+    threads = [threading.Thread(target=write_lines, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for text in [HARD, "abc"] * 10:
+        with suppress(InvalidRequest):
+            tokenizer.encode(text)
+    ended.set()
+    for thread in threads:
+        thread.join()
+    lines = capfd.readouterr().err.splitlines()
+    assert sorted(lines) == sorted(f"line {n} {at}" for n, count in writers for at in range(count))
+
+
+def test_only_the_first_panic_of_an_unsuspected_tokenizer_prints(
+    write: Callable[..., Path], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = Tokenizer(write(pre_tokenizer=split("(a+)+$")), SIZE)
+    tokenizer.calls.may_panic = False
+    for is_silent in (False, True):
+        with pytest.raises(InvalidRequest):
+            tokenizer.encode(HARD)
+        assert (capfd.readouterr().err == "") is is_silent
+
+
+def test_few_published_patterns_are_suspected() -> None:
+    """One has repetitions in repetitions, of letters with marks between blanks."""
+    patterns = {pattern for found in SPLITS.values() for pattern in found.patterns}
+    suspected = [text for text in patterns if tokenizer_limits._may_panic({"Regex": text})]
+    assert len(patterns) > 20 and len(suspected) <= 1
 
 
 def test_tokens_that_the_library_cannot_decode_end_one_request(write: Callable[..., Path]) -> None:
@@ -331,8 +406,10 @@ def listed(tokens: list[str], kinds: list[int], **fields: Any) -> dict[str, Any]
 GGUF: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "a long word": (lambda: listed(["a", "x" * 5 * MILLION], [1, 1]), "5000000 characters"),
     "a long control token": (
-        lambda: listed(["a", "x" * 5 * MILLION], [1, 3])
-        | {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": []},
+        lambda: (
+            listed(["a", "x" * 5 * MILLION], [1, 3])
+            | {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": []}
+        ),
         "5000000 characters",
     ),
     "many words": (

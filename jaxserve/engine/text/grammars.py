@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxserve.engine.text.grammar_vocabulary import vocabulary_for_grammars
-from jaxserve.engine.text.library_failure import LibraryCalls, TokenizerFailure
+from jaxserve.engine.text.library_calls import LibraryCalls, TokenizerFailure
 from jaxserve.engine.text.structural_tags import structural_tag_grammar
 from jaxserve.engine.text.tokenizer import Tokenizer
 from jaxserve.errors import InvalidRequest

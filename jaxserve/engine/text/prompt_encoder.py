@@ -17,7 +17,7 @@ from typing import Any
 from tokenizers import Encoding
 from tokenizers import Tokenizer as Backend
 
-from jaxserve.engine.text.library_failure import LibraryCalls
+from jaxserve.engine.text.library_calls import LibraryCalls, TokenizerFailure
 
 _BLANK = "\u2581"  # how vocabularies of pieces write a blank
 # Longer texts are encoded by the library's function for batches, which releases Python's lock.
@@ -32,10 +32,17 @@ class PromptEncoder:
         backend: of the tokenizers library.
         added: ids of added tokens by their texts.
         special: ids of those that are special.
+        calls: runs the library's functions.
     """
 
-    def __init__(self, backend: Backend, added: Mapping[str, int], special: Collection[int]):
-        self._backend = backend
+    def __init__(
+        self,
+        backend: Backend,
+        added: Mapping[str, int],
+        special: Collection[int],
+        calls: LibraryCalls,
+    ) -> None:
+        self._backend, self._calls = backend, calls
         # Files may have settings for training, such as a padding to a length.
         backend.no_padding()
         backend.no_truncation()
@@ -61,9 +68,8 @@ class PromptEncoder:
         if text is not None:
             return self._backend.token_to_id(text)
         try:
-            with LibraryCalls():
-                found = self._inner.encode(_UNASSIGNED).ids
-        except Exception:  # a model without such a token
+            found = self._encoded(self._inner, _UNASSIGNED).ids
+        except TokenizerFailure:  # a model without such a token
             return None
         return next((token for token in found if token in self._marks), None)
 
@@ -73,7 +79,7 @@ class PromptEncoder:
         Raises:
             TokenizerFailure: the library cannot encode it.
         """
-        return _encoded(self._backend, text, add_special_tokens).ids
+        return self._encoded(self._backend, text, add_special_tokens).ids
 
     def encode_data(self, text: str) -> list[int]:
         """Return the token ids of a text, in which no added token is found.
@@ -94,7 +100,7 @@ class PromptEncoder:
         """
         mark = f"\ue000{secrets.token_hex(8)}\ue001" if len(pieces) > 1 else ""
         text = mark.join(pieces)
-        encoding = _encoded(self._backend, text)
+        encoding = self._encoded(self._backend, text)
         ids, whole = encoding.ids, [(0, 0, 0)]
         mistaken: list[int] = []
         for place, token in enumerate(ids):
@@ -122,6 +128,12 @@ class PromptEncoder:
             is_begun, first = end, place + 1
         return result
 
+    def _encoded(self, backend: Backend, text: str, add_special_tokens: bool = False) -> Encoding:
+        options, run = {"add_special_tokens": add_special_tokens}, self._calls.run
+        if len(text) <= _SHORT_CHARS or self._calls.may_panic:
+            return run(backend.encode, text, **options)
+        return run(backend.encode_batch, [text], **options)[0]
+
     def _spelled(self, text: str, backend: Backend) -> list[int]:
         """Return the token ids of a text without added tokens.
 
@@ -129,7 +141,7 @@ class PromptEncoder:
         """
         if not text:
             return []
-        encoding = _encoded(backend, text)
+        encoding = self._encoded(backend, text)
         ids, cuts = encoding.ids, [(0, 0)]
         for place, token in enumerate(ids):
             if token in self._marks:
@@ -158,14 +170,6 @@ class PromptEncoder:
             return [(start, start + len(word))]
         place = start + max(place, 0) + 1
         return [(place, place)]
-
-
-def _encoded(backend: Backend, text: str, add_special_tokens: bool = False) -> Encoding:
-    with LibraryCalls():
-        if len(text) <= _SHORT_CHARS:
-            return backend.encode(text, add_special_tokens=add_special_tokens)
-        [encoding] = backend.encode_batch([text], add_special_tokens=add_special_tokens)
-        return encoding
 
 
 def _without_prefix(backend: Backend) -> tuple[Backend, bool]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from jaxserve.engine.text.added_texts import AddedTexts
-from jaxserve.engine.text.library_failure import LibraryCalls, TokenizerFailure
+from jaxserve.engine.text.library_calls import LibraryCalls, TokenizerFailure
 from jaxserve.engine.text.plain_tokenizer import read_tokenizer
 from jaxserve.engine.text.prompt_encoder import PromptEncoder
 from jaxserve.engine.text.template import ChatTemplate, TemplateTooLong
@@ -49,9 +49,10 @@ class Tokenizer:
                 f"{directory}: there is no tokenizer.json; pass tokenizer=DIR, or "
                 "skip_tokenizer_init=True to serve token ids only"
             )
-        check_tokenizer_files(path.parent, vocab_size)
+        may_panic = check_tokenizer_files(path.parent, vocab_size)
         try:
-            with LibraryCalls():
+            self.calls = LibraryCalls(may_panic)
+            with self.calls:
                 self._take(read_tokenizer(Path(directory)), str(path), vocab_size)
         except CheckpointError:
             raise
@@ -62,6 +63,7 @@ class Tokenizer:
     def of(cls, tokenizer: Any, where: str, vocab_size: int) -> Self:
         """Wrap a tokenizer of Transformers; CheckpointError where it does not fit the model."""
         made = cls.__new__(cls)
+        made.calls = LibraryCalls()
         made._take(tokenizer, where, vocab_size)
         return made
 
@@ -81,7 +83,7 @@ class Tokenizer:
         self.special_ids = frozenset(number for number, token in flagged.items() if token.special)
         self._added_texts = {number: text for text, number in self._added_ids.items()}
         self._added = AddedTexts(self._added_ids)
-        self._encoder = PromptEncoder(self.backend, self._added_ids, self.special_ids)
+        self._encoder = PromptEncoder(self.backend, self._added_ids, self.special_ids, self.calls)
         self._templates = self._read_templates(where)
 
     def _tokens_beyond(self, vocab: Mapping[str, int], where: str) -> dict[int, str]:
@@ -231,8 +233,7 @@ class Tokenizer:
             InvalidRequest: the tokenizer cannot decode them.
         """
         try:
-            with LibraryCalls():
-                return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+            return self.calls.run(self.backend.decode, list(token_ids), skip_special_tokens)
         except TokenizerFailure as error:
             raise InvalidRequest(f"the tokenizer cannot decode the tokens: {error}") from None
 
@@ -330,7 +331,10 @@ class Tokenizer:
 
 
 def _not_encoded(param: str, error: TokenizerFailure) -> InvalidRequest:
-    return InvalidRequest(f"this model's tokenizer cannot encode {param}: {error}", param)
+    """Return the refusal of a text; it is logged, since it may be the checkpoint's fault."""
+    message = f"this model's tokenizer cannot encode {param}: {error}"
+    _log.warning("a request is refused: %s", message)
+    return InvalidRequest(message, param)
 
 
 def byte_letters() -> list[str]:

@@ -13,10 +13,10 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Listing
-from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from jaxserve.engine.text.tokenizer_parts import num_strings, read_parts
 from jaxserve.errors import CheckpointError
 
 MAX_TOKENIZER_BYTES = 64 << 20
@@ -35,43 +35,23 @@ MAX_TEMPLATE_TOKENS = 1024
 MAX_WORD_CHARS = 1000
 _MAX_STRING_CHARS = 16 << 10
 _MAX_CHARSMAP_CHARS = 8 << 20
+_SMALLEST_TRIE = 4 * 256
 # Merges for each word; the largest published vocabularies have three.
 _MERGES_PER_WORD, _MORE_MERGES = 16, 100_000
 _BYTES_PER_WORD, _MORE_BYTES = 256, 1 << 20
-_CHUNK = 1 << 18
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
+# A repetition of repetitions, whose search the library may give up with a panic.
+_NESTED = re.compile(r"(?:[*+]|\{\d*,\d*\})[^(]*\)[*+{]")
 # A pattern with such signs may match empty text, in any place.
 _MAY_BE_EMPTY = re.compile(r"[*?|^$]|\\[bBAzZG]|\{0?,")
-_PARTS = (
-    *("normalizer", "pre_tokenizer", "post_processor", "decoder"),
-    *("truncation", "padding"),
-)
-_BIG = ("vocab", "merges")
-_SETTINGS = ("continuing_subword_prefix", "end_of_word_suffix", "max_input_chars_per_word")
 _CONFIGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _TEMPLATES = ("chat_template.jinja", "additional_chat_templates/*.jinja")
 
 
-class _Parts(NamedTuple):
-    """Parts of a tokenizer.json.
-
-    Attributes:
-        small: the parts that prepare texts and tokens.
-        added: texts of the added tokens, and whether they are normalized.
-        model: settings of the model.
-        vocab: JSON of its vocabulary.
-        merges: JSON of its merges.
-    """
-
-    small: dict[str, Any]
-    added: list[tuple[Any, Any]]
-    model: dict[str, Any]
-    vocab: memoryview
-    merges: memoryview
-
-
-def check_tokenizer_files(directory: Path, vocab_size: int) -> None:
+def check_tokenizer_files(directory: Path, vocab_size: int) -> bool:
     """Check the sizes of what a folder's tokenizer files hold.
+
+    Returns:
+        Whether tokenizer.json has rules by which a text may let the library panic.
 
     Args:
         directory: holds tokenizer.json and what belongs to it.
@@ -92,7 +72,7 @@ def check_tokenizer_files(directory: Path, vocab_size: int) -> None:
     path = directory / "tokenizer.json"
     _check_bytes(path, MAX_TOKENIZER_BYTES)
     try:
-        _check_tokenizer(path.read_bytes(), most)
+        return _check_tokenizer(path.read_bytes(), most)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     except Exception as error:  # whatever a value of another type leads to
@@ -116,7 +96,9 @@ def check_listed_words(
     """
     most = len(words) if vocab_size is None else vocab_size + MAX_TOKENS_BEYOND
     if len(words) > most:
-        raise CheckpointError(f"holds {len(words)} words, and the model has logits for {vocab_size}")
+        raise CheckpointError(
+            f"holds {len(words)} words, and the model has logits for {vocab_size}"
+        )
     _check_added(added, most)
     _check_merges(num_merges, most)
 
@@ -157,18 +139,18 @@ def _texts_of(config: dict[str, Any]) -> Iterator[str]:
             yield text
 
 
-def _check_tokenizer(raw: bytes, most: int) -> None:
-    """Check a tokenizer.json of a model with so many words.
+def _check_tokenizer(raw: bytes, most: int) -> bool:
+    """Check a tokenizer.json of a model with so many words; return whether a text may panic.
 
     Raises:
         CheckpointError: a size is beyond its limit; the message names no file.
         ValueError, RecursionError: it is no JSON.
     """
-    parts = _parts(raw)
+    parts = read_parts(raw)
     _check_words(parts.vocab, most)
     # A merge is a string, or a pair of them.
     most_merges = _most_merges(most)
-    _check_merges(_num_strings(parts.merges, 2 * most_merges) // 2, most)
+    _check_merges(num_strings(parts.merges, 2 * most_merges) // 2, most)
     small = parts.small
     for name in ("normalizer", "decoder", "pre_tokenizer"):
         _check_part(name, small.get(name))
@@ -188,65 +170,7 @@ def _check_tokenizer(raw: bytes, most: int) -> None:
             f"allowed: {MAX_NORMALIZED_CHARS}"
         )
     _check_model(parts.model, parts.merges)
-
-
-def _parts(raw: bytes) -> _Parts:
-    """Return what a tokenizer.json holds, in parts.
-
-    Vocabulary and merges are most of a file. Parsing them would take half as long as the library
-    takes to read it, so they stay JSON.
-    """
-    try:
-        import msgspec
-    except ImportError:  # it belongs to the server; the standard library takes ten times as long
-        parts = _object(json.loads(raw))
-        model = _object(parts.pop("model", {}))
-        big = [memoryview(json.dumps(model.pop(name, [])).encode()) for name in _BIG]
-        tokens = [token for token in parts.get("added_tokens") or () if isinstance(token, dict)]
-        added = [(token.get("content"), token.get("normalized")) for token in tokens]
-        return _Parts(parts, added, model, *big)
-    none, define = msgspec.Raw(b"null"), msgspec.defstruct
-
-    def fields(names: Iterable[str]) -> list[tuple[str, Any, Any]]:
-        return [(name, msgspec.Raw, none) for name in names]
-
-    token = define("Token", [("content", Any, None), ("normalized", Any, None)])
-    model = define("Model", fields((*_SETTINGS, *_BIG)))
-    own: list[Any] = [("model", model), ("added_tokens", list[token] | None, None)]
-    try:
-        file = msgspec.json.decode(raw, type=define("File", [*own, *fields(_PARTS)]))
-    except msgspec.MsgspecError as error:
-        raise ValueError(str(error)) from None
-    big = [memoryview(getattr(file.model, name)) for name in _BIG]
-    parts = {name: bytes(getattr(file, name)) for name in _PARTS}
-    settings = {name: bytes(getattr(file.model, name)) for name in _SETTINGS}
-    return _Parts(
-        {name: json.loads(part) for name, part in parts.items()},
-        [(token.content, token.normalized) for token in file.added_tokens or ()],
-        {name: json.loads(part) for name, part in settings.items()},
-        *big,
-    )
-
-
-def _object(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise CheckpointError(f"not a readable tokenizer: {type(value).__name__} in an object's place")
-    return value
-
-
-def _num_strings(source: memoryview, most: int) -> int:
-    """Count the strings in JSON, up to a few more than `most`.
-
-    Quotation marks in strings count as well where there are few, since counting exactly takes as
-    long as parsing.
-    """
-    if len(source) // 4 <= most:  # a string, a comma and a character at least
-        return 0
-    starts = range(0, len(source), _CHUNK)
-    pairs = sum(bytes(source[at : at + _CHUNK]).count(b'"') for at in starts) // 2
-    if pairs <= most + most // 64 + 4096:
-        return min(pairs, most)
-    return sum(1 for _ in islice(_STRING.finditer(source), most + 2))
+    return any(_may_panic(value) for value in _nodes(small))
 
 
 def _most_merges(most: int) -> int:
@@ -259,7 +183,7 @@ def _check_merges(num_merges: int, most: int) -> None:
 
 
 def _check_words(vocab: memoryview, most: int) -> None:
-    if _num_strings(vocab, most) > most:
+    if num_strings(vocab, most) > most:
         raise CheckpointError(
             f"holds more than {most} words, and the model has logits for {most - MAX_TOKENS_BEYOND}"
         )
@@ -305,6 +229,8 @@ def _check_part(name: str, part: Any, steps: int = MAX_STEPS) -> None:
             charsmap = value.pop("precompiled_charsmap", None)
             if charsmap is not None:
                 _check_charsmap(name, charsmap)
+            if value.get("type") == "FixedLength" and value.get("length") == 0:
+                raise CheckpointError(f"the {name} cuts words of length 0")
         elif isinstance(value, str) and len(value) > _MAX_STRING_CHARS:
             raise CheckpointError(
                 f"the {name} holds a text of {len(value)} characters; allowed: {_MAX_STRING_CHARS}"
@@ -323,8 +249,18 @@ def _check_charsmap(name: str, charsmap: Any) -> None:
         if len(table) < 4 or size > len(table) - 4:
             raise ValueError(f"{len(table)} bytes cannot hold its trie")
         table[4 + size :].decode()
+        if size < _SMALLEST_TRIE:
+            raise ValueError(f"its trie has {size} bytes; every byte has a place in one")
     except (ValueError, binascii.Error) as error:
         raise CheckpointError(f"the {name}'s precompiled_charsmap is broken: {error}") from None
+
+
+def _may_panic(rule: Any) -> bool:
+    """Return whether a rule panics for some texts or tokens."""
+    if not isinstance(rule, dict):
+        return False
+    strips = rule.get("type") == "Strip" and rule.get("stop")
+    return bool(strips or _NESTED.search(str(rule.get("Regex", ""))))
 
 
 def _check_template(part: Any) -> None:
@@ -332,7 +268,8 @@ def _check_template(part: Any) -> None:
     for value in _nodes(part):
         if not isinstance(value, dict) or not isinstance(value.get("special_tokens"), dict):
             continue
-        lists = [token.get("ids") for token in value["special_tokens"].values() if token]
+        special = value["special_tokens"]
+        lists = [token.get("ids") for token in special.values() if token]
         longest = max((len(ids) for ids in lists if isinstance(ids, list)), default=0)
         pieces = max(len(value.get(name) or ()) for name in ("single", "pair"))
         if pieces * max(1, longest) > MAX_TEMPLATE_TOKENS:
@@ -340,6 +277,10 @@ def _check_template(part: Any) -> None:
                 f"the post_processor adds up to {pieces * longest} tokens to a text; allowed: "
                 f"{MAX_TEMPLATE_TOKENS}"
             )
+        named = (node.get("SpecialToken") for node in _nodes(value) if isinstance(node, dict))
+        unknown = [token["id"] for token in named if token and token["id"] not in special]
+        if unknown:
+            raise CheckpointError(f"the post_processor adds {unknown[0]!r:.80}, which it lacks")
 
 
 def _growth(part: Any) -> float:
@@ -381,7 +322,7 @@ def _check_model(model: dict[str, Any], merges: memoryview) -> None:
         right = merge.split(" ")[-1] if isinstance(merge, str) else merge[-1]
         encoded = str(right).encode()
         # The library cuts the prefix off the second part, whether it is there or not.
-        if len(encoded) < start or encoded[start : start + 1] > b"\x7f" and encoded[start] < 0xC0:
+        if len(encoded) < start or (encoded[start : start + 1] > b"\x7f" and encoded[start] < 0xC0):
             raise CheckpointError(
                 f"the merge {str(merge)[:80]!r} is shorter than continuing_subword_prefix "
                 f"{prefix[:80]!r}"
