@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from jaxserve import CheckpointError, InvalidRequest, SamplingParams
+from jaxserve.engine.text import tokenizer as tokenizer_module
 from jaxserve.engine.text import tokenizer_limits
 from jaxserve.engine.text.detokenizer import Detokenizer
 from jaxserve.engine.text.gguf_splits import SPLITS
@@ -93,7 +94,7 @@ TEMPLATE = {
         {"Sequence": {"id": "A", "type_id": 0}},
     ],
     "pair": [],
-    "special_tokens": {"x": {"id": "x", "ids": [1] * MILLION, "tokens": ["x"] * MILLION}},
+    "special_tokens": {"x": {"id": "x", "ids": [1] * 99_999, "tokens": ["x"] * 99_999}},
 }
 PIECES = TEMPLATE | {"single": TEMPLATE["single"][:1] * 2000, "special_tokens": {}}
 FIELDS: dict[str, tuple[dict[str, Any], str]] = {
@@ -102,9 +103,9 @@ FIELDS: dict[str, tuple[dict[str, Any], str]] = {
         {"added_tokens": added(*(f"{at}".ljust(1000, "x") for at in range(300)))},
         "300 added tokens",
     ),
-    "300,000 added tokens": (
-        {"added_tokens": added(*map(str, range(300_000)))},
-        "300000 tokens.*logits for 260",
+    "100,000 added tokens": (
+        {"added_tokens": added(*map(str, range(100_000)))},
+        "100000 tokens.*logits for 260",
     ),
     "six rules": ({"normalizer": chain("normalizers", *[TEN] * 6)}, "normalizer.*1e\\+06"),
     "six rules of patterns": ({"normalizer": chain("normalizers", *[ANY] * 6)}, "normalizer.*1e"),
@@ -127,8 +128,8 @@ FIELDS: dict[str, tuple[dict[str, Any], str]] = {
         {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "a|" * MILLION}}},
         "pre_tokenizer.*2000000",
     ),
-    "a million tokens around": ({"post_processor": TEMPLATE}, "post_processor.*tokens to a text"),
-    "a million pieces": ({"post_processor": PIECES}, "post_processor"),
+    "tokens around a text": ({"post_processor": TEMPLATE}, "post_processor.*tokens to a text"),
+    "many pieces": ({"post_processor": PIECES}, "post_processor"),
     "words of no length": (
         {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
         "pre_tokenizer.*length 0",
@@ -179,6 +180,16 @@ def test_what_would_panic_prints_nothing(
 ) -> None:
     refused(write(**FIELDS["snowmen"][0]), "continuing_subword_prefix")
     assert capfd.readouterr().err == ""
+
+
+def test_a_panic_at_loading_is_an_error_of_the_file(
+    write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that no check foresees."""
+    monkeypatch.setattr(tokenizer_module, "check_tokenizer_files", lambda *_: False)
+    directory = write(**FIELDS["snowmen"][0])
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: not a readable.*out of range"):
+        Tokenizer(directory, SIZE)
 
 
 WORDS = {
@@ -298,7 +309,7 @@ FAILING: dict[str, dict[str, Any]] = {
     },
     "BPE": {"model": {"type": "BPE", "vocab": LETTERS, "merges": [], "unk_token": "<unk>"}},
 }
-HARD = "a" * 40 + "b"
+HARD = "a" * 30 + "b"
 
 
 def chat(text: str) -> list[dict[str, str]]:
@@ -350,7 +361,7 @@ def test_a_panic_prints_nothing_and_hides_nothing(
     threads = [threading.Thread(target=write_lines, args=(number,)) for number in range(2)]
     for thread in threads:
         thread.start()
-    for text in [HARD, "abc"] * 10:
+    for text in [HARD, "abc"] * 3:
         with suppress(InvalidRequest):
             tokenizer.encode(text)
     ended.set()
