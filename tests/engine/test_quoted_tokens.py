@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from typing import Any
 
 import pytest
@@ -138,6 +139,30 @@ def test_words_that_are_special_tokens_are_no_data(model: str) -> None:
         ids = tokenizer.render_chat([{"role": "user", "content": text}])
         assert ids[0] == 1 and 1 not in ids[1:], (text, ids)
         assert len(ids) > 1
+
+
+def test_a_model_without_unknown_tokens_encodes_what_it_knows() -> None:
+    backend = Tokenizer(models.Unigram([(text, -1.0) for text in ["<s>", *"<s>old "]]))
+    backend.add_special_tokens(["<s>"])
+    plain = PlainTokenizer(backend, {}, [], "<s>{{ messages[0].content }}")
+    ids = OurTokenizer.of(plain, "", 9).render_chat([{"role": "user", "content": "<s>old"}])
+    assert ids[0] == 0 and 0 not in ids[1:] and len(ids) > 3
+
+
+def test_many_tokens_of_data_and_of_a_template_take_linear_time() -> None:
+    """A normalizer makes tokens of data, between as many of the template."""
+    backend = Tokenizer(models.BPE({text: n for n, text in enumerate(["<s>", *"<s>old"])}, []))
+    backend.normalizer = normalizers.Lowercase()
+    backend.add_special_tokens([AddedToken("<s>", normalized=True, special=True)])
+    template = "{% for m in messages %}<s>{{ m.content }}{% endfor %}"
+    tokenizer = OurTokenizer.of(PlainTokenizer(backend, {}, [], template), "", 9)
+    seconds = []
+    for count in (500, 4000):
+        messages = [{"role": "user", "content": "<S>old"}] * count
+        started = time.thread_time()
+        assert tokenizer.render_chat(messages, seconds=60.0).count(0) == count
+        seconds.append(time.thread_time() - started)
+    assert seconds[1] < 24 * max(seconds[0], 0.01)
 
 
 def test_gaps_are_filled_around_data() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from bisect import bisect_left
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Listing
 from itertools import pairwise
@@ -68,7 +69,7 @@ class PromptEncoder:
         if text is not None:
             return self._backend.token_to_id(text)
         try:
-            found = self._encoded(self._inner, _UNASSIGNED).ids
+            found = LibraryCalls(may_panic=True).run(self._inner.encode, _UNASSIGNED).ids
         except TokenizerFailure:  # a model without such a token
             return None
         return next((token for token in found if token in self._marks), None)
@@ -98,10 +99,24 @@ class PromptEncoder:
         Raises:
             TokenizerFailure: the library cannot encode it.
         """
-        mark = f"\ue000{secrets.token_hex(8)}\ue001" if len(pieces) > 1 else ""
-        text = mark.join(pieces)
+        if len(pieces) == 1:
+            return self._joined(pieces[0], "")
+        mark = f"\ue000{secrets.token_hex(8)}\ue001"
+        try:
+            return self._joined(mark.join(pieces), mark)
+        except TokenizerFailure:  # the mark itself may be unknown to the model
+            return [token for piece in pieces for token in self.encode(piece, False)]
+
+    def _joined(self, text: str, mark: str) -> list[int]:
+        """Return the token ids of a text without a mark in it; no added token holds the mark.
+
+        Args:
+            text: with the mark.
+            mark: empty where there is none.
+        """
         encoding = self._encoded(self._backend, text)
-        ids, whole = encoding.ids, [(0, 0, 0)]
+        ids = encoding.ids
+        whole: list[tuple[int, int, int]] = []
         mistaken: list[int] = []
         for place, token in enumerate(ids):
             if token not in self._marks:
@@ -114,18 +129,19 @@ class PromptEncoder:
         if not (mark or mistaken):
             return ids
         result: list[int] = []
-        whole.append((len(ids), len(text), len(text)))
-        is_begun, first = 0, 0
-        for place, start, end in whole[1:]:
-            segment = text[is_begun:start]
-            if (mark and mark in segment) or any(first <= other < place for other in mistaken):
+        first_token = first_char = 0
+        for place, start, end in [*whole, (len(ids), len(text), len(text))]:
+            segment = text[first_char:start]
+            following = bisect_left(mistaken, first_token)
+            is_wrong = following < len(mistaken) and mistaken[following] < place
+            if is_wrong or (mark and mark in segment):
                 segment = segment.replace(mark, "") if mark else segment
-                first_only = self._begins_once and is_begun > 0
-                result += self._spelled(segment, self._inner if first_only else self._plain)
+                is_later = self._begins_once and first_char > 0
+                result += self._spelled(segment, self._inner if is_later else self._plain)
             else:
-                result += ids[first:place]
+                result += ids[first_token:place]
             result += ids[place : place + 1]
-            is_begun, first = end, place + 1
+            first_token, first_char = place + 1, end
         return result
 
     def _encoded(self, backend: Backend, text: str, add_special_tokens: bool = False) -> Encoding:
