@@ -76,6 +76,8 @@ HOMES = {
     "msgspec": (
         *("jaxserve.server", "jaxserve.commands.batch_file", "jaxserve.commands.terminal"),
         *("jaxserve.commands.bench", "jaxserve.engine.event_publisher"),
+        # Only where it is installed: the engine runs without the server's libraries.
+        "jaxserve.engine.text.tokenizer_parts",
     ),
     "zmq": ("jaxserve.engine.event_publisher",),
     "prometheus_client": ("jaxserve.server",),

@@ -15,6 +15,7 @@ from jaxserve.engine.metrics import SequenceTimes
 from jaxserve.engine.recovery import Recovery
 from jaxserve.engine.text.detokenizer import Detokenizer
 from jaxserve.engine.text.grammars import GrammarError
+from jaxserve.engine.text.library_calls import TokenizerFailure
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import FinishReason
 from jaxserve.scheduling.commit_result import StepResult
@@ -183,7 +184,8 @@ class Delivery:
             except GrammarError as error:
                 self.end(live, FinishReason.ERROR, error.as_refusal())
             except Exception as error:  # of the text library: this request's loss alone
-                _log.exception("detokenization failed")
+                is_library = isinstance(error, TokenizerFailure)
+                _log.error("detokenization failed: %s", error, exc_info=not is_library)
                 self.end(live, FinishReason.ERROR, error=f"detokenization failed: {error}")
         for sequence in result.finished:
             live = self._live.get(sequence)

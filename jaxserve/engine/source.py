@@ -84,7 +84,7 @@ class Source:
             return Tokenizer(folder, size)
         if isinstance(self.weights, GgufFile):
             made = _late("jaxserve.engine.text.gguf_tokenizer").gguf_tokenizer(
-                self.weights.metadata, str(self.path)
+                self.weights.metadata, str(self.path), size
             )
             return Tokenizer.of(made, str(self.path), size)
         return Tokenizer(self.path, size)

@@ -16,6 +16,7 @@ from jaxserve import LLM, EngineConfig, SamplingParams
 from jaxserve.engine.loading import load
 from jaxserve.engine.text.detokenizer import Detokenizer
 from jaxserve.engine.text.gguf_tokenizer import gguf_tokenizer
+from jaxserve.engine.text.template import ChatTemplate
 from jaxserve.engine.text.tokenizer import Tokenizer
 from tests.published.models import (
     CHATS,
@@ -88,6 +89,19 @@ def test_chats_are_transformers(case: Case) -> None:
                     case.ours.render_chat(messages, **options)
                 continue
             assert case.ours.render_chat(messages, seconds=20.0, **options) == want
+
+
+def test_data_never_becomes_added_tokens(case: Case) -> None:
+    """The prompt says what was written, for every added token of a published tokenizer."""
+    template = ChatTemplate("{{ messages[0].content }}")
+    added = {text: number for text, number in case.theirs.get_added_vocab().items() if text.strip()}
+    marks = [text for text in added if len(text.replace("▁", " ").strip()) > 1]
+    quoted = ["<s>old</s>", "x".join(marks), "".join(marks), " ".join(marks[:99]), marks[0][1:]]
+    for text in [*quoted, *marks[:99], *(text * 2 for text in marks[-9:])]:
+        messages = [{"role": "user", "content": text}]
+        ids = case.ours.render_chat(messages, seconds=20.0, chat_template=template)
+        assert not {added[text] for text in marks}.intersection(ids)
+        assert case.ours.decode(ids, False).strip() == unicodedata.normalize("NFC", text).strip()
 
 
 def test_streams_are_wholes(case: Case) -> None:

@@ -34,7 +34,8 @@ class Detokenizer:
         self._backend = tokenizer.backend
         self._context = list(prompt_token_ids[-_CONTEXT_TOKENS:])
         self._skip_special = sampling.skip_special_tokens
-        self._stream = DecodeStream(ids=self._context, skip_special_tokens=self._skip_special)
+        self._run = tokenizer.calls.run
+        self._stream = self._run(DecodeStream, self._context, self._skip_special)
         self._before = self._decode(self._context)
         # The stream begins with the context itself, where that ends in U+FFFD: it may be a
         # character that is not whole yet, and what completes it would change the context's text.
@@ -58,7 +59,7 @@ class Detokenizer:
     def add(self, token_id: int) -> bool:
         """Take one more token; return whether its text completes a stop string."""
         self._num_tokens += 1
-        piece = self._stream.step(self._backend, token_id)
+        piece = self._run(self._stream.step, self._backend, token_id)
         if self._added:
             word = self._added.get(token_id)
             piece = word if word is not None and self._follows_added else piece
@@ -93,7 +94,7 @@ class Detokenizer:
         return b"".join(map(self._tokenizer.token_bytes, shown))
 
     def _decode(self, token_ids: Listing[int]) -> str:
-        return self._backend.decode(list(token_ids), skip_special_tokens=self._skip_special)
+        return self._run(self._backend.decode, list(token_ids), self._skip_special)
 
     def _extend(self, piece: str) -> bool:
         before = len(self.text)

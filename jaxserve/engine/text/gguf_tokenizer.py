@@ -21,8 +21,10 @@ from tokenizers.processors import TemplateProcessing
 
 from jaxserve.engine.text.gguf_ends import end_texts
 from jaxserve.engine.text.gguf_splits import IN_CHARACTERS, SPLITS, Split
+from jaxserve.engine.text.library_calls import LibraryCalls
 from jaxserve.engine.text.plain_tokenizer import PlainTokenizer
 from jaxserve.engine.text.tokenizer import byte_letters
+from jaxserve.engine.text.tokenizer_limits import check_listed_words
 from jaxserve.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
@@ -52,14 +54,22 @@ MAX_TEMPLATE_CHARS = 1 << 20
 _BLANK = "▁"  # how vocabularies of characters write it
 
 
-def gguf_tokenizer(metadata: Mapping[str, Any], where: str) -> PlainTokenizer:
+def gguf_tokenizer(
+    metadata: Mapping[str, Any], where: str, vocab_size: int | None = None
+) -> PlainTokenizer:
     """Return the tokenizer that a GGUF file's metadata describes.
+
+    Args:
+        metadata: of the file.
+        where: names the file in errors.
+        vocab_size: width of the model's logits, if it is known.
 
     Raises:
         CheckpointError: there is none, one of an unknown kind, or one that contradicts itself.
     """
     try:
-        return _tokenizer(metadata)
+        with LibraryCalls():
+            return _tokenizer(metadata, vocab_size)
     except Exception as error:  # whatever a vocabulary that contradicts itself leads to
         raise CheckpointError(
             f"{where}: its tokenizer cannot be built ({str(error)[:500]}); pass tokenizer=DIR"
@@ -81,10 +91,14 @@ def save_tokenizer(metadata: Mapping[str, Any], where: str, folder: Path) -> Non
     ).save_pretrained(folder)
 
 
-def _tokenizer(metadata: Mapping[str, Any]) -> PlainTokenizer:
+def _tokenizer(metadata: Mapping[str, Any], vocab_size: int | None) -> PlainTokenizer:
     kind, tokens = _kind(metadata), _plain(metadata["tokenizer.ggml.tokens"])
     types, split = _types(metadata, tokens, kind), None
     names = _special(metadata, tokens)
+    whole = [token for token, found in zip(tokens, types, strict=True) if found in _WHOLE]
+    merges = metadata.get("tokenizer.ggml.merges") if kind == "gpt2" else ()
+    # Without merges, the parts of every token are looked up.
+    check_listed_words(tokens, whole if kind == "gpt2" else tokens, len(merges or ()), vocab_size)
     if kind == "gpt2":
         split = _split(metadata)
         backend = _byte_level(metadata["tokenizer.ggml.merges"], tokens, types, split)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxserve.engine.text.grammar_vocabulary import vocabulary_for_grammars
+from jaxserve.engine.text.library_calls import LibraryCalls, TokenizerFailure
 from jaxserve.engine.text.structural_tags import structural_tag_grammar
 from jaxserve.engine.text.tokenizer import Tokenizer
 from jaxserve.errors import InvalidRequest
@@ -242,14 +243,15 @@ class Grammars:
         """Return the compiled form, or a text of what is wrong with it."""
         import llguidance
 
-        tokenizer, started = self.tokenizer(), self._clock()
         try:
+            with LibraryCalls():
+                tokenizer, started = self.tokenizer(), self._clock()
             source = grammar_source(params, self._named, tokenizer.is_special_token)
             matcher = llguidance.LLMatcher(tokenizer, source, log_level=0)
             if matcher.is_error():
                 return _first_line(matcher.get_error())
             constraint = Constraint(matcher, self._vocab_size, self._clock)
-        except (ValueError, GrammarError) as error:
+        except (ValueError, GrammarError, TokenizerFailure) as error:
             return _first_line(str(error))
         constraint.work.seconds += self._clock() - started
         return constraint if constraint.words.any() else "no text satisfies it"

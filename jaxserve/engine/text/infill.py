@@ -63,7 +63,7 @@ def infill_prompt(tokenizer: Any, before: str, behind: str) -> list[int]:
             "none, so send a prompt alone",
             "suffix",
         )
-    head, tail = (tokenizer.encode(text, False) if text else [] for text in (before, behind))
+    head, tail = (tokenizer.encode_data(text) if text else [] for text in (before, behind))
     first = [ids[0], *head]
     second = [ids[1], *tail]
     parts = [*second, *first] if marks.is_reversed else [*first, *second, *ids[2:]]

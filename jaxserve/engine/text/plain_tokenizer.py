@@ -7,6 +7,7 @@ would change what Transformers does, Transformers reads them. Tests compare the 
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -78,14 +79,33 @@ class PlainTokenizer:
         return self.chat_template
 
 
+def read_tokenizer(directory: Path) -> Any:
+    """Return a folder's tokenizer, read with Transformers where `read_plain` does not read it.
+
+    That import is late: it takes longer than the rest of a start, and few tokenizers need it.
+
+    Raises:
+        Exception: of either library, for corrupt files.
+    """
+    plain = read_plain(directory)
+    if plain is not None:
+        return plain
+    transformers = importlib.import_module("transformers")
+    return transformers.AutoTokenizer.from_pretrained(
+        str(directory), local_files_only=True, trust_remote_code=False
+    )
+
+
 def read_plain(directory: Path) -> PlainTokenizer | None:
     """Return a folder's tokenizer, or None where only Transformers should read it.
 
     Raises:
         Exception: of the tokenizers library, bare ones, for a corrupt tokenizer.json.
     """
+    if any((directory / name).exists() for name in _OTHER_FILES):
+        return None
     config = _json(directory / "tokenizer_config.json")
-    if config is None or any((directory / name).exists() for name in _OTHER_FILES):
+    if config is None:
         return None
     named = {name: config[name] for name in _NAMED if config.get(name) is not None}
     extra = config.get("extra_special_tokens", [])

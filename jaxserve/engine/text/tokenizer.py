@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import itertools
 import logging
 import re
@@ -15,13 +14,14 @@ from pathlib import Path
 from typing import Any, Self
 
 from jaxserve.engine.text.added_texts import AddedTexts
-from jaxserve.engine.text.plain_tokenizer import read_plain
+from jaxserve.engine.text.library_calls import LibraryCalls, TokenizerFailure
+from jaxserve.engine.text.plain_tokenizer import read_tokenizer
+from jaxserve.engine.text.prompt_encoder import PromptEncoder
 from jaxserve.engine.text.template import ChatTemplate, TemplateTooLong
+from jaxserve.engine.text.tokenizer_limits import MAX_TOKENS_BEYOND, check_tokenizer_files
 from jaxserve.errors import CheckpointError, InvalidRequest
 
-MAX_TOKENIZER_BYTES = 64 << 20
 MAX_JSON_BYTES = 1 << 20
-MAX_TOKENS_BEYOND = 64  # with more tokens without logits, the tokenizer is another model's
 NO_TEMPLATE = "this model has no chat template"
 _log = logging.getLogger(__name__)
 # A byte of no known character, in vocabularies that are made of characters.
@@ -46,11 +46,11 @@ class Tokenizer:
                 f"{directory}: there is no tokenizer.json; pass tokenizer=DIR, or "
                 "skip_tokenizer_init=True to serve token ids only"
             )
-        if path.stat().st_size > MAX_TOKENIZER_BYTES:
-            raise CheckpointError(f"{path}: larger than {MAX_TOKENIZER_BYTES} bytes")
+        may_panic = check_tokenizer_files(path.parent, vocab_size)
         try:
-            plain = read_plain(Path(directory))
-            self._take(plain or _read_with_transformers(str(directory)), str(path), vocab_size)
+            self.calls = LibraryCalls(may_panic)
+            with self.calls:
+                self._take(read_tokenizer(Path(directory)), str(path), vocab_size)
         except CheckpointError:
             raise
         except Exception as error:  # the library raises bare Exceptions for a corrupt file
@@ -60,6 +60,7 @@ class Tokenizer:
     def of(cls, tokenizer: Any, where: str, vocab_size: int) -> Self:
         """Wrap a tokenizer of Transformers; CheckpointError where it does not fit the model."""
         made = cls.__new__(cls)
+        made.calls = LibraryCalls()
         made._take(tokenizer, where, vocab_size)
         return made
 
@@ -68,6 +69,7 @@ class Tokenizer:
         self.backend = tokenizer.backend_tokenizer
         self._vocab_size = vocab_size
         vocab: dict[str, int] = tokenizer.get_vocab()
+        self._added_ids: dict[str, int] = tokenizer.get_added_vocab()
         self._beyond = self._tokens_beyond(vocab, where)
         self.eos_token_id: int | None = self._tokenizer.eos_token_id
         self.longest_token = max(map(len, vocab), default=1)
@@ -76,9 +78,9 @@ class Tokenizer:
         # The flag that decoding goes by; lists of special tokens by name rarely hold all of them.
         flagged = self.backend.get_added_tokens_decoder()
         self.special_ids = frozenset(number for number, token in flagged.items() if token.special)
-        added_vocab = self._tokenizer.get_added_vocab()
-        self._added_texts = {number: text for text, number in added_vocab.items()}
-        self._added = AddedTexts(added_vocab)
+        self._added_texts = {number: text for text, number in self._added_ids.items()}
+        self._added = AddedTexts(self._added_ids)
+        self._encoder = PromptEncoder(self.backend, self._added_ids, self.special_ids, self.calls)
         self._templates = self._read_templates(where)
 
     def _tokens_beyond(self, vocab: Mapping[str, int], where: str) -> dict[int, str]:
@@ -87,7 +89,7 @@ class Tokenizer:
         Raises:
             CheckpointError: words have none either, so the tokenizer is another model's.
         """
-        size, added = self._vocab_size, self._tokenizer.get_added_vocab()
+        size, added = self._vocab_size, self._added_ids
         found = {token: text for text, token in vocab.items() if token >= size}
         if any(text not in added for text in found.values()) or len(found) > MAX_TOKENS_BEYOND:
             raise CheckpointError(
@@ -180,7 +182,7 @@ class Tokenizer:
 
     def token_id(self, text: str) -> int | None:
         """Return the id of the added token with this text, or None."""
-        return self._tokenizer.get_added_vocab().get(text)
+        return self._added_ids.get(text)
 
     def is_special(self, text: str) -> bool:
         """Return whether a text is that of a special token, which decoding usually leaves out."""
@@ -194,22 +196,43 @@ class Tokenizer:
         """
         return self._within(self._encode(text, add_special_tokens), "prompt")
 
+    def encode_data(self, text: str) -> list[int]:
+        """Return token ids of a text in which the texts of added tokens stay text.
+
+        Raises:
+            InvalidRequest: it is no text, or the tokenizer cannot encode it.
+        """
+        return self._encode(text, None)
+
     def encode_word(self, text: str) -> list[int]:
         """Return token ids of a piece of text, with nothing around it and without checks."""
         return self._encode(text, False)
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def _encode(self, text: str, add_special_tokens: bool | None) -> list[int]:
+        """Return token ids; without any added token for None."""
         if not isinstance(text, str):
             raise InvalidRequest(f"prompt must be text, got {type(text).__name__}", "prompt")
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise InvalidRequest(f"prompt is not valid Unicode: {error}", "prompt") from None
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        try:
+            if add_special_tokens is None:
+                return self._encoder.encode_data(text)
+            return self._encoder.encode(text, add_special_tokens)
+        except TokenizerFailure as error:
+            raise _not_encoded("prompt", error) from None
 
     def decode(self, token_ids: Listing[int], skip_special_tokens: bool = True) -> str:
-        """Return text of token ids."""
-        return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        """Return text of token ids.
+
+        Raises:
+            InvalidRequest: the tokenizer cannot decode them.
+        """
+        try:
+            return self.calls.run(self.backend.decode, list(token_ids), skip_special_tokens)
+        except TokenizerFailure as error:
+            raise InvalidRequest(f"the tokenizer cannot decode the tokens: {error}") from None
 
     def token_strings(self, token_ids: Listing[int]) -> list[str]:
         """Return each token as the vocabulary spells it."""
@@ -269,11 +292,10 @@ class Tokenizer:
             raise InvalidRequest(
                 f"the chat template refuses the messages: {error}", "messages"
             ) from error
-        ids = [
-            token
-            for piece in pieces
-            for token in self._tokenizer.encode(piece, add_special_tokens=False)
-        ]
+        try:
+            ids = self._encoder.encode_pieces(pieces)
+        except TokenizerFailure as error:
+            raise _not_encoded("messages", error) from None
         return self._within(ids, "messages")
 
     def _render(
@@ -305,6 +327,13 @@ class Tokenizer:
         return text.split(mark)
 
 
+def _not_encoded(param: str, error: TokenizerFailure) -> InvalidRequest:
+    """Return the refusal of a text; it is logged, since it may be the checkpoint's fault."""
+    message = f"this model's tokenizer cannot encode {param}: {error}"
+    _log.warning("a request is refused: %s", message)
+    return InvalidRequest(message, param)
+
+
 def byte_letters() -> list[str]:
     """Return the letter that a vocabulary of bytes (GPT-2's) writes for each byte.
 
@@ -314,14 +343,3 @@ def byte_letters() -> list[str]:
     visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = itertools.count(256)
     return [chr(byte if byte in visible else next(others)) for byte in range(256)]
-
-
-def _read_with_transformers(directory: str) -> Any:
-    """Read a tokenizer with Transformers.
-
-    The import is late: it takes longer than the rest of a start, and few tokenizers need it.
-    """
-    transformers = importlib.import_module("transformers")
-    return transformers.AutoTokenizer.from_pretrained(
-        directory, local_files_only=True, trust_remote_code=False
-    )

@@ -1,0 +1,231 @@
+"""PromptEncoder: token ids of prompts, in which texts of data never become added tokens.
+
+The tokenizers library finds added tokens, such as `<s>`, wherever their text stands. A second
+tokenizer over the same model, without added tokens, encodes the parts of a prompt where data holds
+such a text. Both share the vocabulary, so the second one takes no memory.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from bisect import bisect_left
+from collections.abc import Collection, Mapping
+from collections.abc import Sequence as Listing
+from itertools import pairwise
+from typing import Any
+
+from tokenizers import Encoding
+from tokenizers import Tokenizer as Backend
+
+from jaxserve.engine.text.library_calls import LibraryCalls, TokenizerFailure
+
+_BLANK = "\u2581"  # how vocabularies of pieces write a blank
+# Longer texts are encoded by the library's function for batches, which releases Python's lock.
+_SHORT_CHARS = 8192
+_UNASSIGNED = "\U0010fffd"  # a character that no vocabulary holds
+
+
+class PromptEncoder:
+    """Encoder of texts, and of rendered conversations.
+
+    Args:
+        backend: of the tokenizers library.
+        added: ids of added tokens by their texts.
+        special: ids of those that are special.
+        calls: runs the library's functions.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        added: Mapping[str, int],
+        special: Collection[int],
+        calls: LibraryCalls,
+    ) -> None:
+        self._backend, self._calls = backend, calls
+        # Files may have settings for training, such as a padding to a length.
+        backend.no_padding()
+        backend.no_truncation()
+        # Blanks and single characters mark nothing, and vocabularies hold them as words too.
+        marks = {number: text.strip() for text, number in added.items()}
+        self._marks = {
+            number: text
+            for number, text in marks.items()
+            if len(text.replace(_BLANK, " ").strip()) > 1
+        }
+        self._special = frozenset(special)
+        self._plain = Backend(backend.model)
+        if backend.normalizer is not None:
+            self._plain.normalizer = backend.normalizer
+        if backend.pre_tokenizer is not None:
+            self._plain.pre_tokenizer = backend.pre_tokenizer
+        self._inner, self._begins_once = _without_prefix(self._plain)
+        self._unknown = self._unknown_id()
+
+    def _unknown_id(self) -> int | None:
+        """Return the id that the model gives unknown text, if it is that of an added token."""
+        text: str | None = getattr(self._backend.model, "unk_token", None)
+        if text is not None:
+            return self._backend.token_to_id(text)
+        try:
+            found = LibraryCalls(may_panic=True).run(self._inner.encode, _UNASSIGNED).ids
+        except TokenizerFailure:  # a model without such a token
+            return None
+        return next((token for token in found if token in self._marks), None)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text, in which added tokens are found.
+
+        Raises:
+            TokenizerFailure: the library cannot encode it.
+        """
+        return self._encoded(self._backend, text, add_special_tokens).ids
+
+    def encode_data(self, text: str) -> list[int]:
+        """Return the token ids of a text, in which no added token is found.
+
+        Raises:
+            TokenizerFailure: the library cannot encode it.
+        """
+        return self._spelled(text, self._plain)
+
+    def encode_pieces(self, pieces: Listing[str]) -> list[int]:
+        """Return the token ids of a text in pieces; no added token is found across their ends.
+
+        Words are found across them: "<" and "s>" are tokenized as "<s>" is by a model that has no
+        such added token.
+
+        Raises:
+            TokenizerFailure: the library cannot encode it.
+        """
+        if len(pieces) == 1:
+            return self._joined(pieces[0], "")
+        mark = f"\ue000{secrets.token_hex(8)}\ue001"
+        try:
+            return self._joined(mark.join(pieces), mark)
+        except TokenizerFailure:  # the mark itself may be unknown to the model
+            return [token for piece in pieces for token in self.encode(piece, False)]
+
+    def _joined(self, text: str, mark: str) -> list[int]:
+        """Return the token ids of a text without a mark in it; no added token holds the mark.
+
+        Args:
+            text: with the mark.
+            mark: empty where there is none.
+        """
+        encoding = self._encoded(self._backend, text)
+        ids = encoding.ids
+        whole: list[tuple[int, int, int]] = []
+        mistaken: list[int] = []
+        for place, token in enumerate(ids):
+            if token not in self._marks:
+                continue
+            start, end = encoding.token_to_chars(place) or (0, 0)
+            if text[start:end].strip() == self._marks[token]:
+                whole.append((place, start, end))
+            elif token != self._unknown:  # data became it by a normalizer
+                mistaken.append(place)
+        if not (mark or mistaken):
+            return ids
+        result: list[int] = []
+        first_token = first_char = 0
+        for place, start, end in [*whole, (len(ids), len(text), len(text))]:
+            segment = text[first_char:start]
+            following = bisect_left(mistaken, first_token)
+            is_wrong = following < len(mistaken) and mistaken[following] < place
+            if is_wrong or (mark and mark in segment):
+                segment = segment.replace(mark, "") if mark else segment
+                is_later = self._begins_once and first_char > 0
+                result += self._spelled(segment, self._inner if is_later else self._plain)
+            else:
+                result += ids[first_token:place]
+            result += ids[place : place + 1]
+            first_token, first_char = place + 1, end
+        return result
+
+    def _encoded(self, backend: Backend, text: str, add_special_tokens: bool = False) -> Encoding:
+        options, run = {"add_special_tokens": add_special_tokens}, self._calls.run
+        if len(text) <= _SHORT_CHARS or self._calls.may_panic:
+            return run(backend.encode, text, **options)
+        return run(backend.encode_batch, [text], **options)[0]
+
+    def _spelled(self, text: str, backend: Backend) -> list[int]:
+        """Return the token ids of a text without added tokens.
+
+        Some models have them as words too. There the text is cut within each such word.
+        """
+        if not text:
+            return []
+        encoding = self._encoded(backend, text)
+        ids, cuts = encoding.ids, [(0, 0)]
+        for place, token in enumerate(ids):
+            if token in self._marks:
+                start, end = encoding.token_to_chars(place) or (0, 0)
+                cuts += self._cut(token, text[start:end], start)
+        if len(cuts) == 1:
+            return ids
+        cuts.append((len(text), len(text)))
+        result: list[int] = []
+        for number, ((_, start), (end, _)) in enumerate(pairwise(cuts)):
+            result += self._spelled(text[start:end], self._inner if number else backend)
+        return result
+
+    def _cut(self, token: int, word: str, start: int) -> list[tuple[int, int]]:
+        """Return where a text is cut in place of an added token: ends of parts, and next starts.
+
+        Args:
+            token: id of the token.
+            word: the part of the text that became it.
+            start: place of this part.
+        """
+        place = word.find(self._marks[token])
+        if place < 0 and (token == self._unknown or token not in self._special):
+            return []  # unknown text, or a word with blanks around it
+        if len(word) < 2:  # a normalizer made a token of one character: it is left out
+            return [(start, start + len(word))]
+        place = start + max(place, 0) + 1
+        return [(place, place)]
+
+
+def _without_prefix(backend: Backend) -> tuple[Backend, bool]:
+    """Return a tokenizer that puts no blank before a text, and whether the other one does so once.
+
+    Once is at the beginning of a whole text only, instead of after each added token.
+    """
+    try:
+        parts = [_state(backend.normalizer), _state(backend.pre_tokenizer)]
+    except Exception:  # parts in Python, which have no JSON
+        return backend, False
+    bare = [_bare(part) for part in parts]
+    if bare == parts:
+        return backend, False
+    empty = {"type": "BPE", "vocab": {}, "merges": []}
+    source = {"model": empty, "normalizer": bare[0], "pre_tokenizer": bare[1]}
+    with LibraryCalls():
+        shaped = Backend.from_str(json.dumps(source))
+    inner = Backend(backend.model)
+    if shaped.normalizer is not None:
+        inner.normalizer = shaped.normalizer
+    if shaped.pre_tokenizer is not None:
+        inner.pre_tokenizer = shaped.pre_tokenizer
+    return inner, '"first"' in json.dumps(parts[1])
+
+
+def _state(part: Any) -> Any:
+    return None if part is None else json.loads(part.__getstate__())
+
+
+def _bare(part: Any) -> Any:
+    """Return a normalizer or pre-tokenizer without the blank that it puts before a text."""
+    if part is None or part["type"] == "Prepend":
+        return None
+    if part["type"] == "Metaspace":
+        return {**part, "prepend_scheme": "never"}
+    if part["type"] == "ByteLevel":
+        return {**part, "add_prefix_space": False}
+    for name in ("normalizers", "pretokenizers"):
+        if name in part:
+            kept = [bare for inner in part[name] if (bare := _bare(inner)) is not None]
+            return {**part, name: kept}
+    return part
