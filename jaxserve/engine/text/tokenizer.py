@@ -21,7 +21,6 @@ from jaxserve.engine.text.template import ChatTemplate, TemplateTooLong
 from jaxserve.engine.text.tokenizer_limits import MAX_TOKENS_BEYOND, check_tokenizer_files
 from jaxserve.errors import CheckpointError, InvalidRequest
 
-MAX_JSON_BYTES = 1 << 20
 NO_TEMPLATE = "this model has no chat template"
 _log = logging.getLogger(__name__)
 # A byte of no known character, in vocabularies that are made of characters.
