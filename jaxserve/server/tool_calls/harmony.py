@@ -13,12 +13,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from jaxserve.server.tool_calls.bodies import written
 from jaxserve.server.tool_calls.literals import EndFinder
 from jaxserve.server.tool_calls.pieces import Content, Piece, Thought
 from jaxserve.server.tool_calls.reader import MAX_MALFORMED, Outgoing
 from jaxserve.server.tool_calls.source import Malformed, Reading, Source, any_of
-from jaxserve.server.tool_calls.written import Tools, WrittenCall
+from jaxserve.server.tool_calls.written import Tools, WrittenCall, written
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
