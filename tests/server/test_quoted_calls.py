@@ -11,6 +11,7 @@ import pytest
 
 from jaxserve.server.tool_calls.answer import AnswerReader, readers_of
 from jaxserve.server.tool_calls.bodies import BracedCall
+from jaxserve.server.tool_calls.chosen import call_ends, pairs_of
 from jaxserve.server.tool_calls.formats import CALL_FORMATS
 from jaxserve.server.tool_calls.tag_reading import TagCall
 from jaxserve.server.tool_calls.thinking import Start
@@ -63,7 +64,7 @@ def tags(parser: str) -> tuple[list[str], list[str]]:
     """Return texts that begin something within a call, and texts that end it."""
     form = CALL_FORMATS[parser]
     openings = [mark for mark in (form.section[0], form.mark) if mark]
-    ends = [*form.call_ends, *(end for _, end in form.pairs)]
+    ends = [*call_ends(form), *(end for _, end in pairs_of(form))]
     if isinstance(form.body, TagCall | BracedCall):
         whole = parameter(parser, "path", "/b")
         openings.append(whole[: whole.index("/b")])

@@ -15,7 +15,7 @@ from jaxserve.server.tool_calls.source import (
     any_of,
     result_of,
 )
-from jaxserve.server.tool_calls.tag_reading import Around, Layout
+from jaxserve.server.tool_calls.tag_reading import Around, Layout, TagCall
 from jaxserve.server.tool_calls.written import Tools, WrittenCall
 
 # After this many marks without a call, no further mark is searched for.
@@ -167,9 +167,8 @@ class ChosenCalls:
     def _around(self) -> Around:
         """Return the texts around the next call."""
         form, ends = self._form, ()
-        if isinstance(form.body, BracedCall):
-            ends = (form.close,)
-        elif isinstance(form.body, XmlCall) and form.body.outer_end == form.close:
+        is_closed = isinstance(form.body, XmlCall) and form.body.outer_end == form.close
+        if is_closed or isinstance(form.body, BracedCall):
             ends = (form.close,)
         elif self._in_section and form.section[1]:
             ends = (form.section[1], form.mark)
@@ -195,9 +194,9 @@ class ChosenCalls:
     def _has_end(self, part: _Text) -> bool:
         """Return whether a text ends more than it has begun, or holds the end of a call."""
         form, text = self._form, self._source.text[part.start : part.end]
-        if part.is_failed and any(end in text for end in form.call_ends):
+        if part.is_failed and any(end in text for end in call_ends(form)):
             return True
-        final, pairs = getattr(form.body, "final", None), form.pairs
+        final, pairs = getattr(form.body, "final", None), pairs_of(form)
         if final is not None and final.search(text):
             return True
         depths = dict.fromkeys(pairs, 0)
@@ -207,6 +206,22 @@ class ChosenCalls:
                 if depths[pair] < 0:
                     return True
         return False
+
+
+def pairs_of(form: CallFormat) -> tuple[tuple[str, str], ...]:
+    """Return texts that begin something, each with the text that ends it; no fences of code."""
+    pairs = [(form.mark, form.close), form.section, *form.others]
+    if isinstance(form.body, TagCall):
+        pairs.append((form.mark, form.body.end))
+    named = (pair for pair in pairs if all(pair) and "```" not in pair[1])
+    return (*dict.fromkeys(named), *form.body.pairs)
+
+
+def call_ends(form: CallFormat) -> tuple[str, ...]:
+    """Return texts that end a call, or all calls; no fences of code."""
+    body_end = form.body.end if isinstance(form.body, TagCall) else ""
+    ends = (*form.closes, form.section[1], body_end)
+    return tuple(end for end in ends if end and "```" not in end)
 
 
 def inner_mark(source: Source, form: CallFormat, mark: str) -> Reading[str]:

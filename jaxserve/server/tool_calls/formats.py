@@ -14,7 +14,6 @@ from jaxserve.server.tool_calls.bodies import (
     XmlCall,
     all_marks,
 )
-from jaxserve.server.tool_calls.tag_reading import TagCall
 
 
 @dataclass(frozen=True)
@@ -66,22 +65,6 @@ class CallFormat:
     def closes(self) -> tuple[str, ...]:
         """Texts after a call that are left out."""
         return tuple(filter(None, (self.close, *(close for _, close in self.others))))
-
-    @property
-    def pairs(self) -> tuple[tuple[str, str], ...]:
-        """Texts that begin something, each with the text that ends it; no fences of code."""
-        pairs = [(self.mark, self.close), self.section, *self.others]
-        if isinstance(self.body, TagCall):
-            pairs.append((self.mark, self.body.end))
-        named = (pair for pair in pairs if all(pair) and "```" not in pair[1])
-        return (*dict.fromkeys(named), *self.body.pairs)
-
-    @property
-    def call_ends(self) -> tuple[str, ...]:
-        """Texts that end a call, or all calls; no fences of code."""
-        body_end = self.body.end if isinstance(self.body, TagCall) else ""
-        ends = (*self.closes, self.section[1], body_end)
-        return tuple(end for end in ends if end and "```" not in end)
 
     @property
     def marks(self) -> set[str]:
