@@ -22,6 +22,7 @@ TEXT = {"type": "string"}
 TOOLS: dict[str, Any] = {
     "w": {"properties": {"path": TEXT, "content": TEXT, "mode": TEXT}},
     "rm": {"properties": {"path": TEXT}},
+    "now": {},
 }
 # The first name of each form.
 DIALECTS = [
@@ -99,7 +100,7 @@ def a_call(parser: str, value: str, rng: random.Random) -> list[tuple[str, dict[
     first = rng.random() < 0.5
     values = {"content": value, "path": "x.md"} if first else {"path": "x.md", "content": value}
     call = ("w", values)
-    other = ("rm", {"path": "old"})
+    other = rng.choice([("rm", {"path": "old"}), ("now", {})])
     return rng.choice([[call], [call], [other, call], [call, other]])
 
 

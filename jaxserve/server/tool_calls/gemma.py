@@ -89,6 +89,7 @@ class BraceReader(Cursor):
             if not key or set(key) & set("{}[],"):
                 raise ValueError("not a key")
             self.is_repeated |= key in values
+            self._note_space()
             values[key] = self._value(property_schema(schema, key))
             self.between("}")
             self._note_space()
@@ -131,10 +132,11 @@ class BraceReader(Cursor):
             return None
 
     def _note_space(self) -> None:
-        """Note the white space behind a comma."""
-        if self._text[self._position - 1] == ",":
+        """Note the white space behind a comma or colon."""
+        mark = self._text[self._position - 1]
+        if mark in ",:":
             end = after_space(self._text, self._position)
-            self._around.layout.note("parameter", self._text[self._position : end])
+            self._around.layout.note(mark, self._text[self._position : end])
 
     def _string(self) -> str:
         """Take a string and the mark at its end."""

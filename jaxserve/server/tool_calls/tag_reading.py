@@ -49,8 +49,11 @@ class Layout:
 
     def note_gap(self, space: str) -> None:
         """Note the white space between two calls."""
-        ends = self._spaces.get("end", set())
-        self.is_lopsided |= "\n" not in space and any("\n" in end for end in ends)
+        ends = self._spaces.get("end", set()) | self._spaces.get("empty", set())
+        is_on_lines = any("\n" in end for end in ends)
+        usual = ("\n", "\n\n") if is_on_lines else ("", "\n") if ends else ("",)
+        self.is_lopsided |= space not in usual
+        self.note("gap", space)
 
     @property
     def is_regular(self) -> bool:
@@ -239,8 +242,7 @@ class _Values:
                 yield None, self._whole(source)
                 continue
             if text.startswith(call.end, start):
-                if not is_first:
-                    layout.note("end", text[source.position : start])
+                layout.note("empty" if is_first else "end", text[source.position : start])
                 source.take_to(start + len(call.end))
                 self._end(source.position)
                 return
