@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import time
@@ -55,7 +56,7 @@ def read_in_pieces(parser: str, text: str, rng: random.Random) -> Said:
     reader, places = reader_of(parser), [0, len(text)]
     places += rng.choices(range(len(text) + 1), k=rng.randint(0, 12))
     places = list(range(len(text) + 1)) if rng.random() < 0.2 else sorted(places)
-    for start, end in zip(places, places[1:], strict=False):
+    for start, end in itertools.pairwise(places):
         reader.feed(text[start:end])
     reader.feed("", True)
     return said(reader)
@@ -147,3 +148,221 @@ def test_balanced_quotations_and_single_end_tags_are_text(parser: str, num_cases
         assert read_in_pieces(parser, text, rng) == ("", calls), text
         # A call of no tool is content, and so is all that it quotes.
         assert read(parser, write(parser, [("unknown", calls[-1][1])]))[1] == [], text
+
+
+QUOTED = [("rm", {"path": "/b"})]
+END_TAGS = {"qwen3_coder": "</parameter>", "glm45": "</arg_value>", "gemma4": '<|"|>'}
+
+
+@pytest.mark.parametrize("parser", [*IN_TAGS, *BRACED])
+@pytest.mark.parametrize("place", ["first", "last"])
+def test_a_value_that_quotes_calls_is_read_to_the_letter(parser: str, place: str) -> None:
+    quotations = [
+        f"An example: {write(parser, QUOTED)} End.",
+        f"{write(parser, QUOTED * 2)}\n",
+        f"a {END_TAGS.get(parser, tags(parser)[1][0])} b",
+    ]
+    for quotation in quotations:
+        values = {"path": "x.md", "content": quotation}
+        if place == "first":
+            values = dict(reversed(values.items()))
+        text = write(parser, [("w", values)])
+        assert read(parser, text) == ("", [("w", values)])
+        unknown = write(parser, [("unknown", values)])
+        assert read(parser, unknown) == (unknown, [])
+
+
+# A call of rm that is quoted within the JSON of another call, its quotation marks unescaped.
+UNESCAPED = {
+    "hermes": '<tool_call>\n{"name": "w", "arguments": {"path": "x.md", "content": "An example: '
+    '<tool_call>{"name": "rm", "arguments": {"path": "/b"}}</tool_call> End."}}\n</tool_call>',
+    "mistral": '[TOOL_CALLS]w[ARGS]{"path": "x.md", "content": "An example: '
+    '[TOOL_CALLS]rm[ARGS]{"path": "/b"} End."}',
+    "llama3_json": '<|python_tag|>{"name": "w", "parameters": {"content": "An example: '
+    '<|python_tag|>{"name": "rm", "parameters": {"path": "/b"}} End."}}',
+    "granite": '<|tool_call|>[{"name": "w", "arguments": {"content": "An example: '
+    '<|tool_call|>[{"name": "rm", "arguments": {"path": "/b"}}] End."}}]',
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.w:0"
+    '<|tool_call_argument_begin|>{"content": "An example: <|tool_call_begin|>functions.rm:0'
+    '<|tool_call_argument_begin|>{"path": "/b"}<|tool_call_end|> End."}<|tool_call_end|>'
+    "<|tool_calls_section_end|>",
+    "openai": '<|channel|>commentary to=functions.w <|constrain|>json<|message|>{"content": "An '
+    'example: <|channel|>commentary to=functions.rm<|message|>{"path": "/b"}<|call|> End."}'
+    "<|call|>",
+    "lfm2": '<|tool_call_start|>[w(content="An example: <|tool_call_start|>[rm(path="/b")]'
+    '<|tool_call_end|> End.")]<|tool_call_end|>',
+}
+
+
+@pytest.mark.parametrize("parser", UNESCAPED)
+def test_an_unescaped_quotation_is_content(parser: str) -> None:
+    text = UNESCAPED[parser]
+    # Also with an odd number of marks, in a call of no tool, and with the ends of the call.
+    inner = {"hermes": '"}}\n</tool_call>', "openai": '"}<|call|>'}.get(parser, '"}')
+    odd = text.replace("An example", 'An "example')
+    ended = text.replace("An example: ", f"x{inner}")
+    unknown = text.replace('"w"', '"no"').replace("w[", "no[").replace("functions.w", "no")
+    for one in (text, odd, ended, unknown.replace("w(", "no(")):
+        assert read(parser, one) == (one, []), one
+        for size in (1, 3, 7):
+            reader = reader_of(parser)
+            for start in range(0, len(one), size):
+                reader.feed(one[start : start + size])
+            reader.feed("", True)
+            assert said(reader) == (one, [])
+
+
+REPEATED = {
+    "hermes": '<tool_call>{"name": "w", "arguments": {"path": "x", "path": "/"}}</tool_call>',
+    "hermes, a text": '<tool_call>{"name": "w", "arguments": "{\\"path\\": 1, \\"path\\": 2}"}',
+    "hermes, inside": '<tool_call>{"name": "w", "arguments": {"a": [{"b": 1, "b": 2}]}}',
+    "hermes, the name": '<tool_call>{"name": "w", "arguments": {}, "name": "rm"}</tool_call>',
+    "apertus": '<|tools_prefix|>[{"w": {"path": "x"}, "w": {"path": "/"}}]<|tools_suffix|>',
+    "mistral": '[TOOL_CALLS]w[ARGS]{"path": "x", "path": "/"}',
+    "deepseek_v31": '<｜tool▁call▁begin｜>w<｜tool▁sep｜>{"path": 1, "path": 2}<｜tool▁call▁end｜>',
+    "openai": '<|channel|>commentary to=functions.w<|message|>{"path": 1, "path": 2}<|call|>',
+    "pythonic": '[w(path="x", path="/")]',
+    "pythonic, inside": '[w(path={"a": 1, "a": 2})]',
+    "gemma4": '<|tool_call>call:w{path:<|"|>x<|"|>,path:<|"|>/b<|"|>}<tool_call|>',
+    "gemma4, inside": "<|tool_call>call:w{path:{a:1,a:2}}<tool_call|>",
+    "qwen3_coder": "<tool_call><function=w><parameter=path>x</parameter><parameter=path>/"
+    "</parameter></function></tool_call>",
+    "glm45": "<tool_call>w<arg_key>path</arg_key><arg_value>x</arg_value><arg_key>path</arg_key>"
+    "<arg_value>/</arg_value></tool_call>",
+    "qwen3_coder, inside": "<tool_call><function=put><parameter=data>"
+    '{"a": 1, "a": 2}</parameter></function></tool_call>',
+    "kimi_k3": '<|open|>tools<|sep|><|open|>call tool="w"<|sep|><|open|>json type="object"<|sep|>'
+    '{"path": 1, "path": 2}<|close|>json<|sep|><|close|>call<|sep|><|close|>tools<|sep|>',
+}
+
+
+@pytest.mark.parametrize("case", REPEATED)
+def test_an_argument_that_is_given_twice_makes_the_call_content(case: str) -> None:
+    tools = {**TOOLS, "put": {"properties": {"data": {"type": "object"}}}}
+    assert read(case.split(",")[0], REPEATED[case], tools) == (REPEATED[case], [])
+
+
+@pytest.mark.parametrize("parser", DIALECTS)
+def test_a_stray_end_behind_calls_makes_all_of_it_content(parser: str) -> None:
+    form = CALL_FORMATS[parser]
+    for calls in ([("w", {"path": "a"})], [("w", {"path": "a"}), ("rm", {"path": "b"})]):
+        text = write(parser, calls)
+        assert read(parser, text) == ("", calls)
+        ends = ["<|call|>"] if form.is_harmony else call_ends(form)
+        for end in [*ends, *(["}"] if form.body.pairs == (("{", "}"),) else [])]:
+            for between in ("", "\n", " End."):
+                if not (form.is_harmony and not between):
+                    assert read(parser, text + between + end) == (text + between + end, [])
+
+
+def test_a_call_behind_one_that_failed_is_read() -> None:
+    good = '<tool_call>{"name": "rm", "arguments": {"path": "/b"}}</tool_call>'
+    failed = [REPEATED["hermes"], '<tool_call>{"name": "no", "arguments": {}}</tool_call>']
+    for text in failed:
+        assert read("hermes", f"{text}\n{good}") == (text, QUOTED)
+        assert read("hermes", f"{good}\n{text}") == (text, QUOTED)
+
+
+def test_objects_in_tags_may_quote_tags() -> None:
+    tools = {"put": {"properties": {"data": {"type": "object"}, "path": TEXT}}}
+    for parser in IN_TAGS:
+        end = parameter(parser, "path", "/b")
+        for data in ({"a": f"x{end}"}, {"a": write(parser, QUOTED)[9:]}, {"b": end[-8:]}):
+            calls = [("put", {"data": data, "path": "x"})]
+            assert read(parser, write(parser, calls), tools) == ("", calls)
+
+
+NULL = {
+    "hermes": '<tool_call>{"name": "now", "arguments": null}</tool_call>',
+    "granite4": '<tool_call>{"name": "now", "parameters": null}</tool_call>',
+    "ernie45": '<tool_call>{"name": "now"}</tool_call>',
+    "longcat": '<longcat_tool_call>{"name": "now", "arguments": ""}</longcat_tool_call>',
+    "qwen3_json": '<tool_call>{"name": "now", "arguments": "null"}</tool_call>',
+    "llama3_json": '{"name": "now", "parameters": null}',
+    "mistral": "[TOOL_CALLS]now[ARGS]null",
+    "apertus": '<|tools_prefix|>[{"now": null}]<|tools_suffix|>',
+    "cohere_command3": '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "now", '
+    '"parameters": null}]<|END_ACTION|>',
+    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n"
+    "```json\nnull\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>"
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.now:0"
+    "<|tool_call_argument_begin|>null<|tool_call_end|><|tool_calls_section_end|>",
+    "kimi_k3": '<|open|>tools<|sep|><|open|>call tool="now"<|sep|><|open|>json type="object"'
+    "<|sep|>null<|close|>json<|sep|><|close|>call<|sep|><|close|>tools<|sep|>",
+    "openai": "<|channel|>commentary to=functions.now <|constrain|>json<|message|>null<|call|>",
+}
+
+
+@pytest.mark.parametrize("parser", NULL)
+def test_arguments_that_are_null_or_absent_are_none(parser: str) -> None:
+    content, calls = read(parser, NULL[parser])
+    assert (content, [(name, values) for name, values in calls]) == ("", [("now", {})])
+
+
+def patterns(parser: str) -> list[tuple[str, str]]:
+    """Return beginnings and what is repeated behind each, to make a reader look at much again."""
+    call, mark = write(parser, [("w", {"path": "x", "content": "y"})]), CALL_FORMATS[parser].mark
+    openings, ends = tags(parser)
+    head = call[: call.index("y")]
+    values = {"path": "x", "content": f"An {write(parser, QUOTED)} End."}
+    return [
+        ("[", " \n"),
+        ("", call),
+        ("", write(parser, [("unknown", values)])),
+        ("", write(parser, [("w", values)])),
+        (mark, "   "),
+        ("", mark + '{"a'),
+        ("", head),
+        (head, "".join(openings + ends)),
+        (head, "".join(openings)),
+        (head, "".join(ends)),
+        (call, "".join(ends)[:-1]),
+        ("", "[{("),
+        ("", write(parser, [("w", {"path": "x"})]).replace("path", "tags").replace("x", "[")),
+    ]
+
+
+def seconds(parser: str, beginning: str, repeated: str, size: int, piece: int) -> float:
+    """Return the CPU time that it takes to read a text in pieces."""
+    text = (beginning + repeated * (size // len(repeated) + 1))[:size]
+    tools = {**TOOLS, "w": {"properties": {"tags": {"type": "array"}}}}
+    reader, start = reader_of(parser, tools), time.thread_time()
+    for place in range(0, size, piece):
+        reader.feed(text[place : place + piece])
+    reader.feed("", True)
+    return time.thread_time() - start
+
+
+def is_linear(parser: str, beginning: str, repeated: str, piece: int) -> bool:
+    """Return whether four times the text takes at most six times the CPU time."""
+    for _ in range(3):  # other processes may slow one of two measurements
+        short = seconds(parser, beginning, repeated, 100_000, piece)
+        if seconds(parser, beginning, repeated, 400_000, piece) <= 6 * short:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("parser", DIALECTS)
+def test_reading_takes_time_in_proportion_to_the_text(
+    parser: str, pytestconfig: pytest.Config
+) -> None:
+    all_patterns = patterns(parser)
+    place = DIALECTS.index(parser)
+    if not pytestconfig.getoption("long"):  # each is the turn of some dialects
+        all_patterns = [all_patterns[place % len(all_patterns)]]
+    for beginning, repeated in all_patterns:
+        assert is_linear(parser, beginning, repeated, 4), (beginning, repeated)
+
+
+def test_white_space_in_a_list_takes_time_in_proportion() -> None:
+    assert is_linear("pythonic", "[", " \n", 4)
+    assert seconds("pythonic", "[", " \n", 100_000, 4) < 1
+
+
+@pytest.mark.parametrize("parser", ["qwen3_coder", "glm45", "gemma4"])
+def test_calls_full_of_quoted_tags_take_time_in_proportion(parser: str) -> None:
+    quotation = "".join(f" {write(parser, QUOTED)} " for _ in range(40))
+    call = write(parser, [("w", {"path": "x.md", "content": quotation})])
+    assert is_linear(parser, "", call + "\n", 7)

@@ -74,7 +74,7 @@ class ChosenCalls:
         """
         text = self._source.text
         if is_unmarked:
-            self._read_block(0)
+            self._read_block(0, "")
         if not is_unmarked or None in self._parts:
             self._read_blocks()
         if None not in self._parts or self._is_doubtful():
@@ -126,13 +126,14 @@ class ChosenCalls:
         result_of(inner_mark(source, self._form, mark))
         if start >= self._call_end >= 0 and not source.text[self._call_end : start].strip():
             self._layout.note_gap(source.text[self._call_end : start])
-        self._read_block(start)
+        self._read_block(start, wanted or mark)
 
-    def _read_block(self, start: int) -> None:
+    def _read_block(self, start: int, mark: str) -> None:
         """Read calls of which the first comes next, up to the text that ends them.
 
         Args:
             start: position from which on the text is content, where the calls fail.
+            mark: the text before the calls, "" for none.
         """
         source, form, around = self._source, self._form, self._around()
         calls, is_good, is_read, good_end = list[WrittenCall](), True, True, start
@@ -153,7 +154,7 @@ class ChosenCalls:
             self._parts += [None, *calls] if is_good and calls else []
             self._say(good_end if is_good and calls else start, source.position, is_failed=True)
             return
-        if result_of(take_closes(source, form)):
+        if result_of(take_closes(source, form, mark)):
             self._in_section = False
         self._call_end = source.position
         if self._layout.num_values > num_values:
@@ -265,12 +266,19 @@ def follows_in_list(source: Source, form: CallFormat) -> Reading[bool]:
     return False
 
 
-def take_closes(source: Source, form: CallFormat) -> Reading[bool]:
-    """Take the texts that end calls, and return whether that of their section was among them."""
+def take_closes(source: Source, form: CallFormat, mark: str) -> Reading[bool]:
+    """Take the texts that end calls, and return whether that of their section was among them.
+
+    Args:
+        source: behind a call.
+        form: of the calls.
+        mark: the text before the call, "" for none.
+    """
+    close = {form.mark: form.close, **dict(form.others)}.get(mark, "")
     if form.is_array and not form.is_python:
         yield from source.takes_behind_space("]")
         source.settle()
-    yield from source.takes_behind_space(*form.closes)
+    yield from source.takes_behind_space(close)
     source.settle()
     end = yield from source.takes_behind_space(form.section[1])
     source.settle()

@@ -124,7 +124,7 @@ class CallReader:
             has_calls = yield from self._read_formed(mark)
         elif has_calls := (yield from self._begins(mark)):
             self._source.take(len(mark))
-            if not (yield from self._leave_out()):
+            if not (yield from self._leave_out(mark)):
                 self._source.rewind()
                 yield from self._hold(False)
         if not has_calls:
@@ -132,7 +132,7 @@ class CallReader:
             self._pieces.say(self._source.take(len(mark)))
             self._source.settle()
 
-    def _leave_out(self) -> Reading[bool]:
+    def _leave_out(self, mark: str) -> Reading[bool]:
         """Leave out a call that says that nothing is called. Return whether it comes next."""
         source, form, body = self._source, self._format, self._format.body
         if not isinstance(body, JsonCall) or not body.answers:
@@ -144,7 +144,7 @@ class CallReader:
                 return False
         except Malformed:
             return False
-        yield from take_closes(source, form)
+        yield from take_closes(source, form, mark)
         self._pieces.leave_out_space()
         return True
 
@@ -179,7 +179,7 @@ class CallReader:
         """
         source, form, body, has_called = self._source, self._format, self._format.body, False
         try:
-            yield from inner_mark(source, form, mark)
+            mark = (yield from inner_mark(source, form, mark)) or mark
             yield from open_list(source, form)
             while True:
                 if isinstance(body, JsonCall | HeadedCall):
@@ -188,7 +188,7 @@ class CallReader:
                     has_called = yield from self._read_call(body)
                 if (yield from follows_in_list(source, form)):
                     continue
-                is_over = yield from take_closes(source, form)
+                is_over = yield from take_closes(source, form, mark)
                 if is_over or not form.section[1]:
                     return True
                 if not (yield from source.takes_behind_space(form.mark)):
