@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxserve.server.tool_calls.gemma import BraceReader
 from jaxserve.server.tool_calls.literals import read_calls, read_json, write_json
-from jaxserve.server.tool_calls.source import Malformed, Reading, Repeated, Source, Uncallable
+from jaxserve.server.tool_calls.source import Cut, Malformed, Reading, Repeated, Source, Uncallable
 from jaxserve.server.tool_calls.tag_reading import Around
 from jaxserve.server.tool_calls.tags import KeyedCall, XmlCall, loosely
 from jaxserve.server.tool_calls.written import NAME, Tools, WrittenCall, written
@@ -259,7 +259,7 @@ class PythonCalls:
         if not self.is_list:
             name = (yield from source.match(_SHORT_NAME))[1]
         elif not (yield from source.has("[")):
-            raise Malformed
+            raise Cut if source.is_cut("[") else Malformed
         text = yield from source.bracketed(python=True)
         try:
             named = read_calls(text if self.is_list else f"[{name}{text}]")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from jaxserve.server.tool_calls.bodies import BracedCall, PythonCalls, XmlCall
 from jaxserve.server.tool_calls.formats import CallFormat
 from jaxserve.server.tool_calls.source import (
+    Cut,
     Malformed,
     Reading,
     Repeated,
@@ -236,7 +237,7 @@ def inner_mark(source: Source, form: CallFormat, mark: str) -> Reading[str]:
     yield from source.skip_space()
     inner = yield from source.takes(*form.starts[1:])
     if not inner:
-        raise Malformed
+        raise Cut if source.is_cut(*form.starts[1:]) else Malformed
     return inner
 
 
@@ -266,6 +267,11 @@ def follows_in_list(source: Source, form: CallFormat) -> Reading[bool]:
     return False
 
 
+def close_of(form: CallFormat, mark: str) -> str:
+    """Return the text that ends calls behind a mark, "" for none."""
+    return {form.mark: form.close, **dict(form.others)}.get(mark, "")
+
+
 def take_closes(source: Source, form: CallFormat, mark: str) -> Reading[bool]:
     """Take the texts that end calls, and return whether that of their section was among them.
 
@@ -274,7 +280,7 @@ def take_closes(source: Source, form: CallFormat, mark: str) -> Reading[bool]:
         form: of the calls.
         mark: the text before the call, "" for none.
     """
-    close = {form.mark: form.close, **dict(form.others)}.get(mark, "")
+    close = close_of(form, mark)
     if form.is_array and not form.is_python:
         yield from source.takes_behind_space("]")
         source.settle()

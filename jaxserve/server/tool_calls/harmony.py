@@ -113,6 +113,8 @@ class HarmonyReader:
                 break
             is_plain = self._num_malformed >= MAX_MALFORMED
             if is_plain or not (yield from source.has(START, CHANNEL, MESSAGE, " to=", "to=")):
+                if self._is_certain and source.is_cut(START, *_STOPS):
+                    break
                 # A text without a header, as where a grammar has formed the whole answer.
                 rest = source.text[source.position :]
                 self._is_doubtful |= self._has_called and bool(rest.strip())

@@ -10,6 +10,7 @@ from jaxserve.server.tool_calls.bodies import Body, HeadedCall, JsonCall, Python
 from jaxserve.server.tool_calls.chosen import (
     MAX_MALFORMED,
     ChosenCalls,
+    close_of,
     follows_in_list,
     inner_mark,
     open_list,
@@ -18,7 +19,7 @@ from jaxserve.server.tool_calls.chosen import (
 from jaxserve.server.tool_calls.formats import CallFormat
 from jaxserve.server.tool_calls.literals import EndFinder
 from jaxserve.server.tool_calls.pieces import CallPart, Content, Piece
-from jaxserve.server.tool_calls.source import Cut, Malformed, Reading, Source, any_of
+from jaxserve.server.tool_calls.source import Cut, Malformed, Reading, Source, any_of, result_of
 from jaxserve.server.tool_calls.tag_reading import TagCall
 from jaxserve.server.tool_calls.written import Beside, Tools, WrittenCall
 
@@ -189,9 +190,9 @@ class CallReader:
                 if (yield from follows_in_list(source, form)):
                     continue
                 is_over = yield from take_closes(source, form, mark)
-                if is_over or not form.section[1]:
-                    return True
-                if not (yield from source.takes_behind_space(form.mark)):
+                is_over = is_over or not form.section[1]
+                if is_over or not (yield from source.takes_behind_space(form.mark)):
+                    self._leave_out_cut(mark)
                     return True
         except Malformed as error:
             if self._beside is not None and isinstance(error, Cut):
@@ -200,6 +201,21 @@ class CallReader:
                 return True
             source.rewind()
             return has_called
+
+    def _leave_out_cut(self, mark: str) -> None:
+        """Leave out what a limit has cut of the text behind a call."""
+        source, form = self._source, self._format
+        if self._beside is None or not source.is_final:
+            return
+        result_of(source.skip_space())
+        has_separator = bool(result_of(source.takes(*form.separators)))
+        result_of(source.skip_space())
+        tail = form.body.tail.strip() if isinstance(form.body, HeadedCall) else ""
+        closes = (close_of(form, mark), form.section[1], tail)
+        if (has_separator and source.is_empty) or source.is_cut(*filter(None, closes)):
+            source.take_to(len(source.text))
+            source.settle()
+        source.rewind()
 
     def _read_call(self, body: Body) -> Reading[bool]:
         """Read calls that a grammar has formed and whose arguments cannot be returned in parts."""

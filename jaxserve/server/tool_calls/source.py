@@ -131,6 +131,11 @@ class Source:
                 return ""
             yield
 
+    def is_cut(self, *marks: str) -> bool:
+        """Return whether the text has ended before one of some marks was whole."""
+        rest = self.text[self.position : self.position + MAX_HEAD]
+        return self.is_final and any(mark.startswith(rest) and mark != rest for mark in marks)
+
     def takes(self, *marks: str) -> Reading[str]:
         """Take the mark that comes next, if it does; see `has`."""
         mark = yield from self.has(*marks)
@@ -156,7 +161,7 @@ class Source:
             Malformed: it does not.
         """
         if mark and not (yield from self.takes(mark)):
-            raise Malformed
+            raise Cut if self.is_cut(mark) else Malformed
 
     def match(self, pattern: re.Pattern[str]) -> Reading[re.Match[str]]:
         """Take what a pattern matches, which is short and ends with what cannot go on.

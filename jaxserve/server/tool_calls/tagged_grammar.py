@@ -25,7 +25,8 @@ from jaxserve.server.tool_calls.values import convert, property_schema, types_of
 
 # Keywords of a text's schema that a regular expression can say.
 _LENGTHS = frozenset(("minLength", "maxLength"))
-_LONGEST = 4096
+# The longest text that can be counted; with line ends around it, the counting grows too large.
+_LONGEST, _LONGEST_TRIMMED = 1024, 16
 Spell = Callable[[str], str]
 
 
@@ -175,7 +176,8 @@ def _text(rule: str, opening: str, own: Any, tags: _Tags, spell: Spell) -> Itera
     if limits - bounds:
         raise Unformable
     low, high = own.get("minLength", 0), own.get("maxLength", "")
-    if not all(isinstance(n, int) and 0 <= n <= _LONGEST for n in (low, high or 0)):
+    longest = _LONGEST_TRIMMED if tags.trims else _LONGEST
+    if not all(isinstance(n, int) and 0 <= n <= longest for n in (low, high or 0)):
         raise Unformable
     if not bounds:
         yield f"{rule}: NL? {opening} any_text"
