@@ -61,7 +61,7 @@ class ChosenCalls:
         self._num_malformed = num_malformed
         self._layout = Layout()
         self._parts: list[_Text | WrittenCall | None] = []
-        self._in_section = False
+        self._in_section = self._had_section = False
         self._call_end = -1  # position behind the last call
         # Whether a call with bare values was read; whether a text parts calls from such a one;
         # whether another one follows that.
@@ -121,9 +121,11 @@ class ChosenCalls:
             self._say(start, source.position)
             return
         source.rewind()
-        if wanted and not self._form.has_own_section:
+        is_apart = not self._in_section if not wanted else not self._form.has_own_section
+        if self._had_section and is_apart:
             self._is_parted = self._is_parted or self._has_values
-        self._in_section = self._in_section or bool(wanted)
+        if wanted:
+            self._in_section = self._had_section = True
         result_of(inner_mark(source, self._form, mark))
         if start >= self._call_end >= 0 and not source.text[self._call_end : start].strip():
             self._layout.note_gap(source.text[self._call_end : start])

@@ -51,7 +51,7 @@ class Layout:
         """Note the white space between two calls."""
         ends = self._spaces.get("end", set()) | self._spaces.get("empty", set())
         is_on_lines = any("\n" in end for end in ends)
-        usual = ("\n", "\n\n") if is_on_lines else ("", "\n") if ends else ("",)
+        usual = ("\n",) if is_on_lines else ("", "\n") if ends else ("",)
         self.is_lopsided |= space not in usual
         self.note("gap", space)
 
