@@ -182,17 +182,9 @@ def tool_use(
         )
         call_format, grammar = _formed(call_format, form)
     called = {tool.function.name: tool.function.parameters or {} for tool in callable_tools}
-    beside = Beside.TEXT if is_auto else Beside.NOTHING
-    return ToolUse(
-        call_format,
-        called,
-        described(tools),
-        grammar,
-        is_named,
-        parallel,
-        may_think,
-        Beside.FORM if answer is not None else beside,
-    )
+    beside = Beside.FORM if answer is not None else Beside.TEXT if is_auto else Beside.NOTHING
+    shown = described(tools)
+    return ToolUse(call_format, called, shown, grammar, is_named, parallel, may_think, beside)
 
 
 def _formed(call_format: CallFormat, form: Callable[[CallFormat], str]) -> tuple[CallFormat, str]:
