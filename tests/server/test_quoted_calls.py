@@ -107,7 +107,7 @@ def a_call(parser: str, value: str, rng: random.Random) -> list[tuple[str, dict[
 
 @pytest.fixture
 def num_cases(pytestconfig: pytest.Config) -> int:
-    return 10_000 if pytestconfig.getoption("long") else 400
+    return 10_000 if pytestconfig.getoption("long") else 60
 
 
 @pytest.mark.parametrize("parser", DIALECTS)
@@ -253,6 +253,27 @@ def test_a_stray_end_behind_calls_makes_all_of_it_content(parser: str) -> None:
             for between in ("", "\n", " End."):
                 if not (form.is_harmony and not between):
                     assert read(parser, text + between + end) == (text + between + end, [])
+
+
+@pytest.mark.parametrize("parser", [*IN_TAGS, *BRACED])
+def test_quoted_halves_of_calls_are_content(parser: str) -> None:
+    quoted = write(parser, QUOTED)
+    place = quoted.index("/b")
+    ends, begins = f"x{quoted[place + 2 :]}", quoted[:place]
+    more = parameter(parser, "mode", "7")
+    values = [
+        f"{ends} and {begins}/",  # a text parts the calls
+        f"{ends}\n\n\n{begins}/",  # more line ends than between calls
+        f"{ends}{quoted} End.",  # an end stands behind the calls
+        f"{ends} \t{more}",
+        f"x{more[more.index('7') + 1 :]} \t {more[: more.index('7')]}7",  # other white space
+    ]
+    for value in values:
+        for path in ("first", "last"):
+            given = {"path": "x.md", "content": value}
+            given = given if path == "last" else dict(reversed(given.items()))
+            text = write(parser, [("w", given)])
+            assert read(parser, text) in ((text, []), ("", [("w", given)])), text
 
 
 def test_a_call_behind_one_that_failed_is_read() -> None:

@@ -45,8 +45,10 @@ def answers(server: Server, text: str) -> list[tuple[str, list[tuple[str, Any]]]
     message, content, calls = choice["message"], "", list[tuple[str, str]]()
     given = message.get("tool_calls") or []
     assert choice["finish_reason"] == ("tool_calls" if given else "stop")
-    for event in server.request(CHAT, asked | {"stream": True}).events():
-        delta = {} if event == "[DONE]" else event["choices"][0]["delta"]
+    events = [e for e in server.request(CHAT, asked | {"stream": True}).events() if e != "[DONE]"]
+    assert events[-1]["choices"][0]["finish_reason"] == choice["finish_reason"]
+    for event in events:
+        delta = event["choices"][0]["delta"]
         content += delta.get("content") or ""
         for call in delta.get("tool_calls") or []:
             if call.get("id"):
