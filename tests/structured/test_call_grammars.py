@@ -16,12 +16,16 @@ from jaxserve.errors import InvalidRequest
 from jaxserve.server.schema.openai import ChatRequest, FunctionDefinition, Tool
 from jaxserve.server.tool_calls.answer import AnswerReader, readers_of
 from jaxserve.server.tool_calls.bodies import HeadedCall, JsonCall
+from jaxserve.server.tool_calls.chosen import call_ends
 from jaxserve.server.tool_calls.formats import CALL_FORMATS
 from jaxserve.server.tool_calls.grammar import grammar_of_calls
 from jaxserve.server.tool_calls.grammar_parts import Function, bare
 from jaxserve.server.tool_calls.pieces import CallPart
+from jaxserve.server.tool_calls.tag_reading import TagCall
+from jaxserve.server.tool_calls.tagged_grammar import Unformable
 from jaxserve.server.tool_calls.thinking import Start
 from jaxserve.server.tool_calls.tools import CallUse, tool_use
+from jaxserve.server.tool_calls.written import Beside
 from jaxserve.structured import StructuredOutputsParams
 from tests.structured.schemas import closed
 from tests.structured.test_grammars import END, TOKENIZER, VOCABULARY, allowed, draw
@@ -190,6 +194,90 @@ def test_arguments_of_formed_calls_go_out_as_they_come(form: str) -> None:
     reader.feed(GOOD[form][: GOOD[form].index("true") + 2], True)
     [call] = reader.message.calls
     assert (call.name, call.arguments, reader.message.content) == ("opt", '{"a": tr', "")
+
+
+CHANNELS = '<|channel|>commentary to=functions.opt <|constrain|>json<|message|>{"a": true}'
+
+
+def in_pieces(use: CallUse, text: str, size: int) -> AnswerReader:
+    reader = readers_of(use, None, Start.CLOSED)
+    for start in range(0, len(text), size):
+        reader.feed(text[start : start + size])
+    reader.feed("", True)
+    return reader
+
+
+@pytest.mark.parametrize("beside", Beside)
+@pytest.mark.parametrize("form", [*GOOD, "openai"])
+def test_a_formed_call_that_a_limit_cuts_is_never_content(form: str, beside: Beside) -> None:
+    text = {**GOOD, "openai": CHANNELS}[form]
+    marked = CALL_FORMATS[form].starts[0]
+    if CALL_FORMATS[form].is_optional_mark and beside is Beside.FORM:
+        text = marked + text  # the grammar requires the mark there
+    use = CallUse(CALL_FORMATS[form], {"opt": {}}, True, True, beside)
+    for end in range(1, len(text) + 1):
+        # Text may be all that a mark has begun, where text is allowed.
+        is_text = beside is not Beside.NOTHING and end < len(marked) and form != "openai"
+        for size in (len(text), 1, 5):
+            message = in_pieces(use, text[:end], size).message
+            assert not message.content or (is_text and message.content == text[:end])
+            assert len(message.calls) <= 1
+    assert [call.name for call in message.calls] == ["opt"]
+
+
+def test_an_answer_of_a_form_that_quotes_a_call_is_content() -> None:
+    for form, call in GOOD.items():
+        for answer in ({"x": call}, {"name": "opt", "parameters": {}}):
+            text = json.dumps(answer, ensure_ascii=False).replace("\\n", "")
+            use = CallUse(CALL_FORMATS[form], {"opt": {}}, True, True, Beside.FORM)
+            for size in (len(text), 1, 5):
+                message = in_pieces(use, text, size).message
+                assert (message.content, message.calls) == (text, []), form
+
+
+TAGGED = [form for form in GOOD if isinstance(CALL_FORMATS[form].body, TagCall)]
+
+
+@pytest.mark.parametrize("form", TAGGED)
+def test_texts_in_tags_hold_no_text_that_readers_look_for(grammars: Grammars, form: str) -> None:
+    free = Function("opt", closed(a={"type": "string"}))
+    bounded = Function("opt", closed(a={"type": "string", "maxLength": 16}))
+    described = CALL_FORMATS[form]
+    assert isinstance(described.body, TagCall)
+    opening, end = described.body.value_tags
+    before = GOOD[form][: GOOD[form].index("true")]
+    before = before.replace('string="false"', 'string="true"').replace('"boolean"', '"string"')
+    line = "\n" if described.body.trims else ""
+    before = before.removesuffix("\n") + line
+    end = line + end
+    for function in (free, bounded):
+        text = grammar_of_calls(described, [function], json.dumps)
+        start = grammars.compile(StructuredOutputsParams(grammar=text))
+        assert follow(start.copy(), grammars, f"{before}a <b>c{end}") == f"{before}a <b>c{end}"
+        for mark in {opening, described.body.end, *call_ends(described), *described.starts}:
+            for one in (mark, f"a {mark}", f"{mark * 2} b"):
+                assert mark not in follow(start.copy(), grammars, before + one)[len(before) :]
+    long = Function("opt", closed(a={"type": "string", "maxLength": 2000}))
+    with pytest.raises(Unformable):
+        grammar_of_calls(described, [long], json.dumps)
+
+
+@pytest.mark.parametrize("form", TAGGED)
+def test_formed_calls_in_tags_go_out_one_by_one(form: str) -> None:
+    tools = {"opt": {"properties": {"a": {"type": "object"}}}}
+    use = CallUse(CALL_FORMATS[form], tools, True, True)
+    [_, end] = CALL_FORMATS[form].body.value_tags  # type: ignore[union-attr]
+    value = json.dumps({"b": f"{end}{GOOD[form]}"}, ensure_ascii=False)
+    call = GOOD[form].replace("true", value).replace('string="true"', 'string="false"')
+    call = call.replace('"boolean"', '"object"')
+    reader = readers_of(use, None, Start.CLOSED)
+    for number in (1, 2):
+        for letter in call:
+            reader.feed(letter)
+        assert len(reader.message.calls) == number
+        assert json.loads(reader.message.calls[-1].arguments) == {"a": json.loads(value)}
+    reader.feed("", True)
+    assert (len(reader.message.calls), reader.message.content) == (2, "")
 
 
 @pytest.mark.parametrize("form", GOOD)

@@ -181,7 +181,7 @@ def readers_of(
 
 
 def _calls(use: CallUse) -> CallReader:
-    return CallReader(use.call_format, use.tools, use.is_certain, use.parallel)
+    return CallReader(use.call_format, use.tools, use.is_certain, use.parallel, use.beside)
 
 
 def _harmony(use: CallUse | None) -> HarmonyReader:

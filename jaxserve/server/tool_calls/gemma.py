@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from jaxserve.server.tool_calls.literals import MAX_DEPTH, Cursor, read_json
+from jaxserve.server.tool_calls.literals import MAX_DEPTH, Cursor, RepeatedKey, read_json
+from jaxserve.server.tool_calls.source import MAX_HEAD, any_of
+from jaxserve.server.tool_calls.tag_reading import Around, after_space
 from jaxserve.server.tool_calls.values import (
     convert,
     is_finite,
@@ -15,82 +17,175 @@ from jaxserve.server.tool_calls.values import (
 )
 
 _BARE = re.compile(r"[^,}\]]+")
+_BARE_KEY = re.compile(r"[^{}\[\],:<>]{1,256}:")
+_BARE_ITEM = re.compile(r"[-+.\w]{1,64}\s*[,\]]")
 
 
-def read_braces(text: str, quote: str, schema: dict[str, Any]) -> dict[str, Any]:
-    """Read an object in braces.
+class BraceReader(Cursor):
+    """Reader of an object in braces, and of the end of the call that it belongs to.
+
+    A mark ends a string only where the text behind it continues the object, or ends the call.
+    Marks of calls within a string are counted, so that a balanced quotation is text. Where no end
+    is found by counting, they are text, if only one mark can end the string.
 
     Args:
-        text: the object, from its brace to that which closes it.
+        text: a text that is complete.
+        position: of the brace that begins the object.
         quote: the mark at both ends of a string.
         schema: of the object. Bare values are converted by it, where it says something of them.
+        around: the texts around the call.
 
-    Raises:
-        ValueError: the text is anything else.
+    Attributes:
+        is_repeated: whether an object names a key twice.
     """
-    reader = _Reader(text, quote, schema)
-    value = reader.mapping(schema, 0)
-    if reader.rest():
-        raise ValueError("text after the object")
-    return value
 
-
-class _Reader(Cursor):
-    """Reader of the notation."""
-
-    def __init__(self, text: str, quote: str, root: dict[str, Any]) -> None:
-        super().__init__(text)
+    def __init__(
+        self, text: str, position: int, quote: str, schema: dict[str, Any], around: Around
+    ) -> None:
+        super().__init__(text, position)
         self._quote = quote
-        self._root = root
+        self._root = schema
+        self._around = around
+        self._marks = any_of(tuple(filter(None, (quote, around.mark, around.close))))
+        self._closing: list[str] = []  # brackets that close what is open
+        self.is_repeated = False
 
-    def _until(self, mark: str) -> str:
-        end = self._text.find(mark, self._position)
-        if end < 0:
-            raise ValueError(f"no {mark}")
-        taken, self._position = self._text[self._position : end], end + len(mark)
-        return taken
+    @property
+    def position(self) -> int:
+        """Position of what has not been taken."""
+        return self._position
 
-    def mapping(self, schema: dict[str, Any], depth: int) -> dict[str, Any]:
-        if depth > MAX_DEPTH or not self.take("{"):
+    def call(self) -> dict[str, Any]:
+        """Read the object.
+
+        Raises:
+            ValueError: the text is anything else, or may be read in several ways.
+        """
+        values = self._mapping(self._root)
+        if not self._around.may_follow(self._text, self._position):
+            raise ValueError("no end of the call")
+        return values
+
+    def _open(self, mark: str, close: str) -> None:
+        if len(self._closing) > MAX_DEPTH or not self.take(mark):
             raise ValueError("no object, or nested too deep")
+        self._closing.append(close)
+
+    def _mapping(self, schema: dict[str, Any]) -> dict[str, Any]:
+        self._open("{", "}")
         values: dict[str, Any] = {}
         while not self.take("}"):
             if self.take(self._quote):
-                key = self._until(self._quote)
+                end = self._text.find(self._quote, self._position, self._position + MAX_HEAD)
+                key, behind = self._text[self._position : end], end + len(self._quote)
+                if end < 0:
+                    raise ValueError("no end of a key")
+                self._position = behind
                 self.expect(":")
             else:
-                key = self._until(":").strip()
+                found = _BARE_KEY.match(self._text, self._position)
+                key = "" if found is None else found[0][:-1].strip()
+                self._position += 0 if found is None else len(found[0])
             if not key or set(key) & set("{}[],"):
                 raise ValueError("not a key")
-            values[key] = self._value(property_schema(schema, key), depth)
+            self.is_repeated |= key in values
+            self._note_space()
+            values[key] = self._value(property_schema(schema, key))
             self.between("}")
+            self._note_space()
+        self._closing.pop()
         return values
 
-    def _items(self, schema: Any, depth: int) -> list[Any]:
-        if depth > MAX_DEPTH:
-            raise ValueError("nested too deep")
+    def _items(self, schema: Any) -> list[Any]:
+        self._open("[", "]")
         items: list[Any] = []
         while not self.take("]"):
-            items.append(self._value(schema, depth))
+            items.append(self._value(schema))
             self.between("]")
+        self._closing.pop()
         return items
 
-    def _value(self, schema: Any, depth: int) -> Any:
+    def _value(self, schema: Any) -> Any:
         schema = resolve(schema, self._root)
         if self.take(self._quote):
-            text, types = self._until(self._quote), types_of(schema, self._root)
-            return text if not types or "string" in types else convert(text, schema, self._root)
-        if self.take("{"):
-            self._position -= 1
-            return self.mapping(schema, depth + 1)
-        if self.take("["):
-            return self._items(schema.get("items"), depth + 1)
+            text, types = self._string(), types_of(schema, self._root)
+            if not types or "string" in types:
+                return text
+            return self._converted(text, schema)
+        self._skip()
+        if self._text.startswith("{", self._position):
+            return self._mapping(schema)
+        if self._text.startswith("[", self._position):
+            return self._items(schema.get("items"))
         found = _BARE.match(self._text, self._position)
         self._position += 0 if found is None else len(found[0])
         text = "" if found is None else found[0].strip()
-        if not text:
+        if not text or self._quote in text:
             raise ValueError("no value")
-        return convert(text, schema, self._root) if schema else _bare(text)
+        return self._converted(text, schema) if schema else _bare(text)
+
+    def _converted(self, text: str, schema: Any) -> Any:
+        try:
+            return convert(text, schema, self._root)
+        except RepeatedKey:
+            self.is_repeated = True
+            return None
+
+    def _note_space(self) -> None:
+        """Note the white space behind a comma or colon."""
+        mark = self._text[self._position - 1]
+        if mark in ",:":
+            end = after_space(self._text, self._position)
+            self._around.layout.note(mark, self._text[self._position : end])
+
+    def _string(self) -> str:
+        """Take a string and the mark at its end."""
+        start, depth, ends = self._position, 0, list[int]()
+        for found in self._marks.finditer(self._text, start):
+            if found[0] != self._quote:
+                depth = max(0, depth + (1 if found[0] == self._around.mark else -1))
+            elif not depth and self._continues(found.end()):
+                ends = [found.start()]
+                break
+        else:
+            for found in self._marks.finditer(self._text, start):
+                if found[0] == self._quote and self._continues(found.end()):
+                    ends.append(found.start())
+                    if len(ends) > 1:
+                        break
+        if len(ends) != 1:
+            raise ValueError("no end of a string, or several")
+        self._around.layout.num_values += 1
+        self._position = ends[0] + len(self._quote)
+        return self._text[start : ends[0]]
+
+    def _continues(self, position: int) -> bool:
+        """Return whether the object can go on behind a string."""
+        text, closing = self._text, self._closing.copy()
+        while closing:
+            position = after_space(text, position)
+            if text.startswith(closing[-1], position):
+                closing.pop()
+                position += 1
+            elif not text.startswith(",", position):
+                return False
+            elif closing[-1] == "}":
+                return self._is_key(after_space(text, position + 1))
+            else:
+                return self._is_item(after_space(text, position + 1))
+        return self._around.may_follow(text, position)
+
+    def _is_key(self, start: int) -> bool:
+        text, quote = self._text, self._quote
+        if _BARE_KEY.match(text, start):
+            return True
+        end = text.find(quote, start + len(quote), start + MAX_HEAD)
+        is_quoted = text.startswith(quote, start) and end >= 0
+        return is_quoted and text.startswith(":", after_space(text, end + len(quote)))
+
+    def _is_item(self, start: int) -> bool:
+        is_bracketed = self._text.startswith((self._quote, "{", "["), start)
+        return is_bracketed or _BARE_ITEM.match(self._text, start) is not None
 
 
 def _bare(text: str) -> Any:

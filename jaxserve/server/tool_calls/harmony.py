@@ -13,12 +13,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from jaxserve.server.tool_calls.bodies import written
 from jaxserve.server.tool_calls.literals import EndFinder
 from jaxserve.server.tool_calls.pieces import Content, Piece, Thought
 from jaxserve.server.tool_calls.reader import MAX_MALFORMED, Outgoing
-from jaxserve.server.tool_calls.source import Malformed, Reading, Source, any_of
-from jaxserve.server.tool_calls.written import Tools, WrittenCall
+from jaxserve.server.tool_calls.source import Malformed, Reading, Source, Uncallable, any_of
+from jaxserve.server.tool_calls.written import Tools, WrittenCall, written
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
@@ -71,8 +70,9 @@ class HarmonyReader:
     """Incremental reader of an answer in pieces; how it is cut does not change the result.
 
     Thoughts are the channel "analysis", content all others. Messages of a kind are parted by a
-    line end. A message to a function is a call, once it is complete; to a recipient that is none
-    of the tools, or with arguments that are no object, it is content to the letter.
+    line end. A message to a function is a call, returned with all that follows when the text has
+    ended; to a recipient that is none of the tools, or with arguments that are no object, it is
+    content to the letter. Where an end stands alone behind calls, all is content from them on.
 
     Args:
         tools: those that may be called.
@@ -88,6 +88,10 @@ class HarmonyReader:
         self._pieces: list[Piece] = []
         self._said: set[type[Piece]] = set()
         self._num_malformed = 0
+        self._held = ""  # all text from the first call on, once the answer has ended
+        self._num_before = 0  # pieces before it
+        self._has_called = self._is_doubtful = False
+        self._is_open = True  # whether the end of a message is due
         self._reading = self._read()
 
     def feed(self, text: str, final: bool = False) -> list[Piece]:
@@ -98,58 +102,111 @@ class HarmonyReader:
         return pieces
 
     def _read(self) -> Reading[None]:
-        source = self._source
         while True:
+            source = self._source
             source.settle()
             if (yield from source.takes(*_ENDS)):
+                self._is_doubtful = self._is_doubtful or not self._is_open
+                self._is_open = False
                 continue
             if source.is_empty and source.is_final:
-                return
+                break
             is_plain = self._num_malformed >= MAX_MALFORMED
             if is_plain or not (yield from source.has(START, CHANNEL, MESSAGE, " to=", "to=")):
+                if self._is_certain and source.is_cut(START, *_STOPS):
+                    break
                 # A text without a header, as where a grammar has formed the whole answer.
+                rest = source.text[source.position :]
+                self._is_doubtful |= self._has_called and bool(rest.strip())
                 yield from self._say(Content, () if is_plain else _STOPS)
                 continue
+            self._is_open = True
             try:
                 yield from self._read_message()
-            except Malformed:
-                source.rewind()
-                if source.is_final and _CUT_HEADER.fullmatch(source.text, source.position):
-                    source.take_to(len(source.text))
-                    return
-                self._num_malformed += 1
-                yield from self._say_to_the_letter()
+            except Malformed as error:
+                yield from self._say_malformed(error)
+        if self._held and self._is_doubtful and self._has_called:
+            del self._pieces[self._num_before :]
+            self._pieces.append(Content(self._held))
+
+    def _say_malformed(self, error: Malformed) -> Reading[None]:
+        """Say a message that could not be read, apart from its role.
+
+        No call is read within one that began, so it is content up to its end, or else all text.
+        """
+        source = self._source
+        end = source.position
+        source.rewind()
+        is_cut = source.is_final and _CUT_HEADER.fullmatch(source.text, source.position)
+        if is_cut or (source.is_final and self._is_certain):
+            source.take_to(len(source.text))
+        elif not self._held:
+            self._num_malformed += 1
+            yield from self._say_to_the_letter()
+        else:
+            if not isinstance(error, Uncallable):
+                end = len(source.text)
+                self._is_doubtful = self._is_doubtful or CALL in source.text[source.position :]
+            with suppress(Malformed):
+                yield from source.match(_ROLE)
+            text = source.take_to(end) + (yield from source.takes(*_ENDS))
+            self._pieces.append(Content("\n" + text if Content in self._said else text))
+            self._said.add(Content)
+            self._is_open = False
 
     def _read_message(self) -> Reading[None]:
         """Read one message.
 
         Raises:
-            Malformed: it has no end of its header, or is a call of nothing that may be called.
+            Uncallable: it is a whole call, of nothing that may be called.
+            Malformed: it has no end, or no end of its header.
         """
         source = self._source
         header = (yield from source.match(_HEADER))[1]
         recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
         is_analysis = channel is not None and channel[1] == "analysis"
         name = None if recipient is None else recipient[1].removeprefix("functions.")
-        if name is not None and name in self._tools:
-            yield from self._stream_call(name) if self._is_certain else self._read_call(name)
-        elif name is None or is_analysis:
+        if name is None or (is_analysis and name not in self._tools):
             source.settle()
             yield from self._say(Thought if is_analysis else Content, _STOPS)
+        elif self._is_certain:
+            if name not in self._tools:
+                raise Malformed
+            yield from self._stream_call(name)
+        elif self._held:
+            yield from self._read_call(name)
         else:
-            raise Malformed
+            yield from self._hold()
+
+    def _hold(self) -> Reading[None]:
+        """Wait for the end of the text, and let all of it be read from this message on.
+
+        The text behind a call may show that it was a quotation.
+        """
+        self._source.rewind()
+        self._held = yield from self._source.rest()
+        self._source = Source()
+        self._source.add(self._held, True)
+        self._held = _ROLE.sub("", self._held, count=1) if _ROLE.match(self._held) else self._held
+        if Content in self._said:
+            self._held = "\n" + self._held
+        self._num_before = len(self._pieces)
+        self._is_open = False
 
     def _read_call(self, name: str) -> Reading[None]:
         source = self._source
         yield from source.skip_space()
-        text = "{}"
-        if (yield from source.has("{")):
+        text = yield from source.takes("null")
+        if not text and (yield from source.has("{")):
             text = yield from source.bracketed()
         yield from source.skip_space()
         if not (yield from source.has(*_STOPS)) and not (source.is_final and source.is_empty):
             raise Malformed
+        if name not in self._tools:
+            raise Uncallable
         self._calls.call(written(name, text))
         self._pieces += self._calls.fetch(False)
+        self._has_called = True
         source.settle()
 
     def _stream_call(self, name: str) -> Reading[None]:

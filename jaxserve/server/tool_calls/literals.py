@@ -66,20 +66,34 @@ class EndFinder:
         return None
 
 
+class RepeatedKey(ValueError):
+    """An object that names a key twice."""
+
+
 def read_json(text: str) -> Any:
     """Read a JSON value, whose texts may hold raw line ends.
 
     Raises:
-        ValueError: it is none, or nested too deep.
+        RepeatedKey: an object in it names a key twice.
+        ValueError: it is no JSON value, or nested too deep.
     """
     try:
-        value = json.loads(text, strict=False, parse_constant=_no_number)
+        value = json.loads(
+            text, strict=False, parse_constant=_no_number, object_pairs_hook=_object_of
+        )
     except RecursionError:
         raise ValueError("nested too deep") from None
     # How deep the parser itself goes differs between versions of Python.
     if text.count("[") + text.count("{") > MAX_JSON_DEPTH:
         _check_depth(value)
     return value
+
+
+def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        raise RepeatedKey("an object names a key twice")
+    return made
 
 
 def _check_depth(value: Any) -> None:
@@ -143,9 +157,9 @@ def read_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
 class Cursor:
     """A place in a text that is read from left to right; space before marks is left out."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, position: int = 0) -> None:
         self._text = text
-        self._position = 0
+        self._position = position
 
     def _skip(self) -> None:
         self._position = _SPACE.match(self._text, self._position).end()  # type: ignore[union-attr]
@@ -229,6 +243,8 @@ class _Python(Cursor):
             key = self.value(depth + 1)
             if not isinstance(key, str):
                 raise ValueError("a key that is no text")
+            if key in mapping:
+                raise RepeatedKey(f"{key} is given twice")
             self.expect(":")
             mapping[key] = self.value(depth + 1)
             self.between("}")

@@ -6,24 +6,33 @@ import secrets
 import string
 from collections.abc import Collection, Mapping
 
-from jaxserve.server.tool_calls.bodies import HeadedCall, JsonCall, PythonCalls
+from jaxserve.server.tool_calls.bodies import Body, HeadedCall, JsonCall, PythonCalls
+from jaxserve.server.tool_calls.chosen import (
+    MAX_MALFORMED,
+    ChosenCalls,
+    close_of,
+    follows_in_list,
+    inner_mark,
+    open_list,
+    take_closes,
+)
 from jaxserve.server.tool_calls.formats import CallFormat
 from jaxserve.server.tool_calls.literals import EndFinder
 from jaxserve.server.tool_calls.pieces import CallPart, Content, Piece
-from jaxserve.server.tool_calls.source import Malformed, Reading, Source, any_of
-from jaxserve.server.tool_calls.written import Tools, WrittenCall
+from jaxserve.server.tool_calls.source import Cut, Malformed, Reading, Source, any_of, result_of
+from jaxserve.server.tool_calls.tag_reading import TagCall
+from jaxserve.server.tool_calls.written import Beside, Tools, WrittenCall
 
-# After this many marks without a call, no further mark is searched for.
-MAX_MALFORMED = 64
 _ALPHABET = string.ascii_letters + string.digits
 
 
 class CallReader:
     """Incremental reader of a text in pieces; how the text is cut does not change the result.
 
-    A call is returned once it is complete; a text that turns out to be no call is content,
-    unchanged. Where a grammar forms the calls (`is_certain`), their arguments are returned as they
-    come. White space beside calls is left out.
+    Calls that the model chose, and all text from the first one on, are returned when the text has
+    ended, since text behind a call may show that it was a quotation. What turns out to be no call
+    is content, unchanged. Where a grammar forms the calls (`is_certain`), they and their arguments
+    are returned as they come. White space beside calls is left out.
 
     Args:
         call_format: of the calls.
@@ -31,6 +40,8 @@ class CallReader:
             what bare texts in arguments stand for; where only names are given, all are strings.
         is_certain: whether every call that begins will be well formed.
         parallel: whether there may be several calls; else all after the first are left out.
+        beside: the text that the grammar allows beside them. Then what a limit has cut before the
+            arguments of a call is left out; None: it is content.
     """
 
     def __init__(
@@ -39,13 +50,17 @@ class CallReader:
         tools: Tools | Collection[str],
         is_certain: bool,
         parallel: bool = True,
+        beside: Beside | None = None,
     ) -> None:
         self._format = call_format
         self._tools = tools if isinstance(tools, Mapping) else {name: {} for name in tools}
-        body = call_format.body
-        self._formed = body if is_certain and isinstance(body, JsonCall | HeadedCall) else None
+        self._is_certain = is_certain
+        self._beside = beside if is_certain else None
+        # A grammar begins calls by the first mark, and lets the others be text.
+        self._starts = call_format.starts[: None if self._beside is None else 1]
         self._source = Source()
-        self._pieces = Outgoing(parallel, call_format.id_length)
+        is_silent = self._beside in (Beside.NOTHING, Beside.FORM)
+        self._pieces = Outgoing(parallel, call_format.id_length, is_silent)
         self._num_malformed = 0
         self._reading = self._read()
 
@@ -56,10 +71,11 @@ class CallReader:
         return self._pieces.fetch(final)
 
     def _read(self) -> Reading[None]:
-        if self._format.is_optional_mark:
+        source, pattern = self._source, any_of(self._starts)
+        if self._beside is Beside.FORM:
+            yield from self._read_form()
+        elif self._format.is_optional_mark:
             yield from self._read_unmarked()
-        starts = self._format.starts
-        pattern, source = any_of(starts), self._source
         while True:
             found = None
             if self._num_malformed < MAX_MALFORMED:
@@ -70,62 +86,148 @@ class CallReader:
                 yield from self._read_marked(source.take_to(found.end()))
                 continue
             is_over = source.is_final or self._num_malformed >= MAX_MALFORMED
-            end = len(source.text) if is_over else source.certain_end(starts)
+            end = len(source.text) if is_over else source.certain_end(self._starts)
             self._pieces.say(source.take_to(end))
             source.settle()
             if source.is_final:
                 return
             yield
 
+    def _read_form(self) -> Reading[None]:
+        """Let an answer of a form be content, all of it, where no mark of calls begins it."""
+        source = self._source
+        yield from source.skip_space()
+        if not (yield from source.has(*self._starts)):
+            self._pieces.is_silent = False
+            self._num_malformed = MAX_MALFORMED
+        source.rewind()
+
     def _read_unmarked(self) -> Reading[None]:
         """Read calls at the beginning of a text, where they need no mark."""
         source = self._source
         yield from source.skip_space()
-        is_list = self._format.is_array
-        if not (yield from source.has("[" if is_list else "{")):
+        bracket = "[" if self._format.is_array else "{"
+        is_marked = yield from source.has(*self._starts)
+        if is_marked or not (yield from source.has(bracket)):
             source.rewind()
             return
-        if not (yield from self._read_calls("")):
+        if self._is_certain:
+            has_calls = yield from self._read_formed("")
+        elif has_calls := (yield from self._begins("")):
+            yield from self._hold(True)
+        if not has_calls:
             # Without a mark the whole text had to be calls, so all of it is content.
             self._num_malformed = MAX_MALFORMED
 
     def _read_marked(self, mark: str) -> Reading[None]:
         """Read calls after a mark, which has been taken. It is content where there are none."""
-        source, form = self._source, self._format
-        starts, wanted = form.starts, mark
-        is_section = bool(form.section[0]) and mark == form.section[0]
-        if is_section:
-            yield from source.skip_space()
-            starts = form.starts[1:]
-            wanted = yield from source.takes(*starts)
-        if not wanted or not (yield from self._read_calls(wanted)):
-            source.rewind()
+        if self._is_certain:
+            has_calls = yield from self._read_formed(mark)
+        elif has_calls := (yield from self._begins(mark)):
+            self._source.take(len(mark))
+            if not (yield from self._leave_out(mark)):
+                self._source.rewind()
+                yield from self._hold(False)
+        if not has_calls:
             self._num_malformed += 1
-            self._pieces.say(source.take(len(mark)))
-            source.settle()
+            self._pieces.say(self._source.take(len(mark)))
+            self._source.settle()
 
-    def _read_calls(self, mark: str) -> Reading[bool]:
-        """Read calls after a mark. Return whether there was at least one."""
-        source, form, has_called = self._source, self._format, False
+    def _leave_out(self, mark: str) -> Reading[bool]:
+        """Leave out a call that says that nothing is called. Return whether it comes next."""
+        source, form, body = self._source, self._format, self._format.body
+        if not isinstance(body, JsonCall) or not body.answers:
+            return False
         try:
-            if form.is_array and not form.is_python:
-                yield from source.skip_space()
-                yield from source.takes("[")
-            while True:
-                if self._formed is not None:
-                    has_called = yield from self._stream_call(self._formed, has_called)
-                else:
-                    calls = yield from form.body.read(source, self._tools)
-                    self._pieces.leave_out_space()
-                    for call in calls:
-                        self._pieces.call(call)
-                has_called = True
-                source.settle()
-                if not (yield from self._goes_on()):
-                    return True
+            yield from open_list(source, form)
+            calls = yield from body.read(source, self._tools)
+            if calls or (yield from source.takes_behind_space(*form.separators)):
+                return False
         except Malformed:
+            return False
+        yield from take_closes(source, form, mark)
+        self._pieces.leave_out_space()
+        return True
+
+    def _begins(self, mark: str) -> Reading[bool]:
+        """Return whether the head of a call comes next, and put back the mark and all behind."""
+        source = self._source
+        try:
+            yield from inner_mark(source, self._format, mark)
+            yield from self._format.body.begins(source)
+        except Malformed:
+            return False
+        finally:
+            source.rewind()
+        return True
+
+    def _hold(self, is_unmarked: bool) -> Reading[None]:
+        """Wait for the end of the text, and read all of it."""
+        text = yield from self._source.rest()
+        chosen = ChosenCalls(self._format, self._tools, text, self._num_malformed)
+        for part in chosen.read(is_unmarked):
+            if part is None:
+                self._pieces.leave_out_space()
+            elif isinstance(part, str):
+                self._pieces.say(part)
+            else:
+                self._pieces.call(part)
+
+    def _read_formed(self, mark: str) -> Reading[bool]:
+        """Read calls that a grammar has formed, after a mark. Return whether there was one.
+
+        A call that a limit has cut before its arguments is left out.
+        """
+        source, form, body, has_called = self._source, self._format, self._format.body, False
+        try:
+            mark = (yield from inner_mark(source, form, mark)) or mark
+            yield from open_list(source, form)
+            while True:
+                if isinstance(body, JsonCall | HeadedCall):
+                    has_called = yield from self._stream_call(body, has_called)
+                else:
+                    has_called = yield from self._read_call(body)
+                if (yield from follows_in_list(source, form)):
+                    continue
+                is_over = yield from take_closes(source, form, mark)
+                is_over = is_over or not form.section[1]
+                if is_over or not (yield from source.takes_behind_space(form.mark)):
+                    self._leave_out_cut(mark)
+                    return True
+        except Malformed as error:
+            if self._beside is not None and isinstance(error, Cut):
+                source.take_to(len(source.text))
+                source.settle()
+                return True
             source.rewind()
             return has_called
+
+    def _leave_out_cut(self, mark: str) -> None:
+        """Leave out what a limit has cut of the text behind a call."""
+        source, form = self._source, self._format
+        if self._beside is None or not source.is_final:
+            return
+        result_of(source.skip_space())
+        has_separator = bool(result_of(source.takes(*form.separators)))
+        result_of(source.skip_space())
+        tail = form.body.tail.strip() if isinstance(form.body, HeadedCall) else ""
+        closes = (close_of(form, mark), form.section[1], tail)
+        if (has_separator and source.is_empty) or source.is_cut(*filter(None, closes)):
+            source.take_to(len(source.text))
+            source.settle()
+        source.rewind()
+
+    def _read_call(self, body: Body) -> Reading[bool]:
+        """Read calls that a grammar has formed and whose arguments cannot be returned in parts."""
+        if isinstance(body, TagCall):
+            calls = yield from body.read_formed(self._source, self._tools)
+        elif isinstance(body, PythonCalls):
+            calls = yield from body.read(self._source, self._tools)
+        else:
+            raise Malformed
+        for call in calls:
+            self._pieces.call(call)
+        return True
 
     def _stream_call(self, body: JsonCall | HeadedCall, has_called: bool) -> Reading[bool]:
         """Read a call that a grammar has formed, and return its arguments as they come.
@@ -152,27 +254,6 @@ class CallReader:
         yield from body.read_tail(source)
         return True
 
-    def _goes_on(self) -> Reading[bool]:
-        """Read the text after a call. Return whether another call follows in its list."""
-        source, form = self._source, self._format
-        if (yield from source.takes_behind_space(*form.separators)):
-            yield from source.skip_space()
-            if (yield from source.has("{")):
-                return True
-            source.rewind()
-        if isinstance(form.body, PythonCalls) and not form.body.is_list:
-            yield from source.skip_space()
-            if not source.is_empty and not (yield from source.has(*form.closes)):
-                return True
-            source.rewind()
-        if form.is_array and not form.is_python:
-            yield from source.takes_behind_space("]")
-            source.settle()
-        for closes in (form.closes, form.section[1:]):
-            yield from source.takes_behind_space(*closes)
-            source.settle()
-        return False
-
 
 class Outgoing:
     """Pieces that are certain and have not been fetched.
@@ -180,9 +261,14 @@ class Outgoing:
     Args:
         parallel: whether there may be several calls; else all after the first are left out.
         id_length: length of a call's id; None for any.
+        is_silent: whether content is left out.
+
+    Attributes:
+        is_silent: see above.
     """
 
-    def __init__(self, parallel: bool, id_length: int | None) -> None:
+    def __init__(self, parallel: bool, id_length: int | None, is_silent: bool = False) -> None:
+        self.is_silent = is_silent
         self._parallel = parallel
         self._id_length = id_length
         self._pieces: list[Piece] = []
@@ -201,6 +287,8 @@ class Outgoing:
 
     def say(self, text: str) -> None:
         """Add content. Space at its end waits until it is certain that no call follows."""
+        if self.is_silent:
+            return
         content = text.rstrip()
         if content:
             spaced = "".join(self._spaces) + content

@@ -22,6 +22,18 @@ class Malformed(Exception):
     """A text that is not what it began like."""
 
 
+class Cut(Malformed):
+    """A text that has ended before what it began."""
+
+
+class Uncallable(Malformed):
+    """A call that has been taken to its end, and calls no tool: its name or arguments are wrong."""
+
+
+class Repeated(Uncallable):
+    """A call with bare values that names an argument twice, so that its end is doubtful."""
+
+
 class Source:
     """A text of which the beginning is known, and of that the part that has not been taken.
 
@@ -62,20 +74,23 @@ class Source:
         """Take that many characters."""
         return self.take_to(self.position + count)
 
-    def put_back(self) -> None:
-        """Put back what was taken last, which has come in the same piece or is short."""
-        text = self._taken.pop()
-        self.text, self.position = text + self.text[self.position :], 0
-
     def settle(self) -> None:
         """Forget what was taken: it will not be needed again."""
         self._taken.clear()
 
     def rewind(self) -> None:
         """Put back what was taken since the text was last settled."""
-        self.text = "".join(self._taken) + self.text[self.position :]
-        self.position = 0
-        self._taken.clear()
+        self._put_back(0)
+
+    def _put_back(self, count: int) -> None:
+        """Put back all but the first `count` parts that were taken."""
+        size = sum(map(len, self._taken[count:]))
+        if size <= self.position:
+            self.position -= size
+        else:  # it came in earlier pieces
+            self.text = "".join(self._taken[count:]) + self.text[self.position :]
+            self.position = 0
+        del self._taken[count:]
 
     def search(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
         """Return where a pattern is first found in what has not been taken."""
@@ -89,10 +104,10 @@ class Source:
         """Wait for more text.
 
         Raises:
-            Malformed: there is none.
+            Cut: there is none.
         """
         if self.is_final:
-            raise Malformed
+            raise Cut
         yield
 
     def skip_space(self) -> Reading[None]:
@@ -116,6 +131,11 @@ class Source:
                 return ""
             yield
 
+    def is_cut(self, *marks: str) -> bool:
+        """Return whether the text has ended before one of some marks was whole."""
+        rest = self.text[self.position : self.position + MAX_HEAD]
+        return self.is_final and any(mark.startswith(rest) and mark != rest for mark in marks)
+
     def takes(self, *marks: str) -> Reading[str]:
         """Take the mark that comes next, if it does; see `has`."""
         mark = yield from self.has(*marks)
@@ -131,9 +151,7 @@ class Source:
         yield from self.skip_space()
         mark = yield from self.takes(*marks)
         if not mark:
-            space = "".join(self._taken[count:])
-            del self._taken[count:]
-            self.text, self.position = space + self.text[self.position :], 0
+            self._put_back(count)
         return mark
 
     def expect(self, mark: str) -> Reading[None]:
@@ -143,7 +161,7 @@ class Source:
             Malformed: it does not.
         """
         if mark and not (yield from self.takes(mark)):
-            raise Malformed
+            raise Cut if self.is_cut(mark) else Malformed
 
     def match(self, pattern: re.Pattern[str]) -> Reading[re.Match[str]]:
         """Take what a pattern matches, which is short and ends with what cannot go on.
@@ -163,6 +181,16 @@ class Source:
             if len(self.text) - self.position >= MAX_HEAD:
                 raise Malformed
             yield from self.more()
+
+    def rest(self) -> Reading[str]:
+        """Take all text up to the end."""
+        parts = list[str]()
+        while True:
+            parts.append(self.take_to(len(self.text)))
+            self.settle()
+            if self.is_final:
+                return "".join(parts)
+            yield
 
     def until(self, *marks: str) -> Reading[tuple[str, str]]:
         """Take the text up to the first of some marks, and the mark. Return both.
@@ -192,6 +220,15 @@ class Source:
             if end is not None:
                 return "".join(parts)
             yield from self.more()
+
+
+def result_of(reading: Reading[T]) -> T:
+    """Return the result of a reading of a text that is complete, which never waits for more."""
+    while True:
+        try:
+            next(reading)
+        except StopIteration as end:
+            return end.value
 
 
 @functools.lru_cache(maxsize=256)

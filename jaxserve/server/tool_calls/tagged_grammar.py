@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.server.tool_calls.bodies import KeyedCall, XmlCall
+from jaxserve.server.tool_calls.chosen import call_ends
 from jaxserve.server.tool_calls.formats import CallFormat
 from jaxserve.server.tool_calls.grammar_parts import (
     Function,
@@ -24,7 +25,8 @@ from jaxserve.server.tool_calls.values import convert, property_schema, types_of
 
 # Keywords of a text's schema that a regular expression can say.
 _LENGTHS = frozenset(("minLength", "maxLength"))
-_LONGEST = 4096
+# The longest text that can be counted; with line ends around it, the counting grows too large.
+_LONGEST, _LONGEST_TRIMMED = 1024, 16
 Spell = Callable[[str], str]
 
 
@@ -40,7 +42,7 @@ class _Tags:
         key: before the name of an argument.
         before: between the name and its value; `{}` stands for the type of the value.
         end: after the value.
-        stops: texts that a value cannot hold besides, since its reader ends there.
+        stops: texts that a value cannot hold besides, since readers look for them.
         trims: a line end at either side of a value is none of it.
         is_escaped: names are written as in HTML.
     """
@@ -91,7 +93,7 @@ def _parts(form: CallFormat) -> tuple[list[str], _Tags, str]:
     body = form.body
     if isinstance(body, KeyedCall):
         key, key_end, value, end = body.tags
-        tags = _Tags(key, f"{key_end}\n{value}", end)
+        tags = _Tags(key, f"{key_end}\n{value}", end, _stops(form, value))
         return ["NAME", *filter(None, [body.after])], tags, body.end
     assert isinstance(body, XmlCall)
     quote = '"' if body.is_quoted else ""
@@ -100,13 +102,18 @@ def _parts(form: CallFormat) -> tuple[list[str], _Tags, str]:
         body.parameter + quote,
         f"{quote}{kind}{body.tag_end}",
         body.parameter_end,
-        tuple(filter(None, (body.parameter, f"{body.end}{body.outer_end}"))),
+        _stops(form, body.parameter),
         body.trims,
         body.is_escaped,
     )
     head = [f"{body.before}{quote}NAME{quote}"]
     head += [' index="', "NUMBER", '"'] if body.types == "type" else []
     return [*head, body.tag_end], tags, body.end
+
+
+def _stops(form: CallFormat, opening: str) -> tuple[str, ...]:
+    """Return what no text may hold besides its end: all that begins or ends values or calls."""
+    return tuple(dict.fromkeys([opening, *call_ends(form), *form.starts]))
 
 
 def _argument(
@@ -169,7 +176,8 @@ def _text(rule: str, opening: str, own: Any, tags: _Tags, spell: Spell) -> Itera
     if limits - bounds:
         raise Unformable
     low, high = own.get("minLength", 0), own.get("maxLength", "")
-    if not all(isinstance(n, int) and 0 <= n <= _LONGEST for n in (low, high or 0)):
+    longest = _LONGEST_TRIMMED if tags.trims else _LONGEST
+    if not all(isinstance(n, int) and 0 <= n <= longest for n in (low, high or 0)):
         raise Unformable
     if not bounds:
         yield f"{rule}: NL? {opening} any_text"
@@ -183,7 +191,7 @@ def _text(rule: str, opening: str, own: Any, tags: _Tags, spell: Spell) -> Itera
 def _text_rule(rule: str, before: str, inner: str, tags: _Tags, spell: Spell) -> Iterator[str]:
     """Yield the rule of a text of some form, up to the tag that ends it, that tag included."""
     first, *rest = spelled(tags.end, spell)
-    without = "".join(rf" & ~/(.|\n)*{escaped(stop)}(.|\n)*/" for stop in tags.stops)
+    without = rf" & ~/(.|\n)*({'|'.join(map(escaped, tags.stops))})(.|\n)*/"
     if first.startswith("<["):  # a token of its own ends the text
         end = escaped(tags.end if not rest else tags.end[: tags.end.index(">") + 1])
         yield rf"TEXT_{rule.upper()}: /{inner}/ & ~/(.|\n)*{end}(.|\n)*/{without}"

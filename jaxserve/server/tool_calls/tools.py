@@ -17,7 +17,7 @@ from jaxserve.server.tool_calls.examples import example_of
 from jaxserve.server.tool_calls.formats import CALL_FORMATS, DEFAULT_FORMAT, CallFormat
 from jaxserve.server.tool_calls.grammar import MAX_CALLS, Function, grammar_of_calls
 from jaxserve.server.tool_calls.tagged_grammar import Unformable
-from jaxserve.server.tool_calls.written import NAME, Tools
+from jaxserve.server.tool_calls.written import NAME, Beside, Tools
 from jaxserve.structured import MAX_SCHEMA_BYTES
 
 MAX_TOOLS = 1024
@@ -36,12 +36,14 @@ class CallUse:
         tools: those that may be called.
         is_certain: whether a grammar forms every call.
         parallel: whether there may be several calls.
+        beside: the text that the grammar allows beside them.
     """
 
     call_format: CallFormat
     tools: Tools
     is_certain: bool
     parallel: bool
+    beside: Beside = Beside.TEXT
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class ToolUse:
         is_named: whether the request names the tool to call.
         parallel: whether there may be several calls.
         holds_thoughts: whether the grammar holds the thoughts too, where its format can.
+        beside: the text that the grammar allows beside calls.
     """
 
     call_format: CallFormat
@@ -65,11 +68,13 @@ class ToolUse:
     is_named: bool
     parallel: bool
     holds_thoughts: bool = True
+    beside: Beside = Beside.TEXT
 
     @property
     def calls(self) -> CallUse:
         """The calls that an answer may hold."""
-        return CallUse(self.call_format, self.tools, self.grammar is not None, self.parallel)
+        is_certain = self.grammar is not None
+        return CallUse(self.call_format, self.tools, is_certain, self.parallel, self.beside)
 
 
 def check_tools(tools: list[Tool], field: str = "tools") -> None:
@@ -177,7 +182,9 @@ def tool_use(
         )
         call_format, grammar = _formed(call_format, form)
     called = {tool.function.name: tool.function.parameters or {} for tool in callable_tools}
-    return ToolUse(call_format, called, described(tools), grammar, is_named, parallel, may_think)
+    beside = Beside.FORM if answer is not None else Beside.TEXT if is_auto else Beside.NOTHING
+    shown = described(tools)
+    return ToolUse(call_format, called, shown, grammar, is_named, parallel, may_think, beside)
 
 
 def _formed(call_format: CallFormat, form: Callable[[CallFormat], str]) -> tuple[CallFormat, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from jaxserve.server.tool_calls.literals import read_json
+from jaxserve.server.tool_calls.literals import RepeatedKey, read_json
 
 _TYPES = {
     str: "string",
@@ -91,6 +91,9 @@ def convert(text: str, schema: Any, root: dict[str, Any]) -> Any:
         text: as the model wrote it.
         schema: of the value.
         root: the schema to which references refer.
+
+    Raises:
+        RepeatedKey: no text is allowed, and an object in the value names a key twice.
     """
     types = types_of(schema, root) or {"string"}
     bare = text.strip()
@@ -106,6 +109,10 @@ def convert(text: str, schema: Any, root: dict[str, Any]) -> Any:
         return text
     try:
         value = read_json(text)
+    except RepeatedKey:
+        if "string" not in types:
+            raise
+        return text
     except ValueError:
         return text
     if not is_finite(value):

@@ -1,0 +1,293 @@
+"""ChosenCalls: the calls in a text that no grammar has formed, read once it is complete."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxserve.server.tool_calls.bodies import BracedCall, PythonCalls, XmlCall
+from jaxserve.server.tool_calls.formats import CallFormat
+from jaxserve.server.tool_calls.source import (
+    Cut,
+    Malformed,
+    Reading,
+    Repeated,
+    Source,
+    Uncallable,
+    any_of,
+    result_of,
+)
+from jaxserve.server.tool_calls.tag_reading import Around, Layout, TagCall
+from jaxserve.server.tool_calls.written import Tools, WrittenCall
+
+# After this many marks without a call, no further mark is searched for.
+MAX_MALFORMED = 64
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A part of the text that is content.
+
+    Attributes:
+        start: its position in the text, and `end` that behind it.
+        is_read: whether it is a whole call of no tool, whose end is certain.
+        is_failed: whether it is what follows a call that has no end.
+    """
+
+    start: int
+    end: int
+    is_read: bool = False
+    is_failed: bool = False
+
+
+class ChosenCalls:
+    """The calls in a text from the head of the first one on, and the content beside them.
+
+    The text may quote calls, so its end decides how it is read. A call that begins and fails is
+    content up to its end, or else up to the end of the text, and no call is read within it. Where
+    the text behind the calls holds the end of another reading, all of it is content.
+
+    Args:
+        form: of the calls.
+        tools: those that may be called.
+        text: all of it.
+        num_malformed: number of marks before it that began no call.
+    """
+
+    def __init__(self, form: CallFormat, tools: Tools, text: str, num_malformed: int = 0) -> None:
+        self._form = form
+        self._tools = tools
+        self._source = Source()
+        self._source.add(text, True)
+        self._num_malformed = num_malformed
+        self._layout = Layout()
+        self._parts: list[_Text | WrittenCall | None] = []
+        self._in_section = self._had_section = False
+        self._call_end = -1  # position behind the last call
+        # Whether a call with bare values was read; whether a text parts calls from such a one;
+        # whether another one follows that.
+        self._has_values = self._is_parted = self._is_mixed = False
+
+    def read(self, is_unmarked: bool) -> list[str | WrittenCall | None]:
+        """Return the calls and the texts between them, and None before calls of one mark.
+
+        Args:
+            is_unmarked: whether the text is calls without a mark.
+        """
+        text = self._source.text
+        if is_unmarked:
+            self._read_block(0, "")
+        if not is_unmarked or None in self._parts:
+            self._read_blocks()
+        if None not in self._parts or self._is_doubtful():
+            return [text]
+        return [
+            text[part.start : part.end] if isinstance(part, _Text) else part for part in self._parts
+        ]
+
+    def _read_blocks(self) -> None:
+        source, pattern = self._source, any_of(self._form.starts)
+        while not source.is_empty:
+            found = None
+            if self._num_malformed < MAX_MALFORMED:
+                found = source.search(pattern)
+            start = source.position
+            end = len(source.text) if found is None else found.start()
+            self._say(start, end)
+            source.take_to(end)
+            if found is not None:
+                self._read_marked(end, source.take_to(found.end()))
+            source.settle()
+
+    def _say(self, start: int, end: int, is_read: bool = False, is_failed: bool = False) -> None:
+        last = self._parts[-1] if self._parts else None
+        if not is_read and self._source.text[start:end].strip():
+            self._is_parted = self._is_parted or self._has_values
+        if isinstance(last, _Text) and not (last.is_read or is_read or is_failed):
+            start = last.start
+            self._parts.pop()
+        if start < end:
+            self._parts.append(_Text(start, end, is_read, is_failed))
+
+    def _read_marked(self, start: int, mark: str) -> None:
+        """Read calls behind a mark, which has been taken."""
+        source = self._source
+        source.settle()
+        try:
+            wanted = result_of(inner_mark(source, self._form, mark))
+            result_of(self._form.body.begins(source))
+        except Malformed:
+            source.rewind()
+            self._num_malformed += 1
+            self._say(start, source.position)
+            return
+        source.rewind()
+        is_apart = not self._in_section if not wanted else not self._form.has_own_section
+        if self._had_section and is_apart:
+            self._is_parted = self._is_parted or self._has_values
+        if wanted:
+            self._in_section = self._had_section = True
+        result_of(inner_mark(source, self._form, mark))
+        if start >= self._call_end >= 0 and not source.text[self._call_end : start].strip():
+            self._layout.note_gap(source.text[self._call_end : start])
+        self._read_block(start, wanted or mark)
+
+    def _read_block(self, start: int, mark: str) -> None:
+        """Read calls of which the first comes next, up to the text that ends them.
+
+        Args:
+            start: position from which on the text is content, where the calls fail.
+            mark: the text before the calls, "" for none.
+        """
+        source, form, around = self._source, self._form, self._around()
+        calls, is_good, is_read, good_end = list[WrittenCall](), True, True, start
+        num_values = self._layout.num_values
+        try:
+            result_of(open_list(source, form))
+            while True:
+                try:
+                    calls += result_of(form.body.read(source, self._tools, around))
+                except Uncallable as error:
+                    is_good, is_read = False, not isinstance(error, Repeated)
+                end = source.position
+                good_end = end if is_good else good_end
+                if not result_of(follows_in_list(source, form)):
+                    break
+        except Malformed:
+            source.take_to(len(source.text))
+            self._parts += [None, *calls] if is_good and calls else []
+            self._say(good_end if is_good and calls else start, source.position, is_failed=True)
+            return
+        if result_of(take_closes(source, form, mark)):
+            self._in_section = False
+        self._call_end = source.position
+        if self._layout.num_values > num_values:
+            self._is_mixed = self._is_mixed or (self._is_parted and is_good)
+            self._has_values = True
+        if is_good:
+            self._parts += [None, *calls]
+        else:
+            self._say(start, source.position, is_read)
+
+    def _around(self) -> Around:
+        """Return the texts around the next call."""
+        form, ends = self._form, ()
+        is_closed = isinstance(form.body, XmlCall) and form.body.outer_end == form.close
+        if is_closed or isinstance(form.body, BracedCall):
+            ends = (form.close,)
+        elif self._in_section and form.section[1]:
+            ends = (form.section[1], form.mark)
+        return Around(form.mark, form.close, ends, self._layout)
+
+    def _is_doubtful(self) -> bool:
+        """Return whether the calls may be a part of a quotation within another call.
+
+        Then the end of the other call stands in the text behind them. It may also be the end of
+        the last call, if a text parts that from the one before, or if the white space between the
+        tags of calls changes.
+        """
+        if self._is_mixed or not self._layout.is_regular:
+            return True
+        is_behind = False
+        for part in self._parts:
+            if isinstance(part, WrittenCall):
+                is_behind = True
+            elif is_behind and part is not None and not part.is_read and self._has_end(part):
+                return True
+        return False
+
+    def _has_end(self, part: _Text) -> bool:
+        """Return whether a text ends more than it has begun, or holds the end of a call."""
+        form, text = self._form, self._source.text[part.start : part.end]
+        if part.is_failed and any(end in text for end in call_ends(form)):
+            return True
+        final, pairs = getattr(form.body, "final", None), pairs_of(form)
+        if final is not None and final.search(text):
+            return True
+        depths = dict.fromkeys(pairs, 0)
+        for found in any_of(tuple(mark for pair in pairs for mark in pair)).finditer(text):
+            for pair in pairs:
+                depths[pair] += (found[0] == pair[0]) - (found[0] == pair[1])
+                if depths[pair] < 0:
+                    return True
+        return False
+
+
+def pairs_of(form: CallFormat) -> tuple[tuple[str, str], ...]:
+    """Return texts that begin something, each with the text that ends it; no fences of code."""
+    pairs = [(form.mark, form.close), form.section, *form.others]
+    if isinstance(form.body, TagCall):
+        pairs.append((form.mark, form.body.end))
+    named = (pair for pair in pairs if all(pair) and "```" not in pair[1])
+    return (*dict.fromkeys(named), *form.body.pairs)
+
+
+def call_ends(form: CallFormat) -> tuple[str, ...]:
+    """Return texts that end a call, or all calls; no fences of code."""
+    body_end = form.body.end if isinstance(form.body, TagCall) else ""
+    ends = (*form.closes, form.section[1], body_end)
+    return tuple(end for end in ends if end and "```" not in end)
+
+
+def inner_mark(source: Source, form: CallFormat, mark: str) -> Reading[str]:
+    """Take the mark of a call behind that of a section. Return it; "" where `mark` is of a call.
+
+    Raises:
+        Malformed: no call follows the mark of a section.
+    """
+    if not form.section[0] or mark != form.section[0]:
+        return ""
+    yield from source.skip_space()
+    inner = yield from source.takes(*form.starts[1:])
+    if not inner:
+        raise Cut if source.is_cut(*form.starts[1:]) else Malformed
+    return inner
+
+
+def open_list(source: Source, form: CallFormat) -> Reading[None]:
+    """Take the bracket before a list of calls, if it comes next."""
+    if form.is_array and not form.is_python:
+        yield from source.skip_space()
+        yield from source.takes("[")
+
+
+def follows_in_list(source: Source, form: CallFormat) -> Reading[bool]:
+    """Return whether another call follows in the list of the one before, and take what is between.
+
+    What was taken before is settled.
+    """
+    source.settle()
+    if (yield from source.takes_behind_space(*form.separators)):
+        yield from source.skip_space()
+        if (yield from source.has("{")):
+            return True
+        source.rewind()
+    if isinstance(form.body, PythonCalls) and not form.body.is_list:
+        yield from source.skip_space()
+        if not source.is_empty and not (yield from source.has(*form.closes)):
+            return True
+        source.rewind()
+    return False
+
+
+def close_of(form: CallFormat, mark: str) -> str:
+    """Return the text that ends calls behind a mark, "" for none."""
+    return {form.mark: form.close, **dict(form.others)}.get(mark, "")
+
+
+def take_closes(source: Source, form: CallFormat, mark: str) -> Reading[bool]:
+    """Take the texts that end calls, and return whether that of their section was among them.
+
+    Args:
+        source: behind a call.
+        form: of the calls.
+        mark: the text before the call, "" for none.
+    """
+    close = close_of(form, mark)
+    if form.is_array and not form.is_python:
+        yield from source.takes_behind_space("]")
+        source.settle()
+    yield from source.takes_behind_space(close)
+    source.settle()
+    end = yield from source.takes_behind_space(form.section[1])
+    source.settle()
+    return bool(end)

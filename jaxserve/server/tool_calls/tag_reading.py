@@ -1,0 +1,343 @@
+"""TagCall: the reading of calls in tags, whose values are bare text that may itself quote tags."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxserve.server.tool_calls.literals import EndFinder, RepeatedKey, read_json
+from jaxserve.server.tool_calls.source import (
+    MAX_HEAD,
+    Malformed,
+    Reading,
+    Repeated,
+    Source,
+    Uncallable,
+    any_of,
+    result_of,
+)
+from jaxserve.server.tool_calls.values import convert, property_schema, types_of
+from jaxserve.server.tool_calls.written import Tools, WrittenCall, written
+
+_SPACE = re.compile(r"\s*")
+
+
+@dataclass
+class Layout:
+    """White space between the tags of all calls in an answer.
+
+    A model keeps to one layout. Where it changes, the tags may be those of a quotation.
+
+    Attributes:
+        num_values: number of values.
+        num_searched: number of characters that were searched for the ends of JSON.
+        is_lopsided: whether a value has a line end at one side only, or two calls follow each
+            other on a line although their tags stand on lines of their own.
+    """
+
+    num_values: int = 0
+    num_searched: int = 0
+    is_lopsided: bool = False
+    _spaces: dict[str, set[str]] = field(default_factory=dict)
+
+    def note(self, place: str, space: str) -> None:
+        """Note the white space at a kind of place."""
+        self._spaces.setdefault(place, set()).add(space)
+
+    def note_gap(self, space: str) -> None:
+        """Note the white space between two calls."""
+        ends = self._spaces.get("end", set()) | self._spaces.get("empty", set())
+        is_on_lines = any("\n" in end for end in ends)
+        usual = ("\n",) if is_on_lines else ("", "\n") if ends else ("",)
+        self.is_lopsided |= space not in usual
+        self.note("gap", space)
+
+    @property
+    def is_regular(self) -> bool:
+        """Return whether the layout is the same everywhere, or there is only one value."""
+        changes = any(len(spaces) > 1 for spaces in self._spaces.values())
+        return self.num_values < 2 or not (changes or self.is_lopsided)
+
+
+@dataclass(frozen=True)
+class Around:
+    """The texts around a call, and the layout of the calls so far.
+
+    Attributes:
+        mark: the text before calls, and `close` the text after each.
+        ends: texts, one of which follows the end of a call; empty where any text may follow.
+        layout: of all calls in the answer.
+    """
+
+    mark: str = ""
+    close: str = ""
+    ends: tuple[str, ...] = ()
+    layout: Layout = field(default_factory=Layout)
+
+    def may_follow(self, text: str, position: int) -> bool:
+        """Return whether a call may end at a position: the answer may also end there."""
+        if not self.ends:
+            return True
+        position = after_space(text, position)
+        if text.startswith(self.ends, position):
+            return True
+        rest = text[position : position + MAX_HEAD]
+        return any(end.startswith(rest) for end in self.ends)
+
+
+def after_space(text: str, position: int) -> int:
+    """Return the position behind white space."""
+    found = _SPACE.match(text, position)
+    return position if found is None else found.end()
+
+
+class TagCall:
+    """A call in tags: a head, parameters with bare values, and an end.
+
+    An end tag ends a value only where the text behind it continues the call: with another
+    parameter, or with the call's end. Openings within a value are counted, so that a balanced
+    quotation is text. Where no end is found by counting, openings are text, if only one end tag
+    can end the value.
+
+    Attributes:
+        end: the text after all parameters.
+        trims: a line end at either side of a value is none of it.
+        whole: the texts around a JSON object that holds all arguments.
+    """
+
+    end: str
+    trims: bool = False
+    whole: tuple[str, str] = ("", "")
+
+    @property
+    def value_tags(self) -> tuple[str, str]:
+        """The text that begins the tag before a value, and the tag after it."""
+        raise NotImplementedError
+
+    @property
+    def pairs(self) -> tuple[tuple[str, str], ...]:
+        """Tags within a call that belong together."""
+        return (self.value_tags,)
+
+    @property
+    def final(self) -> re.Pattern[str]:
+        """The end of a value that is the end of its call too."""
+        return _final(self.value_tags[1], self.end)
+
+    def _head(self) -> re.Pattern[str]:
+        """Return the pattern of a call up to its parameters."""
+        raise NotImplementedError
+
+    def opening(self) -> re.Pattern[str]:
+        """Return the pattern of all that stands before a value, with space before it."""
+        raise NotImplementedError
+
+    def _name(self, found: re.Match[str]) -> str:
+        """Return the name in a tag."""
+        return found["name"]
+
+    def is_text(self, found: re.Match[str], schema: dict[str, Any]) -> bool:
+        """Return whether a parameter's value may be a text."""
+        types = types_of(property_schema(schema, self._name(found)), schema)
+        return not types or "string" in types
+
+    def opens(self, text: str, position: int) -> bool:
+        """Return whether a parameter begins at a position."""
+        return self.opening().match(text, position, position + MAX_HEAD) is not None
+
+    def counts(self, text: str, position: int) -> bool:
+        """Return whether the text of an opening, within a value, is a whole one."""
+        return self.opens(text, position)
+
+    def _value(self, raw: str, found: re.Match[str], schema: dict[str, Any]) -> Any:
+        return convert(raw, property_schema(schema, self._name(found)), schema)
+
+    def _take_head(self, source: Source) -> Reading[str]:
+        """Take the head of a call. Return the name."""
+        return self._name((yield from source.match(self._head())))
+
+    def begins(self, source: Source) -> Reading[None]:
+        """Take the head of a call of any name.
+
+        Raises:
+            Malformed: there is none.
+        """
+        yield from source.match(self._head())
+
+    def read(self, source: Source, tools: Tools, around: Around) -> Reading[list[WrittenCall]]:
+        """Take a call from a text that is complete.
+
+        Raises:
+            Repeated: an argument is given twice.
+            Uncallable: its tool is unknown.
+            Malformed: it has no end, or may have several.
+        """
+        name = yield from self._take_head(source)
+        schema, values, is_good = tools.get(name, {}), dict[str, Any](), name in tools
+        for found, raw in _Values(self, source.text, around, schema).values(source):
+            try:
+                if found is not None:
+                    more = {self._name(found): self._value(raw, found, schema)}
+                else:
+                    more = {} if raw == "null" else read_json(raw)
+                is_good = is_good and isinstance(more, dict) and not more.keys() & values.keys()
+            except ValueError:
+                is_good = False
+            if is_good:
+                values |= more
+        if not is_good:
+            raise Repeated if name in tools else Uncallable
+        return [written(name, values)]
+
+    def read_formed(self, source: Source, tools: Tools) -> Reading[list[WrittenCall]]:
+        """Take a call that a grammar has formed, whose texts hold none of its tags."""
+        name = yield from self._take_head(source)
+        schema, values = tools.get(name, {}), dict[str, Any]()
+        end = self.value_tags[1]
+        while True:
+            yield from source.skip_space()
+            if (yield from source.takes(self.end)):
+                return [written(name, values)]
+            found = yield from source.match(self.opening())
+            if not self.is_text(found, schema):
+                yield from source.skip_space()
+            if self.is_text(found, schema) or not (yield from source.has("{", "[")):
+                raw, _ = yield from source.until(end)
+            else:  # the texts in JSON may hold tags
+                raw = yield from source.bracketed()
+                yield from source.skip_space()
+                yield from source.expect(end)
+            try:
+                values[self._name(found)] = self._value(raw, found, schema)
+            except ValueError:
+                raise Malformed from None
+
+
+class _Values:
+    """Reader of the parameters of one call in a text that is complete."""
+
+    def __init__(self, call: TagCall, text: str, around: Around, schema: dict[str, Any]) -> None:
+        self._call = call
+        self._text = text
+        self._around = around
+        self._schema = schema
+        self._tags = any_of(call.value_tags)
+
+    def values(self, source: Source) -> Iterator[tuple[re.Match[str] | None, str]]:
+        """Take parameters and the call's end. Yield each tag before a value, and the value.
+
+        The tag is None where the value is a JSON object of all arguments.
+
+        Raises:
+            Malformed: the call has no end, or may have several.
+        """
+        text, call, layout, is_first = self._text, self._call, self._around.layout, True
+        while True:
+            start = after_space(text, source.position)
+            if is_first and call.whole[0] and text.startswith(call.whole[0], start):
+                source.take_to(start + len(call.whole[0]))
+                yield None, self._whole(source)
+                continue
+            if text.startswith(call.end, start):
+                layout.note("empty" if is_first else "end", text[source.position : start])
+                source.take_to(start + len(call.end))
+                self._end(source.position)
+                return
+            found = call.opening().match(text, start, start + MAX_HEAD)
+            if found is None:
+                raise Malformed
+            if not is_first:
+                layout.note("parameter", text[source.position : start])
+            is_first = False
+            end = self._end_of_json(found)
+            if end is None:
+                end = self._end_of_text(found.end())
+            raw = text[found.end() : end]
+            layout.num_values += 1
+            if call.trims:
+                layout.is_lopsided |= raw == "\n" or raw.startswith("\n") != raw.endswith("\n")
+            source.take_to(end + len(call.value_tags[1]))
+            yield found, raw
+
+    def _whole(self, source: Source) -> str:
+        """Take a JSON object of all arguments, or null, and the tag behind it."""
+        result_of(source.skip_space())
+        raw = result_of(source.takes("null")) or result_of(source.bracketed())
+        result_of(source.skip_space())
+        result_of(source.expect(self._call.whole[1]))
+        return raw
+
+    def _end(self, position: int) -> None:
+        if not self._around.may_follow(self._text, position):
+            raise Malformed
+        behind = after_space(self._text, position)
+        if self._around.ends and self._text.startswith(self._around.ends[0], behind):
+            self._around.layout.note("close", self._text[position:behind])
+
+    def _continues(self, position: int) -> bool:
+        """Return whether the call can go on behind the end of a value."""
+        start = after_space(self._text, position)
+        if self._text.startswith(self._call.end, start):
+            return self._around.may_follow(self._text, start + len(self._call.end))
+        return self._call.opens(self._text, start)
+
+    def _end_of_json(self, found: re.Match[str]) -> int | None:
+        """Return the position of the tag behind a JSON value, whose texts may hold tags.
+
+        It is None where there is no such value, or a text is allowed.
+        """
+        text, layout = self._text, self._around.layout
+        start = after_space(text, found.end())
+        is_bracketed = text.startswith(("{", "["), start)
+        if not is_bracketed or layout.num_searched > 2 * len(text):
+            return None
+        if self._call.is_text(found, self._schema):
+            return None
+        end = EndFinder().find(text, start)
+        layout.num_searched += (len(text) if end is None else end) - start
+        if end is None:
+            return None
+        tag, behind = self._call.value_tags[1], after_space(text, end)
+        is_end = text.startswith(tag, behind) and self._continues(behind + len(tag))
+        return behind if is_end and _is_json(text[start:end]) else None
+
+    def _end_of_text(self, start: int) -> int:
+        """Return the position of the tag that ends a value.
+
+        Raises:
+            Malformed: there is none, or counting finds none and several may be it.
+        """
+        tag, depth, ends = self._call.value_tags[1], 0, list[int]()
+        for found in self._tags.finditer(self._text, start):
+            if found[0] != tag:
+                depth += self._call.counts(self._text, found.start())
+            elif depth:
+                depth -= 1
+            elif self._continues(found.end()):
+                return found.start()
+        for found in self._tags.finditer(self._text, start):
+            if found[0] == tag and self._continues(found.end()):
+                ends.append(found.start())
+                if len(ends) > 1:
+                    break
+        if len(ends) != 1:
+            raise Malformed
+        return ends[0]
+
+
+def _is_json(text: str) -> bool:
+    try:
+        read_json(text)
+    except RepeatedKey:
+        return True
+    except ValueError:
+        return False
+    return True
+
+
+@functools.lru_cache(maxsize=64)
+def _final(value_end: str, end: str) -> re.Pattern[str]:
+    return re.compile(rf"{re.escape(value_end)}\s*{re.escape(end)}")
