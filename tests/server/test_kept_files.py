@@ -354,7 +354,7 @@ def test_a_folder_belongs_to_one_server_and_keeps_what_is_whole(tmp_path: Path) 
     for text in (b"one", b"two", b"three"):
         with store.receive() as upload:
             upload.write(text)
-            upload.flush(new_file("a", "batch", 3600), None)
+            upload.flush(new_file("a", "batch", 3600))
             made.append(upload.keep())
     one, two, three = (file.id for file in made)
     with store.receive() as upload:
@@ -383,8 +383,8 @@ def test_a_folder_belongs_to_one_server_and_keeps_what_is_whole(tmp_path: Path) 
 
 def test_a_file_is_seen_by_its_owner(tmp_path: Path) -> None:
     store = FileStore(ServerConfig(files_dir=str(tmp_path)))
-    with store.receive() as upload:
-        upload.flush(new_file("a", "batch", None), "mine")
+    with store.receive("mine") as upload:
+        upload.flush(new_file("a", "batch", None))
         file = upload.keep()
     assert store.get(file.id, "mine").file.id == file.id
     with pytest.raises(ApiError, match="No such File"):
@@ -420,7 +420,7 @@ def input_of(store: FileStore, num_lines: int) -> str:
     with store.receive() as upload:
         for n in range(num_lines):
             upload.write(line(f"n {n}", "a", "/v1/completions").encode() + b"\n")
-        upload.flush(new_file("a", "batch", None), None)
+        upload.flush(new_file("a", "batch", None))
         return upload.keep().id
 
 
