@@ -73,7 +73,7 @@ HOMES = {
         *("jaxserve.server", "jaxserve.commands.batch_file", "jaxserve.commands.terminal"),
         *("jaxserve.commands.bench", "jaxserve.engine.event_publisher"),
     ),
-    "zmq": ("jaxserve.engine.event_publisher",),
+    "zmq": ("jaxserve.engine.event_peer", "jaxserve.engine.event_publisher"),
     "prometheus_client": ("jaxserve.server",),
     "opentelemetry": ("jaxserve.server.served.tracing",),
     "httpx2": ("jaxserve.engine.hub", "jaxserve.commands.terminal", "jaxserve.commands.bench"),
