@@ -355,6 +355,55 @@ def test_a_relay_outlasts_its_other_end() -> None:
         socket.create_connection(relay.address)
 
 
+# A program over two devices, of one process or of two, from a folder of programs.
+KEEPER = """
+import logging, sys
+from pathlib import Path
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jaxserve.execution.hosts.join import join_jax
+from jaxserve.execution.mesh import PARTS, make_mesh
+from jaxserve.execution.start.programs import ProgramStore
+from jaxserve.hosts import HostsConfig
+
+logging.basicConfig(format="%(message)s")
+hosts, rank, port, folder = *map(int, sys.argv[1:4]), Path(sys.argv[4])
+jax.config.update("jax_num_cpu_devices", 2 // hosts)
+if hosts == 2:
+    join_jax(HostsConfig(nnodes=2, node_rank=rank, master_port=port, nodes_secret="given"))
+kept = ProgramStore(folder, {"hosts": hosts}, {}, devices=2)
+divided = NamedSharding(make_mesh(2), PARTS)
+given = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=divided)
+program = kept.get("sum", lambda: jax.jit(jnp.sum).lower(given))
+ones = jax.make_array_from_callback((8,), divided, lambda index: jnp.ones(8)[index])
+assert program(ones).addressable_data(0) == 8
+print(kept.num_built, kept.num_loaded)
+"""
+
+
+def test_programs_of_one_process_and_of_two_lie_side_by_side(tmp_path: Path) -> None:
+    def start(hosts: int) -> set[str]:
+        port = str(free_ports())
+        given: dict[str, Any] = {"cwd": ROOT, "env": users_environment(), "text": True}
+        given |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        runs = [
+            subprocess.Popen(
+                [sys.executable, "-c", KEEPER, str(hosts), str(rank), port, str(tmp_path / "kept")],
+                **given,
+            )
+            for rank in range(hosts)
+        ]
+        said = [run.communicate(timeout=120) for run in runs]
+        assert all(run.returncode == 0 for run in runs), said
+        assert not any("compiled anew" in log for _, log in said), said
+        return {output.splitlines()[-1] for output, _ in said}
+
+    assert start(1) == {"1 0"}
+    assert start(2) == {"1 0"}
+    assert start(1) == {"0 1"}
+
+
 @pytest.mark.parametrize(
     ("fields", "match"),
     [
