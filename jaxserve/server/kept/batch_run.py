@@ -154,7 +154,7 @@ class BatchRun:
 
     async def _lines(self, most: int) -> None:
         with self._store.path(self._batch.input_file_id).open("rb") as source:
-            for number, text in enumerate(lines(source, most)):
+            for number, text in lines(source, most):
                 line = read_line(text)  # which passed when the batch was validated
                 if mark_of(line.custom_id) in self._seen:
                     if not number % SKIPPED_A_TURN:
@@ -235,7 +235,7 @@ class BatchRun:
             "batch_expired", "This request could not be executed before the window expired."
         )
         with self._store.path(self._batch.input_file_id).open("rb") as source:
-            for number, text in enumerate(lines(source, most)):
+            for number, text in lines(source, most):
                 if not number % SKIPPED_A_TURN:
                     await asyncio.sleep(0)
                 line = read_line(text)

@@ -292,10 +292,12 @@ def scan(path: Path, endpoint: str, most: int, size: int) -> tuple[int, list[Bat
     return total, problems
 
 
-def _problems(texts: Iterator[bytes | None], endpoint: str) -> Iterator[BatchProblem | None]:
+def _problems(
+    texts: Iterator[tuple[int, bytes | None]], endpoint: str
+) -> Iterator[BatchProblem | None]:
     """Yield for each line what is wrong with it, None where nothing is."""
     seen: set[bytes] = set()
-    for number, text in enumerate(texts, 1):
+    for number, text in texts:
         try:
             line = read_line(text)
         except BadLine as bad:
