@@ -79,7 +79,7 @@ HOMES = {
         # Only where it is installed: the engine runs without the server's libraries.
         "jaxserve.engine.text.tokenizer_parts",
     ),
-    "zmq": ("jaxserve.engine.event_publisher",),
+    "zmq": ("jaxserve.engine.event_peer", "jaxserve.engine.event_publisher"),
     "prometheus_client": ("jaxserve.server",),
     "opentelemetry": ("jaxserve.server.served.tracing",),
     "httpx2": ("jaxserve.engine.hub", "jaxserve.commands.terminal", "jaxserve.commands.bench"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -63,15 +63,15 @@ class Batch:
         self._bar = tqdm(unit=" lines", disable=None)
         self.num_done = self.num_failed = 0
 
-    async def run(self, texts: Iterable[bytes | None]) -> None:
-        """Answer all lines."""
+    async def run(self, texts: Iterator[tuple[int, bytes | None]]) -> None:
+        """Answer all lines, which are read in a thread: those of a pipe may come late."""
         async with asyncio.TaskGroup() as group:
-            for text in texts:
+            while (found := await asyncio.to_thread(next, texts, None)) is not None:
                 await self._places.acquire()
-                group.create_task(self._process(text))
+                group.create_task(self._process(*found))
         self._bar.close()
 
-    async def _process(self, text: bytes | None) -> None:
+    async def _process(self, number: int, text: bytes | None) -> None:
         try:
             try:
                 line = read_line(text)
@@ -82,7 +82,7 @@ class Batch:
                 self._seen.add(line.custom_id)
                 output = output_of(line.custom_id, await self._client.answer(line), None)
             except BadLine as bad:
-                output = output_of(bad.custom_id, None, BatchError(bad.code, str(bad)))
+                output = output_of(bad.custom_id, None, BatchError(bad.code, str(bad), number))
         finally:
             self._places.release()
         self.num_done += 1
@@ -104,10 +104,9 @@ def run_batch(specs: Iterable[ModelSpec], config: ServerConfig, source: Path, si
     """
     report = StartReport(sys.stderr)
     with source.open("rb") as file:
-        sink.open("ab").close()  # it can be written; answers of before stay until there are others
         models = load_models(specs, config, report)
         try:
-            with sink.open("wb") as out:
+            with sink.open("wb") as out:  # until now answers of before have stayed
                 batch = asyncio.run(_run(App(models, config), file, out))
         finally:
             models.close()

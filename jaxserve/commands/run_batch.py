@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -54,10 +56,8 @@ def run_batch(arguments: argparse.Namespace) -> int:
         CommandError: a file or a setting is wrong, or the model cannot be loaded.
     """
     source, sink = arguments.input_file, arguments.output_file
-    if not source.is_file():
-        raise CommandError(f"there is no file {str(source)!r}")
-    if sink.exists() and sink.samefile(source):
-        raise CommandError("the output would overwrite the input")
+    _check_input(source)
+    _check_output(sink, source)
     module = importlib.import_module("jaxserve.commands.batch_file")  # imports JAX
     try:
         config = module.batch_config(**given(arguments, SERVER_FIELDS))
@@ -67,3 +67,33 @@ def run_batch(arguments: argparse.Namespace) -> int:
         return module.run_batch(specs, config, source, sink)
     except (ValueError, OSError) as error:
         raise CommandError(str(error)) from error
+
+
+def _check_input(source: Path) -> None:
+    """Check a file, a pipe or /dev/stdin without opening it: a pipe's writer would notice."""
+    if not source.exists():
+        raise CommandError(f"--input-file: there is no file {str(source)!r}")
+    if source.is_dir() or not os.access(source, os.R_OK):
+        raise CommandError(f"--input-file: {str(source)!r} cannot be read; allowed: a file or pipe")
+
+
+def _check_output(sink: Path, source: Path) -> None:
+    """Check that a file can be written, and leave it as it is.
+
+    Raises:
+        CommandError: it cannot, or it is the input.
+    """
+    is_there = sink.exists()
+    if is_there and source.is_file() and sink.samefile(source):
+        raise CommandError("--output-file: the output would overwrite the input")
+    try:
+        if is_there and not (sink.is_file() or sink.is_dir()):  # a pipe, or a terminal
+            if not os.access(sink, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            return
+        sink.open("ab").close()
+        if not is_there:
+            sink.unlink()
+    except OSError as error:
+        message = f"--output-file: {str(sink)!r} cannot be written ({error.strerror})"
+        raise CommandError(message) from error

@@ -150,7 +150,10 @@ def _serve_fleet(specs: list[ModelSpec], config: ServerConfig, fleet: FleetConfi
         with bind(config.host, config.port) as listener:
             config = dataclasses.replace(config, port=listener.getsockname()[1])
     is_routed = fleet.request_routing == "prefix"
-    more = {"RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY": 1} if is_routed else {}
+    more: dict[str, Any] = {"RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY": 1} if is_routed else {}
+    if fleet.ray_address is None:
+        # Lets a cluster of one machine have the loopback address, whatever the system.
+        more["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = 0
     prepare_process(**{**_CLUSTER, **more})
     report = importlib.import_module("jaxserve.server.http.start_report")
     stop = report.Stop()

@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 import zmq
 
+from jaxserve.engine.event_peer import EventPeer
 from jaxserve.errors import InvalidRequest
 from jaxserve.kv_events import NAME, KVEventsConfig
 from jaxserve.scheduling.page_changes import Change, RemovedPages, StoredPages
@@ -35,6 +36,10 @@ _PAUSE = 0.005
 _MOST_CHANGES = 256
 # Milliseconds for which an engine that closes waits for subscribers to take what is left.
 _LINGER = 1000
+# The most milliseconds between tries to connect.
+_MOST_RECONNECT = 1000
+# Seconds between looks at the socket of an idle publisher.
+_LOOK = 1.0
 
 
 class KVCacheEvent(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
@@ -165,6 +170,7 @@ class EventPublisher:
         self._sent_lock = threading.Lock()
         self._context: zmq.Context[Any] = zmq.Context()
         self.replay_endpoint: str | None = None
+        self._peer = EventPeer(self._context)
         threads = [threading.Thread(target=self._publish, name="kv-events", daemon=True)]
         try:
             self._pub, self.endpoint = self._open(zmq.PUB, "endpoint", config.hwm)
@@ -200,6 +206,11 @@ class EventPublisher:
             if is_bound or kind == zmq.ROUTER:
                 found.bind(endpoint)
             else:
+                # Each connection of a peer that is no subscriber may leave a message in one queue.
+                # ZeroMQ aborts the process where that queue is full.
+                found.setsockopt(zmq.RCVHWM, 0)
+                found.setsockopt(zmq.RECONNECT_IVL_MAX, _MOST_RECONNECT)
+                self._peer.watch(found, endpoint)
                 found.connect(endpoint)
         except zmq.ZMQError as error:
             reason = zmq.strerror(error.errno or 0)
@@ -222,20 +233,33 @@ class EventPublisher:
     def _publish(self) -> None:
         while (changes := self._take()) is not None:
             try:
-                self._send(changes)
+                self._look()
+                if changes:
+                    self._send(changes)
             except Exception:
                 _log.exception("events of the prefix cache were not published")
-            if not self._closing:
+            if changes and not self._closing:
                 time.sleep(_PAUSE)
+        self._peer.close()
         self._pub.close()
 
+    def _look(self) -> None:
+        """Take what peers sent, and connect anew where ZeroMQ has given the peer up."""
+        self._pub.getsockopt(zmq.EVENTS)  # reads subscriptions, and frees what peers left behind
+        if self._peer.has_given_up():
+            self._peer.close()
+            self._pub, self.endpoint = self._open(zmq.PUB, "endpoint", self._config.hwm)
+
     def _take(self) -> list[Change] | None:
-        """Wait for changes; return the next ones, in their order, or None once all were taken."""
+        """Wait for changes; return the next ones, in their order, or None once all were taken.
+
+        There may be none after `_LOOK` seconds.
+        """
         with self._wake:
-            while not (self._queue or self._closing):
-                self._wake.wait()
+            if not (self._queue or self._closing):
+                self._wake.wait(_LOOK)
             if not self._queue:
-                return None
+                return None if self._closing else []
             count = min(len(self._queue), _MOST_CHANGES)
             changes = [self._queue.popleft() for _ in range(count)]
             gone, self._num_gone = self._num_gone, 0

@@ -32,12 +32,14 @@ def follow(
         As `load`; ChannelError: the leader is lost.
     """
     begun = begin(replace(config, skip_tokenizer_init=True), on_progress, root)
-    replay, group = begun.warm_up.replay(on_progress), begun.group
+    group = begun.group
     assert isinstance(group, Follower)
-    begun.warm_up.timeline.write()
-    group.serve()
-    on_ready()
-    group.follow(replay.run)
-    replay.wait()
+    with group.ending_with_the_others():
+        replay = begun.warm_up.replay(on_progress)
+        begun.warm_up.timeline.write()
+        group.serve()
+        on_ready()
+        group.follow(replay.run)
+        replay.wait()
     group.close()
     return replay.num_calls

@@ -23,6 +23,7 @@ from jaxserve.engine.sharing import check_sharing, read_secret
 from jaxserve.errors import InvalidRequest
 from jaxserve.fleet.choice import PrefixChoice
 from jaxserve.fleet.gang import Gang
+from jaxserve.fleet.loopback import keep_to_loopback
 from jaxserve.fleet.options import FleetConfig, check_gang, check_server, resources_of
 from jaxserve.server.served.admission import QUEUED_FOR_EACH_SLOT
 from jaxserve.server.served.specs import ModelSpec
@@ -49,6 +50,7 @@ class Replica:
         reports_prefixes: bool,
     ) -> None:
         prepare_process()
+        keep_to_loopback()
         context = serve.get_replica_context().rank
         rank = 0 if context is None else context.rank
         self._gang: Gang | None = None

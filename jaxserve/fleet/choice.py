@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from jaxserve.fleet.loopback import keep_to_loopback
 from jaxserve.fleet.prefixes import digests_of
 from jaxserve.fleet.router import PrefixRouter
 
@@ -35,6 +36,7 @@ class PrefixChoice:
     """
 
     def __init__(self, replicas: DeploymentHandle, secret: bytes) -> None:
+        keep_to_loopback()
         self._replicas = replicas
         self._secret = secret
         self._replicas._init()

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -14,6 +15,9 @@ from typing import Any
 import ray
 from ray import serve
 from ray._private.authentication.authentication_token_setup import (
+    _get_default_token_path,
+    enable_token_auth_by_default,
+    ensure_token_if_auth_enabled,
     maybe_enable_token_auth_if_token_available,
 )
 from ray.exceptions import RayError
@@ -21,6 +25,7 @@ from ray.serve.context import _get_global_client
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.fleet.application import NAME, make_application
+from jaxserve.fleet.loopback import LOOPBACK
 from jaxserve.fleet.options import FleetConfig
 from jaxserve.server.served.specs import ModelSpec
 from jaxserve.server.settings import ServerConfig
@@ -96,10 +101,16 @@ class _Ended:
 
 
 def _connect(fleet: FleetConfig) -> None:
-    local: dict[str, Any] = {"include_dashboard": False, "object_store_memory": _STORE_BYTES}
-    if fleet.ray_address is not None:
+    local: dict[str, Any] = {
+        "include_dashboard": False,
+        "object_store_memory": _STORE_BYTES,
+        "_node_ip_address": LOOPBACK,
+    }
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    if fleet.ray_address is None:
+        _make_token()
+    else:
         # Ray does so for "auto" alone, though `ray start` makes clusters that check tokens.
-        logging.getLogger("ray").setLevel(logging.ERROR)
         maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
     try:
         ray.init(
@@ -115,6 +126,21 @@ def _connect(fleet: FleetConfig) -> None:
         if fleet.ray_address is not None:
             more = "; does it run there, and is its token in RAY_AUTH_TOKEN or ~/.ray/auth_token?"
         raise InvalidRequest(f"ray_address: {_line(error)}{more}", "ray_address") from error
+
+
+def _make_token() -> None:
+    """Make the token of a cluster that is started here, if Ray has none, for its owner alone.
+
+    Ray itself writes a file that everyone can read.
+    """
+    before = os.umask(0o077)
+    try:
+        if enable_token_auth_by_default():
+            ensure_token_if_auth_enabled()
+    finally:
+        os.umask(before)
+    with suppress(OSError):  # there is none, or the user's own settings name another
+        _get_default_token_path().chmod(0o600)
 
 
 def _line(error: Exception | str) -> str:

@@ -107,17 +107,18 @@ class ServerConfig:
             chat template says.
         max_prompts: completions (prompts times n) of one request.
         max_stored_responses: responses that are kept in memory, so that requests can continue them
-            (previous_response_id) or draw them in the background, and as many conversations; the
-            oldest leave first. 0 keeps none.
-        max_stored_response_bytes: memory that the responses take together, and the conversations.
+            (previous_response_id) or draw them in the background, and as many conversations. Over
+            this, the oldest of the API key that holds most leaves. 0 keeps none.
+        max_stored_response_bytes: memory that the responses take together, and the conversations;
+            the oldest of the API key that holds most leaves.
         stored_response_seconds: how long each is kept.
         files_dir: a folder for files and batches (/v1/files, /v1/batches), which are refused
             without one. A batch that the server's end interrupts goes on at the next start.
         max_file_bytes: size of a file in files_dir.
-        max_files_bytes: size of all of them together.
-        max_files: their number.
+        max_files_bytes: size of all of them together. Each API key has an equal part.
+        max_files: their number. Each API key has an equal part, at least 1.
         max_batch_lines: requests of a batch.
-        max_batches: batches that have not ended.
+        max_batches: batches that have not ended. Each API key has an equal part, at least 1.
         otlp_traces_endpoint: collector of OpenTelemetry's traces, one span for each completion:
             http://HOST:4318/v1/traces, or HOST:4317 for gRPC. Needs the extra `otel`.
         chat_template: instead of the checkpoint's: a file, a template itself, or the name of a
@@ -133,7 +134,8 @@ class ServerConfig:
             stream does with its usage.
         open_metrics: serve GET /metrics without an api_key, as vLLM does; routers that read it,
             like llm-d's, have none.
-        server_dev_mode: open POST /reset_prefix_cache, which an api_key opens too.
+        server_dev_mode: open POST /reset_prefix_cache and GET /server_info, which an api_key opens
+            too.
         enable_tokenizer_info_endpoint: serve GET /tokenizer_info, which shows the chat template.
         response_role: role of the answers to conversations.
         root_path: path at which a proxy shows the server, like /llm; requests may come with it or
@@ -287,6 +289,15 @@ class ServerConfig:
                     raise InvalidRequest(f"{name} needs ssl_certfile", name)
         if self.ssl_cert_reqs and self.ssl_ca_certs is None:
             raise InvalidRequest("ssl_cert_reqs needs ssl_ca_certs", "ssl_cert_reqs")
+
+    @property
+    def num_keys(self) -> int:
+        """Return the number of API keys, 1 where none is required."""
+        return max(1, len(set(self.api_key or ())))
+
+    def share(self, limit: int) -> int:
+        """Return the equal part of a limit that each API key has, at least 1."""
+        return max(1, limit // self.num_keys)
 
     @property
     def is_local(self) -> bool:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import subprocess
 import sys
+import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from jaxserve.commands.cli import main
 from scripts.lib.paths import ROOT
 from tests.clients.conftest import ANSWER, ARGUMENTS, MODEL, QUESTION
 from tests.support.kept_programs import users_environment
@@ -57,7 +62,15 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def outputs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def numbers() -> dict[bytes, int]:
+    """Of the lines of that file."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def outputs(
+    numbers: dict[bytes, int], tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
     """Of a file with good and bad lines mixed."""
     lines = [
         line("chat", "/v1/chat/completions", **CHAT, model=MODEL),
@@ -65,6 +78,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         line("responses", "/v1/responses", input=QUESTION),
         b"",
     ]
+    lines[0] = b"\xef\xbb\xbf" + lines[0]
     bad = [text for text, _, _ in BAD_LINES] + [text for text, _ in REFUSED.values()]
     for number, word in enumerate(WORDS):
         content = "Reverse: " + "-".join(word)
@@ -74,6 +88,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("batch")
     (folder / "in.jsonl").write_bytes(b"\n".join(lines))
     result = run("-i", str(folder / "in.jsonl"), "-o", str(folder / "out.jsonl"))
+    numbers.update({text: number for number, text in enumerate(lines, 1)})
     assert (result.returncode, result.stdout) == (1, "")
     assert f"{len(WORDS) + 16} lines, 13 of them without a good answer" in result.stderr
     return [json.loads(text) for text in (folder / "out.jsonl").read_text().splitlines()]
@@ -106,9 +121,12 @@ def test_good_lines_are_answered(outputs: list[dict[str, Any]]) -> None:
         assert said == "-".join(reversed(word))
 
 
-def test_bad_lines_have_errors_of_their_own(outputs: list[dict[str, Any]]) -> None:
+def test_bad_lines_have_errors_of_their_own(
+    outputs: list[dict[str, Any]], numbers: dict[bytes, int]
+) -> None:
     errors = [one["error"] for one in outputs if one["error"]]
     assert len(errors) == len(BAD_LINES)
+    assert {e["line"] for e in errors} == {numbers[text] for text, _, _ in BAD_LINES}
     for _, code, message in BAD_LINES:
         assert any(e["code"] == code and message in e["message"] for e in errors), (code, errors)
     named = {one["custom_id"] for one in outputs if one["error"]}
@@ -131,3 +149,58 @@ def test_the_input_is_not_overwritten_and_must_exist(tmp_path: Path) -> None:
     result = run("-i", str(tmp_path / "none"), "-o", str(tmp_path / "out"))
     assert result.returncode == 2 and "there is no file" in result.stderr
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("is_pipe", [True, False], ids=["pipe", "stdin"])
+def test_a_pipe_is_read_while_it_is_written(tmp_path: Path, is_pipe: bool) -> None:
+    """The answer to one line is there before the next line comes."""
+    pipe, out = tmp_path / "pipe", tmp_path / "out.jsonl"
+    os.mkfifo(pipe)
+    given = str(pipe) if is_pipe else "/dev/stdin"
+    words = [sys.executable, "-m", "jaxserve", "run-batch", "-i", given, "-o", str(out), *SMALL]
+    process = subprocess.Popen(
+        words, cwd=ROOT, env=users_environment(), stdin=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdin is not None
+    try:
+        with process.stdin, pipe.open("wb") if is_pipe else nullcontext(process.stdin) as file:
+            for number in range(2):
+                file.write(line(f"line {number}", prompt="x", max_tokens=1) + b"\n")
+                file.flush()
+                until = time.monotonic() + 200
+                while not out.exists() or out.read_bytes().count(b"\n") <= number:
+                    assert process.poll() is None and time.monotonic() < until
+                    time.sleep(0.02)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stderr is not None
+        process.stderr.close()
+
+
+@pytest.mark.parametrize(
+    ("output", "why"),
+    [
+        ("none/out", "No such file or directory"),
+        ("folder", "Is a directory"),
+        ("file/out", "Not a directory"),
+        ("/proc/out", "No such file or directory"),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_named_before_anything_is_imported(
+    tmp_path: Path, output: str, why: str, capsys: pytest.CaptureFixture, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(importlib, "import_module", None)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_bytes(line("a", prompt="x"))
+    sink = tmp_path / output
+    assert main(["run-batch", "-i", str(tmp_path / "file"), "-o", str(sink)]) == 2
+    error = f"jaxserve: error: --output-file: {str(sink)!r} cannot be written ({why})\n"
+    assert capsys.readouterr().err == error
+    assert main(["run-batch", "-i", str(tmp_path / "folder"), "-o", str(sink)]) == 2
+    assert "--input-file: " in capsys.readouterr().err
+    made = tmp_path / "made"
+    with pytest.raises(TypeError):  # importing
+        main(["run-batch", "-i", str(tmp_path / "file"), "-o", str(made)])
+    assert not made.exists()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,7 +18,7 @@ import pytest
 import zmq
 
 from jaxserve import SamplingParams
-from jaxserve.engine import event_publisher
+from jaxserve.engine import event_peer, event_publisher
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.event_publisher import EventPublisher
 from jaxserve.engine.loading import Loaded
@@ -309,3 +312,129 @@ def test_a_subscriber_knows_what_an_engine_holds(loaded: Loaded, monkeypatch) ->
     compare()
     assert subscriber.held and all(num_events.values())
     client.close()
+
+
+# A server that answers each connection by some bytes and closes it, and a publisher that connects
+# to it, in a process of its own: ZeroMQ's faults end the process.
+STRANGER = """
+import contextlib, logging, os, socket, sys, threading, time, zmq
+from jaxserve.engine import event_peer, event_publisher
+from jaxserve.kv_events import KVEventsConfig
+from jaxserve.scheduling.page_changes import ClearedPages
+
+answer, wanted = bytes.fromhex(sys.argv[1]), int(sys.argv[2])
+interval, event_publisher._LOOK = int(sys.argv[3]), float(sys.argv[4])
+event_peer._GIVEN_UP = 0.1
+
+class Context(zmq.Context):
+    def socket(self, kind):
+        made = super().socket(kind)
+        made.setsockopt(zmq.RECONNECT_IVL, interval)
+        return made
+
+zmq.Context = Context
+logging.basicConfig(format="%(message)s")
+listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+connections = threading.Semaphore(0)
+
+def serve():
+    while True:
+        connection, _ = listener.accept()
+        connections.release()
+        with connection, contextlib.suppress(OSError):
+            connection.sendall(answer)
+            connection.shutdown(socket.SHUT_WR)
+            while connection.recv(1 << 16):
+                pass
+
+threading.Thread(target=serve, daemon=True).start()
+endpoint = "tcp://127.0.0.1:%d" % listener.getsockname()[1]
+
+def publisher():
+    return event_publisher.EventPublisher(KVEventsConfig(True, endpoint=endpoint), 2)
+
+def wait(count):
+    for _ in range(count):
+        assert connections.acquire(timeout=100)
+"""
+MANY = """
+events = publisher()
+wait(wanted)
+events.add(ClearedPages())
+while not events._next_number:
+    time.sleep(0.01)
+wait(10)
+print("sent", flush=True)
+os._exit(0)
+"""
+ENDS = """
+for _ in range(wanted):
+    events = publisher()
+    wait(4)
+    events.add(ClearedPages())  # which waits for the next connection
+    events.close()
+print("closed")
+"""
+HEAD = b"HTTP/1.1 400 Bad Request\r\nContent-Type: text/html\r\nConnection: close\r\n\r\n"
+GREETING = b"\xff" + b"\0" * 8 + b"\x7f\x03\0PLAIN" + b"\0" * 47
+
+
+PROXY = HEAD + b"<html>bad request</html>" * 2
+
+
+def run_stranger(script: str, *words: str) -> tuple[str, list[str]]:
+    """Run a script of the stranger's; return its output and the lines of its log."""
+    run = [sys.executable, "-c", STRANGER + script, *words]
+    ended = subprocess.run(run, capture_output=True, text=True, timeout=200)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout, ended.stderr.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("answer", "count", "look"),
+    [
+        (PROXY, 3000, 1e6),  # a message for each connection
+        (PROXY, 300, 0.01),
+        (HEAD + b"<html>bad request</html>" * 200, 600, 1e6),  # more than one
+        (b"", 100, 0.01),
+        (b"SSH-2.0-OpenSSH_9.2p1\r\n", 100, 0.01),
+        (GREETING, 5, 0.01),  # which breaks the protocol, so that ZeroMQ gives the peer up
+    ],
+    ids=["proxy", "proxy, looked at", "page", "closed", "ssh", "garbled"],
+)
+def test_a_peer_that_is_no_subscriber_costs_one_warning(
+    answer: bytes, count: int, look: float
+) -> None:
+    output, [warning] = run_stranger(MANY, answer.hex(), str(count), "1", str(look))
+    assert output == "sent\n"
+    assert warning.startswith("kv_events_config.endpoint: the peer at tcp://127.0.0.1:")
+
+
+def test_a_publisher_ends_while_a_stranger_answers() -> None:
+    """ZeroMQ aborts where an answer comes while the socket is being closed."""
+    output, warnings = run_stranger(ENDS, PROXY.hex(), "3", "100", "0.01")
+    assert output == "closed\n" and len(warnings) == 3
+
+
+def test_a_subscriber_that_comes_after_a_stranger_gets_events(caplog, monkeypatch) -> None:
+    """Even where the stranger broke ZeroMQ's protocol."""
+    monkeypatch.setattr(event_publisher, "_LOOK", 0.01)
+    monkeypatch.setattr(event_peer, "_GIVEN_UP", 0.01)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        events = EventPublisher(KVEventsConfig(True, endpoint=f"tcp://127.0.0.1:{port}"), 2)
+        for _ in range(3):
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(GREETING)
+                while connection.recv(1 << 16):
+                    pass
+    with zmq.Context() as context, context.socket(zmq.SUB) as sub:
+        sub.subscribe(b"")
+        sub.bind(f"tcp://127.0.0.1:{port}")
+        until = time.monotonic() + PATIENCE
+        while not sub.poll(20):
+            assert time.monotonic() < until
+            events.add(ClearedPages())
+        events.close()
+    assert caplog.text.count("is no subscriber of ZeroMQ") == 1

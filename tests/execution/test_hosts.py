@@ -27,6 +27,7 @@ from jaxserve.engine.source import find_source
 from jaxserve.errors import DeviceError, InvalidRequest
 from jaxserve.execution.hosts.channel import CLOSE, NONCE_BYTES, PROTOCOL, Channel, ChannelError
 from jaxserve.execution.hosts.group import HELLO, Follower, Leader
+from jaxserve.execution.hosts.relay import Relay
 from jaxserve.execution.hosts.replay import _arrays
 from jaxserve.hosts import HostsConfig
 from jaxserve.weights.converted import CARD
@@ -276,6 +277,131 @@ def test_a_host_ends_with_status_1_once_another_is_lost() -> None:
     assert [ends.get(timeout=30), ends.get(timeout=30)] == [1, 1]
     assert made[0].loss == "host 1 is lost: it closed the connection"
     assert follower.loss is not None and follower.loss.startswith("the leader is lost")
+
+
+# A host that joins the others, and does as a follower or as a leader that is killed does.
+HOST = """
+import os, signal, sys, time
+import numpy as np
+from jax.experimental.multihost_utils import process_allgather
+from jaxserve.execution.hosts import join
+from jaxserve.execution.hosts.group import Follower, Leader
+from jaxserve.hosts import HostsConfig
+
+rank, port, moment = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+config = HostsConfig(nnodes=2, node_rank=rank, master_port=port, nodes_secret="given")
+if rank == 0 and moment == "joining":
+    Leader(config, b"s" * 32)
+    os.kill(os.getpid(), signal.SIGKILL)
+group = join.open_group(config, b"s" * 32)
+
+def add(count):
+    for _ in range(count):
+        process_allgather(np.ones(4))
+
+if rank == 0:
+    if moment == "adding":
+        group.send(20, 0)
+        add(20)
+    time.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGKILL)
+group.follow(lambda _: add(1000))
+"""
+
+
+@pytest.mark.parametrize("moment", ["joining", "waiting", "adding"])
+def test_a_follower_says_in_one_sentence_that_its_leader_was_killed(moment: str) -> None:
+    """JAX's coordination would abort it, with forty lines of stack frames."""
+    port = free_ports()
+    run = [sys.executable, "-c", HOST]
+    given: Any = {"cwd": ROOT, "env": users_environment(), "text": True}
+    given |= {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    follower = subprocess.Popen([*run, "1", str(port), moment], **given)
+    try:
+        leader = subprocess.run([*run, "0", str(port), moment], **given, timeout=120)
+        assert leader.returncode == -signal.SIGKILL, leader.stderr
+        _, said = follower.communicate(timeout=120)
+    finally:
+        follower.kill()
+    assert follower.returncode == 1, said
+    lines = said.splitlines()
+    assert len(lines) == 1, said
+    where = f"the leader is lost (127.0.0.1:{port}): "
+    assert lines[0].startswith("the engine's hosts end: " + where)
+
+
+def test_a_relay_outlasts_its_other_end() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        relay = Relay(listener.getsockname())
+        near = socket.create_connection(relay.address)
+        far, _ = listener.accept()
+    for one, other in ((near, far), (far, near)):
+        one.sendall(b"x" * 100_000)
+        got = b""
+        while len(got) < 100_000:
+            got += other.recv(1 << 16)
+    far.close()
+    near.settimeout(0.2)
+    with pytest.raises(TimeoutError):
+        near.recv(1)
+    # A connection that cannot be made ends at once: whoever made it tries again.
+    with socket.create_connection(relay.address) as refused:
+        assert refused.recv(1) == b""
+    relay.close()
+    near.settimeout(30)
+    assert near.recv(1) == b""
+    near.close()
+    with pytest.raises(ConnectionError):
+        socket.create_connection(relay.address)
+
+
+# A program over two devices, of one process or of two, from a folder of programs.
+KEEPER = """
+import logging, sys
+from pathlib import Path
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jaxserve.execution.hosts.join import join_jax
+from jaxserve.execution.mesh import PARTS, make_mesh
+from jaxserve.execution.start.programs import ProgramStore
+from jaxserve.hosts import HostsConfig
+
+logging.basicConfig(format="%(message)s")
+hosts, rank, port, folder = *map(int, sys.argv[1:4]), Path(sys.argv[4])
+jax.config.update("jax_num_cpu_devices", 2 // hosts)
+if hosts == 2:
+    join_jax(HostsConfig(nnodes=2, node_rank=rank, master_port=port, nodes_secret="given"))
+kept = ProgramStore(folder, {"hosts": hosts}, {}, devices=2)
+divided = NamedSharding(make_mesh(2), PARTS)
+given = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=divided)
+program = kept.get("sum", lambda: jax.jit(jnp.sum).lower(given))
+ones = jax.make_array_from_callback((8,), divided, lambda index: jnp.ones(8)[index])
+assert program(ones).addressable_data(0) == 8
+print(kept.num_built, kept.num_loaded)
+"""
+
+
+def test_programs_of_one_process_and_of_two_lie_side_by_side(tmp_path: Path) -> None:
+    def start(hosts: int) -> set[str]:
+        port = str(free_ports())
+        given: dict[str, Any] = {"cwd": ROOT, "env": users_environment(), "text": True}
+        given |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        runs = [
+            subprocess.Popen(
+                [sys.executable, "-c", KEEPER, str(hosts), str(rank), port, str(tmp_path / "kept")],
+                **given,
+            )
+            for rank in range(hosts)
+        ]
+        said = [run.communicate(timeout=120) for run in runs]
+        assert all(run.returncode == 0 for run in runs), said
+        assert not any("compiled anew" in log for _, log in said), said
+        return {output.splitlines()[-1] for output, _ in said}
+
+    assert start(1) == {"1 0"}
+    assert start(2) == {"1 0"}
+    assert start(1) == {"0 1"}
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,10 @@ import json
 import os
 import signal
 import threading
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -111,6 +114,34 @@ def test_streams_of_killed_replicas_end_in_an_error(fleet: Fleet) -> None:
     assert all(right.startswith(text) for text, _ in ends)
     assert all(text == right for text, broke in ends if not broke)
     assert any(text and broke for text, broke in ends)
+
+
+def listeners(processes: Mapping[int, str]) -> set[tuple[str, str]]:
+    """Addresses that processes listen at, as /proc/net has them, and the processes' names."""
+    names: dict[str, str] = {}
+    for number, name in processes.items():
+        with suppress(OSError):
+            links = [os.readlink(path) for path in Path(f"/proc/{number}/fd").iterdir()]
+            names |= {link[8:-1]: name for link in links if link.startswith("socket:[")}
+    rows = [
+        row.split()
+        for kind in ("tcp", "tcp6")
+        for row in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]
+    ]
+    return {
+        (row[1].partition(":")[0], names[row[9]])
+        for row in rows
+        if row[3] == "0A" and row[9] in names
+    }
+
+
+def test_a_cluster_of_this_machine_is_open_to_its_user_alone(fleet: Fleet) -> None:
+    found = listeners(fleet.processes())
+    loopback = {"0100007F", "0000000000000000FFFF00000100007F", "0" * 24 + "01000000"}
+    assert found and [name for address, name in found if address not in loopback] == []
+    variables = Path(f"/proc/{fleet.replicas()[0]}/environ").read_text().split("\0")
+    [home] = [Path(text[5:]) for text in variables if text.startswith("HOME=")]
+    assert (home / ".ray" / "auth_token").stat().st_mode & 0o777 == 0o600
 
 
 def test_nothing_is_left_after_sigterm(fleet: Fleet) -> None:

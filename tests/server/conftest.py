@@ -14,6 +14,7 @@ from jaxserve import AsyncLLM, EngineConfig
 from jaxserve.config import bundled_model
 from jaxserve.engine.loading import Loaded, load
 from jaxserve.server.http.app import App
+from jaxserve.server.kept.files import FileStore
 from jaxserve.server.served.models import Models, ServedModel
 from jaxserve.server.settings import ServerConfig
 from tests.server import models
@@ -206,7 +207,9 @@ def make_app(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
 
     def make(**fields: Any) -> App:
         config = ServerConfig(**{"health_timeout": 0.2, "drain_timeout": 0.2, **fields})
-        return App(Models([ServedModel(["demo"], "demo", llm, config, b"secret")]), config)
+        files = None if config.files_dir is None else FileStore(config)
+        models = Models([ServedModel(["demo"], "demo", llm, config, b"secret")])
+        return App(models, config, files=files)
 
     yield make
     llm.close()

@@ -19,7 +19,7 @@ import pytest
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.kept.batch_lines import BatchResponse, Line
-from jaxserve.server.kept.batches import UNENDED, Batches
+from jaxserve.server.kept.batches import UNENDED, Batches, scan
 from jaxserve.server.kept.files import FileStore, new_file
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.schema.files import Batch, BatchRequest
@@ -354,7 +354,7 @@ def test_a_folder_belongs_to_one_server_and_keeps_what_is_whole(tmp_path: Path) 
     for text in (b"one", b"two", b"three"):
         with store.receive() as upload:
             upload.write(text)
-            upload.flush(new_file("a", "batch", 3600), None)
+            upload.flush(new_file("a", "batch", 3600))
             made.append(upload.keep())
     one, two, three = (file.id for file in made)
     with store.receive() as upload:
@@ -383,8 +383,8 @@ def test_a_folder_belongs_to_one_server_and_keeps_what_is_whole(tmp_path: Path) 
 
 def test_a_file_is_seen_by_its_owner(tmp_path: Path) -> None:
     store = FileStore(ServerConfig(files_dir=str(tmp_path)))
-    with store.receive() as upload:
-        upload.flush(new_file("a", "batch", None), "mine")
+    with store.receive("mine") as upload:
+        upload.flush(new_file("a", "batch", None))
         file = upload.keep()
     assert store.get(file.id, "mine").file.id == file.id
     with pytest.raises(ApiError, match="No such File"):
@@ -420,7 +420,7 @@ def input_of(store: FileStore, num_lines: int) -> str:
     with store.receive() as upload:
         for n in range(num_lines):
             upload.write(line(f"n {n}", "a", "/v1/completions").encode() + b"\n")
-        upload.flush(new_file("a", "batch", None), None)
+        upload.flush(new_file("a", "batch", None))
         return upload.keep().id
 
 
@@ -529,3 +529,21 @@ def wait_for_answers(client: openai.OpenAI, name: str, least: int) -> None:
     while client.batches.retrieve(name).request_counts.completed < least:  # type: ignore
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_numbers_of_lines_are_those_of_the_file(tmp_path: Path) -> None:
+    """Blank lines and long ones count too, and a byte-order mark belongs to no line."""
+    good = line("a", "a", "/v1/completions").encode()
+    texts = [b"\xef\xbb\xbf" + good, b"", b"  \r", b"{", b"", b"x" * 9000, b"[]"]
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b"\n".join(texts))
+    total, problems = scan(path, "/v1/completions", 100, 8000)
+    assert total == 4
+    assert [(problem.line, problem.code) for problem in problems] == [
+        *((4, "invalid_json"), (6, "line_too_long"), (7, "invalid_line")),
+    ]
+    path.write_bytes(b"\xef\xbb\xbf\n" + good)
+    assert scan(path, "/v1/completions", 100, 8000) == (1, [])
+    path.write_bytes(good + b"\n\xef\xbb\xbf" + good)  # elsewhere it is a mistake
+    [problem] = scan(path, "/v1/completions", 100, 8000)[1]
+    assert (problem.line, problem.code) == (2, "invalid_json")

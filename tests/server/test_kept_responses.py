@@ -416,7 +416,7 @@ def test_the_store_is_bounded_by_number_bytes_and_age() -> None:
         store.add(turn(str(n), size=1000))
     assert [n for n in range(9) if has(store, str(n))] == [4, 5, 6, 7, 8]
     old = turn("old")
-    old.created -= 100
+    old.since -= 100
     store = ResponseStore(100, 10**9, 50)
     store.add(old)
     assert not has(store, "old") and store.num_bytes == 0

@@ -13,8 +13,8 @@ import socket
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from jaxserve.errors import DeviceError, InvalidRequest
@@ -28,6 +28,8 @@ HELLO, SETTLE = 2, 3
 STARTING_SECONDS, SERVING_SECONDS = 60.0, 5.0
 # Time for a server to answer its clients with an error.
 FAREWELL_SECONDS = 2.5
+# Time within which the end of a connection is noticed.
+NOTICE_SECONDS = 1.0
 JOIN_SECONDS = 600.0
 _MOST_GUESTS = 64
 
@@ -49,6 +51,7 @@ class Group(ABC):
         self.leave_jax: Callable[[], None] = lambda: None
         self._channels: dict[int, Channel] = {}
         self._lock = threading.Lock()
+        self._is_lost, self._is_ended = threading.Event(), threading.Event()
 
     def serve(self) -> None:
         """Count a host as lost after a shorter silence: from now on none compiles."""
@@ -69,8 +72,23 @@ class Group(ABC):
         def end() -> None:
             time.sleep(seconds)
             self._end(1)
+            self._is_ended.set()
 
         threading.Thread(target=end, name="jaxserve-end", daemon=True).start()
+        self._is_lost.set()
+
+    @contextmanager
+    def ending_with_the_others(self) -> Generator[None]:
+        """Let this process end by the loss of another host, not by an error that follows from it.
+
+        The error may come first: a sum fails at once where a connection is closed.
+        """
+        try:
+            yield
+        except Exception:
+            if self._is_lost.wait(NOTICE_SECONDS):
+                self._is_ended.wait()
+            raise
 
     @abstractmethod
     def settle(self, settings: Mapping[str, Any], sizes: Mapping[str, int | None]) -> Any:
@@ -239,7 +257,7 @@ class Follower(Group):
         self, config: HostsConfig, secret: bytes, end: Callable[[int], Any] = os._exit
     ) -> None:
         super().__init__(end)
-        address = config.master_addr, config.master_port
+        address = self._leader = config.master_addr, config.master_port
         try:
             self._channel = Channel(_connect(address), secret, leads=False)
             self._channel.seconds = STARTING_SECONDS
@@ -255,14 +273,16 @@ class Follower(Group):
 
     def settle(self, settings: Mapping[str, Any], sizes: Mapping[str, int | None]) -> Any:
         content = {"settings": dict(settings), "sizes": dict(sizes)}
-        self._channel.send(SETTLE, 0, json.dumps(content).encode())
-        answer = json.loads(bytes(self._channel.take().payload))
+        with self.ending_with_the_others():
+            self._channel.send(SETTLE, 0, json.dumps(content).encode())
+            answer = json.loads(bytes(self._channel.take().payload))
         if answer["refused"]:
             raise InvalidRequest(f"settings of hosts differ: {answer['refused']}", "nnodes")
         return answer["sizes"]
 
     def share(self, value: Any) -> Any:
-        return json.loads(bytes(self._channel.take().payload))
+        with self.ending_with_the_others():
+            return json.loads(bytes(self._channel.take().payload))
 
     def follow(self, run: Callable[[Frame], None]) -> None:
         """Run what the leader sends, until it ends in order.
@@ -270,15 +290,17 @@ class Follower(Group):
         Raises:
             ChannelError: it does not.
         """
-        while (frame := self._channel.take()).kind != CLOSE:
-            run(frame)
+        with self.ending_with_the_others():
+            while (frame := self._channel.take()).kind != CLOSE:
+                run(frame)
 
     def close(self) -> None:
         self.leave_jax()
         self._channel.close()
 
     def _lost(self, reason: str) -> None:
-        self.fail(f"the leader is lost: {reason}", seconds=0.5)
+        host, port = self._leader
+        self.fail(f"the leader is lost ({host}:{port}): {reason}", seconds=0.5)
 
 
 def _rank_of(frame: Frame) -> int:

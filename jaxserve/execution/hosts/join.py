@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 
 from jaxserve.errors import DeviceError
 from jaxserve.execution.hosts.group import Follower, Group, Leader
+from jaxserve.execution.hosts.relay import Relay
 from jaxserve.hosts import HostsConfig
 
 _SECONDS = 120
@@ -26,33 +29,45 @@ def open_group(config: HostsConfig, secret: bytes | None) -> Group | None:
         return None
     assert secret is not None
     group = (Follower if config.node_rank else Leader)(config, secret)
-    join_jax(config)
-    group.leave_jax = jax.distributed.shutdown
+    with group.ending_with_the_others():
+        group.leave_jax = join_jax(config)
     return group
 
 
-def join_jax(config: HostsConfig) -> None:
+def join_jax(config: HostsConfig) -> Callable[[], None]:
     """Make JAX, which must not have started, see the devices of all hosts.
 
     Hosts are watched by `Group`, in seconds; JAX's own watch is left far behind it, since it ends a
     process without a word. Its handler of SIGTERM would take the place of the server's.
+
+    Returns:
+        A function that ends what JAX keeps between the hosts, which all of them must call.
 
     Raises:
         DeviceError: JAX has started, or cannot reach the others.
     """
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)
-    address = f"[{config.master_addr}]" if ":" in config.master_addr else config.master_addr
-    address = f"{address}:{config.master_port + 1}"
+    address = config.master_addr, config.master_port + 1
+    relay = Relay(address) if config.node_rank else None
+    host, port = address if relay is None else relay.address
+    name = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
         jax.distributed.initialize(
-            address,
+            name,
             config.nnodes,
             config.node_rank,
             cluster_detection_method="deactivate",
             initialization_timeout=_SECONDS,
             shutdown_timeout_seconds=10,
-            coordinator_bind_address=address if config.node_rank == 0 else None,
+            coordinator_bind_address=name if relay is None else None,
         )
     except (RuntimeError, ValueError) as error:
         raise DeviceError(f"JAX does not reach the engine's other hosts: {error}") from error
+
+    def leave() -> None:
+        jax.distributed.shutdown()
+        if relay is not None:
+            relay.close()
+
+    return leave

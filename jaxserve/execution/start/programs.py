@@ -298,10 +298,15 @@ def _kernels(program: str) -> dict[str, bytes]:
 def _object_key(lowered: Lowered, kernels: Mapping[str, bytes], where: Mapping[str, Any]) -> str:
     """Hash XLA's input, the machine and the versions, but not the source that was traced.
 
+    The number of processes counts: XLA's input does not name them, and the executable of one
+    process cannot be loaded by two.
+
     XLA's input lacks arguments that nothing reads. Their shapes count too: a loaded program takes
     them as it was given them.
     """
     given = {name: value for name, value in where.items() if name != "source"}
+    if jax.process_count() > 1:  # where there is one, keys stay those of earlier versions
+        given["processes"] = jax.process_count()
     text, trees = lowered.as_text(), f"{lowered.in_tree}{lowered.out_tree}"
     trees += str([(str(leaf.dtype), leaf.shape) for leaf in jax.tree.leaves(lowered.args_info)])
     codes = {name: digest(code) for name, code in kernels.items()}

@@ -29,6 +29,20 @@ T = TypeVar("T", bound=msgspec.Struct)
 _ID = re.compile(r"[!-~]{1,128}")
 
 
+def check_operator(request: Request) -> None:
+    """Check that the server serves a path that is meant for its operator.
+
+    Raises:
+        ApiError: 404, the server has neither keys nor --server-dev-mode, so that everyone who
+            reaches it could use the path.
+    """
+    config: ServerConfig = request.app.state.served.config
+    if not (config.server_dev_mode or config.api_key):
+        path = request.scope["path"]
+        message = f"{path} is not served: it is with --server-dev-mode, or with an --api-key"
+        raise ApiError(404, message, code="not_supported")
+
+
 class EndpointRequest:
     """An HTTP request on its way to the engine.
 

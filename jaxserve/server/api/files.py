@@ -63,14 +63,14 @@ async def upload_file(request: Request) -> Response:
         ApiError, InvalidRequest: files are off, or the form is wrong or too large.
     """
     files = _files(request)
-    with files.receive() as upload:
+    with files.receive(_owner(request)) as upload:
         form = await read_form(request, upload, files.config.body_timeout)
         if form.filename is None:
             raise InvalidRequest("file is missing", "file")
         if form.fields.get("purpose") != "batch":
             raise InvalidRequest("purpose must be batch", "purpose")
         file = new_file(form.filename, "batch", _seconds(form))
-        await asyncio.to_thread(upload.flush, file, _owner(request))
+        await asyncio.to_thread(upload.flush, file)
         return json_response(upload.keep())
 
 

@@ -15,6 +15,7 @@ from starlette.responses import Response
 import jaxserve
 from jaxserve.config import own_variables
 from jaxserve.engine.environment import collect_environment
+from jaxserve.server.api.endpoint_request import check_operator
 from jaxserve.server.api.streaming import json_response
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.served.models import Models, ServedModel
@@ -183,8 +184,9 @@ async def server_info(request: Request) -> Response:
     does, otherwise they are one text.
 
     Raises:
-        ApiError: 404, no such model; 400, another format.
+        ApiError: 404, no such model, or see `check_operator`; 400, another format.
     """
+    check_operator(request)
     style = request.query_params.get("config_format", "text")
     if style not in ("text", "json"):
         raise ApiError(400, "config_format must be text or json", "config_format", "invalid_value")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from typing import Any, BinaryIO, get_args
 from uuid import uuid4
@@ -31,9 +32,12 @@ class BatchResponse(msgspec.Struct):
     body: msgspec.Raw
 
 
-class BatchError(msgspec.Struct):
+class BatchError(msgspec.Struct, omit_defaults=True):
+    """Reason for no answer; `line` is the number of the line in its file, where it is known."""
+
     code: str
     message: str
+    line: int | None = None
 
 
 class BatchOutput(msgspec.Struct):
@@ -64,15 +68,23 @@ class BadLine(Exception):
         self.custom_id = custom_id
 
 
-def lines(file: BinaryIO, most: int) -> Iterator[bytes | None]:
-    """Yield the lines that are not blank, None in place of one of more than `most` bytes."""
+def lines(file: BinaryIO, most: int) -> Iterator[tuple[int, bytes | None]]:
+    """Yield the lines that are not blank with their numbers from 1, without a byte-order mark.
+
+    In place of a line of more than `most` bytes stands None.
+    """
+    number = 0
     while line := file.readline(most + 1):
+        number += 1
         if len(line) > most:
             while line and not line.endswith(b"\n"):
                 line = file.readline(most)
-            yield None
-        elif line.strip():
-            yield line
+            yield number, None
+            continue
+        if number == 1:
+            line = line.removeprefix(BOM_UTF8)
+        if line.strip():
+            yield number, line
 
 
 def read_line(text: bytes | None) -> Line:

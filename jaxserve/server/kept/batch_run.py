@@ -122,7 +122,7 @@ class BatchRun:
             OSError: the disk refuses.
         """
         await asyncio.to_thread(self._resume)
-        self._store.num_bytes += self._num_bytes
+        self._store.count(self._owner, self._num_bytes)
         batch = self._batch
         self._sinks = [path.open("ab", buffering=0) for path in self._paths]
         try:
@@ -154,7 +154,7 @@ class BatchRun:
 
     async def _lines(self, most: int) -> None:
         with self._store.path(self._batch.input_file_id).open("rb") as source:
-            for number, text in enumerate(lines(source, most)):
+            for number, text in lines(source, most):
                 line = read_line(text)  # which passed when the batch was validated
                 if mark_of(line.custom_id) in self._seen:
                     if not number % SKIPPED_A_TURN:
@@ -183,9 +183,11 @@ class BatchRun:
         if self._is_full or self._problem is not None:
             return
         data = msgspec.json.encode(output) + b"\n"
-        if len(data) > self._store.room():
+        if len(data) > self._store.room(self._owner):
             self._is_full = True
             message = "its output and all files take more than --max-files-bytes"
+            if self._store.config.num_keys > 1:
+                message += ", of which each key has an equal part"
             self._batch.errors = BatchProblems([BatchProblem("storage_full", message)])
             self.interrupt()
             return
@@ -196,7 +198,7 @@ class BatchRun:
             self.interrupt()
             return
         self._num_bytes += len(data)
-        self._store.num_bytes += len(data)
+        self._store.count(self._owner, len(data))
         self._count(output)
 
     def _count(self, output: BatchOutput) -> None:
@@ -233,7 +235,7 @@ class BatchRun:
             "batch_expired", "This request could not be executed before the window expired."
         )
         with self._store.path(self._batch.input_file_id).open("rb") as source:
-            for number, text in enumerate(lines(source, most)):
+            for number, text in lines(source, most):
                 if not number % SKIPPED_A_TURN:
                     await asyncio.sleep(0)
                 line = read_line(text)
@@ -268,7 +270,7 @@ class BatchRun:
                 noted.append((path, await asyncio.to_thread(store.note, path, file, self._owner)))
         for path, record in noted:
             store.adopt(path, record)
-        store.num_bytes -= self._num_bytes
+        store.count(self._owner, -self._num_bytes)
         self._num_bytes = 0
         for path in self._paths:
             path.unlink(missing_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from uuid import uuid4
@@ -15,6 +16,7 @@ from jaxserve.errors import InvalidRequest
 from jaxserve.server.kept.batch_lines import LINE_FACTOR, BadLine, lines, read_line
 from jaxserve.server.kept.batch_run import BatchRun, Outputs, Service, mark_of
 from jaxserve.server.kept.files import FileStore, may_see, read_records, write_record
+from jaxserve.server.kept.shares import over_share
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.schema.files import Batch, BatchProblem, BatchProblems, BatchRequest
 
@@ -44,6 +46,9 @@ class BatchRecord(msgspec.Struct):
 
 class Batches:
     """Batches by id, bounded by number. Those that an earlier server began go on with `start`.
+
+    Each key may have an equal part of the batches that have not ended. Of too many that have ended,
+    the oldest of the key that holds most is forgotten.
 
     Args:
         files: of their inputs and outputs.
@@ -98,11 +103,13 @@ class Batches:
         file = self._store.get(request.input_file_id, owner, name).file
         if file.purpose != "batch":
             raise InvalidRequest(f"{name}: the purpose of the file must be batch", name)
-        most = self._config.max_batches
-        if sum(r.batch.status in UNENDED for r in self._records.values()) >= most:
+        most = self._config.share(self._config.max_batches)
+        own = [r.batch for r in self._records.values() if r.owner == owner]
+        if sum(batch.status in UNENDED for batch in own) >= most:
+            whose = "" if self._config.num_keys == 1 else " of this key"
             raise ApiError(
                 429,
-                f"{most} batches have not ended",
+                f"{most} batches{whose} have not ended",
                 code="too_many_batches",
                 headers={"retry-after": "60"},
             )
@@ -173,8 +180,14 @@ class Batches:
             await asyncio.to_thread(write_record, path, record)
 
     def _forget_oldest(self) -> None:
-        ended = [r.batch.id for r in self._sorted() if r.batch.status not in UNENDED]
-        for name in ended[: max(0, len(self._records) - self._config.max_files)]:
+        held = Counter(record.owner for record in self._records.values())
+        while over := over_share(held, self._config.max_files):
+            ended = [r for r in self._sorted() if r.batch.status not in UNENDED]
+            record = next((r for owner in over for r in ended if r.owner == owner), None)
+            if record is None:
+                return
+            held[record.owner] -= 1
+            name = record.batch.id
             del self._records[name]
             (self._folder / f"{name}.json").unlink(missing_ok=True)
 
@@ -279,10 +292,12 @@ def scan(path: Path, endpoint: str, most: int, size: int) -> tuple[int, list[Bat
     return total, problems
 
 
-def _problems(texts: Iterator[bytes | None], endpoint: str) -> Iterator[BatchProblem | None]:
+def _problems(
+    texts: Iterator[tuple[int, bytes | None]], endpoint: str
+) -> Iterator[BatchProblem | None]:
     """Yield for each line what is wrong with it, None where nothing is."""
     seen: set[bytes] = set()
-    for number, text in enumerate(texts, 1):
+    for number, text in texts:
         try:
             line = read_line(text)
         except BadLine as bad:

@@ -10,6 +10,7 @@ from uuid import uuid4
 import msgspec
 
 from jaxserve.errors import InvalidRequest
+from jaxserve.server.kept.shares import Shares
 from jaxserve.server.schema.conversations import ConversationObject
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.schema.response_items import InputItem, shown_items
@@ -30,15 +31,20 @@ class Conversation:
 
     Attributes:
         shown: what clients see of it.
-        used: when it was made or last changed, on the monotonic clock.
+        since: when it was made or last changed, on the monotonic clock.
         num_item_bytes: size of its items.
+        is_running: always False; see `Shares`.
+        counted: bytes that the store counts for it.
     """
+
+    is_running = False
 
     def __init__(self, owner: str | None, metadata: dict[str, str]) -> None:
         self.owner = owner
         self.shown = ConversationObject(f"conv_{uuid4().hex}", int(time.time()), metadata)
-        self.used = time.monotonic()
+        self.since = time.monotonic()
         self.num_item_bytes = 0
+        self.counted = 0
         self._items: dict[str, bytes] = {}
 
     @property
@@ -95,9 +101,10 @@ class Conversation:
 
 
 class ConversationStore:
-    """Conversations by id, bounded by number, bytes and age. Those unchanged longest leave first.
+    """Conversations by id, bounded by number, bytes and age; see `Shares` for the next to leave.
 
-    One that alone is larger than all that may be kept leaves alone.
+    The age of a conversation begins with its newest change. One that alone is larger than all that
+    may be kept leaves alone.
 
     Args:
         most: conversations; 0 keeps none.
@@ -108,13 +115,15 @@ class ConversationStore:
     def __init__(self, most: int, most_bytes: int, seconds: float) -> None:
         self._most = most
         self._most_bytes = most_bytes
-        self._seconds = seconds
-        self._kept: dict[str, Conversation] = {}  # those unchanged longest first
-        self._counted: dict[str, int] = {}
-        self.num_bytes = 0
+        self._kept: Shares[Conversation] = Shares(most, most_bytes, seconds)
 
     def __len__(self) -> int:
         return len(self._kept)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that all of them take."""
+        return self._kept.num_bytes
 
     def keep(self, conversation: Conversation) -> None:
         """Keep a conversation that is new or has changed.
@@ -126,17 +135,17 @@ class ConversationStore:
             message = "this server keeps no conversations: see --max-stored-responses"
             raise ApiError(400, message, code="not_supported")
         self.forget(conversation)
-        conversation.used, size = time.monotonic(), conversation.num_bytes
+        conversation.since, size = time.monotonic(), conversation.num_bytes
         if size > self._most_bytes:
             return
-        self._kept[conversation.shown.id] = conversation
-        self._counted[conversation.shown.id] = size
-        self.num_bytes += size
+        self._kept.put(conversation.shown.id, conversation)
+        conversation.counted = size
+        self._kept.count(conversation.owner, size)
         self._trim()
 
     def extend(self, conversation: Conversation, items: Iterable[dict[str, Any]]) -> None:
         """Add items to a conversation, unless it has left or was deleted meanwhile."""
-        if self._kept.get(conversation.shown.id) is conversation:
+        if self._kept.get(conversation.owner, conversation.shown.id) is conversation:
             conversation.add(items)
             self.keep(conversation)
 
@@ -147,22 +156,17 @@ class ConversationStore:
             ApiError: 404, there is none that this client may see.
         """
         self._trim()
-        found = self._kept.get(name)
-        if found is None or found.owner != owner:
+        found = self._kept.get(owner, name)
+        if found is None:
             message = f"Conversation with id {name[:60]!r} not found."
             raise ApiError(404, message, parameter, "not_found")
         return found
 
     def forget(self, conversation: Conversation) -> None:
         """Forget a conversation, if it is there."""
-        if self._kept.pop(conversation.shown.id, None) is not None:
-            self.num_bytes -= self._counted.pop(conversation.shown.id)
+        if self._kept.pop(conversation.owner, conversation.shown.id) is not None:
+            self._kept.count(conversation.owner, -conversation.counted)
 
     def _trim(self) -> None:
-        """Let those leave that are too old, or too many."""
-        limit = time.monotonic() - self._seconds
-        for conversation in list(self._kept.values()):
-            is_full = len(self._kept) > self._most or self.num_bytes > self._most_bytes
-            if not is_full and conversation.used >= limit:
-                return
+        for conversation in self._kept.leaving():
             self.forget(conversation)

@@ -6,6 +6,7 @@ import fcntl
 import os
 import re
 import time
+from collections import Counter
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 from uuid import uuid4
@@ -18,7 +19,7 @@ from jaxserve.server.schema.files import FileObject
 from jaxserve.server.settings import ServerConfig
 
 T = TypeVar("T")
-MAX_UPLOADS = 4  # at once
+MAX_UPLOADS = 4  # at once, shared out between the keys
 _ID = re.compile(r"(file|batch)[-_][0-9a-f]{32}", re.ASCII)
 
 
@@ -59,12 +60,13 @@ def may_see(owner: str | None, client: str | None) -> bool:
 class FileStore:
     """Files by id. Names on disk are ids, which are made here; a client's name is a label.
 
+    Each key has an equal part of every limit. Files of earlier keys take room from all.
+
     Args:
         config: names the folder, and bounds what lies there.
 
     Attributes:
         folder: of everything; other rooms of it are `batches`.
-        num_bytes: of all files, of those that are being received, and of batches' answers so far.
 
     Raises:
         OSError: the folder cannot be used, or another server uses it.
@@ -85,12 +87,28 @@ class FileStore:
         for path in self._files.iterdir():
             if _ID.fullmatch(path.stem) and path.stem not in self._records:
                 path.unlink()
-        self.num_bytes = sum(record.file.bytes for record in self._records.values())
-        self.num_uploads = 0
+        self._bytes: Counter[str | None] = Counter()
+        for record in self._records.values():
+            self.count(record.owner, record.file.bytes)
+        self.uploads: Counter[str | None] = Counter()
 
     def close(self) -> None:
         """Let other servers use the folder."""
         os.close(self._lock)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files, of those that are being received, and of batches' answers so far."""
+        return self._bytes.total()
+
+    @property
+    def num_uploads(self) -> int:
+        """Files that are being received."""
+        return self.uploads.total()
+
+    def count(self, owner: str | None, num_bytes: int) -> None:
+        """Add to the bytes that an owner holds."""
+        self._bytes[owner] += num_bytes
 
     def _is_whole(self, name: str) -> bool:
         return self.path(name).exists()
@@ -125,7 +143,7 @@ class FileStore:
     def remove(self, name: str) -> None:
         """Forget a file. Those that read it read on."""
         record = self._records.pop(name)
-        self.num_bytes -= record.file.bytes
+        self.count(record.owner, -record.file.bytes)
         self.path(name).unlink(missing_ok=True)
         self.path(name).with_suffix(".json").unlink(missing_ok=True)
 
@@ -136,22 +154,39 @@ class FileStore:
             if record.file.expires_at is not None and record.file.expires_at <= now:
                 self.remove(name)
 
-    def room(self) -> int:
-        """Return how many bytes more may be kept."""
-        return self.config.max_files_bytes - self.num_bytes
+    def room(self, owner: str | None) -> int:
+        """Return how many bytes more an owner may keep."""
+        most = self.config.max_files_bytes
+        return min(self.config.share(most) - self._bytes[owner], most - self.num_bytes)
 
-    def check_room(self) -> None:
-        """Check that one file more may be kept.
+    def check_bytes(self, owner: str | None, num_bytes: int) -> None:
+        """Check that an owner may keep this many bytes more.
 
         Raises:
-            ApiError: there are too many, or too large ones.
+            ApiError: 413, the owner's files would be too large, or all of them together.
+        """
+        if num_bytes <= self.room(owner):
+            return
+        most = self.config.max_files_bytes
+        own = self.config.share(most)
+        is_own = own < most and self._bytes[owner] + num_bytes > own
+        whose, most = ("this key's files", own) if is_own else ("the files", most)
+        raise ApiError(413, f"{whose} would take more than {most} bytes: delete some", "file")
+
+    def check_number(self, owner: str | None) -> None:
+        """Check that an owner may keep one file more.
+
+        Raises:
+            ApiError: 413, the owner has too many, or all owners together.
         """
         self.expire()
-        most, most_bytes = self.config.max_files, self.config.max_files_bytes
-        if len(self._records) + self.num_uploads >= most:
-            raise ApiError(413, f"the server keeps at most {most} files: delete some", "file")
-        if self.room() <= 0:
-            raise ApiError(413, f"the files take {most_bytes} bytes, which is all: delete some")
+        most = self.config.max_files
+        own = self.config.share(most)
+        held = Counter(record.owner for record in self._records.values()) + self.uploads
+        is_own = own < most and held[owner] >= own
+        if is_own or held.total() >= max(most, self.config.num_keys):
+            whose, most = ("a key", own) if is_own else ("the server", most)
+            raise ApiError(413, f"{whose} keeps at most {most} files: delete some", "file")
 
     def note(self, source: Path, file: FileObject, owner: str | None) -> FileRecord:
         """Write the record of a file whose bytes lie elsewhere in the folder. Any thread may call.
@@ -173,23 +208,25 @@ class FileStore:
         """
         source.replace(self.path(record.file.id))
         self._records[record.file.id] = record
-        self.num_bytes += record.file.bytes
+        self.count(record.owner, record.file.bytes)
 
-    def receive(self) -> Upload:
-        """Begin to receive a file.
+    def receive(self, owner: str | None = None) -> Upload:
+        """Begin to receive a file of an owner.
 
         Raises:
             ApiError: there is no room for it now.
         """
-        if self.num_uploads >= MAX_UPLOADS:
+        most = self.config.share(MAX_UPLOADS)
+        if self.uploads[owner] >= most:
             raise ApiError(
                 429,
-                f"{MAX_UPLOADS} files are being received",
+                f"{most} files are being received",
                 code="too_many_uploads",
                 headers={"retry-after": "1"},
             )
-        self.check_room()
-        return Upload(self, self._incoming / f"{uuid4().hex}.upload")
+        self.check_number(owner)
+        self.check_bytes(owner, 1)
+        return Upload(self, owner, self._incoming / f"{uuid4().hex}.upload")
 
 
 class Upload:
@@ -197,11 +234,13 @@ class Upload:
 
     Args:
         store: of the file.
+        owner: the key of its client.
         path: where its bytes are collected.
     """
 
-    def __init__(self, store: FileStore, path: Path) -> None:
+    def __init__(self, store: FileStore, owner: str | None, path: Path) -> None:
         self._store = store
+        self._owner = owner
         self._path = path
         self._file: BinaryIO | None = None
         self._record: FileRecord | None = None
@@ -211,12 +250,12 @@ class Upload:
         self._file = os.fdopen(
             os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb"
         )
-        self._store.num_uploads += 1
+        self._store.uploads[self._owner] += 1
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._store.num_uploads -= 1
-        self._store.num_bytes -= self.num_bytes
+        self._store.uploads[self._owner] -= 1
+        self._store.count(self._owner, -self.num_bytes)
         if self._file is not None:
             self._file.close()
         self._path.unlink(missing_ok=True)
@@ -231,16 +270,12 @@ class Upload:
         most = self._store.config.max_file_bytes
         if self.num_bytes + len(data) > most:
             raise ApiError(413, f"the file is larger than {most} bytes", "file", "too_large")
-        if len(data) > self._store.room():
-            total = self._store.config.max_files_bytes
-            raise ApiError(
-                413, f"the files would take more than {total} bytes: delete some", "file"
-            )
+        self._store.check_bytes(self._owner, len(data))
         self.num_bytes += len(data)
-        self._store.num_bytes += len(data)
+        self._store.count(self._owner, len(data))
         self._file.write(data)
 
-    def flush(self, file: FileObject, owner: str | None) -> None:
+    def flush(self, file: FileObject) -> None:
         """Wait until the bytes and the record of the file are on the disk. Any thread may call.
 
         Raises:
@@ -249,7 +284,7 @@ class Upload:
         assert self._file is not None
         self._file.flush()
         os.fsync(self._file.fileno())
-        self._record = self._store.note(self._path, file, owner)
+        self._record = self._store.note(self._path, file, self._owner)
 
     def keep(self) -> FileObject:
         """Keep the file, which has been flushed, under its id."""

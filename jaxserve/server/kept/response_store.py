@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from jaxserve.errors import InvalidRequest
+from jaxserve.server.kept.shares import Shares
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.schema.response_items import InputItem
 
@@ -51,7 +52,7 @@ class Turn:
         task: the work in the background; None where its client waited.
         conversation: id of the conversation that it is part of; None for none.
         item_ids: of its input and of its answer.
-        created: when it was made, on the monotonic clock.
+        since: when it was made, on the monotonic clock.
         holders: the store, if it is there, and the turns that continue it.
     """
 
@@ -74,7 +75,7 @@ class Turn:
         self.cancel: Callable[[], None] | None = None
         self.task: asyncio.Task[None] | None = None
         self.item_ids: list[str] = [item["id"] for item in items]
-        self.created = time.monotonic()
+        self.since = time.monotonic()
         self.holders = 0
         self.counted = 0
         self._event_bytes = 0
@@ -135,34 +136,35 @@ class Turn:
 
 
 class ResponseStore:
-    """Responses by id, bounded by number, bytes and age. The oldest that have ended leave first.
+    """Responses by id, bounded by number, bytes and age; see `Shares` for the next to leave.
 
-    A turn that has left, and that later ones continue, still counts: it is their beginning. One
-    that alone is larger than all that may be kept leaves alone, as soon as it has ended.
+    One that is still drawn stays. A turn that has left, and that later ones continue, still counts:
+    it is their beginning. One that alone is larger than all that may be kept leaves alone, as soon
+    as it has ended.
 
     Args:
         most: responses; 0 keeps none.
         most_bytes: of all that is kept.
         seconds: age of a response that leaves.
-
-    Attributes:
-        num_bytes: of all that is kept.
     """
 
     def __init__(self, most: int, most_bytes: int, seconds: float) -> None:
         self.most = most
         self._most_bytes = most_bytes
-        self._seconds = seconds
-        self._turns: dict[str, Turn] = {}
+        self._turns: Shares[Turn] = Shares(most, most_bytes, seconds)
         self._by_item: dict[tuple[str | None, str], Turn] = {}
-        self.num_bytes = 0
 
     def __len__(self) -> int:
         return len(self._turns)
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all that is kept."""
+        return self._turns.num_bytes
+
     def add(self, turn: Turn) -> None:
         """Keep a turn, unless it alone is larger than all that may be kept."""
-        self._turns[turn.id] = turn
+        self._turns.put(turn.id, turn)
         last: Turn | None = turn
         while last is not None:
             last.holders += 1
@@ -178,7 +180,7 @@ class ResponseStore:
             turn.drop_events()
         if turn.holders:
             self._count(turn)
-        if self._turns.get(turn.id) is turn:
+        if self._turns.get(turn.owner, turn.id) is turn:
             if turn.num_bytes > self._most_bytes and not turn.is_running:
                 self._forget(turn)
             else:
@@ -188,7 +190,7 @@ class ResponseStore:
     def _count(self, turn: Turn) -> None:
         """Count what a turn takes: nothing where it cannot stay, so that no other leaves for it."""
         size = turn.num_bytes if turn.num_bytes <= self._most_bytes else 0
-        self.num_bytes += size - turn.counted
+        self._turns.count(turn.owner, size - turn.counted)
         turn.counted = size
 
     def get(self, response_id: str, owner: str | None, parameter: str = "response_id") -> Turn:
@@ -198,8 +200,8 @@ class ResponseStore:
             ApiError: 404, there is none that this client may see.
         """
         self._trim()
-        turn = self._turns.get(response_id)
-        if turn is None or turn.owner != owner:
+        turn = self._turns.get(owner, response_id)
+        if turn is None:
             message = f"Response with id {response_id[:60]!r} not found."
             if not self.most:
                 message += " This server keeps none: see --max-stored-responses."
@@ -208,7 +210,7 @@ class ResponseStore:
 
     def remove(self, turn: Turn) -> None:
         """Forget a turn, and end the work on it."""
-        if turn.id in self._turns:
+        if self._turns.get(turn.owner, turn.id) is turn:
             self._forget(turn)
         if turn.cancel is not None:
             turn.cancel()
@@ -231,7 +233,7 @@ class ResponseStore:
         return {item.id: item for item in items if item.id is not None}
 
     def _forget(self, turn: Turn) -> None:
-        del self._turns[turn.id]
+        self._turns.pop(turn.owner, turn.id)
         for key in _keys(turn):
             if self._by_item.get(key) is turn:
                 del self._by_item[key]
@@ -240,19 +242,13 @@ class ResponseStore:
             last.holders -= 1
             if last.holders:
                 return
-            self.num_bytes -= last.counted
+            self._turns.count(last.owner, -last.counted)
             last.counted = 0
             last = last.parent
 
     def _trim(self) -> None:
-        """Let those leave that are too old, or too many."""
-        limit = time.monotonic() - self._seconds
-        for turn in list(self._turns.values()):
-            is_full = len(self._turns) > self.most or self.num_bytes > self._most_bytes
-            if not is_full and turn.created >= limit:
-                return
-            if not turn.is_running:
-                self._forget(turn)
+        for turn in self._turns.leaving():
+            self._forget(turn)
 
 
 def _keys(turn: Turn) -> list[tuple[str | None, str]]:
