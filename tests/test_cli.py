@@ -136,7 +136,7 @@ BAD_INPUT = {
     "not a number": (["--top-k", "many", "hi"], "invalid int value: 'many'"),
     "not a list": (["--decode-sizes", "1;2", "hi"], "'1;2' is not a list like 1,2,4"),
     "not a choice": (["--load-format", "zip", "hi"], "choose from"),
-    "out of range": (["--top-p", "1.5", "hi"], "--top-p must be from 1.1755e-38 to 1, got 1.5"),
+    "out of range": (["--top-p", "1.5", "hi"], "--top-p must be from 0 to 1, got 1.5"),
     "bad engine setting": (["--block-size", "0", "hi"], "--block-size must be from 1 to 1024"),
     "no folder": (["--model", "/no/such", "hi"], "'/no/such' is not a folder"),
     "no checkpoint": (["--model", "CONFIG", "hi"], "there is no tokenizer.json"),
