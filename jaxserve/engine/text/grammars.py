@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxserve.engine.text.grammar_vocabulary import vocabulary_for_grammars
+from jaxserve.engine.text.json_schemas import UnenforceableSchema, enforceable, first_line
 from jaxserve.engine.text.structural_tags import structural_tag_grammar
 from jaxserve.engine.text.tokenizer import Tokenizer
 from jaxserve.errors import InvalidRequest
@@ -129,7 +130,7 @@ class Constraint:
         mask = np.zeros((1, self._size), np.int32)
         llguidance.numpy.fill_next_token_bitmask(self._matcher, mask, 0)
         if self._matcher.is_error():
-            raise GrammarError(_first_line(self._matcher.get_error()))
+            raise GrammarError(first_line(self._matcher.get_error()))
         return mask[0].view(np.uint32)
 
     def advance(self, token: int) -> bool:
@@ -148,7 +149,7 @@ class Constraint:
 
     def _take(self, token: int) -> bool:
         if not self._matcher.consume_token(token):
-            raise GrammarError(_first_line(self._matcher.get_error()))
+            raise GrammarError(first_line(self._matcher.get_error()))
         if self._matcher.is_stopped():
             return True
         self.words = self._mask()
@@ -226,7 +227,7 @@ class Grammars:
             InvalidRequest: the form has no meaning, or no text of this vocabulary satisfies it.
         """
         closes = params.disable_additional_properties
-        key = (params.form, params.text, closes, *_space(params).items())
+        key = (params.form, params.text, closes, params.lenient, *_space(params).items())
         with self._lock:
             found = self._known.get(key)
             if found is not None:
@@ -247,10 +248,10 @@ class Grammars:
             source = grammar_source(params, self._named, tokenizer.is_special_token)
             matcher = llguidance.LLMatcher(tokenizer, source, log_level=0)
             if matcher.is_error():
-                return _first_line(matcher.get_error())
+                return _faulty_schema(params) or first_line(matcher.get_error())
             constraint = Constraint(matcher, self._vocab_size, self._clock)
         except (ValueError, GrammarError) as error:
-            return _first_line(str(error))
+            return first_line(str(error))
         constraint.work.seconds += self._clock() - started
         return constraint if constraint.words.any() else "no text satisfies it"
 
@@ -282,11 +283,14 @@ def grammars_of(
     return Grammars(tokenizer.backend.to_str, vocab_size, eos_token_ids)
 
 
-def _first_line(message: str) -> str:
-    """Return the first line of a message and the line of the reason, if that is another."""
-    lines = [line.strip() for line in message.strip().splitlines()] or ["it cannot be compiled"]
-    reasons = [line for line in lines[1:] if line.startswith("error:")]
-    return " ".join([lines[0], *reasons[:1]])[:200]
+def _faulty_schema(params: StructuredOutputsParams) -> str | None:
+    """Return what is wrong with a JSON schema, and where; None if it is well formed."""
+    if params.form == "json":
+        try:
+            enforceable(json.loads(params.text), True, "an answer")
+        except UnenforceableSchema as error:
+            return str(error)
+    return None
 
 
 def _space(params: StructuredOutputsParams) -> JsonCompileOptions:
@@ -324,7 +328,11 @@ def grammar_source(
 
     if params.form in ("json", "json_object"):
         schema = params.text if params.form == "json" else {"type": "object"}
-        return LLMatcher.grammar_from_json_schema(schema, overrides=_space(params))
+        options = _space(params)
+        if params.lenient and params.form == "json":
+            schema = enforceable(json.loads(params.text), False, "an answer")
+            options["lenient"] = True
+        return LLMatcher.grammar_from_json_schema(schema, overrides=options)
     if params.form == "regex":
         return LLMatcher.grammar_from_regex(params.text)
     if params.form == "choice":

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -84,7 +86,10 @@ async def prepare(
     request.renamed.setdefault("structured_outputs", form_field(body))
     model.tokenizer()  # refuses the request where there is none
     dialect = model.dialect
-    tools = tool_use(body, dialect.parser, request.config.enable_auto_tool_choice, dialect.spell)
+    may_choose = request.config.enable_auto_tool_choice
+    use = partial(tool_use, body, dialect.parser, may_choose, dialect.spell, model.schemas)
+    # Schemas of new tools are compiled, which takes from milliseconds to a second.
+    tools = await asyncio.to_thread(use) if body.tools else use()
     sampling = chat_sampling(body, model, wanted, tools)
     if tools is not None and tools.grammar is not None:
         if body.use_beam_search:

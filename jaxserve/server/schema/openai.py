@@ -31,10 +31,15 @@ class JsonSchemaFormat(msgspec.Struct, kw_only=True):
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True):
-    """Form of an answer; see `StructuredOutputsParams.structural_tag` for the last three fields."""
+    """Form of an answer; see `StructuredOutputsParams.structural_tag` for the last three fields.
+
+    A JSON schema stands in `json_schema`, as OpenAI has it, or in `schema`, as llama.cpp has it.
+    """
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
     format: dict[str, Any] | None = None
     structures: list[dict[str, Any]] | None = None
     triggers: list[str] | None = None
@@ -51,6 +56,7 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool | None = None
     disable_additional_properties: bool | None = None
+    lenient: bool | None = None
     structural_tag: str | dict[str, Any] | None = None
 
 

@@ -49,7 +49,10 @@ Included = Literal[
 
 
 class TextFormat(JsonSchemaFormat, kw_only=True):
+    """Form of an answer; the schema may also stand in `json_schema`, as in chats."""
+
     type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: JsonSchemaFormat | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class TextOptions(msgspec.Struct, kw_only=True):
@@ -351,4 +354,10 @@ def _text(content: str | list[ContentPart] | None) -> str:
 def _response_format(text: TextOptions | None) -> ResponseFormat | None:
     if text is None or text.format is None:
         return None
-    return ResponseFormat(type=text.format.type, json_schema=text.format)
+    form = text.format
+    return ResponseFormat(
+        type=form.type,
+        json_schema=form.json_schema or None,
+        schema=form.schema,
+        strict=form.strict,
+    )
