@@ -177,7 +177,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [function(description="x" * 600_000)]}, "tools"),
     ({"tools": [function(parameters=nested(20))]}, "tools"),
     ({"tools": [function(parameters={"type": "array"})]}, "tools"),
-    ({"tools": [function(parameters={"properties": {"a": {"type": "foo"}}})]}, "tools"),
+    (
+        {"tools": [function(parameters={"properties": {"a": {"type": "foo"}}}, strict=True)]},
+        "tools",
+    ),
     ({"tools": [function(parameters={"properties": {"a": {"enum": ["x" * 70_000]}}})]}, "tools"),
     ({"tools": [{"type": "web_search"}]}, "tools"),
     ({"tools": 7}, "tools"),

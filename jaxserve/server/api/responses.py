@@ -52,6 +52,7 @@ UNSUPPORTED = {
     **NO_FUNCTIONS,
     **NO_SUFFIX,
     "prompt": (None,),
+    "response_format": (None, {"type": "text"}),  # `text.format` here
     "previous_input_messages": (None, []),
     "context_management": (None, []),
 }

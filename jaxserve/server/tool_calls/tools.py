@@ -108,6 +108,14 @@ def check_tools(tools: list[Tool], field: str = "tools") -> None:
             )
 
 
+def _check_well_formed(tools: list[Tool]) -> None:
+    for function in (tool.function for tool in tools):
+        if well_formed(function.parameters) is not function.parameters:
+            raise InvalidRequest(
+                f"tools: parameters of {function.name!r} are not a JSON schema", "tools"
+            )
+
+
 def _is_within(value: Any, depth: int) -> bool:
     level = [value]
     for _ in range(depth):
@@ -158,6 +166,7 @@ def tool_use(
         callable_tools = [tools[names.index(wanted)]]
     is_auto = choice in (None, "auto")
     if is_auto and (parser is None or not allows_auto):
+        _check_well_formed(tools)
         raise InvalidRequest(
             'tool_choice "auto" needs a model whose calls are known (--tool-call-parser) and '
             "--enable-auto-tool-choice; here only required and a named function can be served",
