@@ -218,7 +218,7 @@ def test_wrong_calls_in_a_conversation_are_refused(server: Server) -> None:
         (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking"),
         (MESSAGES, {"thinking": {"type": "enabled"}}, "thinking"),
         (RESPONSES, {"input": [{"type": "function_call"}]}, "input"),
-        (RESPONSES, {"input": [{"type": "web_search_call"}]}, "input"),
+        (RESPONSES, {"input": [{"type": "unheard_of_call"}]}, "input"),
     ):
         body = {"messages": USER, "max_tokens": 2} if path == MESSAGES else {"input": "a"}
         answer = server.request(path, body | fields)

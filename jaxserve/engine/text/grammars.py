@@ -283,11 +283,29 @@ def grammars_of(
     return Grammars(tokenizer.backend.to_str, vocab_size, eos_token_ids)
 
 
+def schema_problem(schema: dict[str, Any], lenient: bool) -> str | None:
+    """Return what hinders the compilation of a JSON schema, or None.
+
+    Args:
+        schema: JSON values only.
+        lenient: whether keywords that are not supported are ignored.
+    """
+    from llguidance import LLMatcher
+
+    options: Any = {"whitespace_flexible": False, "lenient": lenient}
+    try:
+        source = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
+        error = LLMatcher.validate_grammar(source)
+    except ValueError as problem:
+        error = str(problem) or "it cannot be compiled"
+    return first_line(error) if error else None
+
+
 def _faulty_schema(params: StructuredOutputsParams) -> str | None:
     """Return what is wrong with a JSON schema, and where; None if it is well formed."""
     if params.form == "json":
         try:
-            enforceable(json.loads(params.text), True, "an answer")
+            enforceable(json.loads(params.text), True, "an answer", schema_problem)
         except UnenforceableSchema as error:
             return str(error)
     return None
@@ -330,7 +348,7 @@ def grammar_source(
         schema = params.text if params.form == "json" else {"type": "object"}
         options = _space(params)
         if params.lenient and params.form == "json":
-            schema = enforceable(json.loads(params.text), False, "an answer")
+            schema = enforceable(json.loads(params.text), False, "an answer", schema_problem)
             options["lenient"] = True
         return LLMatcher.grammar_from_json_schema(schema, overrides=options)
     if params.form == "regex":

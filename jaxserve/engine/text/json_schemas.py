@@ -46,6 +46,8 @@ _MAX_CACHED = 256
 _MAX_CACHED_CHARS = 1 << 20
 _GONE = object()
 Path = tuple[str | int, ...]
+# What hinders the compilation of a schema, or None; the second argument is llguidance's `lenient`.
+Problem = Callable[[dict[str, Any], bool], str | None]
 
 
 class UnenforceableSchema(ValueError):
@@ -53,9 +55,14 @@ class UnenforceableSchema(ValueError):
 
 
 class EnforceableSchemas:
-    """Cache of schemas in their enforceable form. It is safe from any thread."""
+    """Cache of schemas in their enforceable form. It is safe from any thread.
 
-    def __init__(self) -> None:
+    Args:
+        problem: of a schema, see `enforceable`.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
         self._lock = threading.Lock()
         self._known: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._chars = 0
@@ -76,7 +83,7 @@ class EnforceableSchemas:
             if text in self._known:
                 self._known.move_to_end(text)
                 return self._known[text]
-        found = enforceable(schema, is_strict, owner)
+        found = enforceable(schema, is_strict, owner, self._problem)
         with self._lock:
             if text not in self._known:
                 self._known[text] = found
@@ -86,7 +93,9 @@ class EnforceableSchemas:
         return found
 
 
-def enforceable(schema: dict[str, Any], is_strict: bool, owner: str) -> dict[str, Any]:
+def enforceable(
+    schema: dict[str, Any], is_strict: bool, owner: str, problem: Problem
+) -> dict[str, Any]:
     """Return a schema that compiles with llguidance's option `lenient`.
 
     Keywords that are malformed or not supported are left out and logged. Names and types of
@@ -96,23 +105,24 @@ def enforceable(schema: dict[str, Any], is_strict: bool, owner: str) -> dict[str
         schema: JSON values only.
         is_strict: whether a keyword that cannot be enforced is an error.
         owner: has the schema; the log names it.
+        problem: compiles a schema.
 
     Raises:
         UnenforceableSchema: the schema is strict, and a keyword cannot be enforced.
     """
-    problem = _problem(schema)
-    if problem is None:
+    reason = problem(schema, False)
+    if reason is None:
         return schema
-    made, left_out = _without_faults(schema, _regex_check())
+    made, left_out = _without_faults(schema, _regex_check(problem))
     if is_strict:
-        places = ", ".join(left_out[:5]) if left_out else _culprit(schema)
-        raise UnenforceableSchema(f"{places[:300]}: {problem}")
-    left_out = left_out or [problem]
+        places = ", ".join(left_out[:5]) if left_out else _culprit(schema, problem)
+        raise UnenforceableSchema(f"{places[:300]}: {reason}")
+    left_out = left_out or [reason]
     forms = [made]
-    if _problem(made, lenient=True) is not None:
+    if problem(made, True) is not None:
         forms += [_reduced(made, keywords) for keywords in (_SHAPE, _BONES)]
         left_out.append("limits that contradict each other")
-    found = next((form for form in forms if _problem(form, lenient=True) is None), {})
+    found = next((form for form in forms if problem(form, True) is None), {})
     _log.warning("the grammar for %s leaves out: %s", owner[:200], ", ".join(left_out)[:500])
     return found
 
@@ -129,29 +139,16 @@ def first_line(message: str) -> str:
     return " ".join([lines[0], *reasons[:1]])[:200]
 
 
-def _problem(schema: dict[str, Any], lenient: bool = False) -> str | None:
-    """Return what hinders the compilation of a schema, or None."""
-    from llguidance import LLMatcher
-
-    options: Any = {"whitespace_flexible": False, "lenient": lenient}
-    try:
-        source = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
-        error = LLMatcher.validate_grammar(source)
-    except ValueError as problem:
-        error = str(problem) or "it cannot be compiled"
-    return first_line(error) if error else None
-
-
-def _regex_check() -> Callable[[Any], bool]:
+def _regex_check(problem: Problem) -> Callable[[Any], bool]:
     """Return a check of patterns, which compiles each of them once, and a number at most."""
-    known: dict[str, bool] = {}
+    verdicts: dict[str, bool] = {}
 
     def check(pattern: Any) -> bool:
         if not isinstance(pattern, str):
             return False
-        if pattern not in known and len(known) < _MAX_PATTERNS:
-            known[pattern] = _problem({"type": "string", "pattern": pattern}) is None
-        return known.get(pattern, False)
+        if pattern not in verdicts and len(verdicts) < _MAX_PATTERNS:
+            verdicts[pattern] = problem({"type": "string", "pattern": pattern}, False) is None
+        return verdicts.get(pattern, False)
 
     return check
 
@@ -175,7 +172,7 @@ def _without_faults(schema: Any, is_regex: Callable[[Any], bool] | None) -> tupl
 
 
 class _Faults:
-    """Search of a schema for keywords that a grammar cannot follow.
+    """Finder of keywords in a schema that a grammar cannot follow.
 
     Attributes:
         found: path and new value of each; `_GONE` for those that are removed.
@@ -233,14 +230,14 @@ class _Faults:
         if name in _UNSUPPORTED or (name == "pattern" and not self._is_regex(value)):
             self.found.append((path, _GONE))
         elif name == "type":
-            types = [TYPE_NAMES.get(one.lower(), one.lower()) for one in _listed(value)]
+            types = [TYPE_NAMES.get(kind.lower(), kind.lower()) for kind in _listed(value)]
             if not types or not _TYPES.issuperset(types):
                 self.found.append((path, _GONE))
             elif types != _listed(value):
                 self.found.append((path, types if isinstance(value, list) else types[0]))
         elif name == "required" and node.get("additionalProperties") in (False, "false"):
             declared = node.get("properties")
-            kept = [one for one in value if isinstance(declared, dict) and one in declared]
+            kept = [key for key in value if isinstance(declared, dict) and key in declared]
             if kept != value and not node.get("patternProperties"):
                 self.found.append((path, kept))
         elif name == "$ref":
@@ -289,9 +286,9 @@ def _fits(name: str, value: Any, node: dict[str, Any]) -> bool:
     if name == "enum":
         return isinstance(value, list) and bool(value)
     if name == "required":
-        return isinstance(value, list) and all(isinstance(one, str) for one in value)
+        return isinstance(value, list) and all(isinstance(item, str) for item in value)
     if name == "type":
-        return all(isinstance(one, str) for one in _listed(value))
+        return all(isinstance(item, str) for item in _listed(value))
     return True
 
 
@@ -327,12 +324,12 @@ def shown(path: Path) -> str:
     return "#" + "".join(f"/{str(key)[:60]}" for key in path)
 
 
-def _culprit(schema: dict[str, Any]) -> str:
+def _culprit(schema: dict[str, Any], problem: Problem) -> str:
     """Return the path of the innermost schema without which the rest compiles."""
     for path in sorted(_Faults(schema).places, key=len, reverse=True)[:_MAX_TRIES]:
         rest = copy.deepcopy(schema)
         _put(rest, path, {})
-        if path and _problem(rest) is None:
+        if path and problem(rest, False) is None:
             return shown(path)
     return shown(())
 
@@ -340,7 +337,7 @@ def _culprit(schema: dict[str, Any]) -> str:
 def _reduced(schema: Any, keywords: tuple[str, ...]) -> Any:
     """Return a schema with these keywords alone, at all depths."""
     if isinstance(schema, list):
-        return [_reduced(one, keywords) for one in schema]
+        return [_reduced(item, keywords) for item in schema]
     if not isinstance(schema, dict):
         return schema
     made: dict[str, Any] = {}

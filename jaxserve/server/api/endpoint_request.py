@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -51,13 +51,19 @@ class EndpointRequest:
         """Size of the body."""
         return len(self._http_request.scope["jaxserve.body"])
 
-    def parse(self, schema: type[T], unsupported: Mapping[str, tuple[Any, ...]] | None = None) -> T:
+    def parse(
+        self,
+        schema: type[T],
+        unsupported: Mapping[str, tuple[Any, ...]] | None = None,
+        prepare: Callable[[dict[str, Any]], None] | None = None,
+    ) -> T:
         """Return the body as a schema.
 
         Args:
             schema: a Struct.
             unsupported: fields of this endpoint alone that are not supported, each with its
                 neutral values; see `schema.sampling.UNSUPPORTED` for those of all endpoints.
+            prepare: changes the decoded body before its types are checked.
 
         Raises:
             ApiError: 400, naming the field.
@@ -75,6 +81,8 @@ class EndpointRequest:
             if unknown:
                 names = ", ".join(name[:60] for name in unknown[:10])
                 raise ApiError(400, f"unknown: {names}", unknown[0][:60], "unknown_field")
+        if prepare is not None:
+            prepare(value)
         made = to_schema(value, schema)
         if isinstance(made, Sampling):
             self._add_defaults(made)

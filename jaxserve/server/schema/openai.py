@@ -6,11 +6,22 @@ engine's validator alone.
 
 from __future__ import annotations
 
+import json
 from typing import Any, Literal
 
 import msgspec
 
 from jaxserve.server.schema.logprobs import ChatLogprobs, CompletionLogprobs, PromptLogprob
+from jaxserve.server.schema.tools import (
+    CallDelta,
+    CustomCall,
+    FunctionDefinition,
+    FunctionDelta,
+    FunctionName,
+    NamedTool,
+    Tool,
+    require,
+)
 
 # One entry a token of the prompt, the first of them null.
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
@@ -144,32 +155,27 @@ class FunctionCall(msgspec.Struct, kw_only=True):
 
 
 class ToolCall(msgspec.Struct, kw_only=True):
+    """A call in a conversation; one of a custom tool becomes that of a function as well."""
+
     id: str | None = None
     type: str = "function"
-    function: FunctionCall
+    function: FunctionCall = None  # type: ignore[assignment]
+    custom: CustomCall | msgspec.UnsetType = msgspec.UNSET
+
+    def __post_init__(self) -> None:
+        if self.custom:
+            arguments = json.dumps({"input": self.custom.input}, ensure_ascii=False)
+            self.function = FunctionCall(name=self.custom.name, arguments=arguments)
+        require(self.function, "function")
 
 
-class FunctionDefinition(msgspec.Struct, kw_only=True):
-    """A function that may be called; `parameters` is the JSON schema of its arguments."""
+class AnsweredCall(msgspec.Struct, kw_only=True):
+    """A call in an answer: of a function, or of a custom tool."""
 
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(msgspec.Struct, kw_only=True):
-    type: Literal["function"] = "function"
-    function: FunctionDefinition
-
-
-class FunctionName(msgspec.Struct, kw_only=True):
-    name: str
-
-
-class NamedTool(msgspec.Struct, kw_only=True):
-    type: Literal["function"] = "function"
-    function: FunctionName
+    id: str
+    type: Literal["function", "custom"] = "function"
+    function: FunctionCall | msgspec.UnsetType = msgspec.UNSET
+    custom: CustomCall | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
@@ -281,7 +287,7 @@ class AnswerMessage(msgspec.Struct):
     annotations: None = None
     audio: None = None
     function_call: FunctionCall | None = None
-    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[AnsweredCall] | msgspec.UnsetType = msgspec.UNSET
     reasoning: str | None = None
     reasoning_content: str | None = None
 
@@ -311,20 +317,6 @@ class ChatResponse(msgspec.Struct):
     prompt_logprobs: PromptLogprobs | None = None
     kv_transfer_params: None = None
     metrics: PerRequestMetrics | msgspec.UnsetType | None = msgspec.UNSET
-
-
-class FunctionDelta(msgspec.Struct, omit_defaults=True):
-    name: str | None = None
-    arguments: str | None = None
-
-
-class CallDelta(msgspec.Struct):
-    """More of a call; the first of each has its id and the function's name."""
-
-    index: int
-    function: FunctionDelta
-    id: str | msgspec.UnsetType = msgspec.UNSET
-    type: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatDelta(msgspec.Struct, omit_defaults=True):

@@ -164,7 +164,7 @@ def answer_schema(form: ResponseFormat | None) -> tuple[dict[str, Any], bool] | 
     if form is None or form.type == "structural_tag":
         return None
     inner = form.json_schema or JsonSchemaFormat()
-    given = [one for one in (inner.schema, form.schema) if one is not None]
+    given = [schema for schema in (inner.schema, form.schema) if schema is not None]
     if len(given) > 1 and given[0] != given[1]:
         raise InvalidRequest(f"{field}: json_schema.schema and schema exclude each other", field)
     if form.type == "text" and given:

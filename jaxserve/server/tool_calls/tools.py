@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from jaxserve.engine.text.grammars import schema_problem
 from jaxserve.engine.text.json_schemas import (
     EnforceableSchemas,
     UnenforceableSchema,
@@ -130,6 +131,22 @@ def _is_within(value: Any, depth: int) -> bool:
     return False
 
 
+def allowed_tools(body: ChatRequest) -> tuple[list[Tool], NamedTool | str | None]:
+    """Return the tools that a request lets the model see and call, and the choice among them.
+
+    Raises:
+        InvalidRequest: the choice allows a tool that is not there.
+    """
+    tools, choice = body.tools or [], body.tool_choice
+    allowed = choice.allowed_tools if isinstance(choice, NamedTool) else None
+    if allowed is None:
+        return tools, choice
+    names = {tool.function.name for tool in allowed.tools if tool.allowed_tools is None}
+    if missing := names - {tool.function.name for tool in tools}:
+        raise InvalidRequest(f"tool_choice: {min(missing)[:60]!r} is not in tools", "tool_choice")
+    return [tool for tool in tools if tool.function.name in names], allowed.mode
+
+
 def tool_use(
     body: ChatRequest,
     parser: str | None,
@@ -149,9 +166,9 @@ def tool_use(
     Raises:
         InvalidRequest: naming the field.
     """
-    tools, choice = body.tools or [], body.tool_choice
-    schemas = EnforceableSchemas() if schemas is None else schemas
-    check_tools(tools)
+    schemas = EnforceableSchemas(schema_problem) if schemas is None else schemas
+    check_tools(body.tools or [])
+    tools, choice = allowed_tools(body)
     if not tools and choice not in (None, "none", "auto"):
         raise InvalidRequest("tool_choice needs tools", "tool_choice")
     if not tools or choice == "none":
