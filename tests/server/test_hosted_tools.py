@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import typing
 from collections.abc import Iterator
 from typing import Any
@@ -297,3 +298,61 @@ def test_the_text_of_a_custom_call_is_read_in_any_pieces() -> None:
         reader = CustomInput()
         expected = "c" if "c" in odd else odd
         assert reader.feed(odd) + reader.finish() == expected
+
+
+GRAMMARS = [("lark", 'start: "(" start ")" | WORD\nWORD: /[a-c"]{2}/'), ("regex", r'go "\d{2}')]
+
+
+@pytest.mark.parametrize(("syntax", "definition"), GRAMMARS)
+def test_texts_of_custom_tools_obey_their_grammar(
+    client: openai.OpenAI, server: Server, syntax: Any, definition: str
+) -> None:
+    pattern = definition if syntax == "regex" else r'(\(*)[a-c"]{2}(\)*)'
+    grammar = {"syntax": syntax, "definition": definition}
+    tools: Any = [function("f"), custom("go", format={"type": "grammar", "grammar": grammar})]
+    asked: Any = {"model": MODEL, "messages": USER, "tools": tools, "max_tokens": 100}
+    asked |= {"tool_choice": {"type": "custom", "custom": {"name": "go"}}, "temperature": 0}
+    [call] = client.chat.completions.create(**asked).choices[0].message.tool_calls or []
+    assert call.type == "custom" and re.fullmatch(pattern, call.custom.input)
+    events = server.request(CHAT, asked | {"stream": True}).events()[:-1]
+    deltas = [d for e in events for d in e["choices"][0]["delta"].get("tool_calls") or []]
+    assert "".join(delta["custom"].get("input", "") for delta in deltas) == call.custom.input
+    assert events[-1]["choices"][0]["finish_reason"] == "stop"
+    flat: Any = {"type": "custom", "name": "go", "format": {"type": "grammar", **grammar}}
+    asked = {"model": MODEL, "input": "Yes?", "tools": [flat], "temperature": 0}
+    asked |= {"tool_choice": "required", "max_output_tokens": 100, "parallel_tool_calls": False}
+    whole = client.responses.create(**asked)
+    [item] = whole.output
+    assert item.type == "custom_tool_call" and re.fullmatch(pattern, item.input)
+    assert whole.tools[0].format.definition == definition  # type: ignore[union-attr]
+    with client.responses.stream(**asked) as stream:
+        events = list(stream)
+    said = [e.delta for e in events if e.type == "response.custom_tool_call_input.delta"]
+    assert "".join(said) == item.input
+    for path, body in (
+        (
+            CHAT,
+            {
+                "messages": USER,
+                "tools": [
+                    custom(
+                        "go",
+                        format={
+                            "type": "grammar",
+                            "grammar": {"syntax": syntax, "definition": "start: ("},
+                        },
+                    )
+                ],
+            },
+        ),
+        (
+            RESPONSES,
+            {
+                "input": "a",
+                "tools": [flat | {"format": flat["format"] | {"definition": "start: ("}}],
+            },
+        ),
+    ):
+        answer = server.request(path, body | {"tool_choice": "required"})
+        assert (answer.status, answer.error["param"]) == (400, "tools")
+        assert "'go'" in answer.error["message"]

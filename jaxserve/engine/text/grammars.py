@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxserve.engine.text.grammar_vocabulary import vocabulary_for_grammars
-from jaxserve.engine.text.json_schemas import UnenforceableSchema, enforceable, first_line
+from jaxserve.engine.text.json_schemas import enforceable, first_line, schema_fault
 from jaxserve.engine.text.structural_tags import structural_tag_grammar
 from jaxserve.engine.text.tokenizer import Tokenizer
 from jaxserve.errors import InvalidRequest
@@ -248,7 +248,8 @@ class Grammars:
             source = grammar_source(params, self._named, tokenizer.is_special_token)
             matcher = llguidance.LLMatcher(tokenizer, source, log_level=0)
             if matcher.is_error():
-                return _faulty_schema(params) or first_line(matcher.get_error())
+                fault = schema_fault(params.text, schema_problem) if params.form == "json" else None
+                return fault or first_line(matcher.get_error())
             constraint = Constraint(matcher, self._vocab_size, self._clock)
         except (ValueError, GrammarError) as error:
             return first_line(str(error))
@@ -301,14 +302,12 @@ def schema_problem(schema: dict[str, Any], lenient: bool) -> str | None:
     return first_line(error) if error else None
 
 
-def _faulty_schema(params: StructuredOutputsParams) -> str | None:
-    """Return what is wrong with a JSON schema, and where; None if it is well formed."""
-    if params.form == "json":
-        try:
-            enforceable(json.loads(params.text), True, "an answer", schema_problem)
-        except UnenforceableSchema as error:
-            return str(error)
-    return None
+def lark_problem(text: str) -> str | None:
+    """Return what is wrong with a Lark grammar, or None."""
+    from llguidance import LLMatcher
+
+    error = LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(text))
+    return first_line(error) if error else None
 
 
 def _space(params: StructuredOutputsParams) -> JsonCompileOptions:

@@ -127,6 +127,15 @@ def enforceable(
     return found
 
 
+def schema_fault(text: str, problem: Problem) -> str | None:
+    """Return the path of what is wrong with a schema, and the reason; None if it compiles."""
+    try:
+        enforceable(json.loads(text), True, "", problem)
+    except UnenforceableSchema as error:
+        return str(error)
+    return None
+
+
 def well_formed(schema: Any) -> Any:
     """Return a schema without malformed values of keywords, for chat templates that read it."""
     return _without_faults(schema, None)[0]

@@ -67,17 +67,29 @@ class Tool(msgspec.Struct, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.type == "custom" and self.custom is not None:
-            own = self.custom
+            own, grammar = self.custom, self._grammar
             self.function = FunctionDefinition(
                 name=own.name, description=own.description, parameters=CUSTOM_PARAMETERS
             )
+            if grammar is not None:
+                self.function.strict = True
+                hint = f"The input matches this {grammar.syntax} grammar:\n{grammar.definition}"
+                self.function.description = "\n".join(filter(None, (own.description, hint)))
+            if grammar is not None and grammar.syntax == "regex":
+                text = {"type": "string", "pattern": f"^(?:{grammar.definition})$"}
+                self.function.parameters = CUSTOM_PARAMETERS | {"properties": {"input": text}}
         require(self.function, self.type)
 
     @property
-    def grammar(self) -> GrammarDefinition | None:
-        """The grammar of a custom tool's text; None for a free text."""
+    def _grammar(self) -> GrammarDefinition | None:
         form = self.custom.format if self.type == "custom" and self.custom else None
         return form.grammar if form is not None and form.type == "grammar" else None
+
+    @property
+    def lark(self) -> str | None:
+        """The Lark grammar of a custom tool's text, if it has one."""
+        grammar = self._grammar
+        return grammar.definition if grammar is not None and grammar.syntax == "lark" else None
 
 
 class FunctionName(msgspec.Struct, kw_only=True):

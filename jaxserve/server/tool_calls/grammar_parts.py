@@ -24,10 +24,11 @@ _MARK = re.compile(r"(<[^<>\s\"]+>)")
 
 @dataclass(frozen=True)
 class Function:
-    """Name of a tool, and the JSON schema of its arguments."""
+    """Name of a tool, and the JSON schema of its arguments; or the Lark grammar of its raw text."""
 
     name: str
     schema: dict[str, Any]
+    lark: str | None = None
 
 
 def bare(schema: Any) -> Any:

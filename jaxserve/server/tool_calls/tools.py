@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from jaxserve.engine.text.grammars import schema_problem
+from jaxserve.engine.text.grammars import lark_problem, schema_problem
 from jaxserve.engine.text.json_schemas import (
     EnforceableSchemas,
     UnenforceableSchema,
@@ -20,6 +20,7 @@ from jaxserve.engine.text.json_schemas import (
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.schema.openai import ChatRequest, NamedTool, ResponseFormat, Tool
 from jaxserve.server.schema.sampling import answer_schema
+from jaxserve.server.schema.tools import CUSTOM_PARAMETERS
 from jaxserve.server.tool_calls.examples import example_of
 from jaxserve.server.tool_calls.formats import CALL_FORMATS, DEFAULT_FORMAT, CallFormat
 from jaxserve.server.tool_calls.grammar import MAX_CALLS, Function, grammar_of_calls
@@ -44,12 +45,14 @@ class CallUse:
         tools: those that may be called.
         is_certain: whether a grammar forms every call.
         parallel: whether there may be several calls.
+        raw: names of tools whose calls hold raw text.
     """
 
     call_format: CallFormat
     tools: Tools
     is_certain: bool
     parallel: bool
+    raw: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ class ToolUse:
         is_named: whether the request names the tool to call.
         parallel: whether there may be several calls.
         holds_thoughts: whether the grammar holds the thoughts too, where its format can.
+        raw: names of tools whose calls hold raw text.
     """
 
     call_format: CallFormat
@@ -73,11 +77,13 @@ class ToolUse:
     is_named: bool
     parallel: bool
     holds_thoughts: bool = True
+    raw: frozenset[str] = frozenset()
 
     @property
     def calls(self) -> CallUse:
         """The calls that an answer may hold."""
-        return CallUse(self.call_format, self.tools, self.grammar is not None, self.parallel)
+        is_certain = self.grammar is not None
+        return CallUse(self.call_format, self.tools, is_certain, self.parallel, self.raw)
 
 
 def check_tools(tools: list[Tool], field: str = "tools") -> None:
@@ -173,14 +179,13 @@ def tool_use(
         raise InvalidRequest("tool_choice needs tools", "tool_choice")
     if not tools or choice == "none":
         return None
-    names = [tool.function.name for tool in tools]
     is_named = isinstance(choice, NamedTool)
     callable_tools = tools
     if isinstance(choice, NamedTool):
         wanted = choice.function.name
-        if wanted not in names:
+        callable_tools = [tool for tool in tools if tool.function.name == wanted]
+        if not callable_tools:
             raise InvalidRequest(f"tool_choice: {wanted[:60]!r} is not in tools", "tool_choice")
-        callable_tools = [tools[names.index(wanted)]]
     is_auto = choice in (None, "auto")
     if is_auto and (parser is None or not allows_auto):
         _check_well_formed(tools)
@@ -205,7 +210,9 @@ def tool_use(
         )
         call_format, grammar = _formed(call_format, form)
     called = {tool.function.name: tool.function.parameters or {} for tool in callable_tools}
-    return ToolUse(call_format, called, described(tools), grammar, is_named, parallel, may_think)
+    raw = frozenset(tool.function.name for tool in callable_tools if tool.lark is not None)
+    shown = described(tools)
+    return ToolUse(call_format, called, shown, grammar, is_named, parallel, may_think, raw)
 
 
 def _formed(call_format: CallFormat, form: Callable[[CallFormat], str]) -> tuple[CallFormat, str]:
@@ -243,6 +250,12 @@ def _function(tool: Tool, schemas: EnforceableSchemas, is_forced: bool) -> Funct
             forced, and its schema is not one of an object.
     """
     name = tool.function.name
+    if tool.lark is not None:
+        if len(tool.lark) > MAX_SCHEMA_BYTES:
+            raise _too_large()
+        if problem := lark_problem(tool.lark):
+            raise InvalidRequest(f"tools: the grammar of {name!r}: {problem}", "tools")
+        return Function(name, CUSTOM_PARAMETERS, tool.lark)
     schema = arguments_schema(Function(name, tool.function.parameters or _ANY))
     if len(json.dumps(schema)) > MAX_SCHEMA_BYTES:
         raise _too_large()
