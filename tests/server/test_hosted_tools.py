@@ -199,11 +199,12 @@ def test_allowed_tools_alone_are_shown_and_called() -> None:
 MALFORMED: list[dict[str, Any]] = [
     {"tools": [{"type": "function"}]},
     {"tools": [{"type": "custom"}]},
-    {"tools": [{"type": "custom", "function": {"name": "f"}}, {"type": "custom"}]},
+    {"tools": [{"type": "custom", "function": {"name": "f"}}]},
     {"tools": [custom("f", format={"type": "xml"})]},
     {"tools": [custom("f", format={"type": "grammar"})]},
     {"tools": [custom("f", format={"type": "grammar", "grammar": {"syntax": "lark"}})]},
     {"tool_choice": {"type": "custom"}},
+    {"tool_choice": {"type": "custom", "function": {"name": "f"}}},
     {"tool_choice": {"type": "allowed_tools"}},
     {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "none", "tools": []}}},
     {"messages": [*USER, {"role": "assistant", "tool_calls": [{"type": "custom"}]}]},

@@ -19,7 +19,13 @@ from jaxserve.engine.text.json_schemas import (
     well_formed,
 )
 from jaxserve.errors import InvalidRequest
-from jaxserve.server.schema.openai import ChatRequest, FunctionDefinition, Tool
+from jaxserve.server.schema.openai import (
+    ChatRequest,
+    FunctionDefinition,
+    JsonSchemaFormat,
+    ResponseFormat,
+    Tool,
+)
 from jaxserve.server.tool_calls.answer import readers_of
 from jaxserve.server.tool_calls.thinking import Start
 from jaxserve.server.tool_calls.tools import tool_use
@@ -154,10 +160,31 @@ CONTRADICTIONS: list[Schema] = [
 
 @pytest.mark.parametrize("schema", CONTRADICTIONS, ids=str)
 def test_contradictions_are_left_out_or_refused_with_their_path(schema: Schema) -> None:
-    made = enforceable(around(schema), False, "tool 'f'", schema_problem)
-    assert made["properties"].keys() == {"a", "z"} and made["properties"]["z"] == WHOLE
+    limited, whole = WHOLE | {"minimum": 3}, around(schema)
+    whole["properties"]["z"] = limited
+    made = enforceable(whole, False, "tool 'f'", schema_problem)
+    assert made["properties"].keys() == {"a", "z"} and made["properties"]["z"] == limited
     with pytest.raises(UnenforceableSchema, match="#/properties/a"):
         enforceable(around(schema), True, "", schema_problem)
+
+
+def test_answers_beside_tools_have_enforceable_schemas() -> None:
+    function = FunctionDefinition(name="f", parameters=around(WHOLE))
+    for strict in (None, True):
+        wrapped = JsonSchemaFormat(schema=around({"type": "any"}), strict=strict)
+        for form in (
+            ResponseFormat(type="json_schema", json_schema=wrapped),
+            ResponseFormat(type="json_object", schema=wrapped.schema, strict=strict),
+        ):
+            body = ChatRequest(messages=[], tools=[Tool(function=function)], response_format=form)
+            if strict:
+                with pytest.raises(InvalidRequest, match="#/properties/a/type") as error:
+                    tool_use(body, "hermes", True, json.dumps)
+                assert error.value.parameter == "response_format"
+            else:
+                use = tool_use(body, "hermes", True, json.dumps)
+                assert use is not None and use.grammar is not None
+                assert '"z": {"type": "integer"}' in use.grammar.split("answer: ")[1]
 
 
 def test_references_reach_where_a_fault_was() -> None:

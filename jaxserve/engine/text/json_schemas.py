@@ -36,7 +36,7 @@ _UNSUPPORTED = frozenset(
     "dependentSchemas dependencies unevaluatedProperties unevaluatedItems $dynamicRef "
     "$dynamicAnchor $recursiveRef $recursiveAnchor $schema".split()
 )
-# Keywords that remain where a schema contradicts itself: first these, and then fewer.
+# Keywords that remain where a schema contradicts itself: these, or else fewer, or else none.
 _SHAPE = (*_NAMED, *_LISTED, *_SINGLE, "type", "required", "enum", "const", "$ref")
 _BONES = ("properties", "$defs", "definitions", "anyOf", "oneOf", "items", "type", "$ref")
 
@@ -115,13 +115,15 @@ def enforceable(
         return schema
     made, left_out = _without_faults(schema, _regex_check(problem))
     if is_strict:
-        places = ", ".join(left_out[:5]) if left_out else _culprit(schema, problem)
+        places = ", ".join(left_out[:5]) or shown(_culprit(schema, problem, False))
         raise UnenforceableSchema(f"{places[:300]}: {reason}")
     left_out = left_out or [reason]
     forms = [made]
     if problem(made, True) is not None:
-        forms += [_reduced(made, keywords) for keywords in (_SHAPE, _BONES)]
-        left_out.append("limits that contradict each other")
+        place = _culprit(made, problem, True)
+        for path in [place, ()] if place else [()]:
+            forms += [_reduced_at(made, path, keywords) for keywords in (_SHAPE, _BONES, ())]
+        left_out.append(f"limits that contradict each other at {shown(place)}")
     found = next((form for form in forms if problem(form, True) is None), {})
     _log.warning("the grammar for %s leaves out: %s", owner[:200], ", ".join(left_out)[:500])
     return found
@@ -333,14 +335,24 @@ def shown(path: Path) -> str:
     return "#" + "".join(f"/{str(key)[:60]}" for key in path)
 
 
-def _culprit(schema: dict[str, Any], problem: Problem) -> str:
+def _culprit(schema: dict[str, Any], problem: Problem, lenient: bool) -> Path:
     """Return the path of the innermost schema without which the rest compiles."""
     for path in sorted(_Faults(schema).places, key=len, reverse=True)[:_MAX_TRIES]:
         rest = copy.deepcopy(schema)
         _put(rest, path, {})
-        if path and problem(rest, False) is None:
-            return shown(path)
-    return shown(())
+        if path and problem(rest, lenient) is None:
+            return path
+    return ()
+
+
+def _reduced_at(schema: dict[str, Any], path: Path, keywords: tuple[str, ...]) -> dict[str, Any]:
+    """Return a schema in which the one at a path has these keywords alone."""
+    part = _reduced(_at(schema, path), keywords)
+    if not path:
+        return part
+    made = copy.deepcopy(schema)
+    _put(made, path, part)
+    return made
 
 
 def _reduced(schema: Any, keywords: tuple[str, ...]) -> Any:

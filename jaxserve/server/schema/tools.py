@@ -78,7 +78,7 @@ class Tool(msgspec.Struct, kw_only=True):
             if grammar is not None and grammar.syntax == "regex":
                 text = {"type": "string", "pattern": f"^(?:{grammar.definition})$"}
                 self.function.parameters = CUSTOM_PARAMETERS | {"properties": {"input": text}}
-        require(self.function, self.type)
+        require(getattr(self, self.type), self.type)
 
     @property
     def _grammar(self) -> GrammarDefinition | None:
@@ -114,7 +114,7 @@ class NamedTool(msgspec.Struct, kw_only=True):
     def __post_init__(self) -> None:
         if self.type == "custom" and self.custom is not None:
             self.function = self.custom
-        require(self.allowed_tools if self.type == "allowed_tools" else self.function, self.type)
+        require(getattr(self, self.type), self.type)
 
 
 class CustomCall(msgspec.Struct, kw_only=True):
