@@ -168,6 +168,15 @@ def test_contradictions_are_left_out_or_refused_with_their_path(schema: Schema) 
         enforceable(around(schema), True, "", schema_problem)
 
 
+def test_all_places_are_named_where_a_fault_and_a_contradiction_meet() -> None:
+    schema = around({"oneOf": [{"type": "integer"}, {"type": "number"}]})
+    schema["properties"]["z"] = WHOLE | {"minLength": "3"}
+    with pytest.raises(
+        UnenforceableSchema, match="#/properties/a, #/properties/z/minLength: oneOf"
+    ):
+        enforceable(schema, True, "", schema_problem)
+
+
 def test_answers_beside_tools_have_enforceable_schemas() -> None:
     function = FunctionDefinition(name="f", parameters=around(WHOLE))
     for strict in (None, True):

@@ -115,8 +115,9 @@ def enforceable(
         return schema
     made, left_out = _without_faults(schema, _regex_check(problem))
     if is_strict:
-        places = ", ".join(left_out[:5]) or shown(_culprit(schema, problem, False))
-        raise UnenforceableSchema(f"{places[:300]}: {reason}")
+        if problem(made, False) is not None:
+            left_out.insert(0, shown(_culprit(made, problem, False)))
+        raise UnenforceableSchema(f"{', '.join(left_out[:5])[:300]}: {reason}")
     left_out = left_out or [reason]
     forms = [made]
     if problem(made, True) is not None:
