@@ -99,6 +99,22 @@ def test_thoughts_reach_their_message_over_a_hosted_call() -> None:
     assert messages[-1].reasoning_content == "hm"
 
 
+def test_an_allowed_group_stands_for_its_tools() -> None:
+    members = [{"type": "function", "name": "f"}, {"type": "custom", "name": "g"}]
+    group = {"type": "namespace", "name": "n", "tools": members}
+    choice = {
+        "type": "allowed_tools",
+        "mode": "auto",
+        "tools": [{"type": "namespace", "name": "n"}],
+    }
+    given = chat(tools=[{"type": "function", "name": "x"}, group], tool_choice=choice)
+    found = tool_use(given, "hermes", True, json.dumps)
+    assert found is not None and set(found.tools) == {"n__f", "n__g"}
+    choice["tools"] = [{"type": "namespace", "name": "m"}]
+    with pytest.raises(InvalidRequest, match="'m' is not in tools"):
+        chat(tools=[group], tool_choice=choice)
+
+
 CHOICES = [
     *({"type": kind} for kind in sorted(HOSTED_TOOLS)),
     {"type": "mcp", "server_label": "a", "name": "b"},

@@ -92,15 +92,26 @@ def tool_choice(
     if choice.type != "allowed_tools":
         return _named(choice.type, choice.name or None, tools)
     listed = choice.tools or []
-    served = [_named(tool.type, tool.name, tools) for tool in listed if not _is_hosted(tool)]
+    served = [named for tool in listed for named in _allowed(tool, tools)]
     if listed and not served and choice.mode == "required":
         raise _not_served(listed[0].type)
     allowed = AllowedTools(mode=choice.mode or "auto", tools=served)
     return NamedTool(type="allowed_tools", allowed_tools=allowed)
 
 
-def _is_hosted(tool: ToolReference) -> bool:
-    return tool.type in HOSTED_TOOLS
+def _allowed(tool: ToolReference, tools: list[ResponseTool] | None) -> list[NamedTool]:
+    """Return the tools that an allowed tool stands for: none if hosted, or all of its group."""
+    if tool.type in HOSTED_TOOLS:
+        return []
+    if tool.type != "namespace":
+        return [_named(tool.type, tool.name, tools)]
+    members = [(group, member.name or "") for group, member in seen_tools(tools)]
+    names = [flat_name(group, name) for group, name in members if group and group == tool.name]
+    if not names:
+        raise InvalidRequest(
+            f"tool_choice: namespace {(tool.name or '')[:60]!r} is not in tools", "tool_choice"
+        )
+    return [NamedTool(function=FunctionName(name=name)) for name in names]
 
 
 def _not_served(kind: str) -> InvalidRequest:
