@@ -45,6 +45,7 @@ class StructuredOutputsParams:
             expression; None for up to 16 spaces and line ends.
         disable_any_whitespace: nothing stands between them.
         disable_additional_properties: objects of the schema that name properties hold no others.
+        lenient: keywords of `json` that are malformed, or that no grammar enforces, are left out.
 
     Raises:
         InvalidRequest: none or several of them, or one that is larger than the limits. Whether
@@ -61,6 +62,7 @@ class StructuredOutputsParams:
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
+    lenient: bool = False
 
     def __post_init__(self) -> None:
         given = [name for name in Form.__args__ if getattr(self, name) not in (None, False)]
@@ -70,7 +72,7 @@ class StructuredOutputsParams:
                 f"{NAME} takes exactly one of {', '.join(Form.__args__)}, got {said}", NAME
             )
         form: Form = given[0]
-        for name in ("disable_any_whitespace", "disable_additional_properties"):
+        for name in ("disable_any_whitespace", "disable_additional_properties", "lenient"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequest(f"{NAME}.{name} must be true or false", NAME)
         if self.whitespace_pattern is not None:

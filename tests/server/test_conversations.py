@@ -94,7 +94,7 @@ def test_items_and_metadata_change(client: openai.OpenAI) -> None:
     [
         ([USER] * 21, "at most 20 items"),
         ([], "items is empty"),
-        ([{"type": "computer_call"}], "items of type 'computer_call' are not supported"),
+        ([{"type": "unheard_of"}], "items of type 'unheard_of' are not supported"),
         ([{"type": "function_call"}], "items: a function_call needs name and call_id"),
     ],
 )

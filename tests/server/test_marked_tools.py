@@ -93,3 +93,25 @@ def test_forms_may_hold_the_texts_of_tokens(marked: Server) -> None:
             assert answer.status == 200, answer.body
             said = answer.json()["choices"][0]["message"]["content"]
             assert (json.loads(said) if "json" in form else said) == text
+
+
+@pytest.mark.parametrize("name", ["stop", "plan"])
+def test_a_model_that_chooses_calls_allowed_tools_alone(marked: Server, name: str) -> None:
+    """The answer is dictated; a call of a tool that is not allowed is content."""
+    text = f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>'
+    reference: Any = {"type": "function", "function": {"name": "stop"}}
+    choice: Any = {"mode": "auto", "tools": [reference]}
+    asked = ask(structured_outputs={"choice": [text]})
+    asked["tool_choice"] = {"type": "allowed_tools", "allowed_tools": choice}
+    message = marked.request(CHAT, asked).json()["choices"][0]["message"]
+    assert len(message.get("tool_calls") or []) == (name == "stop")
+    assert message["content"] == (None if name == "stop" else text)
+    said = streamed(marked, asked)
+    assert said["content"] == (message["content"] or "")
+    flat: Any = {"type": "function", "parameters": {}}
+    tools: Any = [flat | {"name": "plan"}, flat | {"name": "stop"}]
+    body = {"model": MODEL, "input": "x", "tools": tools, "max_output_tokens": 200}
+    body["tool_choice"] = choice | {"type": "allowed_tools", "tools": [flat | {"name": "stop"}]}
+    body["structured_outputs"] = {"choice": [text]}
+    [item] = marked.request("/v1/responses", body).json()["output"]
+    assert item["type"] == ("function_call" if name == "stop" else "message")

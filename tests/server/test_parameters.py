@@ -203,8 +203,11 @@ REFUSED: dict[str, tuple[Any, ...]] = {
             {"type": "json_schema"},
             {"type": "json_schema", "json_schema": {}},
         ),
-        {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "foo"}}},
-        {"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref": "http://a/b"}}},
+        {"type": "json_schema", "json_schema": {"schema": {"type": "foo"}, "strict": True}},
+        {"type": "json_schema", "schema": {"$ref": "http://a/b"}, "strict": True},
+        *({"type": kind, "schema": 5} for kind in ("text", "json_object", "json_schema")),
+        {"type": "text", "schema": {"type": "object"}},
+        {"type": "json_schema", "schema": {}, "json_schema": {"schema": {"type": "object"}}},
         *({"type": "structural_tag"}, {"type": "structural_tag", "format": {"type": "x"}}),
         {"type": "structural_tag", "structures": [{"begin": "a", "end": "b"}], "triggers": ["c"]},
         {"type": "structural_tag", "format": "any_text"},
@@ -297,9 +300,10 @@ def test_an_answer_has_the_form_that_was_asked_for(server: Server) -> None:
     body = {"input": "hello", "temperature": 1, "seed": 3, "max_output_tokens": 200}
     response = server.request("/v1/responses", body | {"text": {"format": form}}).json()
     assert set(json.loads(response["output"][0]["content"][0]["text"])) == {"ok", "word"}
-    bad = {"type": "json_schema", "json_schema": {"name": "bad", "schema": {"type": "foo"}}}
-    message = refuse(server, CHAT, {"response_format": bad})["message"]
-    assert message == "response_format: Invalid type: foo"
+    bad: dict[str, Any] = {"name": "bad", "schema": {"type": "foo"}, "strict": True}
+    asked: dict[str, Any] = {"response_format": {"type": "json_schema", "json_schema": bad}}
+    message = refuse(server, CHAT, asked)["message"]
+    assert message == "response_format: #/type: Invalid type: foo"
     choice = {"structured_outputs": {"choice": ["left", "right"]}}
     text = server.request(TEXT, GOOD[TEXT] | more | choice).json()["choices"][0]["text"]
     assert text in ("left", "right")

@@ -180,7 +180,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [function(description="x" * 600_000)]}, "tools"),
     ({"tools": [function(parameters=nested(20))]}, "tools"),
     ({"tools": [function(parameters={"type": "array"})]}, "tools"),
-    ({"tools": [function(parameters={"properties": {"a": {"type": "foo"}}})]}, "tools"),
+    (
+        {"tools": [function(parameters={"properties": {"a": {"type": "foo"}}}, strict=True)]},
+        "tools",
+    ),
     ({"tools": [function(parameters={"properties": {"a": {"enum": ["x" * 70_000]}}})]}, "tools"),
     ({"tools": [{"type": "web_search"}]}, "tools"),
     ({"tools": 7}, "tools"),
@@ -248,7 +251,7 @@ def test_wrong_calls_in_a_conversation_are_refused(server: Server) -> None:
         (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": -9}}, "thinking"),
         (MESSAGES, {"thinking": {"type": "enabled"}}, "thinking"),
         (RESPONSES, {"input": [{"type": "function_call"}]}, "input"),
-        (RESPONSES, {"input": [{"type": "web_search_call"}]}, "input"),
+        (RESPONSES, {"input": [{"type": "unheard_of_call"}]}, "input"),
     ):
         body = {"messages": USER, "max_tokens": 2} if path == MESSAGES else {"input": "a"}
         answer = server.request(path, body | fields)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxserve.engine.text.grammar_vocabulary import vocabulary_for_grammars
+from jaxserve.engine.text.json_schemas import enforceable, first_line, schema_fault
 from jaxserve.engine.text.library_calls import LibraryCalls, TokenizerFailure
 from jaxserve.engine.text.structural_tags import structural_tag_grammar
 from jaxserve.engine.text.tokenizer import Tokenizer
@@ -130,7 +131,7 @@ class Constraint:
         mask = np.zeros((1, self._size), np.int32)
         llguidance.numpy.fill_next_token_bitmask(self._matcher, mask, 0)
         if self._matcher.is_error():
-            raise GrammarError(_first_line(self._matcher.get_error()))
+            raise GrammarError(first_line(self._matcher.get_error()))
         return mask[0].view(np.uint32)
 
     def advance(self, token: int) -> bool:
@@ -149,7 +150,7 @@ class Constraint:
 
     def _take(self, token: int) -> bool:
         if not self._matcher.consume_token(token):
-            raise GrammarError(_first_line(self._matcher.get_error()))
+            raise GrammarError(first_line(self._matcher.get_error()))
         if self._matcher.is_stopped():
             return True
         self.words = self._mask()
@@ -227,7 +228,7 @@ class Grammars:
             InvalidRequest: the form has no meaning, or no text of this vocabulary satisfies it.
         """
         closes = params.disable_additional_properties
-        key = (params.form, params.text, closes, *_space(params).items())
+        key = (params.form, params.text, closes, params.lenient, *_space(params).items())
         with self._lock:
             found = self._known.get(key)
             if found is not None:
@@ -249,10 +250,11 @@ class Grammars:
             source = grammar_source(params, self._named, tokenizer.is_special_token)
             matcher = llguidance.LLMatcher(tokenizer, source, log_level=0)
             if matcher.is_error():
-                return _first_line(matcher.get_error())
+                fault = schema_fault(params.text, schema_problem) if params.form == "json" else None
+                return fault or first_line(matcher.get_error())
             constraint = Constraint(matcher, self._vocab_size, self._clock)
         except (ValueError, GrammarError, TokenizerFailure) as error:
-            return _first_line(str(error))
+            return first_line(str(error))
         constraint.work.seconds += self._clock() - started
         return constraint if constraint.words.any() else "no text satisfies it"
 
@@ -284,11 +286,30 @@ def grammars_of(
     return Grammars(tokenizer.backend.to_str, vocab_size, eos_token_ids)
 
 
-def _first_line(message: str) -> str:
-    """Return the first line of a message and the line of the reason, if that is another."""
-    lines = [line.strip() for line in message.strip().splitlines()] or ["it cannot be compiled"]
-    reasons = [line for line in lines[1:] if line.startswith("error:")]
-    return " ".join([lines[0], *reasons[:1]])[:200]
+def schema_problem(schema: dict[str, Any], lenient: bool) -> str | None:
+    """Return what hinders the compilation of a JSON schema, or None.
+
+    Args:
+        schema: JSON values only.
+        lenient: whether keywords that are not supported are ignored.
+    """
+    from llguidance import LLMatcher
+
+    options: Any = {"whitespace_flexible": False, "lenient": lenient}
+    try:
+        source = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
+        error = LLMatcher.validate_grammar(source)
+    except ValueError as problem:
+        error = str(problem) or "it cannot be compiled"
+    return first_line(error) if error else None
+
+
+def lark_problem(text: str) -> str | None:
+    """Return what is wrong with a Lark grammar, or None."""
+    from llguidance import LLMatcher
+
+    error = LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(text))
+    return first_line(error) if error else None
 
 
 def _space(params: StructuredOutputsParams) -> JsonCompileOptions:
@@ -326,7 +347,11 @@ def grammar_source(
 
     if params.form in ("json", "json_object"):
         schema = params.text if params.form == "json" else {"type": "object"}
-        return LLMatcher.grammar_from_json_schema(schema, overrides=_space(params))
+        options = _space(params)
+        if params.lenient and params.form == "json":
+            schema = enforceable(json.loads(params.text), False, "an answer", schema_problem)
+            options["lenient"] = True
+        return LLMatcher.grammar_from_json_schema(schema, overrides=options)
     if params.form == "regex":
         return LLMatcher.grammar_from_regex(params.text)
     if params.form == "choice":

@@ -47,6 +47,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **NO_GUIDED_FIELDS,
     **NO_FUNCTIONS,
     **NO_SUFFIX,
+    "response_format": (None, {"type": "text"}),  # `output_config.format` here
+    "structured_outputs": (None,),
     "mcp_servers": (None, []),
     "container": (None,),
 }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -13,6 +15,7 @@ from starlette.responses import Response
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import SamplingParams
 from jaxserve.server.api.beam_generation import BeamGeneration, beam_params
+from jaxserve.server.api.chat_calls import ChatCalls
 from jaxserve.server.api.conversations import as_template_messages, render, template_options
 from jaxserve.server.api.endpoint_request import EndpointRequest
 from jaxserve.server.api.generation import Choice, Generation, Part
@@ -21,8 +24,6 @@ from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.schema.functions import as_tools
 from jaxserve.server.schema.logprobs import ChatLogprobs, TokenTexts
 from jaxserve.server.schema.openai import (
-    AnswerMessage,
-    CallDelta,
     ChatChoice,
     ChatChunk,
     ChatDelta,
@@ -31,9 +32,7 @@ from jaxserve.server.schema.openai import (
     ChatResponse,
     ChunkChoice,
     FunctionCall,
-    FunctionDelta,
     PromptLogprobs,
-    ToolCall,
 )
 from jaxserve.server.schema.sampling import (
     GUIDED,
@@ -46,7 +45,6 @@ from jaxserve.server.schema.sampling import (
     with_ends,
 )
 from jaxserve.server.served.models import ServedModel
-from jaxserve.server.tool_calls.pieces import CallPart, Message, Piece, Thought
 from jaxserve.server.tool_calls.tools import ToolUse, tool_use
 from jaxserve.structured import StructuredOutputsParams
 
@@ -82,7 +80,10 @@ async def prepare(
     request.renamed.setdefault("structured_outputs", form_field(body))
     model.tokenizer()  # refuses the request where there is none
     dialect = model.dialect
-    tools = tool_use(body, dialect.parser, request.config.enable_auto_tool_choice, dialect.spell)
+    may_choose = request.config.enable_auto_tool_choice
+    use = partial(tool_use, body, dialect.parser, may_choose, dialect.spell, model.schemas)
+    # Schemas of new tools are compiled, which takes from milliseconds to a second.
+    tools = await asyncio.to_thread(use) if body.tools else use()
     sampling = chat_sampling(body, model, wanted, tools)
     if tools is not None and tools.grammar is not None:
         if body.use_beam_search:
@@ -218,6 +219,7 @@ class ChatFormatter:
         self._echoes = echoes
         self._ids = bool(body.return_token_ids)
         self._is_older = bool(body.functions)
+        self._calls = ChatCalls(body.tools or [])
         options = body.stream_options
         self._usage = bool(options and options.include_usage)
         self._continuous = self._usage and bool(options and options.continuous_usage_stats)
@@ -256,13 +258,14 @@ class ChatFormatter:
         return ChatLogprobs(self._texts.chat(part.token_ids, part.logprobs, listed))
 
     def _choice(self, generation: Generation, drawn: Choice) -> ChatChoice:
-        reason, answer = generation.finish_reason(drawn), _answer(drawn.message)
+        reason, answer = generation.finish_reason(drawn), self._calls.answer(drawn.message)
         echo = self._echoes[drawn.prompt]
         answer.role = echo.role
         if echo.text:
             answer.content = echo.text + (answer.content or "")
         if self._is_older and answer.tool_calls:
-            answer.function_call = answer.tool_calls[0].function
+            call = drawn.message.calls[0]
+            answer.function_call = FunctionCall(name=call.name, arguments=call.arguments)
             answer.tool_calls = msgspec.UNSET
             reason = "function_call" if reason == "tool_calls" else reason
         choice = ChatChoice(drawn.index, answer, self._logprobs(drawn), reason, drawn.stop_reason)
@@ -308,7 +311,7 @@ class ChatFormatter:
                 part.pieces or self._owes_prompt or part.finish_reason or self._ids or part.logprobs
             ):
                 continue
-            choice = ChunkChoice(part.index, _delta(part.pieces), self._logprobs(part))
+            choice = ChunkChoice(part.index, self._calls.delta(part), self._logprobs(part))
             if part.finish_reason:
                 choice.finish_reason = generation.finish_reason(generation.choices[part.index])
                 choice.stop_reason = part.stop_reason
@@ -330,45 +333,10 @@ class ChatFormatter:
         return event(error.body()) + DONE
 
 
-def _answer(message: Message) -> AnswerMessage:
-    """Return a whole message."""
-    answer = AnswerMessage(message.content)
-    if message.calls:
-        answer.content = message.content or None
-        answer.tool_calls = [
-            ToolCall(id=call.id, function=FunctionCall(name=call.name, arguments=call.arguments))
-            for call in message.calls
-        ]
-    if message.reasoning:
-        answer.reasoning = answer.reasoning_content = message.reasoning
-    return answer
-
-
-def _delta(pieces: list[Piece]) -> ChatDelta:
-    """Return what is new in a message, with one entry for each call."""
-    delta = ChatDelta()
-    calls: dict[int, CallDelta] = {}
-    for piece in pieces:
-        if isinstance(piece, CallPart):
-            call = calls.get(piece.index)
-            if call is None:
-                call = calls[piece.index] = CallDelta(piece.index, FunctionDelta(arguments=""))
-            if piece.id is not None:
-                call.id, call.type, call.function.name = piece.id, "function", piece.name
-            call.function.arguments = (call.function.arguments or "") + piece.arguments
-        elif isinstance(piece, Thought):
-            delta.reasoning = delta.reasoning_content = (delta.reasoning or "") + piece.text
-        else:
-            delta.content = (delta.content or "") + piece.text
-    if calls:
-        delta.tool_calls = list(calls.values())
-    return delta
-
-
 def _make_older(choice: ChunkChoice) -> None:
     """Turn what is new of a call into that of OpenAI's older API, which has one."""
     delta = choice.delta
     if delta.tool_calls:
-        delta.function_call, delta.tool_calls = delta.tool_calls[0].function, None
+        delta.function_call, delta.tool_calls = delta.tool_calls[0].function or None, None
     if choice.finish_reason == "tool_calls":
         choice.finish_reason = "function_call"

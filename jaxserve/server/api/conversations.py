@@ -12,7 +12,7 @@ from jaxserve.errors import InvalidRequest
 from jaxserve.server.schema.openai import ChatMessage, ChatRequest, ToolCall
 from jaxserve.server.served.chat_template import check_inputs
 from jaxserve.server.served.models import ServedModel
-from jaxserve.server.tool_calls.tools import check_tools, described, read_arguments
+from jaxserve.server.tool_calls.tools import allowed_tools, check_tools, described, read_arguments
 
 MAX_MESSAGES = MAX_DOCUMENTS = 4096
 
@@ -94,7 +94,8 @@ async def template_ids(chat: ChatRequest, model: ServedModel) -> list[int]:
     messages, options = as_template_messages(chat.messages), await template_options(chat, model)
     if chat.tools and chat.tool_choice != "none":
         check_tools(chat.tools)
-        options["tools"] = described(chat.tools)
+        if tools := allowed_tools(chat)[0]:
+            options["tools"] = described(tools)
     return await model.render(messages, **options)
 
 

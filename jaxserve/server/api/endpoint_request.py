@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -69,13 +69,19 @@ class EndpointRequest:
         """Size of the body."""
         return len(self._http_request.scope["jaxserve.body"])
 
-    def parse(self, schema: type[T], unsupported: Mapping[str, tuple[Any, ...]] | None = None) -> T:
+    def parse(
+        self,
+        schema: type[T],
+        unsupported: Mapping[str, tuple[Any, ...]] | None = None,
+        prepare: Callable[[dict[str, Any]], None] | None = None,
+    ) -> T:
         """Return the body as a schema.
 
         Args:
             schema: a Struct.
             unsupported: fields of this endpoint alone that are not supported, each with its
                 neutral values; see `schema.unserved_fields` for those of all endpoints.
+            prepare: changes the decoded body before its types are checked.
 
         Raises:
             ApiError: 400, naming the field.
@@ -88,6 +94,8 @@ class EndpointRequest:
             raise ApiError(400, "the body must be a JSON object", code="invalid_type")
         refuse_unsupported(value, unsupported or {}, " by this server")
         self.check_fields(value, (*schema.__struct_encode_fields__, *(unsupported or ())))
+        if prepare is not None:
+            prepare(value)
         made = to_schema(value, schema)
         if isinstance(made, Sampling):
             self._add_defaults(made)

@@ -18,7 +18,7 @@ from jaxserve.server.schema.conversations import (
     ConversationUpdate,
     DeletedConversation,
 )
-from jaxserve.server.schema.response_items import InputItem, InputItems
+from jaxserve.server.schema.response_items import InputItem, InputItems, strip_hosted
 from jaxserve.server.schema.responses import check_metadata, check_served
 
 # The most items of one request, as OpenAI bounds them.
@@ -65,7 +65,7 @@ async def create_conversation(http_request: Request) -> Response:
         ApiError, InvalidRequest: the body is wrong, or the server keeps none.
     """
     request = EndpointRequest(http_request)
-    body = request.parse(ConversationRequest)
+    body = request.parse(ConversationRequest, prepare=strip_hosted)
     check_metadata(body.metadata)
     made = Conversation(http_request.scope["jaxserve.key"], body.metadata or {})
     _add(request, made, body.items or [])
@@ -114,7 +114,8 @@ async def add_items(http_request: Request) -> Response:
         ApiError, InvalidRequest: there is none, or the items are wrong.
     """
     request = EndpointRequest(http_request)
-    body, conversation = request.parse(ConversationItems), _conversation(http_request)
+    body = request.parse(ConversationItems, prepare=strip_hosted)
+    conversation = _conversation(http_request)
     if not body.items:
         raise InvalidRequest("items is empty", "items")
     shown = _add(request, conversation, body.items)

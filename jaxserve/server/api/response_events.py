@@ -27,15 +27,10 @@ from jaxserve.server.schema.response_items import (
     ReasoningText,
     ResponsesResponse,
     ResponsesUsage,
-    input_text,
 )
-from jaxserve.server.schema.responses import (
-    ResponsesRequest,
-    conversation_id,
-    flat_name,
-    seen_tools,
-    wants_logprobs,
-)
+from jaxserve.server.schema.response_tools import flat_name, seen_tools
+from jaxserve.server.schema.responses import ResponsesRequest, conversation_id, wants_logprobs
+from jaxserve.server.tool_calls.custom_input import CustomInput
 from jaxserve.server.tool_calls.pieces import CallPart, Content, Message, Piece, Thought
 
 # OpenAI's codes of failed responses, by status; other failures are the server's.
@@ -67,7 +62,7 @@ class ResponsesFormatter:
         self._texts = TokenTexts(tokenizer, False) if wants_logprobs(body) else None
         self._on_end = on_end
         tools = seen_tools(body.tools)
-        self._custom = {tool.name for _, tool in tools if tool.type == "custom"}
+        self._custom = {flat_name(n, t.name or "") for n, t in tools if t.type == "custom"}
         # Names that clients have for functions of a group, by those that the model has.
         self._grouped = {flat_name(n, t.name or ""): (n, t.name or "") for n, t in tools if n}
         self._pending: list[TokenLogprob] = []  # logprobs of tokens since the last text
@@ -77,7 +72,7 @@ class ResponsesFormatter:
         self._generation: Generation | None = None
         self._items: list[OutputItem] = []
         self._is_open = False
-        self._arguments = ""  # of the open call of a custom tool
+        self._input = CustomInput()  # of the open call of a custom tool
 
     def response(self, generation: Generation, status: str) -> ResponsesResponse:
         """Return the response without its output."""
@@ -198,8 +193,7 @@ class ResponsesFormatter:
         opened = self._open(piece)
         item = self._items[-1]
         if isinstance(item, CustomCallItem) and isinstance(piece, CallPart):
-            self._arguments += piece.arguments
-            return opened
+            return opened + self._add_input(item, self._input.feed(piece.arguments))
         if isinstance(item, FunctionCallItem) and isinstance(piece, CallPart):
             item.arguments += piece.arguments
             delta = self._in_item("response.function_call_arguments.delta", delta=piece.arguments)
@@ -214,6 +208,11 @@ class ResponsesFormatter:
         else:
             raise AssertionError("a piece beside its item")
         return opened + delta
+
+    def _add_input(self, item: CustomCallItem, text: str) -> bytes:
+        item.input += text
+        kind = "response.custom_tool_call_input.delta"
+        return self._in_item(kind, delta=text) if text else b""
 
     def _open(self, piece: Piece) -> bytes:
         """Begin an item, unless the piece continues the open one. Return the events."""
@@ -236,17 +235,20 @@ class ResponsesFormatter:
 
     def _new_item(self, piece: Piece) -> OutputItem:
         name = uuid4().hex
+        namespace, own = None, ""
+        if isinstance(piece, CallPart):
+            namespace, own = self._grouped.get(piece.name or "", (None, piece.name or ""))
         if isinstance(piece, CallPart) and piece.name in self._custom:
-            self._arguments = ""
+            self._input = CustomInput()
             return CustomCallItem(
                 id=f"ctc_{name}",
                 call_id=piece.id or "",
-                name=piece.name or "",
+                name=own,
                 input="",
                 status="in_progress",
+                namespace=namespace or msgspec.UNSET,
             )
         if isinstance(piece, CallPart):
-            namespace, own = self._grouped.get(piece.name or "", (None, piece.name or ""))
             return FunctionCallItem(
                 id=f"fc_{name}",
                 call_id=piece.id or "",
@@ -269,10 +271,8 @@ class ResponsesFormatter:
         item.status = status
         index = len(self._items) - 1
         if isinstance(item, CustomCallItem):
-            item.input = input_text(self._arguments)
-            kind = "response.custom_tool_call_input"
-            done = self._in_item(f"{kind}.delta", delta=item.input)
-            done += self._in_item(f"{kind}.done", input=item.input)
+            done = self._add_input(item, self._input.finish())
+            done += self._in_item("response.custom_tool_call_input.done", input=item.input)
         elif isinstance(item, FunctionCallItem):
             done = self._in_item(
                 "response.function_call_arguments.done", arguments=item.arguments, name=item.name

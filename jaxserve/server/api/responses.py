@@ -29,6 +29,7 @@ from jaxserve.server.schema.response_items import (
     InputTokens,
     ResponsesResponse,
     shown_items,
+    strip_hosted,
 )
 from jaxserve.server.schema.responses import (
     CountInputRequest,
@@ -53,6 +54,7 @@ UNSUPPORTED = {
     **NO_FUNCTIONS,
     **NO_SUFFIX,
     "prompt": (None,),
+    "response_format": (None, {"type": "text"}),  # `text.format` here
     "previous_input_messages": (None, []),
     "context_management": (None, []),
 }
@@ -203,7 +205,7 @@ async def responses(http_request: Request) -> Response:
         ApiError, InvalidRequest, Overloaded: see `EndpointRequest.parse`, `_Input`, `prepare`.
     """
     request, store = _request(http_request), _store(http_request)
-    body = request.parse(ResponsesRequest, UNSUPPORTED)
+    body = request.parse(ResponsesRequest, UNSUPPORTED, strip_hosted)
     request.renamed["prompt"] = "input"  # the engine's, while the request's own is refused above
     if body.structured_outputs is None and body.json_schema is None:
         request.renamed["structured_outputs"] = "text"
@@ -354,7 +356,7 @@ async def count_input_tokens(http_request: Request) -> Response:
         ApiError, InvalidRequest: see `EndpointRequest.parse` and `_Input`.
     """
     request = _request(http_request)
-    body = request.parse(CountInputRequest, UNSUPPORTED)
+    body = request.parse(CountInputRequest, UNSUPPORTED, strip_hosted)
     request.renamed["prompt"] = "input"
     given = _input(http_request, request, body)
     whole = ResponsesRequest(**msgspec.structs.asdict(body))

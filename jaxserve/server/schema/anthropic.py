@@ -237,7 +237,7 @@ def _put_output(chat: ChatRequest, body: CountRequest) -> None:
         if form.schema is None:
             field = output_field(body)
             raise InvalidRequest(f"{field} of type json_schema needs a schema", field)
-        schema = JsonSchemaFormat(schema=form.schema)
+        schema = JsonSchemaFormat(schema=form.schema, strict=True)
         chat.response_format = ResponseFormat(type="json_schema", json_schema=schema)
     chat.reasoning_effort = config.effort
 

@@ -113,6 +113,6 @@ def _form(form: StructuredOutputsParams) -> dict[str, Any]:
     elif form.form in ("json", "choice", "structural_tag"):
         value = json.loads(form.text)
     made = {form.form: value, "whitespace_pattern": form.whitespace_pattern}
-    for name in ("disable_any_whitespace", "disable_additional_properties"):
+    for name in ("disable_any_whitespace", "disable_additional_properties", "lenient"):
         made[name] = getattr(form, name) or None
     return {name: value for name, value in made.items() if value is not None}

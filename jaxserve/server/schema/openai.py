@@ -6,11 +6,22 @@ engine's validator alone.
 
 from __future__ import annotations
 
+import json
 from typing import Any, Literal
 
 import msgspec
 
 from jaxserve.server.schema.logprobs import ChatLogprobs, CompletionLogprobs, PromptLogprob
+from jaxserve.server.schema.tools import (
+    CallDelta,
+    CustomCall,
+    FunctionDefinition,
+    FunctionDelta,
+    FunctionName,
+    NamedTool,
+    Tool,
+    require,
+)
 
 # One entry a token of the prompt, the first of them null.
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
@@ -31,10 +42,15 @@ class JsonSchemaFormat(msgspec.Struct, kw_only=True):
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True):
-    """Form of an answer; see `StructuredOutputsParams.structural_tag` for the last three fields."""
+    """Form of an answer; see `StructuredOutputsParams.structural_tag` for the last three fields.
+
+    A JSON schema stands in `json_schema`, as OpenAI has it, or in `schema`, as llama.cpp has it.
+    """
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
     format: dict[str, Any] | None = None
     structures: list[dict[str, Any]] | None = None
     triggers: list[str] | None = None
@@ -51,6 +67,7 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool | None = None
     disable_additional_properties: bool | None = None
+    lenient: bool | None = None
     structural_tag: str | dict[str, Any] | None = None
 
 
@@ -140,32 +157,27 @@ class FunctionCall(msgspec.Struct, kw_only=True):
 
 
 class ToolCall(msgspec.Struct, kw_only=True):
+    """A call in a conversation; one of a custom tool becomes that of a function as well."""
+
     id: str | None = None
     type: str = "function"
-    function: FunctionCall
+    function: FunctionCall = None  # type: ignore[assignment]
+    custom: CustomCall | msgspec.UnsetType = msgspec.UNSET
+
+    def __post_init__(self) -> None:
+        if self.custom:
+            arguments = json.dumps({"input": self.custom.input}, ensure_ascii=False)
+            self.function = FunctionCall(name=self.custom.name, arguments=arguments)
+        require(self.function, "function")
 
 
-class FunctionDefinition(msgspec.Struct, kw_only=True):
-    """A function that may be called; `parameters` is the JSON schema of its arguments."""
+class AnsweredCall(msgspec.Struct, kw_only=True):
+    """A call in an answer: of a function, or of a custom tool."""
 
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(msgspec.Struct, kw_only=True):
-    type: Literal["function"] = "function"
-    function: FunctionDefinition
-
-
-class FunctionName(msgspec.Struct, kw_only=True):
-    name: str
-
-
-class NamedTool(msgspec.Struct, kw_only=True):
-    type: Literal["function"] = "function"
-    function: FunctionName
+    id: str
+    type: Literal["function", "custom"] = "function"
+    function: FunctionCall | msgspec.UnsetType = msgspec.UNSET
+    custom: CustomCall | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
@@ -278,7 +290,7 @@ class AnswerMessage(msgspec.Struct):
     annotations: None = None
     audio: None = None
     function_call: FunctionCall | None = None
-    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[AnsweredCall] | msgspec.UnsetType = msgspec.UNSET
     reasoning: str | None = None
     reasoning_content: str | None = None
 
@@ -308,20 +320,6 @@ class ChatResponse(msgspec.Struct):
     prompt_logprobs: PromptLogprobs | None = None
     kv_transfer_params: None = None
     metrics: PerRequestMetrics | msgspec.UnsetType | None = msgspec.UNSET
-
-
-class FunctionDelta(msgspec.Struct, omit_defaults=True):
-    name: str | None = None
-    arguments: str | None = None
-
-
-class CallDelta(msgspec.Struct):
-    """More of a call; the first of each has its id and the function's name."""
-
-    index: int
-    function: FunctionDelta
-    id: str | msgspec.UnsetType = msgspec.UNSET
-    type: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatDelta(msgspec.Struct, omit_defaults=True):

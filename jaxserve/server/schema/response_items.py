@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Container, Iterable
 from typing import Any, Literal
 from uuid import uuid4
@@ -21,6 +20,22 @@ _ID_PREFIXES = {
     "custom_tool_call": "ctc",
     "custom_tool_call_output": "ctco",
 }
+
+
+# Tools that OpenAI's servers run, or that their models know without a description, and the items
+# that record their calls. The model is not shown any of them.
+HOSTED_TOOLS = frozenset(
+    "apply_patch code_interpreter computer computer_use computer_use_preview file_search "
+    "image_generation local_shell mcp programmatic_tool_calling shell tool_search web_search "
+    "web_search_2025_08_26 web_search_preview web_search_preview_2025_03_11".split()
+)
+HOSTED_ITEMS = frozenset(
+    "apply_patch_call apply_patch_call_output code_interpreter_call computer_call "
+    "computer_call_output file_search_call image_generation_call local_shell_call "
+    "local_shell_call_output mcp_approval_request mcp_approval_response mcp_call mcp_list_tools "
+    "program program_output shell_call shell_call_output tool_search_call tool_search_output "
+    "web_search_call".split()
+)
 
 
 class InputItem(msgspec.Struct, kw_only=True):
@@ -52,9 +67,18 @@ class ResponseTool(msgspec.Struct, kw_only=True):
     tools: list[ResponseTool] | msgspec.UnsetType = msgspec.UNSET
 
 
+class ToolReference(msgspec.Struct, kw_only=True):
+    type: str = "function"
+    name: str | None = None
+
+
 class ToolChoice(msgspec.Struct, kw_only=True):
-    name: str
-    type: Literal["function", "custom"] = "function"
+    """The tool that must be called, or the tools that may be called."""
+
+    name: str | msgspec.UnsetType | None = msgspec.UNSET
+    type: str = "function"
+    mode: Literal["auto", "required"] | msgspec.UnsetType = msgspec.UNSET
+    tools: list[ToolReference] | msgspec.UnsetType = msgspec.UNSET
 
 
 Choice = Literal["none", "auto", "required"] | ToolChoice
@@ -104,6 +128,7 @@ class CustomCallItem(msgspec.Struct, kw_only=True, tag="custom_tool_call"):
     name: str
     input: str
     status: str
+    namespace: str | msgspec.UnsetType = msgspec.UNSET
 
 
 OutputItem = OutputMessage | ReasoningItem | FunctionCallItem | CustomCallItem
@@ -198,14 +223,20 @@ class DeletedResponse(msgspec.Struct):
     deleted: bool = True
 
 
-def input_text(arguments: str) -> str:
-    """Return the text of a custom tool's call, which the model writes as a function's argument."""
-    try:
-        value = json.loads(arguments)
-    except ValueError:
-        return arguments
-    text = value.get("input") if isinstance(value, dict) else None
-    return text if isinstance(text, str) else arguments
+def strip_hosted(body: dict[str, Any]) -> None:
+    """Remove the fields of hosted tools and their items, since their types differ from ours."""
+    for name, types in (("tools", HOSTED_TOOLS), ("input", HOSTED_ITEMS), ("items", HOSTED_ITEMS)):
+        if isinstance(body.get(name), list):
+            body[name] = [_stripped(entry, types) for entry in body[name]]
+
+
+def _stripped(value: Any, types: frozenset[str]) -> Any:
+    if not isinstance(value, dict) or not isinstance(value.get("type"), str):
+        return value
+    if value["type"] not in types:
+        return value
+    kept = ("type", "id", "status")
+    return {name: value[name] for name in kept if isinstance(value.get(name), str)}
 
 
 def shown_items(items: Iterable[InputItem], taken: Container[str] = ()) -> list[dict[str, Any]]:

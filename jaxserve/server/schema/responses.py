@@ -15,26 +15,15 @@ from jaxserve.server.schema.openai import (
     ChatRequest,
     ContentPart,
     FunctionCall,
-    FunctionDefinition,
-    FunctionName,
     JsonSchemaFormat,
-    NamedTool,
     ResponseFormat,
     StructuredOutputs,
-    Tool,
     ToolCall,
 )
-from jaxserve.server.schema.response_items import Choice, InputItem, ResponseTool, ToolChoice
+from jaxserve.server.schema.response_items import HOSTED_ITEMS, Choice, InputItem, ResponseTool
+from jaxserve.server.schema.response_tools import chat_tool, flat_name, seen_tools, tool_choice
 
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
-_CUSTOM_PARAMETERS = {
-    "type": "object",
-    "properties": {"input": {"type": "string"}},
-    "required": ["input"],
-    "additionalProperties": False,
-}
-# Tools of OpenAI's servers that are never shown to the model: it answers without them.
-_UNSEEN = frozenset({"web_search", "web_search_preview"})
 # What may be included. Tools that the server would have to run have no outputs to include.
 Included = Literal[
     "message.output_text.logprobs",
@@ -49,7 +38,10 @@ Included = Literal[
 
 
 class TextFormat(JsonSchemaFormat, kw_only=True):
+    """Form of an answer; the schema may also stand in `json_schema`, as in chats."""
+
     type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: JsonSchemaFormat | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class TextOptions(msgspec.Struct, kw_only=True):
@@ -180,7 +172,7 @@ def check_served(items: list[InputItem], field: str) -> None:
     """
     try:
         for item in items:
-            if item.type != "reasoning":
+            if item.type != "reasoning" and item.type not in HOSTED_ITEMS:
                 _append([], item)
     except InvalidRequest as error:
         raise InvalidRequest(str(error).replace("input:", f"{field}:", 1), field) from None
@@ -201,6 +193,8 @@ def as_chat(body: ResponsesRequest, items: Iterable[InputItem]) -> ChatRequest:
         messages.append(ChatMessage(role="system", content=body.instructions))
     thoughts: str | None = None
     for item in items:
+        if item.type in HOSTED_ITEMS:
+            continue
         if item.type == "reasoning":
             thoughts = _text(item.content) or _text(item.summary)
             continue
@@ -220,13 +214,8 @@ def as_chat(body: ResponsesRequest, items: Iterable[InputItem]) -> ChatRequest:
     if body.reasoning is not None:
         chat.reasoning_effort = body.reasoning.effort
     if body.tools:
-        chat.tools = [_tool(*seen) for seen in seen_tools(body.tools)] or None
-    choice = body.tool_choice
-    if isinstance(choice, ToolChoice):
-        name = _chosen_name(choice.name, body.tools)
-        chat.tool_choice = NamedTool(function=FunctionName(name=name))
-    else:
-        chat.tool_choice = choice
+        chat.tools = [chat_tool(*seen) for seen in seen_tools(body.tools)] or None
+    chat.tool_choice = tool_choice(body.tool_choice, body.tools)
     return chat
 
 
@@ -248,75 +237,6 @@ def conversation_id(body: ResponsesRequest | CountInputRequest) -> str | None:
 def wants_logprobs(body: ResponsesRequest) -> bool:
     """Return whether the answer carries log-probabilities."""
     return "message.output_text.logprobs" in (body.include or ()) or bool(body.top_logprobs)
-
-
-def flat_name(namespace: str | None, name: str) -> str:
-    """Return the name by which the model calls a tool of a group, as vLLM forms it."""
-    return f"{namespace}__{name}" if namespace else name
-
-
-def seen_tools(tools: list[ResponseTool] | None) -> list[tuple[str | None, ResponseTool]]:
-    """Return the tools that the model is shown, each with its group's name.
-
-    Raises:
-        InvalidRequest: a tool is not served, or has no name.
-    """
-    found: list[tuple[str | None, ResponseTool]] = []
-    for tool in tools or ():
-        if tool.type == "namespace":
-            members = tool.tools or []
-            if any(member.type != "function" for member in members):
-                raise InvalidRequest("tools: a namespace can only hold functions", "tools")
-            found += [(tool.name, member) for member in members]
-        elif tool.type not in _UNSEEN:
-            found.append((None, tool))
-    for _, tool in found:
-        if tool.type not in ("function", "custom"):
-            raise InvalidRequest(
-                f"tools of type {tool.type[:40]!r} are not served: no tool is run by the server; "
-                "types function, custom and namespace are those that clients run",
-                "tools",
-            )
-    if any(tool.name is None for tool in tools or () if tool.type not in _UNSEEN) or any(
-        tool.name is None for _, tool in found
-    ):
-        raise InvalidRequest("tools: a tool needs a name", "tools")
-    return found
-
-
-def _chosen_name(name: str, tools: list[ResponseTool] | None) -> str:
-    """Return the name by which the model calls a chosen tool; groups may be left out, as in vLLM.
-
-    Raises:
-        InvalidRequest: several groups have a tool of this name.
-    """
-    seen = [(flat_name(group, tool.name or ""), tool.name) for group, tool in seen_tools(tools)]
-    if any(flat == name for flat, _ in seen):
-        return name
-    found = [flat for flat, own in seen if own == name]
-    if len(found) > 1:
-        raise InvalidRequest(
-            f"tool_choice: {name[:60]!r} is in several groups; name one of {', '.join(found)}",
-            "tool_choice",
-        )
-    return found[0] if found else name
-
-
-def _tool(namespace: str | None, tool: ResponseTool) -> Tool:
-    parameters = tool.parameters
-    if tool.type == "custom":
-        form = tool.format or {}
-        if form.get("type", "text") != "text":
-            raise InvalidRequest("tools: the format of a custom tool can only be text", "tools")
-        parameters = _CUSTOM_PARAMETERS
-    return Tool(
-        function=FunctionDefinition(
-            name=flat_name(namespace, tool.name or ""),
-            description=tool.description,
-            parameters=parameters,
-            strict=tool.strict,
-        )
-    )
 
 
 def _append(messages: list[ChatMessage], item: InputItem) -> None:
@@ -355,4 +275,10 @@ def _text(content: str | list[ContentPart] | None) -> str:
 def _response_format(text: TextOptions | None) -> ResponseFormat | None:
     if text is None or text.format is None:
         return None
-    return ResponseFormat(type=text.format.type, json_schema=text.format)
+    form = text.format
+    return ResponseFormat(
+        type=form.type,
+        json_schema=form.json_schema or None,
+        schema=form.schema,
+        strict=form.strict,
+    )

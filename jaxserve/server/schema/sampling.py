@@ -11,7 +11,7 @@ import msgspec
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import MAX_LOGPROB_TOKEN_IDS, SamplingParams
-from jaxserve.server.schema.openai import ResponseFormat, Sampling
+from jaxserve.server.schema.openai import JsonSchemaFormat, ResponseFormat, Sampling
 from jaxserve.structured import NAME, StructuredOutputsParams
 
 # Fields of a conversation's template, which are no fields of endpoints without one of their own.
@@ -132,7 +132,9 @@ def _form(request: Sampling) -> StructuredOutputsParams | None:
         InvalidRequest: naming the field that holds it.
     """
     outputs, form = request.structured_outputs, request.response_format
-    form = None if form is None or form.type == "text" else form
+    if form is not None and form.type == "text":
+        answer_schema(form)  # refuses a schema
+        form = None
     guided = [name for name in GUIDED if getattr(request, name) is not None]
     fields = [*guided, *(["response_format"] if form else []), *([NAME] if outputs else [])]
     if len(fields) > 1:
@@ -150,15 +152,38 @@ def _form(request: Sampling) -> StructuredOutputsParams | None:
 
 
 def _response_format(form: ResponseFormat) -> StructuredOutputsParams:
-    if form.type == "json_object":
-        return StructuredOutputsParams(json_object=True)
     if form.type == "structural_tag":
         fields = msgspec.structs.asdict(form)
         tag = {name: value for name, value in fields.items() if value is not None}
         return StructuredOutputsParams(structural_tag=tag)
-    if form.json_schema is None or form.json_schema.schema is None:
-        raise InvalidRequest("response_format needs json_schema.schema", "response_format")
-    return StructuredOutputsParams(json=form.json_schema.schema)
+    found = answer_schema(form)
+    if found is None:
+        return StructuredOutputsParams(json_object=True)
+    schema, is_strict = found
+    return StructuredOutputsParams(json=schema, lenient=not is_strict)
+
+
+def answer_schema(form: ResponseFormat | None) -> tuple[dict[str, Any], bool] | None:
+    """Return the JSON schema of an answer, and whether it is strict; None where there is none.
+
+    Raises:
+        InvalidRequest: the schema is missing, there are two, or the type takes none.
+    """
+    field = "response_format"
+    if form is None or form.type == "structural_tag":
+        return None
+    inner = form.json_schema or JsonSchemaFormat()
+    given = [schema for schema in (inner.schema, form.schema) if schema is not None]
+    if len(given) > 1 and given[0] != given[1]:
+        raise InvalidRequest(f"{field}: json_schema.schema and schema exclude each other", field)
+    if form.type == "text" and given:
+        raise InvalidRequest(f"{field}: type text takes no schema; json_schema does", field)
+    if form.type == "json_schema" and not given:
+        raise InvalidRequest(f"{field} needs json_schema.schema", field)
+    if form.type == "text" or not any(given):
+        return None if form.type != "json_schema" else ({}, False)
+    schema = given[0] if form.type == "json_schema" else {"type": "object", **given[0]}
+    return schema, bool(inner.strict or form.strict)
 
 
 def with_ends(sampling: SamplingParams, token_ids: Iterable[int]) -> SamplingParams:

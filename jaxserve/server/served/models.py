@@ -13,6 +13,8 @@ from typing import Any
 
 from jaxserve.engine.async_llm import AsyncLLM
 from jaxserve.engine.chat_sampling import chat_sampling
+from jaxserve.engine.text.grammars import schema_problem
+from jaxserve.engine.text.json_schemas import EnforceableSchemas
 from jaxserve.engine.text.template import TemplateTooLong, weigh
 from jaxserve.engine.text.template_names import HOW_TO_GIVE
 from jaxserve.engine.text.tokenizer import NO_TEMPLATE
@@ -55,6 +57,7 @@ class ServedModel:
         admission: refuses what its queue cannot hold.
         tracer: of requests, a `tracing.RequestTracer`; None where none is wanted.
         request_templates: chat templates that requests bring.
+        schemas: of tools, in the form that grammars enforce.
 
     Raises:
         InvalidRequest: a setting of the chat template has no meaning.
@@ -83,6 +86,7 @@ class ServedModel:
         self._tokenizer = tokenizer
         self.request_templates = RequestTemplates(config.trust_request_chat_template)
         self.dialect = Dialect(tokenizer, config.tool_call_parser, config.reasoning_parser)
+        self.schemas = EnforceableSchemas(schema_problem)
         self.admission = make_admission(llm.config, config)
         self.tracer: Any = None
         self._behind: ServedModel | None = None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from jaxserve.server.tool_calls.formats import ThinkingFormat
 from jaxserve.server.tool_calls.harmony import HarmonyIds, HarmonyReader
 from jaxserve.server.tool_calls.pieces import Content, Growing, Message, Piece, Thought
+from jaxserve.server.tool_calls.raw_calls import RawCallReader
 from jaxserve.server.tool_calls.reader import CallReader
 from jaxserve.server.tool_calls.thinking import Start, ThinkingReader
 from jaxserve.server.tool_calls.tools import CallUse, ToolUse
@@ -72,9 +73,9 @@ class AnswerReader:
     def __init__(
         self,
         thinking: ThinkingReader | None,
-        calls: CallReader | HarmonyReader | None,
+        calls: CallReader | RawCallReader | HarmonyReader | None,
         with_thoughts: bool = True,
-        calls_in_thoughts: CallReader | None = None,
+        calls_in_thoughts: CallReader | RawCallReader | None = None,
     ) -> None:
         self._thinking = thinking
         self._calls = calls
@@ -128,7 +129,7 @@ class _Thoughts:
     From what looks like a call on, they wait: it is a thought if their end comes after all.
     """
 
-    def __init__(self, calls: CallReader) -> None:
+    def __init__(self, calls: CallReader | RawCallReader) -> None:
         self._calls = calls
         self._text = Growing()
         self._num_said = 0
@@ -180,8 +181,9 @@ def readers_of(
     return AnswerReader(thoughts, _calls(use), with_thoughts, _calls(use) if may_end else None)
 
 
-def _calls(use: CallUse) -> CallReader:
-    return CallReader(use.call_format, use.tools, use.is_certain, use.parallel, use.beside)
+def _calls(use: CallUse) -> CallReader | RawCallReader:
+    reader = CallReader(use.call_format, use.tools, use.is_certain, use.parallel, use.beside)
+    return RawCallReader(use.call_format, use.raw, reader) if use.raw else reader
 
 
 def _harmony(use: CallUse | None) -> HarmonyReader:

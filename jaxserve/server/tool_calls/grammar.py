@@ -18,6 +18,7 @@ from jaxserve.server.tool_calls.grammar_parts import (
     spelled,
 )
 from jaxserve.server.tool_calls.harmony import CHANNEL, CONSTRAIN, END, MESSAGE, START
+from jaxserve.server.tool_calls.raw_calls import raw_grammar, takes_raw_text
 from jaxserve.server.tool_calls.tagged_grammar import Unformable, tagged_rules
 
 MAX_CALLS = 16
@@ -51,6 +52,8 @@ def grammar_of_calls(
     """
     if not form.has_grammar:
         raise Unformable
+    if any(function.lark is not None for function in functions):
+        return _raw_grammar(form, functions, spell, most, may_answer, answer_schema)
     if isinstance(form.body, XmlCall | KeyedCall):
         return _tagged_grammar(form, functions, spell, most, may_answer, answer_schema)
     if form.is_harmony:
@@ -77,6 +80,34 @@ def grammar_of_calls(
     else:
         rules += _free_rules(form, spell, most)
     return "\n".join(rules)
+
+
+def _raw_grammar(
+    form: CallFormat,
+    functions: Sequence[Function],
+    spell: Callable[[str], str],
+    most: int,
+    may_answer: bool,
+    answer_schema: dict[str, Any] | None,
+) -> str:
+    """Return a grammar of calls of which some hold raw text."""
+    if not takes_raw_text(form):
+        raise Unformable
+    plain = [function for function in functions if function.lark is None]
+    raw = [function for function in functions if function.lark is not None]
+    mark, before, others = spell(form.mark), "", ""
+    if may_answer and answer_schema is None:
+        before = f"ANSWER {mark}" if mark.startswith("<") else "before"
+    if plain:
+        others = grammar_of_calls(
+            form, plain, spell, most=most, may_answer=may_answer, answer_schema=answer_schema
+        )
+    elif answer_schema is not None:
+        others = f"start: answer\nanswer: {json_rule(answer_schema)}"
+    elif may_answer:
+        rules = _free_rules(form, spell, most)
+        others = "\n".join(["start: ANSWER", *(r for r in rules if not r.startswith("start:"))])
+    return raw_grammar(form, raw, others, mark, before)
 
 
 def _tagged_grammar(

@@ -11,7 +11,7 @@ from typing import Any
 from jaxserve.structured import plain_schema
 
 # Spaces between parts of arguments. Without a bound, small models generate them for ever.
-_GUIDANCE = {"whitespace_pattern": r"[ \n]{0,16}"}
+_GUIDANCE = {"whitespace_pattern": r"[ \n]{0,16}", "lenient": True}
 # Keywords that do not restrict a value. Descriptions are most of a schema's size.
 _ANNOTATIONS = frozenset(
     ("description", "title", "default", "examples", "$comment", "deprecated", "readOnly")
@@ -24,10 +24,11 @@ _MARK = re.compile(r"(<[^<>\s\"]+>)")
 
 @dataclass(frozen=True)
 class Function:
-    """Name of a tool, and the JSON schema of its arguments."""
+    """Name of a tool, and the JSON schema of its arguments; or the Lark grammar of its raw text."""
 
     name: str
     schema: dict[str, Any]
+    lark: str | None = None
 
 
 def bare(schema: Any) -> Any:
@@ -50,12 +51,16 @@ def bare(schema: Any) -> Any:
 def arguments_schema(function: Function) -> dict[str, Any]:
     """Return the schema of a function's arguments: an object with only the named properties."""
     schema = {"type": "object", **plain_schema(bare(function.schema))}
-    if "properties" in schema:
-        schema.setdefault("additionalProperties", False)
+    properties, required = schema.get("properties"), schema.get("required")
+    if isinstance(properties, dict) and "additionalProperties" not in schema:
+        names = required if isinstance(required, list) else []
+        missing = {name: {} for name in names if isinstance(name, str) and name not in properties}
+        schema |= {"properties": properties | missing, "additionalProperties": False}
     return schema
 
 
 def json_rule(schema: dict[str, Any]) -> str:
+    """Return a rule for a value of a schema that `EnforceableSchemas` has checked."""
     return "%json " + json.dumps({**schema, "x-guidance": _GUIDANCE})
 
 

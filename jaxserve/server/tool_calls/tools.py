@@ -5,20 +5,29 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import msgspec
 
+from jaxserve.engine.text.grammars import lark_problem, schema_problem
+from jaxserve.engine.text.json_schemas import (
+    EnforceableSchemas,
+    UnenforceableSchema,
+    well_formed,
+)
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.schema.openai import ChatRequest, NamedTool, ResponseFormat, Tool
+from jaxserve.server.schema.sampling import answer_schema
+from jaxserve.server.schema.tools import CUSTOM_PARAMETERS
 from jaxserve.server.tool_calls.examples import example_of
 from jaxserve.server.tool_calls.formats import CALL_FORMATS, DEFAULT_FORMAT, CallFormat
 from jaxserve.server.tool_calls.grammar import MAX_CALLS, Function, grammar_of_calls
+from jaxserve.server.tool_calls.grammar_parts import arguments_schema
 from jaxserve.server.tool_calls.tagged_grammar import Unformable
 from jaxserve.server.tool_calls.written import NAME, Beside, Tools
-from jaxserve.structured import MAX_SCHEMA_BYTES
+from jaxserve.structured import MAX_SCHEMA_BYTES, plain_schema
 
 MAX_TOOLS = 1024
 MAX_TOOLS_BYTES = 512 << 10
@@ -37,6 +46,7 @@ class CallUse:
         is_certain: whether a grammar forms every call.
         parallel: whether there may be several calls.
         beside: the text that the grammar allows beside them.
+        raw: names of tools whose calls hold raw text.
     """
 
     call_format: CallFormat
@@ -44,6 +54,7 @@ class CallUse:
     is_certain: bool
     parallel: bool
     beside: Beside = Beside.TEXT
+    raw: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -59,6 +70,7 @@ class ToolUse:
         parallel: whether there may be several calls.
         holds_thoughts: whether the grammar holds the thoughts too, where its format can.
         beside: the text that the grammar allows beside calls.
+        raw: names of tools whose calls hold raw text.
     """
 
     call_format: CallFormat
@@ -69,16 +81,20 @@ class ToolUse:
     parallel: bool
     holds_thoughts: bool = True
     beside: Beside = Beside.TEXT
+    raw: frozenset[str] = frozenset()
 
     @property
     def calls(self) -> CallUse:
         """The calls that an answer may hold."""
         is_certain = self.grammar is not None
-        return CallUse(self.call_format, self.tools, is_certain, self.parallel, self.beside)
+        use = CallUse(self.call_format, self.tools, is_certain, self.parallel)
+        return replace(use, beside=self.beside, raw=self.raw)
 
 
 def check_tools(tools: list[Tool], field: str = "tools") -> None:
-    """Check the number, the names and the parameters of tools.
+    """Check the number, the names and the depth of tools.
+
+    What their schemas say is checked for those of which a grammar is made.
 
     Raises:
         InvalidRequest: naming the tool and what is wrong.
@@ -98,19 +114,17 @@ def check_tools(tools: list[Tool], field: str = "tools") -> None:
         if name in seen:
             raise InvalidRequest(f"{field}: {name!r} is there twice", field)
         seen.add(name)
-        schema = tool.function.parameters
-        if schema and schema.get("type", "object") != "object":
-            raise InvalidRequest(f"{field}: parameters of {name!r} must be of type object", field)
-        properties, required = ((schema or {}).get(key) for key in ("properties", "required"))
-        if properties is not None and not isinstance(properties, dict):
-            raise InvalidRequest(f"{field}: properties of {name!r} must be an object", field)
-        if required is not None and not (
-            isinstance(required, list) and all(isinstance(each, str) for each in required)
-        ):
-            raise InvalidRequest(f"{field}: required of {name!r} must be a list of names", field)
-        if not _is_within(schema, MAX_DEPTH):
+        if not _is_within(tool.function.parameters, MAX_DEPTH):
             raise InvalidRequest(
                 f"{field}: parameters of {name!r} are nested deeper than {MAX_DEPTH}", field
+            )
+
+
+def _check_well_formed(tools: list[Tool]) -> None:
+    for function in (tool.function for tool in tools):
+        if well_formed(function.parameters) is not function.parameters:
+            raise InvalidRequest(
+                f"tools: parameters of {function.name!r} are not a JSON schema", "tools"
             )
 
 
@@ -128,11 +142,28 @@ def _is_within(value: Any, depth: int) -> bool:
     return False
 
 
+def allowed_tools(body: ChatRequest) -> tuple[list[Tool], NamedTool | str | None]:
+    """Return the tools that a request lets the model see and call, and the choice among them.
+
+    Raises:
+        InvalidRequest: the choice allows a tool that is not there.
+    """
+    tools, choice = body.tools or [], body.tool_choice
+    allowed = choice.allowed_tools if isinstance(choice, NamedTool) else None
+    if allowed is None:
+        return tools, choice
+    names = {tool.function.name for tool in allowed.tools if tool.allowed_tools is None}
+    if missing := names - {tool.function.name for tool in tools}:
+        raise InvalidRequest(f"tool_choice: {min(missing)[:60]!r} is not in tools", "tool_choice")
+    return [tool for tool in tools if tool.function.name in names], allowed.mode
+
+
 def tool_use(
     body: ChatRequest,
     parser: str | None,
     allows_auto: bool,
     spell: Callable[[str], str],
+    schemas: EnforceableSchemas | None = None,
 ) -> ToolUse | None:
     """Return a request's use of tools; None where it may call nothing.
 
@@ -141,26 +172,28 @@ def tool_use(
         parser: name of the model's call format, if it is known.
         allows_auto: whether the model may choose to call.
         spell: writes a mark for a grammar.
+        schemas: that were checked before.
 
     Raises:
         InvalidRequest: naming the field.
     """
-    tools, choice = body.tools or [], body.tool_choice
-    check_tools(tools)
+    schemas = EnforceableSchemas(schema_problem) if schemas is None else schemas
+    check_tools(body.tools or [])
+    tools, choice = allowed_tools(body)
     if not tools and choice not in (None, "none", "auto"):
         raise InvalidRequest("tool_choice needs tools", "tool_choice")
     if not tools or choice == "none":
         return None
-    names = [tool.function.name for tool in tools]
     is_named = isinstance(choice, NamedTool)
     callable_tools = tools
     if isinstance(choice, NamedTool):
         wanted = choice.function.name
-        if wanted not in names:
+        callable_tools = [tool for tool in tools if tool.function.name == wanted]
+        if not callable_tools:
             raise InvalidRequest(f"tool_choice: {wanted[:60]!r} is not in tools", "tool_choice")
-        callable_tools = [tools[names.index(wanted)]]
     is_auto = choice in (None, "auto")
     if is_auto and (parser is None or not allows_auto):
+        _check_well_formed(tools)
         raise InvalidRequest(
             'tool_choice "auto" needs a model whose calls are known (--tool-call-parser) and '
             "--enable-auto-tool-choice; here only required and a named function can be served",
@@ -168,12 +201,12 @@ def tool_use(
         )
     call_format = CALL_FORMATS[parser or DEFAULT_FORMAT]
     parallel = body.parallel_tool_calls is not False and not is_named
-    answer = _answer_schema(body.response_format) if is_auto else None
+    answer = _answer_schema(body.response_format, schemas) if is_auto else None
     grammar, may_think = None, body.thinking_token_budget is None
     if not is_auto or answer is not None or any(tool.function.strict for tool in tools):
         form = partial(
             grammar_of_calls,
-            functions=[_function(tool) for tool in callable_tools],
+            functions=[_function(tool, schemas, not is_auto) for tool in callable_tools],
             spell=spell,
             most=MAX_CALLS if parallel else 1,
             may_answer=is_auto,
@@ -183,8 +216,9 @@ def tool_use(
         call_format, grammar = _formed(call_format, form)
     called = {tool.function.name: tool.function.parameters or {} for tool in callable_tools}
     beside = Beside.FORM if answer is not None else Beside.TEXT if is_auto else Beside.NOTHING
-    shown = described(tools)
-    return ToolUse(call_format, called, shown, grammar, is_named, parallel, may_think, beside)
+    raw = frozenset(tool.function.name for tool in callable_tools if tool.lark is not None)
+    use = ToolUse(call_format, called, described(tools), grammar, is_named, parallel, may_think)
+    return replace(use, beside=beside, raw=raw)
 
 
 def _formed(call_format: CallFormat, form: Callable[[CallFormat], str]) -> tuple[CallFormat, str]:
@@ -202,16 +236,47 @@ def _formed(call_format: CallFormat, form: Callable[[CallFormat], str]) -> tuple
     call_format = CALL_FORMATS[DEFAULT_FORMAT]
     grammar = form(call_format)
     if len(grammar) > MAX_SCHEMA_BYTES:
-        raise InvalidRequest(
-            f"tools: the schemas of tools that must be well formed take at most {MAX_SCHEMA_BYTES} "
-            "bytes together, without descriptions",
-            "tools",
-        )
+        raise _too_large()
     return call_format, grammar
 
 
-def _function(tool: Tool) -> Function:
-    return Function(tool.function.name, tool.function.parameters or _ANY)
+def _too_large() -> InvalidRequest:
+    return InvalidRequest(
+        f"tools: the schemas of tools that must be well formed take at most {MAX_SCHEMA_BYTES} "
+        "bytes together, without descriptions",
+        "tools",
+    )
+
+
+def _function(tool: Tool, schemas: EnforceableSchemas, is_forced: bool) -> Function:
+    """Return a tool as grammars take it.
+
+    Raises:
+        InvalidRequest: its schema is too large, or strict and not enforceable; or the tool is
+            forced, and its schema is not one of an object.
+    """
+    name = tool.function.name
+    if tool.lark is not None:
+        if len(tool.lark) > MAX_SCHEMA_BYTES:
+            raise _too_large()
+        if problem := lark_problem(tool.lark):
+            raise InvalidRequest(f"tools: the grammar of {name!r}: {problem}", "tools")
+        return Function(name, CUSTOM_PARAMETERS, tool.lark)
+    schema = arguments_schema(Function(name, tool.function.parameters or _ANY))
+    if len(json.dumps(schema)) > MAX_SCHEMA_BYTES:
+        raise _too_large()
+    is_strict = bool(tool.function.strict)
+    try:
+        schema = schemas.get(schema, is_strict, f"tool {name!r}")
+    except UnenforceableSchema as error:
+        raise InvalidRequest(
+            f"tools: parameters of {name!r} cannot be enforced, as strict requires: {error}",
+            "tools",
+        ) from None
+    types = schema.get("type", "object")
+    if is_forced and "object" not in (types if isinstance(types, list) else [types]):
+        raise InvalidRequest(f"tools: parameters of {name!r} must be of type object", "tools")
+    return Function(name, schema | {"type": "object"})
 
 
 def described(tools: list[Tool]) -> list[dict[str, Any]]:
@@ -221,7 +286,7 @@ def described(tools: list[Tool]) -> list[dict[str, Any]]:
         fields: dict[str, Any] = {"name": function.name}
         if function.description is not None:
             fields["description"] = function.description
-        fields["parameters"] = function.parameters or _ANY
+        fields["parameters"] = well_formed(function.parameters or _ANY)
         made.append({"type": "function", "function": fields})
     return made
 
@@ -250,13 +315,18 @@ def introduce(
     return [{"role": role, "content": text}, *messages]
 
 
-def _answer_schema(response_format: ResponseFormat | None) -> dict[str, Any] | None:
+def _answer_schema(
+    response_format: ResponseFormat | None, schemas: EnforceableSchemas
+) -> dict[str, Any] | None:
     """Return the JSON schema of an answer that calls nothing; None where it is free."""
-    if response_format is None or response_format.type == "text":
-        return None
-    if response_format.type == "json_object":
-        return {"type": "object"}
-    return None if response_format.json_schema is None else response_format.json_schema.schema
+    found = answer_schema(response_format)
+    if found is None:
+        is_object = response_format is not None and response_format.type == "json_object"
+        return {"type": "object"} if is_object else None
+    try:
+        return schemas.get(plain_schema(found[0]), found[1], "an answer")
+    except UnenforceableSchema as error:
+        raise InvalidRequest(f"response_format: at {error}", "response_format") from None
 
 
 def read_arguments(text: str, name: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from jaxserve.engine.text.json_schemas import TYPE_NAMES
 from jaxserve.server.tool_calls.literals import RepeatedKey, read_json
 
 _TYPES = {
@@ -15,17 +16,6 @@ _TYPES = {
     list: "array",
     dict: "object",
     type(None): "null",
-}
-_NAMES = {
-    "str": "string",
-    "text": "string",
-    "enum": "string",
-    "int": "integer",
-    "float": "number",
-    "double": "number",
-    "bool": "boolean",
-    "dict": "object",
-    "list": "array",
 }
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 _CHOICES = ("anyOf", "oneOf", "allOf")
@@ -70,7 +60,7 @@ def types_of(schema: Any, root: dict[str, Any]) -> set[str]:
         given, values = schema.get("type"), schema.get("enum")
         for name in given if isinstance(given, list) else [given]:
             if isinstance(name, str):
-                types.add(_NAMES.get(name.lower(), name.lower()))
+                types.add(TYPE_NAMES.get(name.lower(), name.lower()))
         for value in values if isinstance(values, list) else []:
             types.add(_TYPES.get(type(value), "string"))
         if "const" in schema:

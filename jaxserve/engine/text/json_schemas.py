@@ -1,0 +1,374 @@
+"""JSON schemas in the form that grammars enforce: without malformed and unsupported keywords."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import unquote
+
+_log = logging.getLogger(__name__)
+
+# Names of types in other notations; types are compared in lower case.
+TYPE_NAMES = {
+    "str": "string",
+    "text": "string",
+    "enum": "string",
+    "int": "integer",
+    "float": "number",
+    "double": "number",
+    "bool": "boolean",
+    "dict": "object",
+    "list": "array",
+}
+_TYPES = frozenset("string number integer boolean object array null".split())
+# Keywords by their values: schemas by name, lists of schemas, one schema.
+_NAMED = frozenset(("properties", "patternProperties", "$defs", "definitions"))
+_LISTED = frozenset(("anyOf", "oneOf", "allOf", "prefixItems"))
+_SINGLE = frozenset(("additionalProperties", "items"))
+# Keywords of JSON Schema that llguidance does not enforce.
+_UNSUPPORTED = frozenset(
+    "not if then else propertyNames uniqueItems contains minContains maxContains dependentRequired "
+    "dependentSchemas dependencies unevaluatedProperties unevaluatedItems $dynamicRef "
+    "$dynamicAnchor $recursiveRef $recursiveAnchor $schema".split()
+)
+# Keywords that remain where a schema contradicts itself: these, or else fewer, or else none.
+_SHAPE = (*_NAMED, *_LISTED, *_SINGLE, "type", "required", "enum", "const", "$ref")
+_BONES = ("properties", "$defs", "definitions", "anyOf", "oneOf", "items", "type", "$ref")
+
+_MAX_PATTERNS = 64  # distinct ones that are compiled by themselves
+_MAX_TRIES = 64
+_MAX_CACHED = 256
+_MAX_CACHED_CHARS = 1 << 20
+_GONE = object()
+Path = tuple[str | int, ...]
+# What hinders the compilation of a schema, or None; the second argument is llguidance's `lenient`.
+Problem = Callable[[dict[str, Any], bool], str | None]
+
+
+class UnenforceableSchema(ValueError):
+    """A keyword of a schema that no grammar enforces, with its path."""
+
+
+class EnforceableSchemas:
+    """Cache of schemas in their enforceable form. It is safe from any thread.
+
+    Args:
+        problem: of a schema, see `enforceable`.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._lock = threading.Lock()
+        self._known: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self._chars = 0
+
+    def get(self, schema: dict[str, Any], is_strict: bool, owner: str) -> dict[str, Any]:
+        """Return the enforceable form of a schema; see `enforceable`.
+
+        Args:
+            schema: JSON values only.
+            is_strict: whether a keyword that cannot be enforced is an error.
+            owner: has the schema; the log names it.
+
+        Raises:
+            UnenforceableSchema: the schema is strict, and a keyword cannot be enforced.
+        """
+        text = json.dumps([schema, is_strict])
+        with self._lock:
+            if text in self._known:
+                self._known.move_to_end(text)
+                return self._known[text]
+        found = enforceable(schema, is_strict, owner, self._problem)
+        with self._lock:
+            if text not in self._known:
+                self._known[text] = found
+                self._chars += len(text)
+            while len(self._known) > _MAX_CACHED or self._chars > _MAX_CACHED_CHARS:
+                self._chars -= len(self._known.popitem(last=False)[0])
+        return found
+
+
+def enforceable(
+    schema: dict[str, Any], is_strict: bool, owner: str, problem: Problem
+) -> dict[str, Any]:
+    """Return a schema that compiles with llguidance's option `lenient`.
+
+    Keywords that are malformed or not supported are left out and logged. Names and types of
+    properties remain.
+
+    Args:
+        schema: JSON values only.
+        is_strict: whether a keyword that cannot be enforced is an error.
+        owner: has the schema; the log names it.
+        problem: compiles a schema.
+
+    Raises:
+        UnenforceableSchema: the schema is strict, and a keyword cannot be enforced.
+    """
+    reason = problem(schema, False)
+    if reason is None:
+        return schema
+    made, left_out = _without_faults(schema, _regex_check(problem))
+    if is_strict:
+        if problem(made, False) is not None:
+            left_out.insert(0, shown(_culprit(made, problem, False)))
+        raise UnenforceableSchema(f"{', '.join(left_out[:5])[:300]}: {reason}")
+    left_out = left_out or [reason]
+    forms = [made]
+    if problem(made, True) is not None:
+        place = _culprit(made, problem, True)
+        for path in [place, ()] if place else [()]:
+            forms += [_reduced_at(made, path, keywords) for keywords in (_SHAPE, _BONES, ())]
+        left_out.append(f"limits that contradict each other at {shown(place)}")
+    found = next((form for form in forms if problem(form, True) is None), {})
+    _log.warning("the grammar for %s leaves out: %s", owner[:200], ", ".join(left_out)[:500])
+    return found
+
+
+def schema_fault(text: str, problem: Problem) -> str | None:
+    """Return the path of what is wrong with a schema, and the reason; None if it compiles."""
+    try:
+        enforceable(json.loads(text), True, "", problem)
+    except UnenforceableSchema as error:
+        return str(error)
+    return None
+
+
+def well_formed(schema: Any) -> Any:
+    """Return a schema without malformed values of keywords, for chat templates that read it."""
+    return _without_faults(schema, None)[0]
+
+
+def first_line(message: str) -> str:
+    """Return the first line of a message and the line of the reason, if that is another."""
+    lines = [line.strip() for line in message.strip().splitlines()] or ["it cannot be compiled"]
+    reasons = [line for line in lines[1:] if line.startswith("error:")]
+    return " ".join([lines[0], *reasons[:1]])[:200]
+
+
+def _regex_check(problem: Problem) -> Callable[[Any], bool]:
+    """Return a check of patterns, which compiles each of them once, and a number at most."""
+    verdicts: dict[str, bool] = {}
+
+    def check(pattern: Any) -> bool:
+        if not isinstance(pattern, str):
+            return False
+        if pattern not in verdicts and len(verdicts) < _MAX_PATTERNS:
+            verdicts[pattern] = problem({"type": "string", "pattern": pattern}, False) is None
+        return verdicts.get(pattern, False)
+
+    return check
+
+
+def _without_faults(schema: Any, is_regex: Callable[[Any], bool] | None) -> tuple[Any, list[str]]:
+    """Return a schema without its faults, and their paths.
+
+    Args:
+        schema: any JSON value.
+        is_regex: checks a pattern; None: faults are malformed values only, not keywords that
+            grammars do not support.
+    """
+    left_out: list[str] = []
+    # A fault that is removed may be the target of a reference, which becomes one itself.
+    while faults := _Faults(schema, is_regex).found:
+        schema = copy.deepcopy(schema)
+        left_out += [shown(path) for path, _ in faults]
+        for path, value in faults:
+            _put(schema, path, value)
+    return schema, left_out
+
+
+class _Faults:
+    """Finder of keywords in a schema that a grammar cannot follow.
+
+    Attributes:
+        found: path and new value of each; `_GONE` for those that are removed.
+        places: paths of all schemas that were looked at.
+    """
+
+    def __init__(self, root: Any, is_regex: Callable[[Any], bool] | None = None) -> None:
+        self._root = root
+        self._is_regex = is_regex
+        self.found: list[tuple[Path, Any]] = []
+        self.places: list[Path] = []
+        self._waiting: list[tuple[Path, Any]] = [((), root)]
+        seen: set[int] = set()
+        while self._waiting:
+            path, node = self._waiting.pop()
+            if not isinstance(node, dict) or id(node) in seen:
+                continue
+            seen.add(id(node))
+            self.places.append(path)
+            for name, value in node.items():
+                self._keyword((*path, name), value, node)
+
+    def _keyword(self, path: Path, value: Any, node: dict[str, Any]) -> None:
+        name = str(path[-1])
+        if name in _NAMED:
+            self._schemas(path, value, dict)
+        elif name in _LISTED or (name == "items" and isinstance(value, list)):
+            self._schemas(path, value, list)
+        elif name in _SINGLE:
+            if not isinstance(value, dict | bool):
+                self.found.append((path, {"true": True, "false": False}.get(str(value), _GONE)))
+            self._waiting.append((path, value))
+        elif not _fits(name, value, node):
+            self.found.append((path, _GONE))
+        elif self._is_regex is not None:
+            self._support(path, value, node)
+
+    def _schemas(self, path: Path, value: Any, kind: type) -> None:
+        if not isinstance(value, kind) or (path[-1] in ("anyOf", "oneOf", "allOf") and not value):
+            self.found.append((path, _GONE))
+            return
+        for key, inner in value.items() if kind is dict else enumerate(value):
+            place = (*path, key)
+            is_pattern = path[-1] == "patternProperties" and self._is_regex is not None
+            if is_pattern and not self._is_regex(key):  # type: ignore[misc]
+                self.found.append((place, _GONE))
+            elif not isinstance(inner, dict | bool):
+                self.found.append((place, {}))
+            self._waiting.append((place, inner))
+
+    def _support(self, path: Path, value: Any, node: dict[str, Any]) -> None:
+        """Find a fault of a well-formed keyword."""
+        name = path[-1]
+        assert self._is_regex is not None
+        if name in _UNSUPPORTED or (name == "pattern" and not self._is_regex(value)):
+            self.found.append((path, _GONE))
+        elif name == "type":
+            types = [TYPE_NAMES.get(kind.lower(), kind.lower()) for kind in _listed(value)]
+            if not types or not _TYPES.issuperset(types):
+                self.found.append((path, _GONE))
+            elif types != _listed(value):
+                self.found.append((path, types if isinstance(value, list) else types[0]))
+        elif name == "required" and node.get("additionalProperties") in (False, "false"):
+            declared = node.get("properties")
+            kept = [key for key in value if isinstance(declared, dict) and key in declared]
+            if kept != value and not node.get("patternProperties"):
+                self.found.append((path, kept))
+        elif name == "$ref":
+            self._reference(path, value)
+
+    def _reference(self, path: Path, value: str) -> None:
+        pointer = value.removeprefix("#")
+        if value == "#" or value.startswith("#/"):
+            keys = [
+                unquote(key).replace("~1", "/").replace("~0", "~") for key in pointer.split("/")
+            ]
+            place: Path = tuple(keys[1:])
+            target = _at(self._root, place)
+            if isinstance(target, dict | bool):
+                self._waiting.append((place, target))
+                return
+        elif value in self._names():
+            return
+        self.found.append((path, _GONE))
+
+    def _names(self) -> set[str]:
+        """Return the names that schemas within the root give themselves."""
+        names, level = set[str](), [self._root]
+        while level:
+            node = level.pop()
+            if isinstance(node, dict):
+                names |= {f"#{node.get('$anchor')}", str(node.get("$id"))}
+            level += node.values() if isinstance(node, dict) else []
+            level += node if isinstance(node, list) else []
+        return names
+
+
+def _fits(name: str, value: Any, node: dict[str, Any]) -> bool:
+    """Return whether a keyword's value has the form that JSON Schema defines."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if name.startswith(("min", "max")) and name.endswith(("Length", "Items", "Properties")):
+        return is_number and isinstance(value, int) and value >= 0
+    if name in ("minimum", "maximum"):
+        return is_number
+    if name in ("exclusiveMinimum", "exclusiveMaximum"):
+        return isinstance(value, int | float)  # true and false in older drafts
+    if name == "multipleOf":
+        return is_number and value > 0
+    if name in ("pattern", "format", "$ref"):
+        return isinstance(value, str)
+    if name == "enum":
+        return isinstance(value, list) and bool(value)
+    if name == "required":
+        return isinstance(value, list) and all(isinstance(item, str) for item in value)
+    if name == "type":
+        return all(isinstance(item, str) for item in _listed(value))
+    return True
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _at(root: Any, path: Path) -> Any:
+    """Return the value at a path of names and numbers; None where there is none."""
+    for key in path:
+        if isinstance(root, dict):
+            root = root.get(key)
+        elif isinstance(root, list) and str(key).isdecimal() and int(key) < len(root):
+            root = root[int(key)]
+        else:
+            return None
+    return root
+
+
+def _put(root: Any, path: Path, value: Any) -> None:
+    """Put a value at a path, or remove what is there."""
+    holder = _at(root, path[:-1])
+    if isinstance(holder, list):
+        holder[int(path[-1])] = value
+    elif isinstance(holder, dict) and value is _GONE:
+        holder.pop(path[-1], None)
+    elif isinstance(holder, dict) and path:
+        holder[path[-1]] = value
+
+
+def shown(path: Path) -> str:
+    """Return a path as a JSON pointer."""
+    return "#" + "".join(f"/{str(key)[:60]}" for key in path)
+
+
+def _culprit(schema: dict[str, Any], problem: Problem, lenient: bool) -> Path:
+    """Return the path of the innermost schema without which the rest compiles."""
+    for path in sorted(_Faults(schema).places, key=len, reverse=True)[:_MAX_TRIES]:
+        rest = copy.deepcopy(schema)
+        _put(rest, path, {})
+        if path and problem(rest, lenient) is None:
+            return path
+    return ()
+
+
+def _reduced_at(schema: dict[str, Any], path: Path, keywords: tuple[str, ...]) -> dict[str, Any]:
+    """Return a schema in which the one at a path has these keywords alone."""
+    part = _reduced(_at(schema, path), keywords)
+    if not path:
+        return part
+    made = copy.deepcopy(schema)
+    _put(made, path, part)
+    return made
+
+
+def _reduced(schema: Any, keywords: tuple[str, ...]) -> Any:
+    """Return a schema with these keywords alone, at all depths."""
+    if isinstance(schema, list):
+        return [_reduced(item, keywords) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made: dict[str, Any] = {}
+    for name in keywords:
+        if name in schema:
+            value = schema[name]
+            if name in _NAMED:
+                value = {key: _reduced(inner, keywords) for key, inner in value.items()}
+            elif name in _LISTED or name in _SINGLE:
+                value = _reduced(value, keywords)
+            made[name] = value
+    return made

@@ -1,0 +1,89 @@
+"""ChatCalls: answers, and the calls in them, in the words of OpenAI's chat API."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from jaxserve.server.api.generation import Part
+from jaxserve.server.schema.openai import AnsweredCall, AnswerMessage, ChatDelta, FunctionCall
+from jaxserve.server.schema.tools import (
+    CallDelta,
+    CustomCall,
+    CustomDelta,
+    FunctionDelta,
+    Tool,
+)
+from jaxserve.server.tool_calls.custom_input import CustomInput
+from jaxserve.server.tool_calls.pieces import Call, CallPart, Message, Thought
+
+
+class ChatCalls:
+    """Formatter of the messages of one request.
+
+    Args:
+        tools: of the request; calls of custom ones hold a text in place of arguments.
+    """
+
+    def __init__(self, tools: Iterable[Tool]) -> None:
+        self._custom = {tool.function.name for tool in tools if tool.type == "custom"}
+        self._inputs: dict[tuple[int, int], CustomInput] = {}  # by choice and call
+
+    def answer(self, message: Message) -> AnswerMessage:
+        """Return a whole message."""
+        answer = AnswerMessage(message.content)
+        if message.calls:
+            answer.content = message.content or None
+            answer.tool_calls = [self._call(call) for call in message.calls]
+        if message.reasoning:
+            answer.reasoning = answer.reasoning_content = message.reasoning
+        return answer
+
+    def _call(self, call: Call) -> AnsweredCall:
+        if call.name not in self._custom:
+            function = FunctionCall(name=call.name, arguments=call.arguments)
+            return AnsweredCall(id=call.id, function=function)
+        reader = CustomInput()
+        text = reader.feed(call.arguments) + reader.finish()
+        custom = CustomCall(name=call.name, input=text)
+        return AnsweredCall(id=call.id, type="custom", custom=custom)
+
+    def delta(self, part: Part) -> ChatDelta:
+        """Return what is new in a message, with one entry for each call."""
+        delta = ChatDelta()
+        calls: dict[int, CallDelta] = {}
+        for piece in part.pieces:
+            if isinstance(piece, CallPart):
+                self._add(part.index, calls, piece)
+            elif isinstance(piece, Thought):
+                delta.reasoning = delta.reasoning_content = (delta.reasoning or "") + piece.text
+            else:
+                delta.content = (delta.content or "") + piece.text
+        if part.finish_reason:
+            for key in [key for key in self._inputs if key[0] == part.index]:
+                if rest := self._inputs.pop(key).finish():
+                    _add_input(calls.setdefault(key[1], CallDelta(key[1])), rest)
+        if calls:
+            delta.tool_calls = list(calls.values())
+        return delta
+
+    def _add(self, choice: int, calls: dict[int, CallDelta], piece: CallPart) -> None:
+        """Add a piece of a call to what is new of it, unless it adds no text to a custom one."""
+        key = (choice, piece.index)
+        if piece.id is not None and piece.name in self._custom:
+            self._inputs[key] = CustomInput()
+        text = self._inputs[key].feed(piece.arguments) if key in self._inputs else None
+        if text == "" and piece.id is None:
+            return
+        call = calls.setdefault(piece.index, CallDelta(piece.index))
+        if piece.id is not None:
+            call.id, call.type = piece.id, "function" if text is None else "custom"
+        if text is not None:
+            _add_input(call, text, piece.name)
+            return
+        call.function = call.function or FunctionDelta(piece.name, "")
+        call.function.arguments = (call.function.arguments or "") + piece.arguments
+
+
+def _add_input(call: CallDelta, text: str, name: str | None = None) -> None:
+    call.custom = call.custom or CustomDelta(name)
+    call.custom.input = (call.custom.input or "") + text

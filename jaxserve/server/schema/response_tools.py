@@ -1,0 +1,154 @@
+"""Tools of the responses endpoint in a chat's form: groups, custom and hosted ones, choices."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from jaxserve.errors import InvalidRequest
+from jaxserve.server.schema.response_items import (
+    HOSTED_TOOLS,
+    Choice,
+    ResponseTool,
+    ToolChoice,
+    ToolReference,
+)
+from jaxserve.server.schema.tools import (
+    AllowedTools,
+    CustomDefinition,
+    CustomFormat,
+    FunctionDefinition,
+    FunctionName,
+    NamedTool,
+    Tool,
+)
+
+
+def flat_name(namespace: str | None, name: str) -> str:
+    """Return the name by which the model calls a tool of a group, as vLLM forms it."""
+    return f"{namespace}__{name}" if namespace else name
+
+
+def seen_tools(tools: list[ResponseTool] | None) -> list[tuple[str | None, ResponseTool]]:
+    """Return the tools that the model is shown, each with its group's name.
+
+    Raises:
+        InvalidRequest: a tool is not served, or has no name.
+    """
+    found: list[tuple[str | None, ResponseTool]] = []
+    for tool in tools or ():
+        if tool.type == "namespace":
+            members = tool.tools or []
+            if any(member.type not in ("function", "custom") for member in members):
+                raise InvalidRequest(
+                    "tools: a namespace can only hold tools of types function and custom", "tools"
+                )
+            found += [(tool.name, member) for member in members]
+        elif tool.type not in HOSTED_TOOLS:
+            found.append((None, tool))
+    for _, tool in found:
+        if tool.type not in ("function", "custom"):
+            raise InvalidRequest(
+                f"tools of type {tool.type[:40]!r} are unknown: function, custom and namespace are "
+                "served, and hosted tools of OpenAI's are left out",
+                "tools",
+            )
+    if any(tool.name is None for tool in tools or () if tool.type not in HOSTED_TOOLS) or any(
+        tool.name is None for _, tool in found
+    ):
+        raise InvalidRequest("tools: a tool needs a name", "tools")
+    return found
+
+
+def _chosen_name(name: str, tools: list[ResponseTool] | None) -> str:
+    """Return the name by which the model calls a chosen tool; groups may be left out, as in vLLM.
+
+    Raises:
+        InvalidRequest: several groups have a tool of this name.
+    """
+    seen = [(flat_name(group, tool.name or ""), tool.name) for group, tool in seen_tools(tools)]
+    if any(flat == name for flat, _ in seen):
+        return name
+    found = [flat for flat, own in seen if own == name]
+    if len(found) > 1:
+        raise InvalidRequest(
+            f"tool_choice: {name[:60]!r} is in several groups; name one of {', '.join(found)}",
+            "tool_choice",
+        )
+    return found[0] if found else name
+
+
+def tool_choice(
+    choice: Choice | None, tools: list[ResponseTool] | None
+) -> NamedTool | Literal["none", "auto", "required"] | None:
+    """Return the choice of tools in a chat's form.
+
+    Raises:
+        InvalidRequest: it names a tool that is not served, or none.
+    """
+    if not isinstance(choice, ToolChoice):
+        return choice
+    if choice.type != "allowed_tools":
+        return _named(choice.type, choice.name or None, tools)
+    listed = choice.tools or []
+    served = [named for tool in listed for named in _allowed(tool, tools)]
+    if listed and not served and choice.mode == "required":
+        raise _not_served(listed[0].type)
+    allowed = AllowedTools(mode=choice.mode or "auto", tools=served)
+    return NamedTool(type="allowed_tools", allowed_tools=allowed)
+
+
+def _allowed(tool: ToolReference, tools: list[ResponseTool] | None) -> list[NamedTool]:
+    """Return the tools that an allowed tool stands for: none if hosted, or all of its group."""
+    if tool.type in HOSTED_TOOLS:
+        return []
+    if tool.type != "namespace":
+        return [_named(tool.type, tool.name, tools)]
+    members = [(group, member.name or "") for group, member in seen_tools(tools)]
+    names = [flat_name(group, name) for group, name in members if group and group == tool.name]
+    if not names:
+        raise InvalidRequest(
+            f"tool_choice: namespace {(tool.name or '')[:60]!r} is not in tools", "tool_choice"
+        )
+    return [NamedTool(function=FunctionName(name=name)) for name in names]
+
+
+def _not_served(kind: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"tool_choice: tools of type {kind[:40]!r} are not served; choose one of type function or "
+        "custom",
+        "tool_choice",
+    )
+
+
+def _named(kind: str, name: str | None, tools: list[ResponseTool] | None) -> NamedTool:
+    if kind not in ("function", "custom"):
+        raise _not_served(kind)
+    if name is None:
+        raise InvalidRequest(f"tool_choice of type {kind} needs a name", "tool_choice")
+    return NamedTool(function=FunctionName(name=_chosen_name(name, tools)))
+
+
+def chat_tool(namespace: str | None, tool: ResponseTool) -> Tool:
+    """Return a tool in a chat's form.
+
+    Raises:
+        InvalidRequest: the format of a custom tool has no meaning.
+    """
+    name = flat_name(namespace, tool.name or "")
+    if tool.type != "custom":
+        return Tool(
+            function=FunctionDefinition(
+                name=name,
+                description=tool.description,
+                parameters=tool.parameters,
+                strict=tool.strict,
+            )
+        )
+    try:
+        form = msgspec.convert(tool.format or {}, CustomFormat)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"tools: format of {name[:60]!r}: {error}", "tools") from None
+    own = CustomDefinition(name=name, description=tool.description, format=form)
+    return Tool(type="custom", custom=own)

@@ -1,0 +1,144 @@
+"""Schemas of tools in chats: their definitions, the choice among them, and streamed calls."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+# A custom tool as a function.
+CUSTOM_PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+
+
+def require(value: Any, name: str) -> None:
+    """Refuse a missing field in the words of msgspec."""
+    if value is None:
+        raise ValueError(f"Object missing required field `{name}`")
+
+
+class FunctionDefinition(msgspec.Struct, kw_only=True):
+    """A function that may be called; `parameters` is the JSON schema of its arguments."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class GrammarDefinition(msgspec.Struct, kw_only=True):
+    definition: str
+    syntax: Literal["lark", "regex"]
+
+
+class CustomFormat(msgspec.Struct, kw_only=True):
+    """Form of a custom tool's text. The Responses API has no object around its grammar."""
+
+    type: Literal["text", "grammar"] = "text"
+    grammar: GrammarDefinition | None = None
+    definition: str | None = None
+    syntax: Literal["lark", "regex"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.definition is not None and self.syntax is not None:
+            self.grammar = GrammarDefinition(definition=self.definition, syntax=self.syntax)
+        if self.type == "grammar":
+            require(self.grammar, "grammar")
+
+
+class CustomDefinition(msgspec.Struct, kw_only=True):
+    """A custom tool, which takes a text."""
+
+    name: str
+    description: str | None = None
+    format: CustomFormat | None = None
+
+
+class Tool(msgspec.Struct, kw_only=True):
+    """A tool that may be called; a custom one becomes a function with one argument as well."""
+
+    type: Literal["function", "custom"] = "function"
+    function: FunctionDefinition = None  # type: ignore[assignment]
+    custom: CustomDefinition | None = None
+
+    def __post_init__(self) -> None:
+        if self.type == "custom" and self.custom is not None:
+            own, grammar = self.custom, self._grammar
+            self.function = FunctionDefinition(
+                name=own.name, description=own.description, parameters=CUSTOM_PARAMETERS
+            )
+            if grammar is not None:
+                self.function.strict = True
+                hint = f"The input matches this {grammar.syntax} grammar:\n{grammar.definition}"
+                self.function.description = "\n".join(filter(None, (own.description, hint)))
+            if grammar is not None and grammar.syntax == "regex":
+                text = {"type": "string", "pattern": f"^(?:{grammar.definition})$"}
+                self.function.parameters = CUSTOM_PARAMETERS | {"properties": {"input": text}}
+        require(getattr(self, self.type), self.type)
+
+    @property
+    def _grammar(self) -> GrammarDefinition | None:
+        form = self.custom.format if self.type == "custom" and self.custom else None
+        return form.grammar if form is not None and form.type == "grammar" else None
+
+    @property
+    def lark(self) -> str | None:
+        """The Lark grammar of a custom tool's text, if it has one."""
+        grammar = self._grammar
+        return grammar.definition if grammar is not None and grammar.syntax == "lark" else None
+
+
+class FunctionName(msgspec.Struct, kw_only=True):
+    name: str
+
+
+class AllowedTools(msgspec.Struct, kw_only=True):
+    """Tools of a request that may be called, or of which one must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+
+class NamedTool(msgspec.Struct, kw_only=True):
+    """The tool that must be called, or the tools that may be called."""
+
+    type: Literal["function", "custom", "allowed_tools"] = "function"
+    function: FunctionName = None  # type: ignore[assignment]
+    custom: FunctionName | None = None
+    allowed_tools: AllowedTools | None = None
+
+    def __post_init__(self) -> None:
+        if self.type == "custom" and self.custom is not None:
+            self.function = self.custom
+        require(getattr(self, self.type), self.type)
+
+
+class CustomCall(msgspec.Struct, kw_only=True):
+    """A call of a custom tool, which takes a text."""
+
+    name: str
+    input: str
+
+
+class FunctionDelta(msgspec.Struct, omit_defaults=True):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class CustomDelta(msgspec.Struct, omit_defaults=True):
+    name: str | None = None
+    input: str | None = None
+
+
+class CallDelta(msgspec.Struct):
+    """More of a call; the first of each has its id and the tool's name."""
+
+    index: int
+    function: FunctionDelta | msgspec.UnsetType = msgspec.UNSET
+    custom: CustomDelta | msgspec.UnsetType = msgspec.UNSET
+    id: str | msgspec.UnsetType = msgspec.UNSET
+    type: str | msgspec.UnsetType = msgspec.UNSET
