@@ -24,7 +24,6 @@ from jaxserve.engine.prompts import (
     as_list,
     encoded,
     one_each,
-    plain_messages,
     prompt_parts,
     template_inputs,
     tokenized,

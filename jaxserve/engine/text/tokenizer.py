@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from jaxserve.engine.text.added_texts import AddedTexts
+from jaxserve.engine.text.messages import RefusedMessages
 from jaxserve.engine.text.plain_tokenizer import read_plain
 from jaxserve.engine.text.template import ChatTemplate, TemplateTooLong
 from jaxserve.errors import CheckpointError, InvalidRequest
@@ -269,7 +270,7 @@ class Tokenizer:
         except InvalidRequest:
             raise
         except Exception as error:  # whatever a template raises is about its input
-            raise InvalidRequest(
+            raise RefusedMessages(
                 f"the chat template refuses the messages: {error}", "messages"
             ) from error
         ids = [

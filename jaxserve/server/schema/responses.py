@@ -176,8 +176,11 @@ def check_served(items: list[InputItem], field: str) -> None:
     """
     try:
         for item in items:
-            if item.type != "reasoning":
-                _append([], item)
+            if item.type == "reasoning":
+                continue
+            _append([], item)
+            for content in (item.content, item.output):
+                _check_text(content if isinstance(content, list) else [])
     except InvalidRequest as error:
         raise InvalidRequest(str(error).replace("input:", f"{field}:", 1), field) from None
 
@@ -200,6 +203,9 @@ def as_chat(body: ResponsesRequest, items: Iterable[InputItem]) -> ChatRequest:
         if item.type == "reasoning":
             thoughts = _text(item.content) or _text(item.summary)
             continue
+        if thoughts is not None and not _is_answer(item):
+            # The answer ended within its thoughts. Templates expect a turn of the assistant.
+            messages.append(ChatMessage(role="assistant", content="", reasoning_content=thoughts))
         _append(messages, item)
         if thoughts and messages[-1].role == "assistant":
             messages[-1].reasoning_content = thoughts
@@ -224,6 +230,19 @@ def as_chat(body: ResponsesRequest, items: Iterable[InputItem]) -> ChatRequest:
     else:
         chat.tool_choice = choice
     return chat
+
+
+def _is_answer(item: InputItem) -> bool:
+    is_call = item.type in ("function_call", "custom_tool_call")
+    return is_call or (item.type == "message" and item.role == "assistant")
+
+
+def _check_text(parts: list[ContentPart]) -> None:
+    for part in parts:
+        if not part.is_text:
+            raise InvalidRequest(
+                f"input: content of type {part.type[:40]!r} is not supported: only text is", "input"
+            )
 
 
 def _is_partial(given: str | list[InputItem]) -> bool:
@@ -323,7 +342,7 @@ def _append(messages: list[ChatMessage], item: InputItem) -> None:
     elif kind in ("function_call", "custom_tool_call"):
         if item.name is None or item.call_id is None:
             raise InvalidRequest(f"input: a {kind} needs name and call_id", "input")
-        arguments = item.arguments or ""
+        arguments = item.arguments
         if kind == "custom_tool_call":
             arguments = json.dumps({"input": item.input or ""}, ensure_ascii=False)
         function = FunctionCall(name=flat_name(item.namespace, item.name), arguments=arguments)

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from jaxserve.errors import InvalidRequest
+from jaxserve.server.schema.arguments import is_within
 from jaxserve.server.schema.openai import ChatRequest, NamedTool, ResponseFormat, Tool
 from jaxserve.server.tool_calls.examples import example_of
 from jaxserve.server.tool_calls.formats import CALL_FORMATS, DEFAULT_FORMAT, CallFormat
@@ -103,24 +104,10 @@ def check_tools(tools: list[Tool], field: str = "tools") -> None:
             isinstance(required, list) and all(isinstance(each, str) for each in required)
         ):
             raise InvalidRequest(f"{field}: required of {name!r} must be a list of names", field)
-        if not _is_within(schema, MAX_DEPTH):
+        if not is_within(schema, MAX_DEPTH):
             raise InvalidRequest(
                 f"{field}: parameters of {name!r} are nested deeper than {MAX_DEPTH}", field
             )
-
-
-def _is_within(value: Any, depth: int) -> bool:
-    level = [value]
-    for _ in range(depth):
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, dict | list)
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-        if not level:
-            return True
-    return False
 
 
 def tool_use(
@@ -250,20 +237,3 @@ def _answer_schema(response_format: ResponseFormat | None) -> dict[str, Any] | N
     if response_format.type == "json_object":
         return {"type": "object"}
     return None if response_format.json_schema is None else response_format.json_schema.schema
-
-
-def read_arguments(text: str, name: str) -> dict[str, Any]:
-    """Return a call's arguments as the object that chat templates require.
-
-    Raises:
-        InvalidRequest: they are no JSON object.
-    """
-    try:
-        value = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise InvalidRequest(
-            f"messages: the arguments of a call of {name[:60]!r} are not a JSON object", "messages"
-        )
-    return value

@@ -1,0 +1,178 @@
+"""Conversations in plainer forms, for chat templates that refuse what clients send back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+Messages = list[dict[str, Any]]
+# Text that only a template which prints arguments as they are leaves whole; JSON escapes the quote.
+PROBE = '{"aaaa'
+# Mistral's templates require ids of nine letters and digits.
+_ID = "call{:05}"
+
+
+def probe_messages() -> Messages:
+    """Return a conversation that shows whether a template prints arguments that are text."""
+    call = _call(_ID.format(0), "f", PROBE)
+    result = {"role": "tool", "content": "a", "tool_call_id": call["id"]}
+    return [{"role": "user", "content": "a"}, _calling(call), result]
+
+
+def has_text_arguments(messages: Sequence[dict[str, Any]]) -> bool:
+    """Return whether a call has arguments that are no object."""
+    calls = (call for message in messages for call in message.get("tool_calls") or ())
+    return any(isinstance(call["function"]["arguments"], str) for call in calls)
+
+
+def with_objects(messages: Messages) -> Messages:
+    """Return a conversation in which arguments that are no object are an empty one."""
+
+    def given(call: dict[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        is_text = isinstance(function["arguments"], str)
+        return {**call, "function": {**function, "arguments": {}}} if is_text else call
+
+    return [
+        {**message, "tool_calls": list(map(given, message["tool_calls"]))}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+
+
+def single_calls(messages: Sequence[dict[str, Any]]) -> Messages:
+    """Return a conversation with one call in a message, each followed by its result.
+
+    A result that belongs to no call gets one before it.
+    """
+    made: Messages = []
+    waiting: Messages = []
+    names: dict[Any, str] = {}
+    for message in messages:
+        if message["role"] == "tool":
+            made += [_called(message, waiting, names), message]
+            continue
+        made += waiting
+        waiting = []
+        calls = message.get("tool_calls") or []
+        names.update((call.get("id"), call["function"]["name"]) for call in calls)
+        if message["role"] == "assistant" and calls:
+            first = {**message, "tool_calls": calls[:1]}
+            waiting = [first, *(_calling(call) for call in calls[1:])]
+        else:
+            made.append(message)
+    return made + waiting
+
+
+def _called(result: dict[str, Any], waiting: Messages, names: dict[Any, str]) -> dict[str, Any]:
+    """Return the call of a result: that with its id, the first that waits, or a new one."""
+    wanted = result.get("tool_call_id")
+    ids = [message["tool_calls"][0].get("id") for message in waiting]
+    if waiting:
+        return waiting.pop(ids.index(wanted) if wanted in ids else 0)
+    name = result.get("name") or names.get(wanted) or "tool"
+    return _calling(_call(wanted or _ID.format(0), name, {}))
+
+
+def _call(number: str, name: str, arguments: Any) -> dict[str, Any]:
+    return {"id": number, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _calling(call: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def plainer_histories(messages: Messages, reads_calls: bool) -> Iterator[Messages]:
+    """Yield forms of a conversation that stricter templates render, the nearest first.
+
+    Llama's template takes one call in a message, Mistral's ids of nine characters, Gemma's only
+    turns of user and assistant that alternate. The newest message stays as it is: a template that
+    refuses it refuses the request.
+
+    Args:
+        messages: that the template refuses.
+        reads_calls: whether the template renders calls.
+    """
+    single = _numbered(single_calls(messages))
+    if reads_calls:
+        yield single
+    turns = _answered(single) if reads_calls else _in_words(single)
+    yield _alternating(turns, messages[-1])
+
+
+def _numbered(messages: Messages) -> Messages:
+    """Return single calls and their results with new ids."""
+    made: Messages = []
+    number = 0
+    for message in messages:
+        if message.get("tool_calls"):
+            number += 1
+            call = {**message["tool_calls"][0], "id": _ID.format(number)}
+            message = {**message, "tool_calls": [call]}
+        elif message["role"] == "tool":
+            message = {**message, "tool_call_id": _ID.format(number)}
+        made.append(message)
+    return made
+
+
+def _answered(messages: Messages) -> Messages:
+    """Return a conversation with an empty answer between a result and what a user says next."""
+    made: Messages = []
+    for message in messages:
+        if made and made[-1]["role"] == "tool" and message["role"] == "user":
+            made.append({"role": "assistant", "content": ""})
+        made.append(message)
+    return made
+
+
+def _in_words(messages: Messages) -> Messages:
+    """Return a conversation whose calls and results are text of the assistant and the user."""
+    made: Messages = []
+    is_result = False
+    for message in messages:
+        worded = _worded(message)
+        if is_result and worded["role"] == "user":
+            worded = _joined(made.pop(), worded)
+        made.append(worded)
+        is_result = message["role"] == "tool"
+    return made
+
+
+def _worded(message: dict[str, Any]) -> dict[str, Any]:
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"Result of the call:\n{message['content']}"}
+    if not message.get("tool_calls"):
+        return message
+    call = json.dumps(message["tool_calls"][0]["function"], ensure_ascii=False)
+    rest = {name: value for name, value in message.items() if name != "tool_calls"}
+    return {**rest, "content": "\n".join(filter(None, (message["content"], call)))}
+
+
+def _joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    texts = filter(None, (first["content"], second["content"]))
+    return {**first, **second, "content": "\n\n".join(texts)}
+
+
+def _alternating(messages: Messages, newest: dict[str, Any]) -> Messages:
+    """Return a conversation whose turns alternate, with one system message at its beginning.
+
+    The newest message joins no other, since its place may be wrong.
+    """
+    systems = [message for message in messages if message["role"] == "system"]
+    if systems and newest["role"] != "system":
+        text = "\n\n".join(message["content"] for message in systems)
+        rest = [message for message in messages if message["role"] != "system"]
+        messages = [{**systems[0], "content": text}, *rest]
+    made: Messages = []
+    for message in messages:
+        last = made[-1] if made else {"role": "system"}
+        is_same = last["role"] == message["role"] in ("user", "assistant")
+        has_calls = last.get("tool_calls") or message.get("tool_calls")
+        if is_same and not has_calls and message is not newest:
+            message = _joined(made.pop(), message)
+        elif last["role"] == "system" and message["role"] == "assistant" and len(messages) > 1:
+            made.append({"role": "user", "content": ""})
+        made.append(message)
+    return made
