@@ -338,7 +338,11 @@ def _append(messages: list[ChatMessage], item: InputItem) -> None:
     """Append an item; a call joins the assistant's message before it, or becomes a new one."""
     kind = item.type
     if kind == "message":
-        messages.append(ChatMessage(role=item.role or "user", content=item.content))
+        last = messages[-1] if messages else None
+        if last is not None and last.tool_calls and item.role == "assistant":
+            last.content = [*_parts(last.content), *_parts(item.content)]  # what follows a call
+        else:
+            messages.append(ChatMessage(role=item.role or "user", content=item.content))
     elif kind in ("function_call", "custom_tool_call"):
         if item.name is None or item.call_id is None:
             raise InvalidRequest(f"input: a {kind} needs name and call_id", "input")
@@ -365,6 +369,12 @@ def _text(content: str | list[ContentPart] | None) -> str:
         return content or ""
     # Parts of thoughts have types of their own.
     return "".join(part.words or part.text or "" for part in content)
+
+
+def _parts(content: str | list[ContentPart] | None) -> list[ContentPart]:
+    if isinstance(content, str):
+        return [ContentPart(type="text", text=content)] if content else []
+    return content or []
 
 
 def _response_format(text: TextOptions | None) -> ResponseFormat | None:

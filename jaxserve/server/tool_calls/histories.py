@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+from jaxserve.server.schema.arguments import arguments_text
 
 Messages = list[dict[str, Any]]
 # Text that only a template which prints arguments as they are leaves whole; JSON escapes the quote.
@@ -16,7 +18,7 @@ _ID = "call{:05}"
 def probe_messages() -> Messages:
     """Return a conversation that shows whether a template prints arguments that are text."""
     call = _call(_ID.format(0), "f", PROBE)
-    result = {"role": "tool", "content": "a", "tool_call_id": call["id"]}
+    result = {"role": "tool", "name": "f", "content": "a", "tool_call_id": call["id"]}
     return [{"role": "user", "content": "a"}, _calling(call), result]
 
 
@@ -26,16 +28,23 @@ def has_text_arguments(messages: Sequence[dict[str, Any]]) -> bool:
     return any(isinstance(call["function"]["arguments"], str) for call in calls)
 
 
+def with_texts(messages: Messages) -> Messages:
+    """Return a conversation in which all arguments are text."""
+    return _with_arguments(messages, arguments_text)
+
+
 def with_objects(messages: Messages) -> Messages:
     """Return a conversation in which arguments that are no object are an empty one."""
+    return _with_arguments(messages, lambda given: {} if isinstance(given, str) else given)
 
-    def given(call: dict[str, Any]) -> dict[str, Any]:
+
+def _with_arguments(messages: Messages, change: Callable[[Any], Any]) -> Messages:
+    def changed(call: dict[str, Any]) -> dict[str, Any]:
         function = call["function"]
-        is_text = isinstance(function["arguments"], str)
-        return {**call, "function": {**function, "arguments": {}}} if is_text else call
+        return {**call, "function": {**function, "arguments": change(function["arguments"])}}
 
     return [
-        {**message, "tool_calls": list(map(given, message["tool_calls"]))}
+        {**message, "tool_calls": list(map(changed, message["tool_calls"]))}
         if message.get("tool_calls")
         else message
         for message in messages
@@ -96,32 +105,36 @@ def plainer_histories(messages: Messages, reads_calls: bool) -> Iterator[Message
         reads_calls: whether the template renders calls.
     """
     single = _numbered(single_calls(messages))
-    if reads_calls:
-        yield single
-    turns = _answered(single) if reads_calls else _in_words(single)
-    yield _alternating(turns, messages[-1])
+    if not reads_calls:
+        yield _alternating(_in_words(single), messages[-1])
+        return
+    for form in (single, _alternating(_answered(single), messages[-1])):
+        yield form
+        yield with_texts(form)
 
 
 def _numbered(messages: Messages) -> Messages:
-    """Return single calls and their results with new ids."""
+    """Return single calls and their results with new ids, and each result with its name."""
     made: Messages = []
-    number = 0
+    number, name = 0, ""
     for message in messages:
         if message.get("tool_calls"):
             number += 1
             call = {**message["tool_calls"][0], "id": _ID.format(number)}
             message = {**message, "tool_calls": [call]}
+            name = call["function"]["name"]
         elif message["role"] == "tool":
-            message = {**message, "tool_call_id": _ID.format(number)}
+            message = {"name": name, **message, "tool_call_id": _ID.format(number)}
         made.append(message)
     return made
 
 
 def _answered(messages: Messages) -> Messages:
-    """Return a conversation with an empty answer between a result and what a user says next."""
+    """Return a conversation with an empty answer between calls and what a user says next."""
     made: Messages = []
     for message in messages:
-        if made and made[-1]["role"] == "tool" and message["role"] == "user":
+        is_after_call = made and (made[-1]["role"] == "tool" or made[-1].get("tool_calls"))
+        if is_after_call and message["role"] == "user":
             made.append({"role": "assistant", "content": ""})
         made.append(message)
     return made
