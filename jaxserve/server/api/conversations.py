@@ -9,10 +9,10 @@ import msgspec
 from jaxserve.engine.prompts import truncated
 from jaxserve.engine.text.messages import plain_messages
 from jaxserve.errors import InvalidRequest
+from jaxserve.server.schema.arguments import given_arguments
 from jaxserve.server.schema.openai import ChatMessage, ChatRequest, ToolCall
 from jaxserve.server.served.chat_template import check_inputs
 from jaxserve.server.served.models import ServedModel
-from jaxserve.server.schema.arguments import given_arguments
 from jaxserve.server.tool_calls.tools import check_tools, described
 
 MAX_MESSAGES = MAX_DOCUMENTS = 4096

@@ -186,7 +186,7 @@ class MessagesResponse(msgspec.Struct, kw_only=True):
 
 
 def as_chat(body: CountRequest) -> ChatRequest:
-    """Return the conversation that a request stands for; a last assistant message is continued.
+    """Return the conversation that a request stands for; a last assistant's text is continued.
 
     Raises:
         InvalidRequest: a block that is not served.
@@ -198,7 +198,8 @@ def as_chat(body: CountRequest) -> ChatRequest:
         messages += _chat_messages(message)
     chat = ChatRequest(model=body.model, messages=messages)
     chat.chat_template_kwargs = body.chat_template_kwargs
-    if body.messages and body.messages[-1].role == "assistant":
+    # A message with calls is complete: templates write calls behind its text.
+    if body.messages and body.messages[-1].role == "assistant" and not messages[-1].tool_calls:
         chat.continue_final_message = True
     _put_tools(chat, body)
     thinking = body.thinking

@@ -217,7 +217,7 @@ def as_chat(body: ResponsesRequest, items: Iterable[InputItem]) -> ChatRequest:
         logprobs=wants_logprobs(body),
         **{name: getattr(body, name) for name in _SAME},
     )
-    if _is_partial(body.input):
+    if _is_partial(body.input) and not messages[-1].tool_calls:
         chat.continue_final_message, chat.add_generation_prompt = True, False
     if body.reasoning is not None:
         chat.reasoning_effort = body.reasoning.effort
