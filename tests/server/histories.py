@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -43,9 +43,10 @@ def corpus() -> list[dict[str, Any]]:
         kept = json.loads(path.read_text())
         for output in kept.get("outputs", ()):
             if len(output["text"]) <= MAX_CHARS:
-                found.append({**output, "calls_by": kept["tool_call_parser"]} | {
-                    "thinks_by": kept["reasoning_parser"]
-                })
+                found.append(
+                    {**output, "calls_by": kept["tool_call_parser"]}
+                    | {"thinks_by": kept["reasoning_parser"]}
+                )
     return found
 
 
@@ -61,7 +62,7 @@ class Drawn:
 
     text: str
     reads: AnswerFormat
-    is_cut: bool
+    is_cut: bool = False
 
 
 def draw(rng: random.Random) -> Drawn:
@@ -72,16 +73,29 @@ def draw(rng: random.Random) -> Drawn:
     if is_cut:
         text = text[: rng.randrange(len(text) + 1)]
     is_plain = output["calls"] and not output["content"] and not output["reasoning"]
-    choice = "required" if is_plain and rng.random() < 0.4 else "auto"
+    choice: Any = "required" if is_plain and rng.random() < 0.4 else "auto"
+    parser = output["calls_by"] if rng.random() < 0.9 else None
+    drawn = read_as(parser, text, choice, output["thinks_by"], output["start"])
+    return replace(drawn, is_cut=is_cut)
+
+
+def read_as(
+    parser: str | None,
+    text: str,
+    choice: Any = "auto",
+    thinks_by: str | None = None,
+    start: str = "closed",
+) -> Drawn:
+    """Return an answer that a request with tools reads by a dialect's parsers."""
     use = None
-    if output["calls_by"] is not None and rng.random() < 0.9:
+    if parser is not None:
         tools = msgspec.convert(TOOLS, list[Tool])
         user = [ChatMessage(role="user", content="?")]
         body = ChatRequest(messages=user, tools=tools, tool_choice=choice)
-        use = tool_use(body, output["calls_by"], True, json.dumps)
-    thinking = THINKING_FORMATS.get(output["thinks_by"] or "")
-    reads = AnswerFormat(use, thinking, Start(output["start"]) if thinking else Start.CLOSED)
-    return Drawn(text, reads, is_cut)
+        use = tool_use(body, parser, True, json.dumps)
+    thinking = THINKING_FORMATS.get(thinks_by or "")
+    reads = AnswerFormat(use, thinking, Start(start) if thinking else Start.CLOSED)
+    return Drawn(text, reads)
 
 
 def generated(model: ServedModel, drawn: Drawn) -> tuple[Generation, list[Part]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import httpx2
@@ -14,7 +14,7 @@ import pytest
 
 from jaxserve.engine.text.messages import left_out, plain_messages
 from jaxserve.errors import InvalidRequest
-from jaxserve.server.api.conversations import as_template_messages, template_ids
+from jaxserve.server.api.conversations import template_ids
 from jaxserve.server.http.app import App
 from jaxserve.server.kept.conversation_store import Conversation
 from jaxserve.server.kept.response_store import Turn
@@ -26,6 +26,7 @@ from jaxserve.server.schema.response_items import shown_items
 from jaxserve.server.served.models import ServedModel
 from tests.server import histories
 from tests.server.histories import IMAGE, TOOLS
+from tests.server.test_tools import SCHEMA, TOOL
 from tests.support.live_server import Server
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
@@ -48,9 +49,7 @@ def calling(arguments: str, before: str = "") -> str:
 
 # Each is as strict as templates of the models in its name.
 TEMPLATES = {
-    "qwen": calling(
-        "{% set a = c.function.arguments %}{{ a if a is string else (a | tojson) }}"
-    ),
+    "qwen": calling("{% set a = c.function.arguments %}{{ a if a is string else (a | tojson) }}"),
     "hermes": calling("{{ c.function.arguments | tojson }}"),
     "qwen_coder": calling(
         "{% for k, v in c.function.arguments | items %}{{ k }}={{ v | string }}{% endfor %}"
@@ -79,14 +78,17 @@ TEMPLATES = {
         "{% if m.tool_calls | length != 1 %}{{ raise_exception('one call at once') }}{% endif %}",
     ),
     "mistral": (
-        "{% for m in messages | rejectattr('role', 'equalto', 'tool') "
+        "{% set said = messages[1:] if messages[0].role == 'system' else messages %}"
+        "{% for m in said | rejectattr('role', 'equalto', 'tool') "
         "| selectattr('tool_calls', 'undefined') %}" + ALTERNATE + "{% endfor %}"
         "{% for m in messages %}{% set i = m.tool_call_id if m.role == 'tool' else "
         "(m.tool_calls[0].id if m.tool_calls else 'aaaaaaaaa') %}{% if i | length != 9 %}"
         "{{ raise_exception('nine letters') }}{% endif %}{{ m.role + m.content }}"
         "{{ m.tool_calls | tojson if m.tool_calls }}{% endfor %}"
     ),
-    "gemma": "{% for m in messages %}" + ALTERNATE + "{{ m.role + (m.content | trim) }}{% endfor %}",
+    "gemma": "{% for m in messages %}"
+    + ALTERNATE
+    + "{{ m.role + (m.content | trim) }}{% endfor %}",
     "gemma_with_system": (
         "{% set said = messages[1:] if messages[0].role == 'system' else messages %}"
         "{% for m in said %}" + ALTERNATE + "{% if m.role not in ('user', 'assistant') %}"
@@ -197,3 +199,420 @@ def test_every_answer_can_be_sent_back(app_of: Callable[[str], App], cases: int)
     names = list(TEMPLATES)
     for seed in range(cases):
         check_all(app_of(names[seed % len(names)]), seed)
+
+
+def call(arguments: Any, **fields: Any) -> dict[str, Any]:
+    return {"id": "c1", "function": {"name": "f", "arguments": arguments}, **fields}
+
+
+def with_call(path: str, arguments: Any, result: Any = "ok") -> list[Any]:
+    """Return a conversation of an API that holds a call with its result."""
+    if path == CHAT:
+        said = {"role": "assistant", "content": None, "tool_calls": [call(arguments)]}
+        return [USER, said, {"role": "tool", "tool_call_id": "c1", "content": result}, USER]
+    if path == MESSAGES:
+        used = {"type": "tool_use", "id": "c1", "name": "f", "input": arguments}
+        given = {"type": "tool_result", "tool_use_id": "c1", "content": result}
+        return [
+            USER,
+            {"role": "assistant", "content": [used]},
+            {"role": "user", "content": [given]},
+        ]
+    used = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": arguments}
+    return [USER, used, {"type": "function_call_output", "call_id": "c1", "output": result}, USER]
+
+
+NESTED: Any = {}
+for _ in range(MAX_DEPTH - 1):
+    NESTED = {"a": NESTED}
+# As they are sent, what an object is for templates, and what text is; None for the same object.
+ARGUMENTS: list[tuple[Any, dict[str, Any], str | None]] = [
+    ('{"a": 1}', {"a": 1}, None),
+    ({"a": 1}, {"a": 1}, None),
+    (' {"a": 1}\n', {"a": 1}, None),
+    (None, {}, None),
+    ("", {}, None),
+    (" \n", {}, None),
+    ('{"a": "x', {}, '{"a": "x'),
+    ("{", {}, "{"),
+    ('{"a": 1}}', {}, '{"a": 1}}'),
+    ("[1]", {}, "[1]"),
+    ([1], {}, "[1]"),
+    ([], {}, "[]"),
+    ("7", {}, "7"),
+    (7, {}, "7"),
+    (False, {}, "false"),
+    ('"{}"', {}, '"{}"'),
+    ("null", {}, "null"),
+    ("plain words", {}, "plain words"),
+    ('{"a": 1, "a": 2}', {"a": 2}, None),
+    ('{"a": "\\ud83d"}', {"a": "\ufffd"}, None),
+    ('{"a": "\\ud83d\\ude00"}', {"a": "\U0001f600"}, None),
+    ('{"a": "x\ny"}', {"a": "x\ny"}, None),
+    (json.dumps(NESTED), NESTED, None),
+    ('{"a": ' * 3000 + "1" + "}" * 3000, {}, '{"a": ' * 3000 + "1" + "}" * 3000),
+    ('{"a": ' + "9" * 5000 + "}", {}, '{"a": ' + "9" * 5000 + "}"),
+    ('{"a": ' + "[" * 90 + "]" * 90 + "}", {}, '{"a": ' + "[" * 90 + "]" * 90 + "}"),
+]
+
+
+@pytest.mark.parametrize(("given", "meant", "text"), ARGUMENTS, ids=lambda one: str(one)[:30])
+def test_arguments_are_an_object_or_text_as_the_template_wants(
+    app_of: Callable[[str], App], given: Any, meant: dict[str, Any], text: str | None
+) -> None:
+    assert given_arguments(given) == (meant if text is None else text)
+    if len(str(given)) > 2000:
+        return  # more than the model's context
+    written = json.dumps(meant, ensure_ascii=False)
+    for path in (CHAT, MESSAGES, RESPONSES):
+        for name in ("hermes", "minimax", "llama"):
+            assert f"f({written})" in prompt(app_of(name), path, with_call(path, given))
+        for name in ("qwen_coder", "glm", "gpt_oss"):
+            said = prompt(app_of(name), path, with_call(path, given))
+            assert said == prompt(app_of(name), path, with_call(path, meant))
+        for name in ("qwen", "deepseek", "functionary", "gemma4"):
+            found = prompt(app_of(name), path, with_call(path, given))
+            if text is not None:
+                assert text in found
+            elif name == "gemma4":
+                assert found == prompt(app_of(name), path, with_call(path, meant))
+            else:
+                assert written in found
+
+
+def test_a_template_of_a_request_has_its_own_form_of_arguments(make_app: Callable) -> None:
+    app = make_app(chat_template=TEMPLATES["hermes"], trust_request_chat_template=True)
+    cut = with_call(CHAT, '{"a": "x')
+    assert "f({})" in prompt(app, CHAT, cut)
+    assert 'f({"a": "x)' in prompt(app, CHAT, cut, chat_template=TEMPLATES["qwen"])
+    assert "f({})" in prompt(app, CHAT, cut, chat_template=TEMPLATES["hermes"])
+
+
+def test_calls_of_the_older_api_are_as_those_of_today(app_of: Callable[[str], App]) -> None:
+    for given in ('{"a": "x', None, [1], {"a": 1}):
+        function = {"name": "f", "arguments": given}
+        said = {"role": "assistant", "content": None, "function_call": function}
+        older = [USER, said, {"role": "function", "name": "f", "content": None}, USER]
+        found = prompt(app_of("hermes"), CHAT, older)
+        assert found == prompt(app_of("hermes"), CHAT, with_call(CHAT, given, None))
+
+
+EMPTY: list[dict[str, Any]] = [{}, {"content": None}, {"content": []}]
+
+
+@pytest.mark.parametrize("role", ["assistant", "system", "tool", "function", "developer", "user"])
+def test_content_that_is_missing_is_an_empty_text(app_of: Callable[[str], App], role: str) -> None:
+    app = app_of("words")
+    plain = prompt(app, CHAT, [USER, {"role": role, "content": ""}, USER])
+    for content in EMPTY:
+        assert prompt(app, CHAT, [USER, {"role": role, **content}, USER]) == plain
+    text_part = {"content": [{"type": "text", "text": None}]}
+    assert prompt(app, CHAT, [USER, {"role": role, **text_part}, USER]) == plain
+
+
+def test_an_answer_that_is_missing_is_an_empty_text(app_of: Callable[[str], App]) -> None:
+    app = app_of("words")
+    plain = prompt(app, CHAT, [USER, {"role": "assistant", "content": ""}, USER])
+    for content in EMPTY:
+        for path in (MESSAGES, RESPONSES):
+            assert prompt(app, path, [USER, {"role": "assistant", **content}, USER]) == plain
+    calls: list[dict[str, Any]] = [{"tool_calls": []}, {"tool_calls": None}]
+    for more in calls:
+        assert prompt(app, CHAT, [USER, {"role": "assistant", **more}, USER]) == plain
+    for path in (CHAT, MESSAGES, RESPONSES):
+        without = prompt(app, path, with_call(path, {}, ""))
+        for result in (None, []):
+            assert prompt(app, path, with_call(path, {}, result)) == without
+    # Thoughts that reached the limit were all of the answer.
+    thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm"}]}
+    for item in (thought, {"type": "reasoning", "encrypted_content": "a"}, {"type": "reasoning"}):
+        assert prompt(app, RESPONSES, [USER, item, USER]) == plain
+    blocks = ({"type": "thinking", "thinking": "Hm"}, {"type": "redacted_thinking", "data": "a"})
+    for block in blocks:
+        assert (
+            prompt(app, MESSAGES, [USER, {"role": "assistant", "content": [block]}, USER]) == plain
+        )
+
+
+def test_a_refusal_is_what_was_said(app_of: Callable[[str], App]) -> None:
+    app = app_of("words")
+    plain = prompt(app, CHAT, [USER, {"role": "assistant", "content": "No."}, USER])
+    part = {"type": "refusal", "refusal": "No."}
+    for said in ({"content": None, "refusal": "No."}, {"content": [part]}):
+        assert prompt(app, CHAT, [USER, {"role": "assistant", **said}, USER]) == plain
+    item = {"type": "message", "role": "assistant", "content": [part]}
+    assert prompt(app, RESPONSES, [USER, item, USER]) == plain
+
+
+# Content besides text, by API, and what the sentence in its place says.
+PARTS: list[tuple[str, dict[str, Any], str]] = [
+    (CHAT, IMAGE, "An image"),
+    (CHAT, {"type": "input_audio", "input_audio": {"data": "a"}}, "An audio"),
+    (CHAT, {"type": "video_url", "video_url": {"url": "a"}}, "A video"),
+    (CHAT, {"type": "file", "file": {"file_id": "a"}}, "A file"),
+    (CHAT, {"type": "thing"}, "Content of type thing"),
+    (MESSAGES, {"type": "image", "source": {"type": "base64", "data": "a"}}, "An image"),
+    (MESSAGES, {"type": "document", "source": {"type": "url", "url": "a"}}, "A document"),
+    (MESSAGES, {"type": "server_tool_use", "id": "a", "name": "s", "input": {}}, "Content of type"),
+    (MESSAGES, {"type": "web_search_tool_result", "content": {"error_code": "a"}}, "Content of"),
+    (MESSAGES, {"type": "web_search_tool_result", "content": [{"type": "a"}]}, "Content of type"),
+    (MESSAGES, {"type": "container_upload", "file_id": "a"}, "Content of type container_upload"),
+    (RESPONSES, {"type": "input_image", "image_url": "a"}, "An image"),
+    (RESPONSES, {"type": "input_file", "file_id": "a"}, "A file"),
+]
+
+
+@pytest.mark.parametrize(("path", "part", "words"), PARTS, ids=lambda one: str(one)[:40])
+def test_content_besides_text_is_a_sentence_but_for_the_newest_message(
+    app_of: Callable[[str], App], path: str, part: dict[str, Any], words: str
+) -> None:
+    app, text = app_of("words"), {"type": "input_text" if path == RESPONSES else "text"}
+    text["text"] = "See:"
+    user, said = ({"role": role, "content": [text, part]} for role in ("user", "assistant"))
+    sentence = left_out(part["type"])
+    assert sentence.startswith(f"[{words}") and sentence.endswith("]")
+    answer = {"role": "assistant", "content": "A cat."}
+    for turns in (
+        [user, answer, USER],
+        [USER, said, USER],
+        [user, USER],
+        with_call(path, {}, [part]),
+    ):
+        found = prompt(app, path, turns)
+        assert sentence in found and found.count("[") == 1
+    for turns in ([user], [USER, answer, user], [user, answer]):
+        with pytest.raises(InvalidRequest, match=f"content of type '{part['type']}' is not supp"):
+            prompt(app, path, turns)
+    # What the model has called a tool for, it was asked with the image before.
+    if path == CHAT:
+        assert sentence in prompt(app, path, [user, *with_call(CHAT, {})[1:3]])
+
+
+def test_only_the_newest_message_of_a_user_must_say_something() -> None:
+    nothing: Any
+    for nothing in ("", None, []):
+        [first, _] = plain_messages([{"role": "user", "content": nothing}, USER])
+        assert first["content"] == ""
+        with pytest.raises(InvalidRequest, match="content of a user's message is empty"):
+            plain_messages([USER, {"role": "user", "content": nothing}])
+
+
+def test_parts_without_text_are_no_text(app_of: Callable[[str], App]) -> None:
+    app = app_of("words")
+    for path, kind in ((CHAT, "text"), (RESPONSES, "output_text"), (MESSAGES, "text")):
+        parts = [{"type": kind, "text": text} for text in ("", "a", None)]
+        said = [{"role": "assistant", "content": each} for each in (parts, "a")]
+        found = [prompt(app, path, [USER, each, USER]).replace("\n", "") for each in said]
+        assert found[0] == found[1]
+
+
+# Conversations whose results and calls do not belong together, as truncated ones do not.
+RESULT = {"role": "tool", "tool_call_id": "c1", "content": "ok"}
+CALLED = {"role": "assistant", "tool_calls": [call("{}")]}
+TWICE = {"role": "assistant", "tool_calls": [call('{"a": 1}'), call("{}")]}
+ODD: dict[str, list[dict[str, Any]]] = {
+    "no call": [USER, RESULT, USER],
+    "no call at the end": [USER, RESULT],
+    "result first": [RESULT, USER],
+    "result before its call": [USER, RESULT, CALLED, USER],
+    "unknown id": [USER, CALLED, RESULT | {"tool_call_id": "x"}],
+    "no id": [USER, {"role": "assistant", "tool_calls": [call("{}", id=None)]}, RESULT, USER],
+    "result without an id": [USER, CALLED, {"role": "tool", "content": "ok"}],
+    "two results": [USER, CALLED, RESULT, RESULT],
+    "same ids": [USER, TWICE, RESULT, RESULT, USER],
+    "no result": [USER, CALLED, USER],
+    "no result at the end": [USER, CALLED],
+    "one result of two": [USER, TWICE, RESULT, USER],
+    "two answers": [USER, CALLED, CALLED, RESULT, {"role": "assistant", "content": "a"}, USER],
+    "words after calls": [USER, CALLED, {"role": "assistant", "content": "a"}, RESULT, USER],
+    "a null type": [USER, {"role": "assistant", "tool_calls": [call("{}", type=None)]}, USER],
+    "an odd name": [
+        USER,
+        {
+            "role": "assistant",
+            "tool_calls": [
+                {"id": "a", "function": {"name": "a b/\u00e9<|im_end|>", "arguments": "{"}}
+            ],
+        },
+        RESULT,
+        USER,
+    ],
+    "assistant first": [{"role": "assistant", "content": "Hello."}, USER],
+    "users in a row": [USER, USER, {"role": "assistant", "content": "a"}, USER],
+    "answers in a row": [USER, *[{"role": "assistant", "content": "a"}] * 2, USER],
+    "system in between": [
+        USER,
+        {"role": "assistant", "content": "a"},
+        {"role": "system", "content": "b"},
+        USER,
+    ],
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_calls_and_results_need_not_belong_together(
+    app_of: Callable[[str], App], case: str
+) -> None:
+    for name in TEMPLATES:
+        if name == "gemma" and case == "system in between":
+            continue  # it takes no system message at all
+        found = prompt(app_of(name), CHAT, ODD[case])
+        results = sum(message["role"] == "tool" for message in ODD[case])
+        assert found.count("ok") == results, (name, found)
+
+
+def test_a_refusal_of_the_newest_message_stays_one(app_of: Callable[[str], App]) -> None:
+    for name, said in (
+        ("gemma", [USER, USER]),
+        ("gemma", [USER, {"role": "assistant", "content": "a"}, USER, USER]),
+        ("gemma", [{"role": "assistant", "content": "a"}]),
+        ("gemma_with_system", [USER, {"role": "critic", "content": "a"}]),
+        ("gemma_with_system", [USER, {"role": "system", "content": "a"}]),
+        ("mistral", [USER, USER]),
+        ("{{ raise_exception('never') }}{{ messages }}", [USER]),
+    ):
+        with pytest.raises(InvalidRequest, match="the chat template refuses the messages"):
+            prompt(app_of(name), CHAT, said)
+
+
+def test_plainer_forms_say_the_same(app_of: Callable[[str], App]) -> None:
+    two = {
+        "role": "assistant",
+        "content": "So.",
+        "tool_calls": [call({"a": 1}), call({"b": 2}, id="c2")],
+    }
+    results = [{"role": "tool", "tool_call_id": n, "content": f"of {n}"} for n in ("c2", "c1")]
+    found = prompt(app_of("llama"), CHAT, [USER, two, *results, USER])
+    places = [found.index(text) for text in ('"b"', "of c2", '"a"', "of c1")]
+    assert places == sorted(places) and found.count("So.") == 1
+    found = prompt(app_of("mistral"), CHAT, [USER, two, *results, USER])
+    assert found.count("call00001") == found.count("call00002") == 1
+    found = prompt(app_of("gemma"), CHAT, [USER, two, *results, USER])
+    for text in ("So.", '"b": 2', "of c2", '"a": 1', "of c1"):
+        assert found.count(text) == 1
+    # A template that takes the conversation renders it as it is.
+    found = prompt(app_of("qwen"), CHAT, [USER, two, *results, USER])
+    places = [found.index(text) for text in ('"a"', '"b"', "of c2", "of c1")]
+    assert places == sorted(places)
+
+
+def test_half_a_character_ends_no_conversation(app_of: Callable[[str], App]) -> None:
+    app = app_of("words")
+    for path, field, said in (
+        ("/tokenize", "messages", "user"),
+        (f"{MESSAGES}/count_tokens", "messages", "user"),
+        (f"{RESPONSES}/input_tokens", "input", "user"),
+    ):
+        whole = rb'{"%b": [{"role": "%b", "content": "a \ud83d\ude00 \\ud83d b%b"}]}'
+        parts = (field.encode(), said.encode())
+        plain = post(app, path, whole % (*parts, "\ufffd".encode()))
+        assert plain[0] == 200
+        for half in (rb"\ud83d", rb"\ude00", rb"\uD83D"):
+            assert post(app, path, whole % (*parts, half)) == plain
+        assert post(app, path, whole % (*parts, rb"\ud83d" + b"\xed"))[0] == 400
+
+
+def test_a_call_with_half_a_character_is_answered(app_of: Callable[[str], App]) -> None:
+    drawn = histories.read_as("hermes", '<tool_call>{"name": "now", "arguments": {"a": "\\ud83d"}}')
+    app = app_of("hermes")
+    for streams in (False, True):
+        blocks = histories.messages_answer(app.models.all[0], drawn, streams, random.Random(0))
+        # A streamed call is as the model wrote it.
+        assert blocks[0]["input"] == {"a": chr(0xD83D if streams else 0xFFFD)}
+        said = [USER, {"role": "assistant", "content": blocks}, USER]
+        assert post(app, f"{MESSAGES}/count_tokens", {"messages": said})[0] == 200
+
+
+CUT: dict[str, Any] = {"temperature": 0, "tool_choice": "required"}
+FLAT = {"type": "function", "name": "plan", "parameters": SCHEMA}
+
+
+def ask(server: Server, path: str, streams: bool, **fields: Any) -> Any:
+    """Return an answer, or the events of one."""
+    answer = server.request(path, fields | {"stream": streams})
+    assert answer.status == 200, answer.body
+    return answer.events() if streams else answer.json()
+
+
+def chat_message(answer: Any, streams: bool) -> dict[str, Any]:
+    if not streams:
+        return answer["choices"][0]["message"]
+    deltas = [event["choices"][0]["delta"] for event in answer if event != "[DONE]"]
+    parts = [call for delta in deltas for call in delta.get("tool_calls") or ()]
+    text = "".join(part["function"].get("arguments") or "" for part in parts)
+    function = {"name": parts[0]["function"]["name"], "arguments": text}
+    return {"role": "assistant", "tool_calls": [{"id": parts[0]["id"], "function": function}]}
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
+def test_calls_that_a_limit_cuts_are_sent_back_to_chats(server: Server, streams: bool) -> None:
+    asked = {"messages": [USER], "tools": [TOOL], "max_tokens": 40}
+    said = chat_message(ask(server, CHAT, streams, **asked, **CUT), streams)
+    [one] = said["tool_calls"]
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(one["function"]["arguments"])
+    result = {"role": "tool", "tool_call_id": one["id"], "content": None}
+    for more in ([result], [result, USER], [USER]):
+        turns = [USER, said, *more]
+        ask(server, CHAT, streams, messages=turns, max_tokens=2)
+        ask(server, CHAT, streams, messages=turns, max_tokens=2, tools=[TOOL], tool_choice="none")
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
+def test_calls_that_a_limit_cuts_are_sent_back_to_responses(server: Server, streams: bool) -> None:
+    asked = {"input": "Hi", "tools": [FLAT], "max_output_tokens": 40, **CUT}
+    first = ask(server, RESPONSES, streams, **asked)
+    first = first[-1]["response"] if streams else first
+    [item] = first["output"]
+    assert first["status"] == "incomplete" and item["type"] == "function_call"
+    result = {"type": "function_call_output", "call_id": item["call_id"], "output": ""}
+    turns = [{"role": "user", "content": "Hi"}, item, result]
+    ask(server, RESPONSES, streams, input=turns, max_output_tokens=2)
+    for more in ([result], "Go on."):
+        before = {"previous_response_id": first["id"], "max_output_tokens": 2}
+        ask(server, RESPONSES, streams, input=more, **before)
+    talk = server.request("/v1/conversations", {"items": []}).json()["id"]
+    ask(server, RESPONSES, streams, **asked, conversation=talk)
+    for more in ([result], "Go on."):
+        ask(server, RESPONSES, streams, input=more, conversation=talk, max_output_tokens=2)
+    shown = server.request(f"/v1/conversations/{talk}/items?order=asc", method="GET").json()
+    assert isinstance(shown["data"][1]["arguments"], str)
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
+def test_calls_that_a_limit_cuts_are_sent_back_to_messages(server: Server, streams: bool) -> None:
+    tool = {"name": "plan", "input_schema": SCHEMA}
+    asked = {"messages": [USER], "tools": [tool], "max_tokens": 40, "temperature": 0}
+    answer = ask(server, MESSAGES, streams, **asked, tool_choice={"type": "any"})
+    block = answer[1]["content_block"] if streams else answer["content"][0]
+    assert block["type"] == "tool_use" and block["input"] == {}
+    result = {"type": "tool_result", "tool_use_id": block["id"], "content": None}
+    for given in ({}, None, '{"day": "m', [1]):
+        said = {"role": "assistant", "content": [block | {"input": given}]}
+        for more in ([{"role": "user", "content": [result]}], []):
+            turns = [USER, said, *more]
+            ask(server, MESSAGES, streams, messages=turns, max_tokens=2)
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"role": "user", "content": [{"type": "input_image", "image_url": "a"}]},
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_file"}]},
+        {"role": "assistant", "content": [{"type": "input_audio"}]},
+        {"type": "function_call_output", "call_id": "a", "output": [{"type": "input_image"}]},
+    ],
+    ids=str,
+)
+def test_conversations_are_made_of_text(app_of: Callable[[str], App], item: Any) -> None:
+    app = app_of("words")
+    talk = Conversation(None, {})
+    app.conversations.keep(talk)
+    for path in ("/v1/conversations", f"/v1/conversations/{talk.shown.id}/items"):
+        status, answer = post(app, path, {"items": [USER, item]})
+        assert status == 400 and answer["error"]["param"] == "items"
+        assert "is not supported: only text is" in answer["error"]["message"]
+    assert not talk.item_ids
+    # In the input of a response, an image is refused in the newest message alone.
+    asked = {"input": [item, USER], "conversation": talk.shown.id}
+    assert post(app, f"{RESPONSES}/input_tokens", asked)[0] == 200

@@ -494,7 +494,8 @@ def test_calls_and_thoughts_need_no_content(server: Server) -> None:
             body = GOOD[CHAT] | {"messages": [*USER, said, tool, *USER]}
             assert server.request(CHAT, body).status == 200
     for role in ("assistant", "system", "tool"):
-        refuse(server, CHAT, {"messages": [{"role": role}, *USER]})
+        body = GOOD[CHAT] | {"messages": [{"role": role}, *USER]}
+        assert server.request(CHAT, body).status == 200
 
 
 def test_roles_are_the_templates_matter(server: Server) -> None:

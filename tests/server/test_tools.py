@@ -204,12 +204,7 @@ def test_what_is_wrong_is_refused_by_its_name(
     assert answer.error["param"] == param, answer.error
 
 
-def test_wrong_calls_in_a_conversation_are_refused(server: Server) -> None:
-    for arguments in ("{", "[1]", "7"):
-        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
-        said = [*USER, {"role": "assistant", "tool_calls": [call]}]
-        answer = server.request(CHAT, {"messages": said, "max_tokens": 2})
-        assert (answer.status, answer.error["param"]) == (400, "messages")
+def test_wrong_tools_and_items_are_refused(server: Server) -> None:
     for path, fields, param in (
         (MESSAGES, {"tool_choice": {"type": "tool"}, "tools": []}, "tool_choice"),
         (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking"),
