@@ -657,5 +657,5 @@ def test_refusals_are_text_of_the_history(server: Server) -> None:
     refusal = {"type": "refusal", "refusal": said}
     for path, name, kind in ((CHAT, "messages", "text"), ("/v1/responses", "input", "output_text")):
         assert usage(path, name, refusal) == usage(path, name, {"type": kind, "text": said})
-    empty = [{"role": "assistant", "content": [{"type": "refusal"}]}]
-    assert refuse(server, CHAT, {"messages": [*USER, *empty]})["param"] == "messages"
+    nothing = usage(CHAT, "messages", {"type": "text", "text": ""})
+    assert usage(CHAT, "messages", {"type": "refusal"}) == nothing

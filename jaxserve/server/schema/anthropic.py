@@ -293,7 +293,9 @@ def _text(content: str | list[Block] | dict[str, Any] | None, between: str = "")
 def _words(block: Block) -> str:
     """Return the text of a block; a sentence stands for a block that is not text."""
     words = _text_of(block)
-    return left_out(block.type) if words is None else words
+    if words is None:
+        return "" if block.type == "text" else left_out(block.type)
+    return words
 
 
 def _part(block: Block) -> ContentPart:
@@ -307,7 +309,7 @@ def _text_of(block: Block) -> str | None:
     source = block.source
     words = None
     if block.type == "text":
-        words = block.text or ""
+        words = block.text
     elif block.type == "tool_reference":
         words = block.tool_name or block.name
     elif block.type == "compaction":
