@@ -22,7 +22,7 @@ from jaxserve.server.schema import anthropic, responses
 from jaxserve.server.schema.arguments import MAX_DEPTH, given_arguments
 from jaxserve.server.schema.functions import as_tools
 from jaxserve.server.schema.openai import ChatRequest
-from jaxserve.server.schema.response_items import shown_items
+from jaxserve.server.schema.response_items import input_text, shown_items
 from jaxserve.server.served.models import ServedModel
 from tests.server import histories
 from tests.server.histories import IMAGE, TOOLS
@@ -193,7 +193,7 @@ def check_all(app: App, seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "cases", [70, pytest.param(5000, marks=pytest.mark.long)], ids=["usual", "long"]
+    "cases", [70, pytest.param(10_000, marks=pytest.mark.long)], ids=["usual", "long"]
 )
 def test_every_answer_can_be_sent_back(app_of: Callable[[str], App], cases: int) -> None:
     names = list(TEMPLATES)
@@ -286,6 +286,10 @@ def test_a_template_of_a_request_has_its_own_form_of_arguments(make_app: Callabl
     assert "f({})" in prompt(app, CHAT, cut)
     assert 'f({"a": "x)' in prompt(app, CHAT, cut, chat_template=TEMPLATES["qwen"])
     assert "f({})" in prompt(app, CHAT, cut, chat_template=TEMPLATES["hermes"])
+    assert '"' not in prompt(app, CHAT, cut, chat_template=TEMPLATES["llama"])
+    two = [USER, {"role": "assistant", "tool_calls": [call("{}"), call("{}")]}, USER]
+    for name in ("llama", "mistral", "gemma", "deepseek"):
+        assert prompt(app, CHAT, two, chat_template=TEMPLATES[name])
 
 
 def test_calls_of_the_older_api_are_as_those_of_today(app_of: Callable[[str], App]) -> None:
@@ -406,6 +410,13 @@ def test_parts_without_text_are_no_text(app_of: Callable[[str], App]) -> None:
         assert found[0] == found[1]
 
 
+def test_an_empty_text_beside_results_says_nothing(app_of: Callable[[str], App]) -> None:
+    app, [*before, given] = app_of("words"), with_call(MESSAGES, {})
+    for block in ({"type": "text", "text": ""}, {"type": "text", "text": None}):
+        both = given | {"content": [*given["content"], block]}
+        assert prompt(app, MESSAGES, [*before, both]) == prompt(app, MESSAGES, [*before, given])
+
+
 # Conversations whose results and calls do not belong together, as truncated ones do not.
 RESULT = {"role": "tool", "tool_call_id": "c1", "content": "ok"}
 CALLED = {"role": "assistant", "tool_calls": [call("{}")]}
@@ -515,6 +526,7 @@ def test_half_a_character_ends_no_conversation(app_of: Callable[[str], App]) -> 
 def test_a_call_with_half_a_character_is_answered(app_of: Callable[[str], App]) -> None:
     drawn = histories.read_as("hermes", '<tool_call>{"name": "now", "arguments": {"a": "\\ud83d"}}')
     app = app_of("hermes")
+    assert input_text('{"input": "a\\ud83d"}') == "a\ufffd"
     for streams in (False, True):
         blocks = histories.messages_answer(app.models.all[0], drawn, streams, random.Random(0))
         # A streamed call is as the model wrote it.

@@ -8,6 +8,7 @@ import msgspec
 
 from jaxserve.engine.text.messages import left_out
 from jaxserve.errors import InvalidRequest
+from jaxserve.server.schema.arguments import arguments_text
 from jaxserve.server.schema.openai import (
     ChatMessage,
     ChatRequest,
@@ -286,7 +287,7 @@ def _system_text(content: str | list[Block] | None) -> str:
 def _text(content: str | list[Block] | dict[str, Any] | None, between: str = "") -> str:
     """Return the text of a content; a sentence stands for a block that is not text."""
     if not isinstance(content, list):
-        return content if isinstance(content, str) else ""
+        return "" if content is None else arguments_text(content)
     return between.join(_words(block) for block in content)
 
 
@@ -342,9 +343,10 @@ def _chat_messages(message: InputMessage) -> list[ChatMessage]:
             thoughts.append(block.thinking or "")
         elif block.type != "redacted_thinking":
             rest.append(block)
-    if not (rest or calls or thoughts) and results:
-        return results
     parts = [_part(block) for block in rest]
+    says_nothing = all(part.is_text and not part.text for part in parts)
+    if results and says_nothing and not (calls or thoughts):
+        return results
     chat_message = ChatMessage(role=message.role, content=parts, tool_calls=calls or None)
     chat_message.reasoning_content = "".join(thoughts) or None
     return [*results, chat_message]

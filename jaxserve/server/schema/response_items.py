@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Container, Iterable
 from typing import Any, Literal
 from uuid import uuid4
 
 import msgspec
 
-from jaxserve.server.schema.arguments import arguments_text
+from jaxserve.server.schema.arguments import arguments_text, read_object
 from jaxserve.server.schema.logprobs import TokenLogprob
 from jaxserve.server.schema.openai import ContentPart
 
@@ -201,11 +200,7 @@ class DeletedResponse(msgspec.Struct):
 
 def input_text(arguments: str) -> str:
     """Return the text of a custom tool's call, which the model writes as a function's argument."""
-    try:
-        value = json.loads(arguments)
-    except ValueError:
-        return arguments
-    text = value.get("input") if isinstance(value, dict) else None
+    text = (read_object(arguments) or {}).get("input")
     return text if isinstance(text, str) else arguments
 
 

@@ -182,7 +182,9 @@ class ServedModel:
             return await self.render_as_it_is(messages, options)
         except RefusedMessages as error:
             source = self.tokenizer().template_source if own is None else own.source
-            for plainer in plainer_histories(messages, "tool_calls" in source):
+            forms = plainer_histories(messages, "tool_calls" in source)
+            # A template that a request brings may take a second of a processor each time.
+            for plainer in forms if own is None else forms[-2:]:
                 with suppress(RefusedMessages):
                     return await self.render_as_it_is(plainer, options)
             raise error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxserve.server.schema.arguments import arguments_text
@@ -93,8 +93,8 @@ def _calling(call: dict[str, Any]) -> dict[str, Any]:
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
-def plainer_histories(messages: Messages, reads_calls: bool) -> Iterator[Messages]:
-    """Yield forms of a conversation that stricter templates render, the nearest first.
+def plainer_histories(messages: Messages, reads_calls: bool) -> list[Messages]:
+    """Return forms of a conversation that stricter templates render, the nearest first.
 
     Llama's template takes one call in a message, Mistral's ids of nine characters, Gemma's only
     turns of user and assistant that alternate. The newest message stays as it is: a template that
@@ -106,11 +106,9 @@ def plainer_histories(messages: Messages, reads_calls: bool) -> Iterator[Message
     """
     single = _numbered(single_calls(messages))
     if not reads_calls:
-        yield _alternating(_in_words(single), messages[-1])
-        return
-    for form in (single, _alternating(_answered(single), messages[-1])):
-        yield form
-        yield with_texts(form)
+        return [_alternating(_in_words(single), messages[-1])]
+    turns = _alternating(_answered(single), messages[-1])
+    return [form for each in (single, turns) for form in (each, with_texts(each))]
 
 
 def _numbered(messages: Messages) -> Messages:
