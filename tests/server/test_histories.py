@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import httpx2
 import msgspec
 import pytest
 
+from jaxserve import AsyncLLM
+from jaxserve.engine.loading import Loaded
 from jaxserve.engine.text.messages import left_out, plain_messages
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.api.conversations import template_ids
@@ -23,7 +26,8 @@ from jaxserve.server.schema.arguments import MAX_DEPTH, given_arguments
 from jaxserve.server.schema.functions import as_tools
 from jaxserve.server.schema.openai import ChatRequest
 from jaxserve.server.schema.response_items import input_text, shown_items
-from jaxserve.server.served.models import ServedModel
+from jaxserve.server.served.models import Models, ServedModel
+from jaxserve.server.settings import ServerConfig
 from tests.server import histories
 from tests.server.histories import IMAGE, TOOLS
 from tests.server.test_tools import SCHEMA, TOOL
@@ -114,17 +118,21 @@ TEMPLATES = {
 }
 
 
-@pytest.fixture
-def app_of(make_app: Callable[..., App]) -> Callable[[str], App]:
-    """Applications by the name of their template."""
-    made: dict[str, App] = {}
+@pytest.fixture(scope="module")
+def app_of(loaded: Loaded) -> Iterator[Callable[[str], App]]:
+    """Applications by the name of their template; they trust those of requests."""
 
+    @cache
     def app(name: str) -> App:
-        if name not in made:
-            made[name] = make_app(chat_template=TEMPLATES.get(name, name))
-        return made[name]
+        template = TEMPLATES.get(name, name)
+        config = ServerConfig(chat_template=template, trust_request_chat_template=True)
+        return App(Models([ServedModel(["demo"], "demo", llm, config, b"secret")]), config)
 
-    return app
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loaded.runner, "close", lambda: None)
+        llm = AsyncLLM(loaded)
+        yield app
+        llm.close()
 
 
 def post(app: App, path: str, body: Any) -> tuple[int, Any]:
@@ -193,7 +201,7 @@ def check_all(app: App, seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "cases", [70, pytest.param(10_000, marks=pytest.mark.long)], ids=["usual", "long"]
+    "cases", [42, pytest.param(10_000, marks=pytest.mark.long)], ids=["usual", "long"]
 )
 def test_every_answer_can_be_sent_back(app_of: Callable[[str], App], cases: int) -> None:
     names = list(TEMPLATES)
@@ -280,8 +288,10 @@ def test_arguments_are_an_object_or_text_as_the_template_wants(
                 assert written in found
 
 
-def test_a_template_of_a_request_has_its_own_form_of_arguments(make_app: Callable) -> None:
-    app = make_app(chat_template=TEMPLATES["hermes"], trust_request_chat_template=True)
+def test_a_template_of_a_request_has_its_own_form_of_arguments(
+    app_of: Callable[[str], App],
+) -> None:
+    app = app_of("hermes")
     cut = with_call(CHAT, '{"a": "x')
     assert "f({})" in prompt(app, CHAT, cut)
     assert 'f({"a": "x)' in prompt(app, CHAT, cut, chat_template=TEMPLATES["qwen"])
