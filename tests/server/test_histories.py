@@ -309,6 +309,9 @@ def test_calls_of_the_older_api_are_as_those_of_today(app_of: Callable[[str], Ap
         older = [USER, said, {"role": "function", "name": "f", "content": None}, USER]
         found = prompt(app_of("hermes"), CHAT, older)
         assert found == prompt(app_of("hermes"), CHAT, with_call(CHAT, given, None))
+        assert post(app_of("hermes"), "/tokenize", {"messages": older}) == post(
+            app_of("hermes"), "/tokenize", {"messages": with_call(CHAT, given, None)}
+        )
 
 
 EMPTY: list[dict[str, Any]] = [{}, {"content": None}, {"content": []}]
@@ -429,6 +432,7 @@ def test_an_empty_text_beside_results_says_nothing(app_of: Callable[[str], App])
 
 # Conversations whose results and calls do not belong together, as truncated ones do not.
 RESULT = {"role": "tool", "tool_call_id": "c1", "content": "ok"}
+WORDS = {"role": "assistant", "content": "a"}
 CALLED = {"role": "assistant", "tool_calls": [call("{}")]}
 TWICE = {"role": "assistant", "tool_calls": [call('{"a": 1}'), call("{}")]}
 ODD: dict[str, list[dict[str, Any]]] = {
@@ -446,6 +450,8 @@ ODD: dict[str, list[dict[str, Any]]] = {
     "one result of two": [USER, TWICE, RESULT, USER],
     "two answers": [USER, CALLED, CALLED, RESULT, {"role": "assistant", "content": "a"}, USER],
     "words after calls": [USER, CALLED, {"role": "assistant", "content": "a"}, RESULT, USER],
+    "result after words": [USER, WORDS, RESULT, WORDS, USER],
+    "words before calls": [USER, WORDS, CALLED, RESULT, WORDS, USER],
     "a null type": [USER, {"role": "assistant", "tool_calls": [call("{}", type=None)]}, USER],
     "an odd name": [
         USER,

@@ -54,14 +54,18 @@ def _with_arguments(messages: Messages, change: Callable[[Any], Any]) -> Message
 def single_calls(messages: Sequence[dict[str, Any]]) -> Messages:
     """Return a conversation with one call in a message, each followed by its result.
 
-    A result that belongs to no call gets one before it.
+    A result that belongs to no call gets one, in the message before it if that is an answer.
     """
     made: Messages = []
     waiting: Messages = []
     names: dict[Any, str] = {}
     for message in messages:
         if message["role"] == "tool":
-            made += [_called(message, waiting, names), message]
+            if waiting:
+                made.append(_waiting_call(message, waiting))
+            else:
+                made.append(_new_call(message, names, made))
+            made.append(message)
             continue
         made += waiting
         waiting = []
@@ -75,14 +79,20 @@ def single_calls(messages: Sequence[dict[str, Any]]) -> Messages:
     return made + waiting
 
 
-def _called(result: dict[str, Any], waiting: Messages, names: dict[Any, str]) -> dict[str, Any]:
-    """Return the call of a result: that with its id, the first that waits, or a new one."""
+def _waiting_call(result: dict[str, Any], waiting: Messages) -> dict[str, Any]:
+    """Take the call of a result from those that wait: that with its id, or the first."""
     wanted = result.get("tool_call_id")
     ids = [message["tool_calls"][0].get("id") for message in waiting]
-    if waiting:
-        return waiting.pop(ids.index(wanted) if wanted in ids else 0)
+    return waiting.pop(ids.index(wanted) if wanted in ids else 0)
+
+
+def _new_call(result: dict[str, Any], names: dict[Any, str], made: Messages) -> dict[str, Any]:
+    """Return a message that calls for a result, the answer before it if there is one."""
+    wanted = result.get("tool_call_id")
     name = result.get("name") or names.get(wanted) or "tool"
-    return _calling(_call(wanted or _ID.format(0), name, {}))
+    message = _calling(_call(wanted or _ID.format(0), name, {}))
+    is_answer = made and made[-1]["role"] == "assistant" and not made[-1].get("tool_calls")
+    return {**made.pop(), "tool_calls": message["tool_calls"]} if is_answer else message
 
 
 def _call(number: str, name: str, arguments: Any) -> dict[str, Any]:
@@ -180,8 +190,7 @@ def _alternating(messages: Messages, newest: dict[str, Any]) -> Messages:
     for message in messages:
         last = made[-1] if made else {"role": "system"}
         is_same = last["role"] == message["role"] in ("user", "assistant")
-        has_calls = last.get("tool_calls") or message.get("tool_calls")
-        if is_same and not has_calls and message is not newest:
+        if is_same and not last.get("tool_calls") and message is not newest:
             message = _joined(made.pop(), message)
         elif last["role"] == "system" and message["role"] == "assistant" and len(messages) > 1:
             made.append({"role": "user", "content": ""})
