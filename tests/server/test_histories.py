@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import time
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -28,6 +29,7 @@ from jaxserve.server.schema.openai import ChatRequest
 from jaxserve.server.schema.response_items import input_text, shown_items
 from jaxserve.server.served.models import Models, ServedModel
 from jaxserve.server.settings import ServerConfig
+from jaxserve.server.tool_calls.histories import plainer_histories
 from tests.server import histories
 from tests.server.histories import IMAGE, TOOLS
 from tests.server.test_tools import SCHEMA, TOOL
@@ -521,6 +523,20 @@ def test_plainer_forms_say_the_same(app_of: Callable[[str], App]) -> None:
     found = prompt(app_of("qwen"), CHAT, [USER, two, *results, USER])
     places = [found.index(text) for text in ('"a"', '"b"', "of c2", "of c1")]
     assert places == sorted(places)
+
+
+def test_plainer_forms_take_time_in_proportion_to_a_conversation() -> None:
+    def seconds(count: int) -> float:
+        calls = [call({}, id=f"c{number}") for number in range(count)]
+        said = {"role": "assistant", "content": "a", "tool_calls": calls}
+        texts = [{"role": "user", "content": "x" * 999}] * count
+        results = [{"role": "tool", "tool_call_id": "x", "content": "x" * 999}] * count
+        before = time.thread_time()
+        for reads_calls in (True, False):
+            assert plainer_histories([*texts, said, *results, *results, USER], reads_calls)
+        return time.thread_time() - before
+
+    assert seconds(2000) < 8 * min(seconds(500) for _ in range(3))
 
 
 def test_half_a_character_ends_no_conversation(app_of: Callable[[str], App]) -> None:

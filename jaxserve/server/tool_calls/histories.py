@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -57,33 +58,51 @@ def single_calls(messages: Sequence[dict[str, Any]]) -> Messages:
     A result that belongs to no call gets one, in the message before it if that is an answer.
     """
     made: Messages = []
-    waiting: Messages = []
+    waiting = _Waiting()
     names: dict[Any, str] = {}
     for message in messages:
         if message["role"] == "tool":
-            if waiting:
-                made.append(_waiting_call(message, waiting))
-            else:
-                made.append(_new_call(message, names, made))
+            made.append(waiting.take(message) or _new_call(message, names, made))
             made.append(message)
             continue
-        made += waiting
-        waiting = []
+        made += waiting.take_all()
         calls = message.get("tool_calls") or []
         names.update((call.get("id"), call["function"]["name"]) for call in calls)
         if message["role"] == "assistant" and calls:
-            first = {**message, "tool_calls": calls[:1]}
-            waiting = [first, *(_calling(call) for call in calls[1:])]
+            waiting.add({**message, "tool_calls": calls[:1]})
+            for call in calls[1:]:
+                waiting.add(_calling(call))
         else:
             made.append(message)
-    return made + waiting
+    return made + waiting.take_all()
 
 
-def _waiting_call(result: dict[str, Any], waiting: Messages) -> dict[str, Any]:
-    """Take the call of a result from those that wait: that with its id, or the first."""
-    wanted = result.get("tool_call_id")
-    ids = [message["tool_calls"][0].get("id") for message in waiting]
-    return waiting.pop(ids.index(wanted) if wanted in ids else 0)
+class _Waiting:
+    """Calls that wait for their results, each taken in constant time."""
+
+    def __init__(self) -> None:
+        self._left: OrderedDict[int, dict[str, Any]] = OrderedDict()
+        self._by_id: dict[Any, deque[int]] = defaultdict(deque)
+
+    def add(self, message: dict[str, Any]) -> None:
+        number = id(message)
+        self._left[number] = message
+        self._by_id[message["tool_calls"][0].get("id")].append(number)
+
+    def take(self, result: dict[str, Any]) -> dict[str, Any] | None:
+        """Take the call of a result: that with its id, or the first; None where none is left."""
+        same = self._by_id[result.get("tool_call_id")]
+        while same:
+            if (number := same.popleft()) in self._left:
+                return self._left.pop(number)
+        return self._left.popitem(last=False)[1] if self._left else None
+
+    def take_all(self) -> Messages:
+        """Take the calls that have no result."""
+        left = list(self._left.values())
+        self._left.clear()
+        self._by_id.clear()
+        return left
 
 
 def _new_call(result: dict[str, Any], names: dict[Any, str], made: Messages) -> dict[str, Any]:
@@ -150,15 +169,16 @@ def _answered(messages: Messages) -> Messages:
 
 def _in_words(messages: Messages) -> Messages:
     """Return a conversation whose calls and results are text of the assistant and the user."""
-    made: Messages = []
+    groups: list[Messages] = []
     is_result = False
     for message in messages:
         worded = _worded(message)
         if is_result and worded["role"] == "user":
-            worded = _joined(made.pop(), worded)
-        made.append(worded)
+            groups[-1].append(worded)
+        else:
+            groups.append([worded])
         is_result = message["role"] == "tool"
-    return made
+    return [_joined(group) for group in groups]
 
 
 def _worded(message: dict[str, Any]) -> dict[str, Any]:
@@ -171,9 +191,12 @@ def _worded(message: dict[str, Any]) -> dict[str, Any]:
     return {**rest, "content": "\n".join(filter(None, (message["content"], call)))}
 
 
-def _joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    texts = filter(None, (first["content"], second["content"]))
-    return {**first, **second, "content": "\n\n".join(texts)}
+def _joined(group: Messages) -> dict[str, Any]:
+    """Return messages as one, with the fields of the last."""
+    if len(group) == 1:
+        return group[0]
+    text = "\n\n".join(message["content"] for message in group if message["content"])
+    return {**group[0], **group[-1], "content": text}
 
 
 def _alternating(messages: Messages, newest: dict[str, Any]) -> Messages:
@@ -181,18 +204,18 @@ def _alternating(messages: Messages, newest: dict[str, Any]) -> Messages:
 
     The newest message joins no other, since its place may be wrong.
     """
-    systems = [message for message in messages if message["role"] == "system"]
-    if systems and newest["role"] != "system":
-        text = "\n\n".join(message["content"] for message in systems)
-        rest = [message for message in messages if message["role"] != "system"]
-        messages = [{**systems[0], "content": text}, *rest]
-    made: Messages = []
+    groups: list[Messages] = []
+    if newest["role"] != "system":
+        systems = [message for message in messages if message["role"] == "system"]
+        messages = [message for message in messages if message["role"] != "system"]
+        groups = [systems] if systems else []
+    if len(messages) > 1 and messages[0]["role"] == "assistant":
+        groups.append([{"role": "user", "content": ""}])
     for message in messages:
-        last = made[-1] if made else {"role": "system"}
-        is_same = last["role"] == message["role"] in ("user", "assistant")
+        last = groups[-1][-1] if groups else {}
+        is_same = last.get("role") == message["role"] in ("user", "assistant")
         if is_same and not last.get("tool_calls") and message is not newest:
-            message = _joined(made.pop(), message)
-        elif last["role"] == "system" and message["role"] == "assistant" and len(messages) > 1:
-            made.append({"role": "user", "content": ""})
-        made.append(message)
-    return made
+            groups[-1].append(message)
+        else:
+            groups.append([message])
+    return [_joined(group) for group in groups]
