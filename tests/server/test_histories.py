@@ -498,7 +498,7 @@ def test_a_refusal_of_the_newest_message_stays_one(app_of: Callable[[str], App])
         ("gemma_with_system", [USER, {"role": "critic", "content": "a"}]),
         ("gemma_with_system", [USER, {"role": "system", "content": "a"}]),
         ("mistral", [USER, USER]),
-        ("{{ raise_exception('never') }}{{ messages }}", [USER]),
+        ("{{ raise_exception('Hi') if 'Hi' in messages[0].content }}" + HEAD + TAIL, [USER]),
     ):
         with pytest.raises(InvalidRequest, match="the chat template refuses the messages"):
             prompt(app_of(name), CHAT, said)
