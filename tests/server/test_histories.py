@@ -17,7 +17,7 @@ import pytest
 from jaxserve import AsyncLLM
 from jaxserve.engine.loading import Loaded
 from jaxserve.engine.text.messages import left_out, plain_messages
-from jaxserve.errors import InvalidRequest
+from jaxserve.errors import InvalidRequest, PromptTooLong
 from jaxserve.server.api.conversations import template_ids
 from jaxserve.server.http.app import App
 from jaxserve.server.kept.conversation_store import Conversation
@@ -190,8 +190,13 @@ def check_all(app: App, seed: int) -> None:
     functions = [tool["function"] for tool in TOOLS] if is_told else []
     named = [{"name": each["name"], "input_schema": each["parameters"]} for each in functions]
     flat = [{"type": "function", **each} for each in functions]
+    last = max(place for place, said in enumerate(chat) if said["role"] == "assistant")
+    more = {"continue_final_message": not chat[last].get("tool_calls")}
+    more["add_generation_prompt"] = False
+    told = {"tools": TOOLS if is_told else None}
     for path, body in (
-        ("/tokenize", {"messages": chat, "tools": TOOLS if is_told else None}),
+        ("/tokenize", {"messages": chat, **told}),
+        ("/tokenize", {"messages": chat[: last + 1], **told, **more}),
         (f"{MESSAGES}/count_tokens", {"messages": messages, "tools": named}),
         (f"{MESSAGES}/count_tokens", {"messages": messages[:-1], "tools": named}),
         (f"{RESPONSES}/input_tokens", {"input": items, "tools": flat}),
@@ -660,3 +665,14 @@ def test_conversations_are_made_of_text(app_of: Callable[[str], App], item: Any)
     # In the input of a response, an image is refused in the newest message alone.
     asked = {"input": [item, USER], "conversation": talk.shown.id}
     assert post(app, f"{RESPONSES}/input_tokens", asked)[0] == 200
+
+
+def test_tools_of_a_request_do_not_decide_how_arguments_are_printed(
+    app_of: Callable[[str], App],
+) -> None:
+    # It reads no tools, so that they are described in a message.
+    app, cut = app_of(TEMPLATES["qwen"].replace(TAIL, "{% endfor %}")), with_call(CHAT, '{"a": "x')
+    huge = {"type": "function", "function": {"name": "g", "description": "x" * 100_000}}
+    with pytest.raises(PromptTooLong):
+        prompt(app, CHAT, cut, tools=[huge])
+    assert 'f({"a": "x)' in prompt(app, CHAT, cut, tools=TOOLS)

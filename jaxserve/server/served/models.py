@@ -27,6 +27,7 @@ from jaxserve.server.settings import ServerConfig
 from jaxserve.server.tool_calls.dialect import Dialect
 from jaxserve.server.tool_calls.histories import (
     PROBE,
+    PROBE_TOOLS,
     has_text_arguments,
     plainer_histories,
     probe_messages,
@@ -194,7 +195,9 @@ class ServedModel:
         own, with_tools = options.get("chat_template"), bool(options.get("tools"))
         if own is None and with_tools in self._text_printers:
             return self._text_printers[with_tools]
-        inputs = {name: options[name] for name in ("chat_template", "tools") if name in options}
+        inputs = {} if own is None else {"chat_template": own}
+        if with_tools:  # not the request's own, which may be refused
+            inputs["tools"] = PROBE_TOOLS
         found = False
         with suppress(InvalidRequest):
             ids = await self.render_as_it_is(probe_messages(), inputs)

@@ -12,6 +12,10 @@ from jaxserve.server.schema.arguments import arguments_text
 Messages = list[dict[str, Any]]
 # Text that only a template which prints arguments as they are leaves whole; JSON escapes the quote.
 PROBE = '{"aaaa'
+_PARAMETERS = {"type": "object", "properties": {}}
+PROBE_TOOLS = [
+    {"type": "function", "function": {"name": "f", "description": "", "parameters": _PARAMETERS}}
+]
 # Mistral's templates require ids of nine letters and digits.
 _ID = "call{:05}"
 
