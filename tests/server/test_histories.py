@@ -459,6 +459,7 @@ ODD: dict[str, list[dict[str, Any]]] = {
     "words after calls": [USER, CALLED, {"role": "assistant", "content": "a"}, RESULT, USER],
     "result after words": [USER, WORDS, RESULT, WORDS, USER],
     "words before calls": [USER, WORDS, CALLED, RESULT, WORDS, USER],
+    "one result of two, then words": [USER, TWICE, RESULT, WORDS],
     "a null type": [USER, {"role": "assistant", "tool_calls": [call("{}", type=None)]}, USER],
     "an odd name": [
         USER,

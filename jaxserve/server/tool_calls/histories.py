@@ -137,10 +137,12 @@ def plainer_histories(messages: Messages, reads_calls: bool) -> list[Messages]:
         messages: that the template refuses.
         reads_calls: whether the template renders calls.
     """
+    newest, before = messages[-1], messages[-2] if len(messages) > 1 else {}
+    is_wrong = before.get("role") == newest["role"] and not before.get("tool_calls")
     single = _numbered(single_calls(messages))
     if not reads_calls:
-        return [_alternating(_in_words(single), messages[-1])]
-    turns = _alternating(_answered(single), messages[-1])
+        return [_alternating(_in_words(single), newest if is_wrong else None)]
+    turns = _alternating(_answered(single), newest if is_wrong else None)
     return [form for each in (single, turns) for form in (each, with_texts(each))]
 
 
@@ -203,13 +205,15 @@ def _joined(group: Messages) -> dict[str, Any]:
     return {**group[0], **group[-1], "content": text}
 
 
-def _alternating(messages: Messages, newest: dict[str, Any]) -> Messages:
+def _alternating(messages: Messages, apart: dict[str, Any] | None) -> Messages:
     """Return a conversation whose turns alternate, with one system message at its beginning.
 
-    The newest message joins no other, since its place may be wrong.
+    Args:
+        messages: with single calls or none.
+        apart: a message that joins no other, since its place is wrong.
     """
     groups: list[Messages] = []
-    if newest["role"] != "system":
+    if messages[-1]["role"] != "system":
         systems = [message for message in messages if message["role"] == "system"]
         messages = [message for message in messages if message["role"] != "system"]
         groups = [systems] if systems else []
@@ -218,7 +222,7 @@ def _alternating(messages: Messages, newest: dict[str, Any]) -> Messages:
     for message in messages:
         last = groups[-1][-1] if groups else {}
         is_same = last.get("role") == message["role"] in ("user", "assistant")
-        if is_same and not last.get("tool_calls") and message is not newest:
+        if is_same and not last.get("tool_calls") and message is not apart:
             groups[-1].append(message)
         else:
             groups.append([message])
