@@ -23,7 +23,7 @@ PAGES: dict[str, int | None] = {
     "README.md": 130,
     "BUILD.md": 260,
     "jaxserve/README.md": 60,
-    "jaxserve/server/README.md": 60,
+    "jaxserve/server/README.md": 80,
     "jaxserve/fleet/README.md": 60,
     "pallas_kernels/README.md": 60,
     "pallas_kernels/gpu/README.md": 60,

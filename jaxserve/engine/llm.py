@@ -24,11 +24,11 @@ from jaxserve.engine.prompts import (
     as_list,
     encoded,
     one_each,
-    plain_messages,
     prompt_parts,
     template_inputs,
     tokenized,
 )
+from jaxserve.engine.text.messages import plain_messages
 from jaxserve.engine.text.named_templates import find_template
 from jaxserve.engine.text.template_names import HOW_TO_GIVE
 from jaxserve.engine.text.tokenizer import NO_TEMPLATE

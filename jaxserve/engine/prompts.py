@@ -7,7 +7,7 @@ from collections.abc import Sequence as Listing
 from typing import Any, NamedTuple
 
 from jaxserve.checks import exact_int, is_listing
-from jaxserve.engine.text.messages import COMMON_INPUTS, RENDERING_ARGUMENTS, plain_message
+from jaxserve.engine.text.messages import COMMON_INPUTS, RENDERING_ARGUMENTS
 from jaxserve.engine.text.tokenizer import Tokenizer
 from jaxserve.errors import InvalidRequest
 from jaxserve.unserved import is_neutral, refuse_unsupported
@@ -91,16 +91,6 @@ def template_inputs(tokenizer: Tokenizer, options: Mapping[str, Any], free: Any)
         if not isinstance(option, str) or option in RENDERING_ARGUMENTS:
             raise InvalidRequest(f"{name} may not hold {str(option)[:60]!r}", name)
     return inputs | dict(free or {})
-
-
-def plain_messages(messages: Any) -> Any:
-    """Return a conversation with contents as texts; a value that is no list stays, to be refused.
-
-    Raises:
-        InvalidRequest: see `plain_message`.
-    """
-    is_list = isinstance(messages, list | tuple)
-    return [plain_message(message) for message in messages] if is_list else messages
 
 
 def as_list(prompts: Any) -> list[Any]:

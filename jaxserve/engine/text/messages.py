@@ -22,16 +22,51 @@ RESERVED_INPUTS = (
     )
 )
 _TEXT = ("text", "input_text", "output_text")
-# What a message may hold in place of content.
-_BESIDES = ("tool_calls", "reasoning", "reasoning_content", "thinking")
+# Kinds of content by a word that occurs in the names of their types.
+_KINDS = {
+    "image": "An image",
+    "audio": "An audio recording",
+    "video": "A video",
+    "document": "A document",
+    "file": "A file",
+}
 
 
-def plain_message(message: Any) -> dict[str, Any]:
+class RefusedMessages(InvalidRequest):
+    """Refusal of a conversation by the chat template that renders it."""
+
+
+def plain_messages(messages: Any) -> Any:
+    """Return a conversation with the content of each message as one text.
+
+    A value that is no list stays as it is; `Tokenizer.render_chat` refuses it.
+
+    Clients send the whole conversation each time, so a refused message would end it for ever. Only
+    the newest message of a user is refused for its content, unless results of tools follow it:
+    then the model has answered it before.
+
+    Raises:
+        InvalidRequest: see `plain_message`.
+    """
+    if not isinstance(messages, list | tuple):
+        return messages
+    roles = [m.get("role") if isinstance(m, Mapping) else None for m in messages]
+    newest = max((place for place, role in enumerate(roles) if role == "user"), default=-1)
+    if "tool" in roles[newest + 1 :]:
+        newest = -1
+    return [plain_message(message, place == newest) for place, message in enumerate(messages)]
+
+
+def plain_message(message: Any, is_newest: bool = True) -> dict[str, Any]:
     """Return a message with its content as one text; its other fields stay.
 
-    Content is text or a list of parts, {"type": "text", "text": ...}. A user's must say something;
-    any other role's may be an empty text, which tools and empty system prompts are. An assistant's
-    may be missing beside calls or thoughts.
+    Content is text or a list of parts, {"type": "text", "text": ...}.
+
+    Args:
+        message: a mapping.
+        is_newest: whether this is the user's newest message, which must hold text and no other
+            content. Elsewhere missing content is an empty text, and a part that is not text
+            becomes a sentence in brackets.
 
     Raises:
         InvalidRequest: no role, or content that is missing or no text.
@@ -41,39 +76,46 @@ def plain_message(message: Any) -> dict[str, Any]:
         raise InvalidRequest("each message must be a dict with a role and content", "messages")
     if not 1 <= len(role) <= MAX_ROLE_CHARS:
         raise InvalidRequest(f"a role must have 1 to {MAX_ROLE_CHARS} characters", "messages")
-    content = message.get("content")
-    besides = role == "assistant" and any(message.get(name) for name in _BESIDES)
-    if content is None or content == []:
-        if not besides:
-            raise InvalidRequest(f"a message of role {role!r} needs content", "messages")
-        content = ""
-    text = _text(content)
-    if not text and role == "user":
+    is_strict = is_newest and role == "user"
+    text = _text(message.get("content"), is_strict)
+    if not text and is_strict:
         raise InvalidRequest("the content of a user's message is empty", "messages")
     # Templates have the older name of the role.
     return {**message, "role": "system" if role == "developer" else role, "content": text}
 
 
-def _text(content: Any) -> str:
+def left_out(kind: Any) -> str:
+    """Return the sentence that stands for content of a type that the model does not read."""
+    name = str(kind)[:40]
+    what = next((said for word, said in _KINDS.items() if word in name), f"Content of type {name}")
+    return f"[{what} is left out here: this model reads only text.]"
+
+
+def _text(content: Any, is_strict: bool) -> str:
+    if content is None:
+        return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
         kind = type(content).__name__
         raise InvalidRequest(f"content must be text or a list of parts, got {kind}", "messages")
-    return "".join(_words(part) for part in content)
+    return "".join(_words(part, is_strict) for part in content)
 
 
-def _words(part: Any) -> str:
-    """Return what a part of a content says, a refusal's included."""
+def _words(part: Any, is_strict: bool) -> str:
+    """Return the text of a part, a refusal's included, or the sentence that stands for it."""
     if isinstance(part, str):
         return part
     if not isinstance(part, Mapping):
         raise InvalidRequest("a part of a content must be a dict with a type", "messages")
     words, kind = None, part.get("type")
-    if kind in _TEXT:
+    is_text = kind in _TEXT or kind == "refusal"
+    if is_text:
         words = part.get("text")
-    elif kind == "refusal":
-        words = part.get("text") if part.get("refusal") is None else part["refusal"]
+    if kind == "refusal" and part.get("refusal") is not None:
+        words = part["refusal"]
+    if not is_strict and not isinstance(words, str):
+        return "" if is_text else left_out(kind)
     if not isinstance(words, str):
         raise InvalidRequest(
             f"content of type {str(kind)[:40]!r} is not supported: only text is", "messages"

@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from jaxserve.engine.text.added_texts import AddedTexts
 from jaxserve.engine.text.library_calls import LibraryCalls, TokenizerFailure
+from jaxserve.engine.text.messages import RefusedMessages
 from jaxserve.engine.text.plain_tokenizer import read_tokenizer
 from jaxserve.engine.text.prompt_encoder import PromptEncoder
 from jaxserve.engine.text.template import ChatTemplate, TemplateTooLong
@@ -288,7 +289,7 @@ class Tokenizer:
         except InvalidRequest:
             raise
         except Exception as error:  # whatever a template raises is about its input
-            raise InvalidRequest(
+            raise RefusedMessages(
                 f"the chat template refuses the messages: {error}", "messages"
             ) from error
         try:

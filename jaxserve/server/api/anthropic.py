@@ -31,6 +31,7 @@ from jaxserve.server.schema.anthropic import (
     merged_system,
     output_field,
 )
+from jaxserve.server.schema.arguments import read_object
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.schema.openai import ChatRequest, PromptTokensDetails
 from jaxserve.server.schema.sampling import (
@@ -91,7 +92,8 @@ async def template_chat(request: EndpointRequest, body: CountRequest) -> ChatReq
     drop_budget(request, chat)
     if any(message.role == "system" for message in chat.messages[1:]):
         try:
-            await request.find_model(chat.model).render(_PROBE, add_generation_prompt=False)
+            model = request.find_model(chat.model)
+            await model.render_as_it_is(_PROBE, {"add_generation_prompt": False})
         except InvalidRequest:
             return merged_system(chat)
     return chat
@@ -143,11 +145,8 @@ def _blocks(message: Message) -> list[AnswerBlock]:
     if message.content or not message.calls:
         blocks.append(TextBlock(text=message.content))
     for call in message.calls:
-        try:
-            given = json.loads(call.arguments)
-        except ValueError:
-            given = {}
-        blocks.append(ToolUseBlock(id=call.id, name=call.name, input=given))
+        given = read_object(call.arguments)
+        blocks.append(ToolUseBlock(id=call.id, name=call.name, input=given or {}))
     return blocks
 
 

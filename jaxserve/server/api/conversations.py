@@ -7,12 +7,13 @@ from typing import Any
 import msgspec
 
 from jaxserve.engine.prompts import truncated
-from jaxserve.engine.text.messages import plain_message
+from jaxserve.engine.text.messages import plain_messages
 from jaxserve.errors import InvalidRequest
+from jaxserve.server.schema.arguments import given_arguments
 from jaxserve.server.schema.openai import ChatMessage, ChatRequest, ToolCall
 from jaxserve.server.served.chat_template import check_inputs
 from jaxserve.server.served.models import ServedModel
-from jaxserve.server.tool_calls.tools import allowed_tools, check_tools, described, read_arguments
+from jaxserve.server.tool_calls.tools import allowed_tools, check_tools, described
 
 MAX_MESSAGES = MAX_DOCUMENTS = 4096
 
@@ -21,7 +22,7 @@ def as_template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
     """Convert messages to the form of chat templates, in which content is text.
 
     Raises:
-        InvalidRequest: too few or too many, or one without content; see `plain_message`.
+        InvalidRequest: too few or too many, or one without content; see `plain_messages`.
     """
     if not 1 <= len(messages) <= MAX_MESSAGES:
         raise InvalidRequest(f"messages must hold 1 to {MAX_MESSAGES} messages", "messages")
@@ -30,6 +31,7 @@ def as_template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
         fields: dict[str, Any] = {"role": message.role, "content": message.content}
         if isinstance(message.content, list):
             fields["content"] = [msgspec.structs.asdict(part) for part in message.content]
+        fields["content"] = fields["content"] or message.refusal
         for name in ("name", "tool_call_id"):
             if getattr(message, name) is not None:
                 fields[name] = getattr(message, name)
@@ -39,13 +41,13 @@ def as_template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
         if reasoning and message.role == "assistant":
             # Most templates read the first name, some the second.
             fields["reasoning_content"] = fields["thinking"] = reasoning
-        rendered.append(plain_message(fields))
-    return rendered
+        rendered.append(fields)
+    return plain_messages(rendered)
 
 
 def _template_call(call: ToolCall) -> dict[str, Any]:
     function = call.function
-    arguments = read_arguments(function.arguments, function.name)
+    arguments = given_arguments(function.arguments)
     made = {"type": "function", "function": {"name": function.name, "arguments": arguments}}
     return made if call.id is None else {"id": call.id, **made}
 

@@ -16,7 +16,7 @@ from jaxserve.engine.text.thinking import ThinkingMarks
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import Request as EngineRequest
 from jaxserve.request import SamplingParams
-from jaxserve.server.schema.decode import parse_json, to_schema
+from jaxserve.server.schema.decode import parse_json, to_schema, without_half_pairs
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.schema.openai import Sampling, StreamOptions
 from jaxserve.server.schema.unserved_fields import check_fields
@@ -26,6 +26,8 @@ from jaxserve.server.settings import ServerConfig
 from jaxserve.unserved import refuse_unsupported
 
 T = TypeVar("T", bound=msgspec.Struct)
+# Fields that hold a conversation, which clients send again with every request.
+_HISTORIES = frozenset(("messages", "input", "items"))
 _ID = re.compile(r"[!-~]{1,128}")
 
 
@@ -89,7 +91,16 @@ class EndpointRequest:
         """
         config = self.config
         body: bytes = self._http_request.scope["jaxserve.body"]
-        value: Any = parse_json(body, config.max_json_depth, config.max_json_nodes)
+        limits = (config.max_json_depth, config.max_json_nodes)
+        try:
+            value: Any = parse_json(body, *limits)
+        except ApiError as error:
+            fields: tuple[str, ...] = getattr(schema, "__struct_fields__", ())
+            has_history = not _HISTORIES.isdisjoint(fields) and error.code == "invalid_json"
+            mended = without_half_pairs(body) if has_history else body
+            if mended == body:
+                raise
+            value = parse_json(mended, *limits)
         if not isinstance(value, dict):
             raise ApiError(400, "the body must be a JSON object", code="invalid_type")
         refuse_unsupported(value, unsupported or {}, " by this server")

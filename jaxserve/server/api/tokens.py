@@ -15,6 +15,7 @@ from jaxserve.server.api.conversations import template_ids
 from jaxserve.server.api.endpoint_request import EndpointRequest
 from jaxserve.server.api.streaming import json_response
 from jaxserve.server.schema.errors import ApiError
+from jaxserve.server.schema.functions import as_tools
 from jaxserve.server.schema.openai import ChatMessage, ChatRequest, Tool
 
 
@@ -90,7 +91,7 @@ async def tokenize(http_request: Request) -> Response:
             documents=body.documents,
             tools=body.tools,
         )
-        ids = await template_ids(chat, model)
+        ids = await template_ids(as_tools(chat), model)
     else:
         ids = await model.encode(body.prompt or "", body.add_special_tokens is not False)
     response = TokenizeResponse(len(ids), model.limits.max_model_len, ids)

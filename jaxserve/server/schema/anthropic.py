@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any, Literal
 
 import msgspec
 
+from jaxserve.engine.text.messages import left_out
 from jaxserve.errors import InvalidRequest
+from jaxserve.server.schema.arguments import arguments_text
 from jaxserve.server.schema.openai import (
     ChatMessage,
     ChatRequest,
+    ContentPart,
     FunctionCall,
     FunctionDefinition,
     FunctionName,
@@ -54,15 +56,15 @@ class Block(msgspec.Struct, kw_only=True):
     thinking: str | None = None
     id: str | None = None
     name: str | None = None
-    input: dict[str, Any] | None = None
+    input: Any = None
     tool_use_id: str | None = None
-    content: str | list[Block] | None = None
+    content: str | list[Block] | dict[str, Any] | None = None
     is_error: bool | None = None
 
 
 class InputMessage(msgspec.Struct, kw_only=True):
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | list[Block] | None = None
 
 
 class MessagesTool(msgspec.Struct, kw_only=True):
@@ -188,7 +190,7 @@ class MessagesResponse(msgspec.Struct, kw_only=True):
 
 
 def as_chat(body: CountRequest) -> ChatRequest:
-    """Return the conversation that a request stands for; a last assistant message is continued.
+    """Return the conversation that a request stands for; a last assistant's text is continued.
 
     Raises:
         InvalidRequest: a block that is not served.
@@ -201,7 +203,8 @@ def as_chat(body: CountRequest) -> ChatRequest:
     chat = ChatRequest(model=body.model, messages=messages)
     chat.chat_template_kwargs, chat.json_schema = body.chat_template_kwargs, body.json_schema
     chat.enable_thinking = body.enable_thinking
-    if body.messages and body.messages[-1].role == "assistant":
+    # A message with calls is complete: templates write calls behind its text.
+    if body.messages and body.messages[-1].role == "assistant" and not messages[-1].tool_calls:
         chat.continue_final_message = True
     _put_tools(chat, body)
     thinking = body.thinking
@@ -277,28 +280,38 @@ def _put_tools(chat: ChatRequest, body: CountRequest) -> None:
         chat.tool_choice = choice.type
 
 
-def _system_text(content: str | list[Block]) -> str:
+def _system_text(content: str | list[Block] | None) -> str:
     """Return a system prompt, without Claude Code's line for billing.
 
     That line differs from request to request, and no prefix would be found in the cache again.
     """
-    texts = [content] if isinstance(content, str) else [_words(block) for block in content]
+    texts = [content] if isinstance(content, str) else [_words(block) for block in content or ()]
     return "".join(text for text in texts if not text.startswith(_BILLING))
 
 
-def _text(content: str | list[Block] | None, between: str = "") -> str:
-    """Return the text of a content, which may hold nothing else."""
-    if content is None or isinstance(content, str):
-        return content or ""
+def _text(content: str | list[Block] | dict[str, Any] | None, between: str = "") -> str:
+    """Return the text of a content; a sentence stands for a block that is not text."""
+    if not isinstance(content, list):
+        return "" if content is None else arguments_text(content)
     return between.join(_words(block) for block in content)
 
 
 def _words(block: Block) -> str:
-    """Return what a block of text says: a text, a document, what was found or a summary.
+    """Return the text of a block; a sentence stands for a block that is not text."""
+    words = _text_of(block)
+    if words is None:
+        return "" if block.type == "text" else left_out(block.type)
+    return words
 
-    Raises:
-        InvalidRequest: it is none of these.
-    """
+
+def _part(block: Block) -> ContentPart:
+    """Return a block as part of a chat's message, which may refuse its type."""
+    words = _text_of(block)
+    return ContentPart(type=block.type if words is None else "text", text=words)
+
+
+def _text_of(block: Block) -> str | None:
+    """Return the text of a block: a text, a document, what was found or a summary; else None."""
     source = block.source
     words = None
     if block.type == "text":
@@ -311,10 +324,6 @@ def _words(block: Block) -> str:
         words = "\n".join(filter(None, (block.title, source, _text(block.content, "\n"))))
     elif block.type == "document" and isinstance(source, Source) and source.is_text:
         words = "\n".join(filter(None, (block.title, block.context, source.words)))
-    if words is None:
-        raise InvalidRequest(
-            f"content of type {block.type[:40]!r} is not supported here: only text is", "messages"
-        )
     return words
 
 
@@ -323,7 +332,7 @@ def _chat_messages(message: InputMessage) -> list[ChatMessage]:
     if message.role == "system":
         text = _system_text(message.content)
         return [ChatMessage(role="system", content=text)] if text else []
-    if isinstance(message.content, str):
+    if not isinstance(message.content, list):
         return [ChatMessage(role=message.role, content=message.content)]
     results, rest, calls, thoughts = [], [], [], []
     for block in message.content:
@@ -333,15 +342,17 @@ def _chat_messages(message: InputMessage) -> list[ChatMessage]:
         elif block.type == "tool_use" and message.role == "assistant":
             if block.name is None:
                 raise InvalidRequest("messages: a tool_use block needs a name", "messages")
-            call = FunctionCall(name=block.name, arguments=json.dumps(block.input or {}))
+            call = FunctionCall(name=block.name, arguments=block.input)
             calls.append(ToolCall(id=block.id, function=call))
         elif block.type == "thinking" and message.role == "assistant":
             thoughts.append(block.thinking or "")
         elif block.type != "redacted_thinking":
             rest.append(block)
-    if not (rest or calls or thoughts) and results:
+    parts = [_part(block) for block in rest]
+    says_nothing = all(part.is_text and not part.text for part in parts)
+    if results and says_nothing and not (calls or thoughts):
         return results
-    chat_message = ChatMessage(role=message.role, content=_text(rest), tool_calls=calls or None)
+    chat_message = ChatMessage(role=message.role, content=parts, tool_calls=calls or None)
     chat_message.reasoning_content = "".join(thoughts) or None
     return [*results, chat_message]
 
@@ -351,7 +362,7 @@ def merged_system(chat: ChatRequest) -> ChatRequest:
 
     For templates that take none but the first.
     """
-    texts = [str(message.content) for message in chat.messages if message.role == "system"]
+    texts = [str(message.content or "") for message in chat.messages if message.role == "system"]
     rest = [message for message in chat.messages if message.role != "system"]
     first = ChatMessage(role="system", content="".join(texts))
     return msgspec.structs.replace(chat, messages=[first, *rest])

@@ -17,7 +17,21 @@ _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _OPENING = frozenset(b"[{")
 # `Expected int, got str - at $.messages[0].content` -> messages
 _PATH = re.compile(r" - at `\$\.?([A-Za-z_][A-Za-z0-9_]*)?")
+# An escape in a string: both halves of a surrogate pair, one half alone, or any other.
+_ESCAPE = re.compile(
+    rb"\\(u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+    rb"|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
+    re.DOTALL,
+)
 _MISSING = re.compile(r"missing required field `(\w+)`")
+
+
+def without_half_pairs(body: bytes) -> bytes:
+    """Return JSON with the replacement character for each half of a surrogate pair.
+
+    Clients cut texts within a character beyond U+FFFF, and send the half with every later request.
+    """
+    return _ESCAPE.sub(lambda found: rb"\ufffd" if found[2] else found[0], body)
 
 
 def parse_json(body: bytes, max_depth: int, max_nodes: int) -> Any:

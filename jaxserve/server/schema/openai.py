@@ -144,23 +144,30 @@ class ContentPart(msgspec.Struct, kw_only=True):
     refusal: str | None = None
 
     @property
+    def is_text(self) -> bool:
+        """Whether its type is one of text."""
+        return self.type in ("text", "input_text", "output_text", "refusal")
+
+    @property
     def words(self) -> str | None:
         """Text of the part; None where its type is not one of text."""
-        if self.type == "refusal":
-            return self.text if self.refusal is None else self.refusal
-        return self.text if self.type in ("text", "input_text", "output_text") else None
+        if self.type == "refusal" and self.refusal is not None:
+            return self.refusal
+        return self.text if self.is_text else None
 
 
 class FunctionCall(msgspec.Struct, kw_only=True):
+    """A call. In answers `arguments` is text; in a history it may be anything that clients send."""
+
     name: str
-    arguments: str
+    arguments: Any = None
 
 
 class ToolCall(msgspec.Struct, kw_only=True):
     """A call in a conversation; one of a custom tool becomes that of a function as well."""
 
     id: str | None = None
-    type: str = "function"
+    type: str | None = "function"
     function: FunctionCall = None  # type: ignore[assignment]
     custom: CustomCall | msgspec.UnsetType = msgspec.UNSET
 
@@ -189,6 +196,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     function_call: FunctionCall | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
+    refusal: str | None = None
 
 
 class ChatRequest(Sampling, kw_only=True):

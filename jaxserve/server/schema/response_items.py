@@ -8,6 +8,7 @@ from uuid import uuid4
 
 import msgspec
 
+from jaxserve.server.schema.arguments import arguments_text
 from jaxserve.server.schema.logprobs import TokenLogprob
 from jaxserve.server.schema.openai import ContentPart
 
@@ -48,7 +49,7 @@ class InputItem(msgspec.Struct, kw_only=True):
     call_id: str | None = None
     name: str | None = None
     namespace: str | None = None
-    arguments: str | None = None
+    arguments: Any = None
     input: str | None = None
     output: str | list[ContentPart] | None = None
     summary: list[ContentPart] | None = None
@@ -267,7 +268,9 @@ def _shown_item(item: InputItem) -> dict[str, Any]:
             "content": [{"type": part.type, "text": part.text or ""} for part in thoughts],
             "summary": [{"type": p.type, "text": p.text or ""} for p in item.summary or ()],
         }
-    fields = ("call_id", "name", "namespace", "arguments", "input")
+    if kind == "function_call":
+        shown["arguments"] = arguments_text(item.arguments)
+    fields = ("call_id", "name", "namespace", "input")
     shown |= {field: getattr(item, field) for field in fields if getattr(item, field) is not None}
     if isinstance(item.output, list):
         shown["output"] = [_shown_part(part) for part in item.output]
@@ -279,5 +282,7 @@ def _shown_item(item: InputItem) -> dict[str, Any]:
 def _shown_part(part: ContentPart) -> dict[str, Any]:
     if part.type == "refusal":
         return {"type": part.type, "refusal": part.words or ""}
+    if not part.is_text:
+        return {"type": part.type}
     shown: dict[str, Any] = {"type": part.type, "text": part.text or ""}
     return shown | {"annotations": []} if part.type == "output_text" else shown

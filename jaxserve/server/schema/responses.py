@@ -172,8 +172,11 @@ def check_served(items: list[InputItem], field: str) -> None:
     """
     try:
         for item in items:
-            if item.type != "reasoning" and item.type not in HOSTED_ITEMS:
-                _append([], item)
+            if item.type == "reasoning" or item.type in HOSTED_ITEMS:
+                continue
+            _append([], item)
+            for content in (item.content, item.output):
+                _check_text(content if isinstance(content, list) else [])
     except InvalidRequest as error:
         raise InvalidRequest(str(error).replace("input:", f"{field}:", 1), field) from None
 
@@ -198,6 +201,9 @@ def as_chat(body: ResponsesRequest, items: Iterable[InputItem]) -> ChatRequest:
         if item.type == "reasoning":
             thoughts = _text(item.content) or _text(item.summary)
             continue
+        if thoughts is not None and not _is_answer(item):
+            # The answer ended within its thoughts. Templates expect a turn of the assistant.
+            messages.append(ChatMessage(role="assistant", content="", reasoning_content=thoughts))
         _append(messages, item)
         if thoughts and messages[-1].role == "assistant":
             messages[-1].reasoning_content = thoughts
@@ -209,7 +215,7 @@ def as_chat(body: ResponsesRequest, items: Iterable[InputItem]) -> ChatRequest:
         logprobs=wants_logprobs(body),
         **{name: getattr(body, name) for name in _SAME},
     )
-    if _is_partial(body.input):
+    if _is_partial(body.input) and not messages[-1].tool_calls:
         chat.continue_final_message, chat.add_generation_prompt = True, False
     if body.reasoning is not None:
         chat.reasoning_effort = body.reasoning.effort
@@ -217,6 +223,19 @@ def as_chat(body: ResponsesRequest, items: Iterable[InputItem]) -> ChatRequest:
         chat.tools = [chat_tool(*seen) for seen in seen_tools(body.tools)] or None
     chat.tool_choice = tool_choice(body.tool_choice, body.tools)
     return chat
+
+
+def _is_answer(item: InputItem) -> bool:
+    is_call = item.type in ("function_call", "custom_tool_call")
+    return is_call or (item.type == "message" and item.role == "assistant")
+
+
+def _check_text(parts: list[ContentPart]) -> None:
+    for part in parts:
+        if not part.is_text:
+            raise InvalidRequest(
+                f"input: content of type {part.type[:40]!r} is not supported: only text is", "input"
+            )
 
 
 def _is_partial(given: str | list[InputItem]) -> bool:
@@ -243,11 +262,15 @@ def _append(messages: list[ChatMessage], item: InputItem) -> None:
     """Append an item; a call joins the assistant's message before it, or becomes a new one."""
     kind = item.type
     if kind == "message":
-        messages.append(ChatMessage(role=item.role or "user", content=item.content))
+        last = messages[-1] if messages else None
+        if last is not None and last.tool_calls and item.role == "assistant":
+            last.content = [*_parts(last.content), *_parts(item.content)]  # what follows a call
+        else:
+            messages.append(ChatMessage(role=item.role or "user", content=item.content))
     elif kind in ("function_call", "custom_tool_call"):
         if item.name is None or item.call_id is None:
             raise InvalidRequest(f"input: a {kind} needs name and call_id", "input")
-        arguments = item.arguments or ""
+        arguments = item.arguments
         if kind == "custom_tool_call":
             arguments = json.dumps({"input": item.input or ""}, ensure_ascii=False)
         function = FunctionCall(name=flat_name(item.namespace, item.name), arguments=arguments)
@@ -270,6 +293,12 @@ def _text(content: str | list[ContentPart] | None) -> str:
         return content or ""
     # Parts of thoughts have types of their own.
     return "".join(part.words or part.text or "" for part in content)
+
+
+def _parts(content: str | list[ContentPart] | None) -> list[ContentPart]:
+    if isinstance(content, str):
+        return [ContentPart(type="text", text=content)] if content else []
+    return content or []
 
 
 def _response_format(text: TextOptions | None) -> ResponseFormat | None:

@@ -15,6 +15,7 @@ from jaxserve.engine.async_llm import AsyncLLM
 from jaxserve.engine.chat_sampling import chat_sampling
 from jaxserve.engine.text.grammars import schema_problem
 from jaxserve.engine.text.json_schemas import EnforceableSchemas
+from jaxserve.engine.text.messages import RefusedMessages
 from jaxserve.engine.text.template import TemplateTooLong, weigh
 from jaxserve.engine.text.template_names import HOW_TO_GIVE
 from jaxserve.engine.text.tokenizer import NO_TEMPLATE
@@ -27,6 +28,14 @@ from jaxserve.server.served.chat_template import RequestTemplates, server_templa
 from jaxserve.server.served.request_metrics import RequestMetrics
 from jaxserve.server.settings import ServerConfig
 from jaxserve.server.tool_calls.dialect import Dialect
+from jaxserve.server.tool_calls.histories import (
+    PROBE,
+    PROBE_TOOLS,
+    has_text_arguments,
+    plainer_histories,
+    probe_messages,
+    with_objects,
+)
 from jaxserve.server.tool_calls.tools import introduce
 
 # Text of up to this many characters is tokenized on the event loop, longer text on another thread.
@@ -87,6 +96,7 @@ class ServedModel:
         self.request_templates = RequestTemplates(config.trust_request_chat_template)
         self.dialect = Dialect(tokenizer, config.tool_call_parser, config.reasoning_parser)
         self.schemas = EnforceableSchemas(schema_problem)
+        self._text_printers: dict[bool, bool] = {}  # by whether there are tools
         self.admission = make_admission(llm.config, config)
         self.tracer: Any = None
         self._behind: ServedModel | None = None
@@ -165,17 +175,15 @@ class ServedModel:
 
         Options are the template's inputs, or another `chat_template`. Tools are described in words
         where the template does not read them: in a system message, or in the user's first message
-        where the template takes no system message.
+        where the template takes no system message. A conversation that the template refuses is
+        rendered in a plainer form, if the template takes one.
 
         Raises:
             InvalidRequest: there is no template, it refuses the messages, or reads no documents.
             PromptTooLong: no tokenization of the messages could fit.
         """
         own = options.get("chat_template")
-        if own is None:
-            messages, options["tools"] = self.dialect.adapted(messages, options.get("tools"))
-        tools = options.get("tools")
-        if own is None and not self.tokenizer().has_template(bool(tools)):
+        if own is None and not self.tokenizer().has_template(bool(options.get("tools"))):
             raise InvalidRequest(
                 f"{NO_TEMPLATE}: send a prompt to /v1/completions, or start the server with "
                 f"--chat-template and {HOW_TO_GIVE}",
@@ -186,6 +194,47 @@ class ServedModel:
             raise InvalidRequest(
                 "the chat template reads no documents: put them into a message", "documents"
             )
+        if has_text_arguments(messages) and not await self._prints_text(options):
+            messages = with_objects(messages)
+        try:
+            return await self.render_as_it_is(messages, options)
+        except RefusedMessages as error:
+            source = self.tokenizer().template_source if own is None else own.source
+            forms = plainer_histories(messages, "tool_calls" in source)
+            # A template that a request brings may take a second of a processor each time.
+            for plainer in forms if own is None else forms[-2:]:
+                with suppress(RefusedMessages):
+                    return await self.render_as_it_is(plainer, options)
+            raise error
+
+    async def _prints_text(self, options: dict[str, Any]) -> bool:
+        """Return whether the template prints arguments of calls that are text as they are."""
+        own, with_tools = options.get("chat_template"), bool(options.get("tools"))
+        if own is None and with_tools in self._text_printers:
+            return self._text_printers[with_tools]
+        inputs = {} if own is None else {"chat_template": own}
+        if with_tools:  # not the request's own, which may be refused
+            inputs["tools"] = PROBE_TOOLS
+        found = False
+        with suppress(InvalidRequest):
+            ids = await self.render_as_it_is(probe_messages(), inputs)
+            found = PROBE in self.tokenizer().decode(ids, False)
+        if own is None:
+            self._text_printers[with_tools] = found
+        return found
+
+    async def render_as_it_is(
+        self, messages: list[dict[str, Any]], options: dict[str, Any]
+    ) -> list[int]:
+        """Return the token ids of a conversation that is in no other form if it is refused.
+
+        Raises:
+            InvalidRequest: as `render`.
+        """
+        own, tools = options.get("chat_template"), options.get("tools")
+        if own is None:
+            messages, tools = self.dialect.adapted(messages, tools)
+            options = {**options, "tools": tools}
         if not tools or (self.dialect.reads_tools if own is None else own.reads("tools")):
             return await self._render(messages, options)
         options, form = {**options, "tools": None}, self.dialect.call_format

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import re
 
+from jaxserve.server.schema.arguments import read_object, with_whole_pairs
+
 _HEAD = re.compile(r'\s*\{\s*"input"\s*:\s*"')
-# Whole characters of a JSON string; both halves of a pair of surrogates are one.
+# Whole characters of a JSON string. Both halves of a surrogate pair are one character; a first half
+# is whole by itself where the text behind it is not a second half.
 _WHOLE = re.compile(
     r'(?:[^"\\]+|\\["\\/bfnrt]|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}'
-    r"|\\u(?![dD][89abAB])[0-9a-fA-F]{4})*"
+    r"|\\u(?![dD][89abAB])[0-9a-fA-F]{4}"
+    r"|\\u[dD][89abAB][0-9a-fA-F]{2}(?=[^\\]|\\[^u]|\\u[^dD]|\\u[dD][^c-fC-F]))*"
 )
 
 
@@ -34,15 +38,11 @@ class CustomInput:
         assert whole is not None
         self._waiting = self._waiting[whole.end() :]
         self._has_ended = self._waiting.startswith('"')
-        return json.loads(f'"{whole[0]}"', strict=False)
+        return with_whole_pairs(json.loads(f'"{whole[0]}"', strict=False))
 
     def finish(self) -> str:
         """Return the rest: all of the arguments where they are no object with such a text."""
         if self._is_open:
             return ""
-        try:
-            value = json.loads(self._waiting)
-        except ValueError:
-            return self._waiting
-        text = value.get("input") if isinstance(value, dict) else None
+        text = (read_object(self._waiting) or {}).get("input")
         return text if isinstance(text, str) else self._waiting

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from jaxserve.server.tool_calls.histories import single_calls
 from jaxserve.server.tool_calls.literals import EndFinder
 from jaxserve.server.tool_calls.pieces import Content, Piece, Thought
 from jaxserve.server.tool_calls.reader import MAX_MALFORMED, Outgoing
@@ -260,32 +261,16 @@ def harmony_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
     beside thoughts and calls. So calls become messages of their own, each before its result, and
     such content the end of the thoughts.
     """
-    made: list[dict[str, Any]] = []
-    waiting: list[dict[str, Any]] = []
-    for message in messages:
-        if message["role"] == "tool":
-            wanted = message.get("tool_call_id")
-            place = next((i for i, call in enumerate(waiting) if _id_of(call) == wanted), 0)
-            if waiting:
-                made.append(waiting.pop(place))
-            made.append(message)
-            continue
-        made += waiting
-        calls = message.get("tool_calls") or []
-        if message["role"] != "assistant" or not calls:
-            waiting = []
-            made.append(message)
-            continue
-        bare = {key: value for key, value in message.items() if key not in _THOUGHTS}
-        thoughts = "\n\n".join(filter(None, (message.get("thinking"), message.get("content"))))
-        waiting = [{**bare, "content": "", "tool_calls": [call]} for call in calls]
-        if thoughts:
-            waiting[0]["thinking"] = thoughts
-    return made + waiting
+    return [_with_thoughts(message) for message in single_calls(messages)]
 
 
 _THOUGHTS = ("thinking", "reasoning_content")
 
 
-def _id_of(message: dict[str, Any]) -> Any:
-    return message["tool_calls"][0].get("id")
+def _with_thoughts(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with its content at the end of its thoughts, where it holds a call."""
+    if not message.get("tool_calls"):
+        return message
+    made = {key: value for key, value in message.items() if key not in _THOUGHTS}
+    thoughts = "\n\n".join(filter(None, (message.get("thinking"), message.get("content"))))
+    return {**made, "content": "", **({"thinking": thoughts} if thoughts else {})}

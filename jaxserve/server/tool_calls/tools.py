@@ -18,6 +18,7 @@ from jaxserve.engine.text.json_schemas import (
     well_formed,
 )
 from jaxserve.errors import InvalidRequest
+from jaxserve.server.schema.arguments import is_within
 from jaxserve.server.schema.openai import ChatRequest, NamedTool, ResponseFormat, Tool
 from jaxserve.server.schema.sampling import answer_schema
 from jaxserve.server.schema.tools import CUSTOM_PARAMETERS
@@ -114,7 +115,7 @@ def check_tools(tools: list[Tool], field: str = "tools") -> None:
         if name in seen:
             raise InvalidRequest(f"{field}: {name!r} is there twice", field)
         seen.add(name)
-        if not _is_within(tool.function.parameters, MAX_DEPTH):
+        if not is_within(tool.function.parameters, MAX_DEPTH):
             raise InvalidRequest(
                 f"{field}: parameters of {name!r} are nested deeper than {MAX_DEPTH}", field
             )
@@ -126,20 +127,6 @@ def _check_well_formed(tools: list[Tool]) -> None:
             raise InvalidRequest(
                 f"tools: parameters of {function.name!r} are not a JSON schema", "tools"
             )
-
-
-def _is_within(value: Any, depth: int) -> bool:
-    level = [value]
-    for _ in range(depth):
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, dict | list)
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-        if not level:
-            return True
-    return False
 
 
 def allowed_tools(body: ChatRequest) -> tuple[list[Tool], NamedTool | str | None]:
@@ -185,12 +172,7 @@ def tool_use(
     if not tools or choice == "none":
         return None
     is_named = isinstance(choice, NamedTool)
-    callable_tools = tools
-    if isinstance(choice, NamedTool):
-        wanted = choice.function.name
-        callable_tools = [tool for tool in tools if tool.function.name == wanted]
-        if not callable_tools:
-            raise InvalidRequest(f"tool_choice: {wanted[:60]!r} is not in tools", "tool_choice")
+    callable_tools = _named_tools(tools, choice) if isinstance(choice, NamedTool) else tools
     is_auto = choice in (None, "auto")
     if is_auto and (parser is None or not allows_auto):
         _check_well_formed(tools)
@@ -219,6 +201,14 @@ def tool_use(
     raw = frozenset(tool.function.name for tool in callable_tools if tool.lark is not None)
     use = ToolUse(call_format, called, described(tools), grammar, is_named, parallel, may_think)
     return replace(use, beside=beside, raw=raw)
+
+
+def _named_tools(tools: list[Tool], choice: NamedTool) -> list[Tool]:
+    wanted = choice.function.name
+    named = [tool for tool in tools if tool.function.name == wanted]
+    if not named:
+        raise InvalidRequest(f"tool_choice: {wanted[:60]!r} is not in tools", "tool_choice")
+    return named
 
 
 def _formed(call_format: CallFormat, form: Callable[[CallFormat], str]) -> tuple[CallFormat, str]:
@@ -327,20 +317,3 @@ def _answer_schema(
         return schemas.get(plain_schema(found[0]), found[1], "an answer")
     except UnenforceableSchema as error:
         raise InvalidRequest(f"response_format: at {error}", "response_format") from None
-
-
-def read_arguments(text: str, name: str) -> dict[str, Any]:
-    """Return a call's arguments as the object that chat templates require.
-
-    Raises:
-        InvalidRequest: they are no JSON object.
-    """
-    try:
-        value = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise InvalidRequest(
-            f"messages: the arguments of a call of {name[:60]!r} are not a JSON object", "messages"
-        )
-    return value

@@ -1,0 +1,71 @@
+"""Arguments of the calls in a conversation, which clients send back in every form."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+# Templates recurse over arguments, some with ten Python frames a level.
+MAX_DEPTH = 64
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
+_ESCAPED_HALF = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def given_arguments(given: Any) -> dict[str, Any] | str:
+    """Return a call's arguments as an object, or as text where they are no JSON object.
+
+    `max_tokens` cuts arguments, and models write lists and bare values: clients send these back
+    with every later request. An object that is nested too deep for templates is text too.
+
+    Args:
+        given: an object, JSON text, cut JSON text, another JSON value, or None for no arguments.
+    """
+    if given is None or (isinstance(given, str) and not given.strip()):
+        return {}
+    value = read_object(given) if isinstance(given, str) else given
+    if isinstance(value, dict) and is_within(value, MAX_DEPTH):
+        return value
+    return arguments_text(given)
+
+
+def arguments_text(given: Any) -> str:
+    """Return arguments in the form that the API defines, which is text."""
+    if isinstance(given, str):
+        return given
+    return "{}" if given is None else json.dumps(given, ensure_ascii=False)
+
+
+def read_object(text: str) -> dict[str, Any] | None:
+    """Return a JSON object, or None where the text is none.
+
+    The replacement character takes the place of half a surrogate pair, which JSON can escape and
+    UTF-8 cannot encode.
+    """
+    try:
+        value = json.loads(text, strict=False)
+        if _ESCAPED_HALF.search(text):
+            value = json.loads(with_whole_pairs(json.dumps(value, ensure_ascii=False)))
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def with_whole_pairs(text: str) -> str:
+    """Return a text with the replacement character in place of half surrogate pairs."""
+    return _HALF_PAIR.sub("\ufffd", text)
+
+
+def is_within(value: Any, depth: int) -> bool:
+    """Return whether a JSON value is nested at most so deep."""
+    level = [value]
+    for _ in range(depth):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        if not level:
+            return True
+    return False

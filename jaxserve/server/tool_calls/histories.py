@@ -1,0 +1,229 @@
+"""Conversations in plainer forms, for chat templates that refuse what clients send back."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxserve.server.schema.arguments import arguments_text
+
+Messages = list[dict[str, Any]]
+# Text that only a template which prints arguments as they are leaves whole; JSON escapes the quote.
+PROBE = '{"aaaa'
+_PARAMETERS = {"type": "object", "properties": {}}
+PROBE_TOOLS = [
+    {"type": "function", "function": {"name": "f", "description": "", "parameters": _PARAMETERS}}
+]
+# Mistral's templates require ids of nine letters and digits.
+_ID = "call{:05}"
+
+
+def probe_messages() -> Messages:
+    """Return a conversation that shows whether a template prints arguments that are text."""
+    call = _call(_ID.format(0), "f", PROBE)
+    result = {"role": "tool", "name": "f", "content": "a", "tool_call_id": call["id"]}
+    return [{"role": "user", "content": "a"}, _calling(call), result]
+
+
+def has_text_arguments(messages: Sequence[dict[str, Any]]) -> bool:
+    """Return whether a call has arguments that are no object."""
+    calls = (call for message in messages for call in message.get("tool_calls") or ())
+    return any(isinstance(call["function"]["arguments"], str) for call in calls)
+
+
+def with_texts(messages: Messages) -> Messages:
+    """Return a conversation in which all arguments are text."""
+    return _with_arguments(messages, arguments_text)
+
+
+def with_objects(messages: Messages) -> Messages:
+    """Return a conversation in which arguments that are no object are an empty one."""
+    return _with_arguments(messages, lambda given: {} if isinstance(given, str) else given)
+
+
+def _with_arguments(messages: Messages, change: Callable[[Any], Any]) -> Messages:
+    def changed(call: dict[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        return {**call, "function": {**function, "arguments": change(function["arguments"])}}
+
+    return [
+        {**message, "tool_calls": list(map(changed, message["tool_calls"]))}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+
+
+def single_calls(messages: Sequence[dict[str, Any]]) -> Messages:
+    """Return a conversation with one call in a message, each followed by its result.
+
+    A result that belongs to no call gets one, in the message before it if that is an answer.
+    """
+    made: Messages = []
+    waiting = _Waiting()
+    names: dict[Any, str] = {}
+    for message in messages:
+        if message["role"] == "tool":
+            made.append(waiting.take(message) or _new_call(message, names, made))
+            made.append(message)
+            continue
+        made += waiting.take_all()
+        calls = message.get("tool_calls") or []
+        names.update((call.get("id"), call["function"]["name"]) for call in calls)
+        if message["role"] == "assistant" and calls:
+            waiting.add({**message, "tool_calls": calls[:1]})
+            for call in calls[1:]:
+                waiting.add(_calling(call))
+        else:
+            made.append(message)
+    return made + waiting.take_all()
+
+
+class _Waiting:
+    """Calls that wait for their results, each taken in constant time."""
+
+    def __init__(self) -> None:
+        self._left: OrderedDict[int, dict[str, Any]] = OrderedDict()
+        self._by_id: dict[Any, deque[int]] = defaultdict(deque)
+
+    def add(self, message: dict[str, Any]) -> None:
+        number = id(message)
+        self._left[number] = message
+        self._by_id[message["tool_calls"][0].get("id")].append(number)
+
+    def take(self, result: dict[str, Any]) -> dict[str, Any] | None:
+        """Take the call of a result: that with its id, or the first; None where none is left."""
+        same = self._by_id[result.get("tool_call_id")]
+        while same:
+            if (number := same.popleft()) in self._left:
+                return self._left.pop(number)
+        return self._left.popitem(last=False)[1] if self._left else None
+
+    def take_all(self) -> Messages:
+        """Take the calls that have no result."""
+        left = list(self._left.values())
+        self._left.clear()
+        self._by_id.clear()
+        return left
+
+
+def _new_call(result: dict[str, Any], names: dict[Any, str], made: Messages) -> dict[str, Any]:
+    """Return a message that calls for a result, the answer before it if there is one."""
+    wanted = result.get("tool_call_id")
+    name = result.get("name") or names.get(wanted) or "tool"
+    message = _calling(_call(wanted or _ID.format(0), name, {}))
+    is_answer = made and made[-1]["role"] == "assistant" and not made[-1].get("tool_calls")
+    return {**made.pop(), "tool_calls": message["tool_calls"]} if is_answer else message
+
+
+def _call(number: str, name: str, arguments: Any) -> dict[str, Any]:
+    return {"id": number, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _calling(call: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def plainer_histories(messages: Messages, reads_calls: bool) -> list[Messages]:
+    """Return forms of a conversation that stricter templates render, the nearest first.
+
+    Llama's template takes one call in a message, Mistral's ids of nine characters, Gemma's only
+    turns of user and assistant that alternate. The newest message stays as it is: a template that
+    refuses it refuses the request.
+
+    Args:
+        messages: that the template refuses.
+        reads_calls: whether the template renders calls.
+    """
+    newest, before = messages[-1], messages[-2] if len(messages) > 1 else {}
+    is_wrong = before.get("role") == newest["role"] and not before.get("tool_calls")
+    single = _numbered(single_calls(messages))
+    if not reads_calls:
+        return [_alternating(_in_words(single), newest if is_wrong else None)]
+    turns = _alternating(_answered(single), newest if is_wrong else None)
+    return [form for each in (single, turns) for form in (each, with_texts(each))]
+
+
+def _numbered(messages: Messages) -> Messages:
+    """Return single calls and their results with new ids, and each result with its name."""
+    made: Messages = []
+    number, name = 0, ""
+    for message in messages:
+        if message.get("tool_calls"):
+            number += 1
+            call = {**message["tool_calls"][0], "id": _ID.format(number)}
+            message = {**message, "tool_calls": [call]}
+            name = call["function"]["name"]
+        elif message["role"] == "tool":
+            message = {"name": name, **message, "tool_call_id": _ID.format(number)}
+        made.append(message)
+    return made
+
+
+def _answered(messages: Messages) -> Messages:
+    """Return a conversation with an empty answer between calls and what a user says next."""
+    made: Messages = []
+    for message in messages:
+        is_after_call = made and (made[-1]["role"] == "tool" or made[-1].get("tool_calls"))
+        if is_after_call and message["role"] == "user":
+            made.append({"role": "assistant", "content": ""})
+        made.append(message)
+    return made
+
+
+def _in_words(messages: Messages) -> Messages:
+    """Return a conversation whose calls and results are text of the assistant and the user."""
+    groups: list[Messages] = []
+    is_result = False
+    for message in messages:
+        worded = _worded(message)
+        if is_result and worded["role"] == "user":
+            groups[-1].append(worded)
+        else:
+            groups.append([worded])
+        is_result = message["role"] == "tool"
+    return [_joined(group) for group in groups]
+
+
+def _worded(message: dict[str, Any]) -> dict[str, Any]:
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"Result of the call:\n{message['content']}"}
+    if not message.get("tool_calls"):
+        return message
+    call = json.dumps(message["tool_calls"][0]["function"], ensure_ascii=False)
+    rest = {name: value for name, value in message.items() if name != "tool_calls"}
+    return {**rest, "content": "\n".join(filter(None, (message["content"], call)))}
+
+
+def _joined(group: Messages) -> dict[str, Any]:
+    """Return messages as one, with the fields of the last."""
+    if len(group) == 1:
+        return group[0]
+    text = "\n\n".join(message["content"] for message in group if message["content"])
+    return {**group[0], **group[-1], "content": text}
+
+
+def _alternating(messages: Messages, apart: dict[str, Any] | None) -> Messages:
+    """Return a conversation whose turns alternate, with one system message at its beginning.
+
+    Args:
+        messages: with single calls or none.
+        apart: a message that joins no other, since its place is wrong.
+    """
+    groups: list[Messages] = []
+    if messages[-1]["role"] != "system":
+        systems = [message for message in messages if message["role"] == "system"]
+        messages = [message for message in messages if message["role"] != "system"]
+        groups = [systems] if systems else []
+    if len(messages) > 1 and messages[0]["role"] == "assistant":
+        groups.append([{"role": "user", "content": ""}])
+    for message in messages:
+        last = groups[-1][-1] if groups else {}
+        is_same = last.get("role") == message["role"] in ("user", "assistant")
+        if is_same and not last.get("tool_calls") and message is not apart:
+            groups[-1].append(message)
+        else:
+            groups.append([message])
+    return [_joined(group) for group in groups]
