@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxserve.errors import InvalidRequest
@@ -26,12 +26,32 @@ _TEXT = ("text", "input_text", "output_text")
 _BESIDES = ("tool_calls", "reasoning", "reasoning_content", "thinking")
 
 
+class PartedText(str):
+    """A text of several parts, joined by line breaks.
+
+    Attributes:
+        parts: the texts.
+    """
+
+    parts: tuple[str, ...]
+
+    @classmethod
+    def of(cls, parts: Iterable[str]) -> str:
+        """Return the text of parts; empty ones say nothing."""
+        found = tuple(filter(None, parts))
+        if len(found) < 2:
+            return "".join(found)
+        made = cls("\n".join(found))
+        made.parts = found
+        return made
+
+
 def plain_message(message: Any) -> dict[str, Any]:
     """Return a message with its content as one text; its other fields stay.
 
-    Content is text or a list of parts, {"type": "text", "text": ...}. A user's must say something;
-    any other role's may be an empty text, which tools and empty system prompts are. An assistant's
-    may be missing beside calls or thoughts.
+    Content is text or a list of parts, {"type": "text", "text": ...}, which line breaks join. A
+    user's must say something; any other role's may be an empty text, which tools and empty system
+    prompts are. An assistant's may be missing beside calls or thoughts.
 
     Raises:
         InvalidRequest: no role, or content that is missing or no text.
@@ -60,7 +80,7 @@ def _text(content: Any) -> str:
     if not isinstance(content, list | tuple):
         kind = type(content).__name__
         raise InvalidRequest(f"content must be text or a list of parts, got {kind}", "messages")
-    return "".join(_words(part) for part in content)
+    return PartedText.of(map(_words, content))
 
 
 def _words(part: Any) -> str:
