@@ -35,6 +35,8 @@ _TALKS = (
     (_SYSTEM, _FIRST, _ANSWER, _SECOND),
 )
 _MAX_ROLES = 100
+# Roles that no template has in place of the user's.
+_OTHER_ROLES = frozenset(("assistant", "developer", "system", "tool"))
 
 
 class _Score(NamedTuple):
@@ -89,7 +91,7 @@ def find_form(
     best = max(scores, key=lambda score: score[:2])
     if best.users or not any(score.rendered for score in scores):
         return _FORMS[scores.index(best)]
-    for role in sorted(roles)[:_MAX_ROLES]:
+    for role in sorted({*roles} - _OTHER_ROLES)[:_MAX_ROLES]:
         if _score(render, None, [[{**_FIRST, "role": role}]]).shown:
             return None
     raise WordsLost
