@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from typing import Any
 
 import pytest
 
 from jaxserve.commands.terminal import Remote, Terminal
+from jaxserve.engine.text.template import ChatTemplate
+from jaxserve.server.http.app import App
 from tests.support.live_server import Server
 
 CHAT = "/v1/chat/completions"
@@ -70,6 +74,10 @@ BAD_TEMPLATES = {
     "a file": "{% include '/etc/passwd' %}",
     "an import": "{% import 'os' as os %}{{ os.environ }}",
     "nothing said": "{# nothing #}",
+    "a long list": "{% set l=range(100000)|list %}{{ (l*5)|groupby('real')|length }}",
+    "a filter of a list, many times": "{% set l=range(100000)|list %}{% for i in range(1000) %}"
+    "{{ l|groupby('real')|length }}{% endfor %}",
+    "much to compile": "{% set a=1 %}" * 5000,
 }
 
 
@@ -79,6 +87,35 @@ def test_a_bad_template_of_a_request_is_refused(trusting: Server, case: str) -> 
     assert answer.status == 400, answer.body
     assert answer.error["param"] in ("chat_template", "messages"), answer.error
     assert "root:" not in answer.error["message"]
+
+
+class Recorded(ChatTemplate):
+    """A template that notes the threads in which it is rendered."""
+
+    def render(self, variables: dict[str, Any], seconds: float = 1.0) -> str:
+        self.threads = [*getattr(self, "threads", []), threading.current_thread().name]
+        return super().render(variables, seconds)
+
+
+def test_templates_of_requests_are_rendered_in_one_thread_of_their_own(app: App) -> None:
+    model, template = app.models.find(None), Recorded("{{ messages[0].content }}")
+
+    async def render_all() -> threading.Thread:
+        talks = [[{"role": "user", "content": str(number)}] for number in range(5)]
+        await asyncio.gather(*(model.render(talk, chat_template=template) for talk in talks))
+        return await model.request_templates.run(threading.current_thread)
+
+    assert asyncio.run(render_all()).name == "request-templates_0"
+    assert template.threads == ["request-templates_0"] * 5
+
+
+def test_a_template_of_a_request_receives_parts_where_it_shows_them(trusting: Server) -> None:
+    parts = [{"type": "text", "text": text} for text in ("one", "two")]
+    fields = {"messages": [{"role": "user", "content": parts}]}
+    own = "{% for p in messages[0].content | selectattr('type', 'equalto', 'text') %}[{{ p.text }}]"
+    assert prompt_of(trusting, **fields, chat_template=own + "{% endfor %}") == "[one][two]"
+    plain = "{{ messages[0].content }}"
+    assert prompt_of(trusting, **fields, chat_template=plain) == "one\ntwo"
 
 
 def test_a_template_of_another_type_is_refused(trusting: Server) -> None:
