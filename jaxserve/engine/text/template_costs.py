@@ -80,7 +80,7 @@ def pay_for_filter(
         jinja2.SecurityError: an argument is out of range.
     """
     check_numbers(data[1:], more)
-    value = data[0] if data else None
+    value: Any = data[0] if data else None
     if name in _LISTING:
         value = budget.listed(value)
     elif name in _PASSING and hasattr(value, "__len__"):
@@ -148,7 +148,7 @@ def pay_for_method(
         jinja2.SecurityError: an argument is out of range.
     """
     check_numbers(data, more)
-    first = data[0] if data else None
+    first: Any = data[0] if data else None
     if name == "join" and data:
         first = budget.listed(first)
         data = (first, *data[1:])

@@ -109,10 +109,11 @@ class _Metered(NodeTransformer):
 
 
 def _through(
-    name: str, node: nodes.Expr, line: int | None = None, given: list[nodes.Expr] | None = None
+    name: str, node: Any, line: int | None = None, given: list[nodes.Expr] | None = None
 ) -> nodes.Filter:
     made = nodes.Filter(node, name, given or [], [], None, None)
-    return made.set_lineno(node.lineno or line or 1)
+    made.set_lineno(node.lineno or line or 1)
+    return made
 
 
 def _read(node: nodes.Expr) -> nodes.Expr:
