@@ -53,7 +53,7 @@ BASE = (
     *("jaxserve.errors", "jaxserve.structured", "jaxserve.request", "jaxserve.outputs"),
     *("jaxserve.config", "jaxserve.machine", "jaxserve.unserved", "jaxserve"),
     *("jaxserve.model_name", "jaxserve.overrides", "jaxserve.kv_events", "jaxserve.hosts"),
-    *("jaxserve.eplb", "jaxserve.garbage"),
+    *("jaxserve.chat_config", "jaxserve.eplb", "jaxserve.garbage"),
     *("jaxserve.checks", "jaxserve.beams"),
 )
 # All that crosses from the host half to the device half.
