@@ -8,9 +8,14 @@ from typing import Any
 
 import pytest
 
+from jaxserve import InvalidRequest
 from jaxserve.commands.terminal import Remote, Terminal
 from jaxserve.engine.text.template import ChatTemplate
+from jaxserve.engine.text.tokenizer import Tokenizer
 from jaxserve.server.http.app import App
+from jaxserve.server.served.chat_template import with_server_template
+from jaxserve.server.settings import ServerConfig
+from tests.support.checkpoint import byte_tokenizer
 from tests.support.live_server import Server
 
 CHAT = "/v1/chat/completions"
@@ -207,3 +212,15 @@ def test_a_proxy_may_leave_its_path(trusting: Server) -> None:
     assert trusting.request("/llm").headers["location"] == "/llm/"
     for path in ("/llmx/health", "/llm/llm/health", "/llm/nothing"):
         assert trusting.request(path).status == 404
+
+
+def test_a_template_of_a_setting_that_loses_words_is_refused() -> None:
+    def tokenizer(form: str) -> Tokenizer:
+        return Tokenizer.of(byte_tokenizer(), "here", 260, form)
+
+    lost = ServerConfig(chat_template="{% for m in messages %}{{ m.role }}{% endfor %}")
+    with pytest.raises(InvalidRequest, match="chat_template: it shows nothing that a user says"):
+        with_server_template(tokenizer("auto"), lost)
+    assert with_server_template(tokenizer("string"), lost).template_source == lost.chat_template
+    named = ServerConfig(chat_template="chatml")
+    assert "im_start" in with_server_template(tokenizer("auto"), named).template_source
