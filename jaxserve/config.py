@@ -12,6 +12,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from jaxserve.chat_config import ChatConfig, check_chat
 from jaxserve.checks import exact_int, finite_float, within
 from jaxserve.eplb import ExpertsConfig, check_eplb
 from jaxserve.hosts import HostsConfig, check_hosts, too_few
@@ -52,7 +53,7 @@ _OWN_VARIABLE = re.compile(
 
 
 @dataclass(frozen=True)
-class EngineConfig(HostsConfig, ExpertsConfig):
+class EngineConfig(HostsConfig, ExpertsConfig, ChatConfig):
     """An engine's settings; names and defaults follow vLLM's `EngineArgs`.
 
     None means "chosen for the device and the model found"; `resolve` fills it in.
@@ -207,16 +208,15 @@ class EngineConfig(HostsConfig, ExpertsConfig):
         object.__setattr__(self, "kv_events_config", events_config(self.kv_events_config))
         if self.language_model_only is not True:
             raise ValueError("language_model_only must be true: only text is served")
-        check_hosts(self)
-        check_eplb(self)
+        for check in (check_hosts, check_eplb, check_chat):
+            check(self)
         self._check_budget()
 
     def _check_budget(self) -> None:
         seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
         if seqs and tokens and tokens < seqs:
-            why = "every running sequence gets a token a step"
             least = f"max_num_batched_tokens ({tokens}) must be at least max_num_seqs ({seqs})"
-            raise ValueError(f"{least}: {why}")
+            raise ValueError(f"{least}: every running sequence gets a token a step")
 
     def resolve(
         self, platform: str, model_max_len: int, sizes: tuple[int, int] | None = None

@@ -33,6 +33,7 @@ FLOORS = {
     "jaxserve.overrides": 1,
     "jaxserve.hosts": 1,
     "jaxserve.kv_events": 1,
+    "jaxserve.chat_config": 1,
     "jaxserve.eplb": 1,
     "jaxserve.garbage": 1,
     "jaxserve.installation": 1,
@@ -57,6 +58,7 @@ BASE = (
     *("jaxserve.config", "jaxserve.machine", "jaxserve.unserved", "jaxserve"),
     *("jaxserve.model_name", "jaxserve.overrides", "jaxserve.kv_events", "jaxserve.hosts"),
     *("jaxserve.eplb", "jaxserve.garbage", "jaxserve.installation", "jaxserve.interrupts"),
+    "jaxserve.chat_config",
     *("jaxserve.checks", "jaxserve.beams", "jaxserve.setting_values", "jaxserve.stop_strings"),
 )
 # All that crosses from the host half to the device half.
@@ -108,6 +110,7 @@ ONLY = {
     "jaxserve.machine": set(),
     "jaxserve.unserved": set(),
     "jaxserve.kv_events": set(),
+    "jaxserve.chat_config": set(),
     "jaxserve.eplb": set(),
     "jaxserve.garbage": set(),
     "jaxserve.installation": set(),

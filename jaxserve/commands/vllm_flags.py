@@ -41,7 +41,6 @@ SHORT = {
 _ONE_PROCESS = "one process serves its models, and needs no other beside it"
 _HTTP = "only HTTP is served"
 _NO_LOG = "the log holds warnings and errors, a JSON object a line, and no requests"
-_TEMPLATE = "contents reach the template as text, thoughts as reasoning_content and thinking"
 _FIXED = "a request's headers are at most 100, and 32 KiB together"
 _NO_TOOLS = "no tool is run by the server: clients run what the model calls"
 _NO_PLUGIN = "no code of others runs in the server: leave it out"
@@ -69,7 +68,6 @@ SERVER: dict[str, Unserved] = {
     "log_error_stack": Unserved((True, False), _NO_LOG),
     "logging_config": Unserved((), _NO_LOG),
     "log_config_file": Unserved((), _NO_LOG),
-    "chat_template_content_format": Unserved(("auto", "string"), _TEMPLATE),
     "trust_request_mm_kwargs": Unserved((False,), "only text is served: leave it out"),
     "exclude_tools_when_tool_choice_none": Unserved(
         (True,), "with tool_choice none the tools stay out of the prompt"

@@ -15,6 +15,7 @@ from jaxserve.models import ModelConfig
 _OF_A_HOST = (
     *("model", "tokenizer", "revision", "download_dir", "generation_config", "node_rank"),
     *("skip_tokenizer_init", "compilation_cache_dir", "wait_for_all_programs", "profile_start"),
+    "chat_template_content_format",
     *("master_addr", "nodes_secret", "prefix_caching_secret", "kv_events_config"),
 )
 _LEAST = ("max_model_len", "num_gpu_blocks_override")

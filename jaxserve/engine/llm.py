@@ -22,6 +22,7 @@ from jaxserve.engine.metrics import EngineStats
 from jaxserve.engine.prompts import (
     Prompt,
     as_list,
+    chat_tokenizer,
     encoded,
     one_each,
     prompt_parts,
@@ -29,7 +30,6 @@ from jaxserve.engine.prompts import (
     tokenized,
 )
 from jaxserve.engine.text.messages import plain_messages
-from jaxserve.engine.text.named_templates import find_template
 from jaxserve.engine.text.template_names import HOW_TO_GIVE
 from jaxserve.engine.text.tokenizer import NO_TEMPLATE
 from jaxserve.engine.thread import NOT_PICKLED, EngineThread, report_start
@@ -160,7 +160,7 @@ class LLM:
             chat_template_kwargs: further inputs of the template, which it may leave unread; they
                 take precedence over `template_options`.
             **template_options: further inputs, such as tools; one that the template does not read
-                is refused.
+                is refused. chat_template_content_format is as the setting of this name.
 
         Raises:
             InvalidRequest: as `generate`; or the template refuses the messages.
@@ -200,8 +200,7 @@ class LLM:
             raise InvalidRequest("this engine has no tokenizer: pass token ids to LLM.generate")
         several = isinstance(messages, list) and messages and isinstance(messages[0], list)
         many = messages if several else [messages]
-        if chat_template is not None:
-            tokenizer = tokenizer.with_template(find_template(chat_template))
+        tokenizer = chat_tokenizer(tokenizer, chat_template, template_options)
         inputs = template_inputs(tokenizer, template_options, free)
         if not tokenizer.has_template(bool(inputs.get("tools"))):
             raise InvalidRequest(

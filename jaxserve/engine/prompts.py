@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Listing
+from contextlib import suppress
 from typing import Any, NamedTuple
 
+from jaxserve.chat_config import check_content_format
 from jaxserve.checks import exact_int, is_listing
+from jaxserve.engine.text.content_format import WordsLost
 from jaxserve.engine.text.messages import COMMON_INPUTS, RENDERING_ARGUMENTS
+from jaxserve.engine.text.named_templates import find_template
+from jaxserve.engine.text.template_budget import TemplateTooLong
 from jaxserve.engine.text.tokenizer import Tokenizer
 from jaxserve.errors import InvalidRequest
 from jaxserve.unserved import is_neutral, refuse_unsupported
 
+CONTENT_FORMAT = "chat_template_content_format"
 Prompt = str | Listing[int] | Mapping[str, Any]
 
 
 # Keys of vLLM's prompt dicts and arguments of its `LLM.chat` that are not supported, each with its
 # neutral values, which pass.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "chat_template_content_format": ("auto",),
     "lora_request": (None,),
     "mm_processor_kwargs": (None, {}),
     "multi_modal_data": (None, {}),
@@ -63,6 +68,28 @@ def prompt_parts(prompt: Any) -> PromptParts:
     return PromptParts(text if isinstance(text, str) else None, text, salt)
 
 
+def chat_tokenizer(tokenizer: Tokenizer, template: Any, options: Mapping[str, Any]) -> Tokenizer:
+    """Return a tokenizer with the chat template, and the form of content, that a call names.
+
+    Args:
+        template: a template, a file, or the name of a shipped one; None for the model's.
+        options: may hold chat_template_content_format.
+
+    Raises:
+        InvalidRequest: there is no such template or form.
+    """
+    form = options.get(CONTENT_FORMAT, "auto")
+    check_content_format(form)
+    if form != "auto":
+        tokenizer = tokenizer.with_content_format(form)
+    if template is None:
+        return tokenizer
+    found = find_template(template)
+    with suppress(WordsLost, TemplateTooLong):  # it may show other inputs, and may be stopped later
+        tokenizer.fit(found)
+    return tokenizer.with_template(found)
+
+
 def template_inputs(tokenizer: Tokenizer, options: Mapping[str, Any], free: Any) -> dict[str, Any]:
     """Return the inputs of the chat template.
 
@@ -79,7 +106,7 @@ def template_inputs(tokenizer: Tokenizer, options: Mapping[str, Any], free: Any)
     refuse_unsupported(options, UNSUPPORTED)
     inputs = {}
     for option, value in options.items():
-        if option in UNSUPPORTED:
+        if option in UNSUPPORTED or option == CONTENT_FORMAT:
             continue
         if option in RENDERING_ARGUMENTS:
             raise InvalidRequest(f"{option} is not supported", option)

@@ -78,16 +78,16 @@ class Source:
         Raises:
             CheckpointError: none there, or one that does not fit the model.
         """
-        size = self.model_config.vocab_size
+        size, form = self.model_config.vocab_size, config.chat_template_content_format
         if config.tokenizer is not None:
             folder = local_path(str(config.tokenizer), config, on_progress, text_only=True)
-            return Tokenizer(folder, size)
+            return Tokenizer(folder, size, form)
         if isinstance(self.weights, GgufFile):
             made = _late("jaxserve.engine.text.gguf_tokenizer").gguf_tokenizer(
                 self.weights.metadata, str(self.path), size
             )
-            return Tokenizer.of(made, str(self.path), size)
-        return Tokenizer(self.path, size)
+            return Tokenizer.of(made, str(self.path), size, form)
+        return Tokenizer(self.path, size, form)
 
     def without_vocabulary(self) -> Source:
         """Return the source without a GGUF file's vocabulary, which takes 25 MB for Gemma 3."""

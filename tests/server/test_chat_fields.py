@@ -44,6 +44,10 @@ def test_an_answer_repeats_the_message_that_it_continues(server: Server) -> None
     deltas = streamed(server, BEGUN, echo=True, **fields)
     assert deltas[0] == {"role": "assistant", "content": ""} and deltas[1] == {"content": "e-n"}
     assert "".join(delta.get("content", "") for delta in deltas) == message["content"]
+    parts = [{"type": "text", "text": text} for text in ("e", "n")]
+    several = [*USER, {"role": "assistant", "content": parts}]
+    content = ask(server, several, echo=True, **fields)["choices"][0]["message"]["content"]
+    assert content.startswith("e\nn")
     # A user's message is none that an assistant's answer repeats.
     other = ask(server, USER, echo=True)["choices"]
     assert other == ask(server, USER)["choices"]

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from typing import Any
 
 import pytest
 
+from jaxserve import InvalidRequest
 from jaxserve.commands.terminal import Remote, Terminal
+from jaxserve.engine.text.template import ChatTemplate
+from jaxserve.engine.text.tokenizer import Tokenizer
+from jaxserve.server.http.app import App
+from jaxserve.server.served.chat_template import with_server_template
+from jaxserve.server.settings import ServerConfig
+from tests.support.checkpoint import byte_tokenizer
 from tests.support.live_server import Server
 
 CHAT = "/v1/chat/completions"
@@ -70,6 +79,10 @@ BAD_TEMPLATES = {
     "a file": "{% include '/etc/passwd' %}",
     "an import": "{% import 'os' as os %}{{ os.environ }}",
     "nothing said": "{# nothing #}",
+    "a long list": "{% set l=range(100000)|list %}{{ (l*5)|groupby('real')|length }}",
+    "a filter of a list, many times": "{% set l=range(100000)|list %}{% for i in range(1000) %}"
+    "{{ l|groupby('real')|length }}{% endfor %}",
+    "much to compile": "{% set a=1 %}" * 5000,
 }
 
 
@@ -79,6 +92,35 @@ def test_a_bad_template_of_a_request_is_refused(trusting: Server, case: str) -> 
     assert answer.status == 400, answer.body
     assert answer.error["param"] in ("chat_template", "messages"), answer.error
     assert "root:" not in answer.error["message"]
+
+
+class Recorded(ChatTemplate):
+    """A template that notes the threads in which it is rendered."""
+
+    def render(self, variables: dict[str, Any], seconds: float = 1.0) -> str:
+        self.threads = [*getattr(self, "threads", []), threading.current_thread().name]
+        return super().render(variables, seconds)
+
+
+def test_templates_of_requests_are_rendered_in_one_thread_of_their_own(app: App) -> None:
+    model, template = app.models.find(None), Recorded("{{ messages[0].content }}")
+
+    async def render_all() -> threading.Thread:
+        talks = [[{"role": "user", "content": str(number)}] for number in range(5)]
+        await asyncio.gather(*(model.render(talk, chat_template=template) for talk in talks))
+        return await model.request_templates.run(threading.current_thread)
+
+    assert asyncio.run(render_all()).name == "request-templates_0"
+    assert template.threads == ["request-templates_0"] * 5
+
+
+def test_a_template_of_a_request_receives_parts_where_it_shows_them(trusting: Server) -> None:
+    parts = [{"type": "text", "text": text} for text in ("one", "two")]
+    fields = {"messages": [{"role": "user", "content": parts}]}
+    own = "{% for p in messages[0].content | selectattr('type', 'equalto', 'text') %}[{{ p.text }}]"
+    assert prompt_of(trusting, **fields, chat_template=own + "{% endfor %}") == "[one][two]"
+    plain = "{{ messages[0].content }}"
+    assert prompt_of(trusting, **fields, chat_template=plain) == "one\ntwo"
 
 
 def test_a_template_of_another_type_is_refused(trusting: Server) -> None:
@@ -170,3 +212,15 @@ def test_a_proxy_may_leave_its_path(trusting: Server) -> None:
     assert trusting.request("/llm").headers["location"] == "/llm/"
     for path in ("/llmx/health", "/llm/llm/health", "/llm/nothing"):
         assert trusting.request(path).status == 404
+
+
+def test_a_template_of_a_setting_that_loses_words_is_refused() -> None:
+    def tokenizer(form: str) -> Tokenizer:
+        return Tokenizer.of(byte_tokenizer(), "here", 260, form)
+
+    lost = ServerConfig(chat_template="{% for m in messages %}{{ m.role }}{% endfor %}")
+    with pytest.raises(InvalidRequest, match="chat_template: it shows nothing that a user says"):
+        with_server_template(tokenizer("auto"), lost)
+    assert with_server_template(tokenizer("string"), lost).template_source == lost.chat_template
+    named = ServerConfig(chat_template="chatml")
+    assert "im_start" in with_server_template(tokenizer("auto"), named).template_source

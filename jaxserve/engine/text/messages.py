@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxserve.errors import InvalidRequest
@@ -36,6 +36,26 @@ class RefusedMessages(InvalidRequest):
     """Refusal of a conversation by the chat template that renders it."""
 
 
+class PartedText(str):
+    """A text of several parts, joined by line breaks.
+
+    Attributes:
+        parts: the texts.
+    """
+
+    parts: tuple[str, ...]
+
+    @classmethod
+    def of(cls, parts: Iterable[str]) -> str:
+        """Return the text of parts; empty ones say nothing."""
+        found = tuple(filter(None, parts))
+        if len(found) < 2:
+            return "".join(found)
+        made = cls("\n".join(found))
+        made.parts = found
+        return made
+
+
 def plain_messages(messages: Any) -> Any:
     """Return a conversation with the content of each message as one text.
 
@@ -60,7 +80,7 @@ def plain_messages(messages: Any) -> Any:
 def plain_message(message: Any, is_newest: bool = True) -> dict[str, Any]:
     """Return a message with its content as one text; its other fields stay.
 
-    Content is text or a list of parts, {"type": "text", "text": ...}.
+    Content is text or a list of parts, {"type": "text", "text": ...}, which line breaks join.
 
     Args:
         message: a mapping.
@@ -99,7 +119,7 @@ def _text(content: Any, is_strict: bool) -> str:
     if not isinstance(content, list | tuple):
         kind = type(content).__name__
         raise InvalidRequest(f"content must be text or a list of parts, got {kind}", "messages")
-    return "".join(_words(part, is_strict) for part in content)
+    return PartedText.of(_words(part, is_strict) for part in content)
 
 
 def _words(part: Any, is_strict: bool) -> str:

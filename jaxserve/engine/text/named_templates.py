@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from jaxserve.engine.text.template import MAX_SOURCE_CHARS, ChatTemplate
+from jaxserve.engine.text.template import MAX_NODES, MAX_SOURCE_CHARS, ChatTemplate
 from jaxserve.engine.text.template_names import HOW_TO_GIVE, NAMED_TEMPLATES, TEMPLATE_FOLDER
 from jaxserve.errors import InvalidRequest
 
@@ -13,12 +13,15 @@ from jaxserve.errors import InvalidRequest
 _JINJA = "{}\n"
 
 
-def find_template(given: str | Path, may_read: bool = True) -> ChatTemplate:
+def find_template(
+    given: str | Path, may_read: bool = True, max_nodes: int = MAX_NODES
+) -> ChatTemplate:
     """Return the chat template that a setting or an argument names.
 
     Args:
         given: the path of a file, the name of a shipped template, or a template itself.
         may_read: whether files are read; those that a request names never are.
+        max_nodes: of its syntax tree.
 
     Raises:
         InvalidRequest: it is none of these, or has no meaning as a template.
@@ -39,7 +42,7 @@ def find_template(given: str | Path, may_read: bool = True) -> ChatTemplate:
             f"chat_template: {text[:200]!r} is neither a template nor {HOW_TO_GIVE}",
             "chat_template",
         )
-    return compile_template(text)
+    return compile_template(text, max_nodes=max_nodes)
 
 
 def _read(path: Path) -> str:
@@ -60,14 +63,14 @@ def _read(path: Path) -> str:
         ) from None
 
 
-def compile_template(source: str, where: str = "") -> ChatTemplate:
+def compile_template(source: str, where: str = "", max_nodes: int = MAX_NODES) -> ChatTemplate:
     """Return a template that was not read from a checkpoint.
 
     Raises:
         InvalidRequest: it has no meaning, or is too large.
     """
     try:
-        return ChatTemplate(source)
+        return ChatTemplate(source, max_nodes)
     except Exception as error:  # Jinja's, Python's, and ours for a size
         at_file = f" {where}" if where else ""
         message = " ".join(str(error).split())[:300]

@@ -15,6 +15,8 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
+from jaxserve.errors import CheckpointError
+
 _CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 _NAMED = (
     *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token"),
@@ -138,6 +140,25 @@ def _chat_template(directory: Path, config: Mapping[str, Any]) -> Any:
     """Return the chat template; its own file comes before tokenizer_config.json."""
     path = directory / "chat_template.jinja"
     return path.read_text() if path.is_file() else config.get("chat_template")
+
+
+def processor_template(directory: Path) -> str | None:
+    """Return the template of a processor of images, which may be a folder's only one.
+
+    Raises:
+        CheckpointError: chat_template.json holds none.
+    """
+    path = directory / "chat_template.json"
+    if not path.exists():
+        return None
+    found = (_json(path) or {}).get("chat_template")
+    if isinstance(found, list):  # of templates with names
+        found = {each.get("name"): each.get("template") for each in found if type(each) is dict}
+    if isinstance(found, dict):
+        found = found.get("default")
+    if not isinstance(found, str):
+        raise CheckpointError(f"{path}: there is no chat_template, which must be text")
+    return found
 
 
 def _agrees(listed: Any, added: Mapping[int, Any]) -> bool:

@@ -9,16 +9,17 @@ import re
 import secrets
 from collections.abc import Mapping
 from collections.abc import Sequence as Listing
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
 from jaxserve.engine.text.added_texts import AddedTexts
+from jaxserve.engine.text.content_format import find_form, in_form, with_ending
 from jaxserve.engine.text.library_calls import LibraryCalls, TokenizerFailure
 from jaxserve.engine.text.messages import RefusedMessages
-from jaxserve.engine.text.plain_tokenizer import read_tokenizer
+from jaxserve.engine.text.model_templates import read_templates
+from jaxserve.engine.text.plain_tokenizer import processor_template, read_tokenizer
 from jaxserve.engine.text.prompt_encoder import PromptEncoder
-from jaxserve.engine.text.template import ChatTemplate, TemplateTooLong
+from jaxserve.engine.text.template import ChatTemplate
 from jaxserve.engine.text.tokenizer_limits import MAX_TOKENS_BEYOND, check_tokenizer_files
 from jaxserve.errors import CheckpointError, InvalidRequest
 
@@ -34,12 +35,15 @@ class Tokenizer:
     Args:
         directory: holds tokenizer.json and what belongs to it.
         vocab_size: width of the model's logits; every word's id must be below it.
+        content_format: of chat templates: "string", "openai", or "auto" for what each shows.
 
     Raises:
         CheckpointError: no tokenizer there, or one that does not fit the model.
     """
 
-    def __init__(self, directory: str | Path, vocab_size: int) -> None:
+    def __init__(
+        self, directory: str | Path, vocab_size: int, content_format: str = "auto"
+    ) -> None:
         path = Path(directory) / "tokenizer.json"
         if not path.is_file():
             raise CheckpointError(
@@ -50,22 +54,26 @@ class Tokenizer:
         try:
             self.calls = LibraryCalls(may_panic)
             with self.calls:
-                self._take(read_tokenizer(Path(directory)), str(path), vocab_size)
+                made = read_tokenizer(Path(directory))
+                if made.chat_template is None:
+                    made.chat_template = processor_template(Path(directory))
+                self._take(made, str(path), vocab_size, content_format)
         except CheckpointError:
             raise
         except Exception as error:  # the library raises bare Exceptions for a corrupt file
             raise CheckpointError(f"{path}: not a readable tokenizer ({error})") from error
 
     @classmethod
-    def of(cls, tokenizer: Any, where: str, vocab_size: int) -> Self:
+    def of(cls, tokenizer: Any, where: str, vocab_size: int, content_format: str = "auto") -> Self:
         """Wrap a tokenizer of Transformers; CheckpointError where it does not fit the model."""
         made = cls.__new__(cls)
         made.calls = LibraryCalls()
-        made._take(tokenizer, where, vocab_size)
+        made._take(tokenizer, where, vocab_size, content_format)
         return made
 
-    def _take(self, tokenizer: Any, where: str, vocab_size: int) -> None:
+    def _take(self, tokenizer: Any, where: str, vocab_size: int, content_format: str) -> None:
         self._tokenizer = tokenizer
+        self._content_format = content_format
         self.backend = tokenizer.backend_tokenizer
         self._vocab_size = vocab_size
         vocab: dict[str, int] = tokenizer.get_vocab()
@@ -81,7 +89,7 @@ class Tokenizer:
         self._added_texts = {number: text for text, number in self._added_ids.items()}
         self._added = AddedTexts(self._added_ids)
         self._encoder = PromptEncoder(self.backend, self._added_ids, self.special_ids, self.calls)
-        self._templates = self._read_templates(where)
+        self._templates = read_templates(tokenizer, where, self.fit)
 
     def _tokens_beyond(self, vocab: Mapping[str, int], where: str) -> dict[int, str]:
         """Return added tokens without logits, such as the marks of images beside a model of text.
@@ -118,44 +126,33 @@ class Tokenizer:
                     )
         return ids
 
-    def _read_templates(self, where: str) -> dict[bool, ChatTemplate]:
-        """Return the chat template without tools and with them, which may be another.
+    def fit(self, template: ChatTemplate, tools: Any = None, seconds: float = 1.0) -> ChatTemplate:
+        """Return a template that receives content in the form that it shows.
 
         Raises:
-            CheckpointError: it has no meaning, or does not end.
+            WordsLost: it shows a user's words in no form.
+            TemplateTooLong: it does not end.
         """
-        if self._tokenizer.chat_template is None:
-            return {}
-        sources: dict[bool, str] = {}
-        for tools in (False, True):
-            # Several named templates without a default serve only what they are named for.
-            with suppress(ValueError):
-                sources[tools] = self._tokenizer.get_chat_template(tools=[{}] if tools else None)
-        try:
-            made = {source: ChatTemplate(source) for source in set(sources.values())}
-            templates = {tools: made[source] for tools, source in sources.items()}
-            if False in templates:
-                self._try(templates[False])
-        except Exception as error:
-            raise CheckpointError(f"{where}: the chat template is not usable: {error}") from error
-        return templates
-
-    def _try(self, template: ChatTemplate) -> None:
-        """Raise TemplateTooLong for a template that does not end.
-
-        A template may refuse so short a conversation.
-        """
-        try:
-            self._render(template, [{"role": "user", "content": "?"}], {}, 1.0)
-        except TemplateTooLong:
-            raise
-        except Exception:
-            return
+        inputs = {"tools": tools}
+        template.text_roles = find_form(
+            lambda talk: "".join(self._render(template, talk, inputs, seconds)),
+            self._content_format,
+            template.constants,
+        )
+        return template
 
     def with_template(self, template: ChatTemplate) -> Self:
         """Return this tokenizer with another chat template, for conversations with tools too."""
         other = copy.copy(self)
         other._templates = {False: template, True: template}
+        return other
+
+    def with_content_format(self, content_format: str) -> Self:
+        """Return this tokenizer with chat templates that receive content so: "string", "openai"."""
+        other = copy.copy(self)
+        other._content_format = content_format
+        found = self._templates.items()
+        other._templates = {tools: other.fit(copy.copy(template)) for tools, template in found}
         return other
 
     def has_template(self, tools: bool) -> bool:
@@ -313,9 +310,10 @@ class Tokenizer:
         variables |= {"documents": None, **self._added.cut(options, mark)}
         continued = variables.pop("continue_final_message", False)
         variables |= self._tokenizer.special_tokens_map
+        messages = in_form(messages, template.text_roles)
         conversation = [self._added.cut(message, mark) for message in messages]
         if continued:
-            conversation[-1]["content"] = f"{conversation[-1].get('content') or ''}{end} "
+            conversation[-1]["content"] = with_ending(conversation[-1].get("content"), f"{end} ")
         text = template.render({**variables, "messages": conversation}, seconds)
         if continued:
             text, found, after = text.rpartition(end)

@@ -35,6 +35,7 @@ _SOURCES = (
 # Settings that no program depends on beyond what its name and its arguments' shapes say.
 _NOT_COMPILED = (
     *("model", "tokenizer", "skip_tokenizer_init", "load_format", "seed"),
+    "chat_template_content_format",
     *("gpu_memory_utilization", "kv_cache_memory_bytes", "memory_share"),
     *("num_gpu_blocks_override", "enable_prefix_caching", "scheduling_policy"),
     *("async_scheduling", "long_prefill_token_threshold", "compilation_cache_dir"),

@@ -196,7 +196,7 @@ def echo_of(body: ChatRequest, messages: list[ChatMessage], role: str) -> Echo:
     role = role if begins else last.role
     if not body.echo or last.role != role:
         return Echo(role)
-    return Echo(role, as_template_messages([last])[0]["content"])
+    return Echo(role, str(as_template_messages([last])[0]["content"]))
 
 
 class ChatFormatter:

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
+from jaxserve.engine.text.content_format import WordsLost
 from jaxserve.engine.text.messages import RESERVED_INPUTS
 from jaxserve.engine.text.named_templates import find_template
 from jaxserve.engine.text.template import ChatTemplate
+from jaxserve.engine.text.template_budget import TemplateTooLong
+from jaxserve.engine.text.tokenizer import Tokenizer
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.settings import ServerConfig
 
 # Of a template that comes with a request; the longest that models have are a third of it.
 MAX_REQUEST_CHARS = 1 << 16
+# Nodes of its syntax tree; the largest that models have hold a thousand. Compiling takes 0.3 s.
+_MAX_REQUEST_NODES = 3000
+# CPU time of each conversation that finds the form in which it receives content.
+_FORM_SECONDS = 0.05
 # Compiled templates of requests that are kept: clients send the same ones again.
 _KEPT = 8
 
@@ -39,16 +49,57 @@ def server_template(config: ServerConfig) -> ChatTemplate | None:
     return None if config.chat_template is None else find_template(config.chat_template)
 
 
+def template_thread() -> Executor:
+    """Return the thread that compiles and renders templates of requests, one at a time.
+
+    Each can keep a processor busy for as long as it may; several at once would hold up the event
+    loop, and the threads that tokenize long prompts.
+    """
+    return ThreadPoolExecutor(1, "request-templates")
+
+
+def with_server_template(tokenizer: Tokenizer, config: ServerConfig) -> Tokenizer:
+    """Return a tokenizer with the template that `chat_template` names, if it names one.
+
+    Raises:
+        InvalidRequest: the setting has no meaning, or the template shows no user's words.
+    """
+    template = server_template(config)
+    if template is None:
+        return tokenizer
+    try:
+        return tokenizer.with_template(tokenizer.fit(template))
+    except (WordsLost, TemplateTooLong) as error:
+        raise InvalidRequest(f"chat_template: {error}", "chat_template") from error
+
+
 class RequestTemplates:
-    """Chat templates that requests bring, compiled beside the event loop.
+    """Chat templates that requests bring, compiled and rendered beside the event loop.
 
     Args:
         are_trusted: whether requests may bring any.
+        tokenizer: that they are rendered for; None where there is none.
+        thread: where that happens.
     """
 
-    def __init__(self, are_trusted: bool) -> None:
+    def __init__(self, are_trusted: bool, tokenizer: Tokenizer | None, thread: Executor) -> None:
         self._are_trusted = are_trusted
+        self._tokenizer = tokenizer
+        self._thread = thread
         self._kept: dict[str, ChatTemplate] = {}
+
+    async def run(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Return the result of a call that compiles or renders a request's template."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, functools.partial(call, *args, **options))
+
+    def _made(self, source: str) -> ChatTemplate:
+        template = find_template(source, may_read=False, max_nodes=_MAX_REQUEST_NODES)
+        if self._tokenizer is not None:
+            # It may show other inputs alone; and one that does not end is stopped when rendered.
+            with suppress(WordsLost, TemplateTooLong):
+                self._tokenizer.fit(template, seconds=_FORM_SECONDS)
+        return template
 
     async def get(self, source: str) -> ChatTemplate:
         """Return a request's template, compiled.
@@ -69,7 +120,7 @@ class RequestTemplates:
             )
         template = self._kept.pop(source, None)
         if template is None:
-            template = await asyncio.to_thread(find_template, source, False)
+            template = await self.run(self._made, source)
         self._kept[source] = template
         if len(self._kept) > _KEPT:
             del self._kept[next(iter(self._kept))]

@@ -7,6 +7,7 @@ import copy
 import hmac
 import time
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,7 @@ from jaxserve.engine.chat_sampling import chat_sampling
 from jaxserve.engine.text.grammars import schema_problem
 from jaxserve.engine.text.json_schemas import EnforceableSchemas
 from jaxserve.engine.text.messages import RefusedMessages
-from jaxserve.engine.text.template import TemplateTooLong, weigh
+from jaxserve.engine.text.template_budget import TemplateTooLong, weigh
 from jaxserve.engine.text.template_names import HOW_TO_GIVE
 from jaxserve.engine.text.tokenizer import NO_TEMPLATE
 from jaxserve.errors import InvalidRequest, PromptTooLong
@@ -24,7 +25,11 @@ from jaxserve.request import Request
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.schema.sampling import NO_BOUND
 from jaxserve.server.served.admission import Admission, make_admission
-from jaxserve.server.served.chat_template import RequestTemplates, server_template
+from jaxserve.server.served.chat_template import (
+    RequestTemplates,
+    template_thread,
+    with_server_template,
+)
 from jaxserve.server.served.request_metrics import RequestMetrics
 from jaxserve.server.settings import ServerConfig
 from jaxserve.server.tool_calls.dialect import Dialect
@@ -55,6 +60,7 @@ class ServedModel:
         llm: serves it.
         config: the server's settings.
         secret: of this process or its fleet; salts of API keys are derived from it.
+        thread: for chat templates of requests; models of one server share it.
 
     Attributes:
         request_metrics: measurements of its requests.
@@ -73,7 +79,13 @@ class ServedModel:
     """
 
     def __init__(
-        self, names: list[str], root: str, llm: AsyncLLM, config: ServerConfig, secret: bytes
+        self,
+        names: list[str],
+        root: str,
+        llm: AsyncLLM,
+        config: ServerConfig,
+        secret: bytes,
+        thread: Executor | None = None,
     ) -> None:
         self.names = names
         self.root = root
@@ -89,11 +101,13 @@ class ServedModel:
         self.default_max_tokens = llm.max_new_tokens
         own = llm.config.generation_config in ("auto", "vllm")
         self.most_tokens = None if own else self.default_max_tokens
-        tokenizer, template = llm.get_tokenizer(), server_template(config)
-        if tokenizer is not None and template is not None:
-            tokenizer = tokenizer.with_template(template)
+        tokenizer = llm.get_tokenizer()
+        if tokenizer is not None:
+            tokenizer = with_server_template(tokenizer, config)
         self._tokenizer = tokenizer
-        self.request_templates = RequestTemplates(config.trust_request_chat_template)
+        self.request_templates = RequestTemplates(
+            config.trust_request_chat_template, tokenizer, thread or template_thread()
+        )
         self.dialect = Dialect(tokenizer, config.tool_call_parser, config.reasoning_parser)
         self.schemas = EnforceableSchemas(schema_problem)
         self._text_printers: dict[bool, bool] = {}  # by whether there are tools
@@ -250,6 +264,8 @@ class ServedModel:
         characters = sum(len(message["content"] or "") for message in messages)
         self.check_length(characters, "messages")
         inputs = {name: value for name, value in options.items() if name != "chat_template"}
+        if len(inputs) < len(options):  # a template of a request
+            return await self.request_templates.run(render, messages, **options)
         if weigh([messages, inputs], INLINE_CHARS) <= INLINE_CHARS:
             with suppress(TemplateTooLong):
                 return render(messages, seconds=INLINE_SECONDS, **options)

@@ -8,6 +8,7 @@ from jaxserve.engine.async_llm import AsyncLLM
 from jaxserve.engine.loading import Loaded, load
 from jaxserve.engine.sharing import check_sharing, salt_secret
 from jaxserve.execution.runner import OnProgress
+from jaxserve.server.served.chat_template import template_thread
 from jaxserve.server.served.models import Models, ServedModel
 from jaxserve.server.served.specs import ModelSpec
 from jaxserve.server.settings import ServerConfig
@@ -42,6 +43,7 @@ def start_models(
         check_sharing(spec.config)
     secret = salt_secret(specs[0].config)
     served: list[ServedModel] = []
+    thread = template_thread()
     try:
         for spec in specs:
             name = spec.names[0]
@@ -49,7 +51,8 @@ def start_models(
             if spec.config.model is None:
                 say(BUNDLED)
             loaded = load(spec.config, progress)
-            served.append(ServedModel(spec.names, spec.root, AsyncLLM(loaded), config, secret))
+            llm = AsyncLLM(loaded)
+            served.append(ServedModel(spec.names, spec.root, llm, config, secret, thread))
             for line in describe(loaded):
                 say(line)
     except BaseException:

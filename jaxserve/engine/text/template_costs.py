@@ -1,0 +1,211 @@
+"""Costs of the filters, tests and methods that chat templates may use, and of calling them.
+
+Each pays before it runs for the time that it takes and the memory that it fills.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from jinja2.exceptions import SecurityError
+
+from jaxserve.engine.text.template_budget import MAX_ITEMS, MAX_NUMBER, Budget, TemplateTooLong
+
+# `%99999999d`, `{:99999999}` and `%*d` make long texts from short ones, as widths do that
+# arguments give.
+_WIDE = re.compile(r"\d{6,}|%[^a-zA-Z%]*\*|\{[^{}]*:[^{}]*\{")
+_NUMBERS = re.compile(r"\d+")
+_NAMED = re.compile(r"%\(|\{[^{}:!]")
+_MAX_FORMAT = 100_000
+# Filters that no chat template needs, or whose time has no good bound.
+NO_FILTERS = (
+    "center filesizeformat forceescape pprint random striptags sum urlize wordwrap xmlattr".split()
+)
+# Filters that read all of a list before they return.
+_LISTING = frozenset("batch groupby join list max min slice sort unique".split())
+# Filters that pass over a value one by one, as their result is read.
+_PASSING = frozenset("dictsort items map reject rejectattr select selectattr".split())
+# Filters that look at no more than a value itself: a list, but not at the values within it.
+_SHALLOW = frozenset("attr batch count d default first last length list reverse slice".split())
+_SHALLOW |= _PASSING - {"dictsort"}
+_SORTING = frozenset("dictsort groupby sort".split())
+# Filters that run Python, or slow C code, for each character.
+_SLOW = frozenset("float int title urlencode wordcount".split())
+_SHALLOW_TESTS = frozenset(
+    "boolean callable defined escaped false float integer iterable mapping none number sameas "
+    "sequence string true undefined".split()
+)
+_NUMBER_TESTS = frozenset("divisibleby even odd".split())
+# Attributes of values. All others are out of reach: methods that change a value, lead into Python,
+# or take more than linear time.
+ATTRIBUTES: tuple[tuple[type | tuple[type, ...], frozenset[str]], ...] = tuple(
+    (types, frozenset(names.split()))
+    for types, names in (
+        (
+            str,
+            "capitalize casefold center count endswith expandtabs find format format_map index "
+            "isalnum isalpha isascii isdecimal isdigit isidentifier islower isnumeric isprintable "
+            "isspace istitle isupper join ljust lower lstrip partition removeprefix removesuffix "
+            "replace rfind rindex rjust rpartition rsplit rstrip split splitlines startswith strip "
+            "swapcase title upper zfill",
+        ),
+        (dict, "copy get items keys values"),
+        (list, "copy count index"),
+        (tuple, "count grouper index list"),
+        (range, "count index start step stop"),
+        ((int, float), "bit_length conjugate denominator imag is_integer numerator real"),
+    )
+)
+_WIDTHS = frozenset("center ljust rjust zfill".split())
+# Methods that compare every character with every character of their argument.
+_SQUARE = frozenset("lstrip rfind rindex rpartition rsplit rstrip strip".split())
+_LINE_ENDS = "\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
+
+
+def pay_for_filter(
+    budget: Budget, name: str, data: tuple[Any, ...], more: dict[str, Any]
+) -> tuple[Any, ...]:
+    """Take what a filter costs before it runs, and return its arguments.
+
+    Args:
+        budget: pays.
+        name: of the filter.
+        data: its arguments, beginning with the filtered value.
+        more: its arguments by name.
+
+    Raises:
+        TemplateTooLong: it costs too much.
+        jinja2.SecurityError: an argument is out of range.
+    """
+    check_numbers(data[1:], more)
+    value: Any = data[0] if data else None
+    if name in _LISTING:
+        value = budget.listed(value)
+    elif name in _PASSING and hasattr(value, "__len__"):
+        budget.items(len(value))
+    data = (value, *data[1:])
+    budget.spend(len(data) + len(more))
+    if name in _SHALLOW:
+        return data
+    weight = budget.read([data, more])
+    if name in _SORTING:
+        count = len(value) if hasattr(value, "__len__") else 0
+        budget.spend(weight * count.bit_length())
+    elif name in _SLOW and isinstance(value, str) and len(value) > MAX_ITEMS:
+        raise TemplateTooLong(f"it filters a text of more than {MAX_ITEMS} characters by {name}")
+    elif name == "replace":
+        named = dict(zip(("s", "old", "new"), data, strict=False)) | more
+        _pay_for_replace(budget, *(str(named.get(key, "")) for key in ("s", "old", "new")))
+    elif name == "join":
+        between = data[1] if len(data) > 1 else more.get("d", "")
+        budget.spend(len(str(between)) * len(value))
+    elif name == "indent":
+        width = data[1] if len(data) > 1 else more.get("width", 4)
+        budget.spend(_lines(value) * (len(width) if isinstance(width, str) else max(0, width)))
+    elif name == "trim":
+        chars = data[1] if len(data) > 1 else more.get("chars")
+        budget.spend(len(str(value)) * len(chars or "") // 8)
+    elif name == "format":
+        pay_for_format(budget, str(value), more or data[1:])
+    return data
+
+
+def pay_for_test(budget: Budget, name: str, data: tuple[Any, ...]) -> None:
+    """Take what a test costs before it runs.
+
+    Raises:
+        TemplateTooLong: it costs too much.
+        TypeError: it is of numbers, and a value is none; texts have a `%` of their own.
+    """
+    budget.spend(len(data))
+    if name in _NUMBER_TESTS:
+        if any(isinstance(value, str | bytes | list | tuple) for value in data):
+            raise TypeError(f"the test {name} is of numbers")
+    elif name == "in" and len(data) == 2:
+        budget.read(data[0])
+        pay_for_search(budget, data[1])
+    elif name not in _SHALLOW_TESTS:
+        budget.read(data)
+
+
+def pay_for_search(budget: Budget, values: Any) -> None:
+    """Take what a search for something in a value costs."""
+    if isinstance(values, dict):
+        budget.spend()
+    else:
+        budget.read(values)
+
+
+def pay_for_method(
+    budget: Budget, name: str, text: str, data: tuple[Any, ...], more: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Take what a method of a text costs before it runs, and return its arguments.
+
+    Raises:
+        TemplateTooLong: it costs too much.
+        jinja2.SecurityError: an argument is out of range.
+    """
+    check_numbers(data, more)
+    first: Any = data[0] if data else None
+    if name == "join" and data:
+        first = budget.listed(first)
+        data = (first, *data[1:])
+        budget.spend(len(text) * len(first))
+    words = budget.read([data, more])
+    budget.spend(len(text))
+    if name in ("format", "format_map"):
+        pay_for_format(budget, text, more or (first if name == "format_map" else data))
+    elif name == "replace" and len(data) > 1:
+        _pay_for_replace(budget, text, str(first), str(data[1]))
+    elif name == "expandtabs":
+        width = first if data else more.get("tabsize", 8)
+        budget.spend(text.count("\t") * max(0, int(width)))
+    elif name in _WIDTHS and isinstance(first, int):
+        budget.spend(max(0, first))
+    elif name in _SQUARE:
+        budget.spend(len(text) * words // 16 if words > 256 else 1)
+    if name in ("split", "rsplit"):
+        apart = first if data else more.get("sep")
+        most = data[1] if len(data) > 1 else more.get("maxsplit", -1)
+        is_all = isinstance(most, int) and most < 0
+        return (apart, MAX_ITEMS if is_all else most, *data[2:]), {}
+    if name == "splitlines":
+        budget.items(_lines(text))
+    return data, more
+
+
+def _pay_for_replace(budget: Budget, text: str, old: str, new: str) -> None:
+    budget.spend(len(text) + text.count(old) * max(0, len(new) - len(old)))
+
+
+def _lines(text: Any) -> int:
+    return sum(map(text.count, _LINE_ENDS)) + 1 if isinstance(text, str) else 0
+
+
+def pay_for_format(budget: Budget, form: str, given: Any) -> None:
+    """Take what filling a format in costs.
+
+    Raises:
+        TemplateTooLong: it costs too much.
+        jinja2.SecurityError: it asks for too wide a text.
+    """
+    check_widths(form)
+    size = budget.read(given) + sum(map(int, _NUMBERS.findall(form)))
+    # A value that has a name may stand in the text more than once.
+    is_named = isinstance(given, Mapping) or _NAMED.search(form) is not None
+    budget.spend(size * (form.count("%") + form.count("{")) if is_named else size)
+
+
+def check_widths(form: str) -> None:
+    """Raise SecurityError for a format that asks for too wide a text, or is long itself."""
+    if len(form) > _MAX_FORMAT or _WIDE.search(form):
+        raise SecurityError("a format asks for too wide a text")
+
+
+def check_numbers(data: tuple[Any, ...], more: Mapping[str, Any]) -> None:
+    """Raise SecurityError for large widths and counts, by which a short call makes a long text."""
+    for value in (*data, *more.values()):
+        if isinstance(value, int) and abs(value) > MAX_NUMBER:
+            raise SecurityError(f"numbers given to functions are {MAX_NUMBER} at most")

@@ -1,0 +1,395 @@
+"""Sandbox: Jinja as Transformers sets it up, with a budget for all that a chat template does.
+
+Loops, literals, comparisons and slices of a template are rewritten to call filters, so that they
+pay too. No other operation of a template takes more than a bounded time.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Set as AnySet
+from datetime import datetime
+from typing import Any, NoReturn
+
+from jinja2 import nodes, pass_context
+from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.ext import Extension
+from jinja2.runtime import BlockReference, Context, LoopContext, Macro, Undefined
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
+
+from jaxserve.engine.text.template_budget import Budget, Paid
+from jaxserve.engine.text.template_costs import (
+    ATTRIBUTES,
+    NO_FILTERS,
+    check_numbers,
+    check_widths,
+    pay_for_filter,
+    pay_for_format,
+    pay_for_method,
+    pay_for_search,
+    pay_for_test,
+)
+
+# Literals of more elements pay for them.
+_SMALL = 16
+_MAX_PAIRS = 4096
+_MAX_MESSAGE = _MAX_TIME_FORMAT = 1000
+_NUMBER_BITS = 1024
+# Tokens of a template's source for each node.
+_TOKENS_OF_NODE = 4
+# Nodes that a block counts for whose code copies all variables.
+_SCOPED = 100
+_AROUND = ("_loop_vars", "_block_vars")
+_OTHERS = (nodes.Extends, nodes.FromImport, nodes.Import, nodes.Include)
+
+
+class _Metered(NodeTransformer):
+    """Transformer that sends whatever may take long through filters that spend.
+
+    Their names hold a space, so no template can write them.
+    """
+
+    def visit_For(self, node: nodes.For) -> nodes.For:
+        self.generic_visit(node)
+        text = sum(len(part.data) for part in node.find_all(nodes.TemplateData))
+        node.iter = _through("each of", node.iter)
+        if text:
+            node.body.insert(0, nodes.ExprStmt(_through("step of", nodes.Const(text))))
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:
+        self.generic_visit(node)
+        return _through("text of", nodes.List(node.nodes), node.lineno)
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Compare:
+        self.generic_visit(node)
+        node.expr = _read(node.expr)
+        for operand in node.ops:
+            if operand.op in ("in", "notin"):
+                operand.expr = _through("search of", operand.expr)
+            else:
+                operand.expr = _read(operand.expr)
+        return node
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Expr:
+        self.generic_visit(node)
+        if not isinstance(node.arg, nodes.Slice):
+            return node
+        ends = [node.arg.start, node.arg.stop, node.arg.step]
+        given = [nodes.Const(None) if end is None else end for end in ends]
+        return _through("slice of", node.node, node.lineno, given)
+
+    def visit_List(self, node: nodes.List) -> nodes.Expr:
+        self.generic_visit(node)
+        return _through("list of", node) if len(node.items) > _SMALL else node
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Expr:
+        self.generic_visit(node)
+        is_long = node.ctx == "load" and len(node.items) > _SMALL
+        return _through("list of", node) if is_long else node
+
+    def visit_Dict(self, node: nodes.Dict) -> nodes.Expr:
+        self.generic_visit(node)
+        return _through("list of", node) if len(node.items) > _SMALL else node
+
+    def visit_Pair(self, node: nodes.Pair) -> nodes.Pair:
+        self.generic_visit(node)
+        node.key = _read(node.key)
+        return node
+
+    def visit_Const(self, node: nodes.Const) -> nodes.Const:
+        if isinstance(node.value, int) and node.value.bit_length() > _NUMBER_BITS:
+            raise ValueError(f"it holds a number of more than {_NUMBER_BITS} bits")
+        return node
+
+
+def _through(
+    name: str, node: Any, line: int | None = None, given: list[nodes.Expr] | None = None
+) -> nodes.Filter:
+    made = nodes.Filter(node, name, given or [], [], None, None)
+    made.set_lineno(node.lineno or line or 1)
+    return made
+
+
+def _read(node: nodes.Expr) -> nodes.Expr:
+    return node if isinstance(node, nodes.Const) else _through("value of", node)
+
+
+class _Generation(Extension):
+    """Tag `{% generation %}`: it marks an assistant's text for training, and does nothing here."""
+
+    tags = {"generation"}  # noqa: RUF012, as Jinja declares it
+
+    def parse(self, parser: Any) -> Any:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def filter_stream(self, stream: Any) -> Any:
+        """Yield tokens, as many as the sandbox allows."""
+        for count, token in enumerate(stream):
+            if count > _TOKENS_OF_NODE * self.environment.max_nodes:  # type: ignore[attr-defined]
+                raise ValueError(_too_large(self.environment))
+            yield token
+
+
+def _too_large(sandbox: Any) -> str:
+    return f"it is too large: it may hold {sandbox.max_nodes} expressions and statements"
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja as Transformers sets it up for chat templates, with a budget.
+
+    Args:
+        max_nodes: of a template's syntax tree. Compiling takes up to 0.1 ms for each.
+    """
+
+    intercepted_binops = frozenset(["*", "**", "+", "%", "-", "/", "//"])
+
+    def __init__(self, max_nodes: int) -> None:
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_Generation, "jinja2.ext.loopcontrols"],
+            finalize=self._value,
+            # Constants would be folded before there is a budget, in quadratic time.
+            optimized=False,
+        )
+        self.max_nodes = max_nodes
+        self._now = threading.local()
+        self.globals.pop("lipsum")
+        self.globals |= {"raise_exception": _refuse, "strftime_now": _strftime_now}
+        self.globals |= {"namespace": _Namespace, "dict": self._dict}
+        for name in NO_FILTERS:
+            del self.filters[name]
+        self.filters["tojson"] = self._to_json
+        self.filters = {name: self._paid(name, run) for name, run in self.filters.items()}
+        self.tests = {name: self._paid_test(name, run) for name, run in self.tests.items()}
+        own = {"each": self._each, "step": self._step, "text": self._text, "value": self._value}
+        own |= {"search": self._search, "slice": self._slice, "list": self._list}
+        self.filters |= {f"{name} of": run for name, run in own.items()}
+
+    @property
+    def budget(self) -> Budget:
+        """The budget of the rendering in this thread."""
+        return self._now.budget
+
+    @budget.setter
+    def budget(self, budget: Budget | None) -> None:
+        self._now.budget = budget
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        parsed = super()._parse(source, name, filename)
+        count = 0
+        for node in parsed.find_all(nodes.Node):
+            if isinstance(node, _OTHERS):
+                raise ValueError("it reads other templates, of which there are none")
+            count += _SCOPED if isinstance(node, nodes.Block) and node.scoped else 1
+            if count > self.max_nodes:
+                raise ValueError(_too_large(self))
+        return _Metered().visit(parsed)
+
+    @pass_context
+    def _each(self, _: Context, values: Any) -> Iterator[Any]:
+        return Paid(values, self.budget)
+
+    @pass_context
+    def _step(self, _: Context, text: Any) -> None:
+        self.budget.spend(max(0, int(text)))
+
+    @pass_context
+    def _text(self, _: Context, parts: Any) -> str:
+        self.budget.read(parts)
+        return "".join(map(str, parts))
+
+    @pass_context
+    def _value(self, _: Context, value: Any) -> Any:
+        self.budget.read(value)
+        return value
+
+    @pass_context
+    def _search(self, _: Context, values: Any) -> Any:
+        pay_for_search(self.budget, values)
+        return values
+
+    @pass_context
+    def _slice(self, _: Context, value: Any, *ends: Any) -> Any:
+        part = slice(*ends)
+        if isinstance(value, str):
+            self.budget.spend(len(value))
+        elif isinstance(value, list | tuple):
+            self.budget.items(len(range(*part.indices(len(value)))))
+        return value[part]
+
+    @pass_context
+    def _list(self, _: Context, made: Any) -> Any:
+        self.budget.items(len(made))
+        return made
+
+    def _dict(self, *pairs: Any, **more: Any) -> dict[Any, Any]:
+        """Make a dictionary. Keys may be chosen to collide, in quadratic time, so they are few."""
+        if pairs and not isinstance(pairs[0], Mapping):
+            listed = self.budget.listed(pairs[0])
+            if len(listed) > _MAX_PAIRS:
+                raise SecurityError(f"dict takes at most {_MAX_PAIRS} pairs")
+            pairs = (listed, *pairs[1:])
+        return dict(*pairs, **more)
+
+    def _paid(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        passed = getattr(getattr(run, "jinja_pass_arg", None), "name", None)
+
+        @pass_context
+        @functools.wraps(run)
+        def paid(context: Context, *data: Any, **more: Any) -> Any:
+            budget = self.budget
+            data = pay_for_filter(budget, name, data, more)
+            given = {"context": context, "environment": self, "eval_context": context.eval_ctx}
+            result = run(given[passed], *data, **more) if passed else run(*data, **more)
+            result = budget.settle(result)
+            budget.check()
+            return result
+
+        return paid
+
+    def _paid_test(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        takes_environment = hasattr(run, "jinja_pass_arg")
+
+        @pass_context
+        @functools.wraps(run)
+        def paid(_: Context, *data: Any) -> Any:
+            pay_for_test(self.budget, name, data)
+            return run(self, *data) if takes_environment else run(*data)
+
+        return paid
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """Return an element, paid for as a step."""
+        if isinstance(argument, str | int):
+            self.budget.spend()
+        else:
+            self.budget.read(argument)
+        return super().getitem(obj, argument)
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """Return an attribute, paid for as a step."""
+        self.budget.spend()
+        return super().getattr(obj, attribute)
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Return whether templates may read an attribute."""
+        for kinds, names in ATTRIBUTES:
+            if isinstance(obj, kinds):
+                return attr in names
+        # Classes have methods that change what they are given; iterators and views lead elsewhere.
+        if isinstance(obj, type | AnySet):
+            return False
+        if hasattr(obj, "__next__") and not isinstance(obj, LoopContext):
+            return False
+        return super().is_safe_attribute(obj, attr, value)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Return the result of an operator, paid for."""
+        budget = self.budget
+        if operator == "**":
+            if not all(isinstance(n, int | float) and abs(n) <= 64 for n in (left, right)):
+                raise SecurityError("numbers to a power are 64 at most")
+        elif operator == "*":
+            for part, times in ((left, right), (right, left)):
+                if isinstance(times, int) and isinstance(part, str):
+                    budget.spend(len(part) * max(0, times))
+                elif isinstance(times, int) and isinstance(part, list | tuple):
+                    budget.items(len(part) * max(0, times))
+        elif operator == "%" and isinstance(left, str):
+            pay_for_format(budget, left, right)
+        elif operator == "+" and isinstance(left, list | tuple) and isinstance(right, list | tuple):
+            budget.items(len(left) + len(right))
+        elif operator == "+" and isinstance(left, str) and isinstance(right, str):
+            budget.spend(len(left) + len(right))
+        elif isinstance(left, AnySet) or isinstance(right, AnySet):
+            raise SecurityError(f"{operator} takes no keys or items of a mapping")
+        return budget.settle(super().call_binop(context, operator, left, right))
+
+    # Named so that no keyword of the called function is taken.
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the result of a call, paid for."""
+        budget = __self.budget
+        # Calls in loops and blocks carry variables around them, for Jinja's own use.
+        around = {name: kwargs.pop(name) for name in _AROUND if name in kwargs}
+        budget.items(len(args) + len(kwargs))
+        # Jinja puts a function of its own around `str.format`.
+        method = getattr(__obj, "__wrapped__", __obj)
+        owner = getattr(method, "__self__", None)
+        if isinstance(owner, str):
+            args, kwargs = pay_for_method(budget, method.__name__, owner, args, kwargs)
+        elif isinstance(__obj, LoopContext):
+            args = (*(Paid(values, budget) for values in args[:1]), *args[1:])
+        elif isinstance(owner, list | tuple | range) and args:
+            budget.read([owner, args])
+        elif isinstance(owner, dict) and not args:
+            budget.items(len(owner))
+        elif not isinstance(__obj, Macro | BlockReference) and __obj is not _Namespace:
+            budget.read([args, kwargs])
+            if __obj is _strftime_now:
+                check_numbers(args, kwargs)
+        return budget.settle(super().call(__context, __obj, *args, **kwargs, **around))
+
+    def _to_json(
+        self,
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: Any = None,
+        sort_keys: bool = False,
+    ) -> str:
+        """Write JSON as Transformers does, without HTML escapes."""
+        if isinstance(value, Undefined):
+            raise TemplateError("tojson of something undefined")
+        encoder = json.JSONEncoder(
+            ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        )
+        if indent is None and separators is None:
+            return encoder.encode(value)
+        # Both may be long, and stand between all values.
+        return "".join(Paid(_spent(encoder.iterencode(value), self.budget), self.budget))
+
+
+def _spent(parts: Iterator[str], budget: Budget) -> Iterator[str]:
+    for part in parts:
+        budget.spend(len(part))
+        yield part
+
+
+class _Namespace(Namespace):
+    """Jinja's namespace without names that begin with an underscore, which lead into Python."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # `self` may be a name
+        for name in dict(*args[1:], **kwargs):
+            _check_name(name)
+        Namespace.__init__(*args, **kwargs)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+    def __repr__(self) -> str:
+        return "<Namespace>"  # its values may be large
+
+
+def _check_name(name: Any) -> None:
+    if str(name).startswith("_"):
+        raise SecurityError(f"{name!r} may not be set")
+
+
+def _refuse(message: Any) -> NoReturn:
+    raise TemplateError(str(message)[:_MAX_MESSAGE])
+
+
+def _strftime_now(form: str) -> str:
+    if len(form) > _MAX_TIME_FORMAT:
+        raise SecurityError(f"a format of the time has {_MAX_TIME_FORMAT} characters at most")
+    check_widths(form)
+    return datetime.now().strftime(form)
