@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.execution.typed_jax import HostDevice, all_devices
+from jaxserve.hosts import too_few
 from jaxserve.models.shards import AXIS
 
 WHOLE, PARTS = PartitionSpec(), PartitionSpec(AXIS)
