@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import jsonschema
@@ -55,6 +56,30 @@ def test_a_schema_holds_in_the_channel_of_answers(channels: Server) -> None:
     tokens = found["token_ids"]
     assert tokens[:2] == [END, START] and tokens.index(CHANNEL) < tokens.index(MESSAGE)
     assert usage["completion_tokens_details"]["reasoning_tokens"] == 0
+
+
+@pytest.mark.parametrize("tools", [[], [TOOL]], ids=len)
+def test_raw_text_of_custom_tools_has_its_channel(channels: Server, tools: list[Any]) -> None:
+    grammar = {"syntax": "lark", "definition": 'start: "*** " /[a-c"{}\\n]{4}/ " End"'}
+    tool = {"name": "patch", "format": {"type": "grammar", "grammar": grammar}}
+    named = {"type": "custom", "custom": {"name": "patch"}}
+    found, said, _ = ask(
+        channels,
+        tools=[*tools, {"type": "custom", "custom": tool}],
+        tool_choice=named if tools else "required",
+        thinking_token_budget=0,
+    )
+    [call] = found["message"]["tool_calls"]
+    assert found["message"]["content"] is None and not said["content"]
+    assert call["custom"]["name"] == "patch"
+    assert said["arguments"] == call["custom"]["input"]
+    assert re.fullmatch(r'\*\*\* [a-c"{}\n]{4} End', call["custom"]["input"])
+    body = {"model": MODEL, "input": "x", "max_output_tokens": 200, "thinking_token_budget": 0}
+    form = {"type": "grammar", **grammar}
+    body |= {"tools": [{"type": "custom", "name": "patch", "format": form}]}
+    answer = channels.request("/v1/responses", body | {"tool_choice": "required"}).json()
+    item = answer["output"][-1]
+    assert item["type"] == "custom_tool_call" and item["input"].startswith("*** ")
 
 
 @pytest.mark.parametrize("stop", [CALL, RETURN])

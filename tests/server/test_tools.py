@@ -330,7 +330,8 @@ def streamed(server: Server, asked: dict[str, Any]) -> dict[str, str]:
         for name in ("content", "reasoning"):
             message[name] += delta.get(name) or ""
         for call in delta.get("tool_calls") or []:
-            message["arguments"] += call["function"].get("arguments") or ""
+            message["arguments"] += call.get("function", {}).get("arguments") or ""
+            message["arguments"] += call.get("custom", {}).get("input") or ""
     return message
 
 

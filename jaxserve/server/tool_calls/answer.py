@@ -189,4 +189,4 @@ def _calls(use: CallUse) -> CallReader | RawCallReader:
 def _harmony(use: CallUse | None) -> HarmonyReader:
     if use is None:
         return HarmonyReader({})
-    return HarmonyReader(use.tools, use.is_certain, use.parallel)
+    return HarmonyReader(use.tools, use.is_certain, use.parallel, use.raw)

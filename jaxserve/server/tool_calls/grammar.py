@@ -18,7 +18,7 @@ from jaxserve.server.tool_calls.grammar_parts import (
     spelled,
 )
 from jaxserve.server.tool_calls.harmony import CHANNEL, CONSTRAIN, END, MESSAGE, START
-from jaxserve.server.tool_calls.raw_calls import raw_grammar, takes_raw_text
+from jaxserve.server.tool_calls.raw_calls import input_rule, raw_grammar, takes_raw_text
 from jaxserve.server.tool_calls.tagged_grammar import Unformable, tagged_rules
 
 MAX_CALLS = 16
@@ -52,12 +52,12 @@ def grammar_of_calls(
     """
     if not form.has_grammar:
         raise Unformable
+    if form.is_harmony:
+        return _harmony_grammar(functions, spell, may_answer, answer_schema, may_think)
     if any(function.lark is not None for function in functions):
         return _raw_grammar(form, functions, spell, most, may_answer, answer_schema)
     if isinstance(form.body, XmlCall | KeyedCall):
         return _tagged_grammar(form, functions, spell, most, may_answer, answer_schema)
-    if form.is_harmony:
-        return _harmony_grammar(functions, spell, may_answer, answer_schema, may_think)
     rules = list(
         _python_rules(functions) if form.is_python else _call_rules(form, functions, spell)
     )
@@ -213,6 +213,10 @@ def _harmony_grammar(
         f'preamble: {spell(CHANNEL)} "commentary" {message} {free} {turn}',
     ]
     for index, function in enumerate(functions):
+        if function.lark is not None:
+            rules.append(f"call{index}: {json.dumps(function.name)} {message} input{index}")
+            rules.append(input_rule(index, function))
+            continue
         name = json.dumps(function.name + " ")
         rules.append(f'call{index}: {name} {spell(CONSTRAIN)} "json" {message} args{index}')
         rules.append(f"args{index}: {json_rule(arguments_schema(function))}")

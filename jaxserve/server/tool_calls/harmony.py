@@ -8,7 +8,7 @@ has written `<|start|>assistant` of the first. Source: OpenAI's description of t
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 from jaxserve.server.tool_calls.histories import single_calls
 from jaxserve.server.tool_calls.literals import EndFinder
 from jaxserve.server.tool_calls.pieces import Content, Piece, Thought
+from jaxserve.server.tool_calls.raw_calls import INPUT, escaped_input
 from jaxserve.server.tool_calls.reader import MAX_MALFORMED, Outgoing
 from jaxserve.server.tool_calls.source import Malformed, Reading, Source, Uncallable, any_of
 from jaxserve.server.tool_calls.written import Tools, WrittenCall, written
@@ -79,10 +80,18 @@ class HarmonyReader:
         tools: those that may be called.
         is_certain: whether every call that begins will be well formed.
         parallel: whether there may be several calls; else all after the first are left out.
+        raw: names of tools whose calls hold raw text, which ends with the answer.
     """
 
-    def __init__(self, tools: Tools, is_certain: bool = False, parallel: bool = True) -> None:
+    def __init__(
+        self,
+        tools: Tools,
+        is_certain: bool = False,
+        parallel: bool = True,
+        raw: Collection[str] = (),
+    ) -> None:
         self._tools = tools
+        self._raw = raw
         self._is_certain = is_certain
         self._source = Source()
         self._calls = Outgoing(parallel, None)
@@ -173,7 +182,7 @@ class HarmonyReader:
         elif self._is_certain:
             if name not in self._tools:
                 raise Malformed
-            yield from self._stream_call(name)
+            yield from (self._stream_raw if name in self._raw else self._stream_call)(name)
         elif self._held:
             yield from self._read_call(name)
         else:
@@ -222,6 +231,20 @@ class HarmonyReader:
             self._pieces += self._calls.fetch(False)
             source.settle()
             if end is not None or source.is_final:
+                return
+            yield
+
+    def _stream_raw(self, name: str) -> Reading[None]:
+        source = self._source
+        source.settle()
+        self._calls.call(WrittenCall(name, INPUT[0]))
+        while True:
+            self._calls.more(escaped_input(source.take_to(len(source.text))))
+            if source.is_final:
+                self._calls.more(INPUT[1])
+            self._pieces += self._calls.fetch(False)
+            source.settle()
+            if source.is_final:
                 return
             yield
 

@@ -18,6 +18,15 @@ from jaxserve.server.tool_calls.pieces import CallPart, Piece
 from jaxserve.server.tool_calls.reader import CallReader
 
 
+# What stands around the raw text in the arguments of a call.
+INPUT = ('{"input": "', '"}')
+
+
+def escaped_input(text: str) -> str:
+    """Return raw text as it stands in the arguments of a call."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
 def takes_raw_text(form: CallFormat) -> bool:
     """Return whether calls may hold raw text: each is an object between two marks."""
     body = form.body
@@ -31,6 +40,11 @@ def _head(form: CallFormat, name: str) -> str:
     body = form.body
     assert isinstance(body, JsonCall)
     return f'{{"{body.name}": "{name}", "{body.arguments}": '
+
+
+def input_rule(index: int, function: Function) -> str:
+    """Return the rule of the raw text of a function."""
+    return f"input{index}: %lark {{\n{function.lark}\n}}"
 
 
 def raw_grammar(
@@ -54,7 +68,7 @@ def raw_grammar(
         head = json.dumps(_head(form, function.name))
         # The line end is a lexeme of its own in other calls, so it must be one here.
         rules.append(f'raw{index}: "\\n" {head} input{index}')
-        rules.append(f"input{index}: %lark {{\n{function.lark}\n}}")
+        rules.append(input_rule(index, function))
     calls = " | ".join(f"raw{index}" for index in range(len(raw)))
     rules.append(f"start: {'plain | ' if others else ''}{before or mark} ({calls})")
     return "\n".join(rules)
@@ -91,7 +105,7 @@ class RawCallReader:
         pieces = self._before(self._waiting[:place].rstrip(), True)
         self._is_raw = True
         name, rest = self._heads[head], self._waiting[place + len(head) :]
-        opened = CallPart(self._num_calls, '{"input": "', f"call_{secrets.token_hex(12)}", name)
+        opened = CallPart(self._num_calls, INPUT[0], f"call_{secrets.token_hex(12)}", name)
         return [*pieces, opened, self._part(rest, final)]
 
     def _num_open(self) -> int:
@@ -109,5 +123,4 @@ class RawCallReader:
         return pieces
 
     def _part(self, text: str, final: bool) -> CallPart:
-        written = json.dumps(text, ensure_ascii=False)[1:-1]
-        return CallPart(self._num_calls, written + ('"}' if final else ""))
+        return CallPart(self._num_calls, escaped_input(text) + (INPUT[1] if final else ""))

@@ -223,6 +223,8 @@ def _formed(call_format: CallFormat, form: Callable[[CallFormat], str]) -> tuple
             return call_format, grammar
     except Unformable:
         pass
+    if call_format.is_harmony:  # its reader finds no calls of another format
+        raise _too_large()
     call_format = CALL_FORMATS[DEFAULT_FORMAT]
     grammar = form(call_format)
     if len(grammar) > MAX_SCHEMA_BYTES:
@@ -259,6 +261,9 @@ def _function(tool: Tool, schemas: EnforceableSchemas, is_forced: bool) -> Funct
     try:
         schema = schemas.get(schema, is_strict, f"tool {name!r}")
     except UnenforceableSchema as error:
+        if tool.type == "custom":
+            reason = str(error).removeprefix("#/properties/input/pattern: ")
+            raise InvalidRequest(f"tools: the grammar of {name!r}: {reason}", "tools") from None
         raise InvalidRequest(
             f"tools: parameters of {name!r} cannot be enforced, as strict requires: {error}",
             "tools",
