@@ -17,7 +17,6 @@ from jaxserve.server.tool_calls.grammar_parts import Function
 from jaxserve.server.tool_calls.pieces import CallPart, Piece
 from jaxserve.server.tool_calls.reader import CallReader
 
-
 # What stands around the raw text in the arguments of a call.
 INPUT = ('{"input": "', '"}')
 
