@@ -110,7 +110,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
             {"type": "json_schema", "schema": SCHEMA, "json_schema": {"schema": LOOSE}},
         )
     ),
-    (RESPONSES, {"response_format": {"type": "json_object"}}, "text"),
+    (RESPONSES, {"response_format": {"type": "json_object"}}, "response_format"),
     (MESSAGES, {"response_format": {"type": "json_object", "schema": SCHEMA}}, "response_format"),
     (MESSAGES, {"structured_outputs": {"json": SCHEMA}}, "structured_outputs"),
 ]

@@ -322,6 +322,27 @@ def test_calls_of_the_older_api_are_as_those_of_today(app_of: Callable[[str], Ap
         )
 
 
+def test_a_custom_call_may_have_input_of_any_form(app_of: Callable[[str], App]) -> None:
+    app = app_of("hermes")
+    given: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"input": "go"}, "go"),
+        ({"input": None}, ""),
+        ({}, ""),
+        ({"input": {"a": 1}}, '{"a": 1}'),
+        ({"input": [1]}, "[1]"),
+    )
+    for fields, text in given:
+        shown = json.dumps({"input": text})
+        called = {"id": "c", "type": "custom", "custom": {"name": "f", **fields}}
+        said = [USER, {"role": "assistant", "tool_calls": [called]}, USER]
+        assert f"f({shown})" in prompt(app, CHAT, said)
+        item = {"type": "custom_tool_call", "call_id": "c", "name": "f", **fields}
+        assert f"f({shown})" in prompt(app, RESPONSES, [USER, item, USER])
+    function = {"name": "f", "arguments": "{}"}
+    both = {"id": "c", "type": "function", "function": function, "custom": None}
+    assert "f({})" in prompt(app, CHAT, [USER, {"role": "assistant", "tool_calls": [both]}, USER])
+
+
 EMPTY: list[dict[str, Any]] = [{}, {"content": None}, {"content": []}]
 
 

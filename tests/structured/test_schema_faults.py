@@ -6,12 +6,13 @@ import copy
 import json
 import logging
 import random
+import time
 from typing import Any
 
 import jsonschema
 import pytest
 
-from jaxserve.engine.text.grammars import Grammars, schema_problem
+from jaxserve.engine.text.grammars import Grammars, lark_problem, schema_problem
 from jaxserve.engine.text.json_schemas import (
     EnforceableSchemas,
     UnenforceableSchema,
@@ -80,6 +81,12 @@ FAULTS: list[tuple[Schema, str, Schema]] = [
     ({"$ref": "#/properties/a/x/0"}, "$ref", {}),
     ({"$ref": "http://169.254.169.254/schema"}, "$ref", {}),
     ({"$ref": "#missing"}, "$ref", {}),
+    ({"$ref": "#/properties/a"}, "$ref", {}),
+    (
+        INNER | {"properties": {"b": {"$ref": "#/properties/a/properties/b"}}},
+        "properties/b/$ref",
+        INNER | {"properties": {"b": {}}},
+    ),
     ({"$ref": 5}, "$ref", {}),
     (INNER | {"required": "b"}, "required", {"type": "object", "properties": {"b": WHOLE}}),
     (INNER | {"properties": ["b"]}, "properties", {"type": "object", "required": ["b"]}),
@@ -166,6 +173,38 @@ def test_contradictions_are_left_out_or_refused_with_their_path(schema: Schema) 
     assert made["properties"].keys() == {"a", "z"} and made["properties"]["z"] == limited
     with pytest.raises(UnenforceableSchema, match="#/properties/a"):
         enforceable(around(schema), True, "", schema_problem)
+
+
+def test_limits_that_contradict_the_type_of_arguments_are_left_out() -> None:
+    schema: Schema
+    for schema in ({"type": {}, "const": False}, {"type": ["a"], "enum": ["b"], "properties": {}}):
+        use = tool_use(asked(schema), "hermes", True, json.dumps)
+        assert use is not None and lark_problem(use.grammar or "") is None
+        with pytest.raises(InvalidRequest, match="'f'"):
+            tool_use(asked(schema, strict=True), "hermes", True, json.dumps)
+    for schema in ({"type": "string", "minProperties": "a"}, {"type": "null", "required": 5}):
+        with pytest.raises(InvalidRequest, match="'f'"):
+            tool_use(asked(schema, strict=True, choice="auto"), "hermes", True, json.dumps)
+
+
+def test_integers_of_any_size_may_stand_in_schemas(grammars: Grammars) -> None:
+    limited = around({"type": "integer", "maximum": 10**20})
+    for lenient in (True, False):
+        grammars.compile(StructuredOutputsParams(json=limited, lenient=lenient))
+
+
+def test_references_are_followed_in_linear_time() -> None:
+    chain = {f"x{n}": {"$ref": f"#/$defs/x{n + 1}"} for n in range(3000)}
+    schema = around({"$ref": "#/$defs/x0"}) | {"$defs": chain | {"x3000": WHOLE}}
+    calls = 0
+
+    def problem(_: Schema, __: bool) -> None:
+        nonlocal calls
+        calls += 1
+
+    started = time.thread_time()
+    assert enforceable(schema, False, "", problem) is schema and calls == 1
+    assert time.thread_time() - started < 1  # a quadratic search takes more than 10 s
 
 
 def test_all_places_are_named_where_a_fault_and_a_contradiction_meet() -> None:

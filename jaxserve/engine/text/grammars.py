@@ -349,7 +349,9 @@ def grammar_source(
         schema = params.text if params.form == "json" else {"type": "object"}
         options = _space(params)
         if params.lenient and params.form == "json":
-            schema = enforceable(json.loads(params.text), False, "an answer", schema_problem)
+            # As text, since the library takes no objects with large integers.
+            made = enforceable(json.loads(params.text), False, "an answer", schema_problem)
+            schema = json.dumps(made)
             options["lenient"] = True
         return LLMatcher.grammar_from_json_schema(schema, overrides=options)
     if params.form == "regex":

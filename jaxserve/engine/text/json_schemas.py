@@ -110,7 +110,9 @@ def enforceable(
     Raises:
         UnenforceableSchema: the schema is strict, and a keyword cannot be enforced.
     """
-    reason = problem(schema, False)
+    reason, faults = problem(schema, False), _Faults(schema)
+    if reason is None and any(map(faults.is_loop, faults.places)):
+        reason = "a reference leads back to itself"
     if reason is None:
         return schema
     made, left_out = _without_faults(schema, _regex_check(problem))
@@ -146,6 +148,8 @@ def well_formed(schema: Any) -> Any:
 
 def first_line(message: str) -> str:
     """Return the first line of a message and the line of the reason, if that is another."""
+    if message.strip() == "NoExtensionBias":  # of llguidance, where no token may follow
+        return "no text satisfies it"
     lines = [line.strip() for line in message.strip().splitlines()] or ["it cannot be compiled"]
     reasons = [line for line in lines[1:] if line.startswith("error:")]
     return " ".join([lines[0], *reasons[:1]])[:200]
@@ -194,6 +198,7 @@ class _Faults:
     def __init__(self, root: Any, is_regex: Callable[[Any], bool] | None = None) -> None:
         self._root = root
         self._is_regex = is_regex
+        self._loops: dict[Path, bool] = {}
         self.found: list[tuple[Path, Any]] = []
         self.places: list[Path] = []
         self._waiting: list[tuple[Path, Any]] = [((), root)]
@@ -256,19 +261,28 @@ class _Faults:
             self._reference(path, value)
 
     def _reference(self, path: Path, value: str) -> None:
-        pointer = value.removeprefix("#")
-        if value == "#" or value.startswith("#/"):
-            keys = [
-                unquote(key).replace("~1", "/").replace("~0", "~") for key in pointer.split("/")
-            ]
-            place: Path = tuple(keys[1:])
+        place = _place(value)
+        if place is not None:
             target = _at(self._root, place)
-            if isinstance(target, dict | bool):
+            if isinstance(target, dict | bool) and not self.is_loop(place):
                 self._waiting.append((place, target))
                 return
         elif value in self._names():
             return
         self.found.append((path, _GONE))
+
+    def is_loop(self, start: Path) -> bool:
+        """Return whether the reference at a path leads back to itself: it names no schema then."""
+        chain: dict[Path, None] = {}
+        place: Path | None = start
+        while place is not None and place not in self._loops and place not in chain:
+            chain[place] = None
+            node = _at(self._root, place)
+            reference = node.get("$ref") if isinstance(node, dict) else None
+            place = _place(reference) if isinstance(reference, str) else None
+        is_loop = place is not None and self._loops.get(place, True)
+        self._loops.update(dict.fromkeys(chain, is_loop))
+        return is_loop
 
     def _names(self) -> set[str]:
         """Return the names that schemas within the root give themselves."""
@@ -318,6 +332,14 @@ def _at(root: Any, path: Path) -> Any:
         else:
             return None
     return root
+
+
+def _place(reference: str) -> Path | None:
+    """Return the path that a reference names; None where it is no JSON pointer."""
+    if reference != "#" and not reference.startswith("#/"):
+        return None
+    keys = reference.removeprefix("#").split("/")[1:]
+    return tuple(unquote(key).replace("~1", "/").replace("~0", "~") for key in keys)
 
 
 def _put(root: Any, path: Path, value: Any) -> None:

@@ -155,7 +155,7 @@ def _resolved(item: InputItem, found: Mapping[str, InputItem]) -> InputItem:
 def _request(http_request: Request) -> EndpointRequest:
     request = EndpointRequest(http_request)
     request.renamed |= {"messages": "input", "max_tokens": "max_output_tokens"}
-    request.renamed |= {"response_format": "text", "logprobs": "top_logprobs"}
+    request.renamed["logprobs"] = "top_logprobs"
     return request
 
 
@@ -206,7 +206,8 @@ async def responses(http_request: Request) -> Response:
     """
     request, store = _request(http_request), _store(http_request)
     body = request.parse(ResponsesRequest, UNSUPPORTED, strip_hosted)
-    request.renamed["prompt"] = "input"  # the engine's, while the request's own is refused above
+    # The engine's and the chat's, while the request's own are refused above.
+    request.renamed |= {"prompt": "input", "response_format": "text"}
     if body.structured_outputs is None and body.json_schema is None:
         request.renamed["structured_outputs"] = "text"
     if http_request.scope.get("jaxserve.behind"):
@@ -357,7 +358,7 @@ async def count_input_tokens(http_request: Request) -> Response:
     """
     request = _request(http_request)
     body = request.parse(CountInputRequest, UNSUPPORTED, strip_hosted)
-    request.renamed["prompt"] = "input"
+    request.renamed |= {"prompt": "input", "response_format": "text"}
     given = _input(http_request, request, body)
     whole = ResponsesRequest(**msgspec.structs.asdict(body))
     chat = as_chat(whole, given.items)

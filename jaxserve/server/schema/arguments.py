@@ -36,6 +36,12 @@ def arguments_text(given: Any) -> str:
     return "{}" if given is None else json.dumps(given, ensure_ascii=False)
 
 
+def custom_arguments(given: Any) -> str:
+    """Return the input of a custom tool's call as the arguments of a function."""
+    text = "" if given is None else arguments_text(given)
+    return json.dumps({"input": text}, ensure_ascii=False)
+
+
 def read_object(text: str) -> dict[str, Any] | None:
     """Return a JSON object, or None where the text is none.
 

@@ -6,11 +6,11 @@ engine's validator alone.
 
 from __future__ import annotations
 
-import json
 from typing import Any, Literal
 
 import msgspec
 
+from jaxserve.server.schema.arguments import custom_arguments
 from jaxserve.server.schema.logprobs import ChatLogprobs, CompletionLogprobs, PromptLogprob
 from jaxserve.server.schema.tools import (
     CallDelta,
@@ -169,11 +169,11 @@ class ToolCall(msgspec.Struct, kw_only=True):
     id: str | None = None
     type: str | None = "function"
     function: FunctionCall = None  # type: ignore[assignment]
-    custom: CustomCall | msgspec.UnsetType = msgspec.UNSET
+    custom: CustomCall | msgspec.UnsetType | None = msgspec.UNSET
 
     def __post_init__(self) -> None:
         if self.custom:
-            arguments = json.dumps({"input": self.custom.input}, ensure_ascii=False)
+            arguments = custom_arguments(self.custom.input)
             self.function = FunctionCall(name=self.custom.name, arguments=arguments)
         require(self.function, "function")
 

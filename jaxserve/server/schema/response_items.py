@@ -50,7 +50,7 @@ class InputItem(msgspec.Struct, kw_only=True):
     name: str | None = None
     namespace: str | None = None
     arguments: Any = None
-    input: str | None = None
+    input: Any = None
     output: str | list[ContentPart] | None = None
     summary: list[ContentPart] | None = None
     status: str | None = None
@@ -270,7 +270,9 @@ def _shown_item(item: InputItem) -> dict[str, Any]:
         }
     if kind == "function_call":
         shown["arguments"] = arguments_text(item.arguments)
-    fields = ("call_id", "name", "namespace", "input")
+    if item.input is not None:
+        shown["input"] = arguments_text(item.input)
+    fields = ("call_id", "name", "namespace")
     shown |= {field: getattr(item, field) for field in fields if getattr(item, field) is not None}
     if isinstance(item.output, list):
         shown["output"] = [_shown_part(part) for part in item.output]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from typing import Any, Literal
 
 import msgspec
 
 from jaxserve.errors import InvalidRequest
+from jaxserve.server.schema.arguments import custom_arguments
 from jaxserve.server.schema.conversations import ConversationName
 from jaxserve.server.schema.openai import (
     ChatMessage,
@@ -272,7 +272,7 @@ def _append(messages: list[ChatMessage], item: InputItem) -> None:
             raise InvalidRequest(f"input: a {kind} needs name and call_id", "input")
         arguments = item.arguments
         if kind == "custom_tool_call":
-            arguments = json.dumps({"input": item.input or ""}, ensure_ascii=False)
+            arguments = custom_arguments(item.input)
         function = FunctionCall(name=flat_name(item.namespace, item.name), arguments=arguments)
         call = ToolCall(id=item.call_id, function=function)
         if not messages or messages[-1].role != "assistant":

@@ -118,10 +118,10 @@ class NamedTool(msgspec.Struct, kw_only=True):
 
 
 class CustomCall(msgspec.Struct, kw_only=True):
-    """A call of a custom tool, which takes a text."""
+    """A call of a custom tool. In answers `input` is text; clients send back anything."""
 
     name: str
-    input: str
+    input: Any = None
 
 
 class FunctionDelta(msgspec.Struct, omit_defaults=True):

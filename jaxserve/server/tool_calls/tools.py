@@ -260,6 +260,11 @@ def _function(tool: Tool, schemas: EnforceableSchemas, is_forced: bool) -> Funct
     is_strict = bool(tool.function.strict)
     try:
         schema = schemas.get(schema, is_strict, f"tool {name!r}")
+        types = schema.get("type", "object")
+        if is_forced and "object" not in (types if isinstance(types, list) else [types]):
+            raise InvalidRequest(f"tools: parameters of {name!r} must be of type object", "tools")
+        if schema.get("type") != "object":
+            schema = schemas.get(schema | {"type": "object"}, is_strict, f"tool {name!r}")
     except UnenforceableSchema as error:
         if tool.type == "custom":
             reason = str(error).removeprefix("#/properties/input/pattern: ")
@@ -268,9 +273,6 @@ def _function(tool: Tool, schemas: EnforceableSchemas, is_forced: bool) -> Funct
             f"tools: parameters of {name!r} cannot be enforced, as strict requires: {error}",
             "tools",
         ) from None
-    types = schema.get("type", "object")
-    if is_forced and "object" not in (types if isinstance(types, list) else [types]):
-        raise InvalidRequest(f"tools: parameters of {name!r} must be of type object", "tools")
     return Function(name, schema | {"type": "object"})
 
 
