@@ -193,6 +193,15 @@ def test_integers_of_any_size_may_stand_in_schemas(grammars: Grammars) -> None:
         grammars.compile(StructuredOutputsParams(json=limited, lenient=lenient))
 
 
+def test_a_strict_loop_is_refused_with_its_path(grammars: Grammars) -> None:
+    for loop in ({"$ref": "#"}, around({"$ref": "#/properties/a"})):
+        with pytest.raises(InvalidRequest, match=r"#/.*ref: a reference leads back to itself"):
+            grammars.compile(StructuredOutputsParams(json=loop))
+    nested = {"allOf": [{"$ref": "#"}]}
+    with pytest.raises(InvalidRequest, match="no text satisfies it"):
+        grammars.compile(StructuredOutputsParams(json=nested))
+
+
 def test_references_are_followed_in_linear_time() -> None:
     chain = {f"x{n}": {"$ref": f"#/$defs/x{n + 1}"} for n in range(3000)}
     schema = around({"$ref": "#/$defs/x0"}) | {"$defs": chain | {"x3000": WHOLE}}

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxserve.engine.text.grammar_vocabulary import vocabulary_for_grammars
-from jaxserve.engine.text.json_schemas import enforceable, first_line, schema_fault
+from jaxserve.engine.text.json_schemas import enforceable, first_line
 from jaxserve.engine.text.library_calls import LibraryCalls, TokenizerFailure
 from jaxserve.engine.text.structural_tags import structural_tag_grammar
 from jaxserve.engine.text.tokenizer import Tokenizer
@@ -250,8 +250,7 @@ class Grammars:
             source = grammar_source(params, self._named, tokenizer.is_special_token)
             matcher = llguidance.LLMatcher(tokenizer, source, log_level=0)
             if matcher.is_error():
-                fault = schema_fault(params.text, schema_problem) if params.form == "json" else None
-                return fault or first_line(matcher.get_error())
+                return first_line(matcher.get_error())
             constraint = Constraint(matcher, self._vocab_size, self._clock)
         except (ValueError, GrammarError, TokenizerFailure) as error:
             return first_line(str(error))
@@ -346,14 +345,13 @@ def grammar_source(
     from llguidance import LLMatcher, grammar_from
 
     if params.form in ("json", "json_object"):
-        schema = params.text if params.form == "json" else {"type": "object"}
-        options = _space(params)
-        if params.lenient and params.form == "json":
-            # As text, since the library takes no objects with large integers.
-            made = enforceable(json.loads(params.text), False, "an answer", schema_problem)
-            schema = json.dumps(made)
-            options["lenient"] = True
-        return LLMatcher.grammar_from_json_schema(schema, overrides=options)
+        schema, options = {"type": "object"}, _space(params)
+        if params.form == "json":
+            is_strict = not params.lenient
+            schema = enforceable(json.loads(params.text), is_strict, "an answer", schema_problem)
+            options["lenient"] = not is_strict
+        # As text, since the library takes no objects with large integers.
+        return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
     if params.form == "regex":
         return LLMatcher.grammar_from_regex(params.text)
     if params.form == "choice":

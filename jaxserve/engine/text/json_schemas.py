@@ -132,15 +132,6 @@ def enforceable(
     return found
 
 
-def schema_fault(text: str, problem: Problem) -> str | None:
-    """Return the path of what is wrong with a schema, and the reason; None if it compiles."""
-    try:
-        enforceable(json.loads(text), True, "", problem)
-    except UnenforceableSchema as error:
-        return str(error)
-    return None
-
-
 def well_formed(schema: Any) -> Any:
     """Return a schema without malformed values of keywords, for chat templates that read it."""
     return _without_faults(schema, None)[0]
@@ -148,9 +139,9 @@ def well_formed(schema: Any) -> Any:
 
 def first_line(message: str) -> str:
     """Return the first line of a message and the line of the reason, if that is another."""
-    if message.strip() == "NoExtensionBias":  # of llguidance, where no token may follow
-        return "no text satisfies it"
     lines = [line.strip() for line in message.strip().splitlines()] or ["it cannot be compiled"]
+    if lines[0] == "NoExtensionBias":  # llguidance's word
+        return "no text satisfies it"
     reasons = [line for line in lines[1:] if line.startswith("error:")]
     return " ".join([lines[0], *reasons[:1]])[:200]
 
