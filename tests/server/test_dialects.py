@@ -66,6 +66,7 @@ VALUES: list[tuple[Any, str, Any]] = [
     ({"const": True}, "true", True),
     ({"$ref": "#/$defs/Days"}, "5", 5),
     ({"$ref": "#/$defs/Loop"}, "5", "5"),
+    ({"$ref": "#/$defs/a~1b/anyOf/0"}, "5", 5),
     ({"$ref": "#/nowhere"}, "5", "5"),
     ({"$ref": "#/$defs/Choices"}, "5", 5),
 ]
@@ -75,6 +76,7 @@ ROOT = {
     "$defs": {
         "Days": {"type": "integer"},
         "Loop": {"$ref": "#/$defs/Loop"},
+        "a/b": {"anyOf": [{"type": "integer"}]},
         "Choices": {"anyOf": [SELF, SELF, SELF, SELF, {"type": "integer"}]},
     }
 }

@@ -83,6 +83,11 @@ FAULTS: list[tuple[Schema, str, Schema]] = [
     ({"$ref": "#missing"}, "$ref", {}),
     ({"$ref": "#/properties/a"}, "$ref", {}),
     (
+        LIST | {"prefixItems": [{"$ref": f"#/required/{'9' * 5000}"}]},
+        "prefixItems/0/$ref",
+        LIST | {"prefixItems": [{}]},
+    ),
+    (
         INNER | {"properties": {"b": {"$ref": "#/properties/a/properties/b"}}},
         "properties/b/$ref",
         INNER | {"properties": {"b": {}}},

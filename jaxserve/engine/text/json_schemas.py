@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -44,6 +45,7 @@ _MAX_PATTERNS = 64  # distinct ones that are compiled by themselves
 _MAX_TRIES = 64
 _MAX_CACHED = 256
 _MAX_CACHED_CHARS = 1 << 20
+_INDEX = re.compile("[0-9]{1,9}")  # Python refuses to read thousands of digits
 _GONE = object()
 Path = tuple[str | int, ...]
 # What hinders the compilation of a schema, or None; the second argument is llguidance's `lenient`.
@@ -252,9 +254,9 @@ class _Faults:
             self._reference(path, value)
 
     def _reference(self, path: Path, value: str) -> None:
-        place = _place(value)
+        place = place_of(value)
         if place is not None:
-            target = _at(self._root, place)
+            target = value_at(self._root, place)
             if isinstance(target, dict | bool) and not self.is_loop(place):
                 self._waiting.append((place, target))
                 return
@@ -268,9 +270,9 @@ class _Faults:
         place: Path | None = start
         while place is not None and place not in self._loops and place not in chain:
             chain[place] = None
-            node = _at(self._root, place)
+            node = value_at(self._root, place)
             reference = node.get("$ref") if isinstance(node, dict) else None
-            place = _place(reference) if isinstance(reference, str) else None
+            place = place_of(reference) if isinstance(reference, str) else None
         is_loop = place is not None and self._loops.get(place, True)
         self._loops.update(dict.fromkeys(chain, is_loop))
         return is_loop
@@ -313,19 +315,19 @@ def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _at(root: Any, path: Path) -> Any:
+def value_at(root: Any, path: Path) -> Any:
     """Return the value at a path of names and numbers; None where there is none."""
     for key in path:
         if isinstance(root, dict):
             root = root.get(key)
-        elif isinstance(root, list) and str(key).isdecimal() and int(key) < len(root):
+        elif isinstance(root, list) and _INDEX.fullmatch(str(key)) and int(key) < len(root):
             root = root[int(key)]
         else:
             return None
     return root
 
 
-def _place(reference: str) -> Path | None:
+def place_of(reference: str) -> Path | None:
     """Return the path that a reference names; None where it is no JSON pointer."""
     if reference != "#" and not reference.startswith("#/"):
         return None
@@ -335,7 +337,7 @@ def _place(reference: str) -> Path | None:
 
 def _put(root: Any, path: Path, value: Any) -> None:
     """Put a value at a path, or remove what is there."""
-    holder = _at(root, path[:-1])
+    holder = value_at(root, path[:-1])
     if isinstance(holder, list):
         holder[int(path[-1])] = value
     elif isinstance(holder, dict) and value is _GONE:
@@ -361,7 +363,7 @@ def _culprit(schema: dict[str, Any], problem: Problem, lenient: bool) -> Path:
 
 def _reduced_at(schema: dict[str, Any], path: Path, keywords: tuple[str, ...]) -> dict[str, Any]:
     """Return a schema in which the one at a path has these keywords alone."""
-    part = _reduced(_at(schema, path), keywords)
+    part = _reduced(value_at(schema, path), keywords)
     if not path:
         return part
     made = copy.deepcopy(schema)

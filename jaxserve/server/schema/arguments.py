@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import Any
+
+from jaxserve.server.schema.decode import without_half_pairs
 
 # Templates recurse over arguments, some with ten Python frames a level.
 MAX_DEPTH = 64
-_HALF_PAIR = re.compile("[\ud800-\udfff]")
-_ESCAPED_HALF = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def given_arguments(given: Any) -> dict[str, Any] | str:
@@ -49,17 +48,10 @@ def read_object(text: str) -> dict[str, Any] | None:
     UTF-8 cannot encode.
     """
     try:
-        value = json.loads(text, strict=False)
-        if _ESCAPED_HALF.search(text):
-            value = json.loads(with_whole_pairs(json.dumps(value, ensure_ascii=False)))
+        value = json.loads(without_half_pairs(text.encode()).decode(), strict=False)
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
-
-
-def with_whole_pairs(text: str) -> str:
-    """Return a text with the replacement character in place of half surrogate pairs."""
-    return _HALF_PAIR.sub("\ufffd", text)
 
 
 def is_within(value: Any, depth: int) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 
-from jaxserve.server.schema.arguments import read_object, with_whole_pairs
+from jaxserve.server.schema.arguments import read_object
+from jaxserve.server.schema.decode import without_half_pairs
 
 _HEAD = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 # Whole characters of a JSON string. Both halves of a surrogate pair are one character; a first half
@@ -38,7 +39,8 @@ class CustomInput:
         assert whole is not None
         self._waiting = self._waiting[whole.end() :]
         self._has_ended = self._waiting.startswith('"')
-        return with_whole_pairs(json.loads(f'"{whole[0]}"', strict=False))
+        written = without_half_pairs(f'"{whole[0]}"'.encode()).decode()
+        return json.loads(written, strict=False)
 
     def finish(self) -> str:
         """Return the rest: all of the arguments where they are no object with such a text."""

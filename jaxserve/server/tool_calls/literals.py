@@ -6,6 +6,8 @@ import json
 import re
 from typing import Any, NoReturn
 
+from jaxserve.server.schema.arguments import is_within
+
 _JSON_STOPS = re.compile(r'["\\{}\[\]]')
 _PYTHON_STOPS = re.compile(r"[\"'\\{}\[\]()]")
 _OPENING = frozenset("{[(")
@@ -84,8 +86,9 @@ def read_json(text: str) -> Any:
     except RecursionError:
         raise ValueError("nested too deep") from None
     # How deep the parser itself goes differs between versions of Python.
-    if text.count("[") + text.count("{") > MAX_JSON_DEPTH:
-        _check_depth(value)
+    is_short = text.count("[") + text.count("{") <= MAX_JSON_DEPTH
+    if not is_short and not is_within(value, MAX_JSON_DEPTH + 1):  # of containers, then others
+        raise ValueError("nested too deep")
     return value
 
 
@@ -94,17 +97,6 @@ def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(made) < len(pairs):
         raise RepeatedKey("an object names a key twice")
     return made
-
-
-def _check_depth(value: Any) -> None:
-    """Raise ValueError where a value is nested deeper than `MAX_JSON_DEPTH`."""
-    level = [value]
-    for _ in range(MAX_JSON_DEPTH):
-        values = [outer.values() if isinstance(outer, dict) else outer for outer in level]
-        level = [inner for each in values for inner in each if isinstance(inner, dict | list)]
-        if not level:
-            return
-    raise ValueError("nested too deep")
 
 
 def write_json(value: Any) -> str:

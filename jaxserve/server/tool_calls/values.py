@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from jaxserve.engine.text.json_schemas import TYPE_NAMES
+from jaxserve.engine.text.json_schemas import TYPE_NAMES, place_of, value_at
 from jaxserve.server.tool_calls.literals import RepeatedKey, read_json
 
 _TYPES = {
@@ -39,9 +39,8 @@ def resolve(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
         reference = schema.get("$ref")
         if not isinstance(reference, str):
             return schema
-        schema = root
-        for key in reference.removeprefix("#").split("/")[1:]:
-            schema = schema.get(key) if isinstance(schema, dict) else None
+        place = place_of(reference)
+        schema = None if place is None else value_at(root, place)
     return {}
 
 
