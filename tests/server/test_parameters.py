@@ -521,13 +521,15 @@ def test_min_tokens_end_with_the_context(server: Server) -> None:
         assert answer["choices"][0]["finish_reason"] == "length"
 
 
-def test_text_parts_are_joined(server: Server) -> None:
-    parts = [{"type": "text", "text": "Reverse: "}, {"type": "text", "text": "s-t-o-n-e"}]
-    body = GOOD[CHAT] | {"max_tokens": 20}
-    plain = server.request(CHAT, body).json()["choices"]
-    joined = body | {"messages": [{"role": "user", "content": parts}]}
-    assert server.request(CHAT, joined).json()["choices"] == plain
-    assert plain[0]["message"]["content"] == "e-n-o-t-s"
+def test_text_parts_are_joined_by_a_line_break(server: Server) -> None:
+    parts = [{"type": "text", "text": "Reverse:"}, {"type": "text", "text": "s-t-o-n-e"}]
+    body = GOOD[CHAT] | {"max_tokens": 20, "return_prompt_text": True}
+    plain, joined = (
+        server.request(CHAT, body | {"messages": [{"role": "user", "content": content}]}).json()
+        for content in ("Reverse:\ns-t-o-n-e", parts)
+    )
+    assert joined["choices"] == plain["choices"]
+    assert "Reverse:\ns-t-o-n-e" in joined["prompt_text"]
 
 
 @pytest.mark.parametrize("model", ["nothing", "../../etc/passwd", "", "a" * 100_000])
