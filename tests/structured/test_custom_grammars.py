@@ -55,6 +55,7 @@ BAD = {
     ("lark", "start: /a(?=b)/"): "look-around",
     ("lark", ""): "",
     ("regex", "("): "unclosed group",
+    ("regex", "a)|(?:b"): "unopened group",
     ("regex", "a(?!b)"): "look-around",
 }
 DIALECTS = ("hermes", "qwen3_coder", "pythonic", "openai", "longcat", "mistral")

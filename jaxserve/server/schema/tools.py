@@ -75,8 +75,8 @@ class Tool(msgspec.Struct, kw_only=True):
                 self.function.strict = True
                 hint = f"The input matches this {grammar.syntax} grammar:\n{grammar.definition}"
                 self.function.description = "\n".join(filter(None, (own.description, hint)))
-            if grammar is not None and grammar.syntax == "regex":
-                text = {"type": "string", "pattern": f"^(?:{grammar.definition})$"}
+            if self.regex is not None:
+                text = {"type": "string", "pattern": f"^(?:{self.regex})$"}
                 self.function.parameters = CUSTOM_PARAMETERS | {"properties": {"input": text}}
         require(getattr(self, self.type), self.type)
 
@@ -88,8 +88,16 @@ class Tool(msgspec.Struct, kw_only=True):
     @property
     def lark(self) -> str | None:
         """The Lark grammar of a custom tool's text, if it has one."""
+        return self._definition("lark")
+
+    @property
+    def regex(self) -> str | None:
+        """The regular expression of a custom tool's text, if it has one."""
+        return self._definition("regex")
+
+    def _definition(self, syntax: str) -> str | None:
         grammar = self._grammar
-        return grammar.definition if grammar is not None and grammar.syntax == "lark" else None
+        return grammar.definition if grammar is not None and grammar.syntax == syntax else None
 
 
 class FunctionName(msgspec.Struct, kw_only=True):

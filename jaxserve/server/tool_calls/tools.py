@@ -259,6 +259,8 @@ def _function(tool: Tool, schemas: EnforceableSchemas, is_forced: bool) -> Funct
         raise _too_large()
     is_strict = bool(tool.function.strict)
     try:
+        if tool.regex is not None:  # by itself, since a group stands around it in the schema
+            schemas.get({"type": "string", "pattern": tool.regex}, True, "")
         schema = schemas.get(schema, is_strict, f"tool {name!r}")
         types = schema.get("type", "object")
         if is_forced and "object" not in (types if isinstance(types, list) else [types]):
@@ -267,7 +269,7 @@ def _function(tool: Tool, schemas: EnforceableSchemas, is_forced: bool) -> Funct
             schema = schemas.get(schema | {"type": "object"}, is_strict, f"tool {name!r}")
     except UnenforceableSchema as error:
         if tool.type == "custom":
-            reason = str(error).removeprefix("#/properties/input/pattern: ")
+            reason = str(error).split("pattern: ", 1)[-1]
             raise InvalidRequest(f"tools: the grammar of {name!r}: {reason}", "tools") from None
         raise InvalidRequest(
             f"tools: parameters of {name!r} cannot be enforced, as strict requires: {error}",
