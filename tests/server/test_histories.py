@@ -564,7 +564,8 @@ def test_plainer_forms_take_time_in_proportion_to_a_conversation() -> None:
             assert plainer_histories([*texts, said, *results, *results, USER], reads_calls)
         return time.thread_time() - before
 
-    assert seconds(2000) < 8 * min(seconds(500) for _ in range(3))
+    large, small = (min(seconds(count) for _ in range(3)) for count in (2000, 500))
+    assert large < 8 * small
 
 
 def test_half_a_character_ends_no_conversation(app_of: Callable[[str], App]) -> None:

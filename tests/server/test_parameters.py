@@ -639,7 +639,7 @@ def test_what_leads_nowhere_is_named_as_it_was_asked(server: Server) -> None:
     assert error["message"].startswith("response_format: ")
     # The status of a stream is out by then, or it is not.
     streamed = server.request(CHAT, GOOD[CHAT] | asked | {"stream": True})
-    last = streamed.error if streamed.status == 400 else streamed.events[-2]["error"]
+    last = streamed.error if streamed.status == 400 else streamed.events()[-2]["error"]
     assert last == error
 
 
