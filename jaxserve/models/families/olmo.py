@@ -1,9 +1,9 @@
 """OLMo 2 and 3 (Allen Institute for AI 2024, 2025): norms after the blocks, not before.
 
 Queries and keys are normalised over all heads together. OLMo 3 has a window on three layers of
-four, which scaling of the rotary embedding leaves alone. An older `rope_theta` of its config.json is
-the base of layers with a window too. Reference implementations:
-`Olmo2ForCausalLM` and `Olmo3ForCausalLM` in Hugging Face Transformers.
+four, which scaling of the rotary embedding leaves alone. An older `rope_theta` of its config.json
+is the base of layers with a window too. Reference implementations: `Olmo2ForCausalLM` and
+`Olmo3ForCausalLM` in Hugging Face Transformers.
 """
 
 from types import MappingProxyType
