@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 import time
 from typing import Any
 
@@ -276,6 +277,45 @@ def test_quoted_halves_of_calls_are_content(parser: str) -> None:
             assert read(parser, text) in ((text, []), ("", [("w", given)])), text
 
 
+def changed(text: str) -> list[str]:
+    """Return tags with other white space and other quotation marks than a dialect writes."""
+    pairs = [("\n", ""), ("\n", "\n\n"), ('"', "'"), (">", " >"), ("=", "= "), (",", "\n,")]
+    pairs += [("call:", " call:"), (":", ": "), ("><", ">\n<"), ("\n", "\r\n"), ("{", "{ ")]
+    return [text, *(text.replace(*pair) for pair in pairs)]
+
+
+@pytest.mark.parametrize("parser", [*IN_TAGS, *BRACED])
+def test_quoted_halves_in_another_layout_are_content(parser: str) -> None:
+    calls = [("w", {"path": "@1", "content": "@2"}), ("now", {}), ("rm", {"path": "@3"})]
+    text = write(parser, calls).replace('index="3"', 'index="4"')  # numbers of calls count up
+    _, parameter, call, _ = re.split("@.", text)
+    twice = f"{call}y{parameter.replace('content', 'path')}"
+    for middle in [one for half in (parameter, call, twice) for one in changed(half)]:
+        for values in ({"content": f"x{middle}/b"}, {"mode": "x", "content": f"\n{middle}/b"}):
+            written = [("w", values)]
+            text = write(parser, written)
+            content, got = read(parser, text)
+            is_same = write(parser, got) == text and not content
+            assert not got or got == written or is_same, (text, got)
+
+
+def test_values_on_the_line_of_their_tags_may_end_with_a_line_end() -> None:
+    for content in ("a\n", "\na", "a\nb\n\n", "\n", "\na\n"):
+        text = (
+            "<tool_call>\n<function=w>\n<parameter=path>x.md</parameter>\n"
+            f"<parameter=content>{content}</parameter>\n</function>\n</tool_call>"
+        )
+        value = content.removeprefix("\n").removesuffix("\n")
+        assert read("qwen3_coder", text) == ("", [("w", {"path": "x.md", "content": value})])
+
+
+def test_calls_of_step_follow_each_other_without_a_line_end() -> None:
+    calls = [("w", {"path": "a", "content": "b"}), ("rm", {"path": "c"})]
+    text = write("step3p5", calls)
+    for one in (text, text.replace("</tool_call>\n<", "</tool_call><")):
+        assert read("step3p5", one) == ("", calls)
+
+
 def test_a_call_behind_one_that_failed_is_read() -> None:
     good = '<tool_call>{"name": "rm", "arguments": {"path": "/b"}}</tool_call>'
     failed = [REPEATED["hermes"], '<tool_call>{"name": "no", "arguments": {}}</tool_call>']
@@ -328,7 +368,7 @@ def patterns(parser: str) -> list[tuple[str, str]]:
     openings, ends = tags(parser)
     head = call[: call.index("y")]
     values = {"path": "x", "content": f"An {write(parser, QUOTED)} End."}
-    return [
+    beginnings = [
         ("[", " \n"),
         ("", call),
         ("", write(parser, [("unknown", values)])),
@@ -343,6 +383,7 @@ def patterns(parser: str) -> list[tuple[str, str]]:
         ("", "[{("),
         ("", write(parser, [("w", {"path": "x"})]).replace("path", "tags").replace("x", "[")),
     ]
+    return [(beginning, repeated) for beginning, repeated in beginnings if repeated]
 
 
 def seconds(parser: str, beginning: str, repeated: str, size: int, piece: int) -> float:
