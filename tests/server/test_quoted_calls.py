@@ -309,11 +309,13 @@ def test_values_on_the_line_of_their_tags_may_end_with_a_line_end() -> None:
         assert read("qwen3_coder", text) == ("", [("w", {"path": "x.md", "content": value})])
 
 
-def test_calls_of_step_follow_each_other_without_a_line_end() -> None:
-    calls = [("w", {"path": "a", "content": "b"}), ("rm", {"path": "c"})]
-    text = write("step3p5", calls)
-    for one in (text, text.replace("</tool_call>\n<", "</tool_call><")):
-        assert read("step3p5", one) == ("", calls)
+@pytest.mark.parametrize("parser", ["step3p5", "glm47"])
+def test_calls_may_stand_on_one_line_or_on_two(parser: str) -> None:
+    calls = [("w", {"path": "a", "content": "b"}), ("rm", {"path": "c"}), ("now", {})]
+    text = write(parser, calls)
+    for between in ("", "\n"):
+        one = re.sub(r"</tool_call>\s*<", f"</tool_call>{between}<", text)
+        assert read(parser, one) == ("", calls)
 
 
 def test_a_call_behind_one_that_failed_is_read() -> None:

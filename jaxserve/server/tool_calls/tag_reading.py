@@ -23,6 +23,8 @@ from jaxserve.server.tool_calls.values import convert, property_schema, types_of
 from jaxserve.server.tool_calls.written import Tools, WrittenCall, written
 
 _SPACE = re.compile(r"\s*")
+# Places within a call at which there may be white space.
+_PLACES_IN_CALLS = frozenset({"head", "first", "parameter", "empty"})
 
 
 @dataclass
@@ -47,10 +49,12 @@ class Layout:
     _has_line: bool = False
     _is_broken: bool = False
     _number: int = 0
+    _is_on_lines: bool = False
 
     def note(self, place: str, text: str) -> None:
         """Note the text at a kind of place: white space, or a tag without its name."""
         self._texts.setdefault(place, set()).add(text)
+        self._is_on_lines |= place in _PLACES_IN_CALLS and "\n" in text
 
     def note_gap(self, space: str, on_lines: tuple[str, ...]) -> None:
         """Note the white space between two calls.
@@ -59,9 +63,8 @@ class Layout:
             space: between the calls.
             on_lines: the usual ones where their tags stand on lines.
         """
-        places = ("head", "first", "parameter", "empty")
-        is_on_lines = any("\n" in text for place in places for text in self._texts.get(place, ()))
-        usual = on_lines if is_on_lines else ("",)
+        is_tagged = self._texts.keys() & {"first", "empty"}
+        usual = on_lines if self._is_on_lines else ("", "\n") if is_tagged else ("",)
         self.is_lopsided |= space not in usual
         self.note("gap", space)
 
