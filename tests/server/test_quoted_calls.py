@@ -425,6 +425,15 @@ def test_white_space_in_a_list_takes_time_in_proportion() -> None:
     assert seconds("pythonic", "[", " \n", 100_000, 4) < 1
 
 
+def test_calls_of_many_layouts_take_time_in_proportion() -> None:
+    one, spaces = (
+        write("qwen3_coder", [*QUOTED, ("now", {})]),
+        itertools.product(" \n\t\r", repeat=7),
+    )
+    calls = "".join(one.replace("\n", "".join(space)) for space in itertools.islice(spaces, 2_600))
+    assert is_linear("qwen3_coder", "", calls, 64)
+
+
 @pytest.mark.parametrize("parser", ["qwen3_coder", "glm45", "gemma4"])
 def test_calls_full_of_quoted_tags_take_time_in_proportion(parser: str) -> None:
     quotation = "".join(f" {write(parser, QUOTED)} " for _ in range(40))

@@ -93,10 +93,12 @@ class Layout:
         """Return whether the layout is the same everywhere, or there is only one value."""
         if self.num_values < 2:
             return True
-        firsts, between = self._texts.get("first", set()), self._texts.get("parameter", set())
-        usual = firsts | {first + space for first in firsts for space in between}
-        changes = any(len(texts) > 1 for texts in self._texts.values())
-        return not (changes or self.is_lopsided or self._texts.get("empty", set()) - usual)
+        if self.is_lopsided or any(len(texts) > 1 for texts in self._texts.values()):
+            return False
+        place = {name: "".join(texts) for name, texts in self._texts.items()}
+        first = place.get("first", "")
+        usual = (first, first + place.get("parameter", ""))
+        return place.get("empty", first) in usual
 
 
 def shape_of(found: re.Match[str]) -> str:
