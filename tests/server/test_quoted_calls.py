@@ -299,6 +299,19 @@ def test_quoted_halves_in_another_layout_are_content(parser: str) -> None:
             assert not got or got == written or is_same, (text, got)
 
 
+def test_a_quotation_may_end_with_a_bare_value() -> None:
+    quote, close = '<|"|>', "<tool_call|>"
+    text = (
+        f"<|tool_call>call:rm{{path:{quote}/b{quote}}}{close}<|tool_call>{{ {quote},mode:7}}{close}"
+    )
+    assert read("gemma4", text) == (text, [])
+    for value in (f"{quote}, An example: (", f"a {quote},b:{{c"):
+        calls = [("w", {"content": value, "path": "x"})]
+        text = write("gemma4", calls)
+        assert read("gemma4", text) in (("", calls), (text, []))
+    assert read("gemma4", write("gemma4", [("w", {"content": f"{quote}, An example: ("})]))[1]
+
+
 def test_values_on_the_line_of_their_tags_may_end_with_a_line_end() -> None:
     for content in ("a\n", "\na", "a\nb\n\n", "\n", "\na\n"):
         text = (

@@ -206,7 +206,8 @@ class ChosenCalls:
     def _has_end(self, part: _Text) -> bool:
         """Return whether a text ends more than it has begun, or holds the end of a call."""
         form, text = self._form, self._source.text[part.start : part.end]
-        if part.is_failed and any(end in text for end in call_ends(form)):
+        is_bare = isinstance(form.body, BracedCall)  # its last value may stand without tags
+        if (part.is_failed or is_bare) and any(end in text for end in call_ends(form)):
             return True
         final, pairs = getattr(form.body, "final", None), pairs_of(form)
         if final is not None and final.search(text):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jaxserve.server.tool_calls.bodies import (
     Body,
@@ -46,7 +46,7 @@ class CallFormat:
     others: tuple[tuple[str, str], ...] = ()
     has_own_section: bool = False
     is_harmony: bool = False
-    gaps: tuple[str, ...] = ("\n",)
+    gaps: tuple[str, ...] = field(default=("\n",), compare=False)
 
     @property
     def is_python(self) -> bool:

@@ -183,9 +183,12 @@ class BraceReader(Cursor):
         return self._around.may_follow(text, position)
 
     def _is_key(self, start: int) -> bool:
+        """Return whether a key begins at a position, with a value behind it."""
         text, quote = self._text, self._quote
-        if _BARE_KEY.match(text, start):
-            return True
+        if found := _BARE_KEY.match(text, start):
+            start = after_space(text, found.end())
+            value = _BARE.match(text, start, start + MAX_HEAD)
+            return text.startswith((quote, "{", "["), start) or not (value and quote in value[0])
         end = text.find(quote, start + len(quote), start + MAX_HEAD)
         is_quoted = text.startswith(quote, start) and end >= 0
         return is_quoted and text.startswith(":", after_space(text, end + len(quote)))
