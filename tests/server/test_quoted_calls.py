@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 import time
 from typing import Any
 
@@ -276,6 +277,60 @@ def test_quoted_halves_of_calls_are_content(parser: str) -> None:
             assert read(parser, text) in ((text, []), ("", [("w", given)])), text
 
 
+def changed(text: str) -> list[str]:
+    """Return tags with other white space and other quotation marks than a dialect writes."""
+    pairs = [("\n", ""), ("\n", "\n\n"), ('"', "'"), (">", " >"), ("=", "= "), (",", "\n,")]
+    pairs += [("call:", " call:"), (":", ": "), ("><", ">\n<"), ("\n", "\r\n"), ("{", "{ ")]
+    return [text, *(text.replace(*pair) for pair in pairs)]
+
+
+@pytest.mark.parametrize("parser", [*IN_TAGS, *BRACED])
+def test_quoted_halves_in_another_layout_are_content(parser: str) -> None:
+    calls = [("w", {"path": "@1", "content": "@2"}), ("now", {}), ("rm", {"path": "@3"})]
+    text = write(parser, calls).replace('index="3"', 'index="4"')  # numbers of calls count up
+    _, parameter, call, _ = re.split("@.", text)
+    twice = f"{call}y{parameter.replace('content', 'path')}"
+    for middle in [one for half in (parameter, call, twice) for one in changed(half)]:
+        for values in ({"content": f"x{middle}/b"}, {"mode": "x", "content": f"\n{middle}/b"}):
+            written = [("w", values)]
+            text = write(parser, written)
+            content, got = read(parser, text)
+            is_same = write(parser, got) == text and not content
+            assert not got or got == written or is_same, (text, got)
+
+
+def test_a_quotation_may_end_with_a_bare_value() -> None:
+    quote, close = '<|"|>', "<tool_call|>"
+    text = (
+        f"<|tool_call>call:rm{{path:{quote}/b{quote}}}{close}<|tool_call>{{ {quote},mode:7}}{close}"
+    )
+    assert read("gemma4", text) == (text, [])
+    for value in (f"{quote}, An example: (", f"a {quote},b:{{c"):
+        calls = [("w", {"content": value, "path": "x"})]
+        text = write("gemma4", calls)
+        assert read("gemma4", text) in (("", calls), (text, []))
+    assert read("gemma4", write("gemma4", [("w", {"content": f"{quote}, An example: ("})]))[1]
+
+
+def test_values_on_the_line_of_their_tags_may_end_with_a_line_end() -> None:
+    for content in ("a\n", "\na", "a\nb\n\n", "\n", "\na\n"):
+        text = (
+            "<tool_call>\n<function=w>\n<parameter=path>x.md</parameter>\n"
+            f"<parameter=content>{content}</parameter>\n</function>\n</tool_call>"
+        )
+        value = content.removeprefix("\n").removesuffix("\n")
+        assert read("qwen3_coder", text) == ("", [("w", {"path": "x.md", "content": value})])
+
+
+@pytest.mark.parametrize("parser", ["step3p5", "glm47"])
+def test_calls_may_stand_on_one_line_or_on_two(parser: str) -> None:
+    calls = [("w", {"path": "a", "content": "b"}), ("rm", {"path": "c"}), ("now", {})]
+    text = write(parser, calls)
+    for between in ("", "\n"):
+        one = re.sub(r"</tool_call>\s*<", f"</tool_call>{between}<", text)
+        assert read(parser, one) == ("", calls)
+
+
 def test_a_call_behind_one_that_failed_is_read() -> None:
     good = '<tool_call>{"name": "rm", "arguments": {"path": "/b"}}</tool_call>'
     failed = [REPEATED["hermes"], '<tool_call>{"name": "no", "arguments": {}}</tool_call>']
@@ -328,7 +383,7 @@ def patterns(parser: str) -> list[tuple[str, str]]:
     openings, ends = tags(parser)
     head = call[: call.index("y")]
     values = {"path": "x", "content": f"An {write(parser, QUOTED)} End."}
-    return [
+    beginnings = [
         ("[", " \n"),
         ("", call),
         ("", write(parser, [("unknown", values)])),
@@ -343,6 +398,7 @@ def patterns(parser: str) -> list[tuple[str, str]]:
         ("", "[{("),
         ("", write(parser, [("w", {"path": "x"})]).replace("path", "tags").replace("x", "[")),
     ]
+    return [(beginning, repeated) for beginning, repeated in beginnings if repeated]
 
 
 def seconds(parser: str, beginning: str, repeated: str, size: int, piece: int) -> float:
@@ -380,6 +436,15 @@ def test_reading_takes_time_in_proportion_to_the_text(
 def test_white_space_in_a_list_takes_time_in_proportion() -> None:
     assert is_linear("pythonic", "[", " \n", 4)
     assert seconds("pythonic", "[", " \n", 100_000, 4) < 1
+
+
+def test_calls_of_many_layouts_take_time_in_proportion() -> None:
+    one, spaces = (
+        write("qwen3_coder", [*QUOTED, ("now", {})]),
+        itertools.product(" \n\t\r", repeat=7),
+    )
+    calls = "".join(one.replace("\n", "".join(space)) for space in itertools.islice(spaces, 2_600))
+    assert is_linear("qwen3_coder", "", calls, 64)
 
 
 @pytest.mark.parametrize("parser", ["qwen3_coder", "glm45", "gemma4"])

@@ -307,7 +307,9 @@ class BracedCall:
             Uncallable: its tool is unknown.
             Malformed: it has no end, or may have several.
         """
-        name = (yield from source.match(_BRACED_NAME))[1]
+        head = yield from source.match(_BRACED_NAME)
+        around.layout.note_head(head, "")
+        name = head["name"]
         reader = BraceReader(source.text, source.position, self.quote, tools.get(name, {}), around)
         try:
             values = reader.call()
@@ -321,7 +323,7 @@ class BracedCall:
         return [written(name, values)]
 
 
-_BRACED_NAME = re.compile(rf"\s*call:\s*({NAME})\s*(?=\{{)")
+_BRACED_NAME = re.compile(rf"\s*call:\s*(?P<name>{NAME})\s*(?=\{{)")
 
 Body = JsonCall | HeadedCall | PythonCalls | XmlCall | KeyedCall | BracedCall
 

@@ -30,7 +30,8 @@ class _Text:
     Attributes:
         start: its position in the text, and `end` that behind it.
         is_read: whether it is a whole call of no tool, whose end is certain.
-        is_failed: whether it is what follows a call that has no end.
+        is_failed: whether it is what follows a call that has no end, or a call that names an
+            argument twice.
     """
 
     start: int
@@ -124,11 +125,18 @@ class ChosenCalls:
         is_apart = not self._in_section if not wanted else not self._form.has_own_section
         if self._had_section and is_apart:
             self._is_parted = self._is_parted or self._has_values
+        behind = source.position
+        result_of(inner_mark(source, self._form, mark))
         if wanted:
             self._in_section = self._had_section = True
-        result_of(inner_mark(source, self._form, mark))
+            place = "section" if self._form.has_own_section else "gap"
+            self._layout.note(place, source.text[behind : source.position - len(wanted)])
         if start >= self._call_end >= 0 and not source.text[self._call_end : start].strip():
-            self._layout.note_gap(source.text[self._call_end : start])
+            gap = source.text[self._call_end : start]
+            if self._form.section[0] and not self._form.has_own_section:
+                self._layout.note("gap", gap)
+            else:
+                self._layout.note_gap(gap, self._form.gaps)
         self._read_block(start, wanted or mark)
 
     def _read_block(self, start: int, mark: str) -> None:
@@ -166,7 +174,7 @@ class ChosenCalls:
         if is_good:
             self._parts += [None, *calls]
         else:
-            self._say(start, source.position, is_read)
+            self._say(start, source.position, is_read, is_failed=not is_read)
 
     def _around(self) -> Around:
         """Return the texts around the next call."""
@@ -198,7 +206,8 @@ class ChosenCalls:
     def _has_end(self, part: _Text) -> bool:
         """Return whether a text ends more than it has begun, or holds the end of a call."""
         form, text = self._form, self._source.text[part.start : part.end]
-        if part.is_failed and any(end in text for end in call_ends(form)):
+        is_bare = isinstance(form.body, BracedCall)  # its last value may stand without tags
+        if (part.is_failed or is_bare) and any(end in text for end in call_ends(form)):
             return True
         final, pairs = getattr(form.body, "final", None), pairs_of(form)
         if final is not None and final.search(text):

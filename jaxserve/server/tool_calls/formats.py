@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jaxserve.server.tool_calls.bodies import (
     Body,
@@ -32,6 +32,7 @@ class CallFormat:
         has_own_section: each call has a section of its own.
         others: other marks that models write, each with the text after its calls.
         is_harmony: calls are messages of a channel; `harmony.py` reads them.
+        gaps: texts that may stand between two calls whose tags stand on lines.
     """
 
     mark: str
@@ -45,6 +46,7 @@ class CallFormat:
     others: tuple[tuple[str, str], ...] = ()
     has_own_section: bool = False
     is_harmony: bool = False
+    gaps: tuple[str, ...] = field(default=("\n",), compare=False)
 
     @property
     def is_python(self) -> bool:
@@ -88,11 +90,11 @@ _GRANITE = CallFormat(
 _ARRAY_IN_TAGS = CallFormat("<tool_calls>", close="</tool_calls>", separators=",", is_array=True)
 
 
-def _xml(prefix: str = "", trims: bool = True) -> CallFormat:
+def _xml(prefix: str = "", trims: bool = True, gaps: tuple[str, ...] = ("\n",)) -> CallFormat:
     end = f"</{prefix}tool_call>"
     body = XmlCall("<parameter=", "</parameter>", "</function>", end, trims=trims)
     section = (f"<{prefix}tool_call>", end)
-    return CallFormat("<function=", body=body, section=section, has_own_section=True)
+    return CallFormat("<function=", body=body, section=section, has_own_section=True, gaps=gaps)
 
 
 def _invoke(section: str, prefix: str, types: str = "", trims: bool = False) -> CallFormat:
@@ -118,6 +120,7 @@ def _deepseek(body: HeadedCall) -> CallFormat:
 
 
 _QWEN_XML = _xml()
+_STEP_XML = _xml(gaps=("", "\n"))
 _GLM = CallFormat("<tool_call>", body=KeyedCall("</tool_call>"))
 
 
@@ -220,8 +223,8 @@ CALL_FORMATS: dict[str, CallFormat] = {
     "openai": _HARMONY,
     "qwen3_coder": _QWEN_XML,
     "qwen3_xml": _QWEN_XML,
-    "step3p5": _QWEN_XML,
-    "step5": _QWEN_XML,
+    "step3p5": _STEP_XML,
+    "step5": _STEP_XML,
     "mimo": _xml(trims=False),
     "seed_oss": _xml("seed:"),
     "deepseek_v3": _deepseek(

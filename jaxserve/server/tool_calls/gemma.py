@@ -59,11 +59,11 @@ class BraceReader(Cursor):
         """Read the object.
 
         Raises:
+            Malformed: the call has no end.
             ValueError: the text is anything else, or may be read in several ways.
         """
         values = self._mapping(self._root)
-        if not self._around.may_follow(self._text, self._position):
-            raise ValueError("no end of the call")
+        self._around.take_end(self._text, self._position)
         return values
 
     def _open(self, mark: str, close: str) -> None:
@@ -73,9 +73,12 @@ class BraceReader(Cursor):
 
     def _mapping(self, schema: dict[str, Any]) -> dict[str, Any]:
         self._open("{", "}")
+        self._note("{", self._position - 1)
         values: dict[str, Any] = {}
         while not self.take("}"):
-            if self.take(self._quote):
+            is_quoted = self.take(self._quote)
+            self._around.layout.note("key", self._quote if is_quoted else "")
+            if is_quoted:
                 end = self._text.find(self._quote, self._position, self._position + MAX_HEAD)
                 key, behind = self._text[self._position : end], end + len(self._quote)
                 if end < 0:
@@ -89,10 +92,9 @@ class BraceReader(Cursor):
             if not key or set(key) & set("{}[],"):
                 raise ValueError("not a key")
             self.is_repeated |= key in values
-            self._note_space()
+            self._note(":", self._position - 1)
             values[key] = self._value(property_schema(schema, key))
-            self.between("}")
-            self._note_space()
+            self._separate("}")
         self._closing.pop()
         return values
 
@@ -101,7 +103,7 @@ class BraceReader(Cursor):
         items: list[Any] = []
         while not self.take("]"):
             items.append(self._value(schema))
-            self.between("]")
+            self._separate("]")
         self._closing.pop()
         return items
 
@@ -131,12 +133,17 @@ class BraceReader(Cursor):
             self.is_repeated = True
             return None
 
-    def _note_space(self) -> None:
-        """Note the white space behind a comma or colon."""
-        mark = self._text[self._position - 1]
-        if mark in ",:":
-            end = after_space(self._text, self._position)
-            self._around.layout.note(mark, self._text[self._position : end])
+    def _separate(self, end: str) -> None:
+        """Take a comma, or leave the end mark for the caller to take."""
+        self._note(f"before {end}", self._position)
+        if not self._text.startswith(end, after_space(self._text, self._position)):
+            self.expect(",")
+            self._note(f"behind {end}", self._position)
+
+    def _note(self, place: str, start: int) -> None:
+        """Note the text from a position on, with the white space that comes next."""
+        text = self._text[start : after_space(self._text, self._position)]
+        self._around.layout.note(place, text)
 
     def _string(self) -> str:
         """Take a string and the mark at its end."""
@@ -176,9 +183,12 @@ class BraceReader(Cursor):
         return self._around.may_follow(text, position)
 
     def _is_key(self, start: int) -> bool:
+        """Return whether a key begins at a position, with a value behind it."""
         text, quote = self._text, self._quote
-        if _BARE_KEY.match(text, start):
-            return True
+        if found := _BARE_KEY.match(text, start):
+            start = after_space(text, found.end())
+            value = _BARE.match(text, start, start + MAX_HEAD)
+            return text.startswith((quote, "{", "["), start) or not (value and quote in value[0])
         end = text.find(quote, start + len(quote), start + MAX_HEAD)
         is_quoted = text.startswith(quote, start) and end >= 0
         return is_quoted and text.startswith(":", after_space(text, end + len(quote)))

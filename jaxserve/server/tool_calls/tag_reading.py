@@ -23,43 +23,92 @@ from jaxserve.server.tool_calls.values import convert, property_schema, types_of
 from jaxserve.server.tool_calls.written import Tools, WrittenCall, written
 
 _SPACE = re.compile(r"\s*")
+# Places within a call at which there may be white space.
+_PLACES_IN_CALLS = frozenset({"head", "first", "parameter", "empty"})
 
 
 @dataclass
 class Layout:
-    """White space between the tags of all calls in an answer.
+    """The form of the tags of all calls in an answer, and the white space between them.
 
     A model keeps to one layout. Where it changes, the tags may be those of a quotation.
 
     Attributes:
         num_values: number of values.
         num_searched: number of characters that were searched for the ends of JSON.
-        is_lopsided: whether a value has a line end at one side only, or two calls follow each
-            other on a line although their tags stand on lines of their own.
+        is_lopsided: whether tags that stand on lines of their own hold a value on one line with
+            its tags, or two calls follow each other on a line although their tags stand on lines,
+            or the numbers of calls do not count up.
     """
 
     num_values: int = 0
     num_searched: int = 0
     is_lopsided: bool = False
-    _spaces: dict[str, set[str]] = field(default_factory=dict)
+    _texts: dict[str, set[str]] = field(default_factory=dict)
+    # Whether a value has begun with a line end, and a tag stood on the line of a value since then.
+    _has_line: bool = False
+    _is_broken: bool = False
+    _number: int = 0
+    _is_on_lines: bool = False
 
-    def note(self, place: str, space: str) -> None:
-        """Note the white space at a kind of place."""
-        self._spaces.setdefault(place, set()).add(space)
+    def note(self, place: str, text: str) -> None:
+        """Note the text at a kind of place: white space, or a tag without its name."""
+        self._texts.setdefault(place, set()).add(text)
+        self._is_on_lines |= place in _PLACES_IN_CALLS and "\n" in text
 
-    def note_gap(self, space: str) -> None:
-        """Note the white space between two calls."""
-        ends = self._spaces.get("end", set()) | self._spaces.get("empty", set())
-        is_on_lines = any("\n" in end for end in ends)
-        usual = ("\n",) if is_on_lines else ("", "\n") if ends else ("",)
+    def note_gap(self, space: str, on_lines: tuple[str, ...]) -> None:
+        """Note the white space between two calls.
+
+        Args:
+            space: between the calls.
+            on_lines: the usual ones where their tags stand on lines.
+        """
+        is_tagged = self._texts.keys() & {"first", "empty"}
+        usual = on_lines if self._is_on_lines else ("", "\n") if is_tagged else ("",)
         self.is_lopsided |= space not in usual
         self.note("gap", space)
+
+    def note_value(self, raw: str) -> None:
+        """Note whether a value begins and ends with a line end.
+
+        A quotation in a value on lines begins where one value begins with a line end, and ends
+        where a later one ends with a line end.
+        """
+        starts, ends = raw.startswith("\n"), raw.endswith("\n")
+        self._is_broken |= self._has_line and (not starts or raw == "\n")
+        self.is_lopsided |= ends and self._is_broken
+        self._has_line |= starts
+        self._is_broken |= self._has_line and (not ends or raw == "\n")
+
+    def note_head(self, found: re.Match[str], behind: str) -> None:
+        """Note the head of a call, with the text behind its match."""
+        self.note("head", shape_of(found) + behind)
+        number = found.groupdict().get("type") or ""
+        if number.isdecimal():
+            self.is_lopsided |= self._number not in (0, int(number) - 1)
+            self._number = int(number)
 
     @property
     def is_regular(self) -> bool:
         """Return whether the layout is the same everywhere, or there is only one value."""
-        changes = any(len(spaces) > 1 for spaces in self._spaces.values())
-        return self.num_values < 2 or not (changes or self.is_lopsided)
+        if self.num_values < 2:
+            return True
+        if self.is_lopsided or any(len(texts) > 1 for texts in self._texts.values()):
+            return False
+        place = {name: "".join(texts) for name, texts in self._texts.items()}
+        first = place.get("first", "")
+        usual = (first, first + place.get("parameter", ""))
+        return place.get("empty", first) in usual
+
+
+def shape_of(found: re.Match[str]) -> str:
+    """Return the text of a tag without its name and type."""
+    text = found[0]
+    for group in ("type", "name"):  # the last one first
+        if found.groupdict().get(group) is not None:
+            start, end = (place - found.start() for place in found.span(group))
+            text = text[:start] + text[end:]
+    return text
 
 
 @dataclass(frozen=True)
@@ -86,6 +135,18 @@ class Around:
             return True
         rest = text[position : position + MAX_HEAD]
         return any(end.startswith(rest) for end in self.ends)
+
+    def take_end(self, text: str, position: int) -> None:
+        """Note the white space behind a call.
+
+        Raises:
+            Malformed: no call may end at the position.
+        """
+        if not self.may_follow(text, position):
+            raise Malformed
+        behind = after_space(text, position)
+        if self.ends and text.startswith(self.ends[0], behind):
+            self.layout.note("close", text[position:behind])
 
 
 def after_space(text: str, position: int) -> int:
@@ -155,9 +216,9 @@ class TagCall:
     def _value(self, raw: str, found: re.Match[str], schema: dict[str, Any]) -> Any:
         return convert(raw, property_schema(schema, self._name(found)), schema)
 
-    def _take_head(self, source: Source) -> Reading[str]:
-        """Take the head of a call. Return the name."""
-        return self._name((yield from source.match(self._head())))
+    def _take_head(self, source: Source) -> Reading[tuple[re.Match[str], str]]:
+        """Take the head of a call. Return the match of its name, and the text behind that."""
+        return (yield from source.match(self._head())), ""
 
     def begins(self, source: Source) -> Reading[None]:
         """Take the head of a call of any name.
@@ -175,7 +236,9 @@ class TagCall:
             Uncallable: its tool is unknown.
             Malformed: it has no end, or may have several.
         """
-        name = yield from self._take_head(source)
+        head, behind = yield from self._take_head(source)
+        around.layout.note_head(head, behind)
+        name = self._name(head)
         schema, values, is_good = tools.get(name, {}), dict[str, Any](), name in tools
         for found, raw in _Values(self, source.text, around, schema).values(source):
             try:
@@ -194,7 +257,7 @@ class TagCall:
 
     def read_formed(self, source: Source, tools: Tools) -> Reading[list[WrittenCall]]:
         """Take a call that a grammar has formed, whose texts hold none of its tags."""
-        name = yield from self._take_head(source)
+        name = self._name((yield from self._take_head(source))[0])
         schema, values = tools.get(name, {}), dict[str, Any]()
         end = self.value_tags[1]
         while True:
@@ -242,15 +305,15 @@ class _Values:
                 yield None, self._whole(source)
                 continue
             if text.startswith(call.end, start):
-                layout.note("empty" if is_first else "end", text[source.position : start])
+                layout.note("empty" if is_first else "parameter", text[source.position : start])
                 source.take_to(start + len(call.end))
-                self._end(source.position)
+                self._around.take_end(text, source.position)
                 return
             found = call.opening().match(text, start, start + MAX_HEAD)
             if found is None:
                 raise Malformed
-            if not is_first:
-                layout.note("parameter", text[source.position : start])
+            layout.note("first" if is_first else "parameter", text[source.position : start])
+            layout.note("tag", shape_of(found))
             is_first = False
             end = self._end_of_json(found)
             if end is None:
@@ -258,7 +321,7 @@ class _Values:
             raw = text[found.end() : end]
             layout.num_values += 1
             if call.trims:
-                layout.is_lopsided |= raw == "\n" or raw.startswith("\n") != raw.endswith("\n")
+                layout.note_value(raw)
             source.take_to(end + len(call.value_tags[1]))
             yield found, raw
 
@@ -269,13 +332,6 @@ class _Values:
         result_of(source.skip_space())
         result_of(source.expect(self._call.whole[1]))
         return raw
-
-    def _end(self, position: int) -> None:
-        if not self._around.may_follow(self._text, position):
-            raise Malformed
-        behind = after_space(self._text, position)
-        if self._around.ends and self._text.startswith(self._around.ends[0], behind):
-            self._around.layout.note("close", self._text[position:behind])
 
     def _continues(self, position: int) -> bool:
         """Return whether the call can go on behind the end of a value."""

@@ -119,10 +119,9 @@ class KeyedCall(TagCall):
     def _head(self) -> re.Pattern[str]:
         return _KEYED_HEAD
 
-    def _take_head(self, source: Source) -> Reading[str]:
-        name = yield from super()._take_head(source)
-        yield from source.takes(self.after)
-        return name
+    def _take_head(self, source: Source) -> Reading[tuple[re.Match[str], str]]:
+        found, _ = yield from super()._take_head(source)
+        return found, (yield from source.takes(self.after))
 
     def opening(self) -> re.Pattern[str]:
         return _keyed_opening(*self.tags[:3])
