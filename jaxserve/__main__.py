@@ -3,14 +3,12 @@
 import sys
 from importlib import import_module
 
-from jaxserve.interrupts import Interrupts
+from jaxserve.interrupts import run_interruptible
 
 
 def main() -> int:
     """Run the command line, and return its exit status."""
-    interrupts = Interrupts()
-    interrupts.listen()
-    return interrupts.run(_command)
+    return run_interruptible(_command)
 
 
 def _command() -> int:

@@ -53,61 +53,46 @@ def _call_in(frame: FrameType, act: Callable[[], None]) -> None:
     sys.settrace(lambda *_: None)
 
 
-def exit_at_once(status: int) -> NoReturn:
+def run_interruptible(command: Callable[[], int]) -> int:
+    """Run a command that SIGINT ends with `INTERRUPTED` and without a traceback.
+
+    SIGINT raises KeyboardInterrupt, so that the command can clean up. It stays ignored if the
+    parent process has set it so.
+
+    Returns:
+        The command's exit status; after a signal the process ends.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        sys.unraisablehook = _raise_again
+        on_signal(signal.SIGINT, _interrupt)
+    try:
+        return command()
+    except KeyboardInterrupt:
+        _exit_at_once(INTERRUPTED)
+    except SystemExit as error:  # of SIGTERM during a start, or of the parser
+        _exit_at_once(error.code if isinstance(error.code, int) else 0)
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def _raise_again(unraisable: sys.UnraisableHookArgs) -> None:
+    """Raise an interrupt again that Python has caught, in a finalizer for example."""
+    if unraisable.exc_type is KeyboardInterrupt:
+        _call_in(sys._getframe(1), _interrupt)
+    else:
+        sys.__unraisablehook__(unraisable)
+
+
+def _exit_at_once(status: int) -> NoReturn:
     """End the process after its output is written, without finalizing the interpreter.
 
-    Threads of native libraries may still run after an interrupt. Finalization would abort the
-    process when one of them calls Python.
+    Threads of native libraries may still run after a signal. Finalization would abort the process
+    when one of them calls Python.
     """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
     os._exit(status)
-
-
-class Interrupts:
-    """Interrupts of a command, which end it with `INTERRUPTED` and without a traceback.
-
-    The first SIGINT raises KeyboardInterrupt, so that the command can clean up. The second one
-    ends the process at once.
-    """
-
-    def __init__(self) -> None:
-        self._has_come = False
-
-    def listen(self) -> None:
-        """Take over SIGINT, unless the parent process has set it to be ignored."""
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            sys.unraisablehook = self._report
-            on_signal(signal.SIGINT, self._raise)
-
-    def run(self, command: Callable[[], int]) -> int:
-        """Return the command's exit status; after a signal, end the process with it."""
-        try:
-            status = command()
-        except KeyboardInterrupt:
-            status = INTERRUPTED
-        except SystemExit as error:  # of SIGTERM during a start, or of the parser
-            exit_at_once(error.code if isinstance(error.code, int) else 0)
-        except Exception:
-            # Native code may turn the KeyboardInterrupt of a callback into another exception.
-            if not self._has_come:
-                raise
-            status = INTERRUPTED
-        if status == INTERRUPTED:
-            exit_at_once(status)
-        return status
-
-    def _raise(self) -> None:
-        if self._has_come:
-            os._exit(INTERRUPTED)
-        self._has_come = True
-        raise KeyboardInterrupt
-
-    def _report(self, unraisable: sys.UnraisableHookArgs) -> None:
-        """Raise an interrupt again that Python has caught, in a finalizer for example."""
-        if unraisable.exc_type is KeyboardInterrupt:
-            self._has_come = False
-            _call_in(sys._getframe(1), self._raise)
-        else:
-            sys.__unraisablehook__(unraisable)

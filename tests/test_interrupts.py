@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.interrupts import INTERRUPTED, Interrupts, on_signal
+from jaxserve.interrupts import INTERRUPTED, on_signal, run_interruptible
 from tests.support.kept_programs import users_environment
 
 ROOT = Path(__file__).parent.parent
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 MODULE = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nx = [i for i in range(9)]\n"
 LATE = """
 import sys
-from jaxserve.interrupts import Interrupts
+from jaxserve.interrupts import run_interruptible
 class Late:
     def __del__(self):
         import os, signal
@@ -32,9 +32,7 @@ def command():
     for _ in range(9): pass
     print("goes on")
     return 0
-interrupts = Interrupts()
-interrupts.listen()
-sys.exit(interrupts.run(command))
+sys.exit(run_interruptible(command))
 """
 
 
@@ -83,7 +81,7 @@ def test_an_interrupt_in_a_finalizer_ends_the_command() -> None:
 
 def test_an_ignored_interrupt_stays_ignored() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    Interrupts().listen()
+    assert run_interruptible(lambda: 3) == 3
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 

@@ -196,4 +196,4 @@ def test_a_base_model_chats_through_a_template_that_is_given(
     words = ["generate", "--model", str(folder), *flags, "--json", "--max-tokens", "2", "hi"]
     assert main([*words, "--chat-template", "chatml", "--chat"]) == 0
     assert main([*words, "--chat-template", "none such"]) == 2
-    assert "chat_template: 'none such' is neither" in capsys.readouterr().err
+    assert "--chat-template: 'none such' is neither" in capsys.readouterr().err

@@ -34,6 +34,7 @@ from jaxserve.engine.metric_values import metric_values
 from jaxserve.engine.metrics import Histogram
 from jaxserve.engine.request_factory import RequestFactory, check_logprobs
 from jaxserve.engine.text.detokenizer import Detokenizer
+from jaxserve.engine.text.library_calls import LibraryCalls
 from jaxserve.errors import EngineDead
 from jaxserve.scheduling.logprobs import TokenLogprobs, score_tokens
 from tests.engine.conftest import GREEDY, Canary
@@ -392,6 +393,7 @@ def test_spaces_between_special_tokens(skips: bool, spaces: bool, text: str) -> 
 
         def __init__(self) -> None:
             self.backend = backend
+            self.calls = LibraryCalls()
 
         def token_bytes(self, token: int) -> bytes:
             return backend.id_to_token(token).encode()

@@ -115,7 +115,7 @@ def test_lengths_beyond_the_models_own_take_a_switch(
         LLM(checkpoint, max_model_len=2 * declared, **settings)
     line = ["generate", "hi", "--model", str(checkpoint), "--max-model-len", str(2 * declared)]
     assert main(line) == 2
-    assert "allow_long_max_model_len" in capsys.readouterr().err
+    assert "--allow-long-max-model-len" in capsys.readouterr().err
     with (
         caplog.at_level(logging.WARNING),
         LLM(checkpoint, max_model_len=2 * declared, allow_long_max_model_len=True, **settings) as m,

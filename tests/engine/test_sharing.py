@@ -164,7 +164,7 @@ def test_a_port_in_use_is_a_sentence_before_anything_is_loaded(
         text = f'{{"enable_kv_cache_events": true, "endpoint": "{endpoint}"}}'
         assert main(["serve", "--port", "0", "--kv-events-config", text]) == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "kv_events_config.endpoint" in error
+    assert error.count("\n") == 1 and "--kv-events-config.endpoint" in error
 
 
 def test_events_without_a_prefix_cache_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:

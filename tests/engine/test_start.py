@@ -331,7 +331,7 @@ def test_garbage_waits_for_the_programs(checkpoint: Path) -> None:
     llm.close()
     assert gc.isenabled()
     assert all(collects["weights"])
-    assert not any(collects["compile"])
+    assert not any(collects["programs"])
 
 
 def test_a_cache_can_be_left_out(checkpoint: Path) -> None:

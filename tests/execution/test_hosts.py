@@ -408,7 +408,7 @@ def test_programs_of_one_process_and_of_two_lie_side_by_side(tmp_path: Path) -> 
     ("fields", "match"),
     [
         ({"tensor_parallel_size": 3}, "tensor_parallel_size is 3, over 2 hosts"),
-        ({"node_rank": 2}, "node_rank must be from 0 to 1"),
+        ({"node_rank": 2}, "node_rank must be less than nnodes, got 2 of 2"),
         ({"max_logprobs": -1}, "max_logprobs is -1"),
         ({"logprobs_mode": "raw_logits"}, "logprobs_mode is raw_logits"),
         ({"memory_share": 0.5}, "one model"),
@@ -437,7 +437,7 @@ def test_a_converted_folder_is_refused_before_it_is_read(tmp_path: Path) -> None
     ("words", "match"),
     [
         ("--headless", "node_rank is 0, and headless true"),
-        ("--nnodes 2 -tp 2 --nodes-secret x --node-rank 1", "node_rank is 1, and headless false"),
+        ("--nnodes 2 -tp 2 --nodes-secret x --node-rank 1", "--node-rank is 1, and headless false"),
         ("--nnodes 2 -tp 2", "nnodes needs nodes_secret"),
         ("a=. b=. --nnodes 2 -tp 2 --nodes-secret x", "several hosts serve one model"),
     ],

@@ -49,7 +49,7 @@ def test_its_report_has_what_it_has_served(replica: ReplicaServer) -> None:
     before = replica.routing_stats()
     assert before == {"load": 0, "prefixes": b""}
     body = {"prompt": list(range(10, 60)) * 14, "max_tokens": 2, "model": "demo_model"}
-    assert asyncio.run(complete(replica, body | {"max_tokens": -1})) == 400
+    assert asyncio.run(complete(replica, body | {"max_tokens": -2})) == 400
     assert replica.routing_stats() == before
     assert asyncio.run(complete(replica, body)) == 200
     after = replica.routing_stats()

@@ -26,18 +26,24 @@ RAY = ("--data-parallel-backend", "ray")
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        ("--data-parallel-size 2", "data_parallel_size=2 needs --data-parallel-backend ray"),
-        ("--ray-address auto", "ray_address needs --data-parallel-backend ray"),
-        ("--request-routing prefix", "request_routing needs --data-parallel-backend ray"),
-        ("-dpb ray --ray-address ray://x:1", "ray_address must be HOST:PORT or auto"),
-        ("-dpb ray --ray-address 127.0.0.1:1", "ray_address: no cluster answers at 127.0.0.1:1"),
-        ("-dpb ray -dp 0", "data_parallel_size must be"),
-        ("-dpb ray -dp 2 --files-dir x", "files_dir is not supported with replicas"),
+        ("--data-parallel-size 2", "--data-parallel-size=2 needs --data-parallel-backend ray"),
+        ("--ray-address auto", "--ray-address needs --data-parallel-backend ray"),
+        ("--request-routing prefix", "--request-routing needs --data-parallel-backend ray"),
+        ("-dpb ray --ray-address ray://x:1", "--ray-address must be HOST:PORT or auto"),
+        ("-dpb ray --ray-address 127.0.0.1:1", "--ray-address: no cluster answers at 127.0.0.1:1"),
+        ("-dpb ray -dp 0", "--data-parallel-size must be"),
+        ("-dpb ray -dp 2 --files-dir x", "--files-dir is not supported with replicas"),
         ("-dpb ray -dp 2 --uds x", "uds is not supported with replicas"),
-        ("-dpb ray -tp 2 --nnodes 2 --master-port 9", "master_port is not supported with replicas"),
-        ("-dpb ray -tp 2 --nnodes 2 --nodes-secret x", "nodes_secret is not supported with repli"),
-        ("-dpb ray -dp 2 -tp 3 --nnodes 2", "tensor_parallel_size is 3, over 2 hosts"),
-        ("--nnodes 2 -tp 2", "nnodes needs nodes_secret"),
+        (
+            "-dpb ray -tp 2 --nnodes 2 --master-port 9",
+            "--master-port is not supported with",
+        ),
+        (
+            "-dpb ray -tp 2 --nnodes 2 --nodes-secret x",
+            "--nodes-secret is not supported with",
+        ),
+        ("-dpb ray -dp 2 -tp 3 --nnodes 2", "--tensor-parallel-size is 3, over 2 hosts"),
+        ("--nnodes 2 -tp 2", "--nnodes needs --nodes-secret"),
     ],
 )
 def test_what_cannot_be_is_said_in_a_sentence(

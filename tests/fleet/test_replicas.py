@@ -53,7 +53,7 @@ def test_replicas_answer_as_one_server_does(fleet: Fleet) -> None:
     ("path", "body", "headers", "status", "code"),
     [
         ("/nothing", None, {}, 404, "not_found"),
-        ("/v1/completions", {"prompt": "a", "max_tokens": -1}, {}, 400, None),
+        ("/v1/completions", {"prompt": "a", "max_tokens": -2}, {}, 400, None),
         ("/v1/completions", {"prompt": "a", "model": "b"}, {}, 404, "model_not_found"),
         ("/v1/models", None, {"x-long": "x" * 9000}, 431, "header_too_long"),
         ("/v1/models", None, {f"x-{n}": "x" for n in range(120)}, 431, "too_many_headers"),

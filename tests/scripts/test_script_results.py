@@ -92,7 +92,7 @@ def test_a_start_that_fails_is_told_with_what_it_said(
 ) -> None:
     with pytest.raises(SystemExit, match="the server ended before it was ready"):
         bench_startup.serve(None, tmp_path, {"max_num_seqs": 0})
-    assert "max_num_seqs" in capfd.readouterr().err
+    assert "--max-num-seqs" in capfd.readouterr().err
 
 
 def test_a_load_that_fails_is_told_with_what_it_said(
