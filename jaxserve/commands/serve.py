@@ -102,10 +102,10 @@ def serve(arguments: argparse.Namespace) -> int:
         check_models(specs)
         check_certificates(config)
         check_files_dir(config)
-        if not fleet.is_fleet(specs[0].config.nnodes):
-            _check_engines(specs)
         importlib.import_module("jaxserve.server.served.chat_template").server_template(config)
         _check_hosts(specs[0].config, config, fleet)
+        if not fleet.is_fleet(specs[0].config.nnodes):
+            _check_engines(specs)
         if config.headless:
             module = importlib.import_module("jaxserve.commands.follow")
             return module.follow(specs[0], arguments.verbose)

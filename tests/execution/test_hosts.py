@@ -437,7 +437,7 @@ def test_a_converted_folder_is_refused_before_it_is_read(tmp_path: Path) -> None
     ("words", "match"),
     [
         ("--headless", "node_rank is 0, and headless true"),
-        ("--nnodes 2 -tp 2 --nodes-secret x --node-rank 1", "--node-rank is 1, and headless false"),
+        ("--nnodes 2 -tp 2 --nodes-secret x --node-rank 1", "node_rank is 1, and headless false"),
         ("--nnodes 2 -tp 2", "nnodes needs nodes_secret"),
         ("a=. b=. --nnodes 2 -tp 2 --nodes-secret x", "several hosts serve one model"),
     ],
