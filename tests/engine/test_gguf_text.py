@@ -368,6 +368,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no_kind": ({"tokenizer.ggml.model": None}, "tokenizer=DIR"),
     "other_kind": ({"tokenizer.ggml.model": "bert"}, "'bert'"),
     "other_split": ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "x"}, "'x'"),
+    "no_merges": (
+        {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2"},
+        "tokenizer.ggml.merges is missing",
+    ),
     "end_beyond": ({"tokenizer.ggml.eos_token_id": 10**9}, "eos_token_id"),
     "end_is_text": ({"tokenizer.ggml.eos_token_id": "</s>"}, "eos_token_id"),
     "tokens_are_numbers": ({"tokenizer.ggml.tokens": np.int32([1, 2])}, "tokenizer"),

@@ -93,15 +93,18 @@ def save_tokenizer(metadata: Mapping[str, Any], where: str, folder: Path) -> Non
 
 def _tokenizer(metadata: Mapping[str, Any], vocab_size: int | None) -> PlainTokenizer:
     kind, tokens = _kind(metadata), _plain(metadata["tokenizer.ggml.tokens"])
-    types, split = _types(metadata, tokens, kind), None
+    types, split = _types(metadata, tokens, kind), _split(metadata) if kind == "gpt2" else None
     names = _special(metadata, tokens)
     whole = [token for token, found in zip(tokens, types, strict=True) if found in _WHOLE]
     merges = metadata.get("tokenizer.ggml.merges") if kind == "gpt2" else ()
-    # Without merges, the parts of every token are looked up.
-    check_listed_words(tokens, whole if kind == "gpt2" else tokens, len(merges or ()), vocab_size)
-    if kind == "gpt2":
-        split = _split(metadata)
-        backend = _byte_level(metadata["tokenizer.ggml.merges"], tokens, types, split)
+    if merges is None:
+        raise CheckpointError(
+            'tokenizer.ggml.merges is missing, which a vocabulary of model "gpt2" needs'
+        )
+    # With few merges, the parts of every token are looked up.
+    check_listed_words(tokens, whole if kind == "gpt2" else tokens, len(merges), vocab_size)
+    if split is not None:
+        backend = _byte_level(merges, tokens, types, split)
     else:
         backend, tokens = _with_scores(metadata, tokens, names.get("unk_token"))
     begins = split is None or split.begins
