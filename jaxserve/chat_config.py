@@ -26,7 +26,7 @@ def check_chat(config: Any) -> None:
     """Check the settings of conversations in an `EngineConfig`.
 
     Raises:
-        InvalidRequest: naming the field, and what is allowed.
+        InvalidRequest: naming the field and the allowed values.
     """
     check_content_format(config.chat_template_content_format)
 

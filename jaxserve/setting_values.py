@@ -1,4 +1,4 @@
-"""Values of settings under the names of vLLM and PyTorch, and those that are not served."""
+"""Values of settings under the names of vLLM and PyTorch, and values that are not served."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OTHER_NAMES: dict[str, dict[str, str]] = {
 }
 _AS_ACTIVATIONS = "'auto' takes the dtype of activations, which dtype sets"
 _EIGHT_BITS = "8 bits are 'fp8' (e4m3) or, on a CPU, 'int8_per_token_head'"
-# Values of settings that vLLM serves, and what to do instead.
+# Values of settings that only vLLM serves, each with a replacement.
 OTHER_VALUES: dict[str, dict[str, str]] = {
     "kv_cache_dtype": {
         **dict.fromkeys(("half", "float16", "bfloat16", "float32"), _AS_ACTIVATIONS),
@@ -38,7 +38,7 @@ def usual_value(value: Any, name: str) -> Any:
     """Return our name of a setting's value.
 
     Raises:
-        InvalidRequest: vLLM serves this value; it says what to do instead.
+        InvalidRequest: only vLLM serves this value; the message names a replacement.
     """
     if not isinstance(value, str):
         return value

@@ -64,7 +64,7 @@ class Batch:
         self.num_done = self.num_failed = 0
 
     async def run(self, texts: Iterator[tuple[int, bytes | None]]) -> None:
-        """Answer all lines, which are read in a thread: those of a pipe may come late."""
+        """Answer all lines, which a thread reads, since lines of a pipe may come late."""
         async with asyncio.TaskGroup() as group:
             while (found := await asyncio.to_thread(next, texts, None)) is not None:
                 await self._places.acquire()

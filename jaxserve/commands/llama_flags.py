@@ -1,4 +1,4 @@
-"""Options of llama.cpp's server, as of build 11480, and what to say here instead."""
+"""Options of llama.cpp's server, as of build 11480, and our answer to each."""
 
 from __future__ import annotations
 

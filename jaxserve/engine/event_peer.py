@@ -63,7 +63,7 @@ class EventPeer:
         return self._ended is not None and time.monotonic() - self._ended > _GIVEN_UP
 
     def close(self) -> None:
-        """Close the socket that is watched, and what it has not sent to a peer that takes nothing.
+        """Close the watched socket, and drop messages that its peer does not accept.
 
         ZeroMQ aborts the process where a peer other than a subscriber answers while its socket is
         being closed, so this waits until no connection is open.

@@ -244,7 +244,7 @@ class EventPublisher:
         self._pub.close()
 
     def _look(self) -> None:
-        """Take what peers sent, and connect anew where ZeroMQ has given the peer up."""
+        """Read the peers' messages, and connect again where ZeroMQ has given up a peer."""
         self._pub.getsockopt(zmq.EVENTS)  # reads subscriptions, and frees what peers left behind
         if self._peer.has_given_up():
             self._peer.close()

@@ -85,7 +85,7 @@ def gguf_of_folder(folder: Path) -> Path | None:
         CheckpointError: there are several models, or the first part of one is missing.
     """
     names = gguf_files(folder)
-    # Beside no model, a projector of images is returned, whose header says what it is.
+    # Beside no model, a projector of images is returned, whose header names its kind.
     own = [name for name in names if not _OTHERS.search(Path(name).stem)] or names
     models = {tuple(part_names(name) or [name]) for name in own}
     if len(models) > 1:

@@ -29,7 +29,7 @@ class Checkpoint:
     Attributes:
         directory: folder of the checkpoint, or a GGUF file.
         tensors: tensors by their names.
-        whole: all of it is one model's, as in a GGUF file: nothing may be left out.
+        whole: all of it is one model's, as in a GGUF file: every tensor must be used.
         ignored: tensors of the shards, and files, that the index does not list.
     """
 

@@ -1,6 +1,6 @@
 """The form in which a chat template reads content: as text, or as a list of parts.
 
-Templates of models that read images go through parts, and show nothing of a text.
+Templates of models that read images loop over parts, and leave out content that is one text.
 """
 
 from __future__ import annotations

@@ -286,7 +286,7 @@ def grammars_of(
 
 
 def schema_problem(schema: dict[str, Any], lenient: bool) -> str | None:
-    """Return what hinders the compilation of a JSON schema, or None.
+    """Return the error of compiling a JSON schema, or None.
 
     Args:
         schema: JSON values only.
@@ -304,7 +304,7 @@ def schema_problem(schema: dict[str, Any], lenient: bool) -> str | None:
 
 
 def lark_problem(text: str) -> str | None:
-    """Return what is wrong with a Lark grammar, or None."""
+    """Return the error of a Lark grammar, or None."""
     from llguidance import LLMatcher
 
     error = LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(text))

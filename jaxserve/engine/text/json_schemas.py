@@ -48,7 +48,7 @@ _MAX_CACHED_CHARS = 1 << 20
 _INDEX = re.compile("[0-9]{1,9}")  # Python refuses to read thousands of digits
 _GONE = object()
 Path = tuple[str | int, ...]
-# What hinders the compilation of a schema, or None; the second argument is llguidance's `lenient`.
+# Returns the error of compiling a schema, or None. The second argument is llguidance's `lenient`.
 Problem = Callable[[dict[str, Any], bool], str | None]
 
 
@@ -184,7 +184,7 @@ class _Faults:
     """Finder of keywords in a schema that a grammar cannot follow.
 
     Attributes:
-        found: path and new value of each; `_GONE` for those that are removed.
+        found: path and new value of each; `_GONE` removes the value.
         places: paths of all schemas that were looked at.
     """
 
@@ -336,7 +336,7 @@ def place_of(reference: str) -> Path | None:
 
 
 def _put(root: Any, path: Path, value: Any) -> None:
-    """Put a value at a path, or remove what is there."""
+    """Put a value at a path, or remove the value there."""
     holder = value_at(root, path[:-1])
     if isinstance(holder, list):
         holder[int(path[-1])] = value

@@ -85,11 +85,11 @@ def first_line(error: BaseException) -> str:
 
 
 def _without_stderr(call: Callable[[], T]) -> T:
-    """Call a function, and leave out what a panic in it prints.
+    """Call a function, and suppress the output of a panic in it.
 
     Standard error is the whole process's. So it is replaced, and put back, by functions that keep
     Python's lock, as the call does, in one step of a `map`: no other thread of Python runs in
-    between. What threads without the lock write meanwhile is written afterwards.
+    between. Output of threads without the lock is written afterwards.
     """
     dup2 = ctypes.PyDLL(None).dup2
     try:
@@ -114,7 +114,7 @@ def _without_stderr(call: Callable[[], T]) -> T:
 
 
 def _without_panic(written: bytes, message: str) -> bytes:
-    """Return what was written to standard error without the lines of a panic."""
+    """Return the output to standard error without the lines of a panic."""
     if b"panicked at" not in written:
         return written
     said = message.encode().splitlines()

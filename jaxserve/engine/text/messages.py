@@ -47,7 +47,7 @@ class PartedText(str):
 
     @classmethod
     def of(cls, parts: Iterable[str]) -> str:
-        """Return the text of parts; empty ones say nothing."""
+        """Return the text of parts. Empty parts are left out."""
         found = tuple(filter(None, parts))
         if len(found) < 2:
             return "".join(found)

@@ -1,4 +1,4 @@
-"""Chat templates of a checkpoint: one for all conversations, or others for those with tools."""
+"""Chat templates of a checkpoint, which may have a second one for conversations with tools."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def read_templates(
         return {}
     sources: dict[bool, str] = {}
     for with_tools in (False, True):
-        # Several named templates without a default serve only what they are named for.
+        # Several named templates without a default serve only conversations of their kind.
         with suppress(ValueError):
             sources[with_tools] = tokenizer.get_chat_template(tools=_TOOLS if with_tools else None)
     found: dict[bool, ChatTemplate] = {}

@@ -32,7 +32,7 @@ class PromptEncoder:
     Args:
         backend: of the tokenizers library.
         added: ids of added tokens by their texts.
-        special: ids of those that are special.
+        special: ids of the special ones.
         calls: runs the library's functions.
     """
 
@@ -47,7 +47,7 @@ class PromptEncoder:
         # Files may have settings for training, such as a padding to a length.
         backend.no_padding()
         backend.no_truncation()
-        # Blanks and single characters mark nothing, and vocabularies hold them as words too.
+        # Blanks and single characters are no markers, and vocabularies hold them as words too.
         marks = {number: text.strip() for text, number in added.items()}
         self._marks = {
             number: text

@@ -121,7 +121,7 @@ def _read(node: nodes.Expr) -> nodes.Expr:
 
 
 class _Generation(Extension):
-    """Tag `{% generation %}`: it marks an assistant's text for training, and does nothing here."""
+    """Tag `{% generation %}`: it marks an assistant's text for training, and has no effect here."""
 
     tags = {"generation"}  # noqa: RUF012, as Jinja declares it
 
@@ -284,7 +284,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         for kinds, names in ATTRIBUTES:
             if isinstance(obj, kinds):
                 return attr in names
-        # Classes have methods that change what they are given; iterators and views lead elsewhere.
+        # Classes have methods that change their arguments; iterators and views lead elsewhere.
         if isinstance(obj, type | AnySet):
             return False
         if hasattr(obj, "__next__") and not isinstance(obj, LoopContext):

@@ -27,7 +27,7 @@ MAX_TOKENS_BEYOND = 64
 # Characters of an added token, and the sum of their squares: all beginnings of tokens are kept.
 MAX_TOKEN_CHARS = 1024
 MAX_TOKEN_SQUARES = 1 << 27
-# The factor by which normalizers or decoders may lengthen a text, and what they make of tokens.
+# The factor by which normalizers or decoders may lengthen a text, or the text of a token.
 MAX_GROWTH = 64
 MAX_NORMALIZED_CHARS = 16 << 20
 MAX_STEPS = 256
@@ -48,7 +48,7 @@ _TEMPLATES = ("chat_template.jinja", "additional_chat_templates/*.jinja")
 
 
 def check_tokenizer_files(directory: Path, vocab_size: int) -> bool:
-    """Check the sizes of what a folder's tokenizer files hold.
+    """Check the sizes of the values in a folder's tokenizer files.
 
     Returns:
         Whether tokenizer.json has rules by which a text may let the library panic.
@@ -286,7 +286,7 @@ def _check_template(part: Any) -> None:
 def _growth(part: Any) -> float:
     """Return the factor by which the rules of a normalizer or decoder may lengthen a text.
 
-    Rules of Unicode are left out: what they make of one character is bounded.
+    Rules of Unicode are left out: Unicode bounds their result for one character.
     """
     factor = 1.0
     for value in _nodes(part):

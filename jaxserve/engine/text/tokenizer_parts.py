@@ -1,4 +1,4 @@
-"""TokenizerParts: what a tokenizer.json holds, with vocabulary and merges left unparsed."""
+"""TokenizerParts: the parts of a tokenizer.json, with vocabulary and merges left unparsed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TokenizerParts(NamedTuple):
 
 
 def read_parts(raw: bytes) -> TokenizerParts:
-    """Return what a tokenizer.json holds, in parts.
+    """Return the parts of a tokenizer.json.
 
     Vocabulary and merges are most of a file. Parsing them would take half as long as the library
     takes to read it, so they stay JSON.

@@ -41,7 +41,7 @@ def join_jax(config: HostsConfig) -> Callable[[], None]:
     process without a word. Its handler of SIGTERM would take the place of the server's.
 
     Returns:
-        A function that ends what JAX keeps between the hosts, which all of them must call.
+        A function that closes JAX's connections between the hosts. All of them must call it.
 
     Raises:
         DeviceError: JAX has started, or cannot reach the others.

@@ -305,7 +305,7 @@ def _object_key(lowered: Lowered, kernels: Mapping[str, bytes], where: Mapping[s
     them as it was given them.
     """
     given = {name: value for name, value in where.items() if name != "source"}
-    if jax.process_count() > 1:  # where there is one, keys stay those of earlier versions
+    if jax.process_count() > 1:  # with one process, keys equal the keys of earlier versions
         given["processes"] = jax.process_count()
     text, trees = lowered.as_text(), f"{lowered.in_tree}{lowered.out_tree}"
     trees += str([(str(leaf.dtype), leaf.shape) for leaf in jax.tree.leaves(lowered.args_info)])

@@ -76,7 +76,7 @@ PER_LAYER = frozenset({
 # Keys that hold text. llama.cpp reads no tensor_data_layout: its order of rows follows from the
 # architecture.
 TEXTS = frozenset({"rope.scaling.type", "tensor_data_layout"})
-# Values that change nothing, of keys that most architectures have no field for. Other values do,
+# Neutral values of keys that most architectures have no field for. Other values do,
 # false among them.
 COMPUTED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {"attention.causal": (True,), "swin_norm": (False,), "rope.scaling.attn_factor": (1.0,)}

@@ -48,7 +48,7 @@ class ChatCalls:
         return AnsweredCall(id=call.id, type="custom", custom=custom)
 
     def delta(self, part: Part) -> ChatDelta:
-        """Return what is new in a message, with one entry for each call."""
+        """Return the new parts of a message, with one entry for each call."""
         delta = ChatDelta()
         calls: dict[int, CallDelta] = {}
         for piece in part.pieces:
@@ -67,7 +67,7 @@ class ChatCalls:
         return delta
 
     def _add(self, choice: int, calls: dict[int, CallDelta], piece: CallPart) -> None:
-        """Add a piece of a call to what is new of it, unless it adds no text to a custom one."""
+        """Add a piece of a call to its new text, unless it adds no text to a custom call."""
         key = (choice, piece.index)
         if piece.id is not None and piece.name in self._custom:
             self._inputs[key] = CustomInput()

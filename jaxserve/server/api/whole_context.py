@@ -1,4 +1,4 @@
-"""WholeContextGeneration: prompts that fill the context, scored where nothing is drawn behind them.
+"""WholeContextGeneration: prompts that fill the context, scored without an answer.
 
 The engine draws at least one token within the context. Of a prompt that fills it, the engine gets
 all tokens but the last, and draws this one, as the only token that is allowed. Its log-probability
@@ -25,7 +25,7 @@ def fills_context(model: ServedModel, prompt: list[int]) -> bool:
     """Return whether a prompt fills the context, and can be scored for all that.
 
     Raises:
-        InvalidRequest: it holds what is no token.
+        InvalidRequest: it holds a value that is no token.
     """
     # Log-probabilities of another mode depend on which tokens are allowed.
     if len(prompt) != model.limits.max_model_len or len(prompt) < 2:
@@ -83,7 +83,7 @@ class WholeContextGeneration(Generation):
 
 
 def _joined(prompt: TokenLogprobs, last: TokenLogprobs) -> TokenLogprobs:
-    """Return the log-probabilities of a prompt with those of its last token."""
+    """Return the log-probabilities of a prompt, its last token included."""
     if not len(prompt.rank):
         return last
     pairs = zip(prompt[:4], last[:4], strict=True)

@@ -98,7 +98,7 @@ class FileStore:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all files, of those that are being received, and of batches' answers so far."""
+        """Bytes of all files, of uploads in progress, and of batches' answers so far."""
         return self._bytes.total()
 
     @property

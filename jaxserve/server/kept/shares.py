@@ -1,4 +1,4 @@
-"""Shares: entries in memory by owner, bounded so that no owner displaces what others keep."""
+"""Shares: entries in memory by owner, bounded so that no owner evicts entries of others."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def over_share(held: Mapping[Owner, int], most: int) -> list[Owner]:
     """Return the owners that hold more than an equal part of a limit, the largest holder first.
 
     Args:
-        held: what each owner holds.
+        held: the size that each owner holds.
         most: limit of all together; no owner is over its part while it is kept.
     """
     if sum(held.values()) <= most:
@@ -48,7 +48,7 @@ class Shares(Generic[E]):
     """Entries by owner and id, bounded by number, bytes and age.
 
     Over a limit, the oldest entry of the owner that holds most leaves next. An owner that holds at
-    most an equal part of a limit loses nothing to the others.
+    most an equal part of a limit loses no entry to the others.
 
     Args:
         most: entries.

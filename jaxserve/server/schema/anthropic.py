@@ -311,7 +311,7 @@ def _part(block: Block) -> ContentPart:
 
 
 def _text_of(block: Block) -> str | None:
-    """Return the text of a block: a text, a document, what was found or a summary; else None."""
+    """Return the text of a block: a text, a document, search results or a summary; else None."""
     source = block.source
     words = None
     if block.type == "text":

@@ -23,7 +23,7 @@ NO_FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
 }
-# Other names for the form of a text, each with the form: those of older clients and llama.cpp's.
+# Other names for the form of a text, of older clients and of llama.cpp, each with the form.
 _OLDER = {f"guided_{form}": form for form in ("json", "regex", "choice", "grammar")}
 GUIDED = {**_OLDER, "json_schema": "json"}
 NO_GUIDED_FIELDS: dict[str, tuple[Any, ...]] = dict.fromkeys(_OLDER, (None,))

@@ -1,6 +1,6 @@
-"""Fields of requests that other servers' APIs have and this one has not, and what to do instead.
+"""Fields of requests that only other servers' APIs have, each with a replacement.
 
-The fields are OpenAI's, Anthropic's, vLLM's, llama.cpp's and Ollama's, and those of other servers
+The fields are OpenAI's, Anthropic's, vLLM's, llama.cpp's and Ollama's, and fields of other servers
 for the choice of tokens. A row holds where an endpoint has no field of that name.
 """
 
@@ -18,7 +18,7 @@ class UnservedField(NamedTuple):
 
     Attributes:
         neutral: values that change no answer, and pass; None where every value does.
-        instead: what to do where another was sent.
+        instead: the replacement for any other value.
         below: numbers below this one pass too.
         above: numbers above this one pass too.
         needs: served fields with their neutral values. While each of them is absent or neutral,
@@ -32,7 +32,7 @@ class UnservedField(NamedTuple):
     needs: tuple[tuple[str, Any], ...] = ()
 
     def passes(self, value: Any, fields: Mapping[str, Any]) -> bool:
-        """Return whether a value changes nothing beside the other fields of its request."""
+        """Return whether a value is neutral beside the other fields of its request."""
         if value is None or self.neutral is None:
             return True
         if any(_is_same(value, neutral) for neutral in self.neutral):

@@ -1,4 +1,4 @@
-"""Notices: what the server logs about requests, each notice once."""
+"""Notices: log lines about requests, each logged once."""
 
 from __future__ import annotations
 

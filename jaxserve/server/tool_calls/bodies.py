@@ -18,7 +18,7 @@ from jaxserve.server.tool_calls.written import NAME, Tools, WrittenCall, written
 _ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
 # Keys of a call that has no arguments.
 _CALL_KEYS = frozenset({"name", "type", "id", "tool_name", "tool_call_id"})
-# A name and what follows it; the beginning of a key that is quoted or bare.
+# A name and the text behind it; the beginning of a key that is quoted or bare.
 _LIST_NAME = re.compile(r"\s*+(?:[A-Za-z_][\w.-]{0,127}+)?+\s*+([\s\S])")
 _KEY = re.compile(r"\s*+\w{0,64}+\s*+([\s\S])")
 _SHORT_NAME = re.compile(rf"\s*({NAME})\s*(?=\()")

@@ -30,7 +30,7 @@ class _Text:
     Attributes:
         start: its position in the text, and `end` that behind it.
         is_read: whether it is a whole call of no tool, whose end is certain.
-        is_failed: whether it is what follows a call that has no end, or a call that names an
+        is_failed: whether it is the text behind a call that has no end, or a call that names an
             argument twice.
     """
 
@@ -49,7 +49,7 @@ class ChosenCalls:
 
     Args:
         form: of the calls.
-        tools: those that may be called.
+        tools: the tools that may be called.
         text: all of it.
         num_malformed: number of marks before it that began no call.
     """
@@ -260,9 +260,9 @@ def open_list(source: Source, form: CallFormat) -> Reading[None]:
 
 
 def follows_in_list(source: Source, form: CallFormat) -> Reading[bool]:
-    """Return whether another call follows in the list of the one before, and take what is between.
+    """Return whether another call follows in the same list, and take the text between.
 
-    What was taken before is settled.
+    The text taken before is settled.
     """
     source.settle()
     if (yield from source.takes_behind_space(*form.separators)):

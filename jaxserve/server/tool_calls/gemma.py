@@ -52,7 +52,7 @@ class BraceReader(Cursor):
 
     @property
     def position(self) -> int:
-        """Position of what has not been taken."""
+        """Position of the next character."""
         return self._position
 
     def call(self) -> dict[str, Any]:

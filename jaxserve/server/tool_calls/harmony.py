@@ -168,7 +168,7 @@ class HarmonyReader:
         """Read one message.
 
         Raises:
-            Uncallable: it is a whole call, of nothing that may be called.
+            Uncallable: it is a whole call of a tool that may not be called.
             Malformed: it has no end, or no end of its header.
         """
         source = self._source

@@ -1,4 +1,4 @@
-"""Conversations in plainer forms, for chat templates that refuse what clients send back."""
+"""Conversations in plainer forms, for chat templates that refuse the form that clients send."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def _numbered(messages: Messages) -> Messages:
 
 
 def _answered(messages: Messages) -> Messages:
-    """Return a conversation with an empty answer between calls and what a user says next."""
+    """Return a conversation with an empty answer between calls and the next user message."""
     made: Messages = []
     for message in messages:
         is_after_call = made and (made[-1]["role"] == "tool" or made[-1].get("tool_calls"))

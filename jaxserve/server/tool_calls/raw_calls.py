@@ -17,7 +17,7 @@ from jaxserve.server.tool_calls.grammar_parts import Function
 from jaxserve.server.tool_calls.pieces import CallPart, Piece
 from jaxserve.server.tool_calls.reader import CallReader
 
-# What stands around the raw text in the arguments of a call.
+# The texts around the raw text in the arguments of a call.
 INPUT = ('{"input": "', '"}')
 
 
@@ -35,7 +35,7 @@ def takes_raw_text(form: CallFormat) -> bool:
 
 
 def _head(form: CallFormat, name: str) -> str:
-    """Return what stands between a mark, its line end and the raw text."""
+    """Return the text between a mark, its line end and the raw text."""
     body = form.body
     assert isinstance(body, JsonCall)
     return f'{{"{body.name}": "{name}", "{body.arguments}": '
@@ -79,7 +79,7 @@ class RawCallReader:
     Args:
         form: of the calls.
         names: of the tools that take raw text.
-        calls: reads what comes before.
+        calls: reads the text before.
     """
 
     def __init__(self, form: CallFormat, names: Iterable[str], calls: CallReader) -> None:

@@ -40,8 +40,8 @@ class CallReader:
             what bare texts in arguments stand for; where only names are given, all are strings.
         is_certain: whether every call that begins will be well formed.
         parallel: whether there may be several calls; else all after the first are left out.
-        beside: the text that the grammar allows beside them. Then what a limit has cut before the
-            arguments of a call is left out; None: it is content.
+        beside: the text that the grammar allows beside calls. Then a call that a limit has cut
+            before its arguments is left out. With None it is content.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class CallReader:
             self._source.settle()
 
     def _leave_out(self, mark: str) -> Reading[bool]:
-        """Leave out a call that says that nothing is called. Return whether it comes next."""
+        """Leave out a call that means "no call". Return whether it comes next."""
         source, form, body = self._source, self._format, self._format.body
         if not isinstance(body, JsonCall) or not body.answers:
             return False
@@ -203,7 +203,7 @@ class CallReader:
             return has_called
 
     def _leave_out_cut(self, mark: str) -> None:
-        """Leave out what a limit has cut of the text behind a call."""
+        """Leave out the text behind a call that a limit has cut."""
         source, form = self._source, self._format
         if self._beside is None or not source.is_final:
             return

@@ -23,7 +23,7 @@ class Malformed(Exception):
 
 
 class Cut(Malformed):
-    """A text that has ended before what it began."""
+    """A text that ended inside a call."""
 
 
 class Uncallable(Malformed):

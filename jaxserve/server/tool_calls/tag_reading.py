@@ -31,7 +31,7 @@ _PLACES_IN_CALLS = frozenset({"head", "first", "parameter", "empty"})
 class Layout:
     """The form of the tags of all calls in an answer, and the white space between them.
 
-    A model keeps to one layout. Where it changes, the tags may be those of a quotation.
+    A model keeps to one layout. Where it changes, the tags may belong to a quotation.
 
     Attributes:
         num_values: number of values.

@@ -112,7 +112,7 @@ def _parts(form: CallFormat) -> tuple[list[str], _Tags, str]:
 
 
 def _stops(form: CallFormat, opening: str) -> tuple[str, ...]:
-    """Return what no text may hold besides its end: all that begins or ends values or calls."""
+    """Return the texts that no value may hold: beginnings and ends of values and calls."""
     return tuple(dict.fromkeys([opening, *call_ends(form), *form.starts]))
 
 

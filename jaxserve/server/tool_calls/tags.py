@@ -22,7 +22,7 @@ class XmlCall(TagCall):
         parameter: the text before a parameter's name.
         parameter_end: the text after its value.
         end: the text after all parameters.
-        outer_end: the text after that, where a text before the call has begun what it ends.
+        outer_end: the text after that, which ends a section begun before the call.
         is_quoted: names stand in quotation marks.
         trims: a line end at either side of a value is none of it.
         types: name of the attribute that says whether a value is a string: "true" or "string".

@@ -95,7 +95,7 @@ class ToolUse:
 def check_tools(tools: list[Tool], field: str = "tools") -> None:
     """Check the number, the names and the depth of tools.
 
-    What their schemas say is checked for those of which a grammar is made.
+    Schemas are checked where a grammar is made of them.
 
     Raises:
         InvalidRequest: naming the tool and what is wrong.

@@ -117,7 +117,7 @@ def _own(file: GgufFile, rules: GgufRules) -> dict[str, Any]:
             raise UnsupportedModel(
                 f"{file.path}: {prefix + key} is {shown(own[key])}; allowed: {allowed}"
             )
-    # Zero stands for what a model does not have: experts, windows.
+    # Zero means that a model has no experts or no window.
     unknown = [
         key
         for key, value in own.items()
