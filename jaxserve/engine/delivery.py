@@ -15,7 +15,7 @@ from jaxserve.engine.metrics import SequenceTimes
 from jaxserve.engine.recovery import Recovery
 from jaxserve.engine.text.detokenizer import Detokenizer
 from jaxserve.engine.text.grammars import GrammarError
-from jaxserve.engine.text.library_calls import TokenizerFailure
+from jaxserve.engine.text.tokenizer_calls import TokenizerFailure
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import FinishReason
 from jaxserve.scheduling.commit_result import StepResult

@@ -23,8 +23,8 @@ from jaxserve.engine.text import tokenizer_limits
 from jaxserve.engine.text.detokenizer import Detokenizer
 from jaxserve.engine.text.gguf_splits import SPLITS
 from jaxserve.engine.text.gguf_tokenizer import gguf_tokenizer
-from jaxserve.engine.text.library_calls import TokenizerFailure
 from jaxserve.engine.text.tokenizer import Tokenizer
+from jaxserve.engine.text.tokenizer_calls import TokenizerFailure
 from tests.support.checkpoint import byte_tokenizer
 
 pytestmark = pytest.mark.usefixtures("quick_code")

@@ -34,7 +34,7 @@ from jaxserve.engine.metric_values import metric_values
 from jaxserve.engine.metrics import Histogram
 from jaxserve.engine.request_factory import RequestFactory, check_logprobs
 from jaxserve.engine.text.detokenizer import Detokenizer
-from jaxserve.engine.text.library_calls import LibraryCalls
+from jaxserve.engine.text.tokenizer_calls import LibraryCalls
 from jaxserve.errors import EngineDead
 from jaxserve.scheduling.logprobs import TokenLogprobs, score_tokens
 from tests.engine.conftest import GREEDY, Canary

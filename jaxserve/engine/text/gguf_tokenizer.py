@@ -21,9 +21,9 @@ from tokenizers.processors import TemplateProcessing
 
 from jaxserve.engine.text.gguf_ends import end_texts
 from jaxserve.engine.text.gguf_splits import IN_CHARACTERS, SPLITS, Split
-from jaxserve.engine.text.library_calls import LibraryCalls
 from jaxserve.engine.text.plain_tokenizer import PlainTokenizer
 from jaxserve.engine.text.tokenizer import byte_letters
+from jaxserve.engine.text.tokenizer_calls import LibraryCalls
 from jaxserve.engine.text.tokenizer_limits import check_listed_words
 from jaxserve.errors import CheckpointError
 

@@ -20,9 +20,9 @@ import numpy as np
 
 from jaxserve.engine.text.grammar_vocabulary import vocabulary_for_grammars
 from jaxserve.engine.text.json_schemas import enforceable, first_line
-from jaxserve.engine.text.library_calls import LibraryCalls, TokenizerFailure
 from jaxserve.engine.text.structural_tags import structural_tag_grammar
 from jaxserve.engine.text.tokenizer import Tokenizer
+from jaxserve.engine.text.tokenizer_calls import LibraryCalls, TokenizerFailure
 from jaxserve.errors import InvalidRequest
 from jaxserve.structured import NAME, StructuredOutputsParams, plain_schema
 

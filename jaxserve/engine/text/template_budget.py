@@ -72,7 +72,7 @@ class Budget:
         self._until_check = _CHECK_EVERY
 
     def spend(self, size: int = 1) -> None:
-        """Pay an amount and a step; raise TemplateTooLong when the budget is spent."""
+        """Charge an amount and a step; raise TemplateTooLong when the budget is spent."""
         self._left -= size + 1
         if self._left < 0 or size > _MAX_STEP:
             raise TemplateTooLong("it makes too much text")
@@ -124,7 +124,7 @@ class Budget:
         return values
 
     def items(self, count: int) -> None:
-        """Pay for a list of so many elements.
+        """Charge for a list of so many elements.
 
         Raises:
             TemplateTooLong: it is more than MAX_ITEMS.

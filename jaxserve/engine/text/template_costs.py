@@ -67,7 +67,7 @@ _LINE_ENDS = "\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
 def pay_for_filter(
     budget: Budget, name: str, data: tuple[Any, ...], more: dict[str, Any]
 ) -> tuple[Any, ...]:
-    """Pay for a filter before it runs, and return its arguments.
+    """Charge for a filter before it runs, and return its arguments.
 
     Args:
         budget: pays.
@@ -113,7 +113,7 @@ def pay_for_filter(
 
 
 def pay_for_test(budget: Budget, name: str, data: tuple[Any, ...]) -> None:
-    """Pay for a test before it runs.
+    """Charge for a test before it runs.
 
     Raises:
         TemplateTooLong: it costs too much.
@@ -131,7 +131,7 @@ def pay_for_test(budget: Budget, name: str, data: tuple[Any, ...]) -> None:
 
 
 def pay_for_search(budget: Budget, values: Any) -> None:
-    """Pay for a search in a value."""
+    """Charge for a search in a value."""
     if isinstance(values, dict):
         budget.spend()
     else:
@@ -141,7 +141,7 @@ def pay_for_search(budget: Budget, values: Any) -> None:
 def pay_for_method(
     budget: Budget, name: str, text: str, data: tuple[Any, ...], more: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Pay for a method of a text before it runs, and return its arguments.
+    """Charge for a method of a text before it runs, and return its arguments.
 
     Raises:
         TemplateTooLong: it costs too much.
@@ -185,7 +185,7 @@ def _lines(text: Any) -> int:
 
 
 def pay_for_format(budget: Budget, form: str, given: Any) -> None:
-    """Pay for filling in a format.
+    """Charge for filling in a format.
 
     Raises:
         TemplateTooLong: it costs too much.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -155,7 +156,7 @@ def after_space(text: str, position: int) -> int:
     return position if found is None else found.end()
 
 
-class TagCall:
+class TagCall(ABC):
     """A call in tags: a head, parameters with bare values, and an end.
 
     An end tag ends a value only where the text behind it continues the call: with another
@@ -174,9 +175,9 @@ class TagCall:
     whole: tuple[str, str] = ("", "")
 
     @property
+    @abstractmethod
     def value_tags(self) -> tuple[str, str]:
         """The text that begins the tag before a value, and the tag after it."""
-        raise NotImplementedError
 
     @property
     def pairs(self) -> tuple[tuple[str, str], ...]:
@@ -188,13 +189,13 @@ class TagCall:
         """The end of a value that is the end of its call too."""
         return _final(self.value_tags[1], self.end)
 
+    @abstractmethod
     def _head(self) -> re.Pattern[str]:
         """Return the pattern of a call up to its parameters."""
-        raise NotImplementedError
 
+    @abstractmethod
     def opening(self) -> re.Pattern[str]:
         """Return the pattern of all that stands before a value, with space before it."""
-        raise NotImplementedError
 
     def _name(self, found: re.Match[str]) -> str:
         """Return the name in a tag."""
