@@ -66,7 +66,10 @@ def run_interruptible(command: Callable[[], int]) -> int:
         sys.unraisablehook = _raise_again
         on_signal(signal.SIGINT, _interrupt)
     try:
-        return command()
+        status = command()
+        # The command is complete: an interrupt of the interpreter's end changes no status.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        return status
     except KeyboardInterrupt:
         _exit_at_once(INTERRUPTED)
     except SystemExit as error:  # of SIGTERM during a start, or of the parser

@@ -38,11 +38,12 @@ sys.exit(run_interruptible(command))
 
 @pytest.fixture(autouse=True)
 def own_handler() -> Iterator[None]:
-    before = signal.getsignal(signal.SIGINT)
+    before, hook = signal.getsignal(signal.SIGINT), sys.unraisablehook
     # A child inherits an ignored signal, as pytest may have been started with it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+    sys.unraisablehook = hook
 
 
 def test_an_interrupt_waits_for_the_import_that_it_meets(
@@ -81,7 +82,14 @@ def test_an_interrupt_in_a_finalizer_ends_the_command() -> None:
 
 def test_an_ignored_interrupt_stays_ignored() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    handlers = []
+    assert run_interruptible(lambda: handlers.append(signal.getsignal(signal.SIGINT)) or 3) == 3
+    assert handlers == [signal.SIG_IGN]
+
+
+def test_an_interrupt_behind_a_command_changes_no_status() -> None:
     assert run_interruptible(lambda: 3) == 3
+    os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
