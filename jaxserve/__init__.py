@@ -13,7 +13,6 @@ from jaxserve.garbage import collection_paused
 
 if TYPE_CHECKING:
     from jaxserve.beams import BeamSearchParams
-    from jaxserve.config import EngineConfig
     from jaxserve.engine.arguments import AsyncEngineArgs, EngineArgs
     from jaxserve.engine.async_llm import AsyncLLM
     from jaxserve.engine.llm import LLM
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
         RequestStateStats,
     )
     from jaxserve.request import FinishReason, SamplingParams
+    from jaxserve.settings.config import EngineConfig
     from jaxserve.structured import StructuredOutputsParams
 
     __version__: str
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "LLM": "jaxserve.engine.llm",
     "AsyncLLM": "jaxserve.engine.async_llm",
-    "EngineConfig": "jaxserve.config",
+    "EngineConfig": "jaxserve.settings.config",
     "EngineArgs": "jaxserve.engine.arguments",
     "AsyncEngineArgs": "jaxserve.engine.arguments",
     "BeamSearchParams": "jaxserve.beams",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass
 
-from jaxserve.checks import exact_int, within
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import MAX_CHOICES, MAX_LOGPROB_TOKEN_IDS, SamplingParams
+from jaxserve.settings.checks import exact_int, within
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from typing import Any
 
 from ray import serve
 
-from jaxserve.config import EngineConfig
 from jaxserve.errors import InvalidRequest
 from jaxserve.fleet.application import make_application
 from jaxserve.fleet.options import FleetConfig
 from jaxserve.server.served.specs import check_models, plan_models
 from jaxserve.server.settings import ServerConfig
+from jaxserve.settings.config import EngineConfig
 
 
 def deployment(args: Mapping[str, Any]) -> serve.Application:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from jaxserve.checks import exact_int, finite_float, flag, is_listing, within
 from jaxserve.errors import InvalidRequest
+from jaxserve.settings.checks import exact_int, finite_float, flag, is_listing, within
 from jaxserve.stop_strings import StopStrings
 from jaxserve.structured import NAME as STRUCTURED
 from jaxserve.structured import StructuredOutputsParams

@@ -37,7 +37,6 @@ import llguidance.numpy
 import numpy as np
 
 from jaxserve.beams import BeamSearchParams
-from jaxserve.config import KV_CACHE_DTYPES, EngineConfig, LogprobsMode
 from jaxserve.engine.beam_search import BeamSearch, run_searches
 from jaxserve.engine.delta import Delta, Sink
 from jaxserve.engine.engine import Engine
@@ -52,6 +51,7 @@ from jaxserve.models import ModelConfig, parse_model_config
 from jaxserve.models.shards import ONE_DEVICE, Split
 from jaxserve.request import MAX_LOGPROBS, Request, SamplingParams
 from jaxserve.scheduling.logprobs import TokenLogprobs
+from jaxserve.settings.config import KV_CACHE_DTYPES, EngineConfig, LogprobsMode
 from jaxserve.structured import StructuredOutputsParams
 from jaxserve.weights import random_weights
 from jaxserve.weights.placement import use_panels

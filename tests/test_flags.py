@@ -30,7 +30,7 @@ from jaxserve.commands.serve import SERVER_FIELDS
 from jaxserve.commands.vllm_flags import RENAMED, SERVER
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.settings import ServerConfig
-from jaxserve.unserved import UNSERVED, served
+from jaxserve.settings.unserved import UNSERVED, served
 
 FLAGS = Path(__file__).parent / "support/flags"
 VLLM = [line.split() for line in (FLAGS / "vllm-0.33.0.txt").read_text().splitlines()]

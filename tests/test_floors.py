@@ -22,25 +22,14 @@ PACKAGES = ("jaxserve", "pallas_kernels")
 FLOORS = {
     "pallas_kernels": 0,
     "jaxserve.errors": 1,
-    "jaxserve.checks": 1,
     "jaxserve.beams": 1,
     "jaxserve.stop_strings": 1,
     "jaxserve.structured": 1,
     "jaxserve.request": 1,
     "jaxserve.outputs": 1,
-    "jaxserve.config": 1,
-    "jaxserve.model_name": 1,
-    "jaxserve.overrides": 1,
-    "jaxserve.hosts": 1,
-    "jaxserve.kv_events": 1,
-    "jaxserve.chat_config": 1,
-    "jaxserve.eplb": 1,
+    "jaxserve.settings": 1,
     "jaxserve.garbage": 1,
-    "jaxserve.installation": 1,
     "jaxserve.interrupts": 1,
-    "jaxserve.machine": 1,
-    "jaxserve.setting_values": 1,
-    "jaxserve.unserved": 1,
     "jaxserve": 1,  # names resolved on first use, so that it imports nothing itself
     "jaxserve.scheduling": 2,
     "jaxserve.models": 2,
@@ -55,11 +44,8 @@ FLOORS = {
 }
 BASE = (
     *("jaxserve.errors", "jaxserve.structured", "jaxserve.request", "jaxserve.outputs"),
-    *("jaxserve.config", "jaxserve.machine", "jaxserve.unserved", "jaxserve"),
-    *("jaxserve.model_name", "jaxserve.overrides", "jaxserve.kv_events", "jaxserve.hosts"),
-    *("jaxserve.eplb", "jaxserve.garbage", "jaxserve.installation", "jaxserve.interrupts"),
-    "jaxserve.chat_config",
-    *("jaxserve.checks", "jaxserve.beams", "jaxserve.setting_values", "jaxserve.stop_strings"),
+    *("jaxserve.settings", "jaxserve", "jaxserve.garbage", "jaxserve.interrupts"),
+    *("jaxserve.beams", "jaxserve.stop_strings"),
 )
 # All that crosses from the host half to the device half.
 SEAM = tuple(f"jaxserve.scheduling.{name}" for name in ("plan", "logprobs", "slot_table"))
@@ -106,16 +92,9 @@ ONLY = {
     "jaxserve.stop_strings": set(),
     "jaxserve.request": set(),
     "jaxserve.outputs": set(),
-    "jaxserve.config": set(),
-    "jaxserve.machine": set(),
-    "jaxserve.unserved": set(),
-    "jaxserve.kv_events": set(),
-    "jaxserve.chat_config": set(),
-    "jaxserve.eplb": set(),
+    "jaxserve.settings": set(),
     "jaxserve.garbage": set(),
-    "jaxserve.installation": set(),
     "jaxserve.interrupts": set(),
-    "jaxserve.hosts": set(),
 }
 FORBIDDEN_ENDINGS = ("Manager", "Handler", "Helper", "Mixin")
 MOST_LINES = {"jaxserve": 500, "pallas_kernels": 600}
@@ -253,8 +232,8 @@ def environment_faults(known: Modules) -> Iterator[str]:
     for name, source in known.items():
         for node, _ in nodes_of(source):
             named = isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "putenv")
-            if named and name != "jaxserve.config":
-                yield f"{name} reads the environment; only jaxserve.config may"
+            if named and name != "jaxserve.settings.config":
+                yield f"{name} reads the environment; only jaxserve.settings.config may"
 
 
 def name_faults(known: Modules) -> Iterator[str]:

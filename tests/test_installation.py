@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.installation import install_command
+from jaxserve.settings.installation import install_command
 
 ROOT = Path(__file__).parent.parent
 # The project's name as a requirement of an installer, with or without extras.

@@ -119,7 +119,7 @@ def commands(folder: Path) -> list[list[str]]:
     ]
 
 
-@pytest.mark.parametrize("module", ["argparse", "jaxserve.config", "jax._src.config"])
+@pytest.mark.parametrize("module", ["argparse", "jaxserve.settings.config", "jax._src.config"])
 def test_a_command_is_interrupted_in_its_imports(module: str, tmp_path: Path) -> None:
     for words in commands(tmp_path):
         with start(words, "-X", "importtime") as process:

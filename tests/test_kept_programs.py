@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.config import user_cache_dir
+from jaxserve.settings.config import user_cache_dir
 from tests.support.kept_programs import (
     FOLDER,
     borrow_programs,

@@ -24,10 +24,10 @@ from jaxserve.commands.plan import add_plan
 from jaxserve.commands.run_batch import add_run_batch
 from jaxserve.commands.serve import add_serve
 from jaxserve.commands.standard_streams import drop_output, settle_streams
-from jaxserve.config import prepare_process
 from jaxserve.errors import JaxserveError
-from jaxserve.installation import install_command
 from jaxserve.interrupts import INTERRUPTED
+from jaxserve.settings.config import prepare_process
+from jaxserve.settings.installation import install_command
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -16,10 +16,10 @@ from jaxserve.commands.options import (
     engine_settings,
     given,
 )
-from jaxserve.config import check_devices, prepare_process
 from jaxserve.server.http.start_report import StartReport
 from jaxserve.server.served.specs import check_models, plan_models
 from jaxserve.server.settings import ServerConfig
+from jaxserve.settings.config import check_devices, prepare_process
 
 # Options that vLLM has too, with another meaning.
 OWN = ("device",)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jaxserve.commands.options import CommandError, add_fields, given
-from jaxserve.config import EngineConfig
+from jaxserve.settings.config import EngineConfig
 
 FIELDS = ("dtype", "quantization", "tokenizer", "skip_tokenizer_init", "revision", "download_dir")
 

@@ -15,10 +15,10 @@ from typing import Any, NoReturn
 
 from jaxserve.commands.argument_types import json_object
 from jaxserve.commands.vllm_flags import RENAMED, SHORT
-from jaxserve.config import EngineConfig
 from jaxserve.errors import InvalidRequest
-from jaxserve.setting_values import OTHER_NAMES, usual_value
-from jaxserve.unserved import UNSERVED, Unserved, served
+from jaxserve.settings.config import EngineConfig
+from jaxserve.settings.setting_values import OTHER_NAMES, usual_value
+from jaxserve.settings.unserved import UNSERVED, Unserved, served
 
 BAD_INPUT = 2
 DEFAULT_MAX_TOKENS = 256

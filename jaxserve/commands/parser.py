@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from jaxserve.commands.options import CommandError, Entries, Parser, Switch, declare_unserved
-from jaxserve.config import VARIABLE_PREFIX, EngineConfig, environment_settings
 from jaxserve.fleet.options import FleetConfig
 from jaxserve.request import SamplingParams
 from jaxserve.server.settings import ServerConfig
+from jaxserve.settings.config import VARIABLE_PREFIX, EngineConfig, environment_settings
 
 MAX_FILE_BYTES = 1 << 20
 # Options that most users need. The help of a command with many options begins with them.

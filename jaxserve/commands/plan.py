@@ -20,7 +20,7 @@ from jaxserve.commands.options import (
     add_fields,
     given,
 )
-from jaxserve.config import EngineConfig
+from jaxserve.settings.config import EngineConfig
 
 GIB = 2**30
 LINES = (

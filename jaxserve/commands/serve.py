@@ -20,17 +20,17 @@ from jaxserve.commands.options import (
     given,
 )
 from jaxserve.commands.vllm_flags import SERVER
-from jaxserve.config import EngineConfig, check_devices, prepare_process
 from jaxserve.errors import InvalidRequest
 from jaxserve.fleet.options import FleetConfig, check_cluster, check_gang, check_server
 from jaxserve.garbage import collection_paused
-from jaxserve.hosts import check_secret
-from jaxserve.installation import install_command
 from jaxserve.server.http.listener import bind, bind_path
 from jaxserve.server.http.tls import check_certificates
 from jaxserve.server.served.specs import ModelSpec, check_models, plan_models
 from jaxserve.server.settings import ServerConfig, check_files_dir
-from jaxserve.unserved import served
+from jaxserve.settings.config import EngineConfig, check_devices, prepare_process
+from jaxserve.settings.hosts import check_secret
+from jaxserve.settings.installation import install_command
+from jaxserve.settings.unserved import served
 
 SERVER_FIELDS = [field.name for field in dataclasses.fields(ServerConfig)]
 FLEET_FIELDS = [field.name for field in dataclasses.fields(FleetConfig)]

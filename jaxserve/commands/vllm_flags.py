@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxserve.unserved import Unserved
+from jaxserve.settings.unserved import Unserved
 
 # Options that have another name here.
 RENAMED = {

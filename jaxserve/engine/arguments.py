@@ -6,8 +6,8 @@ from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
-from jaxserve.config import EngineConfig
-from jaxserve.unserved import UNSERVED, served
+from jaxserve.settings.config import EngineConfig
+from jaxserve.settings.unserved import UNSERVED, served
 
 
 class EngineArgs(SimpleNamespace):

@@ -12,7 +12,6 @@ from typing import Any, NoReturn, Self, TypeVar
 from uuid import uuid4
 
 from jaxserve.beams import BeamSearchParams
-from jaxserve.config import EngineConfig
 from jaxserve.engine.arguments import EngineArgs
 from jaxserve.engine.beam_search import BeamSearch
 from jaxserve.engine.delta import Delta
@@ -31,6 +30,7 @@ from jaxserve.execution.runner import OnProgress
 from jaxserve.outputs import BeamSearchOutput, CompletionOutput, RequestOutput
 from jaxserve.request import FinishReason, Request, SamplingParams
 from jaxserve.scheduling.logprobs import TokenLogprobs
+from jaxserve.settings.config import EngineConfig
 
 T = TypeVar("T")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from jaxserve.config import EngineConfig
 from jaxserve.engine.loading import cache_folder, resolved_config
 from jaxserve.engine.source import Source, find_source
 from jaxserve.engine.weight_forms import chosen_form, keeps_blocks, placed_dtype
@@ -24,6 +23,7 @@ from jaxserve.execution.start.memory_plan import plan_memory
 from jaxserve.execution.start.refusal import refusal
 from jaxserve.execution.start.weight_sizes import Weights
 from jaxserve.models import Decoder, ModelConfig, abstract_model
+from jaxserve.settings.config import EngineConfig
 from jaxserve.weights.expected import divide_shapes
 from jaxserve.weights.gguf.file import GgufFile
 from jaxserve.weights.quantized_shapes import quantize_shapes

@@ -6,7 +6,7 @@ who chats gets what llama.cpp gives, but for its top_k.
 
 from __future__ import annotations
 
-from jaxserve.config import EngineConfig
+from jaxserve.settings.config import EngineConfig
 
 CHAT_SAMPLING = {"temperature": 0.8, "top_p": 0.95, "min_p": 0.05}
 

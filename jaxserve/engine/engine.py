@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from jaxserve.config import EngineConfig
 from jaxserve.engine.delivery import Delivery, LiveSequence
 from jaxserve.engine.delta import Sink
 from jaxserve.engine.draw_scores import DrawScores
@@ -31,6 +30,7 @@ from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slot_table import SlotTable
+from jaxserve.settings.config import EngineConfig
 
 _log = logging.getLogger(__name__)
 

@@ -9,14 +9,14 @@ from importlib import metadata
 from pathlib import Path
 
 import jaxserve
-from jaxserve.config import (
+from jaxserve.settings.config import (
     card_to_open,
     cpu_threads,
     has_cuda_plugin,
     own_variables,
     user_cache_dir,
 )
-from jaxserve.machine import driver_cards, driver_version, host_memory
+from jaxserve.settings.machine import driver_cards, driver_version, host_memory
 
 GIB = 2**30
 PACKAGES = (

@@ -9,7 +9,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from jaxserve.kv_events import NAME
+from jaxserve.settings.kv_events import NAME
 
 _log = logging.getLogger(__name__)
 # Failed handshakes in a row after which the peer is reported: a single one fails where a subscriber

@@ -24,8 +24,8 @@ import zmq
 
 from jaxserve.engine.event_peer import EventPeer
 from jaxserve.errors import InvalidRequest
-from jaxserve.kv_events import NAME, KVEventsConfig
 from jaxserve.scheduling.page_changes import Change, RemovedPages, StoredPages
+from jaxserve.settings.kv_events import NAME, KVEventsConfig
 
 _log = logging.getLogger(__name__)
 # Where pages lie; vLLM's word for a device's memory, whatever the device.

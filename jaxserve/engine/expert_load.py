@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxserve.config import EngineConfig
-from jaxserve.eplb import NAME
 from jaxserve.errors import CheckpointError, UnsupportedModel
 from jaxserve.execution.runner import Runner
 from jaxserve.models import ModelConfig
 from jaxserve.models.config.strict_json import read_object
 from jaxserve.models.expert_places import balanced_places
+from jaxserve.settings.config import EngineConfig
+from jaxserve.settings.eplb import NAME
 
 _MOST_BYTES = 64 << 20
 _MOST_ROWS = 1 << 62

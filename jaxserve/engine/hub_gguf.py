@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from jaxserve.errors import CheckpointError
-from jaxserve.model_name import gguf_files
+from jaxserve.settings.model_name import gguf_files
 from jaxserve.weights.checkpoint import listed
 from jaxserve.weights.gguf.parts import PART_NAME, part_names
 

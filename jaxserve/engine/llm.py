@@ -11,8 +11,6 @@ from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from jaxserve.beams import BeamSearchParams
-from jaxserve.checks import exact_int
-from jaxserve.config import EngineConfig
 from jaxserve.engine.arguments import EngineArgs
 from jaxserve.engine.batch import Batch
 from jaxserve.engine.beam_search import BeamSearch, run_searches
@@ -37,7 +35,9 @@ from jaxserve.errors import EngineDead, InvalidRequest
 from jaxserve.outputs import BeamSearchOutput, RequestOutput
 from jaxserve.request import Request, SamplingParams
 from jaxserve.scheduling.logprobs import TokenLogprobs
-from jaxserve.unserved import served
+from jaxserve.settings.checks import exact_int
+from jaxserve.settings.config import EngineConfig
+from jaxserve.settings.unserved import served
 
 
 class LLM:

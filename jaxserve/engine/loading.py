@@ -12,7 +12,6 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxserve.config import EngineConfig, user_cache_dir
 from jaxserve.engine.context_length import held_tokens, settle_cache
 from jaxserve.engine.host_settings import settled
 from jaxserve.engine.request_factory import Limits
@@ -43,10 +42,11 @@ from jaxserve.execution.start.report import StartReport
 from jaxserve.execution.start.sum_options import sum_options
 from jaxserve.execution.start.timeline import Timeline
 from jaxserve.execution.start.warm_up import WarmUp
-from jaxserve.hosts import check_secret
 from jaxserve.models import Decoder, ModelConfig
 from jaxserve.request import MAX_STOP_TOKEN_IDS, SamplingParams
 from jaxserve.scheduling.slot_table import SlotTable
+from jaxserve.settings.config import EngineConfig, user_cache_dir
+from jaxserve.settings.hosts import check_secret
 from jaxserve.weights import random_weights
 from jaxserve.weights.expected import expected_model
 from jaxserve.weights.placement import multiplies_input_major, use_output_rows

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxserve.config import EngineConfig
 from jaxserve.engine.source import find_source
 from jaxserve.engine.weight_forms import chosen_form, placed_dtype, placed_weights
 from jaxserve.errors import CheckpointError
@@ -17,7 +16,8 @@ from jaxserve.execution.start.memory_plan import (
 )
 from jaxserve.execution.start.refusal import refusal
 from jaxserve.execution.start.step_time import StepTimes
-from jaxserve.model_name import kind_of_model
+from jaxserve.settings.config import EngineConfig
+from jaxserve.settings.model_name import kind_of_model
 from jaxserve.weights.group_borders import check_groups, group_sizes
 
 

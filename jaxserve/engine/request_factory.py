@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.checks import exact_int, is_listing
-from jaxserve.config import MAX_SCHEDULER_STEPS
 from jaxserve.engine.prompts import encoded
 from jaxserve.engine.text.grammars import Constraint, Grammars
 from jaxserve.engine.text.thinking import ThinkingConstraint, ThinkingMarks
@@ -27,6 +25,8 @@ from jaxserve.request import (
     Request,
     SamplingParams,
 )
+from jaxserve.settings.checks import exact_int, is_listing
+from jaxserve.settings.config import MAX_SCHEDULER_STEPS
 from jaxserve.structured import NAME as STRUCTURED
 
 Encode = Callable[[str], list[int]]

@@ -11,11 +11,11 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from jaxserve.config import EngineConfig
 from jaxserve.errors import InvalidRequest
-from jaxserve.installation import install_command
-from jaxserve.kv_events import NAME, events_config
 from jaxserve.scheduling.page_keys import SECRET_BYTES
+from jaxserve.settings.config import EngineConfig
+from jaxserve.settings.installation import install_command
+from jaxserve.settings.kv_events import NAME, events_config
 
 _log = logging.getLogger(__name__)
 _MOST_BYTES = 1 << 16

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jaxserve.config import EngineConfig, bundled_model
 from jaxserve.engine.expert_load import placement_of
 from jaxserve.engine.hub_gguf import gguf_of_folder
 from jaxserve.engine.text.generation_config import read_generation_config
@@ -18,10 +17,11 @@ from jaxserve.errors import CheckpointError, InvalidRequest, UnsupportedModel
 from jaxserve.execution.mesh import Mesh
 from jaxserve.execution.runner import OnProgress
 from jaxserve.garbage import collection_paused
-from jaxserve.model_name import NO_MODEL, kind_of_model
 from jaxserve.models import Decoder, ModelConfig, parse_model_config, read_config_fields
 from jaxserve.models.shards import Split, check_split
-from jaxserve.overrides import overridden
+from jaxserve.settings.config import EngineConfig, bundled_model
+from jaxserve.settings.model_name import NO_MODEL, kind_of_model
+from jaxserve.settings.overrides import overridden
 from jaxserve.weights import (
     ConvertedModel,
     GgufFile,

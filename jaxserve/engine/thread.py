@@ -14,7 +14,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from jaxserve.config import EngineConfig
 from jaxserve.engine.delta import Delta, Sink
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.loading import Loaded
@@ -22,6 +21,7 @@ from jaxserve.errors import EngineClosed, EngineDead, InvalidRequest
 from jaxserve.execution.runner import OnProgress
 from jaxserve.execution.start.memory_return import return_memory
 from jaxserve.request import FinishReason, Request
+from jaxserve.settings.config import EngineConfig
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)

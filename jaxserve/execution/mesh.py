@@ -18,8 +18,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.execution.typed_jax import HostDevice, all_devices
-from jaxserve.hosts import too_few
 from jaxserve.models.shards import AXIS
+from jaxserve.settings.hosts import too_few
 
 WHOLE, PARTS = PartitionSpec(), PartitionSpec(AXIS)
 SECOND = PartitionSpec(None, AXIS)

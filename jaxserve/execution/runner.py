@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from jaxserve.config import EngineConfig
 from jaxserve.execution.batch import pack, rows_of
 from jaxserve.execution.buckets import Bucket, BucketSet, Demand, Program, Sampler
 from jaxserve.execution.expert_rows import ExpertRows
@@ -27,6 +26,7 @@ from jaxserve.request import SamplerFeature
 from jaxserve.scheduling.logprobs import StepLogprobs, TokenLogprobs
 from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.slot_table import NO_TOKEN, SlotTable
+from jaxserve.settings.config import EngineConfig
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Int32

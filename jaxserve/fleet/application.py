@@ -18,7 +18,6 @@ from ray._common.utils import resources_from_ray_options
 from ray.serve._private.constants import RAY_SERVE_ENABLE_HA_PROXY
 from ray.serve.config import AutoscalingConfig, BackpressureConfig
 
-from jaxserve.config import prepare_process
 from jaxserve.engine.sharing import check_sharing, read_secret
 from jaxserve.errors import InvalidRequest
 from jaxserve.fleet.choice import PrefixChoice
@@ -28,6 +27,7 @@ from jaxserve.fleet.options import FleetConfig, check_gang, check_server, resour
 from jaxserve.server.served.admission import QUEUED_FOR_EACH_SLOT
 from jaxserve.server.served.specs import ModelSpec
 from jaxserve.server.settings import ServerConfig
+from jaxserve.settings.config import prepare_process
 
 NAME = "jaxserve"
 HEALTH_SECONDS = 2.0

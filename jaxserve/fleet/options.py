@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from jaxserve.checks import exact_int, finite_float
 from jaxserve.errors import InvalidRequest
-from jaxserve.hosts import HostsConfig
-from jaxserve.overrides import json_object
 from jaxserve.server.settings import ServerConfig
+from jaxserve.settings.checks import exact_int, finite_float
+from jaxserve.settings.hosts import HostsConfig
+from jaxserve.settings.overrides import json_object
 
 BACKENDS = ("mp", "ray")
 ROUTINGS = ("least-loaded", "prefix")

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxserve.checks import exact_int, finite_float
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.tool_calls.formats import CALL_FORMATS, THINKING_FORMATS
+from jaxserve.settings.checks import exact_int, finite_float
 
 MAX_SOCKET_PATH = 107  # bytes, by Linux
 # Integer fields with their ranges, and fields in seconds.

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-from jaxserve.config import cpu_threads
 from jaxserve.models import ModelConfig, checkpoint_weights
 from jaxserve.models.panels import BlockPanels
 from jaxserve.models.weight_table import WeightName
+from jaxserve.settings.config import cpu_threads
 from jaxserve.weights.block_codes import code_bits, codes_of
 from jaxserve.weights.codes import Codes
 from jaxserve.weights.expert_codes import fused_experts, stacked_codes

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from jaxserve.config import cpu_threads
+from jaxserve.settings.config import cpu_threads
 from jaxserve.weights.gguf.blocks import BlockRows, as_float16
 from pallas_kernels.cpu.blocks import FORMATS, BlockFormat, packed
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxserve.errors import CheckpointError
-from jaxserve.model_name import INDEX, SINGLE
 from jaxserve.models.config.strict_json import read_object
+from jaxserve.settings.model_name import INDEX, SINGLE
 from jaxserve.weights.safetensors import (
     MAX_TENSORS,
     Shard,

@@ -16,11 +16,11 @@ from jax.sharding import Mesh
 from jax.tree_util import keystr, tree_leaves_with_path
 from jax.typing import DTypeLike
 
-from jaxserve.model_name import INDEX
 from jaxserve.models import Decoder, ModelConfig, abstract_model, checkpoint_weights
 from jaxserve.models.linear import Constant
 from jaxserve.models.registry import tensor_names
 from jaxserve.models.weight_table import WeightName, dimensions
+from jaxserve.settings.model_name import INDEX
 from jaxserve.weights.block_parameters import block_sizes, read_blocks
 from jaxserve.weights.block_reader import read_parameters, reading_ahead
 from jaxserve.weights.block_targets import prepare_panels

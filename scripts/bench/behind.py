@@ -24,9 +24,9 @@ import numpy as np
 
 from jaxserve import SamplingParams
 from jaxserve.commands.argument_types import positive_integer
-from jaxserve.config import EngineConfig
 from jaxserve.engine.delta import Delta
 from jaxserve.engine.engine import Engine
+from jaxserve.settings.config import EngineConfig
 from scripts.bench.startup import LIMITS, LLAMAS, write_llama
 from scripts.lib.argument_types import results_file
 from scripts.lib.run_main import run_main

@@ -18,14 +18,14 @@ import time
 
 import numpy as np
 
-from jaxserve.config import EngineConfig
 from jaxserve.execution.batch import pack
 from jaxserve.execution.buckets import Bucket
 from jaxserve.execution.hosts.group import Follower, Leader
 from jaxserve.execution.hosts.replay import STEP
-from jaxserve.hosts import HostsConfig
 from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.slot_table import SlotTable
+from jaxserve.settings.config import EngineConfig
+from jaxserve.settings.hosts import HostsConfig
 from scripts.lib.argument_types import at_least, results_file
 from scripts.lib.run_main import run_main
 from scripts.lib.run_record import about_run, keep

@@ -35,8 +35,8 @@ from typing import Any
 import numpy as np
 
 from jaxserve.commands.argument_types import positive_integer
-from jaxserve.config import EngineConfig, prepare_process
 from jaxserve.scheduling.page_keys import PageKeys
+from jaxserve.settings.config import EngineConfig, prepare_process
 from scripts.lib.argument_types import at_most, new_folder, results_file
 from scripts.lib.model_shapes import SHAPES
 from scripts.lib.random_checkpoint import random_checkpoint

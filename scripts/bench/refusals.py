@@ -33,12 +33,12 @@ async def serve_full() -> None:
     """Serve the bundled model with every place taken; print the port."""
     # Imported here: the client does without JAX.
     from jaxserve.commands.server import StartReport, load_models
-    from jaxserve.config import EngineConfig
     from jaxserve.server.http.app import App
     from jaxserve.server.http.listener import bind
     from jaxserve.server.http.process import Process
     from jaxserve.server.served.specs import ModelSpec
     from jaxserve.server.settings import ServerConfig
+    from jaxserve.settings.config import EngineConfig
 
     engine = EngineConfig(
         max_num_seqs=2,

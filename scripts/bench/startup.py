@@ -47,7 +47,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.commands.argument_types import positive_integer
-from jaxserve.config import prepare_process
+from jaxserve.settings.config import prepare_process
 from scripts.lib.argument_types import new_folder, results_file
 from scripts.lib.model_shapes import COMMON, SHAPES
 from scripts.lib.paths import IN_CHECKOUT
@@ -115,8 +115,8 @@ def child(spawned: float, model: str | None, cache: str, limits: dict[str, Any])
     prepare_process()
     # Imported here: the time that it takes is part of the start.
     from jaxserve import SamplingParams
-    from jaxserve.config import EngineConfig
     from jaxserve.engine.engine import Engine
+    from jaxserve.settings.config import EngineConfig
 
     imported = time.time()
     engine = Engine(EngineConfig(model=model, compilation_cache_dir=cache, **limits))

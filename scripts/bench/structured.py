@@ -34,13 +34,13 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from jaxserve.commands.argument_types import positive_integer
-from jaxserve.config import EngineConfig
 from jaxserve.engine.delta import Delta
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.loading import Loaded, load
 from jaxserve.engine.text.grammars import GrammarError, Grammars
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import SamplingParams
+from jaxserve.settings.config import EngineConfig
 from jaxserve.structured import StructuredOutputsParams
 from scripts.lib.argument_types import at_most, check_room, checkpoint, results_file
 from scripts.lib.model_shapes import COMMON, SHAPES

@@ -19,7 +19,6 @@ import jax
 import numpy as np
 
 from jaxserve.commands.argument_types import positive_integer
-from jaxserve.config import EngineConfig
 from jaxserve.engine.delta import Delta
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.loading import Loaded
@@ -29,6 +28,7 @@ from jaxserve.execution.start.warm_up import start_runner
 from jaxserve.models import parse_model_config
 from jaxserve.models.shards import Split, check_split
 from jaxserve.request import SamplingParams
+from jaxserve.settings.config import EngineConfig
 from jaxserve.weights import random_weights
 from scripts.lib.argument_types import results_file
 from scripts.lib.model_shapes import COMMON, SHAPES

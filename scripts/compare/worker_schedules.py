@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from jaxserve.config import EngineConfig, prepare_process
+from jaxserve.settings.config import EngineConfig, prepare_process
 
 prepare_process()
 

@@ -4,7 +4,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from jaxserve import LLM, SamplingParams
-from jaxserve.config import bundled_model
+from jaxserve.settings.config import bundled_model
 
 PROMPTS = ["Once upon a time", "The quick brown fox", "Say the words: red fox"]
 

@@ -31,7 +31,7 @@ import subprocess
 import tempfile
 from typing import Any
 
-from jaxserve.machine import with_gpu_flags
+from jaxserve.settings.machine import with_gpu_flags
 from scripts.gpu.card_table import card_faults, card_table
 from scripts.gpu.launch_order import summary
 from scripts.gpu.offline_environment import (

@@ -20,7 +20,7 @@ import subprocess
 import tempfile
 from typing import Any
 
-from jaxserve.machine import with_gpu_flags
+from jaxserve.settings.machine import with_gpu_flags
 from scripts.gpu.offline_environment import (
     JAX,
     NoEnvironment,

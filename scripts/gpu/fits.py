@@ -12,13 +12,13 @@ from __future__ import annotations
 import argparse
 import re
 
-from jaxserve.config import EngineConfig
 from jaxserve.execution.start.device import named_device
 from jaxserve.execution.start.memory_plan import MemoryPlan, plan_memory
 from jaxserve.execution.start.step_time import StepTimes
 from jaxserve.execution.start.weight_sizes import Weights
 from jaxserve.models.registry import parse_model_config
 from jaxserve.models.shards import Split
+from jaxserve.settings.config import EngineConfig
 from pallas_kernels.devices import GIB, find_card
 from scripts.gpu import models as gpu_models
 from scripts.lib.paths import RESULTS, ROOT

@@ -27,7 +27,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
-from jaxserve.config import EngineConfig, prepare_process
+from jaxserve.settings.config import EngineConfig, prepare_process
 
 prepare_process()
 

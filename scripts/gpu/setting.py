@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from jaxserve.machine import gpu_flags
+from jaxserve.settings.machine import gpu_flags
 
 ITEM_SECONDS = 20.0
 """Seconds for a bucket of tuning: the 51 of a sweep are to fit in twenty minutes."""

@@ -21,7 +21,7 @@ import tempfile
 from typing import Any
 
 from jaxserve.commands.argument_types import integer_from_0, positive_integer
-from jaxserve.machine import with_gpu_flags
+from jaxserve.settings.machine import with_gpu_flags
 from scripts.gpu.compile_offline import describe
 from scripts.gpu.models import MODELS
 from scripts.gpu.offline_environment import (

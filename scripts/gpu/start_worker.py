@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxserve.config import EngineConfig
 from jaxserve.execution.start.autotuning import read_choices
 from jaxserve.execution.start.compilation import keep_choices
 from jaxserve.execution.start.described_card import DescribedCard
@@ -25,6 +24,7 @@ from jaxserve.execution.start.device import importing_kernels
 from jaxserve.execution.start.for_card import CardPrograms
 from jaxserve.models import abstract_model, parse_model_config
 from jaxserve.models.shards import Split
+from jaxserve.settings.config import EngineConfig
 from jaxserve.weights.expected import divide_shapes
 from scripts.gpu.models import MODELS
 

@@ -61,7 +61,7 @@ def new_folder(text: str) -> Path:
 def checkpoint(text: str) -> str:
     """Check an engine's `model`: a folder, a GGUF file, or a name on the hub."""
     # Imported here and below: some scripts run where jaxserve is not installed.
-    from jaxserve.model_name import kind_of_model
+    from jaxserve.settings.model_name import kind_of_model
 
     kind = kind_of_model(text)
     if kind is None:
@@ -87,9 +87,9 @@ def check_room(
         prompt, tokens: of the longest sequence, the latter as `--tokens` says.
     """
     # Imported here: it imports JAX, and some scripts run where jaxserve is not installed.
-    from jaxserve.config import EngineConfig
     from jaxserve.engine.source import find_source
     from jaxserve.errors import JaxserveError
+    from jaxserve.settings.config import EngineConfig
 
     try:
         longest = find_source(EngineConfig(model=model)).model_config.max_position_embeddings

@@ -14,7 +14,7 @@ from jaxserve.commands.argument_types import (
     positive_integer,
     writable_file,
 )
-from jaxserve.config import EngineConfig
+from jaxserve.settings.config import EngineConfig
 from scripts.lib.argument_types import at_most
 from scripts.lib.model_shapes import SHAPES as MODELS
 from scripts.lib.trace_rows import TRACES

@@ -29,8 +29,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jaxserve.config import EngineConfig, prepare_process
 from jaxserve.errors import JaxserveError
+from jaxserve.settings.config import EngineConfig, prepare_process
 from scripts.lib.model_shapes import SHAPES as MODELS
 from scripts.lib.random_checkpoint import random_checkpoint
 from scripts.lib.run_record import about_run

@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 from jaxserve.commands.cli import make_parser
-from jaxserve.config import EngineConfig
 from jaxserve.engine.metric_values import GAUGES
 from jaxserve.server.http.app import routes
 from jaxserve.server.http.guard import OPEN_PATHS
+from jaxserve.settings.config import EngineConfig
 from scripts.lib.paths import ROOT
 from tests.clients.conftest import Program
 

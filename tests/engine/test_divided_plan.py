@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from jaxserve.commands.cli import main
-from jaxserve.config import EngineConfig
 from jaxserve.errors import UnsupportedModel
 from jaxserve.execution.start.device import named_device
 from jaxserve.execution.start.memory_plan import plan_memory
@@ -21,6 +20,7 @@ from jaxserve.execution.start.step_time import StepTimes, sum_seconds
 from jaxserve.execution.start.weight_sizes import Weights
 from jaxserve.models import parse_model_config
 from jaxserve.models.shards import Split, check_split
+from jaxserve.settings.config import EngineConfig
 from tests.models.test_published_configs import DEEPSEEK_V3, LLAMA_3, shape
 
 pytestmark = pytest.mark.usefixtures("shapes_once")

@@ -22,8 +22,8 @@ from jaxserve.engine import event_peer, event_publisher
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.event_publisher import EventPublisher
 from jaxserve.engine.loading import Loaded
-from jaxserve.kv_events import KVEventsConfig
 from jaxserve.scheduling.page_changes import ClearedPages, RemovedPages, StoredPages
+from jaxserve.settings.kv_events import KVEventsConfig
 from tests.scheduling.subscriber import Subscriber
 
 PATIENCE = 60
@@ -319,7 +319,7 @@ def test_a_subscriber_knows_what_an_engine_holds(loaded: Loaded, monkeypatch) ->
 STRANGER = """
 import contextlib, logging, os, socket, sys, threading, time, zmq
 from jaxserve.engine import event_peer, event_publisher
-from jaxserve.kv_events import KVEventsConfig
+from jaxserve.settings.kv_events import KVEventsConfig
 from jaxserve.scheduling.page_changes import ClearedPages
 
 answer, wanted = bytes.fromhex(sys.argv[1]), int(sys.argv[2])

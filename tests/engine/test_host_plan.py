@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 
-from jaxserve.config import EngineConfig
 from jaxserve.engine import loading
 from jaxserve.engine.loading import load
 from jaxserve.engine.planning import ModelPlan, plan_model
 from jaxserve.errors import InvalidRequest
 from jaxserve.execution.start.host_cache import cpu_page_budget
 from jaxserve.execution.start.memory_plan import HOST_RESERVE
+from jaxserve.settings.config import EngineConfig
 from tests.models.test_published_configs import LLAMA_3, LLAMA_32_ROPE, MISTRAL, QWEN_3, shape
 from tests.support.host_files import MIB, limited_host, write_host
 from tests.support.quick_code import compile_quickly
@@ -263,7 +263,7 @@ START = """
 import sys
 from pathlib import Path
 from jaxserve import LLM, EngineConfig, SamplingParams
-from jaxserve.config import prepare_process
+from jaxserve.settings.config import prepare_process
 from tests.engine.test_host_plan import SETTINGS
 
 prepare_process()

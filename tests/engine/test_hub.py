@@ -14,7 +14,7 @@ from jaxserve import CheckpointError, EngineConfig
 from jaxserve.engine.hub import fetch
 from jaxserve.engine.source import find_source
 from jaxserve.execution.start.device import DeviceMemory
-from jaxserve.model_name import is_hub_name
+from jaxserve.settings.model_name import is_hub_name
 from jaxserve.weights import parameter_values
 from pallas_kernels.devices import DeviceLimits
 from tests.support.gguf_files import random_tensors, raw_config, write_gguf

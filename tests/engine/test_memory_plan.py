@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import pytest
 
 from jaxserve.commands.cli import main
-from jaxserve.config import EngineConfig
 from jaxserve.engine import loading
 from jaxserve.engine.planning import plan_model
 from jaxserve.errors import InvalidRequest
@@ -43,8 +42,9 @@ from jaxserve.execution.start.memory_plan import (
 from jaxserve.execution.start.programs import ProgramStore
 from jaxserve.execution.start.warm_up import WarmUp
 from jaxserve.execution.start.weight_sizes import Weights
-from jaxserve.machine import DriverCard, VisibleCard
 from jaxserve.models import ModelConfig, parse_model_config
+from jaxserve.settings.config import EngineConfig
+from jaxserve.settings.machine import DriverCard, VisibleCard
 from jaxserve.weights import random_weights
 from jaxserve.weights.model_weights import parameter_values
 from pallas_kernels.devices import GIB, DeviceLimits

@@ -27,7 +27,6 @@ from jaxserve import (
     InvalidRequest,
     SamplingParams,
 )
-from jaxserve.config import LogprobsMode
 from jaxserve.engine.beam_search import Beam, BeamSearch
 from jaxserve.engine.loading import Loaded
 from jaxserve.engine.metric_values import metric_values
@@ -37,6 +36,7 @@ from jaxserve.engine.text.detokenizer import Detokenizer
 from jaxserve.engine.text.tokenizer_calls import LibraryCalls
 from jaxserve.errors import EngineDead
 from jaxserve.scheduling.logprobs import TokenLogprobs, score_tokens
+from jaxserve.settings.config import LogprobsMode
 from tests.engine.conftest import GREEDY, Canary
 
 pytestmark = pytest.mark.usefixtures("quick_code")

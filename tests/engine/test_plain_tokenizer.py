@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from jaxserve.config import bundled_model
 from jaxserve.engine.text.plain_tokenizer import PlainTokenizer, read_plain
 from jaxserve.engine.text.tokenizer import Tokenizer, byte_letters
+from jaxserve.settings.config import bundled_model
 from tests.support.checkpoint import byte_tokenizer
 
 
@@ -100,7 +100,7 @@ def test_bytes_are_written_as_transformers_does() -> None:
 def test_the_bundled_model_needs_no_transformers() -> None:
     code = (
         "import sys\n"
-        "from jaxserve.config import bundled_model\n"
+        "from jaxserve.settings.config import bundled_model\n"
         "from jaxserve.engine.text.tokenizer import Tokenizer\n"
         "one = Tokenizer(bundled_model(), 4096)\n"
         "assert one.render_chat([{'role': 'user', 'content': 'hi'}])\n"

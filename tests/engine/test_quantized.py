@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from jaxserve import LLM, EngineConfig, SamplingParams
-from jaxserve.config import bundled_model
 from jaxserve.engine.weight_forms import choose_quantization
 from jaxserve.errors import UnsupportedModel
 from jaxserve.execution.buckets import Bucket
@@ -21,6 +20,7 @@ from jaxserve.execution.start.warm_up import WarmUp
 from jaxserve.execution.start.weight_sizes import Weights
 from jaxserve.execution.state import addressable_pages
 from jaxserve.models import parse_model_config, read_model_config
+from jaxserve.settings.config import bundled_model
 from jaxserve.weights import random_weights
 from tests.weights.test_quantized import checkpoint
 

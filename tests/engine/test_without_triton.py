@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.loading import Loaded
 from jaxserve.engine.request_factory import Limits
@@ -18,6 +17,7 @@ from jaxserve.execution.start.warm_up import start_runner
 from jaxserve.models import Decoder, ModelConfig, parse_model_config
 from jaxserve.models.output_rows import QuantizedRows
 from jaxserve.request import SamplingParams
+from jaxserve.settings.config import EngineConfig
 from jaxserve.weights import random_weights
 from jaxserve.weights.placement import use_output_rows
 from pallas_kernels import ops

@@ -21,7 +21,6 @@ import pytest
 
 from jaxserve.commands.cli import make_parser
 from jaxserve.commands.options import CommandError
-from jaxserve.config import EngineConfig, bundled_model
 from jaxserve.engine.loading import load
 from jaxserve.engine.source import find_source
 from jaxserve.errors import DeviceError, InvalidRequest
@@ -29,7 +28,8 @@ from jaxserve.execution.hosts.channel import CLOSE, NONCE_BYTES, PROTOCOL, Chann
 from jaxserve.execution.hosts.group import HELLO, Follower, Leader
 from jaxserve.execution.hosts.relay import Relay
 from jaxserve.execution.hosts.replay import _arrays
-from jaxserve.hosts import HostsConfig
+from jaxserve.settings.config import EngineConfig, bundled_model
+from jaxserve.settings.hosts import HostsConfig
 from jaxserve.weights.converted import CARD
 from tests.execution.over_hosts import free_ports
 from tests.support.kept_programs import users_environment
@@ -286,7 +286,7 @@ import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 from jaxserve.execution.hosts import join
 from jaxserve.execution.hosts.group import Follower, Leader
-from jaxserve.hosts import HostsConfig
+from jaxserve.settings.hosts import HostsConfig
 
 rank, port, moment = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 config = HostsConfig(nnodes=2, node_rank=rank, master_port=port, nodes_secret="given")
@@ -365,7 +365,7 @@ from jax.sharding import NamedSharding
 from jaxserve.execution.hosts.join import join_jax
 from jaxserve.execution.mesh import PARTS, make_mesh
 from jaxserve.execution.start.programs import ProgramStore
-from jaxserve.hosts import HostsConfig
+from jaxserve.settings.hosts import HostsConfig
 
 logging.basicConfig(format="%(message)s")
 hosts, rank, port, folder = *map(int, sys.argv[1:4]), Path(sys.argv[4])

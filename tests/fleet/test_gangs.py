@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve.config import bundled_model
 from jaxserve.models import read_model_config
 from jaxserve.request import SamplingParams
+from jaxserve.settings.config import bundled_model
 from jaxserve.weights import load_weights
 from scripts.lib.server_process import ask
 from scripts.serving.replicas import Fleet, descendants, left_over

@@ -11,12 +11,12 @@ from typing import Any
 import httpx2
 import pytest
 
-from jaxserve.config import EngineConfig
 from jaxserve.errors import EngineDead
 from jaxserve.fleet.prefixes import digests_of, reported
 from jaxserve.fleet.replica import ReplicaServer
 from jaxserve.server.served.specs import ModelSpec
 from jaxserve.server.settings import ServerConfig
+from jaxserve.settings.config import EngineConfig
 from tests.support.quick_code import quick_programs
 
 SECRET = bytes(range(32))

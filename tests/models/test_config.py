@@ -13,7 +13,7 @@ from jaxserve.models import Llama3Scaling, Rope, parse_model_config, read_model_
 from jaxserve.models.config.model_config import NEUTRAL
 from jaxserve.models.config.rope import LinearScaling, YarnScaling
 from jaxserve.models.registry import ARCHITECTURES, FAMILIES, GGUF_RULES
-from jaxserve.overrides import overridden
+from jaxserve.settings.overrides import overridden
 from tests.models.cases import FULL, LLAMA3_SCALING, LONGROPE, SLIDING, YARN
 
 LLAMA: dict[str, Any] = {

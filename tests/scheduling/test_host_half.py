@@ -11,7 +11,7 @@ import sys
 for name in ("jax", "jaxlib", "flax"):
     sys.modules[name] = None
 import importlib, pkgutil
-import jaxserve.config, jaxserve.errors, jaxserve.request
+import jaxserve.settings.config, jaxserve.errors, jaxserve.request
 import jaxserve.scheduling as package
 names = [module.name for module in pkgutil.iter_modules(package.__path__)]
 assert {"scheduler", "page_pool", "slot_table"} <= set(names), names

@@ -150,7 +150,7 @@ def test_checks_find_faults(check: str, known: Sources) -> None:
 
 def test_checks_allow_what_is_right() -> None:
     known = {
-        "scripts.bench.x": "import jax\nfrom scripts.bench import offline\nimport jaxserve.config",
+        "scripts.bench.x": "import jax\nfrom scripts.bench import offline\nimport jaxserve.errors",
         "scripts.bench.y": "from scripts.lib import paths\nfrom scripts.simulate import loop",
         "scripts.gpu.x": "def f():\n    # It is slow.\n    import torch\n    import tests_of_torch",
     }

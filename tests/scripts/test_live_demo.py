@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from jaxserve.config import bundled_model
+from jaxserve.settings.config import bundled_model
 from scripts.lib.packaged_file import SMOLLM2, WrongDigest
 from scripts.live_demo import command as demo
 from scripts.live_demo.answers import abridge, plain

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.loading import load
+from jaxserve.settings.config import EngineConfig
 from scripts.gpu import profile_step
 from scripts.lib.profiler_trace import (
     ATTENTION,

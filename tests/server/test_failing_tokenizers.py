@@ -13,12 +13,12 @@ import httpx2
 import pytest
 
 from jaxserve import AsyncLLM
-from jaxserve.config import bundled_model
 from jaxserve.engine.loading import Loaded
 from jaxserve.engine.text.tokenizer import Tokenizer
 from jaxserve.server.http.app import App
 from jaxserve.server.served.models import Models, ServedModel
 from jaxserve.server.settings import ServerConfig
+from jaxserve.settings.config import bundled_model
 
 HARD = "a" * 40 + "b"
 SPLIT = {

@@ -15,7 +15,6 @@ import jsonschema
 import numpy as np
 import pytest
 
-from jaxserve.config import bundled_model
 from jaxserve.engine.text.grammars import (
     MAX_CACHED,
     MAX_CACHED_SECONDS,
@@ -24,6 +23,7 @@ from jaxserve.engine.text.grammars import (
     Grammars,
 )
 from jaxserve.errors import InvalidRequest
+from jaxserve.settings.config import bundled_model
 from jaxserve.structured import StructuredOutputsParams
 from tests.structured.schemas import Schema, schemas
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from jaxserve.config import bundled_model
 from jaxserve.engine.text.grammars import Constraint, Grammars
 from jaxserve.engine.text.structural_tags import structural_tag_grammar
 from jaxserve.errors import InvalidRequest
+from jaxserve.settings.config import bundled_model
 from jaxserve.structured import StructuredOutputsParams
 from tests.structured.test_grammars import END, TOKENIZER, VOCABULARY, allowed, draw
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.commands.options import CommandError, engine_settings
-from jaxserve.config import EngineConfig
 from jaxserve.engine.llm import LLM
 from jaxserve.engine.loading import Loaded, load
+from jaxserve.settings.config import EngineConfig
 
 PERCENTAGES = (10, 25, 50, 75, 90, 99)
 

@@ -14,12 +14,12 @@ from tqdm import tqdm
 
 from jaxserve.commands.bench.offline import PERCENTAGES, write_results
 from jaxserve.commands.options import CommandError, engine_settings
-from jaxserve.config import EngineConfig
+from jaxserve.settings.config import EngineConfig
 
 # Seconds of a start, from its imports on, and those within it that compiling took.
 WORKER = """
 import json, sys, time
-from jaxserve.config import EngineConfig, prepare_process
+from jaxserve.settings.config import EngineConfig, prepare_process
 begin = time.perf_counter()
 prepare_process()
 from jaxserve.engine.llm import LLM

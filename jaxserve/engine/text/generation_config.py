@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxserve.checks import exact_int, flag
 from jaxserve.errors import CheckpointError, InvalidRequest
 from jaxserve.request import SamplingParams
+from jaxserve.settings.checks import exact_int, flag
 
 MAX_BYTES = 1 << 20
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

@@ -19,7 +19,7 @@ from typing import Any
 
 from jaxserve.errors import DeviceError, InvalidRequest
 from jaxserve.execution.hosts.channel import CLOSE, Channel, ChannelError, Frame
-from jaxserve.hosts import HostsConfig
+from jaxserve.settings.hosts import HostsConfig
 
 _log = logging.getLogger(__name__)
 # Kinds of frames, beside those of `channel` and of `replay`.

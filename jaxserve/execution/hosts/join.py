@@ -10,7 +10,7 @@ import jax
 from jaxserve.errors import DeviceError
 from jaxserve.execution.hosts.group import Follower, Group, Leader
 from jaxserve.execution.hosts.relay import Relay
-from jaxserve.hosts import HostsConfig
+from jaxserve.settings.hosts import HostsConfig
 
 _SECONDS = 120
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxserve.config import EngineConfig
 from jaxserve.execution.buckets import Bucket, BucketSet, Program, Sampler, default_steps
 from jaxserve.request import MAX_LOGPROBS
+from jaxserve.settings.config import EngineConfig
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from jax.stages import Compiled
 
-from jaxserve.config import EngineConfig
 from jaxserve.errors import InvalidRequest
 from jaxserve.execution.buckets import Bucket
 from jaxserve.execution.mesh import local_bytes
@@ -22,6 +21,7 @@ from jaxserve.execution.start.memory_plan import (
 )
 from jaxserve.execution.typed_jax import devices
 from jaxserve.models import ModelConfig
+from jaxserve.settings.config import EngineConfig
 from pallas_kernels.devices import target_device
 
 CACHE_NOTES = "cache"

@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 
-from jaxserve.config import EngineConfig, compiler_settings, cpu_threads
 from jaxserve.execution.mesh import spec_of
 from jaxserve.execution.start.autotuning import lay_down
 from jaxserve.execution.start.described_card import DescribedCard
@@ -22,6 +21,7 @@ from jaxserve.execution.start.programs import ProgramStore
 from jaxserve.execution.start.sum_options import sum_options
 from jaxserve.execution.typed_jax import devices
 from jaxserve.models import ModelConfig
+from jaxserve.settings.config import EngineConfig, compiler_settings, cpu_threads
 from pallas_kernels.devices import target_device
 
 _log = logging.getLogger(__name__)

@@ -14,7 +14,6 @@ import numpy as np
 from flax import nnx
 from jax.stages import Compiled, Lowered
 
-from jaxserve.config import EngineConfig
 from jaxserve.execution.batch import pack, rows_size, unpack
 from jaxserve.execution.buckets import Bucket, Program, Sampler
 from jaxserve.execution.columns import Columns
@@ -52,6 +51,7 @@ from jaxserve.models.linear import accumulator
 from jaxserve.models.shards import padded_vocab
 from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.slot_table import SlotTable
+from jaxserve.settings.config import EngineConfig
 from pallas_kernels.devices import target_device
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ _SETTINGS = (
 _CODE = """\
 import sys
 sys.path[:] = {path!r}
-from jaxserve.config import prepare_process
+from jaxserve.settings.config import prepare_process
 prepare_process()
 from jaxserve.garbage import collection_paused
 with collection_paused():

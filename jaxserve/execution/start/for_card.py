@@ -20,7 +20,6 @@ from typing import Any
 import jax
 from jax.stages import Compiled
 
-from jaxserve.config import EngineConfig, cpu_threads
 from jaxserve.errors import DeviceError
 from jaxserve.execution.buckets import Sampler, few_sizes
 from jaxserve.execution.start.bucket_plan import buckets_of
@@ -33,6 +32,7 @@ from jaxserve.execution.start.jax_start import find_parts, plugin_remedy
 from jaxserve.execution.start.programs import ProgramStore
 from jaxserve.execution.state import page_bytes
 from jaxserve.models import Decoder, ModelConfig
+from jaxserve.settings.config import EngineConfig, cpu_threads
 
 # Called with the number of programs that are there, and that there will be.
 OnProgram = Callable[[int, int], None]

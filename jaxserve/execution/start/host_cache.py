@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jaxserve.config import EngineConfig
+from jaxserve.settings.config import EngineConfig
 
 LEAST_TOKENS = 2048
 """Tokens below which the cache is not made smaller, if a sequence may have as many."""

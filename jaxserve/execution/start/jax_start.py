@@ -17,9 +17,9 @@ from pathlib import Path
 
 import jax
 
-from jaxserve.config import cards_are_hidden
 from jaxserve.errors import DeviceError
-from jaxserve.installation import install_command
+from jaxserve.settings.config import cards_are_hidden
+from jaxserve.settings.installation import install_command
 from pallas_kernels.devices import DeviceLimits, target_device
 
 _log = logging.getLogger(__name__)

@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxserve.config import EngineConfig
 from jaxserve.execution.sampler_state import make_sampler_state
 from jaxserve.execution.start.device import DeviceMemory
 from jaxserve.execution.start.host_cache import cpu_page_budget, host_pages
@@ -23,6 +22,7 @@ from jaxserve.execution.start.weight_sizes import Weights
 from jaxserve.execution.state import addressable_pages, kv_dtype, page_bytes
 from jaxserve.models import ModelConfig
 from jaxserve.models.shards import group_of, local_kv_heads
+from jaxserve.settings.config import EngineConfig
 from jaxserve.weights.quantize import FORMS
 from pallas_kernels.devices import GIB, DeviceLimits
 

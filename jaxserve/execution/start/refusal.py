@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import jax.numpy as jnp
 
-from jaxserve.config import EngineConfig
 from jaxserve.execution.start.device import DeviceMemory
 from jaxserve.execution.start.host_cache import LEAST_TOKENS
 from jaxserve.execution.start.memory_plan import (
@@ -17,6 +16,7 @@ from jaxserve.execution.start.memory_plan import (
     plan_memory,
 )
 from jaxserve.execution.start.weight_sizes import Weights
+from jaxserve.settings.config import EngineConfig
 from pallas_kernels.devices import GIB
 
 

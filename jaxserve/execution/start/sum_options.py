@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import jax
 
-from jaxserve.config import EngineConfig, compiler_settings
 from jaxserve.errors import InvalidRequest
-from jaxserve.machine import gpu_flags
+from jaxserve.settings.config import EngineConfig, compiler_settings
+from jaxserve.settings.machine import gpu_flags
 from pallas_kernels import device_sum_limit
 from pallas_kernels.devices import DeviceLimits
 

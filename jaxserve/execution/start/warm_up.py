@@ -12,7 +12,6 @@ from typing import Any
 
 from jax.stages import Compiled
 
-from jaxserve.config import EngineConfig, cpu_threads
 from jaxserve.execution.buckets import Bucket, BucketSet, Sampler, few_sizes
 from jaxserve.execution.hosts.group import Group, Leader
 from jaxserve.execution.hosts.replay import Padding, Replay, led
@@ -36,6 +35,7 @@ from jaxserve.execution.start.timeline import Timeline
 from jaxserve.execution.state import DeviceState, StepOutput, page_bytes
 from jaxserve.garbage import collection_paused
 from jaxserve.models import Decoder, ModelConfig
+from jaxserve.settings.config import EngineConfig, cpu_threads
 from pallas_kernels.devices import target_device
 
 _COMPILE_THREADS = 4

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from jaxserve.overrides import is_nested
+from jaxserve.settings.overrides import is_nested
 
 MAX_POSITIONS = 1 << 27
 MAX_SHOWN = 20  # unknown keys of one object that an error names

@@ -9,7 +9,6 @@ from uuid import uuid4
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxserve.checks import exact_int
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.api.chat import prepare
 from jaxserve.server.api.conversations import template_ids
@@ -41,6 +40,7 @@ from jaxserve.server.schema.sampling import (
     NO_TEMPLATE_FIELDS,
 )
 from jaxserve.server.tool_calls.pieces import Call, CallPart, Message, Piece, Thought
+from jaxserve.settings.checks import exact_int
 
 # Fields of these endpoints alone that are not supported, with their neutral values.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {

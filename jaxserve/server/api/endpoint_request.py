@@ -23,7 +23,7 @@ from jaxserve.server.schema.unserved_fields import check_fields
 from jaxserve.server.served.models import Models, ServedModel
 from jaxserve.server.served.notices import Notices
 from jaxserve.server.settings import ServerConfig
-from jaxserve.unserved import refuse_unsupported
+from jaxserve.settings.unserved import refuse_unsupported
 
 T = TypeVar("T", bound=msgspec.Struct)
 # Fields that hold a conversation, which clients send again with every request.

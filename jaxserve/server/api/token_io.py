@@ -8,7 +8,6 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxserve.checks import exact_int
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import SamplingParams
 from jaxserve.server.api import anthropic, chat, completions
@@ -37,7 +36,8 @@ from jaxserve.server.schema.sampling import (
     most_tokens,
     sampling_params,
 )
-from jaxserve.unserved import refuse_unsupported
+from jaxserve.settings.checks import exact_int
+from jaxserve.settings.unserved import refuse_unsupported
 
 # Fields that are not supported, with their neutral values: only text is served.
 MEDIA: dict[str, tuple[Any, ...]] = {"features": (None,), "content_parts": (None, [])}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from jaxserve.config import EngineConfig
 from jaxserve.errors import Overloaded
 from jaxserve.request import MAX_CHOICES, Request
 from jaxserve.server.settings import ServerConfig
+from jaxserve.settings.config import EngineConfig
 
 # Limits that --max-num-queued-reqs and --max-queued-prompt-tokens replace.
 QUEUED_FOR_EACH_SLOT = 4

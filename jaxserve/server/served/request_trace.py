@@ -7,12 +7,12 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from jaxserve.config import traces_protocol
 from jaxserve.engine.metrics import SequenceTimes
 from jaxserve.errors import InvalidRequest
-from jaxserve.installation import install_command
 from jaxserve.request import Request
 from jaxserve.server.served.models import ServedModel
+from jaxserve.settings.config import traces_protocol
+from jaxserve.settings.installation import install_command
 
 
 def open_tracer(endpoint: str | None) -> Any:

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxserve.config import EngineConfig
 from jaxserve.errors import InvalidRequest
-from jaxserve.kv_events import events_config
-from jaxserve.model_name import check_model, kind_of_model
 from jaxserve.server.settings import ServerConfig
+from jaxserve.settings.config import EngineConfig
+from jaxserve.settings.kv_events import events_config
+from jaxserve.settings.model_name import check_model, kind_of_model
 
 BUNDLED = "demo_model"
 

@@ -22,8 +22,8 @@ import ml_dtypes
 import numpy as np
 
 from jaxserve.errors import CheckpointError
-from jaxserve.model_name import MAGIC
 from jaxserve.models.config.strict_json import open_regular
+from jaxserve.settings.model_name import MAGIC
 from jaxserve.weights.safetensors import MAX_TENSORS, Shard, SharedFile, TensorEntry, identity
 
 VERSIONS = (2, 3)

@@ -13,11 +13,11 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from jaxserve.config import EngineConfig
 from jaxserve.execution.buckets import Bucket, BucketSet
 from jaxserve.execution.page_table import set_rows
 from jaxserve.execution.sampler_state import load_slot, set_allowed
 from jaxserve.execution.start.compiler import Compiler
+from jaxserve.settings.config import EngineConfig
 from tests.machine_code.steps.models import MODELS
 
 STATE = "make state"

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxserve.checks import exact_int
 from jaxserve.errors import InvalidRequest
+from jaxserve.settings.checks import exact_int
 
 _ADDRESS = re.compile(r"[\w.-]+|[\da-fA-F:.]+", re.ASCII)
 _SUMS = ("auto", "nccl", "xla_kernels", "pallas")

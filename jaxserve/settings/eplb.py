@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxserve.checks import exact_int
 from jaxserve.errors import InvalidRequest
-from jaxserve.overrides import check_fields, json_object
+from jaxserve.settings.checks import exact_int
+from jaxserve.settings.overrides import check_fields, json_object
 
 NAME = "eplb_config"
 # Fields of vLLM's class that have no meaning where nothing is moved, with their values that pass.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-_CHECKOUT = Path(__file__).parent.parent
+_CHECKOUT = Path(__file__).parent.parent.parent
 
 
 def install_command(extra: str = "", checkout: Path = _CHECKOUT) -> str:

@@ -12,20 +12,20 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from jaxserve.chat_config import ChatConfig, check_chat
-from jaxserve.checks import exact_int, finite_float, within
-from jaxserve.eplb import ExpertsConfig, check_eplb
-from jaxserve.hosts import HostsConfig, check_hosts, too_few
-from jaxserve.kv_events import KVEventsConfig, events_config
-from jaxserve.machine import (
+from jaxserve.settings.chat_config import ChatConfig, check_chat
+from jaxserve.settings.checks import exact_int, finite_float, within
+from jaxserve.settings.eplb import ExpertsConfig, check_eplb
+from jaxserve.settings.hosts import HostsConfig, check_hosts, too_few
+from jaxserve.settings.kv_events import KVEventsConfig, events_config
+from jaxserve.settings.machine import (
     VisibleCard,
     allocate_from_heap,
     driver_cards,
     visible_card,
     with_gpu_flags,
 )
-from jaxserve.overrides import json_object
-from jaxserve.setting_values import OTHER_NAMES, usual_value
+from jaxserve.settings.overrides import json_object
+from jaxserve.settings.setting_values import OTHER_NAMES, usual_value
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 POLICIES = ("fcfs", "priority")
@@ -251,7 +251,7 @@ class EngineConfig(HostsConfig, ExpertsConfig, ChatConfig):
 
 def bundled_model() -> Path:
     """Return the folder of the checkpoint that comes with the package."""
-    return Path(__file__).parent / "demo_model"
+    return Path(__file__).parent.parent / "demo_model"
 
 
 def environment_settings() -> dict[str, str]:

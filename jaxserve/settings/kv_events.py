@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxserve.checks import exact_int
 from jaxserve.errors import InvalidRequest
-from jaxserve.overrides import check_fields, json_object
+from jaxserve.settings.checks import exact_int
+from jaxserve.settings.overrides import check_fields, json_object
 
 NAME = "kv_events_config"
 PUBLISHERS = ("null", "zmq")

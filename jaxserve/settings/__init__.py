@@ -1,0 +1,1 @@
+"""Settings of an engine and of its machine, and names of other servers' settings."""
