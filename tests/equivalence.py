@@ -42,7 +42,6 @@ from jaxserve.engine.delta import Delta, Sink
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.loading import Loaded
 from jaxserve.engine.request_factory import Limits, bad_words_token_ids
-from jaxserve.engine.text.grammars import grammar_source
 from jaxserve.errors import InvalidRequest
 from jaxserve.execution.hosts.group import Group
 from jaxserve.execution.mesh import make_mesh
@@ -53,6 +52,7 @@ from jaxserve.request import MAX_LOGPROBS, Request, SamplingParams
 from jaxserve.scheduling.logprobs import TokenLogprobs
 from jaxserve.settings.config import KV_CACHE_DTYPES, EngineConfig, LogprobsMode
 from jaxserve.structured import StructuredOutputsParams
+from jaxserve.text.grammars import grammar_source
 from jaxserve.weights import random_weights
 from jaxserve.weights.placement import use_panels
 from tests.models.cases import CASES, transformers_model

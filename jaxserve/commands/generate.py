@@ -26,14 +26,14 @@ from jaxserve.commands.options import (
     given,
 )
 from jaxserve.engine.chat_sampling import CHAT_SAMPLING, chat_sampling
-from jaxserve.engine.text.template_names import HOW_TO_GIVE
 from jaxserve.errors import InvalidRequest
 from jaxserve.outputs import RequestOutput
 from jaxserve.request import SamplingParams
 from jaxserve.settings.config import EngineConfig, check_devices
 from jaxserve.settings.model_name import check_model
+from jaxserve.text.template_names import HOW_TO_GIVE
 
-TEMPLATES = "jaxserve.engine.text.named_templates"  # imports Jinja
+TEMPLATES = "jaxserve.text.named_templates"  # imports Jinja
 # Options that vLLM's server has, too.
 OWN = ("chat_template",)
 # Fields of SamplingParams that have a meaning for prompts given on a command line.

@@ -13,9 +13,6 @@ from jaxserve.engine.delta import Delta, Sink
 from jaxserve.engine.draw_scores import DrawScores, allowed_tokens
 from jaxserve.engine.metrics import SequenceTimes
 from jaxserve.engine.recovery import Recovery
-from jaxserve.engine.text.detokenizer import Detokenizer
-from jaxserve.engine.text.grammars import GrammarError
-from jaxserve.engine.text.tokenizer_calls import TokenizerFailure
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import FinishReason
 from jaxserve.scheduling.commit_result import StepResult
@@ -25,6 +22,9 @@ from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slot_table import SlotTable
 from jaxserve.structured import NAME as STRUCTURED
+from jaxserve.text.detokenizer import Detokenizer
+from jaxserve.text.grammars import GrammarError
+from jaxserve.text.tokenizer_calls import TokenizerFailure
 
 _log = logging.getLogger(__name__)
 

@@ -19,8 +19,6 @@ from jaxserve.engine.metrics import STEP_TOKENS, EngineStats, Histogram
 from jaxserve.engine.recovery import Recovery
 from jaxserve.engine.request_factory import RequestFactory
 from jaxserve.engine.sharing import check_sharing, open_events, read_secret
-from jaxserve.engine.text.detokenizer import Detokenizer
-from jaxserve.engine.text.grammars import grammars_of
 from jaxserve.errors import EngineDead, InvalidRequest
 from jaxserve.execution.runner import InFlight, OnProgress
 from jaxserve.request import MAX_LOGPROBS, FinishReason, Request
@@ -31,6 +29,8 @@ from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slot_table import SlotTable
 from jaxserve.settings.config import EngineConfig
+from jaxserve.text.detokenizer import Detokenizer
+from jaxserve.text.grammars import grammars_of
 
 _log = logging.getLogger(__name__)
 

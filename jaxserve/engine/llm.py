@@ -27,9 +27,6 @@ from jaxserve.engine.prompts import (
     template_inputs,
     tokenized,
 )
-from jaxserve.engine.text.messages import plain_messages
-from jaxserve.engine.text.template_names import HOW_TO_GIVE
-from jaxserve.engine.text.tokenizer import NO_TEMPLATE
 from jaxserve.engine.thread import NOT_PICKLED, EngineThread, report_start
 from jaxserve.errors import EngineDead, InvalidRequest
 from jaxserve.outputs import BeamSearchOutput, RequestOutput
@@ -38,6 +35,9 @@ from jaxserve.scheduling.logprobs import TokenLogprobs
 from jaxserve.settings.checks import exact_int
 from jaxserve.settings.config import EngineConfig
 from jaxserve.settings.unserved import served
+from jaxserve.text.messages import plain_messages
+from jaxserve.text.template_names import HOW_TO_GIVE
+from jaxserve.text.tokenizer import NO_TEMPLATE
 
 
 class LLM:
@@ -156,7 +156,7 @@ class LLM:
 
         Args:
             chat_template: instead of the model's: a template, a file, or the name of a shipped one
-                (`engine.text.named_templates`).
+                (`text.named_templates`).
             chat_template_kwargs: further inputs of the template, which it may leave unread; they
                 take precedence over `template_options`.
             **template_options: further inputs, such as tools; one that the template does not read

@@ -17,8 +17,6 @@ from jaxserve.engine.host_settings import settled
 from jaxserve.engine.request_factory import Limits
 from jaxserve.engine.sharing import read_secret
 from jaxserve.engine.source import Source, find_source
-from jaxserve.engine.text.generation_config import default_sampling, recommends_sampling
-from jaxserve.engine.text.tokenizer import Tokenizer
 from jaxserve.engine.weight_forms import (
     choose_quantization,
     chosen_form,
@@ -47,6 +45,8 @@ from jaxserve.request import MAX_STOP_TOKEN_IDS, SamplingParams
 from jaxserve.scheduling.slot_table import SlotTable
 from jaxserve.settings.config import EngineConfig, user_cache_dir
 from jaxserve.settings.hosts import check_secret
+from jaxserve.text.generation_config import default_sampling, recommends_sampling
+from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.weights import random_weights
 from jaxserve.weights.expected import expected_model
 from jaxserve.weights.placement import multiplies_input_major, use_output_rows

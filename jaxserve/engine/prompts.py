@@ -7,15 +7,15 @@ from collections.abc import Sequence as Listing
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from jaxserve.engine.text.content_format import WordsLost
-from jaxserve.engine.text.messages import COMMON_INPUTS, RENDERING_ARGUMENTS
-from jaxserve.engine.text.named_templates import find_template
-from jaxserve.engine.text.template_budget import TemplateTooLong
-from jaxserve.engine.text.tokenizer import Tokenizer
 from jaxserve.errors import InvalidRequest
 from jaxserve.settings.chat_config import check_content_format
 from jaxserve.settings.checks import exact_int, is_listing
 from jaxserve.settings.unserved import is_neutral, refuse_unsupported
+from jaxserve.text.content_format import WordsLost
+from jaxserve.text.messages import COMMON_INPUTS, RENDERING_ARGUMENTS
+from jaxserve.text.named_templates import find_template
+from jaxserve.text.template_budget import TemplateTooLong
+from jaxserve.text.tokenizer import Tokenizer
 
 CONTENT_FORMAT = "chat_template_content_format"
 Prompt = str | Listing[int] | Mapping[str, Any]

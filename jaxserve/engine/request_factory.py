@@ -12,9 +12,6 @@ from typing import Any
 import numpy as np
 
 from jaxserve.engine.prompts import encoded
-from jaxserve.engine.text.grammars import Constraint, Grammars
-from jaxserve.engine.text.thinking import ThinkingConstraint, ThinkingMarks
-from jaxserve.engine.text.tokenizer import Tokenizer
 from jaxserve.errors import InvalidRequest, PromptTooLong
 from jaxserve.request import (
     MAX_BAD_WORD_TOKENS,
@@ -28,6 +25,9 @@ from jaxserve.request import (
 from jaxserve.settings.checks import exact_int, is_listing
 from jaxserve.settings.config import MAX_SCHEDULER_STEPS
 from jaxserve.structured import NAME as STRUCTURED
+from jaxserve.text.grammars import Constraint, Grammars
+from jaxserve.text.thinking import ThinkingConstraint, ThinkingMarks
+from jaxserve.text.tokenizer import Tokenizer
 
 Encode = Callable[[str], list[int]]
 

@@ -10,9 +10,6 @@ from typing import Any
 
 from jaxserve.engine.expert_load import placement_of
 from jaxserve.engine.hub_gguf import gguf_of_folder
-from jaxserve.engine.text.generation_config import read_generation_config
-from jaxserve.engine.text.gguf_ends import gguf_ends
-from jaxserve.engine.text.tokenizer import Tokenizer
 from jaxserve.errors import CheckpointError, InvalidRequest, UnsupportedModel
 from jaxserve.execution.mesh import Mesh
 from jaxserve.execution.runner import OnProgress
@@ -22,6 +19,9 @@ from jaxserve.models.shards import Split, check_split
 from jaxserve.settings.config import EngineConfig, bundled_model
 from jaxserve.settings.model_name import NO_MODEL, kind_of_model
 from jaxserve.settings.overrides import overridden
+from jaxserve.text.generation_config import read_generation_config
+from jaxserve.text.gguf_ends import gguf_ends
+from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.weights import (
     ConvertedModel,
     GgufFile,
@@ -83,7 +83,7 @@ class Source:
             folder = local_path(str(config.tokenizer), config, on_progress, text_only=True)
             return Tokenizer(folder, size, form)
         if isinstance(self.weights, GgufFile):
-            made = _late("jaxserve.engine.text.gguf_tokenizer").gguf_tokenizer(
+            made = _late("jaxserve.text.gguf_tokenizer").gguf_tokenizer(
                 self.weights.metadata, str(self.path), size
             )
             return Tokenizer.of(made, str(self.path), size, form)

@@ -33,7 +33,7 @@ class Sequence:
         num_failures: failed steps that it may have caused (see `engine.recovery`).
         precedence: sequences of higher precedence are served first, whatever their priority.
         prompt_logprobs: its prompt's log-probabilities as they come; None where none are requested.
-        constraint: the form that bounds its text (see `engine.text.grammars`), or None.
+        constraint: the form that bounds its text (see `text.grammars`), or None.
         blocked_at: the pool's `num_changes` when it last did not fit (see Scheduler).
     """
 

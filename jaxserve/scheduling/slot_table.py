@@ -197,7 +197,7 @@ class SlotTable:
             Whether its text is complete.
 
         Raises:
-            GrammarError: see `engine.text.grammars.Constraint.advance`.
+            GrammarError: see `text.grammars.Constraint.advance`.
         """
         constraint, slot = sequence.constraint, sequence.slot
         words = constraint.words

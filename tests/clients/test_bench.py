@@ -21,8 +21,8 @@ from jaxserve.commands.bench.report import METRICS, peaks, summarize, table
 from jaxserve.commands.bench.serve import find_tokenizer
 from jaxserve.commands.cli import main, make_parser
 from jaxserve.commands.options import CommandError
-from jaxserve.engine.text.tokenizer import Tokenizer
 from jaxserve.settings.config import bundled_model
+from jaxserve.text.tokenizer import Tokenizer
 from tests.clients.conftest import KEY, MODEL
 from tests.engine.test_gguf_text import whole_model
 from tests.support.quick_code import FLAGS, quick_programs

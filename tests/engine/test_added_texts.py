@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jaxserve.engine.text.added_texts import AddedTexts, pattern_of_any
+from jaxserve.text.added_texts import AddedTexts, pattern_of_any
 
 SOME = st.lists(st.text(alphabet="ab<|.", max_size=6), max_size=8)
 MARK = "\0"

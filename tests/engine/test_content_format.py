@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from jaxserve import LLM, CheckpointError, EngineConfig, InvalidRequest
-from jaxserve.engine.text.messages import plain_message
-from jaxserve.engine.text.named_templates import find_template
-from jaxserve.engine.text.template import ChatTemplate
-from jaxserve.engine.text.template_names import NAMED_TEMPLATES
-from jaxserve.engine.text.tokenizer import Tokenizer
+from jaxserve.text.messages import plain_message
+from jaxserve.text.named_templates import find_template
+from jaxserve.text.template import ChatTemplate
+from jaxserve.text.template_names import NAMED_TEMPLATES
+from jaxserve.text.tokenizer import Tokenizer
 from tests.support.checkpoint import byte_tokenizer, save_checkpoint
 
 pytestmark = pytest.mark.usefixtures("quick_code")

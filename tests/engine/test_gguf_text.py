@@ -17,10 +17,10 @@ from transformers import AutoTokenizer
 
 from jaxserve import LLM, CheckpointError, EngineConfig
 from jaxserve.engine.source import Source, find_source
-from jaxserve.engine.text.gguf_ends import gguf_ends
-from jaxserve.engine.text.gguf_splits import SPLITS
-from jaxserve.engine.text.gguf_tokenizer import gguf_tokenizer, save_tokenizer
-from jaxserve.engine.text.tokenizer import Tokenizer as OurTokenizer
+from jaxserve.text.gguf_ends import gguf_ends
+from jaxserve.text.gguf_splits import SPLITS
+from jaxserve.text.gguf_tokenizer import gguf_tokenizer, save_tokenizer
+from jaxserve.text.tokenizer import Tokenizer as OurTokenizer
 from jaxserve.weights import GgufFile
 from tests.engine.llama_cpp_splits import KEPT, STORED, digest, hard_texts
 from tests.engine.llama_cpp_splits import metadata as fields_of
@@ -185,7 +185,7 @@ def test_a_file_is_read_without_transformers(tmp_path):
     _, fields = byte_level()
     code = (
         "import json, pathlib, sys\n"
-        "from jaxserve.engine.text.gguf_tokenizer import gguf_tokenizer\n"
+        "from jaxserve.text.gguf_tokenizer import gguf_tokenizer\n"
         "gguf_tokenizer(json.loads(pathlib.Path(sys.argv[1]).read_text()), 'm.gguf')\n"
         "assert 'transformers' not in sys.modules"
     )

@@ -18,13 +18,13 @@ import numpy as np
 import pytest
 
 from jaxserve import CheckpointError, InvalidRequest, SamplingParams
-from jaxserve.engine.text import tokenizer as tokenizer_module
-from jaxserve.engine.text import tokenizer_limits
-from jaxserve.engine.text.detokenizer import Detokenizer
-from jaxserve.engine.text.gguf_splits import SPLITS
-from jaxserve.engine.text.gguf_tokenizer import gguf_tokenizer
-from jaxserve.engine.text.tokenizer import Tokenizer
-from jaxserve.engine.text.tokenizer_calls import TokenizerFailure
+from jaxserve.text import tokenizer as tokenizer_module
+from jaxserve.text import tokenizer_limits
+from jaxserve.text.detokenizer import Detokenizer
+from jaxserve.text.gguf_splits import SPLITS
+from jaxserve.text.gguf_tokenizer import gguf_tokenizer
+from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.text.tokenizer_calls import TokenizerFailure
 from tests.support.checkpoint import byte_tokenizer
 
 pytestmark = pytest.mark.usefixtures("quick_code")

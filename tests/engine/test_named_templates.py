@@ -9,9 +9,9 @@ import pytest
 
 from jaxserve import LLM, InvalidRequest
 from jaxserve.commands.cli import main
-from jaxserve.engine.text.named_templates import find_template
-from jaxserve.engine.text.template import MAX_SOURCE_CHARS
-from jaxserve.engine.text.template_names import NAMED_TEMPLATES
+from jaxserve.text.named_templates import find_template
+from jaxserve.text.template import MAX_SOURCE_CHARS
+from jaxserve.text.template_names import NAMED_TEMPLATES
 from tests.support.checkpoint import save_checkpoint
 
 pytestmark = pytest.mark.usefixtures("quick_code")

@@ -32,11 +32,11 @@ from jaxserve.engine.loading import Loaded
 from jaxserve.engine.metric_values import metric_values
 from jaxserve.engine.metrics import Histogram
 from jaxserve.engine.request_factory import RequestFactory, check_logprobs
-from jaxserve.engine.text.detokenizer import Detokenizer
-from jaxserve.engine.text.tokenizer_calls import LibraryCalls
 from jaxserve.errors import EngineDead
 from jaxserve.scheduling.logprobs import TokenLogprobs, score_tokens
 from jaxserve.settings.config import LogprobsMode
+from jaxserve.text.detokenizer import Detokenizer
+from jaxserve.text.tokenizer_calls import LibraryCalls
 from tests.engine.conftest import GREEDY, Canary
 
 pytestmark = pytest.mark.usefixtures("quick_code")

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from jaxserve.engine.text.plain_tokenizer import PlainTokenizer, read_plain
-from jaxserve.engine.text.tokenizer import Tokenizer, byte_letters
 from jaxserve.settings.config import bundled_model
+from jaxserve.text.plain_tokenizer import PlainTokenizer, read_plain
+from jaxserve.text.tokenizer import Tokenizer, byte_letters
 from tests.support.checkpoint import byte_tokenizer
 
 
@@ -101,7 +101,7 @@ def test_the_bundled_model_needs_no_transformers() -> None:
     code = (
         "import sys\n"
         "from jaxserve.settings.config import bundled_model\n"
-        "from jaxserve.engine.text.tokenizer import Tokenizer\n"
+        "from jaxserve.text.tokenizer import Tokenizer\n"
         "one = Tokenizer(bundled_model(), 4096)\n"
         "assert one.render_chat([{'role': 'user', 'content': 'hi'}])\n"
         "print([m for m in ('jax', 'torch', 'transformers') if m in sys.modules])"

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
-from jaxserve.engine.text.infill import infill_prompt
-from jaxserve.engine.text.plain_tokenizer import PlainTokenizer
-from jaxserve.engine.text.template import ChatTemplate
-from jaxserve.engine.text.tokenizer import Tokenizer as OurTokenizer
+from jaxserve.text.infill import infill_prompt
+from jaxserve.text.plain_tokenizer import PlainTokenizer
+from jaxserve.text.template import ChatTemplate
+from jaxserve.text.tokenizer import Tokenizer as OurTokenizer
 from tests.support.small_tokenizers import FLAGS, KINDS, NOT_SPECIAL, SPECIAL, small_tokenizer
 
 pytestmark = pytest.mark.usefixtures("quick_code")

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from jinja2 import TemplateError
 
-from jaxserve.engine.text.template import ChatTemplate, TemplateTooLong
-from jaxserve.engine.text.template_costs import ATTRIBUTES
-from jaxserve.engine.text.template_sandbox import Sandbox
+from jaxserve.text.template import ChatTemplate, TemplateTooLong
+from jaxserve.text.template_costs import ATTRIBUTES
+from jaxserve.text.template_sandbox import Sandbox
 
 SECONDS = 0.02
 # One step may take this much longer than a rendering may take; the CPUs of CI are slow.

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from jaxserve import CheckpointError
-from jaxserve.engine.text.template import ChatTemplate, TemplateTooLong
-from jaxserve.engine.text.tokenizer import Tokenizer
+from jaxserve.text.template import ChatTemplate, TemplateTooLong
+from jaxserve.text.tokenizer import Tokenizer
 from tests.support.checkpoint import CHAT_TEMPLATE, SPECIAL, byte_tokenizer
 
 USER: Any = [{"role": "user", "content": "hi"}]

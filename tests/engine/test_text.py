@@ -16,19 +16,19 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jaxserve import CheckpointError, InvalidRequest, SamplingParams
-from jaxserve.engine.text.detokenizer import Detokenizer
-from jaxserve.engine.text.generation_config import (
-    default_sampling,
-    read_generation_config,
-    recommends_sampling,
-)
-from jaxserve.engine.text.tokenizer import Tokenizer
 from jaxserve.scheduling.logprobs import TokenLogprobs
 from jaxserve.server.schema.logprobs import CompletionTokens, TokenTexts
 from jaxserve.server.schema.openai import ChatMessage, ChatRequest, FunctionDefinition, Tool
 from jaxserve.server.tool_calls.dialect import Dialect
 from jaxserve.server.tool_calls.tools import tool_use
 from jaxserve.stop_strings import StopStrings
+from jaxserve.text.detokenizer import Detokenizer
+from jaxserve.text.generation_config import (
+    default_sampling,
+    read_generation_config,
+    recommends_sampling,
+)
+from jaxserve.text.tokenizer import Tokenizer
 from tests.support.checkpoint import byte_tokenizer
 
 pytestmark = pytest.mark.usefixtures("quick_code")

@@ -10,9 +10,9 @@ import pytest
 
 from jaxserve import AsyncLLM, EngineConfig, InvalidRequest, SamplingParams
 from jaxserve.engine.loading import Loaded, load
-from jaxserve.engine.text.thinking import ThinkingMarks
 from jaxserve.request import Request
 from jaxserve.structured import StructuredOutputsParams
+from jaxserve.text.thinking import ThinkingMarks
 
 pytestmark = pytest.mark.usefixtures("quick_code")
 

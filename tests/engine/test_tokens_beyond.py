@@ -10,8 +10,8 @@ import pytest
 
 from jaxserve import LLM, CheckpointError, InvalidRequest, SamplingParams
 from jaxserve.engine.loading import Loaded
-from jaxserve.engine.text.tokenizer import Tokenizer
 from jaxserve.structured import StructuredOutputsParams
+from jaxserve.text.tokenizer import Tokenizer
 from tests.support.checkpoint import byte_tokenizer
 
 SIZE, IMAGE = 260, "<image>"

@@ -343,8 +343,9 @@ NOT_TRACED = {
     *(
         f"jaxserve/{name}.py"
         for name in """
-        checks config errors garbage hosts installation machine model_name overrides stop_strings
-        structured unserved
+        errors garbage settings/checks settings/config settings/hosts settings/installation
+        settings/machine settings/model_name settings/overrides settings/unserved stop_strings
+        structured
         """.split()
     ),
     *(

@@ -14,10 +14,10 @@ from transformers import AutoTokenizer
 
 from jaxserve import LLM, EngineConfig, SamplingParams
 from jaxserve.engine.loading import load
-from jaxserve.engine.text.detokenizer import Detokenizer
-from jaxserve.engine.text.gguf_tokenizer import gguf_tokenizer
-from jaxserve.engine.text.template import ChatTemplate
-from jaxserve.engine.text.tokenizer import Tokenizer
+from jaxserve.text.detokenizer import Detokenizer
+from jaxserve.text.gguf_tokenizer import gguf_tokenizer
+from jaxserve.text.template import ChatTemplate
+from jaxserve.text.tokenizer import Tokenizer
 from tests.published.models import (
     CHATS,
     LANGUAGES,

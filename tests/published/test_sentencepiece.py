@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from sentencepiece import SentencePieceProcessor
 
-from jaxserve.engine.text.gguf_tokenizer import gguf_tokenizer
-from jaxserve.engine.text.tokenizer import Tokenizer
+from jaxserve.text.gguf_tokenizer import gguf_tokenizer
+from jaxserve.text.tokenizer import Tokenizer
 from tests.published.conftest import cache
 from tests.published.models import texts
 from tests.published.packages import ensure

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 import regex
 
-from jaxserve.engine.text.gguf_splits import SPLITS
-from jaxserve.engine.text.gguf_tokenizer import gguf_tokenizer
-from jaxserve.engine.text.tokenizer import Tokenizer, byte_letters
+from jaxserve.text.gguf_splits import SPLITS
+from jaxserve.text.gguf_tokenizer import gguf_tokenizer
+from jaxserve.text.tokenizer import Tokenizer, byte_letters
 from tests.published.conftest import cache
 from tests.published.models import texts
 from tests.published.packages import ensure

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from jaxserve.commands.bench.outcome import Target, Work
-from jaxserve.engine.text.tokenizer import Tokenizer
 from jaxserve.models import read_model_config
+from jaxserve.text.tokenizer import Tokenizer
 from scripts.compare import command as compare_engines
 from scripts.compare import gates, report, workloads
 from scripts.compare.parts import Subject, spans

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 import jaxserve
-from jaxserve.engine.text.tokenizer import Tokenizer
 from jaxserve.models import read_model_config
 from jaxserve.settings.config import bundled_model
+from jaxserve.text.tokenizer import Tokenizer
 from scripts.demo_model import tasks as demo_tasks
 from scripts.live_demo import command as demo
 from scripts.live_demo.requests import follow_ups, make_asks

@@ -10,11 +10,11 @@ import pytest
 
 from jaxserve import InvalidRequest
 from jaxserve.commands.terminal import Remote, Terminal
-from jaxserve.engine.text.template import ChatTemplate
-from jaxserve.engine.text.tokenizer import Tokenizer
 from jaxserve.server.http.app import App
 from jaxserve.server.served.chat_template import with_server_template
 from jaxserve.server.settings import ServerConfig
+from jaxserve.text.template import ChatTemplate
+from jaxserve.text.tokenizer import Tokenizer
 from tests.support.checkpoint import byte_tokenizer
 from tests.support.live_server import Server
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from jaxserve.engine.text.thinking import ThinkingConstraint
-from jaxserve.engine.text.tokenizer import Tokenizer
 from jaxserve.errors import InvalidRequest
 from jaxserve.scheduling.slot_table import NO_TOKEN
 from jaxserve.server.schema.openai import (
@@ -29,6 +27,8 @@ from jaxserve.server.tool_calls.pieces import CallPart, Content, Piece, Thought
 from jaxserve.server.tool_calls.thinking import Start
 from jaxserve.server.tool_calls.tools import ToolUse, introduce, tool_use
 from jaxserve.server.tool_calls.values import convert
+from jaxserve.text.thinking import ThinkingConstraint
+from jaxserve.text.tokenizer import Tokenizer
 from tests.support.checkpoint import byte_tokenizer
 
 HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")

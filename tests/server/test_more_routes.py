@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from jaxserve.engine.text.infill import MARKS, end_tokens, infill_prompt
-from jaxserve.engine.text.tokenizer import Tokenizer
 from jaxserve.errors import InvalidRequest
 from jaxserve.settings.config import bundled_model
+from jaxserve.text.infill import MARKS, end_tokens, infill_prompt
+from jaxserve.text.tokenizer import Tokenizer
 from tests.server.conftest import Many
 from tests.server.models import model_with
 from tests.support.live_server import Server

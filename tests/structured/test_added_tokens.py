@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from jaxserve.engine.text.grammars import Constraint, Grammars
 from jaxserve.server.tool_calls.formats import CALL_FORMATS
 from jaxserve.server.tool_calls.grammar import grammar_of_calls
 from jaxserve.structured import StructuredOutputsParams
+from jaxserve.text.grammars import Constraint, Grammars
 from tests.structured.test_call_grammars import FUNCTIONS, read
 from tests.structured.test_grammars import TOKENIZER
 

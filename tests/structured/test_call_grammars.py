@@ -10,8 +10,6 @@ import jsonschema
 import numpy as np
 import pytest
 
-from jaxserve.engine.text.grammars import Constraint, Grammars
-from jaxserve.engine.text.thinking import ThinkingConstraint, ThinkingMarks
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.schema.openai import ChatRequest, FunctionDefinition, Tool
 from jaxserve.server.tool_calls.answer import AnswerReader, readers_of
@@ -27,6 +25,8 @@ from jaxserve.server.tool_calls.thinking import Start
 from jaxserve.server.tool_calls.tools import CallUse, tool_use
 from jaxserve.server.tool_calls.written import Beside
 from jaxserve.structured import StructuredOutputsParams
+from jaxserve.text.grammars import Constraint, Grammars
+from jaxserve.text.thinking import ThinkingConstraint, ThinkingMarks
 from tests.structured.schemas import closed
 from tests.structured.test_grammars import END, TOKENIZER, VOCABULARY, allowed, draw
 

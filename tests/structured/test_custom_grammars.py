@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from jaxserve.engine.text.grammars import Constraint, Grammars
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.schema.openai import ChatRequest
 from jaxserve.server.tool_calls.answer import readers_of
@@ -19,6 +18,7 @@ from jaxserve.server.tool_calls.pieces import CallPart
 from jaxserve.server.tool_calls.thinking import Start
 from jaxserve.server.tool_calls.tools import ToolUse, tool_use
 from jaxserve.structured import StructuredOutputsParams
+from jaxserve.text.grammars import Constraint, Grammars
 from tests.structured.test_grammars import END, TOKENIZER, VOCABULARY, allowed, draw
 
 # As a coding agent sends it for patches.

@@ -15,16 +15,16 @@ import jsonschema
 import numpy as np
 import pytest
 
-from jaxserve.engine.text.grammars import (
+from jaxserve.errors import InvalidRequest
+from jaxserve.settings.config import bundled_model
+from jaxserve.structured import StructuredOutputsParams
+from jaxserve.text.grammars import (
     MAX_CACHED,
     MAX_CACHED_SECONDS,
     Constraint,
     GrammarError,
     Grammars,
 )
-from jaxserve.errors import InvalidRequest
-from jaxserve.settings.config import bundled_model
-from jaxserve.structured import StructuredOutputsParams
 from tests.structured.schemas import Schema, schemas
 
 TOKENIZER = (bundled_model() / "tokenizer.json").read_text()
@@ -333,7 +333,7 @@ def test_memory_of_forms_is_bounded() -> None:
     """Each of these holds 17 MB; all of them would take 350."""
     program = """
 import json, sys
-from jaxserve.engine.text.grammars import Grammars
+from jaxserve.text.grammars import Grammars
 from jaxserve.structured import StructuredOutputsParams
 grammars = Grammars(lambda: sys.argv[1], int(sys.argv[2]), [3])
 def resident():

@@ -12,13 +12,6 @@ from typing import Any
 import jsonschema
 import pytest
 
-from jaxserve.engine.text.grammars import Grammars, lark_problem, schema_problem
-from jaxserve.engine.text.json_schemas import (
-    EnforceableSchemas,
-    UnenforceableSchema,
-    enforceable,
-    well_formed,
-)
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.schema.openai import (
     ChatRequest,
@@ -31,6 +24,13 @@ from jaxserve.server.tool_calls.answer import readers_of
 from jaxserve.server.tool_calls.thinking import Start
 from jaxserve.server.tool_calls.tools import tool_use
 from jaxserve.structured import StructuredOutputsParams
+from jaxserve.text.grammars import Grammars, lark_problem, schema_problem
+from jaxserve.text.json_schemas import (
+    EnforceableSchemas,
+    UnenforceableSchema,
+    enforceable,
+    well_formed,
+)
 from tests.structured.test_grammars import END, TOKENIZER, VOCABULARY, draw
 
 Schema = dict[str, Any]

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from jaxserve.engine.text.grammars import Constraint, Grammars
-from jaxserve.engine.text.structural_tags import structural_tag_grammar
 from jaxserve.errors import InvalidRequest
 from jaxserve.settings.config import bundled_model
 from jaxserve.structured import StructuredOutputsParams
+from jaxserve.text.grammars import Constraint, Grammars
+from jaxserve.text.structural_tags import structural_tag_grammar
 from tests.structured.test_grammars import END, TOKENIZER, VOCABULARY, allowed, draw
 
 KEPT = json.loads((Path(__file__).parent / "structural_tags.json").read_text())

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from jaxserve.engine.text.tokenizer import Tokenizer
+from jaxserve.text.tokenizer import Tokenizer
 
 END = 2
 LETTERS = 'ab<cdefghijklmnopqrstuvwxyz0123456789{}[]":,.- \n'

@@ -12,9 +12,9 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
-from jaxserve.engine.text.gguf_tokenizer import gguf_tokenizer
-from jaxserve.engine.text.plain_tokenizer import PlainTokenizer
-from jaxserve.engine.text.tokenizer import Tokenizer as OurTokenizer
+from jaxserve.text.gguf_tokenizer import gguf_tokenizer
+from jaxserve.text.plain_tokenizer import PlainTokenizer
+from jaxserve.text.tokenizer import Tokenizer as OurTokenizer
 
 BLANK = "\u2581"
 SPECIAL = ("<unk>", "<s>", "</s>", "[INST]")

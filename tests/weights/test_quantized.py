@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxserve.engine.text.tokenizer import Tokenizer
 from jaxserve.errors import CheckpointError, UnsupportedModel
 from jaxserve.models import Decoder, checkpoint_weights, parse_model_config, read_model_config
 from jaxserve.models.linear import matmul
 from jaxserve.models.quantized import QuantizedExperts, QuantizedWeight, SplitWeight
 from jaxserve.models.weight_table import WeightName, dimensions
 from jaxserve.settings.config import bundled_model
+from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.weights import load_weights, random_weights
 from jaxserve.weights.block_codes import code_bits, codes_of
 from jaxserve.weights.expert_codes import fused_experts, quantized_experts

@@ -22,10 +22,10 @@ from jaxserve.commands.bench.datasets import make_works, spread_lengths
 from jaxserve.commands.bench.outcome import ENDPOINTS, Outcome, Run, Target, Work
 from jaxserve.commands.bench.report import details, failures, summarize, table
 from jaxserve.commands.options import CommandError
-from jaxserve.engine.text.tokenizer import Tokenizer
 from jaxserve.errors import CheckpointError
 from jaxserve.settings.config import EngineConfig, openai_api_key
 from jaxserve.settings.model_name import gguf_files, kind_of_model
+from jaxserve.text.tokenizer import Tokenizer
 
 MOST_IDS = 2**31 - 1  # of a tokenizer whose model is not there
 

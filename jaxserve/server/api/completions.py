@@ -10,7 +10,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxserve.engine.prompts import truncated
-from jaxserve.engine.text.infill import end_tokens, infill_prompt
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import Request as EngineRequest
 from jaxserve.request import SamplingParams
@@ -39,6 +38,7 @@ from jaxserve.server.schema.sampling import (
     with_ends,
 )
 from jaxserve.server.served.models import ServedModel
+from jaxserve.text.infill import end_tokens, infill_prompt
 
 DEFAULT_MAX_TOKENS = 16
 # Fields that only conversations have, with their neutral values.

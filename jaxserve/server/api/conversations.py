@@ -7,13 +7,13 @@ from typing import Any
 import msgspec
 
 from jaxserve.engine.prompts import truncated
-from jaxserve.engine.text.messages import plain_messages
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.schema.arguments import given_arguments
 from jaxserve.server.schema.openai import ChatMessage, ChatRequest, ToolCall
 from jaxserve.server.served.chat_template import check_inputs
 from jaxserve.server.served.models import ServedModel
 from jaxserve.server.tool_calls.tools import allowed_tools, check_tools, described
+from jaxserve.text.messages import plain_messages
 
 MAX_MESSAGES = MAX_DOCUMENTS = 4096
 

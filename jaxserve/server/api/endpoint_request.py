@@ -12,7 +12,6 @@ from uuid import uuid4
 import msgspec
 from starlette.requests import Request
 
-from jaxserve.engine.text.thinking import ThinkingMarks
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import Request as EngineRequest
 from jaxserve.request import SamplingParams
@@ -24,6 +23,7 @@ from jaxserve.server.served.models import Models, ServedModel
 from jaxserve.server.served.notices import Notices
 from jaxserve.server.settings import ServerConfig
 from jaxserve.settings.unserved import refuse_unsupported
+from jaxserve.text.thinking import ThinkingMarks
 
 T = TypeVar("T", bound=msgspec.Struct)
 # Fields that hold a conversation, which clients send again with every request.

@@ -9,7 +9,6 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxserve.engine.text.infill import end_tokens, infill_prompt
 from jaxserve.server.api.endpoint_request import EndpointRequest
 from jaxserve.server.api.generation import Choice, Generation, Part
 from jaxserve.server.api.streaming import event, respond
@@ -25,6 +24,7 @@ from jaxserve.server.schema.sampling import (
     sampling_params,
     with_ends,
 )
+from jaxserve.text.infill import end_tokens, infill_prompt
 
 # Fields of this endpoint alone that are not supported, with their neutral values.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {

@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 import msgspec
 
-from jaxserve.engine.text.messages import left_out
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.schema.arguments import arguments_text
 from jaxserve.server.schema.openai import (
@@ -22,6 +21,7 @@ from jaxserve.server.schema.openai import (
     Tool,
     ToolCall,
 )
+from jaxserve.text.messages import left_out
 
 _BILLING = "x-anthropic-billing-header"
 

@@ -9,14 +9,14 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
-from jaxserve.engine.text.content_format import WordsLost
-from jaxserve.engine.text.messages import RESERVED_INPUTS
-from jaxserve.engine.text.named_templates import find_template
-from jaxserve.engine.text.template import ChatTemplate
-from jaxserve.engine.text.template_budget import TemplateTooLong
-from jaxserve.engine.text.tokenizer import Tokenizer
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.settings import ServerConfig
+from jaxserve.text.content_format import WordsLost
+from jaxserve.text.messages import RESERVED_INPUTS
+from jaxserve.text.named_templates import find_template
+from jaxserve.text.template import ChatTemplate
+from jaxserve.text.template_budget import TemplateTooLong
+from jaxserve.text.tokenizer import Tokenizer
 
 # Of a template that comes with a request; the longest that models have are a third of it.
 MAX_REQUEST_CHARS = 1 << 16

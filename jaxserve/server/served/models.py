@@ -14,12 +14,6 @@ from typing import Any
 
 from jaxserve.engine.async_llm import AsyncLLM
 from jaxserve.engine.chat_sampling import chat_sampling
-from jaxserve.engine.text.grammars import schema_problem
-from jaxserve.engine.text.json_schemas import EnforceableSchemas
-from jaxserve.engine.text.messages import RefusedMessages
-from jaxserve.engine.text.template_budget import TemplateTooLong, weigh
-from jaxserve.engine.text.template_names import HOW_TO_GIVE
-from jaxserve.engine.text.tokenizer import NO_TEMPLATE
 from jaxserve.errors import InvalidRequest, PromptTooLong
 from jaxserve.request import Request
 from jaxserve.server.schema.errors import ApiError
@@ -42,6 +36,12 @@ from jaxserve.server.tool_calls.histories import (
     with_objects,
 )
 from jaxserve.server.tool_calls.tools import introduce
+from jaxserve.text.grammars import schema_problem
+from jaxserve.text.json_schemas import EnforceableSchemas
+from jaxserve.text.messages import RefusedMessages
+from jaxserve.text.template_budget import TemplateTooLong, weigh
+from jaxserve.text.template_names import HOW_TO_GIVE
+from jaxserve.text.tokenizer import NO_TEMPLATE
 
 # Text of up to this many characters is tokenized on the event loop, longer text on another thread.
 INLINE_CHARS = 8192

@@ -7,7 +7,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from jaxserve.engine.text.thinking import ThinkingMarks
 from jaxserve.scheduling.slot_table import NO_TOKEN
 from jaxserve.server.tool_calls.answer import AnswerFormat, AnswerReader, readers_of
 from jaxserve.server.tool_calls.detection import detect_calls, detect_thinking
@@ -32,6 +31,7 @@ from jaxserve.server.tool_calls.harmony import (
 )
 from jaxserve.server.tool_calls.thinking import Start, start_of
 from jaxserve.server.tool_calls.tools import CallUse, ToolUse
+from jaxserve.text.thinking import ThinkingMarks
 
 # Tokens at a prompt's end among which templates open or close thoughts.
 _TAIL_TOKENS = 24

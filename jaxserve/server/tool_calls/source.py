@@ -7,8 +7,8 @@ import re
 from collections.abc import Generator
 from typing import TypeVar
 
-from jaxserve.engine.text.added_texts import pattern_of_any
 from jaxserve.server.tool_calls.literals import EndFinder
+from jaxserve.text.added_texts import pattern_of_any
 
 T = TypeVar("T")
 # A reader that yields whenever it needs more of the text.

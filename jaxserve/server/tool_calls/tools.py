@@ -11,12 +11,6 @@ from typing import Any
 
 import msgspec
 
-from jaxserve.engine.text.grammars import lark_problem, schema_problem
-from jaxserve.engine.text.json_schemas import (
-    EnforceableSchemas,
-    UnenforceableSchema,
-    well_formed,
-)
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.schema.arguments import is_within
 from jaxserve.server.schema.openai import ChatRequest, NamedTool, ResponseFormat, Tool
@@ -29,6 +23,12 @@ from jaxserve.server.tool_calls.grammar_parts import arguments_schema
 from jaxserve.server.tool_calls.tagged_grammar import Unformable
 from jaxserve.server.tool_calls.written import NAME, Beside, Tools
 from jaxserve.structured import MAX_SCHEMA_BYTES, plain_schema
+from jaxserve.text.grammars import lark_problem, schema_problem
+from jaxserve.text.json_schemas import (
+    EnforceableSchemas,
+    UnenforceableSchema,
+    well_formed,
+)
 
 MAX_TOOLS = 1024
 MAX_TOOLS_BYTES = 512 << 10

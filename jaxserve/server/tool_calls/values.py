@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from jaxserve.engine.text.json_schemas import TYPE_NAMES, place_of, value_at
 from jaxserve.server.tool_calls.literals import RepeatedKey, read_json
+from jaxserve.text.json_schemas import TYPE_NAMES, place_of, value_at
 
 _TYPES = {
     str: "string",

@@ -16,8 +16,8 @@ from collections.abc import Sequence as Listing
 from pathlib import Path
 from typing import Any
 
-from jaxserve.engine.text.tokenizer_parts import num_strings, read_parts
 from jaxserve.errors import CheckpointError
+from jaxserve.text.tokenizer_parts import num_strings, read_parts
 
 MAX_TOKENIZER_BYTES = 64 << 20
 MAX_CONFIG_BYTES = 16 << 20

@@ -11,7 +11,7 @@ from typing import Any
 
 from jinja2.exceptions import SecurityError
 
-from jaxserve.engine.text.template_budget import MAX_ITEMS, MAX_NUMBER, Budget, TemplateTooLong
+from jaxserve.text.template_budget import MAX_ITEMS, MAX_NUMBER, Budget, TemplateTooLong
 
 # `%99999999d`, `{:99999999}` and `%*d` make long texts from short ones, as widths do that
 # arguments give.

@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Iterable
 from typing import Any
 
-from jaxserve.engine.text.tokenizer import byte_letters
+from jaxserve.text.tokenizer import byte_letters
 
 # Stands for the blank in vocabularies of pieces instead of theirs, U+2581, which a text may hold.
 _BLANK = "\ufdd0"

@@ -11,9 +11,9 @@ from typing import Any
 
 from jinja2 import nodes
 
-from jaxserve.engine.text.content_format import TextRoles
-from jaxserve.engine.text.template_budget import Budget, TemplateTooLong, weigh
-from jaxserve.engine.text.template_sandbox import Sandbox
+from jaxserve.text.content_format import TextRoles
+from jaxserve.text.template_budget import Budget, TemplateTooLong, weigh
+from jaxserve.text.template_sandbox import Sandbox
 
 MAX_SOURCE_CHARS = 1 << 20
 # Nodes of a template's syntax tree; the largest that models have hold a thousand.

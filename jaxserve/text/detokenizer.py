@@ -9,8 +9,8 @@ from collections.abc import Sequence as Listing
 
 from tokenizers.decoders import DecodeStream
 
-from jaxserve.engine.text.tokenizer import Tokenizer
 from jaxserve.request import SamplingParams
+from jaxserve.text.tokenizer import Tokenizer
 
 _CONTEXT_TOKENS = 8
 _SURROGATE = re.compile(rb"\xed[\xa0-\xbf]")

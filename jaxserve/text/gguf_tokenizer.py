@@ -19,13 +19,13 @@ import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
-from jaxserve.engine.text.gguf_ends import end_texts
-from jaxserve.engine.text.gguf_splits import IN_CHARACTERS, SPLITS, Split
-from jaxserve.engine.text.plain_tokenizer import PlainTokenizer
-from jaxserve.engine.text.tokenizer import byte_letters
-from jaxserve.engine.text.tokenizer_calls import LibraryCalls
-from jaxserve.engine.text.tokenizer_limits import check_listed_words
 from jaxserve.errors import CheckpointError
+from jaxserve.text.gguf_ends import end_texts
+from jaxserve.text.gguf_splits import IN_CHARACTERS, SPLITS, Split
+from jaxserve.text.plain_tokenizer import PlainTokenizer
+from jaxserve.text.tokenizer import byte_letters
+from jaxserve.text.tokenizer_calls import LibraryCalls
+from jaxserve.text.tokenizer_limits import check_listed_words
 
 _log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Listing
 from typing import Any, NamedTuple
 
-from jaxserve.engine.text.messages import PartedText
-from jaxserve.engine.text.template_budget import TemplateTooLong
+from jaxserve.text.messages import PartedText
+from jaxserve.text.template_budget import TemplateTooLong
 
 # Roles whose messages have content as text; None for all.
 TextRoles = frozenset[str] | None

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxserve.engine.text.added_texts import pattern_of_any
-from jaxserve.engine.text.structural_tag_fields import (
+from jaxserve.text.added_texts import pattern_of_any
+from jaxserve.text.structural_tag_fields import (
     content_field,
     elements_field,
     flag_field,

@@ -22,8 +22,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-from jaxserve.engine.text.template_budget import Budget, Paid
-from jaxserve.engine.text.template_costs import (
+from jaxserve.text.template_budget import Budget, Paid
+from jaxserve.text.template_costs import (
     ATTRIBUTES,
     NO_FILTERS,
     check_numbers,

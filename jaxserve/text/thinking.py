@@ -42,7 +42,7 @@ class ThinkingMarks:
 
 
 class Inner(Protocol):
-    """Constraint on the text after the thoughts; see `engine.text.grammars.Constraint`."""
+    """Constraint on the text after the thoughts; see `text.grammars.Constraint`."""
 
     words: np.ndarray
 

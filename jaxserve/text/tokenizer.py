@@ -12,16 +12,16 @@ from collections.abc import Sequence as Listing
 from pathlib import Path
 from typing import Any, Self
 
-from jaxserve.engine.text.added_texts import AddedTexts
-from jaxserve.engine.text.content_format import find_form, in_form, with_ending
-from jaxserve.engine.text.messages import RefusedMessages
-from jaxserve.engine.text.model_templates import read_templates
-from jaxserve.engine.text.plain_tokenizer import processor_template, read_tokenizer
-from jaxserve.engine.text.prompt_encoder import PromptEncoder
-from jaxserve.engine.text.template import ChatTemplate
-from jaxserve.engine.text.tokenizer_calls import LibraryCalls, TokenizerFailure
-from jaxserve.engine.text.tokenizer_limits import MAX_TOKENS_BEYOND, check_tokenizer_files
 from jaxserve.errors import CheckpointError, InvalidRequest
+from jaxserve.text.added_texts import AddedTexts
+from jaxserve.text.content_format import find_form, in_form, with_ending
+from jaxserve.text.messages import RefusedMessages
+from jaxserve.text.model_templates import read_templates
+from jaxserve.text.plain_tokenizer import processor_template, read_tokenizer
+from jaxserve.text.prompt_encoder import PromptEncoder
+from jaxserve.text.template import ChatTemplate
+from jaxserve.text.tokenizer_calls import LibraryCalls, TokenizerFailure
+from jaxserve.text.tokenizer_limits import MAX_TOKENS_BEYOND, check_tokenizer_files
 
 NO_TEMPLATE = "this model has no chat template"
 _log = logging.getLogger(__name__)

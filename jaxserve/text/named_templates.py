@@ -5,9 +5,9 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from jaxserve.engine.text.template import MAX_NODES, MAX_SOURCE_CHARS, ChatTemplate
-from jaxserve.engine.text.template_names import HOW_TO_GIVE, NAMED_TEMPLATES, TEMPLATE_FOLDER
 from jaxserve.errors import InvalidRequest
+from jaxserve.text.template import MAX_NODES, MAX_SOURCE_CHARS, ChatTemplate
+from jaxserve.text.template_names import HOW_TO_GIVE, NAMED_TEMPLATES, TEMPLATE_FOLDER
 
 # Characters by which vLLM tells a template from a path.
 _JINJA = "{}\n"

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxserve.engine.text.grammar_vocabulary import vocabulary_for_grammars
-from jaxserve.engine.text.json_schemas import enforceable, first_line
-from jaxserve.engine.text.structural_tags import structural_tag_grammar
-from jaxserve.engine.text.tokenizer import Tokenizer
-from jaxserve.engine.text.tokenizer_calls import LibraryCalls, TokenizerFailure
 from jaxserve.errors import InvalidRequest
 from jaxserve.structured import NAME, StructuredOutputsParams, plain_schema
+from jaxserve.text.grammar_vocabulary import vocabulary_for_grammars
+from jaxserve.text.json_schemas import enforceable, first_line
+from jaxserve.text.structural_tags import structural_tag_grammar
+from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.text.tokenizer_calls import LibraryCalls, TokenizerFailure
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions

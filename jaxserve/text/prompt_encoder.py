@@ -18,7 +18,7 @@ from typing import Any
 from tokenizers import Encoding
 from tokenizers import Tokenizer as Backend
 
-from jaxserve.engine.text.tokenizer_calls import LibraryCalls, TokenizerFailure
+from jaxserve.text.tokenizer_calls import LibraryCalls, TokenizerFailure
 
 _BLANK = "\u2581"  # how vocabularies of pieces write a blank
 # Longer texts are encoded by the library's function for batches, which releases Python's lock.

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from jaxserve.engine.text.template import ChatTemplate
 from jaxserve.errors import CheckpointError
+from jaxserve.text.template import ChatTemplate
 
 # Tools for templates that render conversations with tools alone.
 _TOOLS = [
