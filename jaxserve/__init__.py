@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from jaxserve.garbage import collection_paused
+from jaxserve.start.garbage import collection_paused
 
 if TYPE_CHECKING:
     from jaxserve.beams import BeamSearchParams

@@ -3,7 +3,7 @@
 import sys
 from importlib import import_module
 
-from jaxserve.interrupts import run_interruptible
+from jaxserve.start.interrupts import run_interruptible
 
 
 def main() -> int:

@@ -40,17 +40,18 @@ from jaxserve.beams import BeamSearchParams
 from jaxserve.engine.beam_search import BeamSearch, run_searches
 from jaxserve.engine.delta import Delta, Sink
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.loading import Loaded
-from jaxserve.engine.request_factory import Limits, bad_words_token_ids
+from jaxserve.engine.request_factory import bad_words_token_ids
 from jaxserve.errors import InvalidRequest
 from jaxserve.execution.hosts.group import Group
 from jaxserve.execution.mesh import make_mesh
-from jaxserve.execution.start.warm_up import WarmUp
 from jaxserve.models import ModelConfig, parse_model_config
 from jaxserve.models.shards import ONE_DEVICE, Split
 from jaxserve.request import MAX_LOGPROBS, Request, SamplingParams
 from jaxserve.scheduling.logprobs import TokenLogprobs
 from jaxserve.settings.config import KV_CACHE_DTYPES, EngineConfig, LogprobsMode
+from jaxserve.start.loading import Loaded
+from jaxserve.start.plan.limits import Limits
+from jaxserve.start.programs.warm_up import WarmUp
 from jaxserve.structured import StructuredOutputsParams
 from jaxserve.text.grammars import grammar_source
 from jaxserve.weights import random_weights

@@ -28,24 +28,25 @@ FLOORS = {
     "jaxserve.request": 1,
     "jaxserve.outputs": 1,
     "jaxserve.settings": 1,
-    "jaxserve.garbage": 1,
-    "jaxserve.interrupts": 1,
+    "jaxserve.start.garbage": 1,
+    "jaxserve.start.interrupts": 1,
     "jaxserve": 1,  # names resolved on first use, so that it imports nothing itself
     "jaxserve.scheduling": 2,
     "jaxserve.models": 2,
     "jaxserve.weights": 3,
     "jaxserve.text": 3,
     "jaxserve.execution": 4,
-    "jaxserve.engine": 5,
-    "jaxserve.server": 6,
-    "jaxserve.fleet": 7,
-    "jaxserve.ray_app": 8,
-    "jaxserve.commands": 8,
-    "jaxserve.__main__": 9,
+    "jaxserve.start": 5,
+    "jaxserve.engine": 6,
+    "jaxserve.server": 7,
+    "jaxserve.fleet": 8,
+    "jaxserve.ray_app": 9,
+    "jaxserve.commands": 9,
+    "jaxserve.__main__": 10,
 }
 BASE = (
     *("jaxserve.errors", "jaxserve.structured", "jaxserve.request", "jaxserve.outputs"),
-    *("jaxserve.settings", "jaxserve", "jaxserve.garbage", "jaxserve.interrupts"),
+    *("jaxserve.settings", "jaxserve", "jaxserve.start.garbage", "jaxserve.start.interrupts"),
     *("jaxserve.beams", "jaxserve.stop_strings"),
 )
 # All that crosses from the host half to the device half.
@@ -54,8 +55,7 @@ SEAM = tuple(f"jaxserve.scheduling.{name}" for name in ("plan", "logprobs", "slo
 HOMES = {
     "jax": (
         *("pallas_kernels", "jaxserve.models", "jaxserve.weights", "jaxserve.execution"),
-        # They name platform and dtype.
-        *(f"jaxserve.engine.{name}" for name in ("loading", "conversion", "weight_forms")),
+        "jaxserve.start",
     ),
     "starlette": ("jaxserve.server", "jaxserve.fleet"),
     "ray": ("jaxserve.fleet", "jaxserve.ray_app"),
@@ -71,10 +71,14 @@ HOMES = {
     "zmq": ("jaxserve.engine.event_peer", "jaxserve.engine.event_publisher"),
     "prometheus_client": ("jaxserve.server",),
     "opentelemetry": ("jaxserve.server.served.tracing",),
-    "httpx2": ("jaxserve.engine.hub", "jaxserve.commands.terminal", "jaxserve.commands.bench"),
+    "httpx2": (
+        "jaxserve.start.sources.hub",
+        "jaxserve.commands.terminal",
+        "jaxserve.commands.bench",
+    ),
     "transformers": ("jaxserve.text",),
     "tokenizers": ("jaxserve.text",),
-    "huggingface_hub": ("jaxserve.engine.hub",),
+    "huggingface_hub": ("jaxserve.start.sources.hub",),
     "gguf": ("jaxserve.weights.gguf",),
     "orbax": ("jaxserve.weights.converted",),
     "llvmlite": ("pallas_kernels.cpu",),
@@ -94,8 +98,8 @@ ONLY = {
     "jaxserve.request": set(),
     "jaxserve.outputs": set(),
     "jaxserve.settings": set(),
-    "jaxserve.garbage": set(),
-    "jaxserve.interrupts": set(),
+    "jaxserve.start.garbage": set(),
+    "jaxserve.start.interrupts": set(),
 }
 FORBIDDEN_ENDINGS = ("Manager", "Handler", "Helper", "Mixin")
 MOST_LINES = {"jaxserve": 500, "pallas_kernels": 600}

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from jaxserve.garbage import collection_paused
+from jaxserve.start.garbage import collection_paused
 
 # Importing JAX makes objects enough for three searches through all of them.
 IMPORT = """

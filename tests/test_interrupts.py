@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.interrupts import INTERRUPTED, on_signal, run_interruptible
+from jaxserve.start.interrupts import INTERRUPTED, on_signal, run_interruptible
 from tests.support.kept_programs import users_environment
 
 ROOT = Path(__file__).parent.parent
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 MODULE = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nx = [i for i in range(9)]\n"
 LATE = """
 import sys
-from jaxserve.interrupts import run_interruptible
+from jaxserve.start.interrupts import run_interruptible
 class Late:
     def __del__(self):
         import os, signal

@@ -11,9 +11,9 @@ import pytest
 from jaxserve import LLM, AsyncLLM, EngineConfig
 from jaxserve.commands.cli import main, make_parser
 from jaxserve.commands.options import engine_settings
-from jaxserve.engine.loading import load
 from jaxserve.errors import InvalidRequest
 from jaxserve.settings.unserved import UNSERVED, served
+from jaxserve.start.loading import load
 from tests.support.checkpoint import save_checkpoint
 from tests.support.quick_code import quick_programs
 

@@ -39,7 +39,7 @@ def convert(arguments: argparse.Namespace) -> int:
     """
     if os.path.lexists(arguments.target):
         raise CommandError(f"DST: {arguments.target} exists already; name a new folder")
-    module = importlib.import_module("jaxserve.engine.conversion")  # imports JAX
+    module = importlib.import_module("jaxserve.start.conversion")  # imports JAX
     try:
         config = EngineConfig(model=arguments.source, **given(arguments, FIELDS))
         module.convert(config, arguments.target)

@@ -60,7 +60,7 @@ def plan(arguments: argparse.Namespace) -> int:
     Raises:
         CommandError: no such model or card, or a wrong setting.
     """
-    planning = importlib.import_module("jaxserve.engine.planning")  # imports JAX
+    planning = importlib.import_module("jaxserve.start.plan.planning")  # imports JAX
     try:
         config = EngineConfig(model=arguments.model, **given(arguments, ENGINE_FIELDS))
         found = planning.plan_model(config, arguments.device)

@@ -22,7 +22,6 @@ from jaxserve.commands.options import (
 from jaxserve.commands.vllm_flags import SERVER
 from jaxserve.errors import InvalidRequest
 from jaxserve.fleet.options import FleetConfig, check_cluster, check_gang, check_server
-from jaxserve.garbage import collection_paused
 from jaxserve.server.http.listener import bind, bind_path
 from jaxserve.server.http.tls import check_certificates
 from jaxserve.server.served.specs import ModelSpec, check_models, plan_models
@@ -31,6 +30,7 @@ from jaxserve.settings.config import EngineConfig, check_devices, prepare_proces
 from jaxserve.settings.hosts import check_secret
 from jaxserve.settings.installation import install_command
 from jaxserve.settings.unserved import served
+from jaxserve.start.garbage import collection_paused
 
 SERVER_FIELDS = [field.name for field in dataclasses.fields(ServerConfig)]
 FLEET_FIELDS = [field.name for field in dataclasses.fields(FleetConfig)]

@@ -16,12 +16,11 @@ from jaxserve.engine.arguments import EngineArgs
 from jaxserve.engine.beam_search import BeamSearch
 from jaxserve.engine.delta import Delta
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.loading import Loaded
 from jaxserve.engine.logprobs import LogprobReader
 from jaxserve.engine.metric_values import Metric, metric_values
 from jaxserve.engine.metrics import EngineStats, Histogram
 from jaxserve.engine.prompts import Prompt, encoded, prompt_parts, tokenized
-from jaxserve.engine.request_factory import Limits, RequestFactory
+from jaxserve.engine.request_factory import RequestFactory
 from jaxserve.engine.request_stats import RequestStats
 from jaxserve.engine.stream import Delivery, Stream
 from jaxserve.engine.thread import NOT_PICKLED, EngineThread
@@ -31,6 +30,8 @@ from jaxserve.outputs import BeamSearchOutput, CompletionOutput, RequestOutput
 from jaxserve.request import FinishReason, Request, SamplingParams
 from jaxserve.scheduling.logprobs import TokenLogprobs
 from jaxserve.settings.config import EngineConfig
+from jaxserve.start.loading import Loaded
+from jaxserve.start.plan.limits import Limits
 
 T = TypeVar("T")
 

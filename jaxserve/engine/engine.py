@@ -12,13 +12,11 @@ import numpy as np
 from jaxserve.engine.delivery import Delivery, LiveSequence
 from jaxserve.engine.delta import Sink
 from jaxserve.engine.draw_scores import DrawScores
-from jaxserve.engine.expert_load import record
 from jaxserve.engine.launch_length import LaunchLength
-from jaxserve.engine.loading import Loaded, load
 from jaxserve.engine.metrics import STEP_TOKENS, EngineStats, Histogram
 from jaxserve.engine.recovery import Recovery
 from jaxserve.engine.request_factory import RequestFactory
-from jaxserve.engine.sharing import check_sharing, open_events, read_secret
+from jaxserve.engine.sharing import check_sharing, open_events
 from jaxserve.errors import EngineDead, InvalidRequest
 from jaxserve.execution.runner import InFlight, OnProgress
 from jaxserve.request import MAX_LOGPROBS, FinishReason, Request
@@ -29,6 +27,9 @@ from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slot_table import SlotTable
 from jaxserve.settings.config import EngineConfig
+from jaxserve.settings.secret_files import read_secret
+from jaxserve.start.loading import Loaded, load
+from jaxserve.start.sources.expert_load import record
 from jaxserve.text.detokenizer import Detokenizer
 from jaxserve.text.grammars import grammars_of
 

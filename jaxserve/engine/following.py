@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from jaxserve.engine.loading import begin
 from jaxserve.execution.hosts.group import Follower
 from jaxserve.execution.runner import OnProgress
 from jaxserve.settings.config import EngineConfig
+from jaxserve.start.loading import begin
 
 
 def follow(

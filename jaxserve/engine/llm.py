@@ -14,7 +14,6 @@ from jaxserve.beams import BeamSearchParams
 from jaxserve.engine.arguments import EngineArgs
 from jaxserve.engine.batch import Batch
 from jaxserve.engine.beam_search import BeamSearch, run_searches
-from jaxserve.engine.loading import Loaded
 from jaxserve.engine.metric_values import Metric, metric_values
 from jaxserve.engine.metrics import EngineStats
 from jaxserve.engine.prompts import (
@@ -35,6 +34,7 @@ from jaxserve.scheduling.logprobs import TokenLogprobs
 from jaxserve.settings.checks import exact_int
 from jaxserve.settings.config import EngineConfig
 from jaxserve.settings.unserved import served
+from jaxserve.start.loading import Loaded
 from jaxserve.text.messages import plain_messages
 from jaxserve.text.template_names import HOW_TO_GIVE
 from jaxserve.text.tokenizer import NO_TEMPLATE

@@ -6,7 +6,7 @@ import itertools
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Listing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,44 +17,18 @@ from jaxserve.request import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS_TOKENIZED,
     MAX_CACHE_SALT_CHARS,
-    MAX_LOGPROBS,
     MAX_STOP_TOKEN_IDS,
     Request,
     SamplingParams,
 )
 from jaxserve.settings.checks import exact_int, is_listing
-from jaxserve.settings.config import MAX_SCHEDULER_STEPS
+from jaxserve.start.plan.limits import Limits
 from jaxserve.structured import NAME as STRUCTURED
 from jaxserve.text.grammars import Constraint, Grammars
 from jaxserve.text.thinking import ThinkingConstraint, ThinkingMarks
 from jaxserve.text.tokenizer import Tokenizer
 
 Encode = Callable[[str], list[int]]
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of the model and its cache, which every request must keep.
-
-    Attributes:
-        vocab_size: width of the logits; token ids are below it.
-        max_model_len: most tokens of a sequence, no more than the cache holds.
-        eos_token_ids: the model's own ends.
-        seed: the engine's, from which requests without a seed get theirs.
-        launch_steps: most decode steps of a launch; by default the most that a configuration
-            allows.
-        max_logprobs: most alternatives of a token, -1 for the whole vocabulary.
-        keeps_logits: whether programs keep logits, from which the host takes what the device does
-            not score.
-    """
-
-    vocab_size: int
-    max_model_len: int
-    eos_token_ids: tuple[int, ...]
-    seed: int
-    launch_steps: int = MAX_SCHEDULER_STEPS
-    max_logprobs: int = MAX_LOGPROBS
-    keeps_logits: bool = True
 
 
 def check_token_ids(token_ids: Any, vocab_size: int) -> np.ndarray:

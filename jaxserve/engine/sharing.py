@@ -4,64 +4,17 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
 import secrets
-import stat
 from hashlib import blake2b
-from pathlib import Path
 from typing import Any
 
 from jaxserve.errors import InvalidRequest
-from jaxserve.scheduling.page_keys import SECRET_BYTES
 from jaxserve.settings.config import EngineConfig
 from jaxserve.settings.installation import install_command
 from jaxserve.settings.kv_events import NAME, events_config
+from jaxserve.settings.secret_files import read_secret
 
 _log = logging.getLogger(__name__)
-_MOST_BYTES = 1 << 16
-_FIELD = "prefix_caching_secret"
-# A fleet's secret is often mounted for a group: others may do nothing with it, nor the group write.
-_OPEN_BITS = 0o027
-
-
-def read_secret(path: str | Path | None, name: str = _FIELD) -> bytes | None:
-    """Return what the file of a shared secret holds, unchanged; None where none is named.
-
-    Args:
-        name: of the setting, for errors.
-
-    Raises:
-        InvalidRequest: the file is missing, too short, too long, no file, or open to others.
-    """
-    if path is None:
-        return None
-    try:
-        # A pipe would be waited for otherwise.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise InvalidRequest(f"{name}: {path} cannot be read ({reason})", name) from None
-    try:
-        mode = os.fstat(descriptor).st_mode
-        if not stat.S_ISREG(mode):
-            raise InvalidRequest(f"{name}: {path} is not a file", name)
-        if mode & _OPEN_BITS:
-            raise InvalidRequest(
-                f"{name}: {path} is open to others (mode {stat.S_IMODE(mode):04o}); it must be "
-                "the owner's alone, or its group's to read: chmod 600",
-                name,
-            )
-        secret = os.read(descriptor, _MOST_BYTES + 1)
-    finally:
-        os.close(descriptor)
-    if not SECRET_BYTES <= len(secret) <= _MOST_BYTES:
-        size = f"{len(secret)} bytes" if len(secret) <= _MOST_BYTES else "more"
-        raise InvalidRequest(
-            f"{name}: {path} must hold from {SECRET_BYTES} to {_MOST_BYTES} random bytes, and "
-            f"holds {size}; `openssl rand -hex 32` makes some",
-            name,
-        )
-    return secret
 
 
 def salt_secret(config: EngineConfig) -> bytes:

@@ -16,12 +16,12 @@ from typing import Any, TypeVar
 
 from jaxserve.engine.delta import Delta, Sink
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.loading import Loaded
 from jaxserve.errors import EngineClosed, EngineDead, InvalidRequest
 from jaxserve.execution.runner import OnProgress
-from jaxserve.execution.start.memory_return import return_memory
 from jaxserve.request import FinishReason, Request
 from jaxserve.settings.config import EngineConfig
+from jaxserve.start.loading import Loaded
+from jaxserve.start.memory_return import return_memory
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)

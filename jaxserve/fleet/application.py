@@ -18,7 +18,7 @@ from ray._common.utils import resources_from_ray_options
 from ray.serve._private.constants import RAY_SERVE_ENABLE_HA_PROXY
 from ray.serve.config import AutoscalingConfig, BackpressureConfig
 
-from jaxserve.engine.sharing import check_sharing, read_secret
+from jaxserve.engine.sharing import check_sharing
 from jaxserve.errors import InvalidRequest
 from jaxserve.fleet.choice import PrefixChoice
 from jaxserve.fleet.gang import Gang
@@ -28,6 +28,7 @@ from jaxserve.server.served.admission import QUEUED_FOR_EACH_SLOT
 from jaxserve.server.served.specs import ModelSpec
 from jaxserve.server.settings import ServerConfig
 from jaxserve.settings.config import prepare_process
+from jaxserve.settings.secret_files import read_secret
 
 NAME = "jaxserve"
 HEALTH_SECONDS = 2.0

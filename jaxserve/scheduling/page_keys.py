@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxserve.settings.secret_files import SECRET_BYTES
+
 LANES = 4
 # A key is two words: u64[WORDS].
 WORDS = 2
 # What the numbers are derived under; another derivation takes another version.
 _LABEL = b"jaxserve page keys, version 1"
-SECRET_BYTES = 32
-"""Fewest bytes of a secret."""
 
 
 class PrefixKeys(NamedTuple):

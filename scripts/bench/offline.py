@@ -30,15 +30,15 @@ import numpy as np
 from jaxserve import LLM
 from jaxserve.commands.argument_types import positive_integer, some_of
 from jaxserve.engine.engine import Engine, make_scheduler
-from jaxserve.engine.loading import Loaded
-from jaxserve.engine.request_factory import Limits
-from jaxserve.execution.start.warm_up import WarmUp
 from jaxserve.models import ModelConfig, parse_model_config
 from jaxserve.request import SamplingParams
 from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.slot_table import SlotTable
 from jaxserve.settings.config import EngineConfig
+from jaxserve.start.loading import Loaded
+from jaxserve.start.plan.limits import Limits
+from jaxserve.start.programs.warm_up import WarmUp
 from jaxserve.weights import random_weights
 from pallas_kernels.cpu.product import panel_product
 from scripts.lib.argument_types import at_most, check_room, checkpoint, results_file

@@ -30,13 +30,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.engine.loading import Loaded
-from jaxserve.engine.request_factory import Limits
-from jaxserve.execution.start.warm_up import start_runner
 from jaxserve.models import Decoder, parse_model_config, read_model_config
 from jaxserve.models.quantized import QuantizedWeight
 from jaxserve.request import SamplingParams
 from jaxserve.settings.config import EngineConfig, bundled_model
+from jaxserve.start.loading import Loaded
+from jaxserve.start.plan.limits import Limits
+from jaxserve.start.programs.warm_up import start_runner
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.weights import load_weights, random_weights
 from scripts.bench import offline as bench_offline

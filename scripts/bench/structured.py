@@ -36,10 +36,10 @@ from tokenizers import decoders, models, pre_tokenizers
 from jaxserve.commands.argument_types import positive_integer
 from jaxserve.engine.delta import Delta
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.loading import Loaded, load
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import SamplingParams
 from jaxserve.settings.config import EngineConfig
+from jaxserve.start.loading import Loaded, load
 from jaxserve.structured import StructuredOutputsParams
 from jaxserve.text.grammars import GrammarError, Grammars
 from scripts.lib.argument_types import at_most, check_room, checkpoint, results_file

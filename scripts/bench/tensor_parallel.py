@@ -21,14 +21,14 @@ import numpy as np
 from jaxserve.commands.argument_types import positive_integer
 from jaxserve.engine.delta import Delta
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.loading import Loaded
-from jaxserve.engine.request_factory import Limits
 from jaxserve.execution.mesh import make_mesh
-from jaxserve.execution.start.warm_up import start_runner
 from jaxserve.models import parse_model_config
 from jaxserve.models.shards import Split, check_split
 from jaxserve.request import SamplingParams
 from jaxserve.settings.config import EngineConfig
+from jaxserve.start.loading import Loaded
+from jaxserve.start.plan.limits import Limits
+from jaxserve.start.programs.warm_up import start_runner
 from jaxserve.weights import random_weights
 from scripts.lib.argument_types import results_file
 from scripts.lib.model_shapes import COMMON, SHAPES

@@ -17,11 +17,11 @@ import numpy as np
 
 from jaxserve.engine.delta import Delta
 from jaxserve.engine.engine import Engine, make_scheduler
-from jaxserve.engine.loading import Loaded, load
 from jaxserve.request import SamplingParams
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.slot_table import SlotTable
+from jaxserve.start.loading import Loaded, load
 from scripts.compare.worker_http import Front, Job, arguments
 from scripts.lib.static_scheduler import StaticScheduler
 

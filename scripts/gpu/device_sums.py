@@ -20,8 +20,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import pallas_kernels
 from jaxserve.execution.mesh import mesh_of
-from jaxserve.execution.start.sum_options import options_of
 from jaxserve.models.shards import AXIS
+from jaxserve.start.plan.sum_options import options_of
 from pallas_kernels.device_sums import sum_in_order
 from pallas_kernels.devices import target_device
 from scripts.gpu import timing as gpu_timing

@@ -12,13 +12,13 @@ from __future__ import annotations
 import argparse
 import re
 
-from jaxserve.execution.start.device import named_device
-from jaxserve.execution.start.memory_plan import MemoryPlan, plan_memory
-from jaxserve.execution.start.step_time import StepTimes
-from jaxserve.execution.start.weight_sizes import Weights
 from jaxserve.models.registry import parse_model_config
 from jaxserve.models.shards import Split
 from jaxserve.settings.config import EngineConfig
+from jaxserve.start.device import named_device
+from jaxserve.start.plan.memory_plan import MemoryPlan, plan_memory
+from jaxserve.start.plan.step_time import StepTimes
+from jaxserve.start.plan.weight_sizes import Weights
 from pallas_kernels.devices import GIB, find_card
 from scripts.gpu import models as gpu_models
 from scripts.lib.paths import RESULTS, ROOT
@@ -70,7 +70,7 @@ reads over the data sheet's bandwidth. Below compute capability 8.0 plain XLA ru
 
 Divided over several H200s (`--tensor-parallel-size`), in 16 bits: thousands of tokens of cache, and
 milliseconds of a decode step of 1 / 32 / 256 rows of 1,024 tokens and of a prompt of 8,192, by the
-data sheet's ceilings and published latencies of sums (`execution/start/step_time.py`).
+data sheet's ceilings and published latencies of sums (`start/plan/step_time.py`).
 
 {divided}
 """

@@ -13,7 +13,7 @@ import pathlib
 import tarfile
 from typing import Any
 
-from jaxserve.execution.start.autotuning import (
+from jaxserve.start.programs.autotuning import (
     TUNED,
     Choices,
     is_choice,

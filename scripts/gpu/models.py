@@ -14,13 +14,13 @@ from flax import nnx
 
 from jaxserve.execution.batch import pack, unpack
 from jaxserve.execution.buckets import Bucket
-from jaxserve.execution.start.compiler import product_precision
 from jaxserve.execution.state import make_state
 from jaxserve.execution.step import decode_steps, model_step
 from jaxserve.models import parse_model_config
 from jaxserve.models.registry import abstract_model
 from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.slot_table import SlotTable
+from jaxserve.start.programs.compiler import product_precision
 from jaxserve.weights.quantized_shapes import quantize_shapes
 
 PAGE_SIZE = 16

@@ -36,12 +36,12 @@ import jax
 from jaxserve.commands.argument_types import integer_from_0, positive_integer, writable_file
 from jaxserve.engine.delta import Delta, Sink
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.loading import load
-from jaxserve.engine.source import find_source
 from jaxserve.errors import JaxserveError
 from jaxserve.execution.batch import pack
 from jaxserve.execution.runner import InFlight
 from jaxserve.request import SamplingParams
+from jaxserve.start.loading import load
+from jaxserve.start.sources.source import find_source
 from scripts.lib.host_clock import HostClock
 from scripts.lib.profiler_trace import CLASSES, DeviceTime, device_time, read_events
 from scripts.lib.run_main import run_main

@@ -17,14 +17,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxserve.execution.start.autotuning import read_choices
-from jaxserve.execution.start.compilation import keep_choices
-from jaxserve.execution.start.described_card import DescribedCard
-from jaxserve.execution.start.device import importing_kernels
-from jaxserve.execution.start.for_card import CardPrograms
 from jaxserve.models import abstract_model, parse_model_config
 from jaxserve.models.shards import Split
 from jaxserve.settings.config import EngineConfig
+from jaxserve.start.device import importing_kernels
+from jaxserve.start.programs.autotuning import read_choices
+from jaxserve.start.programs.compilation import keep_choices
+from jaxserve.start.programs.described_card import DescribedCard
+from jaxserve.start.programs.for_card import CardPrograms
 from jaxserve.weights.expected import divide_shapes
 from scripts.gpu.models import MODELS
 

@@ -20,13 +20,13 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.execution.buckets import Bucket
-from jaxserve.execution.start.compilation import open_store
-from jaxserve.execution.start.compiler import Compiler
-from jaxserve.execution.start.described_card import DescribedCard
 from jaxserve.models import abstract_model, parse_model_config
 from jaxserve.models.collectives import summed
 from jaxserve.models.shards import AXIS, Split
 from jaxserve.settings.config import EngineConfig
+from jaxserve.start.programs.compilation import open_store
+from jaxserve.start.programs.compiler import Compiler
+from jaxserve.start.programs.described_card import DescribedCard
 from jaxserve.weights.expected import divide_shapes
 from scripts.gpu.compile_sums import CHOICES, ROWS, strategies_of, thunk_counts
 from scripts.gpu.models import MODELS

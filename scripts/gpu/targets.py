@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from jaxserve.execution.start.described_card import CLASSES, DescribedCard
+from jaxserve.start.programs.described_card import CLASSES, DescribedCard
 from pallas_kernels.devices import find_card
 
 __all__ = ["CLAIMED", "CLASSES", "ONE_OF_EACH", "Target"]

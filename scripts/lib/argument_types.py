@@ -87,9 +87,9 @@ def check_room(
         prompt, tokens: of the longest sequence, the latter as `--tokens` says.
     """
     # Imported here: it imports JAX, and some scripts run where jaxserve is not installed.
-    from jaxserve.engine.source import find_source
     from jaxserve.errors import JaxserveError
     from jaxserve.settings.config import EngineConfig
+    from jaxserve.start.sources.source import find_source
 
     try:
         longest = find_source(EngineConfig(model=model)).model_config.max_position_embeddings

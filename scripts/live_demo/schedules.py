@@ -13,11 +13,11 @@ from rich.table import Table
 
 from jaxserve.engine.delta import Delta
 from jaxserve.engine.engine import Engine, MakeScheduler, make_scheduler
-from jaxserve.engine.loading import Loaded
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.slot_table import SlotTable
 from jaxserve.settings.config import EngineConfig
+from jaxserve.start.loading import Loaded
 from scripts.lib.static_scheduler import StaticScheduler
 from scripts.live_demo.asks import Ask
 

@@ -21,10 +21,10 @@ import numpy as np
 
 from jaxserve.engine.delta import Delta
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.loading import Loaded
 from jaxserve.execution.buckets import Bucket
 from jaxserve.execution.runner import InFlight
 from jaxserve.scheduling.plan import LaunchPlan
+from jaxserve.start.loading import Loaded
 from scripts.simulate.client import add_request, alike, serve_really
 from scripts.simulate.fits import (
     Measured,

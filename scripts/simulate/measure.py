@@ -11,12 +11,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxserve.engine.loading import Loaded, load
 from jaxserve.execution.buckets import Bucket
 from jaxserve.execution.runner import Runner
 from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.slot_table import SlotTable
 from jaxserve.settings.config import EngineConfig
+from jaxserve.start.loading import Loaded, load
 from scripts.simulate.calibrate import Calibration
 from scripts.simulate.fits import Line, Measured, attention_work
 from scripts.simulate.loop import Setting

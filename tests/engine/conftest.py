@@ -9,9 +9,9 @@ import pytest
 from jax.stages import Lowered
 
 from jaxserve import LLM, EngineConfig, SamplingParams
-from jaxserve.engine.loading import Loaded, load
-from jaxserve.execution.start import weight_sizes
-from jaxserve.execution.start.programs import ProgramStore
+from jaxserve.start.loading import Loaded, load
+from jaxserve.start.plan import weight_sizes
+from jaxserve.start.programs.programs import ProgramStore
 from scripts.lib.fast_compile import FAST
 from tests.support.checkpoint import save_checkpoint
 from tests.support.quick_code import quick_programs

@@ -19,11 +19,11 @@ from typing import Any
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.execution.buckets import Bucket
-from jaxserve.execution.start import compiling_process
-from jaxserve.execution.start.behind import ProgramsBehind
-from jaxserve.execution.start.compiler import program_name
-from jaxserve.execution.start.compiling_process import CompilingProcess
-from jaxserve.execution.start.kept_files import file_name
+from jaxserve.start.programs import compiling_process
+from jaxserve.start.programs.behind import ProgramsBehind
+from jaxserve.start.programs.compiler import program_name
+from jaxserve.start.programs.compiling_process import CompilingProcess
+from jaxserve.start.programs.kept_files import file_name
 
 SIZES: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 64}
 WORK = [

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from jaxserve import AsyncLLM, EngineClosed, InvalidRequest, RequestOutput, SamplingParams
-from jaxserve.engine.loading import Loaded
+from jaxserve.start.loading import Loaded
 
 pytestmark = pytest.mark.usefixtures("quick_code")
 

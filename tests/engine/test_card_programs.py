@@ -14,14 +14,14 @@ import jax.numpy as jnp
 import pytest
 
 from jaxserve import EngineConfig
-from jaxserve.engine.card_programs import compile_for_card
 from jaxserve.errors import DeviceError, InvalidRequest, UnsupportedModel
-from jaxserve.execution.start import for_card
-from jaxserve.execution.start.cache_size import CACHE_NOTES
-from jaxserve.execution.start.described_card import DescribedCard
-from jaxserve.execution.start.for_card import CardPrograms
-from jaxserve.execution.start.jax_start import CudaParts, plugin_remedy
 from jaxserve.models import abstract_model, parse_model_config
+from jaxserve.start.card_programs import compile_for_card
+from jaxserve.start.jax_start import CudaParts, plugin_remedy
+from jaxserve.start.programs import for_card
+from jaxserve.start.programs.cache_size import CACHE_NOTES
+from jaxserve.start.programs.described_card import DescribedCard
+from jaxserve.start.programs.for_card import CardPrograms
 from scripts.gpu.models import MODELS
 
 MIXTRAL = {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None}
@@ -123,7 +123,7 @@ def test_a_plugin_of_another_version_is_none() -> None:
 def test_kernels_of_a_card_are_imported_while_weights_are_read() -> None:
     code = """
         import sys
-        from jaxserve.execution.start.device import importing_kernels
+        from jaxserve.start.device import importing_kernels
         from pallas_kernels.devices import find_card
         assert importing_kernels(find_card("T4").limits) is None
         for card, module in (("A100", "triton_ragged"), ("H100", "hopper_ragged")):

@@ -11,10 +11,10 @@ import pytest
 
 from jaxserve import LLM, EngineConfig, UnsupportedModel
 from jaxserve.commands.cli import main
-from jaxserve.engine.loading import load
-from jaxserve.engine.source import find_source
 from jaxserve.models.quantized import QuantizedExperts
 from jaxserve.models.token_rounding import TokenRounded
+from jaxserve.start.loading import load
+from jaxserve.start.sources.source import find_source
 from jaxserve.weights import parameter_values
 from tests.engine.conftest import GREEDY
 from tests.engine.test_gguf_text import byte_level

@@ -14,13 +14,13 @@ import pytest
 
 from jaxserve.commands.cli import main
 from jaxserve.errors import UnsupportedModel
-from jaxserve.execution.start.device import named_device
-from jaxserve.execution.start.memory_plan import plan_memory
-from jaxserve.execution.start.step_time import StepTimes, sum_seconds
-from jaxserve.execution.start.weight_sizes import Weights
 from jaxserve.models import parse_model_config
 from jaxserve.models.shards import Split, check_split
 from jaxserve.settings.config import EngineConfig
+from jaxserve.start.device import named_device
+from jaxserve.start.plan.memory_plan import plan_memory
+from jaxserve.start.plan.step_time import StepTimes, sum_seconds
+from jaxserve.start.plan.weight_sizes import Weights
 from tests.models.test_published_configs import DEEPSEEK_V3, LLAMA_3, shape
 
 pytestmark = pytest.mark.usefixtures("shapes_once")

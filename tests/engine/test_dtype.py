@@ -9,10 +9,10 @@ import jax
 import pytest
 
 from jaxserve import LLM
-from jaxserve.engine import loading
-from jaxserve.engine.weight_forms import choose_dtype
 from jaxserve.errors import UnsupportedModel
 from jaxserve.models.registry import ARCHITECTURES
+from jaxserve.start import loading
+from jaxserve.start.plan.weight_forms import choose_dtype
 from pallas_kernels.devices import DeviceLimits, find_card
 from tests.support.checkpoint import save_checkpoint
 

@@ -21,9 +21,9 @@ from jaxserve import SamplingParams
 from jaxserve.engine import event_peer, event_publisher
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.event_publisher import EventPublisher
-from jaxserve.engine.loading import Loaded
 from jaxserve.scheduling.page_changes import ClearedPages, RemovedPages, StoredPages
 from jaxserve.settings.kv_events import KVEventsConfig
+from jaxserve.start.loading import Loaded
 from tests.scheduling.subscriber import Subscriber
 
 PATIENCE = 60

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from jaxserve.engine.expert_load import placement_of
 from jaxserve.errors import CheckpointError, InvalidRequest, UnsupportedModel
-from jaxserve.execution.start.weight_sizes import Weights
 from jaxserve.models import parse_model_config
 from jaxserve.models.shards import Split, check_split
 from jaxserve.settings.config import EngineConfig
 from jaxserve.settings.eplb import EplbConfig
+from jaxserve.start.plan.weight_sizes import Weights
+from jaxserve.start.sources.expert_load import placement_of
 from tests.equivalence import EXPERTS, TINY
 from tests.models.test_published_configs import DEEPSEEK_V3
 

@@ -15,12 +15,12 @@ from flax import nnx
 from jaxserve import EngineConfig
 from jaxserve.engine.delta import Delta
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.loading import Loaded
-from jaxserve.engine.request_factory import Limits
 from jaxserve.execution.runner import Runner
-from jaxserve.execution.start.warm_up import start_runner
 from jaxserve.models import parse_model_config
 from jaxserve.request import SamplingParams
+from jaxserve.start.loading import Loaded
+from jaxserve.start.plan.limits import Limits
+from jaxserve.start.programs.warm_up import start_runner
 from jaxserve.weights import random_weights
 
 pytestmark = pytest.mark.usefixtures("quick_code")

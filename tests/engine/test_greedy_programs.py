@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import pytest
 
 from jaxserve import LLM, EngineConfig, SamplingParams
-from jaxserve.engine.loading import Loaded
-from jaxserve.engine.source import find_source
 from jaxserve.execution.buckets import Bucket
-from jaxserve.execution.start.warm_up import start_runner
+from jaxserve.start.loading import Loaded
+from jaxserve.start.programs.warm_up import start_runner
+from jaxserve.start.sources.source import find_source
 
 WORK = [
     ("one", SamplingParams(temperature=0, max_tokens=30)),

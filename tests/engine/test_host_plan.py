@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 
-from jaxserve.engine import loading
-from jaxserve.engine.loading import load
-from jaxserve.engine.planning import ModelPlan, plan_model
 from jaxserve.errors import InvalidRequest
-from jaxserve.execution.start.host_cache import cpu_page_budget
-from jaxserve.execution.start.memory_plan import HOST_RESERVE
 from jaxserve.settings.config import EngineConfig
+from jaxserve.start import loading
+from jaxserve.start.loading import load
+from jaxserve.start.plan.host_cache import cpu_page_budget
+from jaxserve.start.plan.memory_plan import HOST_RESERVE
+from jaxserve.start.plan.planning import ModelPlan, plan_model
 from tests.models.test_published_configs import LLAMA_3, LLAMA_32_ROPE, MISTRAL, QWEN_3, shape
 from tests.support.host_files import MIB, limited_host, write_host
 from tests.support.quick_code import compile_quickly
@@ -267,7 +267,7 @@ from jaxserve.settings.config import prepare_process
 from tests.engine.test_host_plan import SETTINGS
 
 prepare_process()
-from jaxserve.engine.loading import load
+from jaxserve.start.loading import load
 
 def resident(name):
     lines = Path("/proc/self/status").read_text().splitlines()

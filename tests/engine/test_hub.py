@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from jaxserve import CheckpointError, EngineConfig
-from jaxserve.engine.hub import fetch
-from jaxserve.engine.source import find_source
-from jaxserve.execution.start.device import DeviceMemory
 from jaxserve.settings.model_name import is_hub_name
+from jaxserve.start.device import DeviceMemory
+from jaxserve.start.sources.hub import fetch
+from jaxserve.start.sources.source import find_source
 from jaxserve.weights import parameter_values
 from pallas_kernels.devices import DeviceLimits
 from tests.support.gguf_files import random_tensors, raw_config, write_gguf
@@ -250,7 +250,7 @@ def test_else_the_largest_that_fits_is_taken_and_said(
     hub, tmp_path, caplog, monkeypatch, free, file, why
 ):
     host = DeviceMemory(DeviceLimits("cpu", "CPU"), 1 << 30, free)
-    monkeypatch.setattr("jaxserve.engine.hub.this_device", lambda: host)
+    monkeypatch.setattr("jaxserve.start.sources.hub.this_device", lambda: host)
     assert fetch("org/large-GGUF", download_dir=tmp_path).name == file
     assert fetched(hub) == {file}
     assert f"takes {file}, {why}" in caplog.text

@@ -19,32 +19,32 @@ import jax.numpy as jnp
 import pytest
 
 from jaxserve.commands.cli import main
-from jaxserve.engine import loading
-from jaxserve.engine.planning import plan_model
 from jaxserve.errors import InvalidRequest
 from jaxserve.execution.buckets import Sampler
-from jaxserve.execution.start import cache_size
-from jaxserve.execution.start import device as device_module
-from jaxserve.execution.start.cache_size import CACHE_NOTES, CacheSize, temporary_bytes_of
-from jaxserve.execution.start.device import (
+from jaxserve.models import ModelConfig, parse_model_config
+from jaxserve.settings.config import EngineConfig
+from jaxserve.settings.machine import DriverCard, VisibleCard
+from jaxserve.start import device as device_module
+from jaxserve.start import loading
+from jaxserve.start.device import (
     DeviceMemory,
     named_device,
     open_device,
     started_device,
     this_device,
 )
-from jaxserve.execution.start.memory_plan import (
+from jaxserve.start.plan.memory_plan import (
     MemoryPlan,
     Sizes,
     plan_memory,
     temporary_bytes,
 )
-from jaxserve.execution.start.programs import ProgramStore
-from jaxserve.execution.start.warm_up import WarmUp
-from jaxserve.execution.start.weight_sizes import Weights
-from jaxserve.models import ModelConfig, parse_model_config
-from jaxserve.settings.config import EngineConfig
-from jaxserve.settings.machine import DriverCard, VisibleCard
+from jaxserve.start.plan.planning import plan_model
+from jaxserve.start.plan.weight_sizes import Weights
+from jaxserve.start.programs import cache_size
+from jaxserve.start.programs.cache_size import CACHE_NOTES, CacheSize, temporary_bytes_of
+from jaxserve.start.programs.programs import ProgramStore
+from jaxserve.start.programs.warm_up import WarmUp
 from jaxserve.weights import random_weights
 from jaxserve.weights.model_weights import parameter_values
 from pallas_kernels.devices import GIB, DeviceLimits

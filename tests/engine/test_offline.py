@@ -28,13 +28,13 @@ from jaxserve import (
     SamplingParams,
 )
 from jaxserve.engine.beam_search import Beam, BeamSearch
-from jaxserve.engine.loading import Loaded
 from jaxserve.engine.metric_values import metric_values
 from jaxserve.engine.metrics import Histogram
 from jaxserve.engine.request_factory import RequestFactory, check_logprobs
 from jaxserve.errors import EngineDead
 from jaxserve.scheduling.logprobs import TokenLogprobs, score_tokens
 from jaxserve.settings.config import LogprobsMode
+from jaxserve.start.loading import Loaded
 from jaxserve.text.detokenizer import Detokenizer
 from jaxserve.text.tokenizer_calls import LibraryCalls
 from tests.engine.conftest import GREEDY, Canary

@@ -13,10 +13,10 @@ import pytest
 from jaxserve import LLM, EngineConfig
 from jaxserve.commands.cli import main, make_parser
 from jaxserve.commands.options import engine_settings
-from jaxserve.engine.source import find_source
 from jaxserve.errors import InvalidRequest, UnsupportedModel
 from jaxserve.models.config.rope import LinearScaling
 from jaxserve.settings.overrides import overridden
+from jaxserve.start.sources.source import find_source
 from tests.support.gguf_files import random_tensors, raw_config, write_gguf
 
 pytestmark = pytest.mark.usefixtures("quick_code")

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 from jaxserve import LLM, EngineConfig, SamplingParams
-from jaxserve.engine.weight_forms import choose_quantization
 from jaxserve.errors import UnsupportedModel
 from jaxserve.execution.buckets import Bucket
-from jaxserve.execution.start.compiler import Compiler
-from jaxserve.execution.start.warm_up import WarmUp
-from jaxserve.execution.start.weight_sizes import Weights
 from jaxserve.execution.state import addressable_pages
 from jaxserve.models import parse_model_config, read_model_config
 from jaxserve.settings.config import bundled_model
+from jaxserve.start.plan.weight_forms import choose_quantization
+from jaxserve.start.plan.weight_sizes import Weights
+from jaxserve.start.programs.compiler import Compiler
+from jaxserve.start.programs.warm_up import WarmUp
 from jaxserve.weights import random_weights
 from tests.weights.test_quantized import checkpoint
 

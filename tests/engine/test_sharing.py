@@ -14,12 +14,13 @@ import pytest
 from jaxserve import EngineConfig
 from jaxserve.commands.cli import main
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.loading import Loaded
-from jaxserve.engine.sharing import check_sharing, read_secret, salt_secret
+from jaxserve.engine.sharing import check_sharing, salt_secret
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.served.specs import plan_models
 from jaxserve.server.settings import ServerConfig
 from jaxserve.settings.kv_events import KVEventsConfig
+from jaxserve.settings.secret_files import read_secret
+from jaxserve.start.loading import Loaded
 
 SECRET = b"0123456789abcdef" * 2
 EVENTS: dict[str, Any] = {"enable_kv_cache_events": True}

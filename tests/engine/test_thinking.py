@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from jaxserve import AsyncLLM, EngineConfig, InvalidRequest, SamplingParams
-from jaxserve.engine.loading import Loaded, load
 from jaxserve.request import Request
+from jaxserve.start.loading import Loaded, load
 from jaxserve.structured import StructuredOutputsParams
 from jaxserve.text.thinking import ThinkingMarks
 

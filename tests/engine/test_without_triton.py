@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.loading import Loaded
-from jaxserve.engine.request_factory import Limits
-from jaxserve.execution.start.warm_up import start_runner
 from jaxserve.models import Decoder, ModelConfig, parse_model_config
 from jaxserve.models.output_rows import QuantizedRows
 from jaxserve.request import SamplingParams
 from jaxserve.settings.config import EngineConfig
+from jaxserve.start.loading import Loaded
+from jaxserve.start.plan.limits import Limits
+from jaxserve.start.programs.warm_up import start_runner
 from jaxserve.weights import random_weights
 from jaxserve.weights.placement import use_output_rows
 from pallas_kernels import ops

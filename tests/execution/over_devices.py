@@ -28,16 +28,16 @@ import numpy as np
 from flax import nnx
 
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.expert_load import placement_of
 from jaxserve.execution.mesh import SECOND, make_mesh, mapped, placed_shapes
 from jaxserve.execution.runner import Runner
-from jaxserve.execution.start.warm_up import WarmUp
 from jaxserve.models import Decoder, ModelConfig, PagedStep, abstract_model, parse_model_config
 from jaxserve.models.linear import Constant
 from jaxserve.models.shards import Split, local_kv_heads
 from jaxserve.request import SamplingParams
 from jaxserve.settings.config import EngineConfig
 from jaxserve.settings.eplb import EplbConfig
+from jaxserve.start.programs.warm_up import WarmUp
+from jaxserve.start.sources.expert_load import placement_of
 from jaxserve.weights import random_weights
 from jaxserve.weights.expected import divide_shapes
 from jaxserve.weights.model_weights import filled, parameters_of, place_on_default

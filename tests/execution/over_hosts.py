@@ -20,10 +20,10 @@ import jax
 
 from jaxserve.execution.hosts.group import Follower, Group
 from jaxserve.execution.hosts.join import open_group
-from jaxserve.execution.start.warm_up import WarmUp
 from jaxserve.models.shards import Split
 from jaxserve.request import MAX_LOGPROBS
 from jaxserve.settings.hosts import HostsConfig
+from jaxserve.start.programs.warm_up import WarmUp
 from tests.equivalence import TINY, Bench, divided_model, run_schedule, small_config
 from tests.support.quick_code import compile_quickly
 

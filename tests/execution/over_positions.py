@@ -21,10 +21,10 @@ import numpy as np
 
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.mesh import local_bytes
-from jaxserve.execution.start.warm_up import WarmUp
 from jaxserve.execution.state import page_bytes
 from jaxserve.models.shards import Split
 from jaxserve.request import SamplingParams
+from jaxserve.start.programs.warm_up import WarmUp
 from tests.equivalence import EXPERTS, LARGEST, Bench, divided_model, run_schedule, with_sizes
 from tests.execution.over_devices import counts_of
 from tests.support.quick_code import compile_quickly

@@ -8,8 +8,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxserve.execution.start import autotuning
-from jaxserve.execution.start.autotuning import (
+from jaxserve.start.programs import autotuning
+from jaxserve.start.programs.autotuning import (
     TUNED,
     Choices,
     lay_down,
@@ -17,7 +17,7 @@ from jaxserve.execution.start.autotuning import (
     table_path,
     write_choices,
 )
-from jaxserve.execution.start.compilation import keep_choices
+from jaxserve.start.programs.compilation import keep_choices
 
 H200 = "NVIDIA H200"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxserve.execution.buckets import Bucket, BucketSet
-from jaxserve.execution.start.bucket_plan import (
+from jaxserve.start.plan.bucket_plan import (
     BucketPlan,
     anchors,
     best_first,

@@ -11,8 +11,8 @@ import jaxlib
 import pytest
 
 from jaxserve.errors import DeviceError
-from jaxserve.execution.start import jax_start
-from jaxserve.execution.start.jax_start import CudaParts, check_card, problems, remedy
+from jaxserve.start import jax_start
+from jaxserve.start.jax_start import CudaParts, check_card, problems, remedy
 from pallas_kernels.devices import DeviceLimits, find_card
 from scripts import find_device
 
@@ -25,7 +25,7 @@ MEANT = "set JAX_PLATFORMS=cpu if the CPU is meant\n"
 SEEN = "from jax._src import hardware_utils; hardware_utils.has_visible_nvidia_gpu = lambda: True\n"
 START = """
 from pathlib import Path
-from jaxserve.execution.start.jax_start import start_jax
+from jaxserve.start.jax_start import start_jax
 print(start_jax(Path({root!r})))
 """
 REGISTER = """

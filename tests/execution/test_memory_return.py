@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxserve.execution.start import memory_return
-from jaxserve.execution.start.memory_return import return_memory
+from jaxserve.start import memory_return
+from jaxserve.start.memory_return import return_memory
 
 HEADER = re.compile(r"([0-9a-f]+)-[0-9a-f]+ \S+ \S+ \S+ \d+")
 

@@ -11,9 +11,9 @@ import pytest
 
 from jaxserve import EngineConfig
 from jaxserve.execution.buckets import Bucket
-from jaxserve.execution.start.compiler import Compiler
-from jaxserve.execution.start.programs import ProgramStore
 from jaxserve.models import parse_model_config
+from jaxserve.start.programs.compiler import Compiler
+from jaxserve.start.programs.programs import ProgramStore
 from jaxserve.weights import random_weights
 from tests.equivalence import TINY
 

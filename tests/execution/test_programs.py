@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.execution.start import compilation
-from jaxserve.execution.start.kept_files import make_private
-from jaxserve.execution.start.programs import ProgramStore
+from jaxserve.start.programs import compilation
+from jaxserve.start.programs.kept_files import make_private
+from jaxserve.start.programs.programs import ProgramStore
 
 pytestmark = pytest.mark.usefixtures("no_jax_cache")
 WHAT = {"model": "one"}
@@ -317,7 +317,7 @@ def test_what_was_used_longest_ago_goes_first(
         os.utime(path, (age, age))
     run(store(folder).get("one", never))
     largest = max(path.stat().st_size for path in (folder / "objects").iterdir())
-    monkeypatch.setattr("jaxserve.execution.start.programs._MOST_BYTES", largest + 10)
+    monkeypatch.setattr("jaxserve.start.programs.programs._MOST_BYTES", largest + 10)
     one.prune()
     kept = store(folder)
     run(kept.get("one", never))
@@ -343,8 +343,8 @@ NOT_TRACED = {
     *(
         f"jaxserve/{name}.py"
         for name in """
-        errors garbage settings/checks settings/config settings/hosts settings/installation
-        settings/machine settings/model_name settings/overrides settings/unserved stop_strings
+        errors settings/checks settings/config settings/hosts settings/model_name settings/overrides
+        settings/unserved start/programs/described_card start/programs/programs stop_strings
         structured
         """.split()
     ),

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import pytest
 
 from jaxserve.execution.buckets import Bucket
-from jaxserve.execution.start.compiler import Compiler
-from jaxserve.execution.start.programs import ProgramStore
 from jaxserve.models import Decoder, parse_model_config
 from jaxserve.request import MAX_LOGPROBS
 from jaxserve.settings.config import EngineConfig
+from jaxserve.start.programs.compiler import Compiler
+from jaxserve.start.programs.programs import ProgramStore
 from tests.equivalence import TINY
 
 PAGES = 3

@@ -10,10 +10,10 @@ import pytest
 
 from jaxserve import EngineConfig
 from jaxserve.errors import InvalidRequest
-from jaxserve.execution.start.described_card import DescribedCard
-from jaxserve.execution.start.programs import ProgramStore
-from jaxserve.execution.start.sum_options import sum_options
 from jaxserve.settings.machine import gpu_flags
+from jaxserve.start.plan.sum_options import sum_options
+from jaxserve.start.programs.described_card import DescribedCard
+from jaxserve.start.programs.programs import ProgramStore
 from pallas_kernels.devices import DeviceLimits, find_card
 from scripts.gpu.compile_sums import strategies_of, thunk_counts
 

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 from llvmlite import ir
 
-from jaxserve.execution.start.kept_files import KeptFiles
-from jaxserve.execution.start.kept_kernels import KeptKernels
-from jaxserve.execution.start.programs import ProgramStore
+from jaxserve.start.programs.kept_files import KeptFiles
+from jaxserve.start.programs.kept_kernels import KeptKernels
+from jaxserve.start.programs.programs import ProgramStore
 from pallas_kernels import kernel_code, panel_product, restore_kernels
 from pallas_kernels.cpu import ffi
 from pallas_kernels.cpu.add_norm import AddNorm
@@ -59,7 +59,7 @@ LATER = """
 import sys
 from pathlib import Path
 import numpy as np
-from jaxserve.execution.start.programs import ProgramStore
+from jaxserve.start.programs.programs import ProgramStore
 from pallas_kernels.cpu import ffi
 from tests.kernels.test_cpu_kept import WHERE, lower
 
@@ -168,7 +168,7 @@ def test_a_program_of_another_kernel_by_that_name_is_not_taken(
 ) -> None:
     x, panels = np.ones((2, 3), np.float32), in_panels(np.ones((3, 5), np.float32))
     ProgramStore(tmp_path / "kept", {}, {}).get("product", lambda: lower(x, panels))
-    code = "jaxserve.execution.start.programs.kernel_code"
+    code = "jaxserve.start.programs.programs.kernel_code"
     monkeypatch.setattr(code, lambda name: kernel_code(name) + b"changed")
     later = ProgramStore(tmp_path / "kept", {"its": "other settings"}, {})
     later.get("product", lambda: lower(x, panels))

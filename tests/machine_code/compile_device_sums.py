@@ -34,8 +34,8 @@ def compile_case(case: DeviceSumCase, dumps: Any) -> dict[str, Any]:
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
 
-    from jaxserve.execution.start.described_card import DescribedCard
     from jaxserve.models.shards import AXIS
+    from jaxserve.start.programs.described_card import DescribedCard
     from pallas_kernels.gpu.hopper_all_reduce import sum_over_devices
     from pallas_kernels.norm_arguments import NormOptions
 

@@ -11,8 +11,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from jaxserve.engine.source import find_source
 from jaxserve.settings.config import EngineConfig
+from jaxserve.start.sources.source import find_source
 from scripts.lib.paged_runner import PagedRunner
 from tests.models.tiny_models import hugging_face_model, reference_logits, relative_error, save
 

@@ -15,12 +15,12 @@ from safetensors.numpy import load_file, save_file
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from jaxserve import LLM, SamplingParams
-from jaxserve.engine.conversion import convert
-from jaxserve.engine.source import Source, find_source
 from jaxserve.errors import CheckpointError, UnsupportedModel
 from jaxserve.models import Decoder, parse_model_config
 from jaxserve.models.config.wrappers import DEFAULTS
 from jaxserve.settings.config import EngineConfig
+from jaxserve.start.conversion import convert
+from jaxserve.start.sources.source import Source, find_source
 from scripts.lib.paged_runner import PagedRunner
 from tests.models.tiny_models import reference_logits, relative_error
 from tests.models.tiny_wrappers import CASES, LEFT_OUT, text_alone, tiny_wrapper

@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.engine.conversion import convert
 from jaxserve.settings.config import EngineConfig
+from jaxserve.start.conversion import convert
 from scripts.lib.argument_types import at_most
 from scripts.lib.packaged_file import NotFetched
 from scripts.lib.paths import RESULTS

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.execution.start import autotuning
-from jaxserve.execution.start.autotuning import TUNED, read_choices
+from jaxserve.start.programs import autotuning
+from jaxserve.start.programs.autotuning import TUNED, read_choices
 from scripts.gpu import merge_autotuned
 
 KIND, DEVICE = "NVIDIA H100 PCIe", "ab" * 8

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.loading import load
 from jaxserve.settings.config import EngineConfig
+from jaxserve.start.loading import load
 from scripts.gpu import profile_step
 from scripts.lib.profiler_trace import (
     ATTENTION,

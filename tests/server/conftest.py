@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from jaxserve import AsyncLLM, EngineConfig
-from jaxserve.engine.loading import Loaded, load
 from jaxserve.server.http.app import App
 from jaxserve.server.kept.files import FileStore
 from jaxserve.server.served.models import Models, ServedModel
 from jaxserve.server.settings import ServerConfig
 from jaxserve.settings.config import bundled_model
+from jaxserve.start.loading import Loaded, load
 from tests.server import models
 from tests.support.live_server import SMALL, Canary, Server
 from tests.support.quick_code import quick_programs

@@ -13,11 +13,11 @@ import httpx2
 import pytest
 
 from jaxserve import AsyncLLM
-from jaxserve.engine.loading import Loaded
 from jaxserve.server.http.app import App
 from jaxserve.server.served.models import Models, ServedModel
 from jaxserve.server.settings import ServerConfig
 from jaxserve.settings.config import bundled_model
+from jaxserve.start.loading import Loaded
 from jaxserve.text.tokenizer import Tokenizer
 
 HARD = "a" * 40 + "b"

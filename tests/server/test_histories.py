@@ -15,7 +15,6 @@ import msgspec
 import pytest
 
 from jaxserve import AsyncLLM
-from jaxserve.engine.loading import Loaded
 from jaxserve.errors import InvalidRequest, PromptTooLong
 from jaxserve.server.api.conversations import template_ids
 from jaxserve.server.http.app import App
@@ -30,6 +29,7 @@ from jaxserve.server.served.models import Models, ServedModel
 from jaxserve.server.settings import ServerConfig
 from jaxserve.server.tool_calls.custom_input import CustomInput
 from jaxserve.server.tool_calls.histories import plainer_histories
+from jaxserve.start.loading import Loaded
 from jaxserve.text.messages import left_out, plain_messages
 from tests.server import histories
 from tests.server.histories import IMAGE, TOOLS

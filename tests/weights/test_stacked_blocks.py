@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jaxserve.engine.source import find_source
-from jaxserve.engine.weight_forms import placed_weights
 from jaxserve.errors import CheckpointError
-from jaxserve.execution.start.device import DeviceMemory
-from jaxserve.execution.start.weight_sizes import Weights
 from jaxserve.models.panels import BlockPanels
 from jaxserve.settings.config import EngineConfig
+from jaxserve.start.device import DeviceMemory
+from jaxserve.start.plan.weight_forms import placed_weights
+from jaxserve.start.plan.weight_sizes import Weights
+from jaxserve.start.sources.source import find_source
 from jaxserve.weights import load_weights
 from jaxserve.weights.gguf.file import ENCODINGS, read_gguf
 from jaxserve.weights.model_weights import parameters_of

@@ -11,8 +11,8 @@ from typing import Any
 
 from jaxserve.commands.options import CommandError, engine_settings
 from jaxserve.engine.llm import LLM
-from jaxserve.engine.loading import Loaded, load
 from jaxserve.settings.config import EngineConfig
+from jaxserve.start.loading import Loaded, load
 
 PERCENTAGES = (10, 25, 50, 75, 90, 99)
 

@@ -6,7 +6,7 @@ import signal
 import time
 from typing import TextIO
 
-from jaxserve.interrupts import on_signal
+from jaxserve.start.interrupts import on_signal
 
 # Cells of the bar that shows a stage's progress.
 _BAR = 24

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from jaxserve.engine.async_llm import AsyncLLM
-from jaxserve.engine.loading import Loaded, load
 from jaxserve.engine.sharing import check_sharing, salt_secret
 from jaxserve.execution.runner import OnProgress
 from jaxserve.server.served.chat_template import template_thread
 from jaxserve.server.served.models import Models, ServedModel
 from jaxserve.server.served.specs import ModelSpec
 from jaxserve.server.settings import ServerConfig
+from jaxserve.start.loading import Loaded, load
 
 BUNDLED = (
     "no model is named, so this is the bundled toy; a real one: jaxserve serve Qwen/Qwen3-0.6B "

@@ -8,13 +8,13 @@ import numpy as np
 
 from jaxserve.engine.delta import Delta
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.loading import Loaded
-from jaxserve.engine.request_factory import Limits
 from jaxserve.execution.runner import CompileCounter, Programs, Runner
-from jaxserve.execution.start.compiler import Compiler
-from jaxserve.execution.start.programs import ProgramStore
 from jaxserve.execution.state import DeviceState, page_bytes
 from jaxserve.request import SamplingParams
+from jaxserve.start.loading import Loaded
+from jaxserve.start.plan.limits import Limits
+from jaxserve.start.programs.compiler import Compiler
+from jaxserve.start.programs.programs import ProgramStore
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.weights.placement import use_panels
 from tests.machine_code.steps.models import BUNDLED, END, MODELS, VOCAB, leaves_of

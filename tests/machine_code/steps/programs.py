@@ -16,8 +16,8 @@ import numpy as np
 from jaxserve.execution.buckets import Bucket, BucketSet
 from jaxserve.execution.page_table import set_rows
 from jaxserve.execution.sampler_state import load_slot, set_allowed
-from jaxserve.execution.start.compiler import Compiler
 from jaxserve.settings.config import EngineConfig
+from jaxserve.start.programs.compiler import Compiler
 from tests.machine_code.steps.models import MODELS
 
 STATE = "make state"

@@ -16,13 +16,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.execution.sampler_state import make_sampler_state
-from jaxserve.execution.start.device import DeviceMemory
-from jaxserve.execution.start.host_cache import cpu_page_budget, host_pages
-from jaxserve.execution.start.weight_sizes import Weights
 from jaxserve.execution.state import addressable_pages, kv_dtype, page_bytes
 from jaxserve.models import ModelConfig
 from jaxserve.models.shards import group_of, local_kv_heads
 from jaxserve.settings.config import EngineConfig
+from jaxserve.start.device import DeviceMemory
+from jaxserve.start.plan.host_cache import cpu_page_budget, host_pages
+from jaxserve.start.plan.weight_sizes import Weights
 from jaxserve.weights.quantize import FORMS
 from pallas_kernels.devices import GIB, DeviceLimits
 

@@ -12,12 +12,26 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxserve.engine.context_length import held_tokens, settle_cache
-from jaxserve.engine.host_settings import settled
-from jaxserve.engine.request_factory import Limits
-from jaxserve.engine.sharing import read_secret
-from jaxserve.engine.source import Source, find_source
-from jaxserve.engine.weight_forms import (
+from jaxserve.errors import CheckpointError, InvalidRequest
+from jaxserve.execution.hosts.group import Group
+from jaxserve.execution.hosts.join import open_group
+from jaxserve.execution.mesh import make_mesh
+from jaxserve.execution.runner import OnProgress, Runner
+from jaxserve.models import Decoder, ModelConfig
+from jaxserve.request import MAX_STOP_TOKEN_IDS, SamplingParams
+from jaxserve.scheduling.slot_table import SlotTable
+from jaxserve.settings.config import EngineConfig, user_cache_dir
+from jaxserve.settings.hosts import check_secret
+from jaxserve.settings.secret_files import read_secret
+from jaxserve.start.device import DeviceMemory, open_device, this_device
+from jaxserve.start.host_settings import settled
+from jaxserve.start.memory_return import return_memory
+from jaxserve.start.plan.context_length import held_tokens, settle_cache
+from jaxserve.start.plan.limits import Limits
+from jaxserve.start.plan.memory_plan import MemoryPlan, plan_memory
+from jaxserve.start.plan.refusal import refusal
+from jaxserve.start.plan.sum_options import sum_options
+from jaxserve.start.plan.weight_forms import (
     choose_quantization,
     chosen_form,
     keeps_blocks,
@@ -25,26 +39,12 @@ from jaxserve.engine.weight_forms import (
     placed_weights,
     report_narrow,
 )
-from jaxserve.errors import CheckpointError, InvalidRequest
-from jaxserve.execution.hosts.group import Group
-from jaxserve.execution.hosts.join import open_group
-from jaxserve.execution.mesh import make_mesh
-from jaxserve.execution.runner import OnProgress, Runner
-from jaxserve.execution.start.behind import ProgramsBehind
-from jaxserve.execution.start.compilation import prepare_cache
-from jaxserve.execution.start.device import DeviceMemory, open_device, this_device
-from jaxserve.execution.start.memory_plan import MemoryPlan, plan_memory
-from jaxserve.execution.start.memory_return import return_memory
-from jaxserve.execution.start.refusal import refusal
-from jaxserve.execution.start.report import StartReport
-from jaxserve.execution.start.sum_options import sum_options
-from jaxserve.execution.start.timeline import Timeline
-from jaxserve.execution.start.warm_up import WarmUp
-from jaxserve.models import Decoder, ModelConfig
-from jaxserve.request import MAX_STOP_TOKEN_IDS, SamplingParams
-from jaxserve.scheduling.slot_table import SlotTable
-from jaxserve.settings.config import EngineConfig, user_cache_dir
-from jaxserve.settings.hosts import check_secret
+from jaxserve.start.programs.behind import ProgramsBehind
+from jaxserve.start.programs.compilation import prepare_cache
+from jaxserve.start.programs.report import StartReport
+from jaxserve.start.programs.warm_up import WarmUp
+from jaxserve.start.sources.source import Source, find_source
+from jaxserve.start.timeline import Timeline
 from jaxserve.text.generation_config import default_sampling, recommends_sampling
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.weights import random_weights

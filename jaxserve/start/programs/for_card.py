@@ -22,17 +22,17 @@ from jax.stages import Compiled
 
 from jaxserve.errors import DeviceError
 from jaxserve.execution.buckets import Sampler, few_sizes
-from jaxserve.execution.start.bucket_plan import buckets_of
-from jaxserve.execution.start.cache_size import CACHE_NOTES, CacheSize
-from jaxserve.execution.start.compilation import open_store
-from jaxserve.execution.start.compiler import Compiler, program_name
-from jaxserve.execution.start.described_card import RESERVED, DescribedCard
-from jaxserve.execution.start.device import DeviceMemory, named_device
-from jaxserve.execution.start.jax_start import find_parts, plugin_remedy
-from jaxserve.execution.start.programs import ProgramStore
 from jaxserve.execution.state import page_bytes
 from jaxserve.models import Decoder, ModelConfig
 from jaxserve.settings.config import EngineConfig, cpu_threads
+from jaxserve.start.device import DeviceMemory, named_device
+from jaxserve.start.jax_start import find_parts, plugin_remedy
+from jaxserve.start.plan.bucket_plan import buckets_of
+from jaxserve.start.programs.cache_size import CACHE_NOTES, CacheSize
+from jaxserve.start.programs.compilation import open_store
+from jaxserve.start.programs.compiler import Compiler, program_name
+from jaxserve.start.programs.described_card import RESERVED, DescribedCard
+from jaxserve.start.programs.programs import ProgramStore
 
 # Called with the number of programs that are there, and that there will be.
 OnProgram = Callable[[int, int], None]

@@ -7,9 +7,9 @@ from hashlib import blake2b
 from typing import Any
 
 from jaxserve.execution.hosts.group import Group
-from jaxserve.execution.start.compilation import fingerprint
 from jaxserve.models import ModelConfig
 from jaxserve.settings.config import EngineConfig
+from jaxserve.start.programs.compilation import fingerprint
 
 # Settings that hosts of one engine may have each its own, and those of which the least counts.
 _OF_A_HOST = (

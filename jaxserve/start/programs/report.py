@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxserve.execution.start.bucket_plan import BucketPlan
-from jaxserve.execution.start.programs import ProgramStore
+from jaxserve.start.plan.bucket_plan import BucketPlan
+from jaxserve.start.programs.programs import ProgramStore
 
 
 @dataclass

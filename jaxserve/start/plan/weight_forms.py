@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.engine.source import Source
 from jaxserve.errors import UnsupportedModel
-from jaxserve.execution.start.device import DeviceMemory
-from jaxserve.execution.start.memory_plan import HOST_RESERVE, plan_memory
-from jaxserve.execution.start.weight_sizes import Weights
 from jaxserve.models import ModelConfig
 from jaxserve.models.registry import overflows_float16
 from jaxserve.settings.config import EngineConfig
+from jaxserve.start.device import DeviceMemory
+from jaxserve.start.plan.memory_plan import HOST_RESERVE, plan_memory
+from jaxserve.start.plan.weight_sizes import Weights
+from jaxserve.start.sources.source import Source
 from jaxserve.weights.block_parameters import block_bytes, mxfp4_bytes
 from jaxserve.weights.converted import ConvertedModel
 from jaxserve.weights.gguf.file import GgufFile

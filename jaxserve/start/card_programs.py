@@ -5,25 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from jaxserve.engine.loading import cache_folder, resolved_config
-from jaxserve.engine.source import Source, find_source
-from jaxserve.engine.weight_forms import chosen_form, keeps_blocks, placed_dtype
 from jaxserve.errors import InvalidRequest, UnsupportedModel
-from jaxserve.execution.start.autotuning import read_choices
-from jaxserve.execution.start.compilation import keep_choices
-from jaxserve.execution.start.described_card import DescribedCard
-from jaxserve.execution.start.for_card import (
+from jaxserve.models import Decoder, ModelConfig, abstract_model
+from jaxserve.settings.config import EngineConfig
+from jaxserve.start.loading import cache_folder, resolved_config
+from jaxserve.start.plan.memory_plan import plan_memory
+from jaxserve.start.plan.refusal import refusal
+from jaxserve.start.plan.weight_forms import chosen_form, keeps_blocks, placed_dtype
+from jaxserve.start.plan.weight_sizes import Weights
+from jaxserve.start.programs.autotuning import read_choices
+from jaxserve.start.programs.compilation import keep_choices
+from jaxserve.start.programs.described_card import DescribedCard
+from jaxserve.start.programs.for_card import (
     CardPrograms,
     CardProgramsReport,
     OnProgram,
     card_memory,
     start_card_compiler,
 )
-from jaxserve.execution.start.memory_plan import plan_memory
-from jaxserve.execution.start.refusal import refusal
-from jaxserve.execution.start.weight_sizes import Weights
-from jaxserve.models import Decoder, ModelConfig, abstract_model
-from jaxserve.settings.config import EngineConfig
+from jaxserve.start.sources.source import Source, find_source
 from jaxserve.weights.expected import divide_shapes
 from jaxserve.weights.gguf.file import GgufFile
 from jaxserve.weights.quantized_shapes import quantize_shapes

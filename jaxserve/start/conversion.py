@@ -7,13 +7,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from jaxserve.engine.source import Source, find_source, local_path
-from jaxserve.engine.weight_forms import choose_quantization, placed_dtype
 from jaxserve.errors import CheckpointError
 from jaxserve.execution.runner import OnProgress
-from jaxserve.execution.start.device import open_device, this_device
-from jaxserve.execution.start.memory_plan import DEFAULT_SHARE
 from jaxserve.settings.config import EngineConfig
+from jaxserve.start.device import open_device, this_device
+from jaxserve.start.plan.memory_plan import DEFAULT_SHARE
+from jaxserve.start.plan.weight_forms import choose_quantization, placed_dtype
+from jaxserve.start.sources.source import Source, find_source, local_path
 from jaxserve.text.gguf_tokenizer import save_tokenizer
 from jaxserve.weights import GgufFile, parameter_values, write_converted
 from pallas_kernels.devices import target_device

@@ -21,9 +21,9 @@ from jax.experimental import serialize_executable
 from jax.stages import Compiled, Lowered
 
 from jaxserve.execution.mesh import mesh_devices
-from jaxserve.execution.start.kept_files import KeptFiles, digest, file_name, make_private
-from jaxserve.execution.start.kept_kernels import KeptKernels
-from jaxserve.execution.start.timeline import Timeline
+from jaxserve.start.programs.kept_files import KeptFiles, digest, file_name, make_private
+from jaxserve.start.programs.kept_kernels import KeptKernels
+from jaxserve.start.timeline import Timeline
 from pallas_kernels import kernel_code, kernels_from, restore_kernels
 
 _log = logging.getLogger(__name__)

@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import jax.numpy as jnp
 
-from jaxserve.execution.start.device import DeviceMemory
-from jaxserve.execution.start.host_cache import LEAST_TOKENS
-from jaxserve.execution.start.memory_plan import (
+from jaxserve.settings.config import EngineConfig
+from jaxserve.start.device import DeviceMemory
+from jaxserve.start.plan.host_cache import LEAST_TOKENS
+from jaxserve.start.plan.memory_plan import (
     HOST_RESERVE,
     MemoryPlan,
     forms_of,
     plan_memory,
 )
-from jaxserve.execution.start.weight_sizes import Weights
-from jaxserve.settings.config import EngineConfig
+from jaxserve.start.plan.weight_sizes import Weights
 from pallas_kernels.devices import GIB
 
 

@@ -9,9 +9,11 @@ from jax.stages import Compiled
 from jaxserve.errors import InvalidRequest
 from jaxserve.execution.buckets import Bucket
 from jaxserve.execution.mesh import local_bytes
-from jaxserve.execution.start.compiler import Compiler
-from jaxserve.execution.start.device import DeviceMemory, started_device
-from jaxserve.execution.start.memory_plan import (
+from jaxserve.execution.typed_jax import devices
+from jaxserve.models import ModelConfig
+from jaxserve.settings.config import EngineConfig
+from jaxserve.start.device import DeviceMemory, started_device
+from jaxserve.start.plan.memory_plan import (
     DEFAULT_SHARE,
     SLACK,
     Sizes,
@@ -19,9 +21,7 @@ from jaxserve.execution.start.memory_plan import (
     sampler_bytes,
     temporary_bytes,
 )
-from jaxserve.execution.typed_jax import devices
-from jaxserve.models import ModelConfig
-from jaxserve.settings.config import EngineConfig
+from jaxserve.start.programs.compiler import Compiler
 from pallas_kernels.devices import target_device
 
 CACHE_NOTES = "cache"

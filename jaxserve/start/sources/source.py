@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jaxserve.engine.expert_load import placement_of
-from jaxserve.engine.hub_gguf import gguf_of_folder
 from jaxserve.errors import CheckpointError, InvalidRequest, UnsupportedModel
 from jaxserve.execution.mesh import Mesh
 from jaxserve.execution.runner import OnProgress
-from jaxserve.garbage import collection_paused
 from jaxserve.models import Decoder, ModelConfig, parse_model_config, read_config_fields
 from jaxserve.models.shards import Split, check_split
 from jaxserve.settings.config import EngineConfig, bundled_model
 from jaxserve.settings.model_name import NO_MODEL, kind_of_model
 from jaxserve.settings.overrides import overridden
+from jaxserve.start.garbage import collection_paused
+from jaxserve.start.sources.expert_load import placement_of
+from jaxserve.start.sources.hub_gguf import gguf_of_folder
 from jaxserve.text.generation_config import read_generation_config
 from jaxserve.text.gguf_ends import gguf_ends
 from jaxserve.text.tokenizer import Tokenizer
@@ -256,7 +256,7 @@ def local_path(
     if kind == "gguf" and not text_only:
         return Path(name)
     if kind == "hub":
-        fetch = _late("jaxserve.engine.hub").fetch
+        fetch = _late("jaxserve.start.sources.hub").fetch
         only = {"text_only": text_only, "config_only": config_only}
         return fetch(name, config.revision, config.download_dir, on_progress, **only)
     raise CheckpointError(f"{'tokenizer' if text_only else 'model'}: {name!r} {NO_MODEL}")

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from jaxserve.execution.start.kept_files import KeptFiles, digest, file_name
+from jaxserve.start.programs.kept_files import KeptFiles, digest, file_name
 
 
 class KeptKernels:

@@ -16,8 +16,12 @@ from jaxserve.execution.buckets import Bucket, BucketSet, Sampler, few_sizes
 from jaxserve.execution.hosts.group import Group, Leader
 from jaxserve.execution.hosts.replay import Padding, Replay, led
 from jaxserve.execution.runner import CompileCounter, OnProgress, Programs, Runner
-from jaxserve.execution.start.behind import COMPILE_SECONDS, ProgramsBehind
-from jaxserve.execution.start.bucket_plan import (
+from jaxserve.execution.state import DeviceState, StepOutput, page_bytes
+from jaxserve.models import Decoder, ModelConfig
+from jaxserve.settings.config import EngineConfig, cpu_threads
+from jaxserve.start.garbage import collection_paused
+from jaxserve.start.memory_return import return_memory
+from jaxserve.start.plan.bucket_plan import (
     BucketPlan,
     anchors,
     buckets_of,
@@ -26,16 +30,12 @@ from jaxserve.execution.start.bucket_plan import (
     needs_logits,
     padding_seconds,
 )
-from jaxserve.execution.start.cache_size import CacheSize, temporary_bytes_of
-from jaxserve.execution.start.compilation import open_store
-from jaxserve.execution.start.compiler import Compiler
-from jaxserve.execution.start.memory_return import return_memory
-from jaxserve.execution.start.report import StartReport
-from jaxserve.execution.start.timeline import Timeline
-from jaxserve.execution.state import DeviceState, StepOutput, page_bytes
-from jaxserve.garbage import collection_paused
-from jaxserve.models import Decoder, ModelConfig
-from jaxserve.settings.config import EngineConfig, cpu_threads
+from jaxserve.start.programs.behind import COMPILE_SECONDS, ProgramsBehind
+from jaxserve.start.programs.cache_size import CacheSize, temporary_bytes_of
+from jaxserve.start.programs.compilation import open_store
+from jaxserve.start.programs.compiler import Compiler
+from jaxserve.start.programs.report import StartReport
+from jaxserve.start.timeline import Timeline
 from pallas_kernels.devices import target_device
 
 _COMPILE_THREADS = 4

@@ -22,10 +22,10 @@ import jax
 from jax.stages import Lowered
 
 from jaxserve.execution.buckets import Program
-from jaxserve.execution.start.compilation import fingerprint
-from jaxserve.execution.start.compiler import Compiler
-from jaxserve.execution.start.memory_return import return_memory
-from jaxserve.execution.start.programs import ProgramStore
+from jaxserve.start.memory_return import return_memory
+from jaxserve.start.programs.compilation import fingerprint
+from jaxserve.start.programs.compiler import Compiler
+from jaxserve.start.programs.programs import ProgramStore
 
 # Settings of JAX that programs depend on, and which a caller may have changed in its process.
 _SETTINGS = (
@@ -38,9 +38,9 @@ import sys
 sys.path[:] = {path!r}
 from jaxserve.settings.config import prepare_process
 prepare_process()
-from jaxserve.garbage import collection_paused
+from jaxserve.start.garbage import collection_paused
 with collection_paused():
-    from jaxserve.execution.start.compiling_process import serve
+    from jaxserve.start.programs.compiling_process import serve
 serve()
 """
 _PR_SET_PDEATHSIG = 1

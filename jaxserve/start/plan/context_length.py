@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from jaxserve.execution.start.host_cache import cpu_page_budget
-from jaxserve.execution.start.memory_plan import MemoryPlan
 from jaxserve.models import ModelConfig
 from jaxserve.scheduling.window_pages import longest_held
 from jaxserve.settings.config import EngineConfig
+from jaxserve.start.plan.host_cache import cpu_page_budget
+from jaxserve.start.plan.memory_plan import MemoryPlan
 from pallas_kernels.devices import GIB
 
 _log = logging.getLogger(__name__)

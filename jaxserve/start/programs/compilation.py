@@ -14,14 +14,14 @@ from typing import Any
 import jax
 
 from jaxserve.execution.mesh import spec_of
-from jaxserve.execution.start.autotuning import lay_down
-from jaxserve.execution.start.described_card import DescribedCard
-from jaxserve.execution.start.kept_files import make_private
-from jaxserve.execution.start.programs import ProgramStore
-from jaxserve.execution.start.sum_options import sum_options
 from jaxserve.execution.typed_jax import devices
 from jaxserve.models import ModelConfig
 from jaxserve.settings.config import EngineConfig, compiler_settings, cpu_threads
+from jaxserve.start.plan.sum_options import sum_options
+from jaxserve.start.programs.autotuning import lay_down
+from jaxserve.start.programs.described_card import DescribedCard
+from jaxserve.start.programs.kept_files import make_private
+from jaxserve.start.programs.programs import ProgramStore
 from pallas_kernels.devices import target_device
 
 _log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ _PACKAGES = Path(__file__).parent.parent.parent.parent
 # The files that programs are traced from.
 _SOURCES = (
     *("pallas_kernels", "jaxserve/execution", "jaxserve/models", "jaxserve/weights"),
-    "jaxserve/request.py",
+    *("jaxserve/start/programs/compiler.py", "jaxserve/request.py"),
     *(f"jaxserve/scheduling/{name}.py" for name in ("slot_table", "row_settings")),
 )
 # Settings that no program depends on beyond what its name and its arguments' shapes say.

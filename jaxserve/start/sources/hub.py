@@ -26,12 +26,12 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from jaxserve.engine.hub_gguf import GgufModel, gguf_models, of_form, preferred
 from jaxserve.errors import CheckpointError
 from jaxserve.execution.runner import OnProgress
-from jaxserve.execution.start.device import this_device
 from jaxserve.settings.config import HubAccess, hub_access
 from jaxserve.settings.model_name import HUB_NAME, INDEX
+from jaxserve.start.device import this_device
+from jaxserve.start.sources.hub_gguf import GgufModel, gguf_models, of_form, preferred
 from jaxserve.weights.checkpoint import listed
 from jaxserve.weights.gguf.parts import part_names
 

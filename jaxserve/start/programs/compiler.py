@@ -36,8 +36,6 @@ from jaxserve.execution.sampler_state import (
     null_load,
     set_allowed,
 )
-from jaxserve.execution.start.described_card import DescribedCard
-from jaxserve.execution.start.programs import ProgramStore
 from jaxserve.execution.state import DeviceState, StepOutput, kv_dtype, make_state, state_specs
 from jaxserve.execution.step import (
     choose_tokens,
@@ -52,6 +50,8 @@ from jaxserve.models.shards import padded_vocab
 from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.slot_table import SlotTable
 from jaxserve.settings.config import EngineConfig
+from jaxserve.start.programs.described_card import DescribedCard
+from jaxserve.start.programs.programs import ProgramStore
 from pallas_kernels.devices import target_device
 
 if TYPE_CHECKING:

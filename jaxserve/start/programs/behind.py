@@ -10,16 +10,16 @@ from collections.abc import Callable
 
 from jaxserve.execution.buckets import Bucket, BucketSet, Demand, Program, Sampler, gain, without
 from jaxserve.execution.runner import Runner
-from jaxserve.execution.start.bucket_plan import (
+from jaxserve.start.memory_return import return_memory
+from jaxserve.start.plan.bucket_plan import (
     BucketPlan,
     anchors,
     best_first,
     busy_seconds,
     choose_sizes,
 )
-from jaxserve.execution.start.compiler import Compiler
-from jaxserve.execution.start.compiling_process import CompilingProcess
-from jaxserve.execution.start.memory_return import return_memory
+from jaxserve.start.programs.compiler import Compiler
+from jaxserve.start.programs.compiling_process import CompilingProcess
 
 _log = logging.getLogger(__name__)
 # Launches of padding for a measurement; each delays a request by one step.

@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxserve.engine.source import find_source
-from jaxserve.engine.weight_forms import chosen_form, placed_dtype, placed_weights
 from jaxserve.errors import CheckpointError
-from jaxserve.execution.start.device import DeviceMemory, named_device, this_device
-from jaxserve.execution.start.memory_plan import (
+from jaxserve.settings.config import EngineConfig
+from jaxserve.settings.model_name import kind_of_model
+from jaxserve.start.device import DeviceMemory, named_device, this_device
+from jaxserve.start.plan.memory_plan import (
     MemoryPlan,
     forms_of,
     plan_memory,
 )
-from jaxserve.execution.start.refusal import refusal
-from jaxserve.execution.start.step_time import StepTimes
-from jaxserve.settings.config import EngineConfig
-from jaxserve.settings.model_name import kind_of_model
+from jaxserve.start.plan.refusal import refusal
+from jaxserve.start.plan.step_time import StepTimes
+from jaxserve.start.plan.weight_forms import chosen_form, placed_dtype, placed_weights
+from jaxserve.start.sources.source import find_source
 from jaxserve.weights.group_borders import check_groups, group_sizes
 
 

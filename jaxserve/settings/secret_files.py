@@ -1,0 +1,56 @@
+"""Secrets that engines share, read from files."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from jaxserve.errors import InvalidRequest
+
+# Fewest bytes of a secret.
+SECRET_BYTES = 32
+_MOST_BYTES = 1 << 16
+_FIELD = "prefix_caching_secret"
+# A fleet's secret is often mounted for a group: group members may read it, others may not.
+_OPEN_BITS = 0o027
+
+
+def read_secret(path: str | Path | None, name: str = _FIELD) -> bytes | None:
+    """Return what the file of a shared secret holds, unchanged; None where none is named.
+
+    Args:
+        name: of the setting, for errors.
+
+    Raises:
+        InvalidRequest: the file is missing, too short, too long, no file, or open to others.
+    """
+    if path is None:
+        return None
+    try:
+        # A pipe would be waited for otherwise.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InvalidRequest(f"{name}: {path} cannot be read ({reason})", name) from None
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode):
+            raise InvalidRequest(f"{name}: {path} is not a file", name)
+        if mode & _OPEN_BITS:
+            raise InvalidRequest(
+                f"{name}: {path} is open to others (mode {stat.S_IMODE(mode):04o}); it must be "
+                "the owner's alone, or its group's to read: chmod 600",
+                name,
+            )
+        secret = os.read(descriptor, _MOST_BYTES + 1)
+    finally:
+        os.close(descriptor)
+    if not SECRET_BYTES <= len(secret) <= _MOST_BYTES:
+        size = f"{len(secret)} bytes" if len(secret) <= _MOST_BYTES else "more"
+        raise InvalidRequest(
+            f"{name}: {path} must hold from {SECRET_BYTES} to {_MOST_BYTES} random bytes, and "
+            f"holds {size}; `openssl rand -hex 32` makes some",
+            name,
+        )
+    return secret

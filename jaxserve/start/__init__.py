@@ -1,0 +1,1 @@
+"""The start of an engine: sources, plan, weights and programs."""

@@ -1,0 +1,1 @@
+"""The plan of a start: dtype, stored form, context length, memory, steps."""

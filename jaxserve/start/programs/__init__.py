@@ -1,0 +1,1 @@
+"""Compiled programs: compile, store, load."""

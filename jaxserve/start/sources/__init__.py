@@ -1,0 +1,1 @@
+"""Sources of models: a folder, a GGUF file, a converted folder, the hub."""
