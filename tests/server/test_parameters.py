@@ -16,12 +16,10 @@ USER = [{"role": "user", "content": "Reverse: s-t-o-n-e"}]
 GOOD: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "a", "max_tokens": 2, "temperature": 0},
     "/v1/chat/completions": {"messages": USER, "max_tokens": 2, "temperature": 0},
-    "/v1/chat/completions/batch": {"messages": [USER, USER], "max_tokens": 2, "temperature": 0},
     "/inference/v1/generate": {"token_ids": [5], "sampling_params": {"max_tokens": 2}},
     "/v1/completions/render": {"prompt": "a", "max_tokens": 2},
     "/v1/chat/completions/render": {"messages": USER, "max_tokens": 2},
     "/v1/messages/render": {"messages": USER, "max_tokens": 2},
-    "/invocations": {"prompt": "a", "max_tokens": 2, "temperature": 0},
     "/v1/responses": {"input": "Reverse: a-b", "max_output_tokens": 2, "temperature": 0},
     "/v1/messages": {"messages": USER, "max_tokens": 2, "temperature": 0},
     "/v1/messages/count_tokens": {"messages": USER},
@@ -95,7 +93,6 @@ def test_text_that_can_never_fit_is_refused_unread(server: Server) -> None:
 
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-BATCH = f"{CHAT}/batch"
 ANTHROPIC, GENERATE = "/v1/messages", "/inference/v1/generate"
 SCHEMA = {"type": "json_schema", "schema": {"type": "object"}}
 BAD_OUTPUTS = (5, {"effort": "most"}, {"format": {}}, {"format": {"schema": {"type": "foo"}}})
@@ -143,10 +140,6 @@ RANGES: list[tuple[str, dict[str, Any]]] = [
     *((CHAT, {"function_call": value}) for value in ("f", {"name": "f"}, 5)),
     (CHAT, {"functions": [{"name": "f"}], "tools": [{"function": {"name": "g"}}]}),
     *((CHAT, {"function_call": {"name": "g"}, "functions": [{"name": "f"}]}) for _ in range(1)),
-    *((BATCH, {"messages": value}) for value in ([], USER, [[]], [USER, []], None)),
-    *((BATCH, {"n": 2}), (BATCH, {"stream": True}), (BATCH, {"prompt_logprobs": 1})),
-    (BATCH, {"tools": [{"function": {"name": "f"}}]}),
-    (BATCH, {"messages": [USER] * 129}),
     *((GENERATE, {"token_ids": value}) for value in ([], [-1], [VOCABULARY], "a", [1.5], None)),
     *((GENERATE, {"sampling_params": value}) for value in (5, None, "a")),
     *((GENERATE, {"output_mode": "derender"}), (GENERATE, {"features": {"mm_hashes": {}}})),

@@ -14,7 +14,6 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from jaxserve.server.api.anthropic import count_tokens, messages
-from jaxserve.server.api.batch_chat import batch_chat_completions
 from jaxserve.server.api.behind import BatchService
 from jaxserve.server.api.cache import reset_prefix_cache
 from jaxserve.server.api.chat import chat_completions
@@ -42,7 +41,6 @@ from jaxserve.server.api.info import (
     version,
 )
 from jaxserve.server.api.inner import InnerClient
-from jaxserve.server.api.invocations import invocations
 from jaxserve.server.api.kept_conversations import (
     add_items,
     create_conversation,
@@ -87,8 +85,8 @@ from jaxserve.server.settings import ServerConfig
 
 # Paths whose requests make an engine draw tokens.
 _DRAWING = frozenset(
-    "/v1/completions /v1/chat/completions /v1/chat/completions/batch /v1/responses "
-    "/v1/messages /infill /invocations /inference/v1/generate".split()
+    "/v1/completions /v1/chat/completions /v1/responses /v1/messages /infill "
+    "/inference/v1/generate".split()
 )
 # Other names of endpoints, as llama.cpp's server has them, and routers call them.
 _ALIASES = {
@@ -108,7 +106,6 @@ def routes() -> list[BaseRoute]:
     own = [
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),
-        Route("/v1/chat/completions/batch", batch_chat_completions, methods=["POST"]),
         Route("/v1/responses", responses, methods=["POST"]),
         Route("/v1/responses/input_tokens", count_input_tokens, methods=["POST"]),
         Route("/v1/responses/{response_id}", get_response, methods=["GET"]),
@@ -145,7 +142,6 @@ def routes() -> list[BaseRoute]:
         Route("/v1/messages/render", render_messages, methods=["POST"]),
         Route("/tokenizer_info", tokenizer_info, methods=["GET"]),
         Route("/infill", infill, methods=["POST"]),
-        Route("/invocations", invocations, methods=["POST"]),
         Route("/v1/models", list_models, methods=["GET"]),
         Route("/v1/models/{model:path}", get_model, methods=["GET"]),
         Route("/health", health, methods=["GET"]),

@@ -224,12 +224,6 @@ class ChatRequest(Sampling, kw_only=True):
     function_call: Literal["none", "auto"] | FunctionName | None = None
 
 
-class BatchChatRequest(ChatRequest, kw_only=True):
-    """Body of POST /v1/chat/completions/batch: conversations that are answered by themselves."""
-
-    messages: list[list[ChatMessage]]  # type: ignore[assignment]
-
-
 class PromptTokensDetails(msgspec.Struct):
     """Tokens of prompts that came from the prefix cache, and those that were written to it."""
 
