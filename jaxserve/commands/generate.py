@@ -92,7 +92,7 @@ def generate(arguments: argparse.Namespace) -> int:
     prompts = [sys.stdin.read() if text == "-" else text for text in arguments.prompts]
     chosen: dict[str, Any] = {"max_tokens": DEFAULT_MAX_TOKENS} | given(arguments, SAMPLING_FIELDS)
     SamplingParams(**chosen)  # refuses a bad value before the model is loaded
-    settings = engine_settings(arguments, OWN)
+    settings = engine_settings(arguments)
     check_model(arguments.model)
     check_devices(EngineConfig(**settings))
     template = arguments.chat_template

@@ -9,20 +9,35 @@ import json
 import re
 import types
 import typing
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable
 from functools import partial
 from typing import Any, NoReturn
 
 from jaxserve.commands.argument_types import json_object
-from jaxserve.commands.vllm_flags import RENAMED, SHORT
 from jaxserve.errors import InvalidRequest
-from jaxserve.settings.config import EngineConfig
-from jaxserve.settings.setting_values import OTHER_NAMES, usual_value
-from jaxserve.settings.unserved import UNSERVED, Unserved, served
+from jaxserve.settings.compat import ENGINE, served, unserved
+from jaxserve.settings.config import EngineConfig, usual_value
 
 BAD_INPUT = 2
 DEFAULT_MAX_TOKENS = 256
 MODEL_HELP = "a checkpoint folder, a .gguf file or a name on the hub (default: the bundled model)"
+# vLLM's names of settings that have another name here.
+RENAMED = {
+    "device_memory_utilization": "gpu_memory_utilization",
+    "max_num_queued_tokens": "max_queued_prompt_tokens",
+    "shutdown_timeout": "drain_timeout",
+}
+# vLLM's short forms of served options; `compat.toml` has those of others.
+SHORT = {
+    "quantization": "-q",
+    "nnodes": "-n",
+    "node_rank": "-r",
+    "tensor_parallel_size": "-tp",
+    "decode_context_parallel_size": "-dcp",
+    "data_parallel_size": "-dp",
+    "data_parallel_backend": "-dpb",
+    "enable_expert_parallel": "-ep",
+}
 # `model` is declared by each command. `seed` is that of the sampling, which dummy weights follow.
 ENGINE_FIELDS = [
     field.name for field in dataclasses.fields(EngineConfig) if field.name not in ("model", "seed")
@@ -110,9 +125,9 @@ class Entries(argparse.Action):
         setattr(namespace, self.dest, [*(getattr(namespace, self.dest, None) or ()), *entries])
 
 
-def _usual(field: str, value: str) -> str:
+def _usual(field: str, choices: Container[str], value: str) -> str:
     try:
-        return usual_value(value, field)
+        return value if value in choices else usual_value(value, field)
     except InvalidRequest as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -153,8 +168,8 @@ def add_fields(
             kind = WORDS
         elif field.metadata.get("entries"):
             kind = {"action": Entries, "metavar": "TEXT"}
-        elif field.name in OTHER_NAMES and "choices" in kind:
-            kind["type"] = partial(_usual, field.name)
+        elif "choices" in kind:
+            kind["type"] = partial(_usual, field.name, kind["choices"])
         parser.add_argument(
             *flags_of(field.name),
             dest=field.name,
@@ -172,9 +187,10 @@ def add_fields(
             )
 
 
-def flags_of(name: str) -> list[str]:
-    """Return the options of a field or of vLLM's argument: the long one, then its short form."""
-    return ["--" + name.replace("_", "-"), *([SHORT[name]] if name in SHORT else [])]
+def flags_of(name: str, short: str | None = None) -> list[str]:
+    """Return the long option of a field or of vLLM's argument, and its short form if it has one."""
+    short = SHORT.get(name, short)
+    return ["--" + name.replace("_", "-"), *([] if short is None else [short])]
 
 
 def add_engine(
@@ -200,7 +216,7 @@ def add_engine(
         "precedence, and variables JAXSERVE_<OPTION> of the environment, like "
         "JAXSERVE_MAX_MODEL_LEN",
     )
-    add_unserved(parser, {name: row for name, row in UNSERVED.items() if name not in own})
+    parser.set_defaults(unserved=(ENGINE,), own=own)
     add_sources(parser, names)
 
 
@@ -209,31 +225,37 @@ def add_sources(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
     parser.set_defaults(settings={*(parser.get_default("settings") or ()), *names})
 
 
-def add_unserved(parser: argparse.ArgumentParser, rows: Mapping[str, Unserved]) -> None:
-    """Let a command refuse these options; `declare_unserved` declares them when it is run."""
-    parser.set_defaults(unserved={**(parser.get_default("unserved") or {}), **rows})
-
-
 def declare_unserved(parser: argparse.ArgumentParser) -> None:
-    """Declare options that `--help` leaves out, since they are there to be refused.
+    """Declare vLLM's options that jaxserve refuses. `--help` does not show them.
 
-    There are so many that they would cost the commands that are not run 30 ms.
+    The defaults of the parser choose them: `unserved` has the tables, `own` the names that the
+    command itself declares. The default `refused` has the declared names.
     """
-    rows: Mapping[str, Unserved] = parser.get_default("unserved") or {}
-    for name, row in rows.items():
-        if flags_of(name)[0] in parser._option_string_actions:
-            continue  # the other form of a flag
-        neutral = row.neutral or ()
-        kind: dict[str, Any] = {"type": _plain_value}
-        if any(isinstance(value, bool) for value in neutral):
-            kind = {"action": Switch}
-        elif [] in neutral:
-            kind["nargs"] = "+"
-        elif name == "hf_token":
-            kind |= {"nargs": "?", "const": True}
-        parser.add_argument(
-            *flags_of(name), dest=name, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **kind
-        )
+    own, refused = parser.get_default("own") or (), []
+    for kind in parser.get_default("unserved") or ():
+        for name, row in unserved(kind).items():
+            if name in own:
+                continue
+            refused.append(name)
+            flags = flags_of(name, row.short)
+            if flags[0] in parser._option_string_actions:
+                continue  # the other form of a flag
+            neutral = row.neutral or ()
+            arguments: dict[str, Any] = {"type": _plain_value}
+            if any(isinstance(value, bool) for value in neutral):
+                arguments = {"action": Switch}
+            elif [] in neutral:
+                arguments["nargs"] = "+"
+            elif name == "hf_token":
+                arguments |= {"nargs": "?", "const": True}
+            parser.add_argument(
+                *flags,
+                dest=name,
+                default=argparse.SUPPRESS,
+                help=argparse.SUPPRESS,
+                **arguments,
+            )
+    parser.set_defaults(refused=refused)
 
 
 def _plain_value(text: str) -> Any:
@@ -243,14 +265,20 @@ def _plain_value(text: str) -> Any:
         return text
 
 
-def engine_settings(arguments: argparse.Namespace, own: Container[str] = ()) -> dict[str, Any]:
-    """Return an engine's settings that are given, the seed included; `own` as for `add_engine`.
+def engine_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return an engine's settings on the command line, the seed included.
 
     Raises:
-        InvalidRequest: one that is not supported, with what to do instead.
+        InvalidRequest: a setting is not served; the message has a suggestion.
     """
-    unserved = [name for name in UNSERVED if name not in own]
-    return served(given(arguments, [*ENGINE_FIELDS, "seed", *unserved]))
+    names = [*ENGINE_FIELDS, "seed"]
+    return served(given(arguments, [*names, *refused_names(arguments, ENGINE)]), names)
+
+
+def refused_names(arguments: argparse.Namespace, kind: str) -> list[str]:
+    """Return the options of a table of unserved names that the command's parser has declared."""
+    names = getattr(arguments, "refused", ())
+    return [name for name in names if name in unserved(kind)]
 
 
 def given(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:

@@ -65,7 +65,8 @@ class CommandParser(Parser):
         self, args: list[str] | None = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
         words = sys.argv[1:] if args is None else list(args)
-        declare_unserved(self)
+        if not self._knows(plain_words(words)):
+            declare_unserved(self)
         examine = self.get_default("examine")
         if examine is not None:
             examine(words, self._option_string_actions)
@@ -78,6 +79,11 @@ class CommandParser(Parser):
         if settings is not None and not rest:
             self._fill(parsed, settings, self._given(words))
         return parsed, rest
+
+    def _knows(self, words: list[str]) -> bool:
+        flags = [word.partition("=")[0] for word in words if word.startswith("-")]
+        # A file may name any option.
+        return "--config" not in flags and all(f in self._option_string_actions for f in flags)
 
     def _given(self, words: list[str]) -> set[str]:
         """Return the names that the command line itself sets."""

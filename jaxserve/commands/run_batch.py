@@ -63,7 +63,7 @@ def run_batch(arguments: argparse.Namespace) -> int:
         config = module.batch_config(**given(arguments, SERVER_FIELDS))
         importlib.import_module("jaxserve.server.served.chat_template").server_template(config)
         models = [arguments.model] if arguments.model else []
-        specs = plan_models(models, engine_settings(arguments, SERVER_FIELDS), config)
+        specs = plan_models(models, engine_settings(arguments), config)
         return module.run_batch(specs, config, source, sink)
     except (ValueError, OSError) as error:
         raise CommandError(str(error)) from error

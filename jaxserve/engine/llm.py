@@ -32,8 +32,8 @@ from jaxserve.outputs import BeamSearchOutput, RequestOutput
 from jaxserve.request import Request, SamplingParams
 from jaxserve.scheduling.logprobs import TokenLogprobs
 from jaxserve.settings.checks import exact_int
+from jaxserve.settings.compat import served
 from jaxserve.settings.config import EngineConfig
-from jaxserve.settings.unserved import served
 from jaxserve.start.loading import Loaded
 from jaxserve.text.messages import plain_messages
 from jaxserve.text.template_names import HOW_TO_GIVE
@@ -59,7 +59,7 @@ class LLM:
     """
 
     def __init__(self, model: str | Path | Loaded | None = None, **settings: Any) -> None:
-        settings = served(settings)
+        settings = served(settings, EngineConfig.__dataclass_fields__)
         parts = model if isinstance(model, Loaded) else EngineConfig(model=model, **settings)
         self._thread = EngineThread(parts, report_start(model))
         self._requests = self._thread.engine.requests

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 from jaxserve.errors import InvalidRequest
@@ -72,3 +73,8 @@ def within(value: Any, name: str, low: float, high: float) -> float:
     if not low <= number <= high:
         raise InvalidRequest(f"{name} must be from {low:g} to {high:g}, got {number}", name)
     return number
+
+
+def is_neutral(value: Any, neutral: Iterable[Any]) -> bool:
+    """Return whether a value equals one of `neutral` and has its type."""
+    return any(type(value) is type(other) and value == other for other in neutral)

@@ -12,8 +12,10 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from jaxserve.errors import InvalidRequest
 from jaxserve.settings.chat_config import ChatConfig, check_chat
 from jaxserve.settings.checks import exact_int, finite_float, within
+from jaxserve.settings.compat import suggestion, table
 from jaxserve.settings.eplb import ExpertsConfig, check_eplb
 from jaxserve.settings.hosts import HostsConfig, check_hosts, too_few
 from jaxserve.settings.kv_events import KVEventsConfig, events_config
@@ -25,7 +27,6 @@ from jaxserve.settings.machine import (
     with_gpu_flags,
 )
 from jaxserve.settings.overrides import json_object
-from jaxserve.settings.setting_values import OTHER_NAMES, usual_value
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 POLICIES = ("fcfs", "priority")
@@ -37,6 +38,12 @@ KV_CACHE_DTYPES = ("auto", "fp8", "int8_per_token_head")
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 IMPLEMENTATIONS = ("auto", "xla", "triton", "mosaic_gpu")
 PRECISIONS = ("highest", "high")
+# Settings some of whose values have other names in vLLM or PyTorch.
+_RENAMED_VALUES: dict[str, tuple[Any, ...]] = {
+    "dtype": DTYPES,
+    "kv_cache_dtype": KV_CACHE_DTYPES,
+    "quantization": (None, *QUANTIZATIONS),
+}
 
 MAX_SCHEDULER_STEPS = 1024
 VARIABLE_PREFIX = "JAXSERVE_"
@@ -50,6 +57,18 @@ _PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 _OWN_VARIABLE = re.compile(
     "(JAX|XLA|CUDA|NVIDIA|HF|OTEL)(?!.*(KEY|TOKEN|SECRET|PASSW|HEADER|PAT$|CRED|AUTH|ATTRIB))"
 )
+
+
+def usual_value(value: Any, name: str) -> Any:
+    """Return jaxserve's name for the value of a setting that has another name in vLLM.
+
+    Raises:
+        InvalidRequest: jaxserve does not serve the value; the message has a suggestion.
+    """
+    row = table()["setting_values"].get(name, {}).get(value) if isinstance(value, str) else None
+    if row is not None and "here" not in row:
+        raise InvalidRequest(f"{name}={value!r} is not supported: {suggestion(row)}", name)
+    return value if row is None else row["here"]
 
 
 @dataclass(frozen=True)
@@ -170,8 +189,10 @@ class EngineConfig(HostsConfig, ExpertsConfig, ChatConfig):
     check_invariants: bool = False
 
     def __post_init__(self) -> None:
-        for name in OTHER_NAMES:
-            object.__setattr__(self, name, usual_value(getattr(self, name), name))
+        for name, values in _RENAMED_VALUES.items():
+            value = getattr(self, name)
+            if value not in values:
+                object.__setattr__(self, name, usual_value(value, name))
         for name, low, high in (
             ("tensor_parallel_size", 1, 1024),
             ("max_model_len", 2, 2**27),
