@@ -7,7 +7,8 @@ reads the same here. Results are in `outputs.py`.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,7 +16,6 @@ from typing import Any
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.settings.checks import exact_int, finite_float, flag, is_listing, within
-from jaxserve.stop_strings import StopStrings
 from jaxserve.structured import NAME as STRUCTURED
 from jaxserve.structured import StructuredOutputsParams
 
@@ -42,6 +42,71 @@ MAX_BAD_WORD_CHARS = 256
 # Once they are tokens: most sequences of two and more, and most tokens of each.
 MAX_BAD_WORDS_TOKENIZED = 256
 MAX_BAD_WORD_TOKENS = 16
+
+
+class StopStrings:
+    """Index of stop strings, in which one more token costs little, however many strings there are.
+
+    A match must end in the text's newest piece, so each of its characters selects the strings that
+    end with it, and only these are compared. The index holds the strings and no parts of them.
+
+    Args:
+        strings: at least one, none of them empty.
+
+    Attributes:
+        longest: length of the longest string.
+    """
+
+    def __init__(self, strings: Iterable[str]) -> None:
+        self._sorted = sorted(set(strings))
+        self.longest = max(map(len, self._sorted))
+        self._first_characters = frozenset(string[0] for string in self._sorted)
+        self._by_end: dict[str, tuple[str, ...]] = {}
+        for string in self._sorted:
+            self._by_end[string[-1]] = (*self._by_end.get(string[-1], ()), string)
+
+    def find(self, text: str, start: int, settled: int) -> tuple[int, str] | None:
+        """Return the place and the string of the match that begins first, the shortest of several.
+
+        Args:
+            text: to search.
+            start: the first place where a match may begin.
+            settled: length of the text without its newest piece, in which there is no match.
+        """
+        if self._by_end.keys().isdisjoint(text[settled:]):
+            return None
+        best: tuple[int, int] | None = None
+        for end in range(settled + 1, len(text) + 1):
+            if best is not None and end - self.longest > best[0]:
+                break  # all further matches begin behind it
+            strings = self._by_end.get(text[end - 1])
+            if strings is not None and text.endswith(strings, start, end):
+                found = [(end - len(s), len(s)) for s in strings if text.endswith(s, start, end)]
+                best = min(found) if best is None else min(best, *found)
+        if best is None:
+            return None
+        place, length = best
+        return place, text[place : place + length]
+
+    def first_beginning(self, text: str, start: int) -> int:
+        """Return the first place from which the rest of a text begins a string; its end for none.
+
+        A place that is passed over begins no string in any longer text either: the next search
+        may start at the result.
+
+        Args:
+            text: to search.
+            start: the first place that counts.
+        """
+        for place in range(max(start, len(text) - self.longest + 1), len(text)):
+            if text[place] not in self._first_characters:
+                continue
+            rest = text[place:]
+            # The strings that begin with the rest, and are longer, follow it in order.
+            following = bisect_right(self._sorted, rest)
+            if following < len(self._sorted) and self._sorted[following].startswith(rest):
+                return place
+        return len(text)
 
 
 class FinishReason(enum.StrEnum):
@@ -332,6 +397,54 @@ def _stop_token_ids(value: Any) -> tuple[int, ...]:
     if len(value) > MAX_STOP_TOKEN_IDS:
         raise InvalidRequest(f"stop_token_ids takes at most {MAX_STOP_TOKEN_IDS}", "stop_token_ids")
     return tuple(exact_int(token, "stop_token_ids", 0, 2**31 - 1) for token in value)
+
+
+@dataclass(frozen=True)
+class BeamSearchParams:
+    """Settings of a beam search, with vLLM's names.
+
+    Args:
+        beam_width: sequences that are kept, and returned, 1 to 128. Twice as many candidates of
+            each are compared, so that the engine's `max_logprobs` bounds it.
+        max_tokens: tokens that are generated; a search goes on to the last one.
+        ignore_eos: go on past the model's end-of-sequence tokens.
+        temperature: of log-probabilities where the engine's `logprobs_mode` is a processed one.
+        length_penalty: exponent of the number of generated tokens by which a sum of
+            log-probabilities is divided, -16 to 16.
+        include_stop_str_in_output: whether the token that ended a sequence is one of its tokens.
+        skip_special_tokens: whether special tokens are left out of the text.
+        allowed_token_ids: the only candidates, up to 128; None for all.
+
+    Raises:
+        InvalidRequest: on construction, naming the first bad field.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    allowed_token_ids: Listing[int] | None = None
+
+    def __post_init__(self) -> None:
+        exact_int(self.beam_width, "beam_width", 1, MAX_CHOICES)
+        exact_int(self.max_tokens, "max_tokens", 1, 2**31 - 1)
+        within(self.length_penalty, "length_penalty", -16.0, 16.0)
+        checked = SamplingParams(
+            temperature=self.temperature,
+            ignore_eos=self.ignore_eos,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            skip_special_tokens=self.skip_special_tokens,
+            allowed_token_ids=self.allowed_token_ids,
+        )
+        name = "allowed_token_ids"
+        if len(checked.allowed_token_ids or ()) > MAX_LOGPROB_TOKEN_IDS:
+            raise InvalidRequest(
+                f"{name} takes at most {MAX_LOGPROB_TOKEN_IDS} token ids in a beam search", name
+            )
+        object.__setattr__(self, name, checked.allowed_token_ids)
 
 
 @dataclass(frozen=True, slots=True)

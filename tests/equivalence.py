@@ -36,7 +36,6 @@ import llguidance
 import llguidance.numpy
 import numpy as np
 
-from jaxserve.beams import BeamSearchParams
 from jaxserve.engine.beam_search import BeamSearch, run_searches
 from jaxserve.engine.delta import Delta, Sink
 from jaxserve.engine.engine import Engine
@@ -46,7 +45,7 @@ from jaxserve.execution.hosts.group import Group
 from jaxserve.execution.mesh import make_mesh
 from jaxserve.models import ModelConfig, parse_model_config
 from jaxserve.models.shards import ONE_DEVICE, Split
-from jaxserve.request import MAX_LOGPROBS, Request, SamplingParams
+from jaxserve.request import MAX_LOGPROBS, BeamSearchParams, Request, SamplingParams
 from jaxserve.scheduling.logprobs import TokenLogprobs
 from jaxserve.settings.config import KV_CACHE_DTYPES, EngineConfig, LogprobsMode
 from jaxserve.start.loading import Loaded

@@ -88,7 +88,8 @@ def test_endpoints_have_fields_that_they_refuse() -> None:
 
 
 def test_the_table_is_read_only_where_a_name_is_not_served() -> None:
-    table.cache_clear()
+    for cached in (table, unserved):
+        cached.cache_clear()
     EngineConfig(dtype="float32", quantization="int8", kv_cache_dtype="auto")
     served({"seed": 1}, FIELDS)
     engine_settings(make_parser().parse_args(["serve", "--port", "1", "-tp", "2"]))

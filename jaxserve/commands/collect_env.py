@@ -7,7 +7,7 @@ import json
 import textwrap
 from collections.abc import Callable
 
-from jaxserve.engine.environment import collect_environment
+from jaxserve.settings.installation import collect_environment
 
 _WIDTH, _INDENT = 100, 13
 

@@ -11,7 +11,6 @@ from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 from uuid import uuid4
 
-from jaxserve.beams import BeamSearchParams
 from jaxserve.engine.arguments import EngineArgs
 from jaxserve.engine.beam_search import BeamSearch
 from jaxserve.engine.delta import Delta
@@ -27,7 +26,7 @@ from jaxserve.engine.thread import NOT_PICKLED, EngineThread
 from jaxserve.errors import EngineDead, InvalidRequest
 from jaxserve.execution.runner import OnProgress
 from jaxserve.outputs import BeamSearchOutput, CompletionOutput, RequestOutput
-from jaxserve.request import FinishReason, Request, SamplingParams
+from jaxserve.request import BeamSearchParams, FinishReason, Request, SamplingParams
 from jaxserve.scheduling.logprobs import TokenLogprobs
 from jaxserve.settings.config import EngineConfig
 from jaxserve.start.loading import Loaded

@@ -15,11 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.beams import BeamSearchParams
 from jaxserve.engine.request_factory import RequestFactory, check_logprobs, check_token_ids
 from jaxserve.errors import InvalidRequest, PromptTooLong
 from jaxserve.outputs import BeamSearchOutput, BeamSearchSequence, Logprob
-from jaxserve.request import Request, SamplingParams
+from jaxserve.request import BeamSearchParams, Request, SamplingParams
 from jaxserve.scheduling.logprobs import TokenLogprobs
 from jaxserve.settings.checks import exact_int
 from jaxserve.start.plan.limits import Limits

@@ -10,7 +10,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
-from jaxserve.beams import BeamSearchParams
 from jaxserve.engine.arguments import EngineArgs
 from jaxserve.engine.batch import Batch
 from jaxserve.engine.beam_search import BeamSearch, run_searches
@@ -29,7 +28,7 @@ from jaxserve.engine.prompts import (
 from jaxserve.engine.thread import NOT_PICKLED, EngineThread, report_start
 from jaxserve.errors import EngineDead, InvalidRequest
 from jaxserve.outputs import BeamSearchOutput, RequestOutput
-from jaxserve.request import Request, SamplingParams
+from jaxserve.request import BeamSearchParams, Request, SamplingParams
 from jaxserve.scheduling.logprobs import TokenLogprobs
 from jaxserve.settings.checks import exact_int
 from jaxserve.settings.compat import served

@@ -8,8 +8,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from jaxserve.errors import InvalidRequest
-from jaxserve.settings.chat_config import check_content_format
-from jaxserve.settings.checks import exact_int, is_listing, is_neutral
+from jaxserve.settings.checks import check_content_format, exact_int, is_listing, is_neutral
 from jaxserve.settings.compat import endpoint_fields, refuse_unsupported
 from jaxserve.text.content_format import WordsLost
 from jaxserve.text.messages import COMMON_INPUTS, RENDERING_ARGUMENTS

@@ -1,4 +1,4 @@
-"""PrefixChoice: the endpoint at which HAProxy gets the replica for a request's body."""
+"""The endpoint at which HAProxy asks for the replica for a request's body, and its router."""
 
 # Ray has no wheels for every Python.
 # pyright: reportMissingImports=false
@@ -10,18 +10,51 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from jaxserve.fleet.loopback import keep_to_loopback
+from jaxserve.fleet.policy import PrefixPolicy
 from jaxserve.fleet.prefixes import digests_of
-from jaxserve.fleet.router import PrefixRouter
 
 NAME = "jaxserve-choice"
 REPORT_SECONDS = 1.0
 _MOST_REQUESTS = 10_000
+
+
+class PrefixRouter(RequestRouter):
+    """A router of Ray Serve by `PrefixPolicy`. A request's only argument is its digests.
+
+    Serve brings the replicas' reports (`record_routing_stats`) with the list of replicas.
+    """
+
+    def initialize_state(self, slots: int = 1, **_: Any) -> None:
+        """Take over the arguments of the deployment's setting."""
+        self._policy: PrefixPolicy[ReplicaID] = PrefixPolicy(slots)
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Take over the replicas that run, and their reports."""
+        super().update_replicas(replicas)
+        self._policy.keep(replica.replica_id for replica in replicas)
+        for replica in replicas:
+            self._policy.report(replica.replica_id, replica.routing_stats)
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        """Return the candidates in order, each alone: the first is taken."""
+        args = [] if pending_request is None else pending_request.args
+        digests = args[0] if args and isinstance(args[0], list) else []
+        found = {replica.replica_id: replica for replica in candidate_replicas}
+        ranked = self._policy.rank(found, digests)
+        if ranked:
+            self._policy.send(ranked[0], digests)
+        return [[found[name]] for name in ranked]
 
 
 @serve.ingress()

@@ -27,9 +27,9 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from jaxserve.errors import DeviceError
-from jaxserve.fleet.secret_files import secret_file
 from jaxserve.server.http.logs import log_json
 from jaxserve.settings.config import EngineConfig, prepare_process
+from jaxserve.settings.secret_files import secret_file
 
 _POLL_SECONDS = 0.2
 

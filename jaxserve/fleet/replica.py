@@ -13,7 +13,6 @@ from starlette.types import ASGIApp
 
 from jaxserve.errors import EngineDead
 from jaxserve.fleet.prefixes import PrefixRecord, Recorder
-from jaxserve.fleet.secret_files import secret_file
 from jaxserve.server import page
 from jaxserve.server.http.app import App
 from jaxserve.server.http.logs import log_json
@@ -23,6 +22,7 @@ from jaxserve.server.served.specs import ModelSpec
 from jaxserve.server.served.start import start_models
 from jaxserve.server.settings import ServerConfig
 from jaxserve.settings.kv_events import events_config
+from jaxserve.settings.secret_files import secret_file
 
 
 class ReplicaServer:

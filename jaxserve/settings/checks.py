@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal, get_args
 
 from jaxserve.errors import InvalidRequest
+
+ContentFormat = Literal["auto", "string", "openai"]
 
 
 def exact_int(value: Any, name: str, low: int, high: int, parameter: str | None = None) -> int:
@@ -78,3 +80,17 @@ def within(value: Any, name: str, low: float, high: float) -> float:
 def is_neutral(value: Any, neutral: Iterable[Any]) -> bool:
     """Return whether a value equals one of `neutral` and has its type."""
     return any(type(value) is type(other) and value == other for other in neutral)
+
+
+def check_content_format(given: Any) -> None:
+    """Check a form of content that a setting or an argument names.
+
+    Raises:
+        InvalidRequest: it is none.
+    """
+    if given not in get_args(ContentFormat):
+        names = ", ".join(get_args(ContentFormat))
+        raise InvalidRequest(
+            f"chat_template_content_format must be one of {names}; got {str(given)[:60]!r}",
+            "chat_template_content_format",
+        )

@@ -13,8 +13,13 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from jaxserve.errors import InvalidRequest
-from jaxserve.settings.chat_config import ChatConfig, check_chat
-from jaxserve.settings.checks import exact_int, finite_float, within
+from jaxserve.settings.checks import (
+    ContentFormat,
+    check_content_format,
+    exact_int,
+    finite_float,
+    within,
+)
 from jaxserve.settings.compat import suggestion, table
 from jaxserve.settings.eplb import ExpertsConfig, check_eplb
 from jaxserve.settings.hosts import HostsConfig, check_hosts, too_few
@@ -72,7 +77,7 @@ def usual_value(value: Any, name: str) -> Any:
 
 
 @dataclass(frozen=True)
-class EngineConfig(HostsConfig, ExpertsConfig, ChatConfig):
+class EngineConfig(HostsConfig, ExpertsConfig):
     """An engine's settings; names and defaults follow vLLM's `EngineArgs`.
 
     None means "chosen for the device and the model found"; `resolve` fills it in.
@@ -142,6 +147,8 @@ class EngineConfig(HostsConfig, ExpertsConfig, ChatConfig):
             nothing is kept. Otherwise those that pad less are compiled behind the first answers.
         profile_start: file for a timeline of the start, which Perfetto shows.
         check_invariants: verify every page, slot and counter after each step (slow).
+        chat_template_content_format: how the chat template receives content: "string" as text,
+            "openai" as a list of parts, "auto" in the form that it shows.
 
     Raises:
         InvalidRequest: (a ValueError) on construction, naming the field.
@@ -187,6 +194,7 @@ class EngineConfig(HostsConfig, ExpertsConfig, ChatConfig):
     wait_for_all_programs: bool = False
     profile_start: str | Path | None = None
     check_invariants: bool = False
+    chat_template_content_format: ContentFormat = "auto"
 
     def __post_init__(self) -> None:
         for name, values in _RENAMED_VALUES.items():
@@ -229,8 +237,9 @@ class EngineConfig(HostsConfig, ExpertsConfig, ChatConfig):
         object.__setattr__(self, "kv_events_config", events_config(self.kv_events_config))
         if self.language_model_only is not True:
             raise ValueError("language_model_only must be true: only text is served")
-        for check in (check_hosts, check_eplb, check_chat):
-            check(self)
+        check_hosts(self)
+        check_eplb(self)
+        check_content_format(self.chat_template_content_format)
         self._check_budget()
 
     def _check_budget(self) -> None:

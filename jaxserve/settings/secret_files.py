@@ -1,9 +1,12 @@
-"""Secrets that engines share, read from files."""
+"""Secrets that engines share: read from a file, or written to one for a process."""
 
 from __future__ import annotations
 
 import os
 import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from jaxserve.errors import InvalidRequest
@@ -54,3 +57,13 @@ def read_secret(path: str | Path | None, name: str = _FIELD) -> bytes | None:
             name,
         )
     return secret
+
+
+@contextmanager
+def secret_file(secret: bytes) -> Iterator[Path]:
+    """Yield a file that holds a secret, its owner's alone, while the context lasts."""
+    with tempfile.TemporaryDirectory(prefix="jaxserve-") as folder:
+        path = Path(folder, "secret")
+        path.touch(mode=0o600)
+        path.write_bytes(secret)
+        yield path

@@ -7,11 +7,10 @@ from collections.abc import Sequence as Listing
 
 import numpy as np
 
-from jaxserve.beams import BeamSearchParams
 from jaxserve.engine.beam_search import Beam
 from jaxserve.engine.stream import Stream
 from jaxserve.errors import EngineDead, InvalidRequest
-from jaxserve.request import Request, SamplingParams
+from jaxserve.request import BeamSearchParams, Request, SamplingParams
 from jaxserve.scheduling.logprobs import TokenLogprobs
 from jaxserve.server.api.generation import Choice, Generation, Part
 from jaxserve.server.schema.errors import ApiError
