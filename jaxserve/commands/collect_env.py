@@ -1,4 +1,4 @@
-"""`jaxserve collect-env`: what a report of a fault should say of the machine."""
+"""`jaxserve collect-env`: print facts about the machine for a bug report."""
 
 from __future__ import annotations
 

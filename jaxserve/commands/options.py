@@ -1,4 +1,4 @@
-"""Options of the command line, made from the fields of dataclasses: one list of names."""
+"""Options of the command line, derived from the fields of dataclasses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RENAMED = {
     "max_num_queued_tokens": "max_queued_prompt_tokens",
     "shutdown_timeout": "drain_timeout",
 }
-# vLLM's short forms of served options; `compat.toml` has those of others.
+# vLLM's short forms of served options. `compat.toml` has the short forms of other options.
 SHORT = {
     "quantization": "-q",
     "nnodes": "-n",
@@ -52,30 +52,30 @@ class Parser(argparse.ArgumentParser):
 
 
 class CommandError(Exception):
-    """An error that the user can put right. Its message is shown alone."""
+    """An error that the user can correct. Only its message is shown."""
 
 
 def field_help(cls: type) -> dict[str, str]:
-    """Return each field's text in the Args section of a dataclass's docstring."""
-    found: dict[str, str] = {}
+    """Return the text of each field in the Args section of a dataclass's docstring."""
+    texts: dict[str, str] = {}
     for base in cls.__mro__:
         # From 3.13 on Python itself leaves out the indentation that all lines share.
         text = inspect.cleandoc(base.__doc__ or "")
         section = text.partition("Args:\n")[2].partition("\n\n")[0]
         entries = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", section, re.MULTILINE)
-        found |= {name: " ".join(text.split()) for name, text in entries}
-    return found
+        texts |= {name: " ".join(text.split()) for name, text in entries}
+    return texts
 
 
 def _integer(text: str) -> int:
-    """Return a whole number, which may be written as vLLM takes it: 32k is 32,000, 32K 32,768."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt])|(\d+)([KMGT])", text)
+    # As in vLLM, 32k is 32,000 and 32K is 32,768.
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt])|(\d+)([KMGT])", text)
     try:
-        if found is None:
+        if match is None:
             return int(text)
-        if found[1]:
-            return int(float(found[1]) * 1000 ** ("kmgt".index(found[2]) + 1))
-        return int(found[3]) << 10 * ("KMGT".index(found[4]) + 1)
+        if match[1]:
+            return int(float(match[1]) * 1000 ** ("kmgt".index(match[2]) + 1))
+        return int(match[3]) << 10 * ("KMGT".index(match[4]) + 1)
     except (ValueError, OverflowError):
         raise argparse.ArgumentTypeError(f"invalid int value: {text!r}") from None
 
@@ -87,12 +87,12 @@ def _integers(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list like 1,2,4") from None
 
 
-# Arguments of argparse for a list whose entries may follow each other.
+# argparse's arguments for an option with one or more words.
 WORDS: dict[str, Any] = {"action": "extend", "nargs": "+", "metavar": "TEXT"}
 
 
 class Switch(argparse.BooleanOptionalAction):
-    """A flag with its `--no-` form, and as vLLM has it `--disable-x` beside `--enable-x`."""
+    """A flag with a `--no-` form, and as in vLLM `--disable-x` for `--enable-x`."""
 
     def __init__(self, option_strings: list[str], dest: str, **named: Any) -> None:
         super().__init__(option_strings, dest, **named)
@@ -114,7 +114,7 @@ class Switch(argparse.BooleanOptionalAction):
 
 
 class Entries(argparse.Action):
-    """An option that may be given several times, or once with a JSON list, as vLLM takes it."""
+    """An option that is repeated for each entry, or has a JSON list, as in vLLM."""
 
     def __call__(
         self, parser: Any, namespace: Any, values: Any, option_string: str | None = None
@@ -133,7 +133,7 @@ def _usual(field: str, choices: Container[str], value: str) -> str:
 
 
 def _option(hint: Any) -> dict[str, Any]:
-    """Return argparse's arguments for an option of a field's type."""
+    """Return argparse's arguments for an option, from the type of its field."""
     if typing.get_origin(hint) is dict:
         return {"type": json_object, "metavar": "JSON"}
     if typing.get_origin(hint) is typing.Literal:
@@ -155,7 +155,10 @@ def _option(hint: Any) -> dict[str, Any]:
 def add_fields(
     parser: argparse._ArgumentGroup, cls: type, names: Iterable[str], skip_default: bool = False
 ) -> None:
-    """Declare an option for each named field of a dataclass. An absent one sets no attribute."""
+    """Declare an option for each named field of a dataclass.
+
+    An option that is absent from the command line sets no attribute of the namespace.
+    """
     hints, helps = typing.get_type_hints(cls), field_help(cls)
     for field in dataclasses.fields(cls):
         if field.name not in names:
@@ -177,7 +180,7 @@ def add_fields(
             help=text.replace("%", "%%"),
             **kind,
         )
-        for name in (name for name, own in RENAMED.items() if own == field.name):
+        for name in (name for name, ours in RENAMED.items() if ours == field.name):
             parser.add_argument(
                 *flags_of(name),
                 dest=field.name,
@@ -197,14 +200,17 @@ def add_engine(
     parser: argparse.ArgumentParser,
     about: str | None = None,
     more: Iterable[str] = (),
-    own: Container[str] = (),
+    excluded: Container[str] = (),
 ) -> None:
-    """Declare an engine's settings, and vLLM's unsupported ones, which `--help` leaves out.
+    """Declare the settings of an engine, which `engine_settings` returns.
 
-    `engine_settings` returns those that are given.
+    vLLM's other options are declared, and refused, when a command line has an unknown option.
 
     Args:
-        own: names that the command gives a meaning of its own.
+        parser: of the command.
+        about: description of the group of options.
+        more: further fields of EngineConfig, such as "seed".
+        excluded: options that the command declares itself.
     """
     group = parser.add_argument_group("engine", about)
     names = [*ENGINE_FIELDS, *more]
@@ -216,25 +222,25 @@ def add_engine(
         "precedence, and variables JAXSERVE_<OPTION> of the environment, like "
         "JAXSERVE_MAX_MODEL_LEN",
     )
-    parser.set_defaults(unserved=(ENGINE,), own=own)
+    parser.set_defaults(unserved=(ENGINE,), own=excluded)
     add_sources(parser, names)
 
 
 def add_sources(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
-    """Let the environment give these fields too; see `CommandParser`."""
+    """Let variables of the environment set these fields (`CommandParser`)."""
     parser.set_defaults(settings={*(parser.get_default("settings") or ()), *names})
 
 
 def declare_unserved(parser: argparse.ArgumentParser) -> None:
     """Declare vLLM's options that jaxserve refuses. `--help` does not show them.
 
-    The defaults of the parser choose them: `unserved` has the tables, `own` the names that the
-    command itself declares. The default `refused` has the declared names.
+    The defaults of the parser select them: `unserved` has the tables and `own` the names that the
+    command declares itself. Sets the default `refused` to the declared names.
     """
-    own, refused = parser.get_default("own") or (), []
+    excluded, refused = parser.get_default("own") or (), []
     for kind in parser.get_default("unserved") or ():
         for name, row in unserved(kind).items():
-            if name in own:
+            if name in excluded:
                 continue
             refused.append(name)
             flags = flags_of(name, row.short)
@@ -269,7 +275,7 @@ def engine_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return an engine's settings on the command line, the seed included.
 
     Raises:
-        InvalidRequest: a setting is not served; the message has a suggestion.
+        InvalidRequest: a setting is not served. The message has a suggestion.
     """
     names = [*ENGINE_FIELDS, "seed"]
     return served(given(arguments, [*names, *refused_names(arguments, ENGINE)]), names)
@@ -282,5 +288,5 @@ def refused_names(arguments: argparse.Namespace, kind: str) -> list[str]:
 
 
 def given(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """Return those of the named options that are given."""
+    """Return the options among `names` that the arguments have."""
     return {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}

@@ -1,4 +1,4 @@
-"""`jaxserve serve`: models over HTTP."""
+"""`jaxserve serve`: serve models over HTTP."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from jaxserve.start.garbage import collection_paused
 
 SERVER_FIELDS = [field.name for field in dataclasses.fields(ServerConfig)]
 FLEET_FIELDS = [field.name for field in dataclasses.fields(FleetConfig)]
-# Names that mean something else, or nothing, to other commands.
+# Settings that only this command has.
 OWN_FIELDS = [*SERVER_FIELDS, *FLEET_FIELDS]
-# Settings that name files with a secret.
+# Settings that are the path of a secret.
 SECRETS = ("prefix_caching_secret", "nodes_secret")
-# What the processes of a cluster read that is started here.
+# Variables for the processes of a Ray cluster that this command starts.
 _CLUSTER: dict[str, Any] = {
     "RAY_USAGE_STATS_ENABLED": 0,
     "RAY_SERVE_LOG_TO_STDERR": 0,
@@ -64,7 +64,9 @@ def add_serve(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         help="checkpoint folders, .gguf files or names on the hub, each with the name to serve it "
         "by (default: the bundled model)",
     )
-    parser.add_argument("--model", help=argparse.SUPPRESS)  # vLLM's older form, and its file's
+    parser.add_argument(
+        "--model", help=argparse.SUPPRESS
+    )  # of older versions of vLLM, and of its files
     parser.add_argument(
         "--verbose", action="store_true", help="report the start at length, with all of its parts"
     )
@@ -76,17 +78,17 @@ def add_serve(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     parser.set_defaults(run=serve, examine=_refuse_llama_flags, unserved=(ENGINE, SERVER))
 
 
-def _refuse_llama_flags(words: list[str], own: Container[str]) -> None:
-    if all(word.partition("=")[0] in own for word in words if word.startswith("-")):
+def _refuse_llama_flags(words: list[str], ours: Container[str]) -> None:
+    if all(word.partition("=")[0] in ours for word in words if word.startswith("-")):
         return
-    message = llama_command(words, own)
+    message = llama_command(words, ours)
     if message is not None:
         raise CommandError(message)
 
 
 @cache
 def llama_options() -> tuple[dict[str, str], dict[str, str]]:
-    """Return options of llama.cpp's server: with jaxserve's options for them, and with reasons."""
+    """Return two maps of llama.cpp's options: to options of jaxserve, and to reasons."""
     rows = table()["llama"]
     here = rows["equivalents"].items()
     equivalents = {flag: option for flags, option in here for flag in flags.split()}
@@ -94,21 +96,21 @@ def llama_options() -> tuple[dict[str, str], dict[str, str]]:
     return equivalents, reasons
 
 
-def llama_command(words: list[str], own: Container[str]) -> str | None:
+def llama_command(words: list[str], ours: Container[str]) -> str | None:
     """Translate a command line for llama.cpp's server.
 
     Args:
-        words: behind `jaxserve serve`.
-        own: options of `jaxserve serve`. If `words` has no others of llama.cpp, it is not for it.
+        words: the words after `jaxserve serve`.
+        ours: options of `jaxserve serve`.
 
     Returns:
-        A sentence with the command for jaxserve and the reason for each option that it leaves out,
-        or None.
+        A sentence with the command for jaxserve and a reason for each option without equivalent,
+        or None if no word is an option of llama.cpp alone.
     """
     equivalents, reasons = llama_options()
     flags = [word.partition("=")[0] for word in words if word.startswith("-")]
     foreign = [
-        flag for flag in flags if (flag in equivalents or flag in reasons) and flag not in own
+        flag for flag in flags if (flag in equivalents or flag in reasons) and flag not in ours
     ]
     if not foreign:
         return None
@@ -128,7 +130,7 @@ def llama_command(words: list[str], own: Container[str]) -> str | None:
         elif "{}" not in equivalents[flag] or value not in ("", *automatic):
             option = equivalents[flag].format(shlex.quote(value))
             (models if equivalents[flag] == "{}" else command).append(option)
-    # Models stand first, since an option may take all words after it.
+    # Models come first, since an option may take all words after it.
     whole = " ".join(["jaxserve serve", *models, *command])
     names = list(dict.fromkeys(foreign))
     listed = (
@@ -182,7 +184,7 @@ def serve(arguments: argparse.Namespace) -> int:
 
 
 def _check_engines(specs: list[ModelSpec]) -> None:
-    """Check devices and secrets before JAX is imported."""
+    # Before JAX is imported, which takes seconds.
     check_devices(specs[0].config)
     names = [name for name in SECRETS if getattr(specs[0].config, name) is not None]
     if names:
@@ -207,13 +209,13 @@ def _check_hosts(engine: EngineConfig, config: ServerConfig, fleet: FleetConfig)
 def _serve_fleet(specs: list[ModelSpec], config: ServerConfig, fleet: FleetConfig) -> int:
     check_server(config)
     check_cluster(fleet)
-    if fleet.ray_address is None:  # a port in use is found before Ray starts
+    if fleet.ray_address is None:  # report a port in use before Ray starts
         with bind(config.host, config.port) as listener:
             config = dataclasses.replace(config, port=listener.getsockname()[1])
     is_routed = fleet.request_routing == "prefix"
     more: dict[str, Any] = {"RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY": 1} if is_routed else {}
     if fleet.ray_address is None:
-        # Lets a cluster of one machine have the loopback address, whatever the system.
+        # Lets a cluster of one machine use the loopback address on every operating system.
         more["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = 0
     prepare_process(**{**_CLUSTER, **more})
     report = importlib.import_module("jaxserve.server.http.start_report")

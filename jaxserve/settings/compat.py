@@ -23,7 +23,7 @@ class Unserved(NamedTuple):
     """An argument, option or request field that is not served.
 
     Attributes:
-        neutral: values that change nothing and are accepted; None accepts every value.
+        neutral: values without effect, which are accepted. None accepts every value.
         instead: a suggestion for any other value.
         below, above: numbers beyond these bounds are accepted.
         needs: neutral values of served fields. Every value is accepted while they have these.
@@ -38,7 +38,7 @@ class Unserved(NamedTuple):
     short: str | None = None
 
     def passes(self, value: Any, fields: Mapping[str, Any] | None = None) -> bool:
-        """Return whether a value changes nothing, beside the other `fields` of its request."""
+        """Return whether a value has no effect, beside the other `fields` of its request."""
         if value is None or self.neutral is None or any(_is_same(value, x) for x in self.neutral):
             return True
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -77,7 +77,7 @@ def suggestion(row: Mapping[str, str]) -> str:
 def served(
     settings: Mapping[str, Any], names: Collection[str], kind: str = ENGINE
 ) -> dict[str, Any]:
-    """Return the settings without unserved names; `names` are the served ones.
+    """Return the settings without unserved names. `names` are served.
 
     Raises:
         InvalidRequest: an unserved name has a value that would change something.
@@ -91,7 +91,7 @@ def served(
 
 
 def check_fields(fields: Mapping[str, Any], names: Collection[str]) -> list[str]:
-    """Return the fields of a request that are neither `names` of its endpoint nor in the file.
+    """Return the fields of a request that are neither in `names` nor in the file.
 
     Raises:
         InvalidRequest: names the first row of the file whose value in `fields` is not neutral.
@@ -117,7 +117,7 @@ def refuse_unsupported(
     """Check that fields which an endpoint does not serve have neutral values.
 
     Raises:
-        InvalidRequest: names the first in the alphabet that has not; the message ends with `by`.
+        InvalidRequest: names the first other one in the alphabet. The message ends with `by`.
     """
     for name in sorted(fields.keys() & unsupported.keys()):
         if not is_neutral(fields[name], unsupported[name]):
@@ -125,7 +125,7 @@ def refuse_unsupported(
 
 
 class UnservedRoute(NamedTuple):
-    """A route that is not served; a parameter in braces may end its path."""
+    """A route that is not served. Its path may end with a parameter in braces."""
 
     path: str
     methods: list[str]

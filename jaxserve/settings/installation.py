@@ -20,17 +20,15 @@ from jaxserve.settings.machine import driver_cards, driver_version, host_memory
 
 _CHECKOUT = Path(__file__).parent.parent.parent
 GIB = 2**30
-PACKAGES = (
-    *("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cublas", "flax"),
-    *("numpy", "ml_dtypes", "llvmlite", "transformers", "tokenizers", "huggingface-hub"),
-    *("safetensors", "gguf", "orbax-checkpoint", "llguidance", "starlette", "uvicorn", "h11"),
-    *("msgspec", "prometheus-client", "python-multipart", "httpx2", "opentelemetry-sdk"),
-    *("torch", "pip"),
-)
+PACKAGES = """
+    jax jaxlib jax-cuda13-plugin jax-cuda12-plugin nvidia-cublas flax numpy ml_dtypes llvmlite
+    transformers tokenizers huggingface-hub safetensors gguf orbax-checkpoint llguidance starlette
+    uvicorn h11 msgspec prometheus-client python-multipart httpx2 opentelemetry-sdk torch pip
+""".split()
 
 
 def install_command(extra: str = "", checkout: Path = _CHECKOUT) -> str:
-    """Return the `pip install` command that adds an extra to this installation.
+    """Return the `pip install` command for an extra of this installation.
 
     The project is not on the package index, where its name belongs to another project: a command
     names a checkout or a wheel file.
@@ -45,10 +43,12 @@ def install_command(extra: str = "", checkout: Path = _CHECKOUT) -> str:
 
 
 def collect_environment(root: Path = Path("/")) -> dict[str, str]:
-    """Return facts by their names. No card is opened, nothing is imported, and no secret is in it.
+    """Return facts about the machine and the installation by name, without secrets.
+
+    No card is opened and no package is imported.
 
     Args:
-        root: of the file system that the machine is described in.
+        root: of the file system with /proc and /sys; tests pass another.
     """
     return {
         "jaxserve": f"{jaxserve.__version__}, {Path(jaxserve.__file__).parent}",
@@ -87,7 +87,6 @@ def _cpu(root: Path) -> str:
 
 
 def _cores(root: Path) -> str:
-    """Say how many there are, and what a control group leaves of them."""
     text = f"{cpu_threads()} of {os.cpu_count()}"
     quota = _read(root / "sys/fs/cgroup/cpu.max").split()  # version 2: quota and period, in us
     if len(quota) != 2:
@@ -124,7 +123,6 @@ def _device() -> str:
 
 
 def _cache() -> str:
-    """Say where compiled programs are kept, how many, and in how many bytes."""
     folder = user_cache_dir()
     if folder is None:
         return "not kept: the user has no home"
@@ -137,13 +135,13 @@ def _cache() -> str:
 
 
 def _packages() -> list[tuple[str, str]]:
-    found = []
+    versions = []
     for name in PACKAGES:
         try:
-            found.append((name, metadata.version(name)))
+            versions.append((name, metadata.version(name)))
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _read(path: Path) -> str:
