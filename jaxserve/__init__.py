@@ -1,7 +1,7 @@
 """jaxserve: an LLM inference engine in JAX.
 
-The names below are resolved on first use, so that importing the package, or its host half,
-imports neither JAX nor a tokenizer library.
+Names are resolved on first use, so that `import jaxserve` imports neither JAX nor a tokenizer
+library.
 """
 
 from __future__ import annotations
@@ -99,8 +99,7 @@ def __getattr__(name: str) -> object:
 
 
 def _version() -> str:
-    """Return the version that was installed; "0+unknown" where a checkout was not."""
-    # Imported here, since it takes longer than all of this module.
+    # importlib.metadata takes longer to import than this module.
     metadata = import_module("importlib.metadata")
     try:
         return metadata.version("jaxserve")
