@@ -1,4 +1,4 @@
-"""The application: routes, and what is shared between them."""
+"""The ASGI application: its routes, its middleware, and the state that endpoints share."""
 
 from __future__ import annotations
 
@@ -83,12 +83,12 @@ from jaxserve.server.served.models import NO_LIMIT, Models
 from jaxserve.server.served.notices import Notices
 from jaxserve.server.settings import ServerConfig
 
-# Paths whose requests make an engine draw tokens.
+# Paths whose requests generate tokens.
 _DRAWING = frozenset(
     "/v1/completions /v1/chat/completions /v1/responses /v1/messages /infill "
     "/inference/v1/generate".split()
 )
-# Other names of endpoints, as llama.cpp's server has them, and routers call them.
+# Other names of endpoints, which llama.cpp's server has or routers request.
 _ALIASES = {
     "/completions": "/v1/completions",
     "/chat/completions": "/v1/chat/completions",
@@ -103,7 +103,7 @@ _ALIASES = {
 
 
 def routes() -> list[BaseRoute]:
-    own = [
+    api = [
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),
         Route("/v1/responses", responses, methods=["POST"]),
@@ -153,31 +153,30 @@ def routes() -> list[BaseRoute]:
         Route("/metrics", metrics, methods=["GET"]),
         Route("/openapi.json", openapi, methods=["GET"]),
     ]
-    named = {route.path: route for route in own}
+    named = {route.path: route for route in api}
     aliases = [
         Route(path, named[other].endpoint, methods=list(named[other].methods or ()))
         for path, other in _ALIASES.items()
     ]
-    return [*own, *aliases, Route("/ping", health, methods=["POST"])]
+    return [*api, *aliases, Route("/ping", health, methods=["POST"])]
 
 
 def _reads_no_body(path: str) -> bool:
-    """Return whether the kind of a path's body does not matter."""
     bodiless = ("/ping", "/reset_prefix_cache")
     return path in bodiless or path.endswith("/cancel") or is_unserved(path)
 
 
 class App:
-    """The ASGI application and what its endpoints share.
+    """The ASGI application, and the state that its endpoints share.
 
     An endpoint finds this object as `request.app.state.served`.
 
     Args:
-        models: what is served.
-        config: the limits.
-        more_routes: of pages and the like.
-        open_paths: paths that need no API key.
-        files: of clients; None where the server keeps none.
+        models: the served models.
+        config: the server's settings.
+        more_routes: routes besides the API's, such as pages.
+        open_paths: paths that need no API key, besides the paths of the health checks.
+        files: the store of uploaded files, or None if the server has no folder for files.
 
     Attributes:
         early_refusals: refuses requests that connections have not parsed yet.
@@ -277,7 +276,7 @@ class App:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Answer Starlette's own refusals (no such path, wrong method) with error objects."""
+    # Starlette's own refusals: an unknown path or a wrong method.
     assert isinstance(error, HTTPException)
     headers = dict(error.headers or {})
     if error.status_code == 405:

@@ -1,4 +1,4 @@
-"""Connection: uvicorn's h11 protocol, with the time limits and bounds that it lacks."""
+"""Connection: uvicorn's h11 protocol with further limits of time and size."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from jaxserve.server.schema.errors import ApiError, too_many_connections
 from jaxserve.server.served.admission import Place
 from jaxserve.server.settings import ServerConfig
 
-# A body may come in pieces this small on average, if it is long: smaller ones cost more than work.
+# The least average size of the chunks of a body, after the first FREE_PIECES chunks. Parsing tiny
+# chunks would take more time than the request itself.
 MIN_PIECE_BYTES, FREE_PIECES = 16, 4096
 # Seconds that a connection beyond the limit has to send a request.
 CROWD_SECONDS = 1.0
@@ -30,13 +31,14 @@ _ABSOLUTE = re.compile(rb"https?://(?P<authority>[^/?#]*)(?P<path>[^#]*).*", re.
 
 
 class Parser(h11.Connection):
-    """h11's parser, which gives up early on bodies that will be too large or come in tiny chunks.
+    """h11's parser, which refuses bodies that are too large or come in tiny chunks.
 
-    Targets in absolute form become paths, with the authority in them as Host (RFC 9112, 3.2.2).
+    A target in absolute form is replaced by its path, and its authority becomes the Host header
+    (RFC 9112, 3.2.2).
 
     Args:
-        max_body_bytes: size of a body.
-        max_form_bytes: size of a form with a file.
+        max_body_bytes: largest size of a body.
+        max_form_bytes: largest size of a form with a file.
     """
 
     def __init__(self, max_body_bytes: int, max_form_bytes: int) -> None:
@@ -49,7 +51,8 @@ class Parser(h11.Connection):
         """Return h11's next event.
 
         Raises:
-            RemoteProtocolError: as h11 raises it; with status 413 where the body is too large.
+            RemoteProtocolError: the data is not valid HTTP/1.0 or 1.1. The status hint is 413 if
+                the body is too large.
         """
         event = super().next_event()
         if isinstance(event, h11.Data):
@@ -64,7 +67,7 @@ class Parser(h11.Connection):
             event = _with_path(event)
             is_form = event.method == b"POST" and event.target.endswith(FILES.encode())
             self._most_bytes = self._max_form_bytes if is_form else self._max_body_bytes
-        # Bytes of the open chunk that are still to come, which h11 holds in a private field.
+        # Bytes of the current chunk that have not arrived, in a private field of h11.
         announced = getattr(self._reader, "_bytes_in_chunk", 0)
         if self._bytes + announced > self._most_bytes:
             raise _too_large(f"The body is larger than {self._most_bytes} bytes.")
@@ -76,27 +79,27 @@ def _too_large(message: str) -> h11.RemoteProtocolError:
 
 
 def _with_path(request: h11.Request) -> h11.Request:
-    """Return the request with a path as its target; an absolute target replaces the Host header."""
-    found = _ABSOLUTE.fullmatch(request.target)
-    if found is None:
+    """Return the request with a target in absolute form split into a path and a Host header."""
+    target = _ABSOLUTE.fullmatch(request.target)
+    if target is None:
         return request
-    if not found["authority"]:
+    if not target["authority"]:
         raise h11.RemoteProtocolError("the target names no host")
-    path = found["path"] if found["path"].startswith(b"/") else b"/" + found["path"]
+    path = target["path"] if target["path"].startswith(b"/") else b"/" + target["path"]
     headers = [(name, value) for name, value in request.headers if name != b"host"]
     return h11.Request(
         method=request.method,
         target=path,
-        headers=[(b"host", found["authority"]), *headers],
+        headers=[(b"host", target["authority"]), *headers],
         http_version=request.http_version,
     )
 
 
 class Crowd:
-    """Connections beyond the limit, which may request /health and nothing else.
+    """The connections beyond the limit, which may request only the paths of the health checks.
 
     Args:
-        most: of them at once; a further one replaces the one that has waited longest.
+        most: largest number of them. A further one replaces the oldest, which is refused.
     """
 
     def __init__(self, most: int) -> None:
@@ -119,7 +122,7 @@ class Crowd:
 
 
 class _Pieces:
-    """Substitute for a transport, which collects the pieces of an answer until they are joined."""
+    """Substitute for a transport that collects the pieces of an answer in a list."""
 
     def __init__(self) -> None:
         self.pieces: list[bytes] = []
@@ -138,11 +141,11 @@ class _Pieces:
 class Connection(H11Protocol):
     """Connection of one client.
 
-    It is closed when the client sends no complete header in time, or reads nothing of what is
-    ready for it.
+    It is closed if the client does not send a complete header within `header_timeout`, or does not
+    read for `write_timeout` while data is ready for it.
 
     Args:
-        limits: the server's settings.
+        limits: the server's settings, with `max_connections` that fit the limit of open files.
         crowd: the connections beyond the limit.
         refusals: of requests that need not be parsed.
         received: bytes that were read from it already.
@@ -190,7 +193,7 @@ class Connection(H11Protocol):
             self.data_received(self._received)
 
     def refuse(self) -> None:
-        """End a connection of the crowd, with a refusal where no answer is on its way."""
+        """Close a connection of the crowd, with status 503 unless an answer is being sent."""
         self._stop("_header_timer")
         self._crowd.discard(self)
         if self.cycle is None or self.cycle.response_complete:
@@ -198,7 +201,7 @@ class Connection(H11Protocol):
         self.transport.close()
 
     def close_idle(self) -> None:
-        """Close where no request is being answered or sent."""
+        """Close the connection unless a request on it is being received or answered."""
         if self.cycle is None or self.cycle.response_complete:
             self.transport.close()
 
@@ -270,14 +273,14 @@ class Connection(H11Protocol):
                 scope["jaxserve.crowded"] = True  # type: ignore[typeddict-unknown-key]
 
     def _should_upgrade(self) -> bool:
-        """Refuse every protocol but HTTP/1, in which requests for another are answered."""
+        # Requests for another protocol are answered in HTTP/1.
         return False
 
     async def _write_event(self, data: bytes) -> bool:
-        """Send a piece of a chunked body past ASGI and h11, which cost more than it does.
+        """Write a chunk of a chunked body to the transport, without the cost of ASGI and h11.
 
         Returns:
-            False where that cannot be: the piece must go the usual way.
+            False if the answer's head has not been sent. The chunk then has to be sent by ASGI.
         """
         cycle = self.cycle
         if self.flow.write_paused and not cycle.disconnected:
@@ -291,7 +294,7 @@ class Connection(H11Protocol):
 
     @contextmanager
     def _joined(self) -> Iterator[None]:
-        """Join what is sent within to one piece, which goes out at the end as one packet."""
+        """Collect all data that is sent within this context, and write it at the end at once."""
         cycle, joined = self.cycle, _Pieces()
         cycle.transport = joined  # type: ignore[assignment]
         try:
@@ -304,16 +307,17 @@ class Connection(H11Protocol):
                 self.transport.close()
 
     def shutdown(self) -> None:
-        """Close now where no answer is on its way, else after the answer."""
+        """Close the connection after the answer that is being sent, or at once if it is idle."""
         if self.conn.our_state is h11.ERROR:
             self.transport.close()
         else:
             super().shutdown()
 
     def _watch_header(self) -> None:
-        """Limit the time until a header that has begun, or the first one, is complete.
+        """Start or stop the timer that aborts the connection after `header_timeout`.
 
-        The limit holds too for the rest of a body whose request was answered without it.
+        The timer runs until the first header, or a header that has begun, is complete, and while
+        the rest of a body is missing whose request was answered without it.
         """
         state, cycle = self.conn.their_state, self.cycle
         waiting = state is h11.IDLE and self.timeout_keep_alive_task is None
@@ -352,7 +356,7 @@ class Connection(H11Protocol):
             setattr(self, name, None)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer data that is not HTTP, and close."""
+        """Answer data that is not valid HTTP with an error, and close the connection."""
         reason = sys.exc_info()[1]
         status = getattr(reason, "error_status_hint", 400)
         if status == 431:
@@ -368,7 +372,7 @@ class Connection(H11Protocol):
 
 
 def _raw(error: ApiError, status: int) -> bytes:
-    """Return a whole response, for a client that the application cannot answer."""
+    # A whole response, for data that does not reach the application.
     body = msgspec.json.encode(error.body())
     phrase = STATUS_PHRASES[status]
     return (

@@ -1,4 +1,4 @@
-"""The process: signals, the end of it, and the check that its engines live."""
+"""Process: the uvicorn server, its signals, its end, and the check that its engines live."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ _NO_FILES = (errno.EMFILE, errno.ENFILE)
 
 
 class Process(uvicorn.Server):
-    """A server that stops in order.
+    """A uvicorn server that drains before it stops.
 
-    The first SIGTERM or interrupt drains: new work is refused with 503, running requests go on
-    until `drain_timeout`, then end with an error. A second one ends them at once. An engine that
-    dies ends the process.
+    After the first SIGTERM or interrupt, new requests are refused with 503. Running requests go on
+    until `drain_timeout` and then end with an error. A second signal ends them at once. The process
+    also ends when one of its engines has ended.
 
     Args:
         app: the application to serve.
-        room: for connections; by default what the limit of open files leaves.
+        room: the numbers of connections, by default as the limit of open files allows.
 
     Attributes:
-        status: exit status for the process, once `serve` has returned.
+        status: exit status of the process, valid after `serve` has returned.
     """
 
     def __init__(self, app: App, room: Room | None = None) -> None:
@@ -80,14 +80,15 @@ class Process(uvicorn.Server):
         self._is_first_tick = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start as uvicorn does, then lengthen the queue of connections.
+        """Start as uvicorn does, and set the kernel's queue of connections to `_QUEUE`.
 
-        For uvicorn it is no longer than what one turn of the event loop accepts.
+        Uvicorn's `backlog` is both the length of this queue and the number of connections that are
+        accepted in one iteration of the event loop.
         """
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._on_error)
         if self.config.ssl is not None:
-            # Asyncio's own limits are 60 and 30 seconds, and uvicorn passes none.
+            # Asyncio's defaults are 60 and 30 seconds, and uvicorn does not change them.
             seconds = self._served.config.header_timeout
             limits = {"ssl_handshake_timeout": seconds, "ssl_shutdown_timeout": FAREWELL_SECONDS}
             loop.create_server = partial(loop.create_server, **limits)  # type: ignore[method-assign]
@@ -120,10 +121,7 @@ class Process(uvicorn.Server):
                 listener.take = clients.take
 
     def _on_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Close idle connections where no file is left for a new one.
-
-        Asyncio then accepts none for a second.
-        """
+        # At the limit of open files, close idle connections. Asyncio pauses accepting for a second.
         if getattr(context.get("exception"), "errno", None) not in _NO_FILES:
             loop.default_exception_handler(context)
             return
@@ -159,7 +157,7 @@ class Process(uvicorn.Server):
         return True
 
     def _fail_stuck(self) -> None:
-        """End requests of an engine that cannot: its thread waits for a host that is lost."""
+        # The thread of an engine that waits for a lost host cannot end its requests itself.
         for model in self._served.models.all:
             if (loss := model.llm.loss) is not None and not model.llm.has_ended():
                 error = ApiError(503, f"the engine has ended: {loss}", code="engine_dead")
@@ -167,10 +165,8 @@ class Process(uvicorn.Server):
                     generation.fail(error)
 
     def _close_idle(self) -> None:
-        """End idle connections at the start of draining, and the others after their answers.
-
-        Connections that come later end by a header of their answers.
-        """
+        # Once, when draining starts: idle connections are closed now, others after their answers.
+        # Later connections are closed by a header of their answers.
         if self._is_first_tick:
             self._is_first_tick = False
             for connection in list(self.server_state.connections):
