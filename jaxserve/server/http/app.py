@@ -14,8 +14,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from jaxserve.server.api.anthropic import count_tokens, messages
-from jaxserve.server.api.behind import BatchService
-from jaxserve.server.api.cache import reset_prefix_cache
+from jaxserve.server.api.batch_service import BatchService, InnerClient
 from jaxserve.server.api.chat import chat_completions
 from jaxserve.server.api.completions import completions
 from jaxserve.server.api.files import (
@@ -37,10 +36,10 @@ from jaxserve.server.api.info import (
     load,
     model_info,
     ready,
+    reset_prefix_cache,
     server_info,
     version,
 )
-from jaxserve.server.api.inner import InnerClient
 from jaxserve.server.api.kept_conversations import (
     add_items,
     create_conversation,
