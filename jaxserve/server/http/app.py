@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -69,7 +68,6 @@ from jaxserve.server.api.token_io import (
 )
 from jaxserve.server.api.tokens import detokenize, tokenize, tokenizer_info
 from jaxserve.server.api.unserved_routes import UnservedRoutes, is_unserved
-from jaxserve.server.http.early_refusals import EarlyRefusals
 from jaxserve.server.http.guard import FILES, Guard
 from jaxserve.server.http.head_checks import HeadChecks
 from jaxserve.server.kept.batches import Batches
@@ -77,8 +75,8 @@ from jaxserve.server.kept.conversation_store import ConversationStore
 from jaxserve.server.kept.files import FileStore
 from jaxserve.server.kept.response_store import ResponseStore
 from jaxserve.server.schema.errors import ApiError
-from jaxserve.server.served.admission import Admission, Lifecycle, Place
-from jaxserve.server.served.models import NO_LIMIT, Models
+from jaxserve.server.served.admission import Lifecycle
+from jaxserve.server.served.models import Models
 from jaxserve.server.served.notices import Notices
 from jaxserve.server.settings import ServerConfig
 
@@ -176,9 +174,6 @@ class App:
         more_routes: routes besides the API's, such as pages.
         open_paths: paths that need no API key, besides the paths of the health checks.
         files: the store of uploaded files, or None if the server has no folder for files.
-
-    Attributes:
-        early_refusals: refuses requests that connections have not parsed yet.
     """
 
     def __init__(
@@ -200,15 +195,6 @@ class App:
         )
         self.responses, self.conversations = ResponseStore(*bounds), ConversationStore(*bounds)
         checks = HeadChecks(config, open_paths)
-        drawing = [*_DRAWING, *(alias for alias, path in _ALIASES.items() if path in _DRAWING)]
-        self.early_refusals = EarlyRefusals(
-            config,
-            checks,
-            drawing,
-            self._count_free,
-            partial(self.check_room, is_new=True),
-            self._take_place,
-        )
         door = Middleware(
             Guard,
             config=config,
@@ -242,36 +228,21 @@ class App:
             client = InnerClient(self.asgi, config, is_behind=True)
             self.batches = Batches(files, BatchService(models, client))
 
-    def _counted(self) -> Admission | None:
-        """Return the queue where requests are refused for its sake before they are read."""
-        models = self.models.all
-        return models[0].admission if len(models) == 1 and not self.lifecycle.is_draining else None
+    def check_room(self, path: str) -> None:
+        """Refuse a request to a path that generates tokens if its queue is full.
 
-    def _count_free(self) -> int:
-        admission = self._counted()
-        return NO_LIMIT if admission is None else admission.num_free
-
-    def _take_place(self) -> Place | None:
-        admission = self._counted()
-        return None if admission is None else Place(admission)
-
-    def check_room(self, path: str, *, is_new: bool = False) -> None:
-        """Refuse requests that could not be admitted now, whatever their bodies.
-
-        Args:
-            path: of the request.
-            is_new: whether those that are being read come first.
+        With several models the queue depends on the body, and is checked after it is parsed.
 
         Raises:
             ApiError: 503, the server is stopping.
-            Overloaded: the queue of the only model is full. With several models the body names one.
+            Overloaded: the queue of the only model is full.
         """
         if _ALIASES.get(path, path) not in _DRAWING:
             return
         if self.lifecycle.is_draining:
             raise ApiError(503, "the server is stopping", code="shutting_down")
         if len(self.models.all) == 1:
-            self.models.all[0].admission.check(1, 1, is_new=is_new)
+            self.models.all[0].admission.check(1, 1)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -10,12 +10,11 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Any
 
-from starlette.responses import RedirectResponse
+from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxserve.errors import JaxserveError
+from jaxserve.errors import JaxserveError, Overloaded
 from jaxserve.server.api.streaming import ClientGone, error_response
 from jaxserve.server.http.head_checks import (
     OPEN_PATHS,
@@ -25,7 +24,7 @@ from jaxserve.server.http.head_checks import (
     id_of_request,
 )
 from jaxserve.server.schema.errors import ApiError, as_api_error, too_many_connections
-from jaxserve.server.served.admission import Lifecycle, Place
+from jaxserve.server.served.admission import Lifecycle
 from jaxserve.server.settings import ServerConfig
 
 _log = logging.getLogger(__name__)
@@ -44,8 +43,7 @@ class Guard:
     It adds entries to the scope. `jaxserve.body` is the whole body. `jaxserve.key` is the digest of
     the API key, or None if the server requires no key. `jaxserve.request_id` is the id of the
     request, which every answer carries. For `jaxserve.renamed` see `EndpointRequest`. It reads
-    `jaxserve.crowded`, which marks connections over the limit, and `jaxserve.place`, which is given
-    back after the body has been read.
+    `jaxserve.crowded`, which marks connections over the limit.
 
     Args:
         app: the application behind the guard.
@@ -73,6 +71,8 @@ class Guard:
         self._lifecycle = lifecycle
         self._check_room = check_room
         self._reads_no_body = reads_no_body
+        # The last message of a full queue with its answer, so that most refusals encode nothing.
+        self._full: tuple[str, Response] = ("", Response())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -106,7 +106,6 @@ class Guard:
                 if scope["method"] == "POST":
                     body = await self._take_body(scope, headers, receive)
                 scope["jaxserve.body"] = body
-            _leave_place(scope)
             await self._app(scope, receive, answer.send)
         except ClientGone:
             return
@@ -116,13 +115,21 @@ class Guard:
                 raise
             error = ApiError(503, "the server is stopping", code="shutting_down")
             await error_response(error)(scope, receive, answer.send)
+        except Overloaded as error:
+            if not answer.is_started:
+                await _refuse(self._queue_full(error), scope, receive, answer.send)
         except Exception as error:
             if not isinstance(error, ApiError | JaxserveError):
                 _log.error("a request failed: %s %s", scope["method"], type(error), exc_info=error)
             if not answer.is_started:
-                await _refuse(as_api_error(error, renamed), scope, receive, answer.send)
-        finally:
-            _leave_place(scope)
+                response = error_response(as_api_error(error, renamed))
+                await _refuse(response, scope, receive, answer.send)
+
+    def _queue_full(self, error: Overloaded) -> Response:
+        message = str(error)
+        if message != self._full[0]:
+            self._full = message, error_response(as_api_error(error))
+        return self._full[1]
 
     async def _take_body(
         self, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive
@@ -174,12 +181,6 @@ class Guard:
             ) from None
 
 
-def _leave_place(scope: Scope) -> None:
-    place: Place | None = scope.get("jaxserve.place")
-    if place is not None:
-        place.leave()
-
-
 class _Answer:
     """Sender of an answer that holds the head back until it can go out with a part of the body.
 
@@ -211,21 +212,22 @@ class _Answer:
             await self._send(message)
 
 
-async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+async def _refuse(response: Response, scope: Scope, receive: Receive, send: Send) -> None:
     """Send an error as the answer.
 
     An unread body is read for LINGER_SECONDS before the connection is closed. Otherwise a client
     that is still sending would get a reset connection instead of the answer.
     """
-    response: Any = error_response(error)
-    unread = error.status in (408, 413) or "jaxserve.body" not in scope
+    unread = response.status_code in (408, 413) or "jaxserve.body" not in scope
     if not unread:
         await response(scope, receive, send)
         return
-    response.headers["connection"] = "close"
 
     async def hold_open(message: Message) -> None:
-        await send({**message, "more_body": True} if "body" in message else message)
+        if "body" in message:
+            await send({**message, "more_body": True})
+        else:
+            await send({**message, "headers": [*message["headers"], (b"connection", b"close")]})
 
     await response(scope, receive, hold_open)
     try:

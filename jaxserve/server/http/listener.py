@@ -6,38 +6,11 @@ import fcntl
 import os
 import socket
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
-
-# Connections taken over before the event loop does something else. A turn of the loop may take
-# 60 ms beside an engine; with 32 of them, refusals waited for seconds.
-_TAKEN_AT_ONCE = 256
 
 
-class Listener(socket.socket):
-    """Listening socket.
-
-    Attributes:
-        take: takes a connection over as it is accepted, or returns False; None for no such thing.
-    """
-
-    take: Callable[[socket.socket], bool] | None = None
-
-    def accept(self) -> tuple[socket.socket, Any]:
-        """Accept a connection that is not taken over.
-
-        Raises:
-            BlockingIOError: there is none now.
-        """
-        for _ in range(_TAKEN_AT_ONCE):
-            client, address = super().accept()
-            if self.take is None or not self.take(client):
-                return client, address
-        raise BlockingIOError
-
-
-def bind(host: str, port: int) -> Listener:
+def bind(host: str, port: int) -> socket.socket:
     """Return a socket bound to a port, which refuses connections until `listen` is called.
 
     Raises:
@@ -48,7 +21,7 @@ def bind(host: str, port: int) -> Listener:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         with ExitStack() as stack:
-            listener = stack.enter_context(Listener(family, kind, protocol))
+            listener = stack.enter_context(socket.socket(family, kind, protocol))
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.setsockopt(
                 socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
@@ -69,7 +42,7 @@ def allow_reuse(listener: socket.socket) -> None:
 
 
 @contextmanager
-def bind_path(path: str) -> Iterator[Listener]:
+def bind_path(path: str) -> Iterator[socket.socket]:
     """Return a bound Unix domain socket, and delete its file at the end.
 
     The file of a server that has ended is replaced. A lock file beside it marks a server that has
@@ -80,7 +53,7 @@ def bind_path(path: str) -> Iterator[Listener]:
             created.
     """
     with ExitStack() as stack:
-        listener = stack.enter_context(Listener(socket.AF_UNIX, socket.SOCK_STREAM))
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         try:
             stack.enter_context(_locked(path + ".lock"))
             with suppress(FileNotFoundError):

@@ -7,7 +7,6 @@ import errno
 import logging
 import socket
 import time
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from types import FrameType
@@ -17,9 +16,8 @@ import uvicorn
 
 from jaxserve.server.http.app import App
 from jaxserve.server.http.connection import Connection, Crowd
-from jaxserve.server.http.listener import Listener, allow_reuse
+from jaxserve.server.http.listener import allow_reuse
 from jaxserve.server.http.open_files import Room, make_room
-from jaxserve.server.http.refused_clients import RefusedClients
 from jaxserve.server.http.tls import uvicorn_options
 from jaxserve.server.schema.errors import ApiError
 
@@ -54,12 +52,7 @@ class Process(uvicorn.Server):
                 app.asgi,
                 host=limits.host,
                 port=limits.port,
-                http=partial(  # type: ignore[arg-type]
-                    Connection,
-                    limits=limits,
-                    crowd=Crowd(room.beyond),
-                    refusals=app.early_refusals,
-                ),
+                http=partial(Connection, limits=limits, crowd=Crowd(room.beyond)),  # type: ignore[arg-type]
                 backlog=room.beyond,
                 ws="none",
                 loop="asyncio",
@@ -74,7 +67,6 @@ class Process(uvicorn.Server):
         )
         self.status = 0
         self._served = app
-        self._limits = limits
         self._num_signals = 0
         self._deadline = 0.0
         self._is_first_tick = True
@@ -94,31 +86,11 @@ class Process(uvicorn.Server):
             loop.create_server = partial(loop.create_server, **limits)  # type: ignore[method-assign]
         for listener in sockets or []:
             allow_reuse(listener)
-        self._refuse_at_the_door(sockets or [])
         await super().startup(sockets)
         for listener in sockets or []:
             listener.listen(_QUEUE)
         if self._served.batches is not None:
             self._served.batches.start()
-
-    def _refuse_at_the_door(self, listeners: Iterable[socket.socket]) -> None:
-        """Let refusals begin before there is a connection, unless that needs a handshake."""
-        if self.config.ssl is not None:
-            return
-        make_connection = partial(
-            self.config.http_protocol_class,
-            config=self.config,
-            server_state=self.server_state,
-            app_state=self.lifespan.state,
-        )
-        refusals = self._served.early_refusals
-        clients = RefusedClients(refusals, self._limits, self.server_state, make_connection)
-        for listener in listeners:
-            if isinstance(listener, Listener):
-                if listener.family != socket.AF_UNIX:  # accepted sockets inherit it
-                    size = self._limits.send_buffer_bytes
-                    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size)
-                listener.take = clients.take
 
     def _on_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         # At the limit of open files, close idle connections. Asyncio pauses accepting for a second.
