@@ -58,8 +58,8 @@ def test_the_end_of_what_fills_a_gap(coder: tuple[Server, list[int]]) -> None:
     texts = {"input_prefix": "a", "input_suffix": "b", "logit_bias": {str(pad): 100}}
     answer = server.request("/infill", texts).json()
     assert (answer["stop_type"], answer["tokens_predicted"]) == ("eos", 1)
-    search = {"prompt": "a", "suffix": "b", "use_beam_search": True, "allowed_token_ids": [pad]}
-    [choice] = server.request(TEXT, search | {"max_tokens": 3}).json()["choices"]
+    gap = {"prompt": "a", "suffix": "b", "logit_bias": {str(pad): 100}, "max_tokens": 3}
+    [choice] = server.request(TEXT, gap).json()["choices"]
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", pad)
     begun = {"input_prefix": "a", "prompt": "cd", "input_extra": [{"filename": "e", "text": "f"}]}
     counted = server.request("/infill", begun | {"n_predict": 1}).json()["tokens_evaluated"]

@@ -208,7 +208,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "prompt_logprobs": (-2, -1, 21, 2**40, 1.5, "3", [3]),
     "truncation_side": ("middle", "", 5, True, ["left"]),
     "spaces_between_special_tokens": ("yes", 1, [True]),
-    "use_beam_search": ("yes", 1, {}),
+    "use_beam_search": ("yes", 1, {}, True),
     "length_penalty": (2.0, "1", [1]),
     "guided_json": (5, "{", {"type": "foo"}, [1]),
     "guided_regex": ("(", "", 5, "a" * 5000),
@@ -249,32 +249,17 @@ def test_lists_of_tokens_to_score_are_checked(server: Server, path: str) -> None
     assert refuse(server, path, {name: [5] * 200_000, "logprobs": logprobs})["param"] == name
 
 
-BEAMS: list[dict[str, Any]] = [
-    *({name: 1} for name in ("presence_penalty", "frequency_penalty", "min_tokens")),
-    *({"repetition_penalty": 1.5}, {"stop": "a"}, {"stop_token_ids": [5]}, {"stream": True}),
-    *({"logit_bias": {"5": 1}}, {"bad_words": ["a"]}, {"prompt_logprobs": 1}),
-    *({"structured_outputs": {"regex": "a"}}, {"response_format": {"type": "json_object"}}),
-    *({"length_penalty": value} for value in (-17, 17, 1e300)),
-    *({"allowed_token_ids": list(range(129))}, {"thinking_token_budget": 5}),
-    *({"guided_regex": "a"}, {"guided_json": {"type": "object"}}, {"guided_choice": ["a"]}),
-]
-
-
-@pytest.mark.parametrize("path", [CHAT, TEXT])
-@pytest.mark.parametrize("fields", BEAMS, ids=lambda fields: str(fields)[:40])
-def test_what_a_beam_search_has_not_is_refused(
-    server: Server, path: str, fields: dict[str, Any]
-) -> None:
-    error = refuse(server, path, {"use_beam_search": True, "n": 2} | fields)
-    assert error["param"] == next(iter(fields))
-
-
-def test_a_beam_search_compares_no_more_candidates_than_are_scored(server: Server) -> None:
-    for path in (TEXT, CHAT):
-        for n in (11, 129):
-            assert refuse(server, path, {"use_beam_search": True, "n": n})["param"] == "n"
-    asked = {"use_beam_search": True, "echo": True, "logprobs": 1}
-    assert refuse(server, TEXT, asked)["param"] == "echo"
+@pytest.mark.parametrize("path", [CHAT, TEXT, ANTHROPIC, "/v1/responses"])
+def test_a_beam_search_is_refused_with_what_is_allowed(server: Server, path: str) -> None:
+    message = refuse(server, path, {"use_beam_search": True, "n": 2})["message"]
+    assert message == (
+        "use_beam_search is not supported: beam search is LLM.beam_search of the Python API, and n "
+        "samples several answers; leave it out"
+    )
+    for value in (False, None):
+        assert server.request(path, GOOD[path] | {"use_beam_search": value}).status == 200
+    assert refuse(server, path, {"length_penalty": 2.0})["param"] == "length_penalty"
+    assert server.request(path, GOOD[path] | {"length_penalty": 1}).status == 200
 
 
 def test_an_answer_has_the_form_that_was_asked_for(server: Server) -> None:

@@ -13,7 +13,6 @@ from starlette.responses import Response
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import SamplingParams
-from jaxserve.server.api.beam_generation import BeamGeneration, beam_params
 from jaxserve.server.api.chat_calls import ChatCalls
 from jaxserve.server.api.conversations import as_template_messages, render, template_options
 from jaxserve.server.api.endpoint_request import EndpointRequest
@@ -75,11 +74,7 @@ async def prepare(request: EndpointRequest, body: ChatRequest) -> Generation:
     tools = await asyncio.to_thread(use) if body.tools else use()
     sampling = chat_sampling(body, model, wanted, tools)
     if tools is not None and tools.grammar is not None:
-        if body.use_beam_search:
-            raise InvalidRequest("tools are not supported with use_beam_search", "tools")
         request.renamed["structured_outputs"] = "tools"
-    beams = beam_params(body, sampling, model.limits.max_model_len)
-    request.renamed["beam_width"] = "n"
     request.admit(model, sampling.n)
     options = await template_options(body, model)
     if tools is not None:
@@ -88,8 +83,6 @@ async def prepare(request: EndpointRequest, body: ChatRequest) -> Generation:
     marks = dialect.marks(prompt, tools, sampling.structured_outputs is not None)
     engine_requests = [await request.engine_request(model, prompt, sampling, body, marks)]
     formats = [dialect.answer_format(prompt, tools, body.include_reasoning is not False)]
-    if beams is not None:
-        return BeamGeneration(model, engine_requests, beams, formats)
     return Generation(model, engine_requests, formats)
 
 
