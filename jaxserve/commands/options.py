@@ -44,7 +44,7 @@ ENGINE_FIELDS = [
 ]
 
 
-class Parser(argparse.ArgumentParser):
+class OneLineParser(argparse.ArgumentParser):
     """A parser that reports a bad argument in one line, without the whole usage."""
 
     def error(self, message: str) -> NoReturn:
