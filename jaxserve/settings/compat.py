@@ -1,7 +1,6 @@
 """Reader of `compat.toml`: names that other servers have and jaxserve does not serve.
 
-The file is read on first use, since that takes about 10 ms: not by `import jaxserve`, by `--help`,
-or by a start without such names.
+Parsing the file takes about 10 ms. It is read on first use, not by `--help` or a plain start.
 """
 
 from __future__ import annotations
@@ -16,7 +15,8 @@ from typing import Any, NamedTuple
 from jaxserve.errors import InvalidRequest
 from jaxserve.settings.checks import is_neutral
 
-ENGINE, SERVER, FIELDS = "engine_arguments", "server_options", "request_fields"
+ENGINE, SERVER, BENCH = "engine_arguments", "server_options", "bench_options"
+FIELDS = "request_fields"
 
 
 class Unserved(NamedTuple):
@@ -60,7 +60,7 @@ def table() -> dict[str, Any]:
 
 @cache
 def unserved(kind: str) -> dict[str, Unserved]:
-    """Return the rows of ENGINE, SERVER or FIELDS, by name."""
+    """Return the rows of ENGINE, SERVER, BENCH or FIELDS, by name."""
     rows = {}
     for name, row in table()[kind].items():
         neutral = row.get("neutral", ())
