@@ -24,6 +24,7 @@ from jaxserve.commands.argument_types import integer_from_0, positive
 from scripts.gpu.offline_environment import NoEnvironment
 from scripts.lib.argument_types import pattern
 from scripts.lib.run_main import run_main
+from scripts.machine_code.xla_programs import Executable
 from tests.machine_code.big_cases import big_cases
 from tests.machine_code.case import Capability, Case
 from tests.machine_code.cases import CARDS, all_cases
@@ -32,7 +33,6 @@ from tests.machine_code.kept import StaleProgram, kept_file, parse_capability, s
 from tests.machine_code.offline import NotCompiled, OfflineCompiler
 from tests.machine_code.random_cases import random_case
 from tests.machine_code.table import Row, write_table
-from tests.machine_code.xla_programs import Executable
 
 
 class Report:

@@ -18,10 +18,10 @@ import numpy as np
 import pallas_kernels
 from pallas_kernels import reference
 from pallas_kernels.gpu.triton_quantized_matmul import default_tile
+from scripts.machine_code.compiled_program import Argument, Launch, Pieces, Slice
 from tests.machine_code.attention_cases import DTYPES, KERNEL_MODULES, TOLERANCES
-from tests.machine_code.case import Argument, Case, Pieces
+from tests.machine_code.case import Case
 from tests.machine_code.comparison import Tolerance
-from tests.machine_code.compiled_program import Launch, Slice
 from tests.machine_code.product_cases import (
     draw_weight,
     grouped_product,

@@ -9,14 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from scripts.machine_code.compiled_program import Argument, Launch
 from tests.machine_code.comparison import Tolerance
-from tests.machine_code.compiled_program import Launch
 
 Capability = tuple[int, int]
-
-Pieces = list[tuple[int, np.ndarray]]
-"""Parts of an array by their offset in bytes; what is between them was never written."""
-Argument = np.ndarray | Pieces
 
 
 class Case(abc.ABC):

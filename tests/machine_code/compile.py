@@ -17,6 +17,7 @@ from pathlib import Path
 from scripts.gpu.offline_environment import NoEnvironment
 from scripts.lib.argument_types import new_folder, pattern
 from scripts.lib.run_main import run_main
+from scripts.machine_code.xla_programs import Executable
 from tests.machine_code.case import Capability, Case
 from tests.machine_code.cases import CARDS, FAMILIES, all_cases
 from tests.machine_code.execution import execute
@@ -30,7 +31,6 @@ from tests.machine_code.kept import (
 )
 from tests.machine_code.kept import spell as spelled
 from tests.machine_code.offline import NotCompiled, OfflineCompiler
-from tests.machine_code.xla_programs import Executable
 
 
 def compile_family(

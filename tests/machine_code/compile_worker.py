@@ -15,16 +15,16 @@ import jax
 
 from scripts.gpu.offline_compiler import Compiler, Dumps
 from scripts.gpu.targets import Target
+from scripts.machine_code.compiled_program import Program, to_json
+from scripts.machine_code.xla_reader import read_program
 from tests.machine_code.attention_cases import AttentionCase, KvWriteCase
 from tests.machine_code.big_cases import BigAttentionCase, BigGroupedCase, BigQuantizedCase
 from tests.machine_code.case import Case
-from tests.machine_code.compiled_program import Program, to_json
 from tests.machine_code.few_row_cases import FewRowsCase
 from tests.machine_code.greatest_cases import GreatestCase
 from tests.machine_code.norm_cases import AddNormCase
 from tests.machine_code.product_cases import GroupedCase, QuantizedCase, QuantizedGroupedCase
 from tests.machine_code.qkv_cases import RopeKvWriteCase
-from tests.machine_code.xla_reader import read_program
 
 CASE_TYPES: tuple[type[Case], ...] = (
     *(AttentionCase, KvWriteCase, GroupedCase, QuantizedCase, QuantizedGroupedCase),

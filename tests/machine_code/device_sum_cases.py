@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from scripts.gpu.offline_environment import JAX
+from scripts.machine_code.over_devices import DeviceLaunch
+from scripts.machine_code.ptx import read_module
 from tests.machine_code.comparison import Tolerance
 from tests.machine_code.freshness import kernel_digest
 from tests.machine_code.kept import FOLDER, StaleProgram
 from tests.machine_code.norm_cases import AddNormCase
-from tests.machine_code.over_devices import DeviceLaunch
-from tests.machine_code.ptx import read_module
 
 MODULE = "pallas_kernels.gpu.hopper_all_reduce"
 FILE = FOLDER / "device_sums.json.xz"

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from scripts.machine_code.compiled_program import Launch
+from scripts.machine_code.faults import Fault
+from scripts.machine_code.launch import LaunchReport
+from scripts.machine_code.xla_programs import Executable, Options, Run
 from tests.machine_code.case import Case
 from tests.machine_code.comparison import differences
-from tests.machine_code.compiled_program import Launch
-from tests.machine_code.faults import Fault
-from tests.machine_code.launch import LaunchReport
-from tests.machine_code.xla_programs import Executable, Options, Run
 
 
 @dataclasses.dataclass

@@ -15,8 +15,8 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from scripts.machine_code.compiled_program import Program, from_json, to_json
 from tests.machine_code.case import Capability, Case
-from tests.machine_code.compiled_program import Program, from_json, to_json
 from tests.machine_code.freshness import case_digest
 
 FOLDER = Path(__file__).parent / "kept"

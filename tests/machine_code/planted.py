@@ -32,15 +32,15 @@ from scripts.lib.argument_types import results_file
 from scripts.lib.paths import RESULTS
 from scripts.lib.run_main import run_main
 from scripts.lib.run_record import about_run, keep
+from scripts.machine_code.faults import UnknownInstruction
+from scripts.machine_code.ptx import read_module
+from scripts.machine_code.xla_programs import Executable
 from tests.machine_code.case import Capability, Case
 from tests.machine_code.cases import CARDS, FAMILIES, all_cases
 from tests.machine_code.execution import execute
 from tests.machine_code.fault_kinds import KINDS, FaultKind
-from tests.machine_code.faults import UnknownInstruction
 from tests.machine_code.kept import kept_file, parse_capability, spell
 from tests.machine_code.more_inputs import more_inputs
-from tests.machine_code.ptx import read_module
-from tests.machine_code.xla_programs import Executable
 
 PART = "planted"
 # By a fault's key, whether it is equivalent and why it survives.

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from tests.machine_code.global_memory import GlobalMemory
-from tests.machine_code.launch import Geometry, LaunchReport, launch
-from tests.machine_code.ptx import Kernel, read_module
+from scripts.machine_code.global_memory import GlobalMemory
+from scripts.machine_code.launch import Geometry, LaunchReport, launch
+from scripts.machine_code.ptx import Kernel, read_module
 
 MEMORY = 1 << 22
 REGISTERS = """

@@ -10,7 +10,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from tests.machine_code.interpreter.forms import FORMS
+from scripts.machine_code.interpreter.forms import FORMS
 from tests.machine_code.snippets import compute
 from tests.machine_code.specified_arithmetic import (
     BITS,

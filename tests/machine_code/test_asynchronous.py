@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.machine_code.global_memory import GlobalMemory
-from tests.machine_code.launch import Geometry, TensorMap, launch
-from tests.machine_code.ptx import read_module
+from scripts.machine_code.global_memory import GlobalMemory
+from scripts.machine_code.launch import Geometry, TensorMap, launch
+from scripts.machine_code.ptx import read_module
 from tests.machine_code.snippets import REGISTERS, run
 
 RANDOM = np.random.default_rng(0)

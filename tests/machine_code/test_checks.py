@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from tests.machine_code.faults import Fault, UnknownInstruction
-from tests.machine_code.global_memory import GlobalMemory
-from tests.machine_code.launch import Geometry, TensorMap, launch
-from tests.machine_code.ptx import read_module
+from scripts.machine_code.faults import Fault, UnknownInstruction
+from scripts.machine_code.global_memory import GlobalMemory
+from scripts.machine_code.launch import Geometry, TensorMap, launch
+from scripts.machine_code.ptx import read_module
 from tests.machine_code.snippets import REGISTERS, kernel
 
 SIZE = 4096

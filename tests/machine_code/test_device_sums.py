@@ -8,11 +8,11 @@ import re
 import numpy as np
 import pytest
 
+from scripts.machine_code.faults import Fault
+from scripts.machine_code.over_devices import DeviceLaunch, same_bits
+from scripts.machine_code.ptx import read_module
 from tests.machine_code.comparison import differences
 from tests.machine_code.device_sum_cases import CASES, DeviceSumCase, kept_launch, kept_text
-from tests.machine_code.faults import Fault
-from tests.machine_code.over_devices import DeviceLaunch, same_bits
-from tests.machine_code.ptx import read_module
 
 BY_NAME = {case.name: case for case in CASES}
 SMALL = BY_NAME["sum-over-2-bf16"]

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from scripts.lib.paths import ROOT
+from scripts.machine_code.compiled_program import Copy, Program, Slice
 from tests.machine_code import freshness
 from tests.machine_code.cases import all_cases
-from tests.machine_code.compiled_program import Copy, Program, Slice
 from tests.machine_code.freshness import case_digest, kernel_digest, modules_of, plain_tree
 from tests.machine_code.kept import Execution, KeptFile, StaleProgram
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.machine_code.faults import Fault
-from tests.machine_code.global_memory import GlobalMemory
-from tests.machine_code.launch import Geometry, launch
-from tests.machine_code.ptx import read_module
+from scripts.machine_code.faults import Fault
+from scripts.machine_code.global_memory import GlobalMemory
+from scripts.machine_code.launch import Geometry, launch
+from scripts.machine_code.ptx import read_module
 from tests.machine_code.snippets import kernel, run
 
 RANDOM = np.random.default_rng(0)

@@ -11,9 +11,10 @@ import pytest
 
 from jaxserve.execution.batch import unpack
 from jaxserve.execution.page_table import ROWS
+from scripts.machine_code.compiled_program import Program
+from scripts.machine_code.faults import Fault
+from scripts.machine_code.xla_programs import Executable, Options, run_program
 from tests.machine_code.case import Capability
-from tests.machine_code.compiled_program import Program
-from tests.machine_code.faults import Fault
 from tests.machine_code.steps.engine import RecordedEngine, Recording
 from tests.machine_code.steps.execution import Execution
 from tests.machine_code.steps.judgement import compare_step, differing_tokens, rows_that_count
@@ -23,7 +24,6 @@ from tests.machine_code.steps.near_ties import NearTies, noise_of
 from tests.machine_code.steps.programs import LOAD_SLOT, SET_ROWS, mask_program
 from tests.machine_code.steps.replay import Replay
 from tests.machine_code.steps.schedules import SCHEDULES
-from tests.machine_code.xla_programs import Executable, Options, run_program
 from tests.support.quick_code import quick_programs
 
 MIXED, DECODE = "32 tokens, 4 rows", "greedy decode 4"

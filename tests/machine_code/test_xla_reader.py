@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from scripts.machine_code.compiled_program import Array, Branch, Copy, Launch, Loop, Slice
+from scripts.machine_code.hlo_text import UnreadableHlo
+from scripts.machine_code.xla_reader import read_program, without_comments
 from tests.machine_code import sample_dumps
-from tests.machine_code.compiled_program import Array, Branch, Copy, Launch, Loop, Slice
-from tests.machine_code.hlo_text import UnreadableHlo
-from tests.machine_code.xla_reader import read_program, without_comments
 
 NUMBERS, INDICES, RESULT = Slice(1, 0, 256), Slice(2, 0, 256), Slice(0, 0, 256)
 PART, CONSTANT = Slice(3, 0, 64), Slice(4, 0, 16)

@@ -19,6 +19,7 @@ import numpy as np
 from jaxserve.commands.argument_types import integer_from_0
 from scripts.gpu.offline_environment import NoEnvironment
 from scripts.lib.run_main import run_main
+from scripts.machine_code.xla_programs import Executable
 from tests.machine_code.case import Capability
 from tests.machine_code.cases import CARDS
 from tests.machine_code.kept import parse_capability, spell
@@ -31,7 +32,6 @@ from tests.machine_code.steps.near_ties import NearTies, noise_of
 from tests.machine_code.steps.programs import STATE, Setup
 from tests.machine_code.steps.schedules import EVERYWHERE, SCHEDULES
 from tests.machine_code.steps.table import Row, write_table
-from tests.machine_code.xla_programs import Executable
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from scripts.gpu.offline_environment import compiler_variables, default_folder, make_environment
 from scripts.lib.paths import ROOT
+from scripts.machine_code.compiled_program import Program, from_json
 from tests.machine_code.case import Capability
 from tests.machine_code.cases import CARDS
-from tests.machine_code.compiled_program import Program, from_json
 from tests.machine_code.offline import NotCompiled
 from tests.machine_code.steps.programs import Setup
 

@@ -12,8 +12,8 @@ import argparse
 
 from scripts.gpu.offline_environment import NoEnvironment
 from scripts.lib.run_main import run_main
+from scripts.machine_code.compiled_program import Program
 from tests.machine_code.case import Capability
-from tests.machine_code.compiled_program import Program
 from tests.machine_code.offline import NotCompiled
 from tests.machine_code.steps.compilation import compile_programs
 from tests.machine_code.steps.kept import FILE, MOST_BYTES, PROGRAMS, SETUP, KeptPrograms

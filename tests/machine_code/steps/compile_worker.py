@@ -14,10 +14,10 @@ from pathlib import Path
 
 from scripts.gpu.offline_compiler import Compiler, Dumps
 from scripts.gpu.targets import Target
-from tests.machine_code.compiled_program import to_json
+from scripts.machine_code.compiled_program import to_json
+from scripts.machine_code.xla_reader import read_program
 from tests.machine_code.steps.programs import Setup, StepProgram
 from tests.machine_code.steps.sources import noting_functions, sources_of
-from tests.machine_code.xla_reader import read_program
 
 
 def main() -> int:

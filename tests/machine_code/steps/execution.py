@@ -8,9 +8,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from tests.machine_code.compiled_program import Launch
-from tests.machine_code.faults import Fault
-from tests.machine_code.launch import LaunchReport
+from scripts.machine_code.compiled_program import Launch
+from scripts.machine_code.faults import Fault
+from scripts.machine_code.launch import LaunchReport
+from scripts.machine_code.xla_programs import Executable, Options
 from tests.machine_code.steps.engine import Recording
 from tests.machine_code.steps.judgement import (
     Comparison,
@@ -22,7 +23,6 @@ from tests.machine_code.steps.near_ties import NearTies
 from tests.machine_code.steps.programs import STATE
 from tests.machine_code.steps.recording import Call
 from tests.machine_code.steps.replay import Replay
-from tests.machine_code.xla_programs import Executable, Options
 
 
 @dataclasses.dataclass

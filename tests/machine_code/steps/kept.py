@@ -15,14 +15,14 @@ from typing import Any
 from pallas_kernels.gpu.tuning import TABLES
 from scripts.gpu.offline_environment import JAX
 from scripts.lib.paths import ROOT
+from scripts.machine_code.compiled_program import Program, from_json, to_json
+from scripts.machine_code.xla_programs import Executable
 from tests.machine_code.case import Capability
 from tests.machine_code.cases import CARDS
-from tests.machine_code.compiled_program import Program, from_json, to_json
 from tests.machine_code.kept import StaleProgram, spell
 from tests.machine_code.steps.models import FAMILIES, MODELS
 from tests.machine_code.steps.programs import LOAD_SLOT, SET_ROWS, STATE, Setup, mask_program
 from tests.machine_code.steps.sources import Sources, digest
-from tests.machine_code.xla_programs import Executable
 
 FILE = Path(__file__).parent / "kept.json.xz"
 MOST_BYTES = 1_000_000

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from scripts.machine_code.xla_programs import Executable, Options, run_program
 from tests.machine_code.steps.programs import STATE
 from tests.machine_code.steps.recording import Call
-from tests.machine_code.xla_programs import Executable, Options, run_program
 
 
 class Replay:

@@ -27,6 +27,7 @@ from jaxserve.models import abstract_model
 from scripts.lib.paths import RESULTS
 from scripts.lib.run_main import run_main
 from scripts.lib.run_record import about_run, keep
+from scripts.machine_code.xla_programs import Executable
 from tests.machine_code.cases import CARDS
 from tests.machine_code.kept import parse_capability, spell
 from tests.machine_code.steps.compilation import compile_programs
@@ -37,7 +38,6 @@ from tests.machine_code.steps.programs import STATE, Setup
 from tests.machine_code.steps.recording import Call
 from tests.machine_code.steps.replay import Replay
 from tests.machine_code.steps.schedules import SCHEDULES, scored
-from tests.machine_code.xla_programs import Executable
 
 
 class Float32Twin:
