@@ -1,7 +1,7 @@
 """The HTTP front of the workers: token ids in, events with token ids out. Standard library only.
 
-It serves as much of /v1/completions as the client of ``bench_serving.py`` uses, so that engines
-without a server of their own are measured as those with one are. The thread that has tokens writes
+It serves the part of /v1/completions that the client of `jaxserve bench serve` uses, so that
+engines without a server are measured in the same way as servers. The thread that has tokens writes
 them to the socket at once.
 """
 
