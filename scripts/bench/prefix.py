@@ -196,7 +196,7 @@ def turns_of(loaded: Any, jobs: list[Job], caching: bool) -> Iterator[tuple[floa
     import jax
 
     from jaxserve.engine.engine import Engine
-    from scripts.simulate.client import add_request
+    from scripts.simulate.launches import add_request
 
     config = replace(loaded.config, enable_prefix_caching=caching)
     engine = Engine(replace(loaded, config=config))

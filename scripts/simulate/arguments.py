@@ -23,10 +23,6 @@ from scripts.simulate.loop import Setting
 
 VALIDATE_SECONDS = 22  # of requests at each rate; four times that with its repeats and rounds
 VALIDATE_RATES = (10.0, 20.0, 40.0)
-SUGGEST_REQUESTS = 400  # of each setting that is tried
-SUGGEST_SLO = {"ttft": 500.0, "tpot": 50.0}
-SLO_REQUESTS = 2000
-SLO_USERS = (100, 128, 200)
 SETTINGS = tuple(f.name for f in fields(Setting) if not f.name.endswith("_sizes"))
 LONGEST = 1 << 19  # tokens of a simulated sequence
 MOST_REQUESTS = 1_000_000  # each is kept with the times of its tokens, some kilobytes
@@ -100,27 +96,19 @@ def add_options(name: str, command: argparse.ArgumentParser) -> None:
     """Add the options of one of the simulator's commands."""
     if name in ("measure", "validate"):
         add_engine(command)
-    if name in ("run", "suggest"):
-        add_question(command, name)
-    if name in ("run", "suggest", "slo"):
-        about = "model on the H200 that is assumed (default: %(default)s)"
-        command.add_argument("--shape", choices=SHAPES, default="8b", help=about)
+    if name == "run":
+        add_question(command)
     unless = {
-        "measure": "all of them; counts with --rate",
+        "measure": "all of them",
         "run": "all of them",
-        "suggest": f"{SUGGEST_REQUESTS}",
         "validate": f"{VALIDATE_SECONDS} s of each rate",
-        "slo": f"{SLO_REQUESTS}; at least {max(SLO_USERS)}",
     }[name]
     rows = f"rows of the trace, repeated if need be (default: {unless})"
     command.add_argument("--requests", type=at_most(MOST_REQUESTS), metavar="N", help=rows)
-    if name != "slo":
-        add_load(command, name)
+    add_load(command, name)
     if name == "measure":
-        out = "write the table here, for --times (default: print it only)"
-        command.add_argument("--out", type=writable_file, metavar="FILE", help=out)
-        seconds = "of each round that times the loop, without --rate (default: %(default)g)"
-        command.add_argument("--seconds", type=positive, default=8.0, help=seconds)
+        out = "write the table here, for --times"
+        command.add_argument("--out", type=writable_file, metavar="FILE", required=True, help=out)
     else:
         also = "write the result here too (default: print it only)"
         command.add_argument("--json", type=writable_file, metavar="FILE", help=also)
@@ -153,16 +141,14 @@ def add_engine(command: argparse.ArgumentParser) -> None:
         )
 
 
-def add_question(command: argparse.ArgumentParser, name: str) -> None:
+def add_question(command: argparse.ArgumentParser) -> None:
     """Add the options that choose steps, settings and goals."""
-    times = "step times that `measure` wrote (default: those of --assume)"
+    about = "model on an H200 that runs at its ceilings, without --times (default: %(default)s)"
+    command.add_argument("--shape", choices=SHAPES, default="8b", help=about)
+    times = "step times that `measure` wrote (default: those of --shape)"
     command.add_argument("--times", type=Path, metavar="FILE", help=times)
-    assume = "device whose ceilings give step times, without --times (default: %(default)s)"
-    command.add_argument("--assume", choices=("h200",), default="h200", help=assume)
-    goals = " ".join(f"{key}:{most:g}" for key, most in SUGGEST_SLO.items())
-    unless = goals if name == "suggest" else "none, and no goodput"
-    slo = f"most milliseconds of {', '.join(OBJECTIVES)} of a good request (default: {unless})"
-    command.add_argument("--slo", nargs="+", type=objective, metavar="NAME:MS", help=slo)
+    goals = f"most milliseconds of {', '.join(OBJECTIVES)} of a good request (default: no goodput)"
+    command.add_argument("--slo", nargs="+", type=objective, metavar="NAME:MS", help=goals)
     settings = (
         f"change the setting: {', '.join(SETTINGS)}; switches are 0 or 1 (default: the table's, "
         "or 256 sequences of at most 8,192 tokens, 8,192 a step)"
@@ -176,17 +162,15 @@ def add_load(command: argparse.ArgumentParser, name: str) -> None:
     command.add_argument("--trace", choices=TRACES, default="azure-conv", help=trace)
     scale = "divides lengths (default: %(default)g)"
     command.add_argument("--scale", type=positive, default=1.0, metavar="X", help=scale)
-    pace = command.add_mutually_exclusive_group()
-    unless = {
-        "measure": "several, of requests of many lengths",
-        "validate": " ".join(f"{rate:g}" for rate in VALIDATE_RATES),
-    }.get(name, "the trace's own")
-    rate = f"requests a second (default: {unless})"
+    pace = command.add_mutually_exclusive_group(required=name == "measure")
+    rates = " ".join(f"{rate:g}" for rate in VALIDATE_RATES)
+    unless = {"run": " (default: the trace's own)", "validate": f" (default: {rates})"}
+    rate = f"requests a second{unless.get(name, '')}"
     several = "+" if name == "validate" else None
     pace.add_argument("--rate", type=positive, nargs=several, metavar="R", help=rate)
-    if name in ("run", "suggest"):
+    if name == "run":
         users = (
-            "a closed loop of so many users, at most as many as requests; not with --rate "
+            "a closed loop of this many users, at most as many as requests; not with --rate "
             "(default: requests come at the trace's times)"
         )
         pace.add_argument("--users", type=positive_integer, metavar="N", help=users)

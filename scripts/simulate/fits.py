@@ -374,23 +374,3 @@ class Assumed:
 
     def waiting(self, idle: float) -> float:
         return 0.0
-
-
-def table(times: Measured) -> str:
-    """Format the table as text."""
-    names = ("each token", "1,000 cells", "1e6 pairs", "a further step", "each token")
-    lines = [f"{'bucket':<28}{'fixed us':>12}" + "".join(f"{name:>16}" for name in names)]
-    lines += [
-        f"{name:<28}{base.fixed:>12,.0f}{base.each:>16,.2f}{times.cell_us[name]:>16,.2f}"
-        f"{times.pair_us[name]:>16,.1f}{times.more_us[name].fixed:>16,.0f}"
-        f"{times.more_us[name].each:>16,.2f}"
-        for name, base in times.base_us.items()
-    ]
-    lines.append(f"\n{'in the loop':<28}{'fixed us':>12}{'each':>22}{'p10 to p99 over it':>20}")
-    for name, loop_line in sorted(times.lines.items()):
-        low, high = np.quantile(np.concatenate(loop_line.spreads), (0.1, 0.99))
-        lines.append(
-            f"{name:<28}{loop_line.fixed:>12,.0f}{loop_line.each:>22,.2f}"
-            f"{f'{low:.2f} to {high:.2f}':>20}"
-        )
-    return "\n".join(lines)

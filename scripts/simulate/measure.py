@@ -1,4 +1,4 @@
-"""Input and check of the simulator: step times of this device, and the real engine."""
+"""Step times of this device: of every bucket alone, and of an engine's loop under a load."""
 
 from __future__ import annotations
 
@@ -6,28 +6,27 @@ import gc
 import platform
 import statistics
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxserve.engine.engine import Engine
 from jaxserve.execution.buckets import Bucket
 from jaxserve.execution.runner import Runner
 from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.slot_table import SlotTable
 from jaxserve.settings.config import EngineConfig
 from jaxserve.start.loading import Loaded, load
-from scripts.simulate.calibrate import Calibration
-from scripts.simulate.fits import Line, Measured, attention_work
-from scripts.simulate.loop import Setting
+from scripts.simulate.fits import Line, Measured, Samples, attention_work
+from scripts.simulate.jobs import Job
+from scripts.simulate.launches import LaunchLog, serve_really
+from scripts.simulate.loop import Record, Setting
 
 ROUNDS = 5
-__all__ = [
-    "Calibration",
-    "load_engine",
-    "measure",
-    "setting_of",
-]
 
 
 def load_engine(config: EngineConfig) -> Loaded:
@@ -156,7 +155,7 @@ def _through(most: tuple[int, float], few: tuple[int, float]) -> Line:
 
 
 def measure(loaded: Loaded, about: dict[str, str]) -> Measured:
-    """Measure step times of every bucket, each queued many times; `calibrate` adds the loop's."""
+    """Measure step times of every bucket, each queued many times; `in_the_loop` adds the loop's."""
     steps = _Steps(loaded)
     base, cell, pair, more = {}, {}, {}, {}
     for bucket in loaded.runner.buckets:
@@ -183,3 +182,57 @@ def measure(loaded: Loaded, about: dict[str, str]) -> Measured:
         "max_steps": steps.runner.max_steps,
     }
     return Measured(about | machine, settings, base, cell, pair, more)
+
+
+@dataclass(frozen=True)
+class Served:
+    """A load that a real engine has served.
+
+    Attributes:
+        records: times of its requests.
+        alone: step times of the buckets, with which launches are compared.
+    """
+
+    records: list[Record]
+    alone: Measured
+    _log: LaunchLog
+    _asked: Samples
+
+    @cached_property
+    def samples(self) -> Samples:
+        """Times of the launches, and of queueing the requests.
+
+        They are computed on first use, so that no run begins right after a second of computing.
+        """
+        samples = self._log.samples(self.alone)
+        samples.update(self._asked)
+        return samples
+
+
+def serve_timed(loaded: Loaded, jobs: list[Job], alone: Measured) -> Served:
+    """Serve jobs with a new engine as they arrive, and time each launch."""
+    engine, asked = Engine(loaded), Samples()
+    log = LaunchLog(engine)
+    try:
+        return Served(serve_really(engine, jobs, asked), alone, log, asked)
+    finally:
+        log.close()
+
+
+def in_the_loop(served: Served, among: Sequence[Served] = ()) -> Measured:
+    """Return the table with lines fitted to the launches of a load.
+
+    Args:
+        served: the load.
+        among: loads from which the samples come that are too rare in this one, such as the largest
+            launches, which make the slowest requests.
+    """
+    samples = Samples()
+    samples.update(served.samples)
+    if among:
+        everything = Samples()
+        for other in among:
+            everything.update(other.samples)
+        samples.take_rare(everything)
+    waited = {name: float(np.mean(each)) for name, each in samples.waited.items()}
+    return replace(served.alone, lines=samples.lines(), waited=waited)

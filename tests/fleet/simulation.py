@@ -1,6 +1,6 @@
 """Routing by prefix against taking turns, and against one engine that has all the memory.
 
-    python -m scripts.simulate.fleet --trace conversation_trace.jsonl --rows 6000 \\
+    python -m tests.fleet.simulation --trace conversation_trace.jsonl --rows 6000 \\
         --json scripts/results/simulate_fleet.json
 
 The rows of a trace of Mooncake's, which mark equal prefixes, arrive at their times at 1, 2 and 4
@@ -207,7 +207,7 @@ def compare(
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m scripts.simulate.fleet", description=(__doc__ or "").splitlines()[0]
+        prog="python -m tests.fleet.simulation", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument(
         "--trace", type=existing_file, help="of Mooncake's repository, by default the one here"

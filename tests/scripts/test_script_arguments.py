@@ -51,7 +51,11 @@ WRONG = [
     ("bench.startup", "--repeats 0", "--repeats: '0' must be an integer of at least 1"),
     ("bench.scheduler", "--json README.md", "'README.md' must be a file of this script's results"),
     ("bench.offline", "--json scripts/results/compare_engines.json", "or a new one; it holds oth"),
-    ("bench.startup", "--json scripts/results/simulate_slo.json", "or a new one; it holds others"),
+    (
+        "bench.startup",
+        "--json scripts/results/bench_serving_client.json",
+        "or a new one; it holds others",
+    ),
     ("bench.loading", "--json README.md", "'README.md' must be a file of this script's results"),
     ("bench.prefix", "--json README.md", "'README.md' must be a file of this script's results"),
     ("bench.cpu_kernels", "--json README.md", "must be a file of this script's results, or a new"),

@@ -1,19 +1,15 @@
-"""Calibration of the step times: launches of the engine's loop, timed while it serves.
+"""Times of the launches of a real engine, taken inside its loop while it serves.
 
-A step that is queued again and again, alone, takes less than one that an engine runs: there the
-host works on the same cores, a step differs from the one before it, and after a pause caches are
-cold and threads asleep. So a real engine serves requests that come at random, every launch is
-timed, and lines are laid through what was found. The less an engine has to do, the longer short
-launches take, so that lines hold for a load like the one they were found at: requests of its
-lengths at its rate, or at several rates where none is given.
+A step that is queued again and again, alone, takes less time than a step in an engine: there the
+host works on the same cores, each step differs from the one before, and after a pause caches are
+cold and threads asleep.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -23,9 +19,8 @@ from jaxserve.engine.delta import Delta
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.buckets import Bucket
 from jaxserve.execution.runner import InFlight
+from jaxserve.request import SamplingParams
 from jaxserve.scheduling.plan import LaunchPlan
-from jaxserve.start.loading import Loaded
-from scripts.simulate.client import add_request, alike, serve_really
 from scripts.simulate.fits import (
     Measured,
     Samples,
@@ -36,9 +31,6 @@ from scripts.simulate.fits import (
 )
 from scripts.simulate.jobs import Job
 from scripts.simulate.loop import Record
-
-MOST_OUTPUT = 64
-LOADS = (0.05, 0.2, 0.4, 0.6, 0.8)  # of the highest rate of requests
 
 
 @dataclass
@@ -217,136 +209,52 @@ class LaunchLog:
         return samples
 
 
-@dataclass(frozen=True, eq=False)
-class Round:
-    """Samples of one round: of queueing requests, and of launches.
-
-    They are computed when they are needed, so that no run begins right after a second of computing.
-    """
-
-    asked: Samples
-    log: LaunchLog
-
-    def samples(self, alone: Measured) -> Samples:
-        """Gather all of it, launches compared with their time alone."""
-        found = self.log.samples(alone)
-        found.update(self.asked)
-        return found
+def add_request(
+    engine: Engine, name: str, tokens: list[int], output: int, sink: Callable[[Delta], None]
+) -> None:
+    """Queue a greedy request of a given length."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
+    engine.add(engine.requests.make(tokens, sampling, request_id=name), sink)
 
 
-class Calibration:
-    """Calibration of an engine's loop while it serves, in as many rounds as are wanted.
+def serve_really(engine: Engine, jobs: list[Job], samples: Samples | None = None) -> list[Record]:
+    """Serve jobs with the real engine at the times they arrive, by the real clock.
+
+    As in the simulation, a request begins when it is due, and a token is there when its receiver is
+    called.
 
     Args:
-        loaded: the engine's parts.
-        alone: its step times, each queued behind its like.
+        samples: what queueing the requests took is added here.
     """
-
-    def __init__(self, loaded: Loaded, alone: Measured) -> None:
-        self._loaded, self._alone = loaded, alone
-        self._rng = np.random.default_rng(0)
-        self._computed: dict[Round, Samples] = {}
-
-    def serve(self, seconds: float) -> Round:
-        """Serve one round: as fast as requests are answered, then at shares of that rate."""
-        part = seconds / (1 + len(LOADS))
-        with self._users() as (users, found):
-            answered = users.crowd(part)
-            for load in LOADS:
-                users.come(load * answered / part, part)
-        return found
-
-    def serve_like(self, jobs: list[Job]) -> Round:
-        """Serve one round of as many other requests, which come at the same rate.
-
-        Prompts are random, and lengths and the gaps between arrivals are those of these jobs, each
-        drawn on its own.
-        """
-        return self.serve_timed(alike(jobs, self._rng))[1]
-
-    def serve_timed(self, jobs: list[Job]) -> tuple[list[Record], Round]:
-        """Serve these jobs as they arrive; return what became of them, and what was found."""
-        with self._users() as (users, found):
-            records = serve_really(users.engine, jobs, found.asked)
-        return records, found
-
-    @contextmanager
-    def _users(self) -> Iterator[tuple[_Users, Round]]:
-        """Yield users of a new engine, and collect samples while they are served."""
-        engine = Engine(self._loaded)
-        found = Round(Samples(), LaunchLog(engine))
-        try:
-            yield _Users(engine, found.asked, self._rng), found
-        finally:
-            found.log.close()
-
-    def times(self, *near: Round, among: Sequence[Round] = ()) -> Measured:
-        """Make the table with lines through all that was found in these rounds.
-
-        Args:
-            among: rounds of the same load, these included. What the near ones met too rarely to
-                show its spread is taken from all of them: the largest launches, which make the
-                slowest requests.
-        """
-        samples = self._found(near)
-        if among:
-            samples.take_rare(self._found(among))
-        waited = {name: float(np.mean(each)) for name, each in samples.waited.items()}
-        return replace(self._alone, lines=samples.lines(), waited=waited)
-
-    def _found(self, rounds: Sequence[Round]) -> Samples:
-        samples = Samples()
-        for timed_round in rounds:
-            samples.update(self._samples_of(timed_round))
-        return samples
-
-    def _samples_of(self, timed_round: Round) -> Samples:
-        """Compute the samples once: a round is near to two runs, and among all."""
-        if timed_round not in self._computed:
-            self._computed[timed_round] = timed_round.samples(self._alone)
-        return self._computed[timed_round]
+    records = [Record(job.arrival, len(job.request.prompt_token_ids)) for job in jobs]
+    begun, next_job, asked = time.perf_counter(), 0, []
+    ended = -1.0  # the engine's last turn: what waited for it waited for a launch
+    while next_job < len(jobs) or engine.has_work:
+        now = time.perf_counter() - begun
+        while next_job < len(jobs) and jobs[next_job].arrival <= now:
+            job, record, works = jobs[next_job], records[next_job], engine.has_work
+            called = time.perf_counter() - begun
+            tokens = job.request.prompt_token_ids.tolist()
+            add_request(engine, str(next_job), tokens, job.output, _stamp(record, begun))
+            due = called if works else max(job.arrival, ended)
+            kind = kind_of("request", 0.0 if works else due - ended)
+            asked.append((kind, record.prompt, time.perf_counter() - begun - due))
+            next_job += 1
+        if engine.has_work:
+            engine.step()
+            ended = time.perf_counter() - begun
+        elif next_job < len(jobs):
+            time.sleep(min(max(jobs[next_job].arrival - now, 0.0), 0.05))
+    if samples is not None:
+        for name, prompt, took in asked:
+            samples.add(name, prompt, took)
+    return records
 
 
-class _Users:
-    """Users of an engine, in its own thread."""
+def _stamp(record: Record, begun: float) -> Callable[[Delta], None]:
+    def sink(delta: Delta) -> None:
+        now = time.perf_counter() - begun
+        record.token_times.extend([now] * len(delta.token_ids))
+        record.cached = delta.num_cached_tokens
 
-    def __init__(self, engine: Engine, samples: Samples, rng: np.random.Generator) -> None:
-        self.engine, self.samples, self.rng = engine, samples, rng
-        self._active = self._number = 0
-
-    def crowd(self, seconds: float) -> int:
-        """Send as many at a time as there are slots, for so long; return the number of requests."""
-        users = self.engine.slots.num_slots
-        before, ends = self._number, time.perf_counter() + seconds
-        while (now := time.perf_counter()) < ends or self.engine.has_work:
-            if now < ends and self._active < users:
-                self._add(now)
-            else:
-                self.engine.step()
-        return self._number - before
-
-    def come(self, rate: float, seconds: float) -> None:
-        """Send so many a second, each at a random time (Poisson)."""
-        due = begun = time.perf_counter()
-        while due < begun + seconds or self.engine.has_work:
-            if due < begun + seconds and due <= (now := time.perf_counter()):
-                self._add(now if self.engine.has_work else due)
-                due += self.rng.exponential(1 / rate)
-            elif self.engine.has_work:
-                self.engine.step()
-            else:
-                time.sleep(max(due - time.perf_counter(), 0.0))
-
-    def _add(self, due: float) -> None:
-        longest = self.engine.limits.max_model_len // 2
-        prompt = int(np.exp(self.rng.uniform(np.log(4), np.log(longest))))
-        output = int(np.exp(self.rng.uniform(np.log(2), np.log(min(longest, MOST_OUTPUT)))))
-        tokens = self.rng.integers(3, self.engine.limits.vocab_size, prompt).tolist()
-        kind = "request" if self.engine.has_work else "request, woken"
-        add_request(self.engine, f"asked {self._number}", tokens, output, self._sink)
-        self.samples.add(kind, prompt, time.perf_counter() - due)
-        self._number += 1
-        self._active += 1
-
-    def _sink(self, delta: Delta) -> None:
-        self._active -= delta.finish_reason is not None
+    return sink
