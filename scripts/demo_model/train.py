@@ -42,7 +42,7 @@ from scripts.demo_model.examples import (
 )
 from scripts.demo_model.network import Config, Llama, seed_circuits, seed_embeddings
 from scripts.demo_model.tokenizer import build_tokenizer, word_pairs
-from scripts.lib.argument_types import new_folder, number_of_bits
+from scripts.lib.argument_types import new_folder
 from scripts.lib.paths import ROOT
 from scripts.lib.run_main import run_main
 
@@ -151,7 +151,9 @@ def main() -> None:
     )
     default = ROOT / "jaxserve" / "demo_model"
     parser.add_argument("--out", type=new_folder, default=str(default), help="folder to write")
-    parser.add_argument("--seed", type=number_of_bits(32), default=0)
+    parser.add_argument(
+        "--seed", type=lambda text: positive_integer(text, 0, (1 << 32) - 1), default=0
+    )
     parser.add_argument(
         "--steps", type=positive_integer, default=DEFAULT_STEPS, help="updates to make"
     )

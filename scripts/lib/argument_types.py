@@ -22,11 +22,6 @@ def at_most(most: int) -> Callable[[str], int]:
     return lambda text: positive_integer(text, most=most)
 
 
-def number_of_bits(bits: int) -> Callable[[str], int]:
-    """Make the type of integers from 0 on that so many bits hold."""
-    return lambda text: positive_integer(text, least=0, most=(1 << bits) - 1)
-
-
 def integers(text: str) -> list[int]:
     """Parse integers from 1 on, with commas between them."""
     return [positive_integer(part) for part in text.split(",")]
