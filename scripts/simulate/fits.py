@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -223,8 +221,6 @@ class Measured:
     in the engine's loop is a line over that.
 
     Attributes:
-        about: model, device, versions, date.
-        settings: of the engine that was measured: max_num_seqs, max_num_batched_tokens, ...
         base_us: label of a bucket -> its step without attention, queued behind its like, over its
             tokens.
         cell_us: label of a bucket -> for each 1,000 cells.
@@ -238,8 +234,6 @@ class Measured:
             the other if that is missing; where both are, nothing changes, or takes time.
     """
 
-    about: dict[str, str]
-    settings: dict[str, int]
     base_us: dict[str, Line]
     cell_us: dict[str, float]
     pair_us: dict[str, float]
@@ -247,19 +241,9 @@ class Measured:
     lines: dict[str, Line] = field(default_factory=dict)
     waited: dict[str, float] = field(default_factory=dict)
 
-    @classmethod
-    def read(cls, path: Path) -> Measured:
-        kept = json.loads(path.read_text())
-        for of_lines in ("base_us", "more_us", "lines"):
-            kept[of_lines] = {name: Line(**fields) for name, fields in kept[of_lines].items()}
-        return cls(**kept)
-
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=2) + "\n")
-
     def alone(self, plan: LaunchPlan, buckets: BucketSet) -> float:
         """Compute seconds of a launch that is queued behind its like."""
-        label = self._label(buckets.pick(plan))
+        label = str(buckets.pick(plan))
         cells, pairs = attention_work(plan)
         attention = self.cell_us[label] * cells / 1e3 + self.pair_us[label] * pairs / 1e6
         tokens = plan.total_tokens
@@ -267,20 +251,10 @@ class Measured:
         further = (plan.num_steps - 1) * more
         return (self.base_us[label].at(tokens) + attention + further) * 1e-6
 
-    def _label(self, bucket: Bucket) -> str:
-        """Find the label of the measured bucket; prompts are matched by tokens, at any rows."""
-        label = str(bucket)
-        if label not in self.base_us and not bucket.decode_only:
-            alike = label.partition(", ")[0] + ", "
-            label = next((name for name in self.base_us if name.startswith(alike)), label)
-        if label not in self.base_us:
-            raise ValueError(f"the table has no bucket {label!r}; it has {', '.join(self.base_us)}")
-        return label
-
     def device(self, plan: LaunchPlan, buckets: BucketSet, idle: float, luck: float) -> float:
         bucket = buckets.pick(plan)
         alike = self._line(kind_of_bucket(bucket), idle, Line(0.0, 1.0))
-        line = self._line(self._label(bucket), idle, alike)
+        line = self._line(str(bucket), idle, alike)
         return 1e-6 * line.micros(1e6 * self.alone(plan, buckets), luck)
 
     def request(self, prompt: int, idle: float, luck: float) -> float:

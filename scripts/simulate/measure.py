@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import gc
-import platform
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
-import jax
 import numpy as np
 
 from jaxserve.engine.engine import Engine
@@ -38,27 +35,26 @@ def load_engine(config: EngineConfig) -> Loaded:
     return loaded
 
 
-def setting_of(loaded: Loaded, **changes: Any) -> Setting:
+def setting_of(loaded: Loaded) -> Setting:
     """Make the settings of a simulation of this engine."""
     config, buckets = loaded.config, loaded.runner.buckets
     assert config.max_num_seqs and config.max_num_batched_tokens and config.max_model_len
     decode = tuple(b.num_tokens for b in buckets if b.decode_only and not b.greedy)
     tokens = tuple(b.num_tokens for b in buckets if not b.decode_only)
-    values: dict[str, Any] = {
-        "max_num_seqs": config.max_num_seqs,
-        "max_num_batched_tokens": config.max_num_batched_tokens,
-        "num_pages": loaded.runner.num_pages,
-        "max_model_len": config.max_model_len,
-        "block_size": config.block_size,
-        "enable_prefix_caching": config.enable_prefix_caching,
-        "long_prefill_token_threshold": config.long_prefill_token_threshold,
-        "async_scheduling": config.async_scheduling,
-        "num_scheduler_steps": config.num_scheduler_steps,
-        "max_steps": loaded.runner.max_steps,
-        "decode_sizes": decode,
-        "token_sizes": tokens,
-    }
-    return Setting(**(values | changes))
+    return Setting(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        num_pages=loaded.runner.num_pages,
+        max_model_len=config.max_model_len,
+        block_size=config.block_size,
+        enable_prefix_caching=config.enable_prefix_caching,
+        long_prefill_token_threshold=config.long_prefill_token_threshold,
+        async_scheduling=config.async_scheduling,
+        num_scheduler_steps=config.num_scheduler_steps,
+        max_steps=loaded.runner.max_steps,
+        decode_sizes=decode,
+        token_sizes=tokens,
+    )
 
 
 class _Steps:
@@ -154,7 +150,7 @@ def _through(most: tuple[int, float], few: tuple[int, float]) -> Line:
     return Line(most[1] - each * most[0], each)
 
 
-def measure(loaded: Loaded, about: dict[str, str]) -> Measured:
+def measure(loaded: Loaded) -> Measured:
     """Measure step times of every bucket, each queued many times; `in_the_loop` adds the loop's."""
     steps = _Steps(loaded)
     base, cell, pair, more = {}, {}, {}, {}
@@ -170,18 +166,7 @@ def measure(loaded: Loaded, about: dict[str, str]) -> Measured:
     # Rows of one token cost in a mixed step what they cost in the largest decode step.
     decode = max(bucket for bucket in loaded.runner.buckets if bucket.decode_only)
     cell |= {str(b): cell[str(decode)] for b in loaded.runner.buckets if not b.decode_only}
-    machine = {
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "python": platform.python_version(),
-        "date": time.strftime("%Y-%m-%d"),
-    }
-    settings = {
-        "max_model_len": steps.setting.max_model_len,
-        "num_pages": steps.runner.num_pages,
-        "max_steps": steps.runner.max_steps,
-    }
-    return Measured(about | machine, settings, base, cell, pair, more)
+    return Measured(base, cell, pair, more)
 
 
 @dataclass(frozen=True)

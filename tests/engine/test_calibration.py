@@ -24,7 +24,7 @@ def alone(loaded: Loaded) -> Measured:
     names = [str(bucket) for bucket in loaded.runner.buckets]
     base, none, nothing = Line(1e3, 0.0), dict.fromkeys(names, 0.0), Line(0.0, 0.0)
     each = dict.fromkeys(names, base), none, none, dict.fromkeys(names, nothing)
-    return Measured({}, {}, *each)
+    return Measured(*each)
 
 
 def test_each_launch_is_timed_once(loaded: Loaded, alone: Measured) -> None:

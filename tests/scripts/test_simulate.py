@@ -19,7 +19,7 @@ from jaxserve.request import Request, SamplingParams
 from jaxserve.scheduling.plan import LaunchPlan
 from scripts.bench.prefix import hit_rates, ideal_hits
 from scripts.simulate import command as simulate
-from scripts.simulate.arguments import read_setting
+from scripts.simulate.command import read_setting
 from scripts.simulate.fits import (
     LEAST_OF_RANGE,
     SHAPES,
@@ -176,16 +176,14 @@ def test_every_token_of_a_trace_is_served_in_order(pages: int) -> None:
     assert [r.token_times for r in again.records] == [r.token_times for r in outcome.records]
 
 
-def test_measured_tables_price_buckets_cells_and_pairs(tmp_path: Path) -> None:
+def test_measured_tables_price_buckets_cells_and_pairs() -> None:
     buckets = BucketSet(4, 64, (4,), (64,))
     base = {"decode 4": Line(90.0, 5.0), "64 tokens, 4 rows": Line(490.0, 10.0)}
     cell, pair = {"decode 4": 50.0, "64 tokens, 4 rows": 50.0}, dict.fromkeys(base, 0.0)
     pair["64 tokens, 4 rows"] = 1000.0
     more = {"decode 4": Line(50.0, 5.0), "64 tokens, 4 rows": Line(0.0, 0.0)}
     lines = {"before": Line(10.0, 1.0), "after": Line(20.0, 2.0)}
-    times = Measured({}, {}, base, cell, pair, more, lines)
-    times.write(tmp_path / "times.json")
-    times = Measured.read(tmp_path / "times.json")
+    times = Measured(base, cell, pair, more, lines)
     decode = plan_of([99, 299], [1, 1])
     assert times.device(decode, buckets, 0, 0.5) == pytest.approx(120 * US)
     assert times.before(decode, 0, 0.5) == pytest.approx(12 * US)
@@ -204,8 +202,6 @@ def test_measured_tables_price_buckets_cells_and_pairs(tmp_path: Path) -> None:
     assert attention_work(mixed) == (100, 4 * 32 * 256)
     expected = 900 + 5 + 4 * 32 * 256 / 1000
     assert times.device(mixed, buckets, 0, 0.5) == pytest.approx(expected * US)
-    with pytest.raises(ValueError, match="no bucket 'decode 8'"):
-        times.device(decode, BucketSet(8, 64, (8,), (64,)), 0, 0.5)
 
 
 def test_a_pause_is_paid_for_as_it_was_measured() -> None:
@@ -223,7 +219,7 @@ def test_a_pause_is_paid_for_as_it_was_measured() -> None:
         "after": Line(2e3, 0.0),
     }
     setting = replace(SETTING, decode_sizes=(4,), token_sizes=(16,))
-    times = Measured({}, {}, buckets, none, none, nothing, lines)
+    times = Measured(buckets, none, none, nothing, lines)
     records = Simulation(setting, times).run([job(8, 2, 0.0), job(8, 2, 9.0)]).records
     # The first finds the device as it was left; the decode step behind it was queued in time.
     assert [r.token_times[0] - r.arrival for r in records] == pytest.approx(
@@ -235,7 +231,7 @@ def test_a_pause_is_paid_for_as_it_was_measured() -> None:
 def test_what_was_met_only_after_pauses_takes_what_it_took_there() -> None:
     """At a low load hardly any request comes while the engine works."""
     lines = {"request, woken": Line(7.0, 0.0)}
-    times = Measured({}, {}, {}, {}, {}, {}, lines)
+    times = Measured({}, {}, {}, {}, lines)
     assert times.request(5, 0.0, 0.5) == times.request(5, 1.0, 0.5) == pytest.approx(7 * US)
     times = replace(times, lines=lines | {"request": Line(3.0, 0.0)})
     assert times.request(5, 0.0, 0.5) == pytest.approx(3 * US)
@@ -247,7 +243,7 @@ def test_a_bucket_met_only_after_pauses_is_not_taken_for_smaller_ones() -> None:
     name = "16 tokens, 4 rows"
     base, none = {name: Line(10.0, 0.0)}, {name: 0.0}
     lines = {"tokens": Line(0.0, 9.0), f"{name}, woken": Line(0.0, 2.0)}
-    times = Measured({}, {}, base, none, none, {name: Line(0.0, 0.0)}, lines)
+    times = Measured(base, none, none, {name: Line(0.0, 0.0)}, lines)
     buckets, plan = BucketSet(4, 16, (4,), (16,)), plan_of([0], [8])
     assert times.device(plan, buckets, 0.0, 0.5) == pytest.approx(20 * US)
     assert times.device(plan, buckets, 1.0, 0.5) == pytest.approx(20 * US)
@@ -420,7 +416,7 @@ def refused(arguments: str, patch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
         ("run --rate nan", "--rate: 'nan' must be a number above 0"),
         ("run --rate inf", "--rate: 'inf' must be a number above 0, and finite"),
         ("run --rate fast", "--rate: 'fast' must be a number above 0"),
-        ("measure --out x.json --rate 0", "--rate: '0' must be a number above 0"),
+        ("validate --max-num-seqs 0", "--max-num-seqs: '0' must be an integer of at least 1"),
         ("validate --rate 5 0", "--rate: '0' must be a number above 0"),
         ("run --scale 0", "--scale: '0' must be a number above 0"),
         ("run --requests 0", "--requests: '0' must be an integer of at least 1"),
@@ -438,12 +434,8 @@ def refused(arguments: str, patch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
         ("run --requests 3 --users 5", "--users 5: must be at most the 3 requests"),
         ("validate --part 0", "--part: '0' must be an integer of at least 1"),
         ("validate --repeats -1", "--repeats: '-1' must be an integer of at least 1"),
-        ("measure --out x.json", "one of the arguments --rate is required"),
-        ("measure --rate 5", "the following arguments are required: --out"),
-        ("measure --max-num-seqs 0", "--max-num-seqs: '0' must be an integer of at least 1"),
         ("run --json /nonexist/x.json", "--json: '/nonexist/x.json' must be in a folder that ex"),
         ("run --json /", "--json: '/' is a folder; it must be a file to write"),
-        ("measure --out /nonexist/x.json", "--out: '/nonexist/x.json' must be in a folder that"),
         ("run --slo latency:5", "--slo: 'latency:5' must be NAME:MS, NAME of ttft, tpot, e2el"),
         ("run --slo ttft:soon", "--slo: 'soon' must be a number above 0"),
         ("run --set max_seqs=2", "--set takes max_num_seqs, max_num_batched_tokens, num_pages"),
@@ -465,77 +457,16 @@ def test_wrong_arguments_are_refused_by_name_and_say_what_is_allowed(
 def test_a_model_that_is_none_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    said = refused("measure --rate 5 --out x.json --model /nonexist", monkeypatch, capsys)
+    said = refused("validate --model /nonexist", monkeypatch, capsys)
     assert said.startswith("model: '/nonexist' is not a folder with a checkpoint")
 
 
 def test_every_option_says_its_default() -> None:
     [commands] = [a for a in simulate.make_parser()._actions if isinstance(a.choices, dict)]
-    assert isinstance(commands.choices, dict) and len(commands.choices) == 3
+    assert isinstance(commands.choices, dict) and len(commands.choices) == 2
     for name, command in commands.choices.items():
         for action in command._actions[1:]:
-            stated = "(default: " in (action.help or "")
-            assert stated or action.required or name == "measure", (name, action.dest)
-
-
-@pytest.mark.parametrize("text", [None, "no JSON", "{}", "[]"])
-def test_a_table_that_is_none_is_refused_by_its_name(
-    text: str | None, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "table.json"
-    if text is not None:
-        path.write_text(text)
-    monkeypatch.setattr(sys, "argv", ["scripts/simulate", "run", "--times", str(path)])
-    with pytest.raises(SystemExit, match="2"):
-        simulate.main()
-    assert f"--times {path}: is no table" in capsys.readouterr().err
-
-
-def small_table(path: Path) -> Path:
-    """As `measure` writes it of an engine with 16 sequences and 128 tokens a step."""
-    decode = [f"decode {n}, up to 2 steps" for n in (4, 16)]
-    tokens = [f"{n} tokens, 16 rows" for n in (64, 128)]
-    base = {name: Line(20_000.0 * (n + 1), 20.0) for n, name in enumerate(decode + tokens)}
-    none = dict.fromkeys(base, 0.0)
-    limits = {"num_pages": 300, "max_model_len": 256, "max_steps": 2}
-    Measured({}, limits, base, none, none, base).write(path)
-    return path
-
-
-@pytest.mark.parametrize("command", ["run --set max_num_seqs=8", "run --set max_num_seqs=5"])
-def test_a_measured_table_prices_fewer_sequences_than_were_measured(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    """A prompt's bucket has as many rows as there are sequences, and costs the same with fewer."""
-    path = small_table(tmp_path / "times.json")
-    words = f"{command} --times {path} --requests 12 --scale 16 --rate 20".split()
-    monkeypatch.setattr(sys, "argv", ["scripts/simulate", *words])
-    assert simulate.main() == 0
-    assert "max_num_seqs" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            "run --set max_num_batched_tokens=512",
-            "max_num_batched_tokens (512) must be at most 128",
-        ),
-        (
-            "run --requests 3 --scale 16 --set max_steps=1",
-            "the table has no bucket 'decode 4'; it ",
-        ),
-    ],
-)
-def test_settings_that_were_not_measured_are_refused_by_name(
-    arguments: str,
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
-) -> None:
-    path = small_table(tmp_path / "times.json")
-    assert message in refused(f"{arguments} --times {path}", monkeypatch, capsys)
+            assert "(default: " in (action.help or ""), (name, action.dest)
 
 
 def served(*seconds: float) -> list[Record]:
