@@ -1,11 +1,7 @@
-"""Worker that compiles an engine's programs for a card which is not there, and times each part.
-
-Runs inside the environment that ``start_table.py`` makes.
-"""
+"""Programs of an engine's start on an absent card, compiled inside the offline environment."""
 
 from __future__ import annotations
 
-import json
 import pathlib
 import re
 import sys
@@ -52,9 +48,19 @@ class Clock:
             self.seconds[PARTS[event]] += seconds
 
 
-def main() -> int:
-    name, model, rows, tokens, first, devices, out = sys.argv[1:]
-    card, clock = DescribedCard.of(name, int(devices)), Clock()
+def compile_start(
+    name: str, model: str, rows: int, tokens: int, first: int, devices: int
+) -> dict[str, Any]:
+    """Compile the programs of a start one after the other, and time each part of each.
+
+    Args:
+        name: of the card.
+        model: a name of `MODELS`.
+        rows, tokens: limits of the engine.
+        first: programs to compile, the longest first; 0 for all.
+        devices: cards in one host, over which the model is divided.
+    """
+    card, clock = DescribedCard.of(name, devices), Clock()
     if (importing := importing_kernels(card.card.limits)) is not None:
         importing.join()  # in a start it imports while weights are read
     imports = time.process_time()
@@ -64,9 +70,8 @@ def main() -> int:
     described = abstract_model(model_config, jnp.bfloat16)
     if card.cards is not None:
         divide_shapes(described, model_config, card.cards)
-    sizes = int(rows), int(tokens)
     config = EngineConfig(tensor_parallel_size=card.count)
-    config = config.resolve("gpu", model_config.context_length, sizes)
+    config = config.resolve("gpu", model_config.context_length, (rows, tokens))
     assert config.max_model_len is not None
     with tempfile.TemporaryDirectory() as work:
         folder = pathlib.Path(work)
@@ -77,7 +82,7 @@ def main() -> int:
         shapes = time.perf_counter() - began
         pages = engine.estimated_pages()
         programs: list[dict[str, Any]] = []
-        for label, compile_it in list(engine.programs(pages))[: int(first) or None]:
+        for label, compile_it in list(engine.programs(pages))[: first or None]:
             clock.reset()
             began, spent = time.perf_counter(), time.process_time()
             with card.tracing():
@@ -100,10 +105,4 @@ def main() -> int:
             )
             print(programs[-1], file=sys.stderr, flush=True)
     about = {"pages": pages, "choices": len(read_choices(name))}
-    report = {"about": about, "imports_s": imports, "shapes_s": shapes, "programs": programs}
-    pathlib.Path(out).write_text(json.dumps(report))
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    return {"about": about, "imports_s": imports, "shapes_s": shapes, "programs": programs}

@@ -1,18 +1,9 @@
-"""Worker that compiles sums over cards which are not there.
-
-    python -m scripts.gpu.sums_worker FOLDER LAYERS
-
-Runs inside the environment that `compile_offline.py` makes; writes found.json to the folder, where
-its compilers leave their dumps.
-"""
+"""Sums over several H200s that are absent, compiled inside the offline environment."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import pathlib
 import re
-import sys
 from typing import Any
 
 import jax
@@ -28,10 +19,40 @@ from jaxserve.start.programs.compilation import open_store
 from jaxserve.start.programs.compiler import Compiler
 from jaxserve.start.programs.described_card import DescribedCard
 from jaxserve.weights.expected import divide_shapes
-from scripts.gpu.compile_sums import CHOICES, ROWS, strategies_of, thunk_counts
 from scripts.gpu.models import MODELS
 from scripts.gpu.offline_compiler import Dumps
-from scripts.gpu.progress import interruptible
+from scripts.gpu.sum_table import ROWS
+
+CHOICES = ("auto", "nccl", "xla_kernels", "pallas")
+
+
+def thunk_counts(text: str) -> dict[str, int]:
+    """Count, from XLA's last list of what it launches, graphs, and launches and sums in each."""
+    counts = dict.fromkeys(("graphs", "inside", "outside", "sums inside", "sums outside"), 0)
+    in_graph = False
+    for line in text.splitlines():
+        found = re.match(r"( *)\d+: (k\w+)", line)
+        if found is None or found[2] in ("kAsyncStart", "kAsyncDone", "kPartitionId"):
+            in_graph = in_graph and found is not None and bool(found[1])
+            continue
+        if found[2] == "kCommandBuffer":
+            counts["graphs"] += 1
+            in_graph = True
+            continue
+        in_graph = in_graph and bool(found[1])
+        place = "inside" if in_graph else "outside"
+        counts[place] += 1
+        is_custom_sum = found[2] == "kCustomCall"
+        if is_custom_sum or found[2] in ("kAllReduce", "kCollectiveKernel"):
+            counts[f"sums {place}"] += 1
+    return counts
+
+
+def strategies_of(hlo: str) -> list[str]:
+    """Read by which strategies XLA sums."""
+    lines = [line for line in hlo.splitlines() if re.search(r"\ball-reduce(-start)?\(", line)]
+    found = {name for line in lines for name in re.findall(r"KERNEL_STRATEGY_(\w+)", line)}
+    return sorted(name.lower().replace("default", "nccl") for name in found)
 
 
 def compile_step(choice: str, devices: int, rows: int, layers: int, dumps: Dumps) -> dict[str, Any]:
@@ -85,9 +106,8 @@ def compile_sum(devices: int, rows: int, dtype: str) -> str:
     return strategies_of(compiled.as_text())[0]
 
 
-def compile_inside(folder: pathlib.Path, layers: int) -> None:
-    """Compile everything; write what was found to a file."""
-    dumps = Dumps(folder / "xla", folder / "mosaic")
+def compile_sums(layers: int, dumps: Dumps) -> dict[str, Any]:
+    """Compile decode steps of an 8B Llama with each choice of `all_reduce`, and single sums."""
     steps = [
         compile_step(choice, devices, rows, layers, dumps)
         for choice in CHOICES
@@ -99,13 +119,4 @@ def compile_inside(folder: pathlib.Path, layers: int) -> None:
         f"{devices} cards, {dtype}": [compile_sum(devices, rows, dtype) for rows in (*ROWS, 512)]
         for devices, dtype in kinds
     }
-    (folder / "found.json").write_text(json.dumps({"steps": steps, "sums": sums}))
-
-
-def main() -> int:
-    compile_inside(pathlib.Path(sys.argv[1]), int(sys.argv[2]))
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(interruptible(main))
+    return {"steps": steps, "sums": sums}

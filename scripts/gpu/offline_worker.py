@@ -1,6 +1,10 @@
-"""Worker that compiles kernels and whole steps for a card that is not there.
+"""Worker that compiles for absent cards, inside the environment that `compile_offline` makes.
 
-Runs inside the environment that ``compile_offline.py`` makes.
+    python -m scripts.gpu.offline_worker cases CARD LIST REGEX FOLDER OUT
+    python -m scripts.gpu.offline_worker sums LAYERS FOLDER OUT
+    python -m scripts.gpu.offline_worker start CARD MODEL ROWS TOKENS FIRST DEVICES OUT
+
+FOLDER gets the compilers' dumps, OUT is the JSON file of the results.
 """
 
 from __future__ import annotations
@@ -31,6 +35,8 @@ from scripts.gpu.cases import (
 )
 from scripts.gpu.families import FAMILIES
 from scripts.gpu.offline_compiler import Compiler, Dumps
+from scripts.gpu.offline_start import compile_start
+from scripts.gpu.offline_sums import compile_sums
 from scripts.gpu.progress import interruptible
 from scripts.gpu.targets import Target
 
@@ -192,8 +198,18 @@ def run_inside(card: str, which: str, only: str, folder: pathlib.Path, out: path
 
 
 def main() -> int:
-    card, which, only, folder, out = sys.argv[1:]
-    run_inside(card, which, only, pathlib.Path(folder), pathlib.Path(out))
+    kind, *words, out = sys.argv[1:]
+    path = pathlib.Path(out)
+    if kind == "cases":
+        card, which, only, folder = words
+        run_inside(card, which, only, pathlib.Path(folder), path)
+    elif kind == "sums":
+        layers, folder = int(words[0]), pathlib.Path(words[1])
+        dumps = Dumps(folder / "xla", folder / "mosaic")
+        path.write_text(json.dumps(compile_sums(layers, dumps)))
+    else:
+        card, model, *numbers = words
+        path.write_text(json.dumps(compile_start(card, model, *map(int, numbers))))
     return 0
 
 
