@@ -21,8 +21,7 @@ class Buffers:
 
     Attributes:
         module: the program.
-        allocations: bytes of each allocation, by its number; those that only a thread sees are
-            left out.
+        allocations: bytes of each allocation, by its number, without thread-local allocations.
         parameters: allocations that hold the program's parameters, by a parameter's number.
         places: where an instruction's arrays lie, by its name and their index.
     """
@@ -54,10 +53,10 @@ class Buffers:
         return cls(module, allocations, parameters, places)
 
     def of(self, name: str, index: Index = ()) -> Slice:
-        """Return where an array lies, looking through instructions that copy nothing.
+        """Return the slice of an array, following instructions that only rename their operand.
 
         Raises:
-            UnreadableHlo: it has no place.
+            UnreadableHlo: the array has no slice.
         """
         while (name, index) not in self.places:
             name, index = self._source(self.module.instructions[name], index)
@@ -83,7 +82,7 @@ class Buffers:
         raise UnreadableHlo(f"{instruction.name} {index}: {opcode} has no buffer")
 
     def _argument(self, computation: str) -> tuple[str, Index]:
-        """Return what a branch or a loop's part is called with."""
+        """Return the operands with which a branch, or a part of a loop, is called."""
         for caller in self.module.instructions.values():
             if caller.opcode == "conditional" and computation in caller.branches:
                 return caller.operands[1 + caller.branches.index(computation)]

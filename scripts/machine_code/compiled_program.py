@@ -116,7 +116,7 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True)
 class Copy:
-    """A copy of memory; `source` and `target` have the same size."""
+    """A copy of memory. `source` and `target` have the same size."""
 
     name: str
     source: Slice
@@ -168,7 +168,7 @@ class Program:
 
 
 def uses(command: Command) -> tuple[list[Slice], list[Slice]]:
-    """Return what a command, with all that is nested in it, may read and write."""
+    """Return the slices that a command, with its nested commands, may read and may write."""
     if isinstance(command, Launch):
         return list(command.reads), list(command.writes)
     if isinstance(command, Copy):
@@ -186,7 +186,7 @@ def uses(command: Command) -> tuple[list[Slice], list[Slice]]:
 
 
 def launches(commands: Iterable[Command]) -> Iterable[Launch]:
-    """Yield every launch, those inside branches and loops too."""
+    """Yield every launch, including launches inside branches and loops."""
     for command in commands:
         if isinstance(command, Launch):
             yield command
@@ -199,9 +199,9 @@ def launches(commands: Iterable[Command]) -> Iterable[Launch]:
 
 @functools.lru_cache(maxsize=256)
 def edges(commands: tuple[Command, ...]) -> list[set[int]]:
-    """Return for each command the earlier ones that it must wait for.
+    """Return for each command the numbers of the earlier commands that it must wait for.
 
-    Those are the commands with which it shares a byte that at least one of the two writes.
+    A command waits for an earlier one if the two share a byte that at least one of them writes.
     """
     used = [uses(command) for command in commands]
     found: list[set[int]] = []
@@ -225,7 +225,7 @@ def _overlap(slices: Sequence[Slice], others: Sequence[Slice]) -> bool:
 
 
 def to_json(program: Program) -> dict[str, Any]:
-    """Convert a program, without its modules, to what JSON holds."""
+    """Convert a program, without its modules, to JSON values."""
     return {
         "allocations": list(program.allocations.items()),
         "parameters": program.parameters,
@@ -236,7 +236,7 @@ def to_json(program: Program) -> dict[str, Any]:
 
 
 def from_json(data: dict[str, Any], modules: Iterable[str]) -> Program:
-    """Convert what JSON holds to the program, with its modules."""
+    """Convert the JSON values of `to_json` to a program, with its modules."""
     return Program(
         allocations={int(number): size for number, size in data["allocations"]},
         parameters=tuple(map(_array, data["parameters"])),

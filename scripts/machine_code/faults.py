@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class Fault(Exception):
-    """Behavior that a kernel must not have: the message says where, and what happened."""
+    """Behavior that a kernel must not have. The message names the place and the behavior."""
 
 
 class UnknownInstruction(Fault):

@@ -20,14 +20,14 @@ Slices = Sequence[tuple[int, int]]
 BASE = 0x7F3A_4000_0000
 RED_ZONE = 4096
 ALIGNMENT = 256
-# Larger arrays are not filled with NaN, so that what nobody touches costs nothing.
+# Larger arrays are not filled with NaN, so that their unused pages take no memory.
 FILLED = 1 << 26
-# Bytes beyond what is asked for: for red zones, and arrays that modules bring along.
+# Bytes beyond the requested size: for red zones, and for arrays of modules.
 ROOM = 1 << 26
 # Linux's flag for mappings that take no memory until they are written, however large.
 MAP_NORESERVE = 0x4000
 
-# Flags of a byte: it has a value; in this launch a CTA wrote it, or read what may be written.
+# Flags of a byte: it has a value, a CTA of this launch wrote it, a CTA of this launch read it.
 KNOWN, WRITTEN, READ = 1, 2, 4
 
 
@@ -40,7 +40,7 @@ class Allocation(NamedTuple):
 
 
 def untouched_zeros(size: int) -> Array:
-    """Return zeros whose pages cost nothing until they are written."""
+    """Return zeros whose pages take no memory until they are written."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
     return np.frombuffer(mmap.mmap(-1, size, flags=flags), np.uint8)
 
@@ -108,7 +108,7 @@ class GlobalMemory:
         self.padding = spans(padding)
 
     def history(self) -> LaunchHistory:
-        """Return what is known of this launch's stores, by words of memory."""
+        """Return the record of this launch's stores, by words of memory."""
         if self.launch_history is None:
             words = self.size // WORD
             warps = untouched_zeros(words)
@@ -128,7 +128,7 @@ class GlobalMemory:
         return self.constants[key]
 
     def mark(self, index: Array, width: int, flags: int) -> None:
-        """Set flags of words of `width` bytes until the next launch; KNOWN stays."""
+        """Set flags of words of `width` bytes until the next launch. KNOWN is kept."""
         self.flags.view(UNSIGNED[width])[index] |= repeated(flags, width)
         self.marked.append((index, width))
 
@@ -146,7 +146,7 @@ def repeated(flags: int, width: int) -> np.unsignedinteger:
 
 
 def spans(slices: Slices) -> Array:
-    """Return the sorted [start, end] offsets of slices; what touches becomes one span."""
+    """Return the sorted [start, end] offsets of slices. Adjacent slices become one span."""
     found: list[list[int]] = []
     for start, end in sorted((address - BASE, address - BASE + size) for address, size in slices):
         if found and start <= found[-1][1]:

@@ -31,12 +31,12 @@ class Instruction:
     Attributes:
         name: without the percent sign.
         opcode: "fusion", "custom-call", "parameter" and so on.
-        computation: name of the computation that it stands in.
+        computation: name of the computation that contains it.
         is_root: whether it is the computation's result.
         arrays: (dtype, shape) of every array of the result, by its index.
-        operands: instructions by name, each with an index where only a part is meant.
-        inside: what stands in the parentheses: a constant's literal, a parameter's number.
-        attributes: what follows them.
+        operands: instructions by name, each with an index if only a part is meant.
+        inside: text in the parentheses, such as a constant's literal or a parameter's number.
+        attributes: text after the parentheses.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Instruction:
 
     @property
     def branches(self) -> list[str]:
-        """Names of a conditional's computations; that for true comes first."""
+        """Names of a conditional's computations. The one for true comes first."""
         found = re.search(r"branch_computations=\{([^}]*)\}", self.attributes)
         if found is not None:
             return [name.strip().lstrip("%") for name in found[1].split(",")]

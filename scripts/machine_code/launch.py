@@ -22,10 +22,13 @@ FUEL = 1_000_000
 
 @dataclass
 class LaunchReport:
-    """Report of a launch: instructions summed over threads, and which were executed.
+    """Report of a launch.
 
-    `lines` are those of the module's text. `turns` is the most blocks that a batch of CTAs ran,
-    what `fuel` limits.
+    Attributes:
+        instructions: number of executed instructions, summed over threads.
+        names: names of executed instructions.
+        lines: executed lines of the module's text.
+        turns: blocks that a batch of CTAs ran, at most; `fuel` limits it.
     """
 
     instructions: int = 0
@@ -56,15 +59,21 @@ def launch(
     tensor_maps: tuple[TensorMap, ...] = (),
     blocks: Sequence[int] | None = None,
 ) -> LaunchReport:
-    """Run a kernel over its grid; raise a Fault if it does what it must not.
+    """Run a kernel over its grid. `memory.permit` must say before which bytes it may access.
 
-    `arguments` has a number or bytes for each parameter. `memory.permit` says before which bytes
-    the launch may touch. `order` draws the order of CTAs, of warps block by block, and of atomics.
-    `fuel` is the most blocks that a batch of CTAs may run. `must_wait`: launches before this one
-    may still run, so nothing may be touched before `griddepcontrol.wait`; a kernel that has the
-    instruction must wait in any case. `any_store_wins`: threads of one instruction may store
-    different values to one place. `tensor_maps` are what the parameter of more than 8 bytes holds.
-    `blocks` are the numbers of the CTAs that run, None for all.
+    Args:
+        arguments: a number or bytes for each parameter.
+        checks_races: find races in shared memory.
+        order: draws the order of CTAs, of warps block by block, and of atomics.
+        fuel: blocks that a batch of CTAs may run, at most.
+        must_wait: earlier launches may still run, so the kernel may access no memory before
+            `griddepcontrol.wait`. A kernel with that instruction must wait in any case.
+        any_store_wins: threads of one instruction may store different values in one place.
+        tensor_maps: the contents of the parameter of more than 8 bytes.
+        blocks: numbers of the CTAs that run. None means all.
+
+    Raises:
+        Fault: the kernel has a behavior that is not allowed.
     """
     parameters = pack_arguments(kernel, arguments)
     check_threads(kernel, geometry)

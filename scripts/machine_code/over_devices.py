@@ -1,8 +1,8 @@
 """A launch on several devices at once, which read each other's memory and signal each other.
 
-All of them are one machine here: a device has CTAs of its own, with parameters of its own. What a
-Mosaic kernel is told of its peers is an array: its rank, three words for other uses, and for each
-array of the call its address on every device.
+One machine runs all of them: each device has its own CTAs, with its own parameters. A Mosaic kernel
+finds its peers through an array: its rank, three words for other uses, and for each array of the
+call its address on every device.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class DeviceLaunch:
     Attributes:
         kernel: from its PTX.
         rows: programs on each device.
-        arguments: for each parameter, which array of the call it is; one past the last of them for
-            the array that tells of peers.
+        arguments: for each parameter, the index of its array of the call. One past the last index
+            is the array that describes the peers.
     """
 
     kernel: Kernel
@@ -48,19 +48,19 @@ class DeviceLaunch:
         ahead: int | None = None,
         fuel: int = FUEL,
     ) -> list[list[Array]]:
-        """Run it to the end of every device; return what each then has in its results.
+        """Run the launch to the end of every device. Return the results of each device.
 
-        As soon as a device has ended, what was given to it is overwritten: it may be.
+        As soon as a device has ended, its arguments are overwritten, as a caller may do.
 
         Args:
-            given: arrays of each device; they are read only.
+            given: arrays of each device. They are read only.
             blank: shape of each result, and an array of its type.
             order: draws the order in which warps take turns.
             ahead: device that takes 31 of 32 turns.
-            fuel: turns after which threads are held to wait for ever.
+            fuel: number of turns after which the launch counts as endless.
 
         Raises:
-            Fault: a device does what it must not, or does not end.
+            Fault: a device has a behavior that is not allowed, or does not end.
         """
         memory = GlobalMemory(1 << 24)
         devices, reads, writes, inputs, outputs = len(given), [], [], [], []
@@ -97,9 +97,9 @@ class DeviceLaunch:
 
 
 class _Devices(Machine):
-    """Machine of the CTAs of all devices, those of the first before those of the second.
+    """Machine of the CTAs of all devices, ordered by device.
 
-    None of their threads sleeps at an mbarrier, so that sleep can keep devices back.
+    Its threads never sleep at an mbarrier, so that sleep can delay devices.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class _Devices(Machine):
         return np.frombuffer(raw, UNSIGNED[size])[self.device]
 
     def turn(self) -> bool:
-        """Run a block; overwrite the arguments of devices that have ended."""
+        """Run a block. Overwrite the arguments of devices that have ended."""
         progress = self.progress
         ready = progress.ready()
         if self.ahead is not None and ready.any():

@@ -1,6 +1,7 @@
 """PTX modules as kernels with their parameters, registers, symbols and basic blocks.
 
-What is read is what compilers write for a kernel without calls; any other directive is refused.
+The reader understands the output of compilers for a kernel without calls. It refuses any other
+directive.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from scripts.machine_code.faults import Fault
 from scripts.machine_code.interpreter.instruction import Instruction, parse_instruction
 from scripts.machine_code.interpreter.ptx_types import SIZE, UNSIGNED
 
-# Where a CTA's shared memory begins; hardware keeps the first KiB for itself.
+# Start of a CTA's shared memory. Hardware reserves the first KiB.
 SHARED_BASE = 0x400
 # Where parameters lie, for kernels that take the address of one.
 PARAMETER_BASE = 0x100_0000_0000
@@ -65,7 +66,7 @@ class Kernel:
 
     name: str
     parameters: list[tuple[str, int]]
-    # Threads of a CTA, as it requires them or at most; None if it does not say.
+    # Threads of a CTA, required or at most. None if the kernel does not state it.
     threads: tuple[int, int, int] | None = None
     requires_threads: bool = False
     registers: dict[str, Register] = field(default_factory=dict)
@@ -79,9 +80,9 @@ class Kernel:
     blocks: list[list[Instruction]] = field(default_factory=list)
     # Label to number of the block that begins there.
     labels: dict[str, int] = field(default_factory=dict)
-    # For each block, the registers that no other one uses; found when the first is translated.
+    # For each block, the registers that no other one uses. Computed when the first is translated.
     local_registers: list[set[str]] = field(default_factory=list)
-    # Registers that an instruction reads; found at their first use.
+    # Registers that an instruction reads, computed at their first use.
     read_registers: set[str] = field(default_factory=set)
     # Translated blocks, by number and whether a mask is applied.
     functions: dict[tuple[int, bool], object] = field(default_factory=dict)
@@ -105,7 +106,7 @@ class Kernel:
 
     @functools.cached_property
     def releases(self) -> bool:
-        """Whether it has atomic operations that publish what was stored before them."""
+        """Whether it has atomic operations that publish earlier stores."""
         return any(RELEASE.match(instruction.name) for instruction in self.instructions())
 
     @functools.cached_property
@@ -162,7 +163,7 @@ def closing_brace(text: str, begin: int) -> int:
 
 
 def constant_bytes(found: re.Match[str]) -> np.ndarray:
-    """Return the bytes of a constant array; elements that are not given are zero."""
+    """Return the bytes of a constant array. Elements without an initial value are zero."""
     width = int(found[1]) // 8
     limit = 1 << 8 * width
     numbers = [int(word, 0) % limit for word in found[4].split(",")]
@@ -192,11 +193,11 @@ def declare_shared(kernel: Kernel, text: str) -> None:
 
 
 class BodyReader:
-    """Reader of a kernel's body; names that an inner scope declares are its own."""
+    """Reader of a kernel's body. Names that an inner scope declares are local to it."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
-        # For each open scope, what its names are called in the kernel.
+        # For each open scope, the names in the kernel by the names in the scope.
         self.scopes: list[dict[str, str]] = []
         self.used_bytes: int | None = None
         self.block: list[Instruction] = []
@@ -236,7 +237,7 @@ class BodyReader:
             self.statement(" ".join(found["statement"].split()), line)
 
     def renamed(self, text: str) -> str:
-        """Replace the names of inner scopes by those of the kernel, the innermost first."""
+        """Replace the names of inner scopes by names in the kernel, the innermost scope first."""
         for scope in reversed(self.scopes):
             if scope:
                 text = WORD.sub(lambda word, scope=scope: scope.get(word[0], word[0]), text)
@@ -275,7 +276,7 @@ class BodyReader:
         self.kernel.local = start + int(found[3])
 
     def declare_registers(self, text: str, line: int) -> None:
-        """Add registers; 8-bit ones become 16-bit ones, which is what they are read as."""
+        """Add registers. 8-bit registers become 16-bit ones, because instructions read 16 bits."""
         found = REGISTERS.match(text)
         if found is None:
             raise Fault(f"{self.kernel.name} line {line}: unknown registers {text}")

@@ -1,4 +1,4 @@
-"""XLA's list of what it launches, with the lists inside branches and loops."""
+"""XLA's list of thunks, with the lists inside branches and loops."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ GEOMETRY = re.compile(
 
 @dataclasses.dataclass
 class Thunk:
-    """Something that XLA launches.
+    """A launch, copy, branch or loop in XLA's list.
 
     Attributes:
         kind: "kCustomKernel", "kCopy", "kConditional", "kWhile" or another of XLA's names.
-        instruction: name of the HLO instruction; "" where XLA says none.
-        kernel: name of its kernel; "" for what is none of XLA's own.
+        instruction: name of the HLO instruction, or "" if XLA states none.
+        kernel: name of its kernel, or "" without a kernel of XLA's own.
         grid, threads, shared_memory: of a kernel.
-        predecessor: how far back in its list the nearest thunk is that it waits for; 0 for none.
-        lists: those inside it, by what XLA calls them.
+        predecessor: distance in the list to the nearest thunk that it waits for, or 0.
+        lists: the lists inside it, by XLA's names of them.
         line: as XLA wrote it.
     """
 
@@ -62,8 +62,8 @@ def read_thunks(sequence: str, metadata: str) -> list[Thunk]:
             last[indent] = thunk
             loop = (indent, thunk) if thunk.kind == "kWhile" else loop
         elif label is not None:
-            # XLA writes the label of a loop's condition at the start of the line, all others
-            # two spaces to the right of what they belong to.
+            # XLA writes the label of a loop's condition at the start of the line. All other labels
+            # are two spaces to the right of their thunk.
             indent = len(label[1]) - 2
             if label[2] == "condition" and loop is not None:
                 indent, owner = loop

@@ -1,16 +1,16 @@
 """Executor of programs that XLA compiled for a GPU: each launch runs in the PTX interpreter.
 
-Arrays share memory as XLA has them share it, so that a wrong order, or a lifetime that ends too
-early, shows. Parameters lie at 16 bytes and no more, which is what PTX may rely on; every byte that
-nothing has written is refused to whoever reads it.
+Arrays share memory as XLA assigned it, so that a wrong order, or a lifetime that ends too early,
+shows. Parameters are aligned to 16 bytes and no more, the alignment that PTX may rely on. A read of
+a byte that has no value is a fault.
 
-XLA makes a CUDA graph of the commands of a list. Two of them get an edge where their slices overlap
-and at least one of the two writes there; in its default mode each also waits for the one before it,
-in its concurrent mode there are no other edges. `Run` knows those edges alone: with `order` it
-takes, of the commands whose predecessors have run, any one, so every order that either mode allows
-can come. Conditionals and loops are commands with the slices of all that they hold. Commands that
-no path of edges joins share no byte that either writes, which is checked at every access, so to run
-them at the same time would give nothing new.
+XLA makes a CUDA graph of the commands of a list. Two commands get an edge where their slices
+overlap and at least one of the two writes there. In its default mode each command also waits for
+the one before it. In its concurrent mode there are no other edges. `Run` knows only the edges of
+overlapping slices: with `order` it takes any command whose predecessors have run, so that every
+order of either mode can occur. Conditionals and loops are commands with the slices of all nested
+commands. Commands that no path of edges joins share no byte that either writes. This is checked at
+every access, so running them at the same time would give the same result.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ MOST_TURNS = 10_000
 
 @dataclasses.dataclass
 class Executable:
-    """Program whose kernels have been read; it may run many times.
+    """Program whose kernels have been read. It may run many times.
 
     Attributes:
-        program: what runs.
+        program: the program.
         kernels: its kernels by name.
     """
 
@@ -72,7 +72,7 @@ class Executable:
 
     @functools.cached_property
     def waits(self) -> bool:
-        """Whether its kernels start before those ahead have ended, and wait by themselves."""
+        """Whether its kernels start before earlier kernels have ended, and wait by themselves."""
         return any(kernel.has_grid_wait for kernel in self.kernels.values())
 
 
@@ -82,12 +82,12 @@ class Options:
 
     Attributes:
         checks_races: find races in shared memory.
-        order: draws the order of commands, blocks and warps; None for the schedule's own.
-        orders_warps: draw the order of blocks and warps too; it takes ten times as long, and
-            whatever their order is, races between them are found.
-        fuel: turns after which a block is held not to end; None for the interpreter's own limit.
-        observe: is called after each launch.
-        select_blocks: returns which blocks of a launch run; None for all.
+        order: draws the order of commands, blocks and warps. None means the schedule's own order.
+        orders_warps: draw the order of blocks and warps too. It takes ten times as long, and races
+            between them are found in any order.
+        fuel: turns after which a block counts as endless. None means the interpreter's own limit.
+        observe: called after each launch.
+        select_blocks: returns the numbers of the blocks of a launch that run. None means all.
     """
 
     checks_races: bool = True
@@ -99,7 +99,7 @@ class Options:
 
 
 class Run:
-    """One run of a program: its memory, and what has been done so far."""
+    """One run of a program: its memory, and the commands executed so far."""
 
     def __init__(
         self,
@@ -111,9 +111,9 @@ class Run:
 
         Args:
             executable: the program.
-            arguments: one for each of its parameters; of an array that is not there as a whole, its
-                pieces.
-            options: how it runs.
+            arguments: one for each of its parameters: an array, or the pieces of an array that is
+                not there as a whole.
+            options: of the run.
         """
         program = executable.program
         if len(arguments) != len(program.parameters):
@@ -165,7 +165,7 @@ class Run:
         """Run all commands.
 
         Raises:
-            Fault: a kernel did what it must not.
+            Fault: a kernel has a behavior that is not allowed.
         """
         self._run_list(self.executable.program.commands)
 
@@ -186,7 +186,7 @@ class Run:
             self._loop(command)
 
     def _choice(self, branch: Branch) -> int:
-        """Return which branch runs; an index out of range takes the last."""
+        """Return the index of the branch that runs. A value out of range selects the last one."""
         index = int.from_bytes(self.read(branch.index).tobytes(), "little", signed=True)
         if branch.is_truth:
             return 0 if index else 1
@@ -237,7 +237,7 @@ class Run:
         return [(self.address(place), place.size) for place in places]
 
     def _padding(self, places: Sequence[Slice]) -> list[tuple[int, int]]:
-        """Return what is left of the last 256 bytes of each slice that XLA aligns to so many."""
+        """Return the gaps between aligned slices and the next multiple of 256 bytes."""
         ends = [
             self.address(place) + place.size
             for place in places
@@ -265,7 +265,7 @@ def run_program(
     """Run a program and return its results.
 
     Raises:
-        Fault: a kernel did what it must not.
+        Fault: a kernel has a behavior that is not allowed.
     """
     run = Run(executable, arguments, options)
     run.run()

@@ -1,11 +1,11 @@
 """Reader of a compiled program from the files that XLA dumps while it compiles.
 
-The list of thunks says what is launched, in which order and with which geometry; thunks name their
-HLO instructions; and those, with the assignment of buffers, say which bytes each takes. A kernel's
-parameters are its operands, then its results: those of a fusion each slice once, those of a kernel
-of Pallas all. How many there are is checked against the PTX. For each thunk XLA also says which is
-the nearest that it waits for, which is checked against the slices: where reads and writes were
-misread, the two differ.
+The list of thunks has the launches with their order and geometry. Thunks name their HLO
+instructions. The instructions and the assignment of buffers give the bytes that each thunk
+accesses. A kernel's parameters are its operands, then its results: for a fusion each slice once,
+for a Pallas kernel all of them. Their number is checked against the PTX. For each thunk XLA also
+states the nearest thunk that it waits for. This is checked against the slices: if reads and writes
+were misread, the two differ.
 """
 
 from __future__ import annotations
@@ -168,8 +168,8 @@ class _Reader:
     def _branch(self, instruction: Instruction, thunk: Thunk) -> Branch:
         """Read a conditional.
 
-        For a truth XLA has branch 0 run where it is true, and calls its list "false_branch"; so
-        lists are known by the computations that their instructions stand in.
+        For a boolean, XLA runs branch 0 if it is true, and names its list "false_branch". Therefore
+        lists are identified by the computations that contain their instructions.
         """
         name, index = instruction.operands[0]
         dtype, _ = self.hlo.instructions[name].arrays[index]
@@ -200,7 +200,7 @@ class _Reader:
         )
 
     def _copy(self, instruction: Instruction) -> Copy:
-        """Read a copy: of an array, of a part in one piece, or of what a sort orders in place."""
+        """Read a copy of an array, of a contiguous part, or of the operand of a sort in place."""
         number = self.copies.get(instruction.name, 0)
         self.copies[instruction.name] = number + 1
         if instruction.opcode == "copy":

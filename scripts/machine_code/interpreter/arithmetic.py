@@ -23,14 +23,14 @@ SMALLEST_NORMAL = {np.dtype(kind): np.finfo(kind).tiny for kind in (np.float32, 
 
 
 def shift_left(a: Array, count: Array) -> Array:
-    """Shift; a count from the width on gives zero."""
+    """Shift left. A count of at least the width gives zero."""
     bits = 8 * a.dtype.itemsize
     shifted = a << np.minimum(count, bits - 1).astype(a.dtype)
     return np.where(count >= bits, a.dtype.type(0), shifted)
 
 
 def shift_right(a: Array, count: Array) -> Array:
-    """Shift; a count from the width on gives zero, or the sign in every bit."""
+    """Shift right. A count of at least the width gives zero, or the sign in every bit."""
     bits = 8 * a.dtype.itemsize
     shifted = a >> np.minimum(count, bits - 1).astype(a.dtype)
     return shifted if a.dtype.kind == "i" else np.where(count >= bits, a.dtype.type(0), shifted)
@@ -49,7 +49,7 @@ def divide_integers(a: Array, b: Array) -> Array:
 
 
 def remainder(a: Array, b: Array) -> Array:
-    """Return what `divide_integers` leaves; its sign is that of `a`."""
+    """Return the remainder of `divide_integers`, with the sign of `a`."""
     return a - divide_integers(a, b) * b
 
 
@@ -78,7 +78,7 @@ def low_mask(length: Array, kind: np.dtype) -> Array:
 def extract_bits(a: Array, position: Array, length: Array) -> Array:
     """Return a field of bits, extended by its highest bit where the type is signed.
 
-    What lies past the number's highest bit is that bit if signed, else zero.
+    Bits past the number's highest bit equal that bit if the type is signed, else they are zero.
     """
     kind, bits = a.dtype, 8 * a.dtype.itemsize
     position, length = position & np.uint32(0xFF), length & np.uint32(0xFF)
@@ -124,7 +124,7 @@ def funnel_shift(low: Array, high: Array, count: Array, left: bool, wraps: bool)
 
 
 def logic(a: Array, b: Array, c: Array, table: int) -> Array:
-    """Apply a table of three bits to each bit; `a` is the highest bit of the table's index."""
+    """Apply a table of three bits to each bit. `a` is the highest bit of the table's index."""
     result = np.zeros(np.broadcast(a, b, c).shape, a.dtype)
     for index in range(8):
         if table >> index & 1:
@@ -215,12 +215,12 @@ def to_double(number: Fraction) -> float:
 
 
 def least(a: Array, b: Array) -> Array:
-    """Return the smaller number, -0 before +0; of a number and a NaN the number."""
+    """Return the smaller number, -0 before +0. Of a number and a NaN, return the number."""
     return ordered_zero(np.fmin(a, b), a, b, np.logical_or)
 
 
 def greatest(a: Array, b: Array) -> Array:
-    """Return the larger number, +0 before -0; of a number and a NaN the number."""
+    """Return the larger number, +0 before -0. Of a number and a NaN, return the number."""
     return ordered_zero(np.fmax(a, b), a, b, np.logical_and)
 
 
@@ -273,7 +273,7 @@ def flush(x: Array) -> Array:
 
 
 def saturate(x: Array) -> Array:
-    """Limit to 0 to 1; NaN becomes +0."""
+    """Limit numbers to the range 0 to 1. NaN becomes +0."""
     kind = x.dtype.type
     return np.where(np.isnan(x) | (x <= 0), kind(0), np.minimum(x, kind(1)))
 

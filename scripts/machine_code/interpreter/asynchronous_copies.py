@@ -1,7 +1,7 @@
-"""`cp.async`: copies from global to shared memory that arrive when they are waited for, not before.
+"""`cp.async`: copies from global to shared memory that arrive when a thread waits for them.
 
-Until then their target holds ones, so that what reads it too early is noticed even without the
-shadow of shared memory.
+Until then their target holds ones, so that a premature read is noticed even without the shadow of
+shared memory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Copy:
 
 
 class AsynchronousCopies:
-    """Copies that threads have begun; each thread counts its groups."""
+    """Copies that threads have begun. Each thread counts its groups."""
 
     def __init__(self, threads: Threads, global_access: GlobalAccess, shared: SharedMemory) -> None:
         self.threads, self.global_access, self.shared = threads, global_access, shared
@@ -73,7 +73,7 @@ class AsynchronousCopies:
         return np.concatenate(columns, 1)
 
     def commit(self, mask: Mask) -> None:
-        """End a group: what each active thread has begun since its last one."""
+        """End a group: the copies that each active thread has begun since its last group."""
         self.groups = self.groups + (1 if mask is None else mask.astype(np.int32))
 
     def wait(self, mask: Mask, allowed: int) -> None:
@@ -81,7 +81,7 @@ class AsynchronousCopies:
         self.deliver(mask, self.groups - allowed)
 
     def wait_for_all(self, mask: Mask) -> None:
-        """Deliver all copies of active threads, also those that are in no group yet."""
+        """Deliver all copies of active threads, including copies outside of any group."""
         self.deliver(mask, self.groups + 1)
 
     def deliver(self, mask: Mask, before: Array) -> None:

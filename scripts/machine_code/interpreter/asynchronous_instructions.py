@@ -89,7 +89,7 @@ def invalidate_mbarrier(t: Translator, instruction: Instruction, found: Found) -
 
 
 def arrive(t: Translator, instruction: Instruction, found: Found) -> None:
-    """Translate an arrival; only waits that are not known here take the state that it returns."""
+    """Translate an arrival. The returned state is not used: waits that take it are not known."""
     expects_bytes = found[1] is not None
     target, address, *count = instruction.operands
     if expects_bytes and not count:

@@ -1,8 +1,8 @@
-"""Vector clocks: which warp may rely on what another one has done.
+"""Vector clocks, which order the actions of the warps of a CTA.
 
-Each warp counts its own epochs, and has for every warp of its CTA the last epoch that it is ordered
-after. Two accesses of which neither is ordered after the other race, whatever order they were
-executed in (FastTrack, Flanagan and Freund 2009).
+Each warp counts its own epochs. For every other warp of its CTA it has the last epoch that it is
+ordered after. Two accesses race if neither is ordered after the other, in whichever order they were
+executed (FastTrack, Flanagan and Freund 2009).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Clocks:
         return self.time[ctas, warps, others]
 
     def begin_epoch(self, ctas: Array | int, warps: Array | int) -> None:
-        """Let what warps do from now on be unknown to whoever has seen them so far."""
+        """Begin an epoch of some warps: other warps are not ordered after their later actions."""
         self.time[ctas, warps, warps] += 1
 
     def synchronize(self, ctas: Array) -> None:
@@ -40,7 +40,7 @@ class Clocks:
         self.time[ctas] = joined
 
     def pass_on(self, cta: int, sources: Array, targets: Array) -> None:
-        """Order some warps of a CTA after what others have done."""
+        """Order some warps of a CTA after the actions of others."""
         joined = self.time[cta, sources].max(0)
         self.time[cta, targets] = np.maximum(self.time[cta, targets], joined)
         self.begin_epoch(cta, np.union1d(sources, targets))

@@ -39,7 +39,7 @@ def trap(t: Translator, instruction: Instruction, found: Found) -> bool:
 
 
 def barrier(t: Translator, instruction: Instruction, found: Found) -> bool:
-    """Translate an arrival at a named barrier; threads go on in the next block."""
+    """Translate an arrival at a named barrier. Threads go on in the next block."""
     kind, action, aligned = found.groups()
     if instruction.guard is not None or (action == "arrive" and len(instruction.operands) != 2):
         raise t.unknown()
@@ -62,7 +62,7 @@ def check_warp(t: Translator, instruction: Instruction, found: Found) -> None:
 
 
 def ignore(t: Translator, instruction: Instruction, found: Found) -> None:
-    """Leave out what changes no value here: hints, and orders that the interpreter keeps anyway."""
+    """Ignore instructions without an effect here: hints, and orders that always hold."""
 
 
 def wait_for_launch(t: Translator, instruction: Instruction, found: Found) -> None:

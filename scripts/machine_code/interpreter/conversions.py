@@ -1,4 +1,4 @@
-"""Conversions between PTX's types that numpy lacks; bfloat16 and float8 numbers are bits."""
+"""Conversions between PTX's types that numpy lacks. bfloat16 and float8 numbers are bits."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def to_integer(x: Array, kind: type, rounding: str) -> Array:
 
 
 def clip_integer(x: Array, kind: type) -> Array:
-    """Limit integers to those of another type."""
+    """Limit integers to the range of another type."""
     own, limits = np.iinfo(x.dtype), np.iinfo(kind)
     return np.clip(x, max(limits.min, own.min), min(limits.max, own.max)).astype(kind)
 
 
 def to_bfloat16(x: Array) -> Array:
-    """Return the bits of float32 numbers rounded to bfloat16; any NaN becomes 0x7FFF."""
+    """Return the bits of float32 numbers rounded to bfloat16. Any NaN becomes 0x7FFF."""
     bits = np.ascontiguousarray(x).view(np.uint32)
     even = (bits >> np.uint32(16)) & np.uint32(1)
     rounded = ((bits + np.uint32(0x7FFF) + even) >> np.uint32(16)).astype(np.uint16)
@@ -62,13 +62,13 @@ def from_bfloat16(bits: Array) -> Array:
 
 
 def to_half(x: Array) -> Array:
-    """Return the bits of floats rounded to float16; any NaN becomes 0x7FFF."""
+    """Return the bits of floats rounded to float16. Any NaN becomes 0x7FFF."""
     bits = x.astype(np.float16).view(np.uint16)
     return np.where(np.isnan(x), np.uint16(0x7FFF), bits)
 
 
 def cut_to_half(x: Array) -> Array:
-    """Return the bits of floats rounded to float16 towards zero; any NaN becomes 0x7FFF."""
+    """Return the bits of floats rounded to float16 towards zero. Any NaN becomes 0x7FFF."""
     nearest = x.astype(np.float16)
     is_larger = np.abs(nearest.astype(x.dtype)) > np.abs(x)
     cut = np.where(is_larger, np.nextafter(nearest, np.float16(0)), nearest)
@@ -84,14 +84,14 @@ FROM_BITS = {"f16": from_half, "bf16": from_bfloat16}
 
 
 def unpack(bits: Array, kind: str) -> Array:
-    """Return 16-bit floats as float32; two in a word get a last axis, the lower one first."""
+    """Return 16-bit floats as float32. Two in a word get a last axis, the lower one first."""
     if bits.dtype == np.uint32:
         bits = np.ascontiguousarray(bits).view(np.uint16).reshape(*bits.shape, 2)
     return FROM_BITS[kind](bits)
 
 
 def pack(x: Array, kind: str) -> Array:
-    """Return floats as bits of 16-bit ones; a last axis of two becomes a word."""
+    """Return floats as bits of 16-bit floats. A last axis of two becomes a word."""
     bits = TO_BITS[kind](x)
     return np.ascontiguousarray(bits).view(np.uint32)[..., 0] if bits.ndim > 1 else bits
 
@@ -128,7 +128,7 @@ def join_halves(high: Array, low: Array, kind: str) -> Array:
 
 
 def to_eight_bits(x: Array, kind: str) -> Array:
-    """Return the codes of float32 numbers limited to what `kind` has; any NaN becomes 0x7F."""
+    """Return the codes of float32 numbers limited to the range of `kind`. NaN becomes 0x7F."""
     top = LARGEST[kind]
     codes = np.clip(x, -top, top).astype(EIGHT_BIT[kind]).view(np.uint8)
     return np.where(np.isnan(x), np.uint8(0x7F), codes)

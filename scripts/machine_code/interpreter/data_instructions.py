@@ -48,13 +48,13 @@ def move(t: Translator, instruction: Instruction, found: Found) -> None:
 
 
 def convert_address(t: Translator, instruction: Instruction, found: Found) -> None:
-    # Generic addresses and those within a space are the same here.
+    # Generic addresses and addresses within a space are the same here.
     target, source = instruction.operands
     t.put(target, t.value(source, "b64"), "b64")
 
 
 def compare(t: Translator, instruction: Instruction, found: Found) -> None:
-    """Translate a comparison; a second target gets its opposite, either joined with a third."""
+    """Translate a comparison. A second target gets the opposite, either joined with a third."""
     name, joined, flush, kind = found.groups()
     form = comparison(kind, name)
     if form is None or (flush and kind != "f32"):
@@ -123,12 +123,12 @@ def load(t: Translator, instruction: Instruction, found: Found) -> None:
 
 
 def load_anywhere(t: Translator, instruction: Instruction, found: Found) -> None:
-    """Translate a load by a generic address, of which the kernels have those of global memory."""
+    """Translate a load by a generic address, which in these kernels is in global memory."""
     load_from(t, instruction, "global", *found.groups())
 
 
 def load_relaxed(t: Translator, instruction: Instruction, found: Found) -> None:
-    """Translate a load that is atomic: it may read what other threads change meanwhile."""
+    """Translate an atomic load, which may read values that other threads are changing."""
     kind, (target, address) = found[1], instruction.operands
     arguments = t.address(address), "'or'", numpy_name(kind), f"[{numpy_name(kind)}(0)]", "''"
     t.call("global_access.atomic", *arguments, results=[target], kind=f"b{8 * SIZE[kind]}")
@@ -173,7 +173,7 @@ def store(t: Translator, instruction: Instruction, found: Found) -> None:
 
 
 def atomic(t: Translator, instruction: Instruction, found: Found) -> None:
-    """Translate `atom`, which returns what was there, and `red`, which does not."""
+    """Translate `atom`, which returns the old value, and `red`, which does not."""
     name, space, operation, kind = found.groups()
     operands = instruction.operands
     target = operands[0] if name == "atom" else None
@@ -185,7 +185,7 @@ def atomic(t: Translator, instruction: Instruction, found: Found) -> None:
     part = "global_access" if space == "global" else "shared"
     arguments = [t.address(address), repr(operation), numpy_name(kind), t.values(values, kind)]
     if space == "global":
-        # Without an order of its own it has none, and within a CTA it tells other CTAs nothing.
+        # Without a stated order it orders no accesses, nor at the scope of a CTA those of other CTAs.
         ordered = re.search(r"\.(acquire|release|acq_rel)\b", instruction.name)
         tells = ordered is not None and ".cta" not in instruction.name
         arguments.append(repr(ordered[1] if ordered is not None and tells else ""))

@@ -1,8 +1,8 @@
-"""Table of the instructions that compute a register from others, and nothing else.
+"""Table of the instructions that only compute a register from others.
 
-Each form has its exact name as in PTX, so that a modifier that is not listed is an unknown
+Each form has its exact name in PTX, so that a modifier that is not listed is an unknown
 instruction. An expression is Python over numpy and the functions of `arithmetic.py` and
-`conversions.py`; `{0}` is the first operand as an array (or scalar) of its type.
+`conversions.py`. `{0}` is the first operand as an array (or scalar) of its type.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from scripts.machine_code.interpreter.ptx_types import INTEGERS, SIZE, numpy_nam
 
 
 class Form(NamedTuple):
-    """Form of an instruction: the types of its result and operands, and what it computes.
+    """Form of an instruction: the types of its result and operands, and its expression.
 
     An operand of type "immediate" is a number in the text.
     """
@@ -114,7 +114,7 @@ def flushed(expression: str, flush: str, count: int) -> str:
     return f"flush({expression.format(*operands)})"
 
 
-# Names of the same operation, its number of operands, and what it computes.
+# Names of the same operation, its number of operands, and its expression.
 EXACT_FLOATS = (
     (("add", "add.rn"), 2, "{0} + {1}"),
     (("sub", "sub.rn"), 2, "{0} - {1}"),

@@ -34,9 +34,11 @@ ATOMIC = {
 class GlobalAccess:
     """Global memory as the threads of a launch see it.
 
-    `must_wait`: nothing may be touched before `griddepcontrol.wait`. `any_store_wins`: threads of
-    one instruction may store different values to one place. `publications`: of a kernel whose CTAs
-    let each other know by atomic operations what they have written.
+    Args:
+        must_wait: no byte may be accessed before `griddepcontrol.wait`.
+        any_store_wins: threads of one instruction may store different values in one place.
+        publications: order between CTAs, for a kernel whose CTAs publish their stores by atomic
+            operations.
     """
 
     def __init__(
@@ -98,10 +100,10 @@ class GlobalAccess:
             self.threads.refuse(bad, lanes, f"{what}: {place} (offset {offset})")
 
     def check_other_ctas(self, lanes: Array, offsets: Array, size: int, writes: bool) -> None:
-        """Refuse accesses that race with those of another CTA, and remember these.
+        """Refuse accesses that race with accesses of another CTA, and record them.
 
-        Two CTAs race if both touch a byte and one of them writes it. What nobody may write needs
-        no memory of its readers.
+        Two CTAs race if both access a byte and one of them writes it. Readers of bytes that the
+        launch may not write are not recorded.
         """
         if not writes:
             tracked = inside(offsets, size, self.memory.writable)
@@ -163,10 +165,11 @@ class GlobalAccess:
         used: int | None = None,
         read_only: bool = False,
     ) -> list[Array]:
-        """Load `count` words of each active thread; the others get all ones.
+        """Load `count` words of each active thread. The other threads get all ones.
 
-        `used`: bits of the bytes that are looked at; the others may be anybody's. `read_only`: the
-        launch must not write these bytes.
+        Args:
+            used: bits of the bytes that the thread uses. The other bytes may belong to any CTA.
+            read_only: the launch must not write these bytes.
         """
         lanes, size = self.threads.lanes(mask), width * count
         if used is not None:
@@ -183,7 +186,7 @@ class GlobalAccess:
         return [self.threads.spread(values, lanes) for values in loaded]
 
     def reaches_padding(self, lanes: Array, address: Array, size: int) -> Array:
-        """Tell which loads lie in padding, and in nothing that may be read."""
+        """Return which loads lie in padding, and outside the readable slices."""
         memory = self.memory
         offsets = self.threads.pick(address, lanes).view(np.int64) - np.int64(BASE)
         return inside(offsets, size, memory.padding) & ~inside(offsets, size, memory.readable)
@@ -226,7 +229,7 @@ class GlobalAccess:
         values: list[Array],
         order: str = "",
     ) -> list[Array]:
-        """Apply an atomic operation; `order`: what it does for the order of other accesses."""
+        """Apply an atomic operation. `order` is its effect on the order of other accesses."""
         lanes = self.threads.lanes(mask)
         width = np.dtype(kind).itemsize
         offsets = self.reach(lanes, address, width, "atomic", writes=True, must_be_known=True)
@@ -254,7 +257,7 @@ def apply_atomics(
     operation: str,
     values: list[Array],
 ) -> list[Array]:
-    """Apply atomic operations one thread after another; return the words before each as bits."""
+    """Apply atomic operations thread by thread. Return the words before each, as bits."""
     width = words.dtype.itemsize
     operands = [threads.pick(value, lanes) for value in values]
     old = np.zeros(len(lanes), words.dtype)

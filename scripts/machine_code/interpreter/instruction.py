@@ -10,7 +10,7 @@ GUARD = re.compile(r"@(!?)([%\w$]+)\s+")
 
 @dataclass
 class Instruction:
-    """Instruction as written: `@!%p1 ld.global.b32 %r1, [%rd1];` has all the parts."""
+    """Instruction as written. `@!%p1 ld.global.b32 %r1, [%rd1];` has all the parts."""
 
     name: str
     operands: list[str]
@@ -18,7 +18,7 @@ class Instruction:
     guard: tuple[str, bool] | None
     line: int
     text: str
-    # Which bytes of a load are used, one bit a byte; the others may be anybody's.
+    # Which bytes of a load are used, one bit a byte. The other bytes may belong to any CTA.
     used_bytes: int | None = None
 
     @property

@@ -23,7 +23,7 @@ PATTERNS: tuple[Pattern, ...] = tuple(
 
 @functools.cache
 def find_instruction(name: str) -> tuple[Callable[..., Any], re.Match[str]] | None:
-    """Return the function that translates instructions of a name, and what its pattern found."""
+    """Return the function that translates instructions of a name, and the groups of its pattern."""
     for pattern, function in PATTERNS:
         found = pattern.fullmatch(name)
         if found:

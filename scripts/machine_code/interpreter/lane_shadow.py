@@ -1,7 +1,8 @@
 """Shadow of shared memory that finds races between the lanes of one warp.
 
-Lanes need not run together, so what one writes another may read only after `bar.warp.sync` or a
-barrier of the CTA. Both begin an epoch of the warp: what happened in an earlier one is ordered.
+Lanes need not run together. Therefore a lane may read the store of another lane only after
+`bar.warp.sync` or a barrier of the CTA. Both begin an epoch of the warp: accesses of earlier epochs
+are ordered.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ SEVERAL = -1
 
 
 class LaneShadow:
-    """The lane that wrote each cell last, and the one of each warp that read it last.
+    """The lane that last wrote each cell, and for each warp the lane that last read it.
 
-    `written` and `read` are the epochs of those accesses, `writer` the warp of the write.
+    `written` and `read` are the epochs of the accesses, `writer` is the warp of the write.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class LaneShadow:
         return self.clocks.now(self.threads.cta[lanes], self.threads.warp[lanes])[:, None]
 
     def written_by_others(self, lanes: Array, cells: Array, by_warp: bool) -> Array:
-        """Tell which accesses are to what another lane of the warp wrote in this epoch."""
+        """Return which accesses are to cells that another lane of the warp wrote in this epoch."""
         own = self.writer[cells] == self.threads.warp[lanes, None]
         own &= self.written[cells] == self.now(lanes)
         if not own.any():
@@ -48,7 +49,7 @@ class LaneShadow:
         return (own & ((self.writing_lane[cells] != lane) | (lane == SEVERAL))).any(1)
 
     def read_by_others(self, lanes: Array, cells: Array, by_warp: bool) -> Array:
-        """Tell which accesses are to what another lane of the warp read in this epoch."""
+        """Return which accesses are to cells that another lane of the warp read in this epoch."""
         warp = self.threads.warp[lanes, None]
         own = self.read[cells, warp] == self.now(lanes)
         if not own.any():
@@ -60,7 +61,7 @@ class LaneShadow:
         self.writing_lane[cells] = self.lane(lanes, by_warp)
 
     def note_read(self, lanes: Array, cells: Array, by_warp: bool) -> None:
-        """Remember who reads; to be called before the epoch of the read is noted."""
+        """Record the reading lanes. Call it before the epoch of the read is recorded."""
         warp, lane = self.threads.warp[lanes, None], self.lane(lanes, by_warp)
         again = self.read[cells, warp] == self.now(lanes)
         shared = again & (self.reading_lane[cells, warp] != lane)

@@ -18,8 +18,8 @@ READS_FIRST = re.compile(
 def local_registers(kernel: Kernel) -> list[set[str]]:
     """Return the registers of each block that no other block uses.
 
-    The first use writes them, in all threads of the block. Registers of a wgmma are none: they are
-    read and written when it is waited for.
+    The first use writes them, in all threads of the block. Registers of a wgmma are left out,
+    because they are read and written at its wait.
     """
     users: dict[str, set[int]] = {}
     excluded: set[str] = set()
@@ -52,7 +52,7 @@ def read_registers(kernel: Kernel) -> set[str]:
 
 
 def uses(instruction: Instruction, kernel: Kernel) -> tuple[set[str], set[str]]:
-    """Return the registers that an instruction reads, and those that it writes."""
+    """Return the registers that an instruction reads, and the registers that it writes."""
     operands = [
         {word for word in WORD.findall(operand) if word in kernel.registers}
         for operand in instruction.operands

@@ -1,7 +1,7 @@
 """The machine that runs a batch of CTAs, block by block of the kernel's code.
 
-Threads that stand at the same block run it together, the earliest block first, so that those that
-parted meet again as soon as they can. With an `order`, a single warp at random goes on instead.
+Threads at the same block run it together, the earliest block first, so that diverged threads
+reconverge as soon as possible. With an `order`, a random warp runs instead.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Geometry:
 
 @dataclass
 class LaunchOptions:
-    """Options of a launch; `launch` explains them."""
+    """Options of a launch, as the parameters of `launch`."""
 
     checks_races: bool = True
     order: np.random.Generator | None = None
@@ -51,9 +51,9 @@ class LaunchOptions:
 
 
 class Machine:
-    """Machine of some CTAs of a launch: registers, memories, barriers and what is in flight.
+    """Machine of some CTAs of a launch: registers, memories, barriers and copies in flight.
 
-    Translated code calls its parts, with the mask of active threads first; R is `registers`.
+    Translated code calls its parts, with the mask of active threads first. R is `registers`.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Machine:
         progress = Progress(threads)
         clocks = Clocks(len(ctas), threads.warps_per_cta)
         self.threads, self.progress, self.count = threads, progress, threads.count
-        # Registers are replaced, never changed in place, so those nobody has written share arrays.
+        # Registers are replaced, never changed in place, so that unwritten registers share arrays.
         blank = {size: blank_register(threads.count, size) for size in (0, *UNSIGNED)}
         self.registers = [blank[register.size] for register in kernel.registers.values()]
         self.specials = threads.special_registers()
@@ -131,7 +131,7 @@ class Machine:
             raise self.threads.fault("the kernel ends while a wgmma is in flight")
 
     def turn(self) -> bool:
-        """Run a block, or let a copy arrive if no thread can go on; return whether that was so."""
+        """Run a block, or let a copy arrive if no thread is ready. Return False if neither is left."""
         progress, order = self.progress, self.options.order
         ready = progress.ready()
         if not ready.any():
@@ -158,7 +158,7 @@ class Machine:
         function(self, self.registers, None if everywhere else mask)
         return True
 
-    # What translated code calls of the machine itself.
+    # Methods of the machine itself that translated code calls.
 
     def jump(self, mask: Mask, block: int) -> None:
         self.progress.jump(mask, block)
@@ -167,7 +167,7 @@ class Machine:
         self.progress.branch(mask, taken, block, other)
 
     def end(self, mask: Mask) -> None:
-        """End threads; barriers no longer wait for them."""
+        """End threads. Barriers no longer wait for them."""
         self.progress.jump(mask, DONE)
         self.barriers.release()
 
@@ -183,7 +183,7 @@ class Machine:
 
 
 def blank_register(count: int, size: int) -> Array:
-    """Return a register that nobody has written: ones, which are not a number in any type."""
+    """Return an unwritten register: ones, which are not a number in any type."""
     if size == 0:
         return np.zeros(count, bool)
     return np.full(count, np.iinfo(UNSIGNED[size]).max, UNSIGNED[size])

@@ -54,7 +54,7 @@ class Matrices:
         return (warps[:, None] * WARP + np.arange(MATRIX_ROWS * count)).reshape(-1)
 
     def check_rows(self, mask: Mask, address: Array, count: int) -> None:
-        """Check where matrices are that nobody uses."""
+        """Check the addresses of matrices whose values are not used."""
         self.shared.offsets(self.row_lanes(self.threads.whole_warps(mask), count), address, 16)
 
     def load(self, mask: Mask, address: Array, count: int, transposed: bool) -> list[Array]:

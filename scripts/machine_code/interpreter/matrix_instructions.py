@@ -25,7 +25,7 @@ def load_matrices(t: Translator, instruction: Instruction, found: Found) -> None
         raise t.unknown()
     address = t.address(instruction.operands[1])
     if read_registers(t.kernel).isdisjoint(targets):
-        # Pallas reads what it overwrites and drops it, so that it may be what was never written.
+        # Pallas reads registers that it overwrites, and drops the values: they may be unwritten.
         t.call("matrices.check_rows", address, found[1])
         return
     t.call("matrices.load", address, found[1], str(found[2] is not None), results=targets)
@@ -53,7 +53,7 @@ def multiply(t: Translator, instruction: Instruction, found: Found) -> None:
 
 
 def check_kinds(t: Translator, kinds: tuple[str, str]) -> None:
-    """Refuse two types that no instruction multiplies; the two of 8 bits may differ."""
+    """Refuse two types that no instruction multiplies. The two types of 8 bits may differ."""
     if kinds[0] != kinds[1] and {*kinds} != {"e4m3", "e5m2"}:
         raise t.unknown()
 
@@ -89,7 +89,7 @@ def multiply_warpgroup(t: Translator, instruction: Instruction, found: Found) ->
 
 
 def check_fence(t: Translator, names: list[str]) -> None:
-    """Refuse a wgmma with no wgmma.fence after what wrote its registers, in its block."""
+    """Refuse a wgmma without a wgmma.fence after the last write of its registers, in its block."""
     where = f"{t.kernel.name} line {t.instruction.line}"
     for before in reversed(t.kernel.blocks[t.number][: t.position]):
         if before.name.startswith("wgmma.fence"):

@@ -20,7 +20,7 @@ class Mbarrier:
     cta: int
     count: int
     left: int
-    # What warps that come to the current phase have seen, and those of the phase before.
+    # Clocks of the warps that arrived at the current phase, and at the phase before.
     coming: Array
     passed: Array
     # Which warp initialized it, and when.
@@ -72,7 +72,8 @@ class Mbarriers:
     def arrive(self, mask: Mask, address: Array, count: Array, expects_bytes: bool) -> list[Array]:
         """Count arrivals: `count` of each thread, or one that announces `count` bytes.
 
-        Return the phase's state, whose bits are nobody's business: ones.
+        Returns:
+            The phase's state. Its bits have no meaning to the kernel, so all of them are ones.
         """
         lanes = self.threads.lanes(mask)
         places = self.shared.offsets(lanes, address, MBARRIER_BYTES)

@@ -16,7 +16,7 @@ class NamedBarriers:
         # By a barrier's number: who has arrived, and who of them waits.
         self.arrived: dict[int, Array] = {}
         self.waits: dict[int, Array] = {}
-        # How many threads open it; None if that is all threads of the CTA.
+        # Number of threads that open it. None means all threads of the CTA.
         self.needs: dict[int, int | None] = {}
 
     def arrive(

@@ -13,7 +13,7 @@ import numpy as np
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 SIGNED = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 FLOATS = {"f16": np.float16, "f32": np.float32, "f64": np.float64}
-# Floats that numpy lacks and packed ones are operands as bits; instructions unpack them.
+# Floats that numpy lacks and packed ones are operands as bits. Instructions unpack them.
 PACKED_BYTES = {
     "bf16": 2,
     "bf16x2": 4,

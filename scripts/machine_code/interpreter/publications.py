@@ -35,11 +35,11 @@ class LaunchHistory:
 
 
 class Publications:
-    """Order between the stores and loads of a batch of CTAs to what their launch writes."""
+    """Order of a batch of CTAs between loads and the stores of their own launch."""
 
     def __init__(self, threads: Threads, clocks: Clocks, history: LaunchHistory) -> None:
         self.threads, self.clocks, self.history = threads, clocks, history
-        # By CTA of the batch: the warp that learned something, in which epoch, and what.
+        # By CTA of the batch: a warp, the epoch of its acquire, and the clocks that it acquired.
         self.learned: dict[int, list[tuple[int, int, dict[int, Array]]]] = {}
 
     def record(self, lanes: Array, offsets: Array, size: int) -> None:
@@ -51,7 +51,7 @@ class Publications:
             self.history.warp[words], self.history.epoch[words] = warps, now
 
     def synchronize(self, lane: int, offset: int, releases: bool, acquires: bool) -> None:
-        """Let a thread's atomic operation publish, and learn what was published at its place."""
+        """Apply the release and the acquire of a thread's atomic operation at an offset."""
         cta, warp = int(self.threads.cta[lane]), int(self.threads.warp[lane])
         place = self.history.published.setdefault(offset, [])
         if acquires:

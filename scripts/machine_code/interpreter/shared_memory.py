@@ -1,7 +1,7 @@
 """Shared memory of all CTAs, with a shadow that finds races between warps.
 
-A cell of the shadow stands for as many bytes as the kernel's smallest access. It has the warp that
-wrote it last and when, when each warp read it last, and what reads or writes it asynchronously.
+A cell of the shadow covers as many bytes as the kernel's smallest access. It records the last
+warp that wrote it and when, the last read of each warp, and asynchronous reads and writes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class SharedMemory:
     ) -> None:
         self.threads, self.clocks, self.size, self.grain = threads, clocks, size, grain
         self.order, self.checks_races = order, checks_races
-        # From one CTA's part to the next; what lies between belongs to nobody.
+        # Distance from one CTA's part to the next. The bytes in between belong to no CTA.
         self.stride = -(-(size + SHARED_BASE) // PATTERN) * PATTERN + PATTERN
         self.data = np.full(len(threads.ctas) * self.stride, 0xFF, np.uint8)
         cells = len(self.data) // grain
@@ -69,10 +69,11 @@ class SharedMemory:
     def check_read(
         self, lanes: Array, cells: Array, asynchronous: bool = False, by_warp: bool = False
     ) -> None:
-        """Refuse reads of what is not there yet, or that race with a write.
+        """Refuse reads of bytes that have not arrived, and reads that race with a write.
 
-        `asynchronous`: read by the asynchronous proxy, which sees stores only after a fence.
-        `by_warp`: each lane gets what others' addresses name.
+        Args:
+            asynchronous: the asynchronous proxy reads, which sees stores only after a fence.
+            by_warp: each lane gets bytes at the addresses of other lanes.
         """
         if not self.checks_races:
             return
@@ -108,8 +109,8 @@ class SharedMemory:
     ) -> None:
         """Refuse writes that race.
 
-        Who writes the value that is there already may do so: `changes` is False. `by_warp`: what
-        is written comes from all lanes.
+        A write of the value that a byte already has is allowed: its `changes` is False. `by_warp`:
+        the written bytes come from all lanes.
         """
         if not self.checks_races:
             return
@@ -144,7 +145,7 @@ class SharedMemory:
     @staticmethod
     def count(counters: Array, cells: Array, change: int) -> None:
         """Add to the counters of cells, of which some may be named more than once."""
-        # A flat index and a number of the same type are what numpy does fast.
+        # numpy is fast with a flat index and a number of the same type.
         np.add.at(counters, cells.reshape(-1), counters.dtype.type(change))
 
     def read_rows(self, lanes: Array, address: Array, size: int) -> Array:
@@ -156,7 +157,7 @@ class SharedMemory:
         return self.data[offsets[:, None] + np.arange(size)]
 
     def write_bytes(self, lanes: Array, address: Array, raw: Array, by_warp: bool = False) -> None:
-        """Write uint8[lane, size], checked; `by_warp`: each row comes from all lanes."""
+        """Write uint8[lane, size], checked. `by_warp`: each row comes from all lanes."""
         size = raw.shape[1]
         offsets = self.offsets(lanes, address, size)
         cells, places = self.cells(offsets, size), offsets[:, None] + np.arange(size)
@@ -187,7 +188,7 @@ class SharedMemory:
     def atomic(
         self, mask: Mask, address: Array, operation: str, kind: type, values: list[Array]
     ) -> list[Array]:
-        """Apply atomic operations; the bytes must have a value, and nothing else may be at them."""
+        """Apply atomic operations. The bytes must have a value and no other access in progress."""
         lanes = self.threads.lanes(mask)
         width = np.dtype(kind).itemsize
         offsets = self.offsets(lanes, address, width)
@@ -205,7 +206,7 @@ class SharedMemory:
         return apply_atomics(self.threads, sequence, words, lanes, offsets, operation, values)
 
     def fence(self, mask: Mask) -> None:
-        """Let the asynchronous proxy see what the active warps have written or seen written."""
+        """Make stores that active warps wrote or saw visible to the asynchronous proxy."""
         if mask is None:
             self.unfenced[:] = False
             return

@@ -26,9 +26,9 @@ SHARED_ALIGNMENT = 128
 
 @dataclass(frozen=True)
 class TensorMap:
-    """Tensor map that a launch is given: a tensor, and the box that an instruction copies.
+    """Tensor map of a launch: a tensor, and the box that an instruction copies.
 
-    Dimensions go from the outermost to the innermost; sizes, strides and window count elements.
+    Dimensions go from the outermost to the innermost. Sizes, strides and window count elements.
     `swizzle` is the bytes of a swizzled row, 0 for none.
     """
 
@@ -54,7 +54,7 @@ class Load:
 
 @dataclass
 class Store:
-    """A copy out of shared memory that is in progress; offsets outside the tensor are -1."""
+    """A copy out of shared memory that is in progress. Offsets outside the tensor are -1."""
 
     lane: int
     places: Array
@@ -66,7 +66,7 @@ class Store:
 class TensorCopies:
     """Bulk copies of all CTAs, in flight or done.
 
-    `maps` are those in the launch's parameter at `first_map`, one after another.
+    `maps` are the tensor maps in the launch's parameter at `first_map`, one after another.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class TensorCopies:
     def load(
         self, mask: Mask, place: Array, name: Array, corner: list[Array], mbarrier: Array
     ) -> None:
-        """Begin copies into shared memory; what lies outside the tensor becomes zero."""
+        """Begin copies into shared memory. Elements outside the tensor become zero."""
         memory = self.global_access.memory
         for lane, places, offsets, size in self.boxes(mask, place, name, corner):
             within = offsets >= 0
@@ -169,7 +169,7 @@ class TensorCopies:
         self.mbarriers.deliver(load.mbarrier, load.lane, load.raw.size, load.clock)
 
     def store(self, mask: Mask, place: Array, name: Array, corner: list[Array]) -> None:
-        """Begin copies out of shared memory; what lies outside the tensor is left out."""
+        """Begin copies out of shared memory. Elements outside the tensor are left out."""
         for lane, places, offsets, size in self.boxes(mask, place, name, corner):
             self.begin_store(lane, places, offsets, size)
 
@@ -198,7 +198,7 @@ class TensorCopies:
         self.groups = self.groups + (1 if mask is None else mask.astype(np.int32))
 
     def wait(self, mask: Mask, allowed: int) -> None:
-        """Make the stores of active threads, but for those of the last `allowed` groups."""
+        """Make the stores of active threads, except the stores of the last `allowed` groups."""
         left = []
         for store in self.stores:
             active = mask is None or mask[store.lane]

@@ -7,7 +7,7 @@ import numpy as np
 from scripts.machine_code.faults import Fault
 
 Array = np.ndarray
-# Active threads of an instruction; None if that is every thread.
+# Active threads of an instruction. None means every thread.
 Mask = Array | None
 
 WARP = 32
@@ -16,7 +16,7 @@ DONE = 1 << 30
 
 
 class Threads:
-    """Threads of some CTAs of a launch, as whole warps: those past a CTA's last do not exist."""
+    """Threads of some CTAs of a launch, as whole warps. Threads past a CTA's last do not exist."""
 
     def __init__(
         self,
@@ -27,13 +27,13 @@ class Threads:
     ) -> None:
         self.kernel, self.grid, self.block, self.ctas = kernel, grid, block, ctas
         size = int(np.prod(block))
-        # Threads of a CTA with those that do not exist, and its warps.
+        # Threads of a CTA, padded to whole warps, and its warps.
         self.per_cta = -(-size // WARP) * WARP
         self.warps_per_cta = self.per_cta // WARP
         self.count = len(ctas) * self.per_cta
         self.warp_count = self.count // WARP
         self.thread = np.tile(np.arange(self.per_cta), len(ctas))
-        # Index of a thread's CTA in the batch; `ctas` has its number in the grid.
+        # Index of a thread's CTA in the batch. `ctas` has its number in the grid.
         self.cta = np.repeat(np.arange(len(ctas)), self.per_cta)
         self.warp = self.thread // WARP
         self.exists = self.thread < size
@@ -63,7 +63,7 @@ class Threads:
         return Fault(f"{where}: {what}")
 
     def refuse(self, bad: Array, lanes: Array, what: str) -> None:
-        """Raise a fault if any lane is bad; it names the first of them."""
+        """Raise a fault if any lane is bad. The fault names the first bad lane."""
         if bad.any():
             raise self.fault(what, int(lanes[int(np.argmax(bad))]))
 
@@ -72,13 +72,13 @@ class Threads:
         return self.all if mask is None else np.flatnonzero(mask)
 
     def pick(self, values: Array, lanes: Array) -> Array:
-        """Return the values of some lanes; a scalar is everybody's."""
+        """Return the values of some lanes. A scalar is the value of every lane."""
         if np.ndim(values) == 0:
             return np.full(len(lanes), values)
         return values if lanes is self.all else values[lanes]
 
     def spread(self, values: Array, lanes: Array) -> Array:
-        """Return values of some lanes as those of all threads; the others get all ones."""
+        """Spread values of some lanes over all threads. The other threads get all ones."""
         if lanes is self.all:
             return values
         everywhere = np.full(self.count, np.iinfo(values.dtype).max, values.dtype)

@@ -1,9 +1,9 @@
-"""Translates basic blocks to Python functions over numpy arrays.
+"""Translation of basic blocks to Python functions over numpy arrays.
 
 A function gets the machine, its registers R and the mask of the threads that run the block (None
-if all do). Instructions that compute are expressions of `forms.py`; the others call a part of the
-machine. A register that a single block uses is a local variable there: nothing of it is kept, so
-it needs no mask.
+if all do). Instructions that compute are expressions of `forms.py`. The others call a part of the
+machine. A register that only one block uses is a local variable there: it does not outlive the
+block, so it needs no mask.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ NAMES: dict[str, Any] = {
 
 
 def block_function(kernel: Kernel, block: int, masked: bool) -> Any:
-    """Return the function of a block; `masked`: for some of the threads only."""
+    """Return the function of a block. `masked`: only some of the threads run it."""
     key = block, masked
     if key not in kernel.functions:
         if block >= len(kernel.blocks):
@@ -83,7 +83,7 @@ class Translator:
             self.emit(f"M.jump(mask, {self.number + 1})")
 
     def statement(self, instruction: Instruction) -> bool:
-        """Translate an instruction; return whether it says where its threads go on."""
+        """Translate an instruction. Return whether it decides where its threads go on."""
         if instruction.name in FORMS:
             self.compute(instruction)
             return False
@@ -265,7 +265,7 @@ class Translator:
     def call(
         self, method: str, *arguments: str, results: list[str] | None = None, kind: str = "b32"
     ) -> None:
-        """Call a part of the machine, with the mask first; registers get its results."""
+        """Call a part of the machine, with the mask first. Registers get its results."""
         self.emit(f"M.threads.line = {self.instruction.line}")
         text = f"M.{method}({', '.join((self.mask(), *arguments))})"
         if results is None:

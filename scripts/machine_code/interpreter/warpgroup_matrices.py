@@ -1,6 +1,6 @@
 """`wgmma`: products of a warpgroup that run asynchronously until they are waited for.
 
-Operands are read at the wait, so that what changes them too early changes the result; accumulators
+Operands are read at the wait, so that a premature change of them changes the result. Accumulators
 are NaN until then.
 """
 
@@ -43,7 +43,7 @@ class Source:
 
 @dataclass
 class Product:
-    """Product that some warpgroups have begun, with what differs between them as arrays."""
+    """Product that some warpgroups have begun. Fields that differ between them are arrays."""
 
     groups: Array
     depth: int
@@ -113,8 +113,9 @@ class WarpgroupMatrices:
     ) -> None:
         """Begin a product of 64 rows, `shape` columns and depth.
 
-        `left` is registers or a descriptor, as `right` is; `transposed`: rows of an operand's
-        layout run along its outer dimension.
+        Args:
+            left, right: registers or a descriptor.
+            transposed: rows of an operand's layout run along its outer dimension.
         """
         groups = self.whole_groups(mask)
         columns, depth = shape

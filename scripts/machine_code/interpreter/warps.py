@@ -56,12 +56,12 @@ class Warps:
             inside = source <= last
         source = np.where(inside, source, LANE)
         row = np.arange(len(source))[:, None]
-        # What a lane gets from one that does not take part is undefined.
+        # A lane gets an undefined value from a lane that does not take part.
         taken = np.where(active[row, source], value[row, source], np.uint32(0xFFFF_FFFF))
         return [taken.reshape(-1), np.broadcast_to(inside, taken.shape).reshape(-1)]
 
     def reduce(self, mask: Mask, operation: str, value: Array, members: Array) -> list[Array]:
-        """Reduce integers over the lanes named; each of them gets the result."""
+        """Reduce integers over the named lanes. Each of them gets the result."""
         named = self.members(mask, members, "a redux")
         limits = np.iinfo(value.dtype)
         function, neutral = {
@@ -100,13 +100,13 @@ class Warps:
         return [np.repeat(result, WARP)]
 
     def synchronize(self, mask: Mask, members: Array) -> None:
-        """Order what the lanes named do from now on after what they have done."""
+        """Order later actions of the named lanes after their earlier actions."""
         named = self.members(mask, members, "a bar.warp.sync")
         lanes = np.flatnonzero((named & self.active(mask)).any(1)) * WARP
         self.clocks.begin_epoch(self.threads.cta[lanes], self.threads.warp[lanes])
 
     def elect(self, mask: Mask, members: Array) -> list[Array]:
-        """Return the first lane of those named, and whether a thread is it."""
+        """Return the first of the named lanes, and whether a thread is it."""
         named = self.members(mask, members, "an election")
         first = named.argmax(1)
         leader = named & (first[:, None] == LANE)
