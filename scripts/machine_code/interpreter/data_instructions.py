@@ -185,7 +185,7 @@ def atomic(t: Translator, instruction: Instruction, found: Found) -> None:
     part = "global_access" if space == "global" else "shared"
     arguments = [t.address(address), repr(operation), numpy_name(kind), t.values(values, kind)]
     if space == "global":
-        # Without a stated order it orders no accesses, nor at the scope of a CTA those of other CTAs.
+        # Without a stated order it orders no accesses. At the scope of a CTA it orders its own.
         ordered = re.search(r"\.(acquire|release|acq_rel)\b", instruction.name)
         tells = ordered is not None and ".cta" not in instruction.name
         arguments.append(repr(ordered[1] if ordered is not None and tells else ""))

@@ -131,7 +131,7 @@ class Machine:
             raise self.threads.fault("the kernel ends while a wgmma is in flight")
 
     def turn(self) -> bool:
-        """Run a block, or let a copy arrive if no thread is ready. Return False if neither is left."""
+        """Run a block, or let a copy arrive if no thread is ready. Return False at the end."""
         progress, order = self.progress, self.options.order
         ready = progress.ready()
         if not ready.any():
