@@ -26,7 +26,7 @@ _WORD = re.compile(r"w(\d+)")
 
 @dataclass(frozen=True)
 class Plan:
-    """Amount of each part; counts of requests.
+    """Amount of each part, as counts of requests.
 
     Attributes:
         vocabulary: prompts hold ids below it.
@@ -74,7 +74,7 @@ class Subject:
         times: Sequence[float] | None = None,
         most: int | None = None,
     ) -> tuple[Run, float]:
-        """Send the work, all at once by default; return the run and the server's CPU seconds."""
+        """Send the work, all at once by default. Return the run and the server's CPU seconds."""
         before = self.process.cpu_seconds() if self.process else 0.0
         run = asyncio.run(_send(self.target(most == 1), works, times or [0.0] * len(works), most))
         failed = [outcome for outcome in run.outcomes if not outcome.is_success]
@@ -98,7 +98,7 @@ async def _send(
 
 
 def _speeds(run: Run, cpu: float, objectives: dict[str, float] | None = None) -> dict[str, Any]:
-    """Extract what the tables and plots need of a run."""
+    """Extract the numbers of a run that the tables and plots show."""
     table = summarize(run, tuple(METRICS), (90, 99), objectives or {})
     kept = {
         name: value
@@ -197,7 +197,7 @@ def schedules(subject: Subject, plan: Plan) -> dict[str, Any]:
 def spans(timeline: Sequence[Sequence[Any]], rows: int) -> list[tuple[int, float, float]]:
     """Derive (place, begin, end) of each sequence's stay from the holders of each slot.
 
-    A place is the lowest of `rows` lines of a chart that was free when the sequence came; slots
+    A place is the lowest of `rows` lines of a chart that was free when the sequence came. Slots
     beyond `rows`, which padded schedules may use, are folded into these.
     """
     stays: dict[int, list[float]] = {}

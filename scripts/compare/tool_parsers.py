@@ -5,7 +5,7 @@
 
 Every output of tests/structured/corpus is read by our reader, and by vLLM's parser of its dialect
 as a whole and token by token (`worker_tool_parsers.py`, in vLLM's interpreter). Writes
-scripts/results/tool_parsers.md: by dialect, how many answers differ; below, each kind of
+scripts/results/tool_parsers.md: by dialect, how many answers differ, then each kind of
 disagreement. The judgements of kinds are written by hand in that page, and each run keeps them.
 """
 
@@ -95,7 +95,7 @@ def is_error(answer: Answer) -> bool:
 
 
 def whole_kind(output: dict[str, Any], ours: Answer, theirs: Answer) -> str:
-    """Return the kind of the difference between our answer and vLLM's; empty if they are equal."""
+    """Return the kind of the difference between our answer and vLLM's, or "" if they are equal."""
     if ours == theirs:
         return ""
     if is_error(theirs):
@@ -151,7 +151,7 @@ class Tally:
         outputs: number of outputs.
         problem: why vLLM's parser could not be made, or empty.
         whole: kind and words of outputs whose whole vLLM reads differently from us.
-        streamed: likewise, of those that vLLM streams differently from what it reads whole.
+        streamed: kind and words of outputs that vLLM streams differently from its whole answer.
         errors: number of outputs at which vLLM raises an error.
         unexpected: words of outputs that we ourselves read differently from the corpus.
     """
@@ -181,7 +181,7 @@ def load(folder: Path) -> dict[str, Any]:
 
 
 def read_ours(dialect: dict[str, Any], output: dict[str, Any]) -> Answer:
-    """Return what our reader makes of an output."""
+    """Return our reader's answer to an output."""
     reader = answer_reader(
         dialect["tool_call_parser"],
         dialect["reasoning_parser"],
@@ -201,7 +201,7 @@ def tally_of(dialect: dict[str, Any], ours: list[Answer], theirs: list[Any] | st
     Args:
         dialect: of the corpus.
         ours: answer to each output.
-        theirs: answers of vLLM to each, whole and streamed; or why there are none.
+        theirs: answers of vLLM to each, whole and streamed, or the reason why they are missing.
     """
     outputs = dialect["outputs"]
     if isinstance(theirs, str):
@@ -314,7 +314,7 @@ def read_theirs(python: Path, dialects: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Compare, write the page, print the sums; return the status."""
+    """Compare, write the page, and print the sums. Return the status."""
     parser = argparse.ArgumentParser(
         prog="python -m scripts.compare.tool_parsers", description=(__doc__ or "").splitlines()[0]
     )

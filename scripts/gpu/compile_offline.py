@@ -11,14 +11,15 @@ Makes an environment for the compilers (`offline_environment.py`), and runs `off
 there. The first form writes a table of registers, spills, shared memory, instruction counts,
 launches, command buffers, copies of KV and temporary memory to compile_offline.json and .txt.
 `--order` reads the machine code of every kernel of an engine's steps: whether each waits before it
-loads where launches may overlap, and the memory time of XLA's cost model; into launch_order.json
-and .md. `--card` compiles the kernels and steps that every card must run, into cards.json and
-cards.md. `--sums` compiles decode steps of an 8B Llama, and single sums, for each choice of
-`all_reduce`, into collectives.md. `--start` lists the programs that a start without stored programs
-compiles, with the seconds of Python and of XLA for each, into start_MODEL.json and .md.
+loads where launches may overlap, and the memory time of XLA's cost model. It writes
+launch_order.json and .md. `--card` compiles the kernels and steps that every card must run, into
+cards.json and cards.md. `--sums` compiles decode steps of an 8B Llama, and single sums, for each
+choice of `all_reduce`, into collectives.md. `--start` lists the programs that a start without
+stored programs compiles, with the seconds of Python and of XLA for each, into start_MODEL.json and
+.md.
 
 Exits with 1 if a case that is required does not compile, spills registers or copies KV, or a decode
-step is more than one graph; of the cards, for the cards of `fits.md`.
+step is more than one graph. With `--card`, only the cards of `fits.md` count.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ ONE_GRAPH = "step 8b decode"
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Format kernels one a line, then what holds for whole calls."""
+    """Format kernels one a line, then the numbers of whole calls."""
     columns = ("registers", "spill_bytes", "shared_memory", "HGMMA", "HMMA", "UTMALDG", "LDGSTS")
     lines = ["case | kernel | " + " | ".join(columns)]
     for row in rows:
@@ -127,12 +128,12 @@ def with_kept(rows: list[dict[str, Any]], report: pathlib.Path) -> list[dict[str
 def compile_cases(
     interpreter: pathlib.Path, card: str, which: str, only: str = "", flags: str = ""
 ) -> list[dict[str, Any]]:
-    """Compile cases for a card, in a process of their own; return their rows.
+    """Compile cases for a card, in a process of their own. Return their rows.
 
     Args:
         interpreter: the environment's.
         card: its name.
-        which: name of a list of cases; see `case_lists`.
+        which: name of a list of cases (see `case_lists`).
         only: regular expression of the cases' names.
         flags: of XLA, besides.
 
@@ -155,7 +156,7 @@ def compile_cases(
 
 
 def run_worker(interpreter: pathlib.Path, *words: str, dumps: bool) -> Any:
-    """Run the worker in a process of its own; return the result that it writes.
+    """Run the worker in a process of its own. Return the result that it writes.
 
     Args:
         interpreter: the environment's.
@@ -242,7 +243,7 @@ def report_cards(
     only: str,
     out: pathlib.Path,
 ) -> int:
-    """Compile what every card must run for some, and write the table after each card."""
+    """Compile cases for some cards, and write the table after each card."""
     file = out / "cards.json"
     cards = json.loads(file.read_text())["cards"] if file.is_file() else {}
     for target in targets:

@@ -4,7 +4,7 @@
 
 The page is made of the plans of `jaxserve plan` for cards with all of their memory free. Nothing is
 run or compiled. The floor of a step is the time in which the memory's bus transfers the weights
-once, at the data sheet's bandwidth: no step of one row can be faster, and none has been timed.
+once, at the data sheet's bandwidth: no step of one row can be faster. Steps have not been timed.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def compile_start(
         name: of the card.
         model: a name of `MODELS`.
         rows, tokens: limits of the engine.
-        first: programs to compile, the longest first; 0 for all.
+        first: programs to compile, the longest first. 0 means all.
         devices: cards in one host, over which the model is divided.
     """
     card, clock = DescribedCard.of(name, devices), Clock()

@@ -27,7 +27,7 @@ CHOICES = ("auto", "nccl", "xla_kernels", "pallas")
 
 
 def thunk_counts(text: str) -> dict[str, int]:
-    """Count, from XLA's last list of what it launches, graphs, and launches and sums in each."""
+    """Count graphs, launches and sums in XLA's last list of thunks."""
     counts = dict.fromkeys(("graphs", "inside", "outside", "sums inside", "sums outside"), 0)
     in_graph = False
     for line in text.splitlines():

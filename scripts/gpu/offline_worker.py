@@ -42,7 +42,7 @@ from scripts.gpu.targets import Target
 
 
 def compile_kernel(case: Case, compiler: Compiler) -> dict[str, Any]:
-    """Compile one case (64 rows of up to 4096 positions; 2048 tokens where ragged)."""
+    """Compile one case (64 rows of up to 4096 positions, 2048 tokens where ragged)."""
     R, M, K = 64, 4096 // case.S, 8 if case.group < 16 else 2
     T = R if case.op == "decode" else 2048
     P, N = R * M, K * case.group
@@ -97,7 +97,7 @@ def compile_grouped(case: GroupedCase, compiler: Compiler) -> dict[str, Any]:
 
 
 def compile_quantized(case: QuantizedCase, compiler: Compiler) -> dict[str, Any]:
-    """Compile one product with quantized weights; "kv_copies" counts whole weights in floats."""
+    """Compile one product with quantized weights. "kv_copies" counts whole weights in floats."""
 
     def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -120,7 +120,7 @@ def compile_quantized(case: QuantizedCase, compiler: Compiler) -> dict[str, Any]
 
 
 def compile_quantized_grouped(case: QuantizedGroupedCase, compiler: Compiler) -> dict[str, Any]:
-    """Compile one grouped product with quantized matrices; see `compile_quantized`."""
+    """Compile one grouped product with quantized matrices, as `compile_quantized` does."""
     size = case.experts
     rows = size.D // 2 if case.form == "int4" else size.D
     groups = size.D // case.group if case.group else 1
@@ -176,7 +176,7 @@ COMPILE: Mapping[type, Callable[[Any, Compiler], dict[str, Any]]] = MappingProxy
 
 
 def run_inside(card: str, which: str, only: str, folder: pathlib.Path, out: pathlib.Path) -> None:
-    """Compile the cases that ``out`` does not have; write it before and after each."""
+    """Compile the cases that ``out`` does not have. Write it before and after each."""
     dumps = Dumps(folder / "xla", folder / "mosaic")
     compiler = Compiler(
         Target.of(card), dumps, disassembles=which == "long", orders=which == "order"
@@ -186,7 +186,7 @@ def run_inside(card: str, which: str, only: str, folder: pathlib.Path, out: path
     for case in case_lists(which, compiler.target.card.capability):
         if case.name in done or not re.search(only, case.name):
             continue
-        # What remains of this row if the compiler takes the process with it.
+        # This row remains if the compiler ends the process.
         rows.append({"name": case.name, "error": "the compiler ended the process"})
         out.write_text(json.dumps(rows))
         try:

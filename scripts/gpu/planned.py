@@ -17,7 +17,7 @@ def plan(model: str, card: str, devices: int = 1) -> ModelPlan:
     Args:
         model: a name of `MODELS`.
         card: a name that `jaxserve plan --device` takes.
-        devices: cards of one host over which the model is divided; the plan is of one of them.
+        devices: cards of one host over which the model is divided. The plan is of one of them.
     """
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(MODELS[model].config()))

@@ -62,7 +62,7 @@ class Step:
 
 
 def count_launches(rows: list[dict[str, Any]], model: str, size: int) -> Step | str:
-    """Return the launches of a model's step, or what is wrong with it."""
+    """Return the launches of a model's step, or a sentence about its fault."""
     names = [launch_case(model, size, layers).name for layers in LAUNCH_LAYERS]
     found = {row["name"]: row for row in rows}
     few, more = (found[name] for name in names)
@@ -76,7 +76,7 @@ def count_launches(rows: list[dict[str, Any]], model: str, size: int) -> Step | 
 
 
 def budget_fault(model: str, size: int, step: Step) -> str | None:
-    """Return what a step takes too much of."""
+    """Return a sentence about launches above the budget, or None."""
     if model in WITHOUT:
         return None
     most = MOST["other families" if model in FAMILIES else "layer"]
@@ -125,7 +125,7 @@ def _row(*cells: object) -> str:
 def compiled_steps(
     interpreter: pathlib.Path, names: list[str]
 ) -> tuple[dict[str, dict[int, Step]], list[str]]:
-    """Compile steps of models for `CARD`; return launches by model and rows, and faults."""
+    """Compile steps of models for `CARD`. Return launches by model and rows, and faults."""
     rows = compile_cases(interpreter, CARD, LAUNCHES + "; ".join(names))
     steps: dict[str, dict[int, Step]] = {name: {} for name in names}
     wrong: list[str] = []

@@ -25,7 +25,7 @@ def totals(programs: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def faults(report: dict[str, Any]) -> list[str]:
-    """Return by what the largest step program is behind the goals."""
+    """Return sentences about goals that the largest step program misses."""
     largest = report["programs"][0]
     both = largest["trace_s"] + largest["lower_s"]
     found = {"python_s": largest["python_s"], "trace_and_lower_s": both}

@@ -49,7 +49,7 @@ def page(found: dict[str, Any], about: dict[str, Any], notes: str) -> str:
 
 
 def faults(steps: list[dict[str, Any]]) -> list[str]:
-    """Find steps that are not what they must be."""
+    """Return sentences about steps that are not one graph, or that spill registers."""
     found = []
     for step in steps:
         name = f"{step['choice']}, {step['devices']} cards, {step['rows']} rows"
@@ -61,7 +61,7 @@ def faults(steps: list[dict[str, Any]]) -> list[str]:
 
 
 def write(found: dict[str, Any], out: Path, command: str, jax: str, layers: int) -> list[str]:
-    """Write collectives.md, with the conclusions of an earlier page; return the faults."""
+    """Write collectives.md, with the conclusions of an earlier page. Return the faults."""
     about = {"command": command, "date": datetime.date.today().isoformat(), "jax": jax}
     about |= {"layers": layers, "sums": 2 * layers + 1}
     path = out / "collectives.md"

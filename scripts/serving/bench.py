@@ -57,7 +57,7 @@ def _save(name: str, result: dict[str, Any], runs: dict[str, Run], title: str) -
 
 
 def streams() -> int:
-    """Hold 512 streams at once to the end; compare some with the same request alone."""
+    """Hold 512 streams at once to the end. Compare some with the same request alone."""
     about = about_run()
     rng = np.random.default_rng(0)
     works = random_works(STREAMS, (STREAM_PROMPT, STREAM_TOKENS), 0.0, rng)
@@ -139,7 +139,7 @@ def overload(num_kept: int | None = None) -> int:
     """Measure capacity, then Poisson arrivals at it, then at ten times that for a minute.
 
     Args:
-        num_kept: connections that all requests share; None opens one for each request.
+        num_kept: connections that all requests share. None opens one for each request.
     """
     about = about_run()
     rng = np.random.default_rng(0)

@@ -83,7 +83,7 @@ def plot(runs: dict[str, Run], path: Path, title: str) -> None:
         axes[0].plot(np.arange(len(counts)) + 0.5, counts, color=color, label=name)
         values = samples(run.outcomes)
         for axis, metric in zip(axes[1:], ("ttft", "itl"), strict=True):
-            # Tokens of one launch arrive at once: a gap of nothing still has its place.
+            # Tokens of one launch arrive at once: a gap of 0 ms still has its place.
             ordered = np.maximum(np.sort(values[metric]), LEAST_MS)
             if len(ordered):
                 share = np.arange(1, len(ordered) + 1) / len(ordered)

@@ -195,7 +195,7 @@ def do_validate(arguments: argparse.Namespace) -> int:
 
 
 def _config(arguments: argparse.Namespace, folder: Path) -> EngineConfig:
-    """Make the settings of the engine; a random model is written to `folder`."""
+    """Make the settings of the engine. A random model is written to `folder`."""
     config = EngineConfig(
         max_num_seqs=arguments.max_num_seqs,
         max_num_batched_tokens=arguments.max_num_batched_tokens,
