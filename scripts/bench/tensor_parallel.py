@@ -2,7 +2,7 @@
 
     python -m scripts.bench.tensor_parallel --json scripts/results/bench_tensor_parallel.json
 
-One process whose processor is divided into `--devices`; one engine on the first of them and one
+The processor of one process is divided into `--devices`. One engine on the first of them and one
 over all take turns with the same requests. Devices share the cores, so there is no gain:
 the ratio of their times is the cost of the sums over devices and of the thinner products.
 """

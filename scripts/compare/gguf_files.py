@@ -3,7 +3,7 @@
     python -m scripts.compare.gguf_files FILE.gguf ... --json scripts/results/bench_gguf_files.json
     python -m scripts.compare.gguf_files --random Q4_0 --random Q8_0    of the shape of Llama 3.2 1B
 
-Each server is started, answers over HTTP, and ends before the other begins; repeats alternate.
+Each server is started, answers over HTTP, and ends before the other begins. Repeats alternate.
 Measured are seconds until it is ready (the first start of jaxserve has no programs, the later ones
 have them all), tokens a second of one stream of 128 tokens, the median of 7, and of 16 at once,
 seconds to the first token of a prompt of about 580 tokens, and the largest resident memory of the

@@ -2,9 +2,10 @@
 
     python -m scripts.gpu.fits            # writes scripts/results/fits.md
 
-The page is made of the plans of `jaxserve plan` for cards with all of their memory free. Nothing is
-run or compiled. The floor of a step is the time in which the memory's bus transfers the weights
-once, at the data sheet's bandwidth: no step of one row can be faster. Steps have not been timed.
+The page is made of the plans of `jaxserve plan` for cards with all of their memory free. The
+command runs and compiles no model. The floor of a step is the time in which the memory's bus
+transfers the weights once, at the data sheet's bandwidth: no step of one row can be faster. Steps
+have not been timed.
 """
 
 from __future__ import annotations

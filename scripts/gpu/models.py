@@ -28,7 +28,7 @@ PAGE_SIZE = 16
 
 @dataclasses.dataclass(frozen=True)
 class ModelShape:
-    """Shape of a decoder (letters as in pallas_kernels): L layers, D hidden, F mlp, V vocabulary."""
+    """Shape of a decoder, as in pallas_kernels: L layers, D hidden size, F mlp, V vocabulary."""
 
     architecture: str
     L: int

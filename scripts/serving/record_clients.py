@@ -36,7 +36,7 @@ RECORDED = ROOT / "tests" / "clients" / "recorded"
 MODEL, QUESTION, KEY = "small", "Say hello.", "a-client-key"
 OPEN_WEBUI = "open_webui"
 SECONDS = 600  # of a download, and of a client's run
-PIP_SECONDS = 3600  # of Open WebUI, which takes 7 GB with what it requires
+PIP_SECONDS = 3600  # of Open WebUI, which takes 7 GB with its requirements
 ROOM = 32768  # tokens: theirs are thousands, and Codex takes an answer of any length
 CODEX = """model = "{model}"
 model_provider = "jaxserve"

@@ -44,12 +44,12 @@ from scripts.simulate.validate import Pair, Undisturbed, compare, cut
 
 SEEDS = 5
 SHOWN = ("ttft", "tpot", "itl", "e2el")
-VALIDATE_SECONDS = 22  # of requests at each rate; twice that with repeats
+VALIDATE_SECONDS = 22  # of requests at each rate, twice that with repeats
 VALIDATE_RATES = (10.0, 20.0, 40.0)
 SETTINGS = tuple(f.name for f in fields(Setting) if not f.name.endswith("_sizes"))
 LONGEST = 1 << 19  # tokens of a simulated sequence
 MOST_REQUESTS = 1_000_000  # each is kept with the times of its tokens, some kilobytes
-LATEST = 1e9  # seconds; beyond, the clock, a float64, rounds a step's time away
+LATEST = 1e9  # seconds. Beyond, the clock, a float64, rounds a step's time away
 ENGINES_NAMES = {"num_pages": "num_gpu_blocks_override", "max_steps": "num_scheduler_steps"}
 
 
@@ -151,7 +151,7 @@ def do_validate(arguments: argparse.Namespace) -> int:
     """Run `validate`: serve a load with the real engine, simulate the same load, and compare.
 
     The machine's speed changes within seconds, so each run of the real engine serves a short part
-    of the load. Each run is simulated with its own times; times that are too rare in one run come
+    of the load. Each run is simulated with its own times. Times that are too rare in one run come
     from all runs of the same rate.
     """
     prepare_process()

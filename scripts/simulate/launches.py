@@ -35,15 +35,15 @@ from scripts.simulate.loop import Record
 
 @dataclass
 class _Launch:
-    """Record of a launch, with its times as far as they were seen; all are seconds of one clock.
+    """Record of a launch, with its times as far as they were seen, in seconds of one clock.
 
     Attributes:
         tokens: the array that it draws, until it was read: the engine frees it.
-        begun: the turn of the loop that submits it, later by what the log itself took in it.
+        begun: start of the loop's turn that submits it, plus the log's own time in it.
         submitted, returned: the call that starts it.
         within: it had run when that returned, as XLA on CPU may do.
         behind: another one was in flight then.
-        free: whatever was in flight had ended before the call.
+        free: all earlier launches had ended before the call.
         runs: it was seen to be still at work, last at this time.
         ended: it was seen to have ended, first at this time.
         asked, read: the call that waits for its results.
@@ -69,9 +69,9 @@ class _Launch:
 class LaunchLog:
     """Log of the times of every launch of an engine, from within its loop.
 
-    A launch that ends while the host is at work is not seen to end; its end lies between two
-    looks. It wraps methods of this engine's objects until `close`. Only `samples` computes
-    anything: what the log does within the loop delays it.
+    A launch that ends while the host is at work is not seen to end. Its end lies between two
+    looks. The log wraps methods of this engine's objects until `close`. All computations are in
+    `samples`, because work within the loop would delay it.
 
     Args:
         engine: one that has not served yet.
@@ -105,7 +105,7 @@ class LaunchLog:
                     launch.runs = now
 
     def _ended(self, last: _Launch, now: float) -> None:
-        """Record the end of this launch and of those before it: a device runs them in order."""
+        """Record the end of this launch and of earlier ones: a device runs them in order."""
         for launch in self._in_flight:
             if launch.ended is None:
                 launch.ended = now
@@ -224,11 +224,11 @@ def serve_really(engine: Engine, jobs: list[Job], samples: Samples | None = None
     called.
 
     Args:
-        samples: what queueing the requests took is added here.
+        samples: gets the times of queueing the requests.
     """
     records = [Record(job.arrival, len(job.request.prompt_token_ids)) for job in jobs]
     begun, next_job, asked = time.perf_counter(), 0, []
-    ended = -1.0  # the engine's last turn: what waited for it waited for a launch
+    ended = -1.0  # of the engine's last turn: requests that waited for it waited for a launch
     while next_job < len(jobs) or engine.has_work:
         now = time.perf_counter() - begun
         while next_job < len(jobs) and jobs[next_job].arrival <= now:

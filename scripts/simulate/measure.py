@@ -128,7 +128,7 @@ def _times_of(steps: _Steps, bucket: Bucket, fewest: int) -> tuple[Line, float, 
 
 
 def _decode_times(steps: _Steps, bucket: Bucket, fewest: int) -> tuple[Line, float, float, Line]:
-    """Measure a decode bucket alike; cells are those of rows of nearly the longest length."""
+    """Measure a decode bucket alike. Its cells are of rows of nearly the longest length."""
     far = steps.setting.max_model_len - 1 - bucket.num_steps
     slope, bases, further = 0.0, [], []
     for rows in (bucket.num_rows, fewest):
@@ -145,13 +145,13 @@ def _decode_times(steps: _Steps, bucket: Bucket, fewest: int) -> tuple[Line, flo
 
 
 def _through(most: tuple[int, float], few: tuple[int, float]) -> Line:
-    """Fit the line through the time of all of a bucket's tokens and of few; it never falls."""
+    """Fit the line through the times of all and of few tokens of a bucket. It never falls."""
     each = max(0.0, most[1] - few[1]) / max(most[0] - few[0], 1)
     return Line(most[1] - each * most[0], each)
 
 
 def measure(loaded: Loaded) -> Measured:
-    """Measure step times of every bucket, each queued many times; `in_the_loop` adds the loop's."""
+    """Measure step times of every bucket, each queued many times. `in_the_loop` adds the loop's."""
     steps = _Steps(loaded)
     base, cell, pair, more = {}, {}, {}, {}
     for bucket in loaded.runner.buckets:
@@ -163,7 +163,7 @@ def measure(loaded: Loaded) -> Measured:
         ]
         times = _times_of(steps, bucket, max(less, default=0) + 1)
         base[name], cell[name], pair[name], more[name] = times
-    # Rows of one token cost in a mixed step what they cost in the largest decode step.
+    # Rows of one token cost the same in a mixed step as in the largest decode step.
     decode = max(bucket for bucket in loaded.runner.buckets if bucket.decode_only)
     cell |= {str(b): cell[str(decode)] for b in loaded.runner.buckets if not b.decode_only}
     return Measured(base, cell, pair, more)

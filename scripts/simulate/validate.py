@@ -3,7 +3,7 @@
 A percentile far out depends on few requests, and the machine is faster in some seconds than in
 others. Therefore a load is cut into short parts, and each part is served several times. Each run is
 simulated with the times that were taken during this run. The requests of all real runs are pooled,
-and so are the requests of all simulations; both hold every request equally often.
+and so are the requests of all simulations. Both hold every request equally often.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Undisturbed:
         self.served = self.again = 0
 
     def serve(self, once: Callable[[], T]) -> T:
-        """Call `once` until it is left alone; return that result, or the least disturbed one."""
+        """Call `once` until a run is undisturbed. Return its result, or the least disturbed one."""
         tries: list[tuple[float, T]] = []
         while not tries or (tries[-1][0] > MOST_STOLEN and len(tries) < MOST_TIMES):
             before = self._read()
@@ -69,7 +69,7 @@ class Undisturbed:
 
 def stolen(path: Path = Path("/proc/stat")) -> tuple[float, float]:
     """Read seconds that the host gave to others while processes here could run, and seconds that
-    these could run; both 0 where the system does not report them."""
+    these could run. Both are 0 if the system does not report them."""
     try:
         ticks = [int(field) for field in path.read_text().split()[1:9]]
     except (OSError, ValueError):
@@ -80,7 +80,7 @@ def stolen(path: Path = Path("/proc/stat")) -> tuple[float, float]:
 
 
 def cut(jobs: list[Job], size: int) -> list[list[Job]]:
-    """Cut jobs into parts of about `size`, none much shorter than others.
+    """Cut jobs into parts of about `size`, all of about the same length.
 
     Each begins at 0 seconds.
     """
