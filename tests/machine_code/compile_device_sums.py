@@ -68,7 +68,7 @@ def compile_case(case: DeviceSumCase, dumps: Any) -> dict[str, Any]:
 
 
 def compile_inside(folder: Path) -> None:
-    """Compile every case; write all to a file of the folder."""
+    """Compile every case. Write all to a file of the folder."""
     from scripts.gpu.offline_compiler import Dumps
 
     dumps = Dumps(folder / "xla", folder / "mosaic")

@@ -1,7 +1,7 @@
-"""Worker that compiles cases for a card which is not there, inside the offline environment.
+"""Worker that compiles cases for an absent card, inside the offline environment.
 
-Reads descriptions of cases, a line each, from its input; writes each program to a file, and then a
-line to its output: "compiled", or why there is none.
+Reads descriptions of cases, a line each, from its input. Writes each program to a file, and then a
+line to its output: "compiled", or the reason of a failure.
 """
 
 from __future__ import annotations

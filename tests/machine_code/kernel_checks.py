@@ -1,4 +1,4 @@
-"""What every run of the tests checks of a kernel's machine code, for one capability."""
+"""Checks of a kernel's machine code in every run of the tests, for one capability."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs beside the threads: asynchronous copies, barriers, mbarriers and bulk copies."""
+"""Asynchronous work beside the threads: copies, barriers, mbarriers and bulk copies."""
 
 from __future__ import annotations
 

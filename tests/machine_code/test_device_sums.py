@@ -25,7 +25,7 @@ def execute(
     order: np.random.Generator | None = None,
     **options: int,
 ) -> list[str]:
-    """Run a case; return what is wrong with the results of its devices."""
+    """Run a case. Return sentences about wrong results of its devices."""
     expected = case.expected()
     given = [case.given(device) for device in range(case.devices)]
     blank = [(array.shape, np.empty(0, given[0][0].dtype)) for array in expected]

@@ -153,7 +153,7 @@ def test_arguments_of_another_shape_are_refused() -> None:
         Run(executable, [])
 
 
-# Two chains that share nothing, then what needs both.
+# Two independent chains, then a command that needs both.
 PARTS = [Slice(2, 4 * n, 4) for n in range(4)]
 CHAINS = (
     Copy("a", Slice(0, 0, 4), PARTS[0]),

@@ -4,7 +4,8 @@
         [--schedule S ...] [--precision high] [--warps] [--seed N]
 
 Programs are compiled in the environment of `scripts.gpu.compile_offline`, and executed in a random
-order of launches; with `--warps` of blocks and warps too, which takes ten times as long. Results go
+order of launches. With `--warps`, blocks and warps are in random order too, which takes ten times
+as long. Results go
 to scripts/results/machine_code_steps.md. Exits with 1 if anything is wrong.
 """
 

@@ -3,7 +3,7 @@
     python -m tests.machine_code.steps.compile
 
 Takes some minutes, in the environment of `scripts.gpu.compile_offline`. Exits with 1 if a program
-does not compile, or if what is kept has become too large.
+does not compile, or if the file is too large.
 """
 
 from __future__ import annotations

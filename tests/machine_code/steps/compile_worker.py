@@ -1,8 +1,8 @@
-"""Worker that compiles an engine's programs for a card which is not there.
+"""Worker that compiles an engine's programs for an absent card.
 
     python -m tests.machine_code.steps.compile_worker CARD FOLDER SETUP PROGRAM ...
 
-Runs inside the offline environment. SETUP is JSON; results are written to FOLDER: a file for each
+Runs inside the offline environment. SETUP is JSON. Results are written to FOLDER: a file for each
 program in their order, and the sources that they were traced from.
 """
 

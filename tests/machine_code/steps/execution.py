@@ -27,14 +27,14 @@ from tests.machine_code.steps.replay import Replay
 
 @dataclasses.dataclass
 class Outcome:
-    """What came of executing a recording.
+    """Outcome of executing a recording.
 
     Attributes:
-        compared: with what the engine recorded.
+        compared: comparison with the engine's recording.
         calls: programs executed.
         launches: kernels that they launched.
         instructions: executed, by all threads together.
-        kernels: names of those launched.
+        kernels: names of the launched kernels.
         executed: names of instructions that at least one thread executed.
         seconds: of all of it.
     """
@@ -61,9 +61,9 @@ class Execution:
     Args:
         recording: of the engine on the CPU.
         executables: the setup's programs by name.
-        order: draws the order of launches; None for the schedule's own.
+        order: draws the order of launches. None means the schedule's own.
         orders_warps: draw the order of blocks and warps too, which takes ten times as long.
-        ties: judge of tokens that differ; None where each must be the CPU's.
+        ties: judge of tokens that differ. None requires the CPU's tokens.
         noise: by how much rounding moves logits, over their spread.
     """
 
