@@ -31,6 +31,7 @@ PAGES: dict[str, int | None] = {
     "scripts/README.md": 60,
     "scripts/gpu/README.md": 60,
     "scripts/deploy/README.md": 60,
+    "scripts/machine_code/README.md": 60,
     "tests/README.md": 60,
     "tests/machine_code/README.md": 60,
     "tests/machine_code/steps/README.md": 60,
