@@ -101,8 +101,11 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out tests that `--since` or `--changed` does not select, and say how many of which."""
     if config.option.changed is None and config.option.since is None:
         return
-    asked, files = config.option.changed, config.option.changed_files
-    chosen = selection.Selection(selection.Graph.of_tree(), files, only_concerned=asked is not None)
+    chosen = selection.Selection(
+        selection.Graph.of_tree(),
+        config.option.changed_files,
+        only_concerned=config.option.changed is not None,
+    )
     subjects = {} if config.getoption("long") else weekly.subjects(items)
     reasons: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -116,18 +119,18 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
     chosen_file.write_text("\n".join([*lines, f"{len(items):>6} cases selected"]))
 
 
-def changed_since(config: pytest.Config) -> None:
-    """Find the changed files once, for all processes; what cannot be found out selects all."""
-    config.option.changed_files, config.option.selected_by = None, ""
-    ref = config.option.since if config.option.changed is None else config.option.changed
-    if ref is None:
+def find_changes(config: pytest.Config) -> None:
+    """Find the changed files once, for all processes; if that is not possible, select all tests."""
+    option = config.option
+    if option.since is None and option.changed is None:
+        option.changed_files, option.selected_by = None, ""
         return
     try:
-        commit = selection.day_old_commit() if ref == selection.DAY else ref
-        files = config.option.changed_files = selection.changed_files(commit)
-        config.option.selected_by = f"{len(files)} files changed since {commit[:12]}"
+        option.changed_files = selection.files_of(option.since, option.changed)
+        option.selected_by = f"{len(option.changed_files)} files changed"
     except selection.NoHistory as error:
-        config.option.selected_by = f"all tests, because changes are not known: {error}"
+        option.changed_files = None
+        option.selected_by = f"all tests, because changes are not known: {error}"
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
@@ -227,7 +230,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # the processes of xdist get its options
         choose_platform(config)
-        changed_since(config)
+        find_changes(config)
         if config.option.schedule_seed is None:
             config.option.schedule_seed = secrets.randbits(32)
         config.add_cleanup(remove_folder)

@@ -5,13 +5,10 @@ that it names in a text (`"jaxserve.commands.cli"`, `"scripts/bootstrap"`), and 
 conftest.py files of its folders. `from package import Name` leads to the module that defines `Name`,
 and not to all that the package's __init__.py imports. This file imports the standard library only,
 because `scripts/test` runs it before the tests.
-
-    python -m tests.support.selection [--changed REF | --since REF]    prints the files of tests
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
 import subprocess
 import time
@@ -71,12 +68,52 @@ def day_old_commit(root: Path = ROOT) -> str:
 def changed_files(ref: str, root: Path = ROOT) -> frozenset[str]:
     """Return the files that differ from a commit's, with deleted, uncommitted and new ones.
 
+    A Python file of which only comments and docstrings differ has not changed.
+
     Raises:
         NoHistory: there is no such commit.
     """
+    git("rev-parse", "--verify", "--quiet", f"{ref}^{{commit}}", root=root)
     names = git("diff", "--name-only", "--no-renames", "-z", ref, "--", root=root)
     new = git("ls-files", "--others", "--exclude-standard", "-z", root=root)
-    return frozenset(name for name in (names + new).split("\0") if name)
+    changed = {name for name in (names + new).split("\0") if name}
+    python = [name for name in names.split("\0") if name.endswith(".py") and (root / name).exists()]
+    before = _texts(ref, python, root)
+    return frozenset(
+        changed - {name for name in before if _is_same(before[name], (root / name).read_text())}
+    )
+
+
+def _texts(ref: str, names: Iterable[str], root: Path) -> dict[str, str]:
+    """Return the texts that a commit has of files, without files that it does not have."""
+    names = list(names)
+    asked = "".join(f"{ref}:{name}\n" for name in names).encode()
+    command = ["git", "cat-file", "--batch"]
+    answer = subprocess.run(command, cwd=root, input=asked, capture_output=True, check=True).stdout
+    texts, at = {}, 0
+    for name in names:
+        end = answer.index(b"\n", at)
+        head, at = answer[at:end], end + 1
+        if head.endswith(b" missing"):
+            continue
+        size = int(head.rsplit(b" ", 1)[1])
+        texts[name], at = answer[at : at + size].decode(), at + size + 1
+    return texts
+
+
+def _is_same(before: str, after: str) -> bool:
+    """Return whether two sources are the same code, with other comments and docstrings."""
+    try:
+        trees = ast.parse(before), ast.parse(after)
+    except SyntaxError:
+        return False
+    for tree in trees:
+        for node in ast.walk(tree):
+            body = getattr(node, "body", None)
+            if isinstance(body, list) and body and isinstance(body[0], ast.Expr):
+                if isinstance(body[0].value, ast.Constant):
+                    body.pop(0)
+    return ast.dump(trees[0]) == ast.dump(trees[1])
 
 
 def _started(node: ast.AST) -> Iterator[str]:
@@ -86,6 +123,18 @@ def _started(node: ast.AST) -> Iterator[str]:
     for before, word in pairwise(words):
         if before == "-m" and isinstance(word, str):
             yield word
+
+
+def files_of(since: str | None, changed: str | None) -> frozenset[str]:
+    """Return the files that changed since one of two commits, of which `DAY` names the day-old one.
+
+    Raises:
+        NoHistory: there is no such commit.
+    """
+    ref = since if changed is None else changed
+    if ref is None:
+        raise NoHistory("no commit was named")
+    return changed_files(day_old_commit() if ref == DAY else ref)
 
 
 @dataclass
@@ -171,10 +220,12 @@ class Graph:
                 yield self.modules.get(f"{module}.__main__", self.modules.get(module, ""))
 
     def _told(self, text: str) -> Iterator[str]:
-        """Yield the file that a text names: a module, by a name with a dot, or a path."""
+        """Yield the files that a text names: a module, all of a package, or a path."""
         if "." in text and text in self.modules:
             yield self.modules[text]
             yield self.modules.get(f"{text}.__main__", "")
+        elif text.endswith(".") and text[:-1] in self.modules:  # f"package.{name}"
+            yield from (path for name, path in self.modules.items() if name.startswith(text))
         elif "/" in text and (text in self.sources or text in self.others):
             yield text
 

@@ -1,13 +1,19 @@
-"""Which tests run only in the weekly job, or after a change of their subject."""
+"""Which tests run only in the weekly job, or after a change of their subject.
+
+    python -m tests.support.weekly --since REF | --changed REF | --long
+
+prints what the tests that a run selects need besides `.venv`: "clients" and "compiler".
+"""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from pathlib import PurePath
 
 import pytest
 
-from tests.support.selection import ROOT, Subject
+from tests.support.selection import ROOT, Graph, NoHistory, Selection, Subject, files_of
 
 # By the beginning of a test's node id.
 BY_NAME = {
@@ -91,3 +97,41 @@ def subjects(items: Sequence[pytest.Item]) -> dict[pytest.Item, Subject]:
 def path_of(item: pytest.Item) -> str:
     """Return the path of a test's file from the root."""
     return str(PurePath(item.nodeid.split("::", 1)[0]))
+
+
+# Files of tests that need an environment of its own: see scripts/clients and tests/scripts/conftest.
+NEEDS = {
+    "clients": (
+        "tests/clients/test_apart.py",
+        "tests/clients/test_deploy.py",
+        "tests/clients/test_fronts.py",
+    ),
+    "compiler": ("tests/scripts/test_compile_offline.py",),
+}
+
+
+def needs(chosen: Selection) -> list[str]:
+    """Return the names in `NEEDS` of which a selection has at least one test."""
+
+    def is_selected(file: str) -> bool:
+        subject = next((s for start, s in BY_NAME.items() if file.startswith(start)), None)
+        return chosen.reason(file, subject) is None
+
+    return [name for name, files in NEEDS.items() if any(map(is_selected, files))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--since", metavar="REF")
+    parser.add_argument("--changed", metavar="REF")
+    parser.add_argument("--long", action="store_true", help="all tests")
+    arguments = parser.parse_args()
+    try:
+        changed = None if arguments.long else files_of(arguments.since, arguments.changed)
+    except NoHistory:
+        changed = None
+    print(*needs(Selection(Graph.of_tree(), changed, arguments.changed is not None)))
+
+
+if __name__ == "__main__":
+    main()
