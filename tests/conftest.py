@@ -112,7 +112,7 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
         reason = chosen.reason(weekly.path_of(item), subjects.get(item))
         if reason is not None:
             reasons.setdefault(reason, []).append(item)
-    for reason, those in reasons.items():
+    for those in reasons.values():
         deselect(config, items, those)
     lines = [f"{len(those):>6} cases left out: {reason}" for reason, those in reasons.items()]
     chosen_file = Path(os.environ[FOLDER], SELECTED)  # the same from every process
@@ -234,6 +234,11 @@ def pytest_configure(config: pytest.Config) -> None:
         if config.option.schedule_seed is None:
             config.option.schedule_seed = secrets.randbits(32)
         config.add_cleanup(remove_folder)
+    if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):
+        # Imported here: JAX reads the variables above when it is imported.
+        from tests.support.quick_code import QuickCode
+
+        config.pluginmanager.register(QuickCode(), "jaxserve-quick-code")
     run_costs.pytest_configure(config)
     # A process of tests holds millions of objects, which Python would look through at every turn.
     gc.set_threshold(10_000, 20, 20)

@@ -2,8 +2,9 @@
 
     python -m tests.fetch [compiler]
 
-Published tokenizers, two models with real weights, a Chromium, and, if it is named, the compiler for
-cards that are not here. Prints what cannot be fetched: the tests that need it try again, and say so.
+Published tokenizers, two models with real weights, a Chromium, and, if it is named, the compiler
+for cards that are not here. Prints what cannot be fetched; the tests that need it try again, and
+report it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which tests a change selects: the graph of imports, and what a run without arguments leaves out."""
+"""Which tests a change selects, by the graph of imports, and which tests are weekly."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_the_day_old_commit_is_the_newest_of_them(repository: Path) -> None:
 
 
 def test_without_git_or_a_commit_all_tests_are_selected(tmp_path: Path) -> None:
-    with pytest.raises(NoHistory, match="git failed|not a git repository"):
+    with pytest.raises(NoHistory, match=r"git failed|not a git repository"):
         changed_files("HEAD", tmp_path)
     with pytest.raises(NoHistory):
         files_of(None, "no-such-commit")

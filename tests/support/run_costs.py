@@ -1,9 +1,9 @@
 """A plugin of pytest that prints where the CPU seconds of a run went, by folder of tests.
 
-A case includes its fixtures, so a shared fixture counts for the first folder that uses it. Seconds
-are those of this process, by `time.thread_time`, except XLA: its compiler works on threads of its
-own, so all CPU time of the process counts while it compiles. CPU seconds of other processes (servers,
-scripts) have one column; their programs are not counted.
+A case includes its fixtures, so a shared fixture counts for the first folder that uses it. Parts
+of a process are measured by `time.thread_time`, except XLA: its compiler works on threads of its
+own, so all CPU time of the process counts while it compiles. Other processes (servers, scripts)
+have one column for their CPU seconds; their programs are not counted.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
+from functools import partial
 from pathlib import PurePath
 from typing import Any
 
@@ -38,7 +39,9 @@ class Costs:
     """
 
     def __init__(self, is_by_file: bool = False) -> None:
-        self.seconds: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self.seconds: defaultdict[str, defaultdict[str, float]] = defaultdict(
+            partial(defaultdict, float)
+        )
         self.counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self.programs: defaultdict[str, set[str]] = defaultdict(set)
         self.folder = OUTSIDE
@@ -104,7 +107,8 @@ class Costs:
         """Add what `plain` returned in another process."""
         for mine, others in zip((self.seconds, self.counts), plain[:2], strict=True):
             for folder, parts in others.items():
-                mine[folder].update(parts)
+                for name, number in parts.items():
+                    mine[folder][name] += number
         for folder, keys in plain[2].items():
             self.programs[folder].update(keys)
 
@@ -173,7 +177,7 @@ class Plugin:
     """Attributes every case to its folder, and prints the table at the end."""
 
     def __init__(self, config: pytest.Config) -> None:
-        self.costs = Costs(is_by_file=config.getoption("costs_by_file"))
+        self.costs = Costs(is_by_file=bool(config.getoption("costs_by_file")))
         self._last = (0.0, 0.0)
         self._is_controller = bool(getattr(config.option, "numprocesses", None)) and not hasattr(
             config, "workerinput"
@@ -230,11 +234,12 @@ def table(costs: Costs) -> list[str]:
     heads = ["cases", "total", *PARTS, "rest", "others", "programs", "distinct", "found", "kernels"]
 
     def row(name: str, folders: Iterable[str]) -> list[str]:
-        seconds: Counter[str] = Counter()
+        seconds: defaultdict[str, float] = defaultdict(float)
         counts: Counter[str] = Counter()
         keys: set[str] = set()
         for folder in folders:
-            seconds.update(costs.seconds[folder])
+            for part, number in costs.seconds[folder].items():
+                seconds[part] += number
             counts.update(costs.counts[folder])
             keys |= costs.programs[folder]
         rest = seconds["all"] - sum(seconds[part] for part in PARTS)

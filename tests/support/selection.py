@@ -1,10 +1,9 @@
 """Which tests a change concerns, by the graph of what each file imports.
 
-Nodes are files of the repository. A file depends on the modules that it imports, on files and modules
-that it names in a text (`"jaxserve.commands.cli"`, `"scripts/bootstrap"`), and a test on the
-conftest.py files of its folders. `from package import Name` leads to the module that defines `Name`,
-and not to all that the package's __init__.py imports. This file imports the standard library only,
-because `scripts/test` runs it before the tests.
+Nodes are files of the repository. A file depends on the modules that it imports, and on files and
+modules that it names in a text (`"jaxserve.commands.cli"`, `"scripts/bootstrap"`). A test depends
+on the conftest.py files of its folders too. `from package import Name` leads to the module that
+defines `Name`, and not to everything that the package's __init__.py imports.
 """
 
 from __future__ import annotations
@@ -110,9 +109,9 @@ def _is_same(before: str, after: str) -> bool:
     for tree in trees:
         for node in ast.walk(tree):
             body = getattr(node, "body", None)
-            if isinstance(body, list) and body and isinstance(body[0], ast.Expr):
-                if isinstance(body[0].value, ast.Constant):
-                    body.pop(0)
+            match body:
+                case [ast.Expr(value=ast.Constant()), *rest]:
+                    node.body = rest  # type: ignore[attr-defined]
     return ast.dump(trees[0]) == ast.dump(trees[1])
 
 
@@ -279,7 +278,7 @@ class Graph:
         return [name for name in self.sources if Path(name).name.startswith("test_")]
 
     def concerned(self, changed: Iterable[str]) -> list[str]:
-        """Return the files of tests that depend on a changed file; READ_THE_TREE are always there."""
+        """Return the files of tests that depend on a changed file, and READ_THE_TREE."""
         changed = frozenset(changed)
         if not changed.isdisjoint(EVERYWHERE):
             return self.tests
@@ -297,7 +296,7 @@ class Subject:
 
     Attributes:
         name: of the group, for the count that a run prints.
-        of: path prefixes. A changed file counts if a test depends on it and it is below one of them.
+        of: path prefixes. A changed file counts if a test depends on it and it is below one.
     """
 
     name: str

@@ -64,9 +64,9 @@ def _whole_name(item: pytest.Item) -> str:
 
 
 def further_cases(items: Sequence[pytest.Item]) -> dict[pytest.Item, Subject]:
-    """Return all tests of a family but those of one case, for each function of tests.
+    """Return all tests of a family except those of one case, for each function of tests.
 
-    The one case is the first; a case that has steps of one token as programs of their own goes first.
+    The case is the first one whose steps of one token are programs of their own, or else the first.
     """
     first: dict[tuple[str, str], str] = {}
     cases = [(item, *found) for item in items if (found := _family_of(item)) is not None]
@@ -99,7 +99,7 @@ def path_of(item: pytest.Item) -> str:
     return str(PurePath(item.nodeid.split("::", 1)[0]))
 
 
-# Files of tests that need an environment of its own: see scripts/clients and tests/scripts/conftest.
+# Files of tests that need another environment: see scripts/clients and tests/scripts/conftest.py.
 NEEDS = {
     "clients": (
         "tests/clients/test_apart.py",
