@@ -233,7 +233,8 @@ class Copy:
             check=False,
         )
         assert result.returncode == 0, result.stderr
-        quiet = result.stdout.replace(" -qq --editable", "").replace(" -qq", "")
+        quiet = result.stdout.replace(" -qq --no-compile", " -qq")
+        quiet = quiet.replace(" -qq --editable", "").replace(" -qq", "")
         return quiet.splitlines(), result.stderr.splitlines()
 
 

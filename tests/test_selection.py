@@ -45,7 +45,9 @@ SOURCES = {
     "tests/scripts/test_page.py": "from scripts.bench.page import run",
     "tests/test_bootstrap.py": "TEXT = (ROOT / 'scripts/bench/start').read_text()",
 }
-GRAPH = Graph(SOURCES, frozenset({"scripts/bench/start", "jaxserve/server/page/look.css"}))
+GRAPH = Graph(
+    SOURCES, frozenset({"README.md", "scripts/bench/start", "jaxserve/server/page/look.css"})
+)
 
 
 @pytest.mark.parametrize(

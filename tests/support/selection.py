@@ -152,8 +152,9 @@ class Graph:
 
     @classmethod
     def of_tree(cls, root: Path = ROOT) -> Graph:
-        """Read all files below the four folders."""
-        sources, others = {}, []
+        """Read all files below the four folders, and the names of those beside the folders."""
+        sources: dict[str, str] = {}
+        others = [path.name for path in root.iterdir() if path.is_file()]
         for folder in FOLDERS:
             for path in sorted((root / folder).rglob("*")):
                 name = path.relative_to(root).as_posix()
@@ -225,7 +226,7 @@ class Graph:
             yield self.modules.get(f"{text}.__main__", "")
         elif text.endswith(".") and text[:-1] in self.modules:  # f"package.{name}"
             yield from (path for name, path in self.modules.items() if name.startswith(text))
-        elif "/" in text and (text in self.sources or text in self.others):
+        elif text in self.sources or text in self.others:
             yield text
 
     def edges(self, path: str) -> frozenset[str]:

@@ -18,6 +18,13 @@ from tests.support.selection import ROOT, Graph, NoHistory, Selection, Subject, 
 # By the beginning of a test's node id.
 BY_NAME = {
     "tests/scripts/": Subject("tests of scripts", ("scripts/", "tests/scripts/")),
+    "tests/test_bootstrap.py": Subject(
+        "tests of scripts",
+        (
+            *("scripts/bootstrap", "scripts/demo", "scripts/find_device.py", "scripts/test"),
+            *("scripts/try_cuda.py", "scripts/constraints.txt", "pyproject.toml"),
+        ),
+    ),
     "tests/clients/test_bench_serving.py": Subject("tests of scripts", ("scripts/serving/",)),
     "tests/clients/test_deploy.py": Subject("tests of scripts", ("scripts/deploy/",)),
     **dict.fromkeys(
