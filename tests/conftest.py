@@ -236,8 +236,10 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(remove_folder)
     if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):
         # Imported here: JAX reads the variables above when it is imported.
+        from tests.support import shared_engine
         from tests.support.quick_code import QuickCode
 
+        config.pluginmanager.register(shared_engine, "jaxserve-shared-engine")
         config.pluginmanager.register(QuickCode(), "jaxserve-quick-code")
     run_costs.pytest_configure(config)
     # A process of tests holds millions of objects, which Python would look through at every turn.
