@@ -166,11 +166,8 @@ def pack(
     XLA on CPU may read a NumPy argument in place long after the call.
 
     Args:
-        plan: the plan.
         slots: the slot table, with tokens and settings.
-        bucket: the padded shape.
-        new_pages: positions in the flat page table whose pages the batch contains, at most
-            `room_for_pages`.
+        new_pages: positions of new pages in the flat page table, at most `room_for_pages`.
     """
     num_rows, num_tokens = len(plan), plan.total_tokens
     words = np.empty(_size(bucket, slots.page_size), np.int32)

@@ -315,17 +315,8 @@ class Runner:
         if logits is not None:
             logits.copy_to_host_async()
         widths = slots.num_logprobs[plan.slots]
-        return InFlight(
-            plan,
-            output,
-            bucket,
-            widths,
-            has_positions,
-            submitted,
-            logits=logits,
-            prompts=prompts,
-            expert_rows=rows,
-        )
+        results = InFlight(plan, output, bucket, widths, has_positions, submitted)
+        return replace(results, logits=logits, prompts=prompts, expert_rows=rows)
 
     @staticmethod
     def _draw(

@@ -258,14 +258,13 @@ def decode_steps(
 ) -> tuple[DeviceState, StepOutput]:
     """Run several decode steps in one launch, each with the tokens that the previous step sampled.
 
-    A row is active until a token ends it or its logits are not finite. An inactive row writes
-    no cell of the cache. The launch ends when no row is active. Each step computes the same as a
-    single `model_step`, so the number of steps per launch does not change results.
+    A row is active until a token ends it or its logits are not finite. Inactive rows write no
+    cell of the cache, and the launch ends when no row is active. Each step is equal to a single
+    `model_step`, so the number of steps per launch does not change results.
 
     Args:
         graphdef, treedef, leaves, state: see `model_step`.
-        batch: the inputs of the first step, one token per row. `batch.num_steps`, at most `most`,
-            is the number of steps.
+        batch: the inputs of the first step, one token per row, and the number of steps.
         most: static, the most steps of the launch.
         options: the options of `model_step`.
 
