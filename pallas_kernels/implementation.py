@@ -1,7 +1,7 @@
-"""Choice of the implementation that runs: one table of preferences and one of limits.
+"""Choice of the implementation of an operation: a table of preferences and one of limits.
 
-``implementation="auto"`` takes the first name in ``PREFERENCE`` whose limits admit the call. A name
-that the caller gives is used or refused with the reason; it never falls through to another one.
+``implementation="auto"`` selects the first name in ``PREFERENCE`` whose limits admit the call. If
+the caller gives a name, that implementation runs, or a ValueError states why it cannot.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ IMPLEMENTATIONS = ("auto", "mosaic_gpu", "triton", "triton_interpret", "llvm", "
 """Names accepted everywhere. "triton_interpret" runs the Triton kernels on any device, slowly."""
 
 PREFERENCE: dict[tuple[str, str], tuple[str, ...]] = {
-    # (operation, platform) -> what "auto" tries, best first.
+    # (operation, platform) -> names that "auto" tries, best first
     ("ragged", "gpu"): ("mosaic_gpu", "triton", "xla"),
     ("decode", "gpu"): ("triton", "xla"),
     ("kv_write", "gpu"): ("triton", "xla"),
@@ -48,27 +48,27 @@ LLVM_WRITES = (
 )
 """Dtypes of queries and pages that the CPU kernel of ``rope_kv_write`` knows."""
 MAX_GROUP = 16
-MAX_NORM_WIDTH = 32768  # a program keeps a row in its registers
+MAX_NORM_WIDTH = 32768  # a program holds a row in registers
 MOST_ROWS, FEW_ROWS, FEW_OUTPUTS = 256, 64, 2048
 """Rows beyond which XLA's products are the faster ones; with many outputs, in parts."""
 TWO_GIB, FOUR_GIB = 2**31, 2**32
 
 
 def has_llvm() -> bool:
-    """Return whether the code being compiled can call the kernels for CPU."""
+    """Return whether code is being compiled for a CPU and llvmlite is installed."""
     return target_device().platform == "cpu" and find_spec("llvmlite") is not None
 
 
 def deferred(module: str, function: str, **options: bool) -> Callable[..., Any]:
-    """Return a stand-in for a function whose module is imported at the first call.
+    """Return a function that imports `module` at its first call and calls `function` of it.
 
-    Pallas takes 0.4 s to import, an eighth of a start on CPU, where no kernel of it runs; LLVM is
-    not needed on a GPU.
+    Importing Pallas takes 0.4 s, an eighth of a start on CPU, where its kernels never run. A GPU
+    does not need llvmlite.
 
     Args:
-        module: its full name.
-        function: the function's name in the module.
-        options: keywords that every call adds to its own.
+        module: full name of the module.
+        function: name of the function in the module.
+        options: keyword arguments that are added to every call.
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -78,7 +78,7 @@ def deferred(module: str, function: str, **options: bool) -> Callable[..., Any]:
 
 
 def device_limit(name: str, device: DeviceLimits) -> str | None:
-    """Return the reason why an implementation runs no call on a device; None when it runs some."""
+    """Return why an implementation cannot run on a device at all, or None if it can."""
     if name == "llvm" and device.platform != "cpu":
         return f"llvm needs a CPU and the platform is {device.platform}; allowed: triton or xla"
     if name not in ("triton", "mosaic_gpu"):
@@ -94,7 +94,7 @@ def device_limit(name: str, device: DeviceLimits) -> str | None:
 
 
 def _triton_limit(case: AnyCase) -> str | None:
-    """Return the reason why the Triton kernels cannot compute a call; None when they can."""
+    """Return why the Triton kernels cannot compute a call, or None if they can."""
     if isinstance(case, ProductCase):
         if case.dtype.itemsize != 2:
             return f"x has dtype {case.dtype}; allowed: bfloat16 or float16"
@@ -131,7 +131,7 @@ def _triton_limit(case: AnyCase) -> str | None:
 
 
 def _mosaic_limit(case: AnyCase) -> str | None:
-    """Return the reason why the Hopper kernel cannot compute a call; None when it can."""
+    """Return why the Hopper kernel cannot compute a call, or None if it can."""
     if not isinstance(case, Case) or case.op != "ragged":
         return f"there is no mosaic_gpu kernel for {case.op}; allowed: triton or xla"
     if case.S not in KERNEL_PAGE_SIZES:
@@ -149,7 +149,7 @@ def _mosaic_limit(case: AnyCase) -> str | None:
 
 
 def _llvm_limit(case: AnyCase) -> str | None:
-    """Return the reason why the CPU kernels cannot compute a call; None when they can."""
+    """Return why the CPU kernels cannot compute a call, or None if they can."""
     if case.op not in ("ragged", "decode", "add_norm", "rope_kv_write"):
         return f"there is no llvm kernel for {case.op}; allowed: xla"
     if find_spec("llvmlite") is None:
@@ -181,7 +181,7 @@ def _llvm_limit(case: AnyCase) -> str | None:
 
 
 def limit(name: str, case: AnyCase) -> str | None:
-    """Return the reason why implementation ``name`` cannot do ``case``; None when it can."""
+    """Return why the implementation `name` cannot compute the call `case`, or None if it can."""
     limits = {
         "llvm": _llvm_limit,
         "triton": _triton_limit,
@@ -194,14 +194,14 @@ def limit(name: str, case: AnyCase) -> str | None:
 
 
 def choose(requested: str, case: AnyCase) -> str:
-    """Return the implementation that will run ``case``.
+    """Return the name of the implementation that will run a call.
 
     Args:
         requested: "auto", or the name of an implementation.
-        case: the call.
+        case: shapes and dtypes of the call.
 
     Raises:
-        ValueError: ``requested`` is no name, or names an implementation that cannot do the case.
+        ValueError: `requested` is unknown, or names an implementation that cannot run the call.
     """
     if requested not in IMPLEMENTATIONS:
         raise ValueError(f"implementation is {requested!r}; allowed: {', '.join(IMPLEMENTATIONS)}")
@@ -215,7 +215,6 @@ def choose(requested: str, case: AnyCase) -> str:
 
 
 def _is_untimed(name: str, case: AnyCase) -> bool:
-    """Return whether it is the Hopper kernel, at a head size that it was not timed at."""
     return name == "mosaic_gpu" and isinstance(case, Case) and case.H not in (64, 128)
 
 

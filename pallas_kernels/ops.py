@@ -1,4 +1,4 @@
-"""The public operations: check the arguments, choose an implementation, call it."""
+"""The public operations. Each checks its arguments, chooses an implementation and calls it."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ GREATEST: Mapping[str, Callable[..., jax.Array]] = {
     "xla": reference.greatest,
 }
 
-# On CPU only: products with weights in panels, and the machine code of kernels, to keep and to
-# restore.
+# Only on CPU: products with weights in panels, and functions that store and restore the machine
+# code of kernels.
 panel_product = deferred("pallas_kernels.cpu.product", "panel_product")
 block_product = deferred("pallas_kernels.cpu.block_product", "block_product")
 quantized_panel_product = deferred(
@@ -113,39 +113,39 @@ def ragged_paged_attention(
     arrivals: jax.Array | None = None,
     implementation: str = "auto",
 ) -> jax.Array:
-    """Compute causal attention of rows of any length over their pages of KV cache.
+    """Compute causal attention of rows of any length over their pages of the KV cache.
 
-    Row r owns the tokens ``query_start[r]:query_start[r+1]`` of q, and they are the last of its
-    ``kv_len[r]`` positions: query i of n is at position ``kv_len[r] - n + i`` and sees positions
-    up to its own. Keys and values of all positions, the queries' own included, are
-    already in the pages. Tokens at and after ``query_start[R]`` are padding. Padding, and queries
-    that see nothing, yield zeros. Nothing that a row does not own reaches its output: not other
-    rows' pages, not the unwritten end of its last page, be they NaN.
+    Row r has the tokens ``query_start[r]:query_start[r+1]`` of q. They are the last of its
+    ``kv_len[r]`` positions: query i of n is at position ``kv_len[r] - n + i`` and sees all
+    positions up to its own. The pages already hold the keys and values of all these positions.
+    Tokens from ``query_start[R]`` on are padding. The result is zero for padding and for queries
+    that see no position. Pages of other rows, and the unwritten end of the last page, never affect
+    a row, even if they hold NaN.
 
     Args:
         q: [T,N,H] queries, bfloat16, float16, float32 or float64.
-        k_pages: [P,K,S,H] keys, of q's dtype, a narrower one, float8_e4m3fn or, but on a GPU, its
-            bits as uint8, or int8; N % K == 0.
+        k_pages: [P,K,S,H] keys. Their dtype is that of q, a narrower one, float8_e4m3fn or int8. On
+            a CPU also uint8, the bits of float8_e4m3fn. N must be a multiple of K.
         v_pages: [P,K,S,H] values, of the dtype of k_pages.
-        page_table: i32[R,M] page ids; entries past a row's pages may be anything in [0, P).
-        query_start: i32[R+1], starting at 0 and never falling.
+        page_table: i32[R,M] page ids. Entries after the last page of a row can be any id in [0, P).
+        query_start: i32[R+1]. It starts at 0 and never decreases.
         kv_len: i32[R] positions per row, at most M*S.
-        scale: multiplies the scores; None means ``H ** -0.5``.
+        scale: multiplies the scores. None means ``H ** -0.5``.
         window: a query at position p sees only positions greater than ``p - window``.
         soft_cap: scores become ``soft_cap * tanh(score / soft_cap)``.
-        sinks: [N] logits that join the softmax's denominator, neither scaled nor capped.
-        k_scale: f32[K]; a stored key times this is the real one. Given together with v_scale. For
-            pages of int8 f32[P,K,S], as ``quantized_kv_write`` returns them.
-        v_scale: likewise for values.
-        arrivals: the counters of ``rope_kv_write``, used up where a kernel needs some; None makes
-            new ones there.
-        implementation: "auto", or one of ``IMPLEMENTATIONS`` which is then used or refused.
+        sinks: [N] logits that are added to the denominator of the softmax, without scale or cap.
+        k_scale: f32[K] factors of the stored keys. Given together with v_scale. For pages of int8
+            it is f32[P,K,S], as ``quantized_kv_write`` returns it.
+        v_scale: the same for the stored values.
+        arrivals: the counters that ``rope_kv_write`` returns, or None to allocate counters if the
+            kernel needs them. The call overwrites them.
+        implementation: "auto", or one of ``IMPLEMENTATIONS``.
 
     Returns:
-        [T,N,H] of q's dtype; accumulated in float32 (float64 for float64).
+        [T,N,H] of q's dtype. Accumulated in float32 (float64 for float64).
 
     Raises:
-        ValueError: naming the argument at fault and what is allowed.
+        ValueError: names the wrong argument and the allowed values.
     """
     arrays = (q, k_pages, v_pages, page_table, query_start, kv_len)
     q, k_pages, v_pages, page_table, query_start, kv_len = map(jnp.asarray, arrays)
@@ -176,18 +176,18 @@ def paged_decode_attention(
     arrivals: jax.Array | None = None,
     implementation: str = "auto",
 ) -> jax.Array:
-    """Compute ``ragged_paged_attention`` where every row has one query, its last position.
+    """Compute attention of one query per row, its last position, over its pages of the KV cache.
 
     Args:
-        q: [R,N,H]; row r is the query at position ``kv_len[r] - 1``.
-        kv_len: i32[R]; a row of 0 positions is padding and yields zeros.
-        Others as in ``ragged_paged_attention``.
+        q: [R,N,H]. Row r is the query at position ``kv_len[r] - 1``.
+        kv_len: i32[R] positions per row. The result of a row without positions is zero.
+        Others: as in ``ragged_paged_attention``.
 
     Returns:
         [R,N,H] of q's dtype.
 
     Raises:
-        ValueError: naming the argument at fault and what is allowed.
+        ValueError: names the wrong argument and the allowed values.
     """
     arrays = (q, k_pages, v_pages, page_table, kv_len)
     q, k_pages, v_pages, page_table, kv_len = map(jnp.asarray, arrays)
@@ -200,10 +200,10 @@ def paged_decode_attention(
 
 
 def _counters(arrivals: jax.Array | None, name: str) -> dict[str, jax.Array]:
-    """Return the option that the Triton kernels have.
+    """Return the keyword argument ``arrivals`` for the implementations that take it.
 
     Raises:
-        ValueError: these are no counters.
+        ValueError: `arrivals` has a wrong shape or dtype.
     """
     if arrivals is None:
         return {}
@@ -215,7 +215,6 @@ def _counters(arrivals: jax.Array | None, name: str) -> dict[str, jax.Array]:
 
 
 def _shaped(name: str, case: Case) -> str:
-    """Return the key of an implementation in the tables: plain JAX has another shape on a GPU."""
     return "xla_gpu" if name == "xla" and case.device.is_gpu else name
 
 
@@ -230,24 +229,24 @@ def kv_write(
     v_scale: jax.Array | None = None,
     implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
-    """Store keys and values of a step in their pages; in place when the pages are donated.
+    """Store the keys and values of a step in their pages. In place if the pages are donated.
 
     Args:
         k: [T,K,H] keys.
         v: [T,K,H] values, of the dtype of k.
         k_pages: [P,K,S,H].
         v_pages: [P,K,S,H], of the dtype of k_pages.
-        slot_mapping: i32[T]; token t goes to page ``slot // S`` at offset ``slot % S``. A value
-            outside [0, P*S), such as -1, stores nothing. A slot may occur once.
-        k_scale: f32[K]; what is stored is the key divided by this. float8 saturates at 448.
-        v_scale: f32[K], likewise for values.
-        implementation: "auto", or one of ``IMPLEMENTATIONS`` which is then used or refused.
+        slot_mapping: i32[T]. Token t is stored in page ``slot // S`` at offset ``slot % S``. Tokens
+            with a slot outside [0, P*S), such as -1, are not stored. A slot may occur once.
+        k_scale: f32[K]. Keys are divided by it before they are stored. float8 saturates at 448.
+        v_scale: f32[K], the same for values.
+        implementation: "auto", or one of ``IMPLEMENTATIONS``.
 
     Returns:
         The new (k_pages, v_pages).
 
     Raises:
-        ValueError: naming the argument at fault and what is allowed.
+        ValueError: names the wrong argument and the allowed values.
     """
     arrays = (k, v, k_pages, v_pages, slot_mapping)
     k, v, k_pages, v_pages, slot_mapping = map(jnp.asarray, arrays)
@@ -270,21 +269,21 @@ def quantized_kv_write(
     *,
     implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Store keys and values of a step as int8, with a scale for each token and kv head.
+    """Store the keys and values of a step as int8, with a scale for each token and kv head.
 
-    All four arrays are written in place when they are donated.
+    All four arrays are written in place if they are donated.
 
     Args:
         k, v, slot_mapping: as in ``kv_write``.
         k_pages, v_pages: i8[P,K,S,H] codes, from -127 to 127.
-        k_scale, v_scale: f32[P,K,S]; a code times this is the stored number.
+        k_scale, v_scale: f32[P,K,S]. The stored number is the code times its scale.
         implementation: "auto" or "xla".
 
     Returns:
         The new (k_pages, v_pages, k_scale, v_scale).
 
     Raises:
-        ValueError: naming the argument at fault and what is allowed.
+        ValueError: names the wrong argument and the allowed values.
     """
     arrays = (k, v, k_pages, v_pages, k_scale, v_scale, slot_mapping)
     k, v, k_pages, v_pages, k_scale, v_scale, slot_mapping = map(jnp.asarray, arrays)
@@ -292,7 +291,7 @@ def quantized_kv_write(
         raise ValueError(f"k_pages has dtype {k_pages.dtype}; allowed: int8")
     scales = {"k_scale": k_scale, "v_scale": v_scale}
     case = kv_write_case(target_device(), k, v, k_pages, v_pages, slot_mapping, **scales)
-    choose(implementation, case)  # plain JAX is all there is
+    choose(implementation, case)  # refuses any name but "auto" and "xla"
     return xla.quantized_kv_write(k, v, k_pages, v_pages, k_scale, v_scale, slot_mapping)
 
 
@@ -307,28 +306,28 @@ def rope_kv_write(
     dtype: DTypeLike | None = None,
     implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Rotate a step's queries and keys, after their norms, and store keys and values in pages.
+    """Normalize and rotate the queries and keys of a step, and store keys and values in pages.
 
-    The pages are written in place when they are donated.
+    The pages are written in place if they are donated.
 
     Args:
-        qkv: [T,K,G+2,H] for each kv head its G query heads, its key and its value; of ``dtype``.
-            Or [parts,T,K,G+2,H], float32 at least, whose sum over the parts is rounded to
-            ``dtype`` first, and which may have more tokens than T.
-        cos_sin: f32[T,pairs] cosines and sines of the tokens' positions, for the first 2 * pairs
-            numbers of a head; the rest stays as it is. None rotates nothing.
+        qkv: [T,K,G+2,H] of `dtype`: for each kv head its G query heads, its key and its value. Or
+            [parts,T,K,G+2,H], float32 or wider: its sum over the parts is rounded to `dtype` first,
+            and it may have more tokens than T.
+        cos_sin: f32[T,pairs] cosines and sines of the tokens' positions. They rotate the first 2 *
+            pairs numbers of a head. None disables the rotation.
         k_pages, v_pages, slot_mapping: as in ``kv_write``.
-        options: norms, bias, order of pairs and scales of what is stored.
-        dtype: of the queries; None means that of qkv.
-        implementation: "auto", or one of ``IMPLEMENTATIONS`` which is then used or refused.
+        options: norms, bias, order of the pairs, and scales of the stored numbers.
+        dtype: dtype of the queries. None means the dtype of qkv.
+        implementation: "auto", or one of ``IMPLEMENTATIONS``.
 
     Returns:
-        Queries [T,N,H], the new k_pages and v_pages, and i32 counters at zero, which attention over
-        those pages may use up. Computed in float32 at least, and rounded to ``dtype`` after a sum
-        of parts, after a norm and after the rotation.
+        Queries [T,N,H], the new k_pages and v_pages, and i32 counters that are zero. Attention over
+        these pages can use the counters as its `arrivals`. The computation is in float32 or wider,
+        rounded to `dtype` after a sum of parts, after a norm and after the rotation.
 
     Raises:
-        ValueError: naming the argument at fault and what is allowed.
+        ValueError: names the wrong argument and the allowed values.
     """
     qkv, slot_mapping = jnp.asarray(qkv), jnp.asarray(slot_mapping)
     dtype = jnp.dtype(qkv.dtype if dtype is None else dtype)
@@ -344,13 +343,13 @@ def rope_kv_write(
 def rope_kv_write_kernel(
     dtype: DTypeLike, k_pages: jax.Array, tokens: int, group: int, implementation: str
 ) -> str:
-    """Return the name of what computes ``rope_kv_write``; "xla" for none.
+    """Return the name of the implementation that would compute ``rope_kv_write``.
 
     Args:
-        dtype: of the queries.
+        dtype: dtype of the queries.
         k_pages: [P,K,S,H].
-        tokens: how many there are.
-        group: queries of a key.
+        tokens: number of tokens.
+        group: query heads per kv head.
         implementation: as in ``rope_kv_write``.
     """
     case = qkv_case(target_device(), jnp.dtype(dtype), k_pages, tokens, group)
@@ -360,23 +359,23 @@ def rope_kv_write_kernel(
 def grouped_matmul(
     x: jax.Array, w: jax.Array, group_sizes: jax.Array, *, implementation: str = "auto"
 ) -> jax.Array:
-    """Multiply rows, sorted by group, each by the matrix of its group.
+    """Multiply rows, which are sorted by group, each by the matrix of its group.
 
     The first ``group_sizes[0]`` rows of x belong to group 0, the next ``group_sizes[1]`` to group 1
-    and so on; rows after the last group yield zeros. Cost follows the rows, not the groups: the
-    matrix of a group without rows is not read.
+    and so on. Rows after the last group yield zeros. The cost depends on the rows, not on the
+    groups: the matrix of a group without rows is not read.
 
     Args:
         x: [A,D], bfloat16, float16, float32 or float64.
         w: [E,D,F], of the dtype of x.
-        group_sizes: i32[E], none negative, together at most A.
-        implementation: "auto", or one of ``IMPLEMENTATIONS`` which is then used or refused.
+        group_sizes: i32[E], not negative, with a sum of at most A.
+        implementation: "auto", or one of ``IMPLEMENTATIONS``.
 
     Returns:
-        [A,F] of x's dtype; accumulated in float32 (float64 for float64).
+        [A,F] of x's dtype. Accumulated in float32 (float64 for float64).
 
     Raises:
-        ValueError: naming the argument at fault and what is allowed.
+        ValueError: names the wrong argument and the allowed values.
     """
     x, w, group_sizes = map(jnp.asarray, (x, w, group_sizes))
     run = GROUPED[choose(implementation, grouped_case(target_device(), x, w, group_sizes))]
@@ -395,28 +394,28 @@ def add_norm(
     factor: float = 1.0,
     implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
-    """Add a block's result to the residual stream, and norm the sum for the block that follows.
+    """Add the result of a block (attention or MLP) to the residual stream, and normalize the sum.
 
     The norm is RMSNorm (Zhang and Sennrich 2019): ``s / rms(s) * (scale + offset)``.
 
     Args:
         x: [T,D] the residual stream, bfloat16, float16, float32 or float64.
-        delta: [T,D] of x's dtype; or [parts,T,D], float32 at least, whose sum over the parts is
-            rounded to x's dtype and then added, and which may have more rows than x; or None, and x
-            is the sum.
-        scale: [D] of x's dtype, or None for no norm of the sum, which then is returned twice.
-        delta_scale: [D] of x's dtype; delta is normed before it is added. None for no norm.
-        eps: added to the mean of squares.
+        delta: the array to add. [T,D] of x's dtype. Or [parts,T,D], float32 or wider, possibly with
+            more rows than x: its sum over the parts is rounded to x's dtype. None adds no array.
+        scale: [D] of x's dtype, or None for no norm of the sum. The sum is then returned twice.
+        delta_scale: [D] of x's dtype: delta is normalized before it is added. None for no norm.
+        eps: added to the mean of the squares.
         offset: added to the scale.
-        rounds_last: round once, after the scale, as Gemma does; else before it and after it.
-        factor: of delta, whose product with it is rounded.
-        implementation: "auto", or one of ``IMPLEMENTATIONS`` which is then used or refused.
+        rounds_last: round once, after the scale, as Gemma does. Otherwise round before and after
+            the scale.
+        factor: factor of delta. The product is rounded.
+        implementation: "auto", or one of ``IMPLEMENTATIONS``.
 
     Returns:
-        The sum and its norm, [T,D] of x's dtype; computed in float32 at least.
+        The sum and its norm, [T,D] of x's dtype. Computed in float32 or wider.
 
     Raises:
-        ValueError: naming the argument at fault and what is allowed.
+        ValueError: names the wrong argument and the allowed values.
     """
     x = jnp.asarray(x)
     options = NormOptions(eps, offset, rounds_last, factor)
@@ -427,7 +426,7 @@ def add_norm(
 
 
 def add_norm_kernel(x: jax.Array, implementation: str) -> str:
-    """Return the name of what computes ``add_norm`` over rows like x, [T,D]; "xla" for none."""
+    """Return the name of the implementation that would compute ``add_norm`` of rows x [T,D]."""
     return choose(
         implementation, RowsCase("add_norm", target_device(), jnp.dtype(x.dtype), *x.shape)
     )
@@ -463,19 +462,19 @@ def _plain_norm(x: jax.Array, scale: jax.Array, options: NormOptions) -> jax.Arr
 def matmul_in_parts(
     x: jax.Array, w: jax.Array, parts: int, *, implementation: str = "auto"
 ) -> jax.Array:
-    """Multiply few rows by a matrix, in sums over equal parts of the inputs.
+    """Multiply few rows by a matrix, as separate products over equal parts of the inputs.
 
     Args:
         x: [T,D], bfloat16, float16, float32 or float64.
         w: [D,F], of the dtype of x.
-        parts: into how many parts D is divided.
-        implementation: "auto", or one of ``IMPLEMENTATIONS`` which is then used or refused.
+        parts: number of parts of D.
+        implementation: "auto", or one of ``IMPLEMENTATIONS``.
 
     Returns:
-        [parts,T,F], float32 at least, whose sum over the parts is the product.
+        [parts,T,F], float32 or wider. The sum over the parts is the product x @ w.
 
     Raises:
-        ValueError: naming the argument at fault and what is allowed.
+        ValueError: names the wrong argument and the allowed values.
     """
     x, w = jnp.asarray(x), jnp.asarray(w)
     case = product_case("matmul_in_parts", target_device(), x, w, parts)
@@ -488,22 +487,22 @@ def matmul_in_parts(
 def gated_matmul(
     x: jax.Array, w: jax.Array, activation: Activation = "silu", *, implementation: str = "auto"
 ) -> jax.Array:
-    """Multiply few rows by two matrices, and combine: ``activation(x @ gate) * (x @ up)``.
+    """Multiply few rows by two matrices and combine: ``activation(x @ gate) * (x @ up)``.
 
-    It is the first half of a gated MLP (Shazeer 2020), without its results in memory.
+    This is the first half of a gated MLP (Shazeer 2020). The two products are not stored in memory.
 
     Args:
         x: [T,D], bfloat16, float16, float32 or float64.
         w: [D,2,F] gate and up, of the dtype of x.
-        activation: "silu", or "gelu_tanh", which is GELU by its approximation with tanh.
-        implementation: "auto", or one of ``IMPLEMENTATIONS`` which is then used or refused.
+        activation: "silu", or "gelu_tanh", the approximation of GELU with tanh.
+        implementation: "auto", or one of ``IMPLEMENTATIONS``.
 
     Returns:
-        [T,F] of x's dtype; computed in float32 at least, both products rounded to x's dtype before
-        the activation.
+        [T,F] of x's dtype. The computation is in float32 or wider. Both products are rounded to x's
+        dtype before the activation.
 
     Raises:
-        ValueError: naming the argument at fault and what is allowed.
+        ValueError: names the wrong argument and the allowed values.
     """
     x, w = jnp.asarray(x), jnp.asarray(w)
     if activation not in ACTIVATIONS:
@@ -516,32 +515,33 @@ def gated_matmul(
 
 
 def has_few_row_product(op: str, x: jax.Array, outputs: int, implementation: str) -> bool:
-    """Return whether a kernel computes "matmul_in_parts" or "gated_matmul" of rows like x, [T,D].
+    """Return whether a kernel computes "matmul_in_parts" or "gated_matmul" (`op`) of rows x [T,D].
 
-    One that is named and cannot compute a call is not refused here: products have no other name.
+    If `implementation` names a kernel that cannot run the call, the result is False.
+    `implementation` may name a kernel of another operation, because products have no option of
+    their own.
     """
     case = ProductCase(op, target_device(), jnp.dtype(x.dtype), x.shape[0], x.shape[1], outputs)
     return _kernel_runs(implementation, case)
 
 
 def _kernel_runs(implementation: str, case: ProductCase | RowsCase) -> bool:
-    """Return whether a kernel computes a call, under a name that may be another operation's."""
     named = implementation in ("triton", "triton_interpret")
     return limit(implementation, case) is None if named else choose(implementation, case) != "xla"
 
 
 def greatest(x: jax.Array, *, implementation: str = "auto") -> jax.Array:
-    """Find the first greatest number of each row, where all are finite.
+    """Return the argmax of each row: the first index of its greatest number.
 
     Args:
         x: [R,V] float32 or float64.
-        implementation: "auto", or one of ``IMPLEMENTATIONS`` which is then used or refused.
+        implementation: "auto", or one of ``IMPLEMENTATIONS``.
 
     Returns:
-        i32[R] indices; -1 for a row that holds a NaN or an infinity.
+        i32[R] indices. -1 for a row that contains a NaN or an infinity.
 
     Raises:
-        ValueError: naming the argument at fault and what is allowed.
+        ValueError: names the wrong argument and the allowed values.
     """
     x = jnp.asarray(x)
     if x.ndim != 2 or 0 in x.shape:
@@ -552,7 +552,7 @@ def greatest(x: jax.Array, *, implementation: str = "auto") -> jax.Array:
 
 
 def has_greatest(x: jax.Array, implementation: str) -> bool:
-    """Return whether a kernel computes ``greatest`` of rows like x, [R,V]."""
+    """Return whether a kernel computes the argmax (``greatest``) of rows x [R,V]."""
     return _kernel_runs(implementation, _greatest_case(x))
 
 
