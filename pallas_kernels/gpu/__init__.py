@@ -1,1 +1,1 @@
-"""The kernels for NVIDIA GPUs, in Pallas-Triton and Pallas-Mosaic-GPU, and their block sizes."""
+"""Kernels for NVIDIA GPUs, in Pallas-Triton and Pallas-Mosaic-GPU, and their block sizes."""

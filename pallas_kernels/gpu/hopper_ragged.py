@@ -1,14 +1,14 @@
-"""Attention of rows of any number of queries over paged KV, in Pallas-Mosaic-GPU, for Hopper.
+"""Causal attention of rows of any length over the paged KV cache, in Pallas-Mosaic-GPU, for Hopper.
 
-One warpgroup fetches pages with the TMA unit, following the page table, into a ring of blocks in
-shared memory; the others each hold 64 query rows in registers and multiply them with ``wgmma``
-(warp specialisation as in FlashAttention-3, Shah et al. 2024; pages as in PagedAttention, Kwon et
-al. 2023). Tiles of queries are packed before and unpacked after the kernel, because a TMA store
-cannot leave out rows.
+One warpgroup fetches pages with the TMA unit, following the page table, into a ring of key and
+value blocks in shared memory. Each of the other warpgroups holds 64 query rows in registers and
+multiplies them with ``wgmma`` (warp specialization as in FlashAttention-3, Shah et al. 2024, and
+pages as in PagedAttention, Kwon et al. 2023). Tiles of queries are packed before the kernel and
+unpacked after it, because a TMA store cannot skip rows.
 
-Blocks that all queries of the tile see whole come first and are not masked; the blocks at the edges
-follow. Values of positions that were never written are zeroed in shared memory, because a weight of
-zero times a NaN is NaN.
+The blocks that every query of the tile sees completely come first, without masks. The blocks at the
+causal edge and at the window's edge follow. Values at positions that were never written are set to
+zero in shared memory, because a weight of zero times NaN is NaN.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pallas_kernels.gpu.triton_ragged import few_query_plan, tile_plan, tiled_co
 from pallas_kernels.gpu.triton_tile import LOG2E, NEGATIVE, ceil_div, spread, tile_bounds
 from pallas_kernels.gpu.tuning import MosaicConfig, RaggedConfig, lookup
 
-_ACC: Any = getattr(plgpu, "ACC")  # noqa: B009 - the accumulator; exported without a type
+_ACC: Any = getattr(plgpu, "ACC")  # noqa: B009 - the accumulator, which is exported without a type
 ROWS = 64
 """Rows of a wgmma, hence of a compute warpgroup."""
 LONG = 8192
@@ -47,13 +47,13 @@ class _Shape:
     """Static properties of the kernel.
 
     Attributes:
-        case: the call.
+        case: shapes and dtypes of the call.
         config: block sizes.
-        factor: multiplies the scores; includes log2(e) where they are not capped.
+        factor: multiplies the scores. It includes log2(e) if the scores are not capped.
         window, soft_cap: as in ``AttentionOptions``.
         scaled: whether keys have scales, which multiply ``factor``.
-        with_lse: whether the kernel also returns each row's log-sum-exp.
-        simulate: whether to keep to what the interpreter can run.
+        with_lse: whether the kernel also returns the log-sum-exp of each query row.
+        simulate: whether to use only operations that the interpreter supports.
     """
 
     case: Case
@@ -67,7 +67,7 @@ class _Shape:
 
     @property
     def block(self) -> int:
-        """Positions of a block."""
+        """Positions of a block of keys and values."""
         return self.config.block_tokens
 
     @property
@@ -85,21 +85,22 @@ class _Shape:
 
     @property
     def copy_rows(self) -> int:
-        """Positions fetched by one TMA copy."""
+        """Positions that one TMA copy fetches."""
         return min(self.block, self.case.S)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Walk:
-    """Order in which a tile's blocks are visited; traced int32 scalars.
+    """Order in which a tile visits its blocks of keys. The fields are traced int32 scalars.
 
     Attributes:
-        first_position: position of the tile's first query.
-        begin, end: positions [begin, end) that at least one query sees.
+        first_position: position of the first query of the tile.
+        begin, end: the positions [begin, end) that at least one query sees.
         kv_len: positions of the row.
-        first_block: first block to visit.
-        full_first, full_count: blocks that every query sees whole.
-        count: blocks to visit.
+        first_block: the first block that any query sees.
+        full_first, full_count: first block that every query sees completely, and the number of such
+            blocks.
+        count: number of blocks to visit.
     """
 
     first_position: jax.Array
@@ -112,7 +113,7 @@ class _Walk:
     count: jax.Array
 
     def block(self, i: jax.Array) -> jax.Array:
-        """Return the i-th block: full ones in order, then those before them, then those after."""
+        """Return the i-th block to visit: first full blocks, then the blocks before and after."""
         before = self.full_first - self.first_block
         j = i - self.full_count
         edge = jnp.where(
@@ -122,8 +123,8 @@ class _Walk:
 
 
 def _walk(tile_ref: Any, shape: _Shape) -> tuple[jax.Array, _Walk]:
-    """Return (row of the page table, walk) of this program's tile."""
-    # Late tiles of a long row see the most keys, so they come first: short tiles fill the end.
+    """Return the row of the page table and the `_Walk` of this program's tile."""
+    # Late tiles of a long row see the most keys. They come first, so that short tiles fill the end.
     tile = lax.axis_size("tile") - 1 - lax.axis_index("tile")
     row, size = tile_ref[tile, 0], tile_ref[tile, 2]
     first, kv_len = tile_ref[tile, 3], tile_ref[tile, 4]
@@ -156,12 +157,17 @@ def _produce(
     table_ref: Any,
     streams: tuple[tuple[Any, Any, Any, Any], ...],
 ) -> None:
-    """Fetch the walk's blocks. ``streams``: (pages, ring, filled, emptied barriers) of K and V."""
+    """Fetch the blocks of a walk into the rings, as the producer warpgroup.
+
+    Args:
+        streams: for keys and for values: (pages, ring, barriers of filled slots, barriers of
+            emptied slots).
+    """
     stages, page_size = shape.config.num_stages, shape.case.S
     last_page = lax.div(jnp.maximum(walk.end - 1, 0), jnp.int32(page_size))
 
     def fetch(i: jax.Array, carry: jax.Array) -> jax.Array:
-        """Start the copies of the i-th block's pages once its slot of the rings is empty."""
+        """Start the copies of the pages of block i, once its slot of the rings is empty."""
         slot = lax.rem(i, jnp.int32(stages))
         position = walk.block(i) * shape.block
         entry = lax.div(position, jnp.int32(page_size))
@@ -183,7 +189,7 @@ def _produce(
         return carry
 
     def drain(i: jax.Array, carry: jax.Array) -> jax.Array:
-        # A barrier may not be left with a completion that no thread waited for.
+        # Every completion of a barrier must be awaited by some thread.
         for _, _, _, emptied in streams:
             plgpu.barrier_wait(emptied.at[lax.rem(i, jnp.int32(stages))])
         return carry
@@ -195,15 +201,13 @@ def _produce(
 def _zero_unwritten(
     shape: _Shape, walk: _Walk, position: jax.Array, values: Any, fixed: Any, warpgroup: jax.Array
 ) -> None:
-    """Zero the values of a block at positions outside [walk.begin, walk.kv_len).
+    """Set the values of a block to zero at positions outside [walk.begin, walk.kv_len).
 
-    The first warpgroup writes them and releases the others through the barrier ``fixed``.
+    The first warpgroup writes the zeros and releases the others through the barrier ``fixed``.
     """
 
     @pl.when((position < walk.begin) | (position + shape.block > walk.kv_len))
     def _crossing() -> None:
-        """Zero them in a block that holds such positions."""
-
         @pl.when(warpgroup == 0)
         def _fix() -> None:
             """Write the zeros, 64 columns of values [block, H] at a time."""
@@ -238,16 +242,21 @@ def _consume(
     fixed: Any,
     weights_smem: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Compute the online softmax of one warpgroup's 64 rows: (acc [64,H], maxima [64], sums [64]).
+    """Compute the online softmax and weighted sums of the 64 query rows of one warpgroup.
 
-    ``rings``, ``filled`` and ``emptied``: of K and of V.
+    Args:
+        rings, filled, emptied: ring, barriers of filled slots and barriers of emptied slots, each
+            for keys and for values.
+
+    Returns:
+        (unnormalized attention [64,H], maxima [64], sums of weights [64]).
     """
     case, block = shape.case, shape.block
     first = walk.first_position + warpgroup * shape.tokens_per_warpgroup
     dtype = case.query_dtype
 
     def step(i: jax.Array, carry: tuple, masked: bool) -> tuple:
-        """Add the i-th block to acc [64,H], maxima [64] and sums [64]."""
+        """Add the i-th block of the walk to acc [64,H], maxima [64] and sums [64]."""
         acc, top, total = carry
         slot = lax.rem(i, jnp.int32(shape.config.num_stages))
         position = walk.block(i) * block
@@ -284,7 +293,7 @@ def _consume(
         if masked:
             fixed_here = None if fixed is None else fixed.at[slot]
             _zero_unwritten(shape, walk, position, values, fixed_here, warpgroup)
-        if shape.simulate:  # the interpreter's wgmma takes shared memory only, and starts from zero
+        if shape.simulate:  # the interpreter's wgmma reads shared memory only, and starts from zero
             weights_smem[...] = weights
             plgpu.commit_smem()
 
@@ -313,7 +322,7 @@ def _consume(
 
 
 def _kernel(shape: _Shape, refs: list[Any]) -> None:
-    """Compute one (tile, kv head); ``_call`` defines the order of refs."""
+    """Compute one (tile, kv head). ``_call`` defines the order of `refs`."""
     q_ref, k_ref, v_ref, table_ref, tile_ref = refs[:5]
     del refs[:5]
     factor_ref: Any = refs.pop(0) if shape.scaled else None
@@ -332,7 +341,7 @@ def _kernel(shape: _Shape, refs: list[Any]) -> None:
 
     @pl.when(thread < groups)
     def _compute() -> None:
-        """Compute this warpgroup's 64 rows and store them."""
+        """Compute the 64 query rows of this warpgroup and store them."""
         if not shape.simulate:
             plgpu.set_max_registers(CONSUMER_REGISTERS[groups], action="increase")
         own_q, own_out = q_smem.at[thread], out_smem.at[thread]
@@ -363,7 +372,6 @@ def _kernel(shape: _Shape, refs: list[Any]) -> None:
 
     @pl.when(thread == groups)
     def _fetch() -> None:
-        """Fetch pages for the compute warpgroups."""
         if not shape.simulate:
             plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
         streams = ((k_ref, k_ring, k_filled, k_emptied), (v_ref, v_ring, v_filled, v_emptied))
@@ -374,10 +382,12 @@ def _kernel(shape: _Shape, refs: list[Any]) -> None:
 def _call(shape: _Shape, tiles: int, operands: list[jax.Array], interpret: Any) -> list[jax.Array]:
     """Run the kernel on packed queries [tiles, K, warpgroups, 64, H].
 
-    Within a larger program it is traced and lowered once: that takes a third of a second.
+    Because of `jax.jit` a larger program traces and lowers the kernel once, which takes a third of
+    a second.
 
     Returns:
-        [the attention, like the packed queries; with_lse: the log-sum-exps without the last axis].
+        A list: the attention, of the shape of the packed queries, and if `shape.with_lse` the
+        log-sum-exps, without the last axis.
     """
     case, groups, stages = shape.case, shape.config.warpgroups, shape.config.num_stages
     dtype = case.query_dtype
@@ -425,7 +435,7 @@ def _call(shape: _Shape, tiles: int, operands: list[jax.Array], interpret: Any) 
 
 
 def _pack(q: jax.Array, plan: jax.Array, shape: _Shape) -> jax.Array:
-    """Pack queries by tile, [tiles, K, warpgroups, 64, H]; zeros where a tile has no query."""
+    """Pack queries by tile, [tiles, K, warpgroups, 64, H], with zeros where a tile has no query."""
     case, groups, per = shape.case, shape.config.warpgroups, shape.tokens_per_warpgroup
     local = jnp.arange(shape.tile, dtype=jnp.int32)
     token = jnp.minimum(plan[:, 1:2] + local, case.T - 1)
@@ -442,10 +452,11 @@ def _pack(q: jax.Array, plan: jax.Array, shape: _Shape) -> jax.Array:
 def _unpack(tiles: jax.Array, query_start: jax.Array, tiled: jax.Array, shape: _Shape) -> jax.Array:
     """Unpack tiles [tiles, K, warpgroups, 64, ...] to tokens [T, K, group, ...].
 
-    What tokens of a row without tiles get is of no use.
+    The result is undefined for tokens of rows without tiles.
 
     Args:
-        tiled: see `tiled_counts`.
+        tiled: i32[R+1] number of queries of each row, and of the padding, that are in tiles. It is
+            the second result of `triton_ragged.tiled_counts`.
     """
     case, per = shape.case, shape.tokens_per_warpgroup
     used = tiles[:, :, :, : per * case.group]
@@ -475,12 +486,15 @@ def ragged_paged_attention(
     longer_than: int | None = None,
     interpret: Any = None,
 ) -> jax.Array:
-    """Compute ``pallas_kernels.ragged_paged_attention``: [T,N,H], bfloat16 or float16.
+    """Compute causal attention of rows of any length on Hopper: [T,N,H], bfloat16 or float16.
+
+    Implementation "mosaic_gpu" of ``pallas_kernels.ragged_paged_attention``.
 
     Args:
-        config: block sizes; None reads the tuning table.
-        longer_than: positions from which on rows of few queries go to the kernel that splits KV;
-            None is `LONG`. A program would read such a row for longer than others work.
+        config: block sizes. None reads the tuning table.
+        longer_than: rows of few queries with more positions than this are computed by the split-KV
+            kernel. None means `LONG`. One program would read such a row for longer than the others
+            work.
         interpret: ``plgpu.InterpretGPUParams`` to simulate the kernel without a GPU, or None.
     """
     device = target_device()

@@ -1,11 +1,12 @@
-"""Attention of rows of few queries over paged KV, in Pallas-Triton, a row's KV split over programs.
+"""Attention of rows of few queries over the paged KV cache, in Pallas-Triton, with split KV.
 
-The split is Flash-Decoding's (Dao et al. 2023), but planned on the device from the rows' lengths
-(`triton_plan`): a program takes a share of all blocks of the step, which may hold short rows and
-parts of long ones.
+The KV of a row is split over programs as in Flash-Decoding (Dao et al. 2023), but the device plans
+the split from the lengths of the rows (`triton_plan`). A program takes a share of all KV blocks of
+the step. A share can contain short rows and parts of long ones.
 
-A row that lies in one share is stored at once. Where it lies in several, each program stores what
-it computed, and the one that comes last, by a counter, merges them all in the order of the blocks.
+A row within one share is stored directly. If a row is in several shares, each program stores its
+partial result. The program that finishes last, as a counter shows, merges all of them in the order
+of the blocks.
 """
 
 from __future__ import annotations
@@ -70,11 +71,11 @@ class _Split:
     """Static properties of a call.
 
     Attributes:
-        spec: the tile.
-        kv_heads, group: number of kv heads, and of query heads to each.
-        plan: how the KV is divided.
-        merge_numbers: partial results that a program reads at a time, as numbers.
-        interpret: whether plain JAX runs it, a program at a time.
+        spec: sizes and options of a tile.
+        kv_heads, group: number of kv heads, and of query heads per kv head.
+        plan: division of the KV.
+        merge_numbers: how many numbers of partial results a program reads at a time.
+        interpret: whether plain JAX runs the programs, one after the other.
     """
 
     spec: TileSpec
@@ -86,7 +87,10 @@ class _Split:
 
 
 def _split_kernel(*arrays: Any, names: tuple[str, ...], split: _Split) -> None:
-    """Compute a share of one kv head's blocks. ``arrays``: those with names, in order."""
+    """Compute one program's share of the blocks of one kv head.
+
+    `arrays` are the operands and outputs named by `names`, in that order.
+    """
     refs = dict(zip(names, arrays, strict=True))
     program, kv_head, lines = pl.program_id(0), pl.program_id(1), refs["lines"]
     begin, end = lines[program, SHARE], lines[program + 1, SHARE]
@@ -112,10 +116,11 @@ def _run_piece(
     kv_head: jax.Array,
     split: _Split,
 ) -> None:
-    """Compute blocks ``begin`` to ``end`` of a tile, and all of it if its other pieces are there.
+    """Compute blocks ``begin`` to ``end`` of a tile. The last piece to finish merges the tile.
 
-    Its pieces are those of consecutive programs. The first one, which may be its program's last
-    turn, stores at a place of its own; the others are their programs' first turns.
+    The pieces of a tile belong to consecutive programs. The first piece can be the last turn of its
+    program, so each program has two places for partial results. The other pieces are the first
+    turns of their programs.
     """
     spec, plan, lines = split.spec, split.plan, refs["lines"]
     row, token, size = (lines[tile, column] for column in (ROW, TOKEN, SIZE))
@@ -158,7 +163,6 @@ def _run_piece(
 def _queries_of(
     rows: int, kv_head: jax.Array, group: int, size: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return each row's query within its tile and its head, and whether there is such a query."""
     index = jnp.arange(rows)
     local = lax.div(index, jnp.full_like(index, group))
     head = kv_head * group + lax.rem(index, jnp.full_like(index, group))
@@ -173,7 +177,7 @@ def _store_partial(
     found: Found,
     split: _Split,
 ) -> None:
-    """Store what a piece's program computed, all of it before the program counts as arrived."""
+    """Store the partial result of a piece, completely before the program counts as arrived."""
     acc, *statistics = found
     index = jnp.arange(split.spec.tile_rows)
     first = spread(place, index.shape), spread(kv_head, index.shape)
@@ -198,11 +202,14 @@ def _merged(
     kv_head: jax.Array,
     split: _Split,
 ) -> Found:
-    """Combine the pieces of a tile, several at a time, in the order of their blocks.
+    """Combine the partial results of the pieces of a tile, in the order of their blocks.
 
     Args:
-        first: the program of the first one.
-        count: how many there are.
+        first: the program of the first piece.
+        count: number of pieces.
+
+    Returns:
+        The unnormalized attention of the tile: acc parts [rows, part], maxima and sums [rows].
     """
     columns = head_parts(split.spec.head_dim)
     rows = power_of_two(split.group * split.plan.queries)
@@ -210,7 +217,7 @@ def _merged(
     row = jnp.arange(rows)
 
     def load(name: str, piece: jax.Array, last: tuple[Any, ...], other: float) -> jax.Array:
-        """Load numbers of pieces and rows of this kv head; ``piece`` has the result's shape."""
+        """Load numbers of pieces and rows of this kv head, in the shape of ``piece``."""
         place = 2 * (first + piece) + (piece == 0).astype(jnp.int32)
         index = (place, spread(kv_head, piece.shape), *last)
         row_of = last[-1] if name == "stats" else last[0]
@@ -219,7 +226,7 @@ def _merged(
         return plt.load(refs[name].at[index], mask=mask, other=other)
 
     def step(i: jax.Array, carry: Found) -> Found:
-        """Add ``at_once`` pieces."""
+        """Add ``at_once`` pieces to the carry."""
         acc, top, total = carry
         piece = i * at_once + jnp.arange(at_once)
         shape = (at_once, rows)
@@ -255,7 +262,7 @@ def _store_result(
     found: Found,
     split: _Split,
 ) -> None:
-    """Divide by the softmax's sum, and write a tile's rows to their tokens and heads."""
+    """Divide by the sum of the softmax, and write the rows of a tile to their tokens and heads."""
     acc, top, total = found
     local, head, valid = _queries_of(total.shape[0], kv_head, split.group, size)
     if "sinks" in refs:
@@ -288,14 +295,14 @@ def split_and_merge(
     tile_rows: int,
     interpret: bool,
 ) -> jax.Array:
-    """Compute attention of rows of few queries.
+    """Compute attention of rows of few queries, with the KV split over programs.
 
     Args:
-        query_start: as in ``ragged_paged_attention``; None where row r has query r alone.
-        into: [T,N,H] written in place at those rows' tokens, and kept elsewhere; None for a new
-            array, which is then defined only at those tokens.
+        query_start: as in ``ragged_paged_attention``. None if row r has only query r.
+        into: [T,N,H], overwritten at the tokens of these rows. None allocates an array that is
+            defined only at these tokens.
         arrivals: as in ``paged_decode_attention``.
-        plan: how the KV is divided.
+        plan: division of the KV.
         tile_rows: rows of a tile in the products, at least its queries times the group.
 
     Returns:
@@ -353,10 +360,12 @@ def paged_decode_attention(
     config: DecodeConfig | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Compute ``pallas_kernels.paged_decode_attention``: [R,N,H].
+    """Compute attention of one query per row with Triton: [R,N,H].
+
+    Implementation "triton" of ``pallas_kernels.paged_decode_attention``.
 
     Args:
-        config: block sizes; None reads the tuning table.
+        config: block sizes. None reads the tuning table.
         interpret: run on any device, slowly, as plain JAX operations.
     """
     device = target_device()
@@ -375,7 +384,10 @@ def paged_decode_attention(
 
 
 def fit_block(block_tokens: int, case: Case) -> int:
-    """Reduce a block size to what a row's KV can fill, but not below the smallest product's 16."""
+    """Halve a block size while it exceeds the longest KV of a row, but not below 16.
+
+    16 rows are the smallest product of tensor cores.
+    """
     longest = case.M * case.S
     while block_tokens > 16 and block_tokens // 2 >= longest:
         block_tokens //= 2

@@ -1,8 +1,7 @@
-"""The greatest number of each row and whether all are finite, in Pallas-Triton, in one reading.
+"""Argmax of each row, and a check that all numbers are finite, in Pallas-Triton, in one pass.
 
-A row of logits is long and there may be a single one, so programs take pieces of rows, and a second
-kernel, which has little to read, takes the best of a row's pieces. XLA reads the logits
-twice.
+A row of logits is long and a call may have a single row. So each program reduces a piece of a row,
+and a second kernel, which reads little, reduces the pieces of a row. XLA reads the logits twice.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ NOT_FINITE = -1
 
 
 def _first_greatest(values: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the greatest of the values and the first index that has it."""
+    """Return the maximum of the values and the smallest index that has it."""
     greatest = jnp.max(values)
     none = jnp.full_like(index, jnp.iinfo(jnp.int32).max)
     return greatest, jnp.min(jnp.where(values == greatest, index, none))
 
 
 def _piece_kernel(x_ref: Any, value_ref: Any, index_ref: Any) -> None:
-    """Reduce a piece of a row to its greatest number and where it is."""
+    """Reduce a piece of a row to its maximum and the index of it."""
     piece, row = pl.program_id(0), pl.program_id(1)
     column = piece * PIECE + jnp.arange(PIECE)
     exists = column < x_ref.shape[1]
     x = plt.load(x_ref.at[jnp.broadcast_to(row, column.shape), column], mask=exists, other=-LARGEST)
-    is_bad = ~(jnp.abs(x) <= LARGEST)  # which holds for a NaN
+    is_bad = ~(jnp.abs(x) <= LARGEST)  # true for a NaN
     x = jnp.where(exists & ~is_bad, x, -jnp.inf)
     greatest, index = _first_greatest(x, column)
     index = jnp.where(jnp.sum(is_bad.astype(jnp.int32), dtype=jnp.int32) > 0, NOT_FINITE, index)
@@ -47,7 +46,6 @@ def _piece_kernel(x_ref: Any, value_ref: Any, index_ref: Any) -> None:
 
 
 def _row_kernel(value_ref: Any, index_ref: Any, out_ref: Any) -> None:
-    """Reduce the pieces of a row."""
     row, pieces = pl.program_id(0), value_ref.shape[1]
     piece = jnp.arange(power_of_two(pieces))
     index = jnp.broadcast_to(row, piece.shape), piece
@@ -58,7 +56,9 @@ def _row_kernel(value_ref: Any, index_ref: Any, out_ref: Any) -> None:
 
 
 def greatest(x: jax.Array, *, interpret: bool = False) -> jax.Array:
-    """Compute ``pallas_kernels.greatest``: i32[R].
+    """Return the argmax of each row with Triton: i32[R], -1 for a row that is not finite.
+
+    Implementation "triton" of ``pallas_kernels.greatest``.
 
     Args:
         interpret: run on any device, slowly, as plain JAX operations.

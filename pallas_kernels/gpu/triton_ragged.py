@@ -1,10 +1,10 @@
-"""Attention of rows of any number of queries over paged KV, in Pallas-Triton.
+"""Causal attention of rows of any length over the paged KV cache, in Pallas-Triton.
 
-A tile is a few consecutive query tokens of one row times the query heads of one kv head, so that
-the heads of a group share every key and value read (grouped-query attention, Ainslie et al. 2023)
-and the tensor cores get full tiles. The device computes from ``query_start`` which tile belongs to
-which row; shapes alone bound the number of tiles. Rows of few queries, each of which would use a
-fraction of a tile and read a long context in one program, go to the kernel that splits KV, which
+A tile is a few consecutive query tokens of one row times the query heads of one kv head. So the
+heads of a group share every key and value read (grouped-query attention, Ainslie et al. 2023) and
+the tensor cores get full tiles. The device computes from ``query_start`` which tile belongs to
+which row. The shapes alone bound the number of tiles. A row of few queries would use a fraction of
+a tile and read a long context in one program. Such rows are computed by the split-KV kernel, which
 writes them into the same output.
 """
 
@@ -44,10 +44,10 @@ MOST_TILES = 4
 
 
 def tile_count(tokens: int, rows: int, tile: int, few: int) -> int:
-    """Return the most tiles that the tokens, divided over rows and padding in any way, can need.
+    """Return the most tiles that `tokens` tokens of `rows` rows and of padding can need.
 
     Args:
-        few: queries up to which rows have no tiles.
+        few: rows of at most this many queries have no tiles.
     """
     return tokens // tile + min(rows, tokens // (few + 1)) + 1
 
@@ -55,9 +55,12 @@ def tile_count(tokens: int, rows: int, tile: int, few: int) -> int:
 def tiled_counts(
     query_start: jax.Array, kv_len: jax.Array, tokens: int, few: int, longer_than: int = -1
 ) -> tuple[jax.Array, jax.Array]:
-    """Return i32[R+1] queries of each row and of the padding, and those of them that get tiles.
+    """Return the number of queries, and of queries in tiles, of each row and of the padding.
 
-    Rows of at most ``few`` queries get none, if they are longer than ``longer_than``.
+    Rows of at most ``few`` queries get no tiles if they have more than ``longer_than`` positions.
+
+    Returns:
+        Two i32[R+1].
     """
     starts = jnp.concatenate([query_start, jnp.full((1,), tokens, jnp.int32)])
     counts = jnp.maximum(starts[1:] - starts[:-1], 0)
@@ -75,12 +78,13 @@ def tile_plan(
     few: int,
     longer_than: int = -1,
 ) -> jax.Array:
-    """Divide the queries of rows that get tiles, see `tiled_counts`, into tiles of ``tile`` tokens.
+    """Divide the queries of rows into tiles of `tile` tokens.
 
-    Padding tokens are treated as one more row without keys, which gives them their zeros.
+    `tiled_counts` defines which rows get tiles. Padding tokens are an additional row without keys,
+    so their result is zero.
 
     Returns:
-        i32[tiles, 4]: row, first token, number of tokens (0 for tiles not needed), position of the
+        i32[tiles, 4]: row, first token, number of tokens (0 for unused tiles), position of the
         first token.
     """
     rows = kv_len.shape[0]
@@ -165,11 +169,13 @@ def ragged_paged_attention(
     decode_config: DecodeConfig | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Compute ``pallas_kernels.ragged_paged_attention``: [T,N,H].
+    """Compute causal attention of rows of any length with Triton: [T,N,H].
+
+    Implementation "triton" of ``pallas_kernels.ragged_paged_attention``.
 
     Args:
-        config: block sizes; None reads the tuning table.
-        decode_config: for the rows of few queries; None are the defaults.
+        config: block sizes. None reads the tuning table.
+        decode_config: block sizes for the rows of few queries. None means the defaults.
         interpret: run on any device, slowly, as plain JAX operations.
     """
     device = target_device()
@@ -200,9 +206,9 @@ def ragged_paged_attention(
 def few_query_plan(
     case: Case, config: RaggedConfig, decode_config: DecodeConfig | None, options: AttentionOptions
 ) -> tuple[DecodeConfig, SplitPlan]:
-    """Return block sizes and division of the KV of rows of few queries, whatever tiles the rest.
+    """Return block sizes and `SplitPlan` for the rows of few queries.
 
-    What was found best for decodes is not for tiles of several queries, which take more registers.
+    The tuned sizes for decodes do not apply here: tiles of several queries take more registers.
     """
     sizes = decode_config if decode_config is not None else defaults(DecodeConfig, case)
     sizes = dataclasses.replace(sizes, block_tokens=fit_block(sizes.block_tokens, case))
@@ -226,7 +232,7 @@ def _tiles(
     config: RaggedConfig,
     interpret: bool,
 ) -> jax.Array:
-    """Compute every tile of the step, without rows of at most ``few`` queries."""
+    """Compute every tile of the step, except for rows of at most ``few`` queries."""
     block = fit_block(config.block_tokens, case)
     spec = TileSpec.of(case, config.tile_rows, block, options)
     tile = config.tile_rows // case.group
