@@ -46,7 +46,7 @@ State Step Stop Store Stream Strip Submit Subtract Sum Summarize Supply Swap Swi
 Test Throw Tie Tile Time Tokenize Trace Track Train Translate Transfer Transpose Treat Trim
 Truncate Try Tune Turn Undo Unpack Update Upload Use Validate Verify View Visit Wait Wake Walk
 Warm Warn Watch Weigh Widen Wire Withdraw Work Wrap Write Yield Zero Terminate Pretend Escape
-Unescape Shorten Group Expire Tabulate Stamp Sweep Blend Rescale Dress
+Unescape Shorten Group Expire Tabulate Stamp Sweep Blend Rescale Dress Halve Rearrange
     """.split()
 )
 # Verbs that are nouns too, and may begin a class's docstring.
@@ -55,6 +55,7 @@ ALSO_NOUNS = frozenset(
 Step Request Answer Stream Queue State Time Part Form Index Plan Order Test Report Scale Tile Cost
 Name Number Cache Call Block Format Prefix Work Trace Limit Label Shape Size View Mark Match
 Slice Stack Process Profile Record Sample Score Share Log Model Guard Set List Map Mask Filter
+Place Store
     """.split()
 )
 NO_NOUNS = frozenset(

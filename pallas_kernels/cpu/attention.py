@@ -1,4 +1,4 @@
-"""Attention over pages on CPU: calls of its two kernels, of `decode.py` and `ragged.py`."""
+"""Attention over the paged KV cache on CPU: calls of the kernels of `decode.py` and `ragged.py`."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def attend(
     options: AttentionOptions,
     among: Sequence[jax.Array] = (),
 ) -> jax.Array:
-    """Call a kernel of a kind.
+    """Compute attention with the kernel class `kind`.
 
     Args:
-        kind: the kernel's class.
-        q: [T,K,G,H] queries, or [R,K,G,H] of decodes.
-        kv_pages: the pages.
-        rows: the page table, and for `PagedTiles` query_start, and kv_len.
+        kind: `PagedDecode` or `PagedTiles`.
+        q: [T,K,G,H] queries, or [R,K,G,H] for decodes without longer rows.
+        kv_pages: pages of keys and of values.
+        rows: the page table, query_start (only for `PagedTiles`), and kv_len.
         options: of the call.
-        among: of decodes among longer rows: query_start, and those rows' results.
+        among: for decodes next to longer rows: query_start, and the results of the longer rows.
 
     Returns:
-        Like q.
+        The attention, of the shape of q.
     """
     _, K, G, H = q.shape
     scale, window, cap = options.score_scale(H), options.window, options.soft_cap
@@ -47,7 +47,7 @@ def attend(
     kernel: Any = kind(*form, *([True] if among else []))
     scales = (options.k_scale, options.v_scale) if kernel.is_scaled else ()
     sinks = jnp.full(K * G, -jnp.inf) if options.sinks is None else options.sinks
-    # The kernel computes powers of 2, so exponents are multiplied by log2(e) here.
+    # The kernel computes powers of 2, so log2(e) is part of the factor.
     factor = scale * LOG2_E if cap is None else scale / cap
     operands = (
         *(q, *kv_pages, *rows),
@@ -64,7 +64,7 @@ def attend(
 
 
 def grouped(q: jax.Array, k_pages: jax.Array, k_scale: jax.Array | None) -> jax.Array:
-    """Return queries by kv head, [.,K,G,H], times `k_scale` where that is one of each head."""
+    """Return queries by kv head, [.,K,G,H], times `k_scale` if it has one factor per head."""
     q = q.reshape(len(q), k_pages.shape[1], -1, q.shape[-1])
     exact = jnp.promote_types(q.dtype, jnp.float32)
     if k_scale is not None and k_scale.ndim == 1:
@@ -73,7 +73,7 @@ def grouped(q: jax.Array, k_pages: jax.Array, k_scale: jax.Array | None) -> jax.
 
 
 def finished(out: jax.Array, q: jax.Array, v_scale: jax.Array | None) -> jax.Array:
-    """Return results [.,K,G,H] as queries are, times `v_scale` where that is one of each head."""
+    """Return results [.,K,G,H] in the shape of q, times `v_scale` if it has one factor per head."""
     if v_scale is not None and v_scale.ndim == 1:
         out = out * v_scale[:, None, None].astype(out.dtype)
     return out.reshape(q.shape).astype(q.dtype)
@@ -87,7 +87,10 @@ def paged_decode_attention(
     kv_len: jax.Array,
     options: AttentionOptions = NO_OPTIONS,
 ) -> jax.Array:
-    """Compute ``pallas_kernels.paged_decode_attention``: [R,N,H]."""
+    """Compute attention of one query per row on CPU: [R,N,H].
+
+    Implementation "llvm" of ``pallas_kernels.paged_decode_attention``.
+    """
     queries, rows = grouped(q, k_pages, options.k_scale), (page_table, kv_len)
     out = attend(PagedDecode, queries, (k_pages, v_pages), rows, options)
     return finished(out, q, options.v_scale)
@@ -102,10 +105,11 @@ def ragged_paged_attention(
     kv_len: jax.Array,
     options: AttentionOptions = NO_OPTIONS,
 ) -> jax.Array:
-    """Compute ``pallas_kernels.ragged_paged_attention``: [T,N,H].
+    """Compute causal attention of rows of any length on CPU: [T,N,H].
 
-    Rows of one query follow the others and write among their results, so that in a step which mixes
-    prompts' chunks with decodes each costs what it costs alone.
+    Implementation "llvm" of ``pallas_kernels.ragged_paged_attention``. Rows of one query are
+    computed after the longer rows and written between their results. So in a step of prompt chunks
+    and decodes each kind costs the same as alone.
     """
     queries, kv_pages = grouped(q, k_pages, options.k_scale), (k_pages, v_pages)
     rows = page_table, query_start, kv_len

@@ -25,7 +25,6 @@ NOT_FINITE = -1
 
 
 def _first_greatest(values: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the maximum of the values and the smallest index that has it."""
     greatest = jnp.max(values)
     none = jnp.full_like(index, jnp.iinfo(jnp.int32).max)
     return greatest, jnp.min(jnp.where(values == greatest, index, none))

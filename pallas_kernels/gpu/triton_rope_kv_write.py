@@ -49,7 +49,6 @@ class _Piece:
 
 
 def _pieces(head_dim: int, pairs: int, interleaved: bool) -> list[_Piece]:
-    """Divide a head into the left numbers of the pairs, the right ones, and the unrotated rest."""
     step = 2 if interleaved else 1
     found = [_Piece(0, step, pairs), _Piece(1 if interleaved else pairs, step, pairs)]
     found = found if pairs else []
