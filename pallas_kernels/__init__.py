@@ -34,8 +34,8 @@ Every operation has a specification in plain JAX (``reference``) and several imp
 tables in ``implementation`` decide which implementation runs.
 """
 
-from pallas_kernels.arguments import check_page_table
-from pallas_kernels.context_parts import attention_of_part, merge_parts
+from pallas_kernels.arguments import AttentionOptions, check_page_table
+from pallas_kernels.context_parts import PartPositions, attention_of_part, merge_parts
 from pallas_kernels.device_sums import (
     add_norm_over_devices,
     device_sum_limit,
@@ -75,12 +75,15 @@ from pallas_kernels.quantized_matmul import (
     output_major_matmul,
     quantized_matmul,
 )
-from pallas_kernels.row_ops import draw, gated, has_draw, row_sums, sigmoid, softmax
+from pallas_kernels.row_ops import DrawSettings, draw, gated, has_draw, row_sums, sigmoid, softmax
 
 __all__ = [
     "IMPLEMENTATIONS",
     "Activation",
+    "AttentionOptions",
+    "DrawSettings",
     "NormOptions",
+    "PartPositions",
     "QkvOptions",
     "add_norm",
     "add_norm_kernel",

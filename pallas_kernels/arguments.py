@@ -9,12 +9,14 @@ in NumPy, for debug mode.
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.devices import DeviceLimits
+from pallas_kernels.devices import DeviceLimits, target_device
 
 FP8 = jnp.dtype(jnp.float8_e4m3fn)
 QUERY_DTYPES = tuple(jnp.dtype(d) for d in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64))
@@ -91,6 +93,39 @@ class GroupedCase:
         return self.device.platform
 
 
+class AttentionArrays(NamedTuple):
+    """Arrays of an attention call, as ``ragged_paged_attention`` takes them.
+
+    Without `query_start`, row r has only query r.
+    """
+
+    q: jax.Array
+    k_pages: jax.Array
+    v_pages: jax.Array
+    page_table: jax.Array
+    query_start: jax.Array | None
+    kv_len: jax.Array
+
+    @classmethod
+    def of(cls, *arrays: jax.Array) -> AttentionArrays:
+        """Return the arrays of an operation, in its order: six, or five without `query_start`."""
+        listed = [jnp.asarray(array) for array in arrays]
+        query_start = listed.pop(4) if len(listed) == 6 else None
+        q, k_pages, v_pages, page_table, kv_len = listed
+        return cls(q, k_pages, v_pages, page_table, query_start, kv_len)
+
+    @property
+    def starts(self) -> jax.Array:
+        """The array `query_start`, if rows can have several queries."""
+        assert self.query_start is not None
+        return self.query_start
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["arrivals", "k_scale", "sinks", "v_scale"],
+    meta_fields=["scale", "window", "soft_cap"],
+)
 @dataclasses.dataclass(frozen=True, eq=False)
 class AttentionOptions:
     """Options of an attention call. ``scale``, ``window`` and ``soft_cap`` are static, not arrays.
@@ -100,9 +135,11 @@ class AttentionOptions:
         window: a query at position p sees only positions greater than ``p - window``.
         soft_cap: scores become ``soft_cap * tanh(score / soft_cap)``.
         sinks: [N] logits that are added to the denominator of the softmax, without scale or cap.
-        k_scale: f32[K] factors of the stored keys. Given together with `v_scale`. Pages of int8
+        k_scale: f32[K] factors of the stored keys, given together with `v_scale`. Pages of int8
             require it as f32[P,K,S], one factor per token and kv head.
         v_scale: the same for the stored values.
+        arrivals: the counters that ``rope_kv_write`` returns, or None to allocate counters if the
+            kernel needs them. The call overwrites them.
     """
 
     scale: float | None = None
@@ -111,6 +148,7 @@ class AttentionOptions:
     sinks: jax.Array | None = None
     k_scale: jax.Array | None = None
     v_scale: jax.Array | None = None
+    arrivals: jax.Array | None = None
 
     def score_scale(self, head_dim: int) -> float:
         """Return the factor of the scores: `scale`, or ``head_dim ** -0.5`` if it is None."""
@@ -131,6 +169,9 @@ class AttentionOptions:
             _check_dtype("sinks", self.sinks, QUERY_DTYPES)
             _check_shape("sinks", self.sinks, (num_heads,), "[N]")
         _check_scales(self.k_scale, self.v_scale, k_pages)
+        if self.arrivals is not None:
+            _check_dtype("arrivals", self.arrivals, (jnp.dtype(jnp.int32),))
+            _check_shape("arrivals", self.arrivals, (ARRIVALS,), "[ARRIVALS]")
 
 
 NO_OPTIONS = AttentionOptions()
@@ -196,22 +237,13 @@ def _check_scales(k_scale: jax.Array | None, v_scale: jax.Array | None, k_pages:
             _check_shape(name, scale, shape, letters)
 
 
-def attention_case(
-    op: str,
-    device: DeviceLimits,
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    page_table: jax.Array,
-    query_start: jax.Array | None,
-    kv_len: jax.Array,
-    options: AttentionOptions,
-) -> Case:
-    """Check the arguments of an attention call and return its `Case`.
+def attention_case(op: str, arrays: AttentionArrays, options: AttentionOptions) -> Case:
+    """Check the arguments of an attention call and return its `Case`, for the target device.
 
     Raises:
         ValueError: names the wrong argument and the allowed values.
     """
+    q, k_pages, v_pages, page_table, query_start, kv_len = arrays
     _check_rank("q", q, "[T,N,H]" if op == "ragged" else "[R,N,H]")
     _check_dtype("q", q, QUERY_DTYPES)
     _check_pages(k_pages, v_pages)
@@ -244,7 +276,7 @@ def attention_case(
     options.check(num_heads, k_pages)
     return Case(
         op=op,
-        device=device,
+        device=target_device(),
         query_dtype=jnp.dtype(q.dtype),
         page_dtype=jnp.dtype(k_pages.dtype),
         T=tokens,

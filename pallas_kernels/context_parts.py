@@ -14,22 +14,33 @@ of the other rows and of where a prompt was cut.
 
 from __future__ import annotations
 
+import dataclasses
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.arguments import AttentionOptions, attention_case
-from pallas_kernels.devices import target_device
+from pallas_kernels.arguments import (
+    NO_OPTIONS,
+    AttentionArrays,
+    AttentionOptions,
+    attention_case,
+)
 from pallas_kernels.xla import LOWEST, PageRows, capped, gather_chunks, page_rows
 
 QUERIES, CHUNK_TOKENS = 8, 128
-"""Positions of a tile of queries, and positions of a part in a chunk of keys."""
+"""PartPositions of a tile of queries, and positions of a part in a chunk of keys."""
 
 
-class Positions(NamedTuple):
-    """The positions of a part: `first`, i32[], and every `stride`-th one after it."""
+@partial(jax.tree_util.register_dataclass, data_fields=["first"], meta_fields=["stride"])
+@dataclasses.dataclass(frozen=True, eq=False)
+class PartPositions:
+    """The positions of a part of the cache: `first`, i32[], and every `stride`-th one after it.
+
+    `stride` is the number of parts.
+    """
 
     first: jax.Array
     stride: int
@@ -60,14 +71,8 @@ def attention_of_part(
     page_table: jax.Array,
     query_start: jax.Array,
     kv_len: jax.Array,
-    first: jax.Array,
-    *,
-    stride: int,
-    scale: float | None = None,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    k_scale: jax.Array | None = None,
-    v_scale: jax.Array | None = None,
+    positions: PartPositions,
+    options: AttentionOptions = NO_OPTIONS,
 ) -> jax.Array:
     """Compute causal attention over the positions of one part, without the final division.
 
@@ -76,9 +81,9 @@ def attention_of_part(
             not.
         k_pages, v_pages: [P,K,S,H] keys and values of the part.
         kv_len: i32[R] positions per row, in all parts together.
-        first: i32[] first position of the part, which has every `stride`-th position from there.
-        stride: number of parts.
-        Others: as in ``ragged_paged_attention``. `merge_parts` adds the sinks.
+        positions: the positions of the part.
+        options: as in ``ragged_paged_attention``, without sinks, which `merge_parts` adds.
+        Others: as in ``ragged_paged_attention``.
 
     Returns:
         [T,N,H+2] in float32 (float64 for float64): the weighted sum of the values, the greatest
@@ -87,16 +92,15 @@ def attention_of_part(
     Raises:
         ValueError: names the wrong argument and the allowed values.
     """
-    options = AttentionOptions(scale, window, soft_cap, None, k_scale, v_scale)
-    arrays = (q, k_pages, v_pages, page_table, query_start, kv_len)
-    attention_case("ragged", target_device(), *arrays, options)
+    arrays = AttentionArrays(q, k_pages, v_pages, page_table, query_start, kv_len)
+    attention_case("ragged", arrays, options)
     (T, N, H), K, exact = q.shape, k_pages.shape[1], jnp.promote_types(q.dtype, jnp.float32)
     pages = max(1, CHUNK_TOKENS // k_pages.shape[2])
-    cache = page_rows(k_pages, v_pages, page_table, pages, options)
+    cache = page_rows(arrays, pages, options)
     grouped = q.reshape(T, K, N // K, H).astype(exact) * options.score_scale(H)
+    k_scale, v_scale = options.k_scale, options.v_scale
     if k_scale is not None and k_scale.ndim == 1:
         grouped *= k_scale[:, None, None].astype(exact)
-    positions = Positions(first, stride)
     found = _all_tiles(grouped, cache, Rows(query_start, kv_len), positions, options)
     if v_scale is not None and v_scale.ndim == 1:
         found = found.at[..., :H].multiply(v_scale[:, None, None].astype(exact))
@@ -125,7 +129,7 @@ def merge_parts(parts: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
 
 
 def _all_tiles(
-    q: jax.Array, cache: PageRows, rows: Rows, positions: Positions, options: AttentionOptions
+    q: jax.Array, cache: PageRows, rows: Rows, positions: PartPositions, options: AttentionOptions
 ) -> jax.Array:
     """Compute attention of all scaled queries [T,K,G,H], tile by tile. Return [T,K,G,H+2]."""
     T, K, G, H = q.shape
@@ -140,7 +144,7 @@ def _all_tiles(
         start = (first[row] // QUERIES + tile - (end[row] - count[row])) * QUERIES
         position = start + jnp.arange(QUERIES)
         own = (position >= first[row]) & (position < rows.kv_len[row])
-        # Positions outside the row could see NaN of another request.
+        # PartPositions outside the row could see NaN of another request.
         position = jnp.clip(position, first[row], rows.kv_len[row] - 1)
         place = rows.query_start[row] + start - first[row] + QUERIES
         here = lax.dynamic_slice_in_dim(q, place, QUERIES)
@@ -158,7 +162,7 @@ def _tile(
     q: jax.Array,
     cache: PageRows,
     position: jax.Array,
-    positions: Positions,
+    positions: PartPositions,
     options: AttentionOptions,
 ) -> jax.Array:
     """Compute attention of a tile of queries over the pages of one row.

@@ -79,10 +79,7 @@ def add_norm_over_devices(
     delta_scale: jax.Array | None = None,
     *,
     axis: str,
-    eps: float,
-    offset: float = 0.0,
-    rounds_last: bool = False,
-    factor: float = 1.0,
+    options: NormOptions,
     implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
     """Sum the result of a layer's block over devices, then compute ``add_norm``.
@@ -93,7 +90,7 @@ def add_norm_over_devices(
         x: [T,D] the residual stream, equal on all devices. Bfloat16, float16 or float32.
         delta: [parts,T,D] float32. Its sum over parts and devices is added to x. It may have more
             rows than x.
-        scale, delta_scale, eps, offset, rounds_last, factor: as in ``add_norm``.
+        scale, delta_scale, options: as in ``add_norm``.
         axis: name of the mesh axis.
         implementation: of ``add_norm``, if the Hopper kernel cannot run.
 
@@ -103,10 +100,8 @@ def add_norm_over_devices(
     Raises:
         ValueError: names the wrong argument and the allowed values.
     """
-    own = delta.sum(axis=0)[: len(x)]
+    part = delta.sum(axis=0)[: len(x)]
     if _has_kernel(x.shape[0], x.shape[1], axis):
-        options = NormOptions(eps, offset, rounds_last, factor)
-        return _kernel(own, axis, x, scale, delta_scale, options)
-    total = lax.psum(own, axis)[None]
-    named = {"eps": eps, "offset": offset, "rounds_last": rounds_last, "factor": factor}
-    return add_norm(x, total, scale, delta_scale, **named, implementation=implementation)
+        return _kernel(part, axis, x, scale, delta_scale, options)
+    total = lax.psum(part, axis)[None]
+    return add_norm(x, total, scale, delta_scale, options=options, implementation=implementation)

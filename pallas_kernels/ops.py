@@ -2,85 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels import reference, xla, xla_grouped_matmul
+from pallas_kernels import reference, xla
 from pallas_kernels.arguments import (
-    ARRIVALS,
     INT8,
+    NO_OPTIONS,
+    AttentionArrays,
     AttentionOptions,
-    Case,
     attention_case,
     grouped_case,
     kv_write_case,
 )
 from pallas_kernels.devices import target_device
-from pallas_kernels.implementation import choose, deferred, limit
+from pallas_kernels.implementation import AnyCase, choose, deferred, kernel, limit
 from pallas_kernels.norm_arguments import NormOptions, RowsCase, norm_case
 from pallas_kernels.product_arguments import ACTIVATIONS, Activation, ProductCase, product_case
 from pallas_kernels.qkv_arguments import QkvOptions, check_qkv, qkv_case
 from pallas_kernels.row_ops import row_sums
 
 NO_QKV_OPTIONS = QkvOptions()
-RAGGED: Mapping[str, Callable[..., jax.Array]] = {
-    "mosaic_gpu": deferred("pallas_kernels.gpu.hopper_ragged", "ragged_paged_attention"),
-    "triton": deferred("pallas_kernels.gpu.triton_ragged", "ragged_paged_attention"),
-    "triton_interpret": deferred(
-        "pallas_kernels.gpu.triton_ragged", "ragged_paged_attention", interpret=True
-    ),
-    "llvm": deferred("pallas_kernels.cpu.attention", "ragged_paged_attention"),
-    "xla": xla.ragged_paged_attention,
-    "xla_gpu": deferred("pallas_kernels.gpu.xla_attention", "ragged_paged_attention"),
-}
-DECODE: Mapping[str, Callable[..., jax.Array]] = {
-    "triton": deferred("pallas_kernels.gpu.triton_decode", "paged_decode_attention"),
-    "triton_interpret": deferred(
-        "pallas_kernels.gpu.triton_decode", "paged_decode_attention", interpret=True
-    ),
-    "llvm": deferred("pallas_kernels.cpu.attention", "paged_decode_attention"),
-    "xla": xla.paged_decode_attention,
-    "xla_gpu": deferred("pallas_kernels.gpu.xla_attention", "paged_decode_attention"),
-}
-KV_WRITE: Mapping[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
-    "triton": deferred("pallas_kernels.gpu.triton_kv_write", "kv_write"),
-    "triton_interpret": deferred("pallas_kernels.gpu.triton_kv_write", "kv_write", interpret=True),
-    "xla": xla.kv_write,
-}
-GROUPED: Mapping[str, Callable[..., jax.Array]] = {
-    "triton": deferred("pallas_kernels.gpu.triton_grouped_matmul", "grouped_matmul"),
-    "triton_interpret": deferred(
-        "pallas_kernels.gpu.triton_grouped_matmul", "grouped_matmul", interpret=True
-    ),
-    "xla": xla_grouped_matmul.grouped_matmul,
-}
-ADD_NORM: Mapping[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
-    "triton": deferred("pallas_kernels.gpu.triton_add_norm", "add_norm"),
-    "triton_interpret": deferred("pallas_kernels.gpu.triton_add_norm", "add_norm", interpret=True),
-    "llvm": deferred("pallas_kernels.cpu.add_norm", "add_norm"),
-}
-ROPE_KV_WRITE: Mapping[str, Callable[..., tuple[jax.Array, ...]]] = {
-    "triton": deferred("pallas_kernels.gpu.triton_rope_kv_write", "rope_kv_write"),
-    "triton_interpret": deferred(
-        "pallas_kernels.gpu.triton_rope_kv_write", "rope_kv_write", interpret=True
-    ),
-    "llvm": deferred("pallas_kernels.cpu.rope_kv_write", "rope_kv_write"),
-}
-FEW_ROWS: Mapping[tuple[str, str], Callable[..., jax.Array]] = {
-    (op, name): deferred(
-        "pallas_kernels.gpu.triton_few_rows", op, interpret=name == "triton_interpret"
-    )
-    for op in ("matmul_in_parts", "gated_matmul")
-    for name in ("triton", "triton_interpret")
-}
-GREATEST: Mapping[str, Callable[..., jax.Array]] = {
-    "triton": deferred("pallas_kernels.gpu.triton_greatest", "greatest"),
-    "triton_interpret": deferred("pallas_kernels.gpu.triton_greatest", "greatest", interpret=True),
-    "xla": reference.greatest,
-}
 
 # Only on CPU: products with weights in panels, and functions that store and restore the machine
 # code of kernels.
@@ -103,14 +49,8 @@ def ragged_paged_attention(
     page_table: jax.Array,
     query_start: jax.Array,
     kv_len: jax.Array,
+    options: AttentionOptions = NO_OPTIONS,
     *,
-    scale: float | None = None,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
-    k_scale: jax.Array | None = None,
-    v_scale: jax.Array | None = None,
-    arrivals: jax.Array | None = None,
     implementation: str = "auto",
 ) -> jax.Array:
     """Compute causal attention of rows of any length over their pages of the KV cache.
@@ -130,34 +70,17 @@ def ragged_paged_attention(
         page_table: i32[R,M] page ids. Entries after the last page of a row can be any id in [0, P).
         query_start: i32[R+1]. It starts at 0 and never decreases.
         kv_len: i32[R] positions per row, at most M*S.
-        scale: multiplies the scores. None means ``H ** -0.5``.
-        window: a query at position p sees only positions greater than ``p - window``.
-        soft_cap: scores become ``soft_cap * tanh(score / soft_cap)``.
-        sinks: [N] logits that are added to the denominator of the softmax, without scale or cap.
-        k_scale: f32[K] factors of the stored keys. Given together with v_scale. For pages of int8
-            it is f32[P,K,S], as ``quantized_kv_write`` returns it.
-        v_scale: the same for the stored values.
-        arrivals: the counters that ``rope_kv_write`` returns, or None to allocate counters if the
-            kernel needs them. The call overwrites them.
+        options: scale, window, soft cap, sinks, and scales of the pages.
         implementation: "auto", or one of ``IMPLEMENTATIONS``.
 
     Returns:
-        [T,N,H] of q's dtype. Accumulated in float32 (float64 for float64).
+        [T,N,H] of q's dtype, accumulated in float32 (float64 for float64).
 
     Raises:
         ValueError: names the wrong argument and the allowed values.
     """
-    arrays = (q, k_pages, v_pages, page_table, query_start, kv_len)
-    q, k_pages, v_pages, page_table, query_start, kv_len = map(jnp.asarray, arrays)
-    options = AttentionOptions(scale, window, soft_cap, sinks, k_scale, v_scale)
-    device = target_device()
-    case = attention_case(
-        "ragged", device, q, k_pages, v_pages, page_table, query_start, kv_len, options
-    )
-    name = choose(implementation, case)
-    counters = _counters(arrivals, name)
-    run = RAGGED[_shaped(name, case)]
-    return run(q, k_pages, v_pages, page_table, query_start, kv_len, options, **counters)
+    arrays = AttentionArrays.of(q, k_pages, v_pages, page_table, query_start, kv_len)
+    return _attention("ragged", arrays, options, implementation)
 
 
 def paged_decode_attention(
@@ -166,14 +89,8 @@ def paged_decode_attention(
     v_pages: jax.Array,
     page_table: jax.Array,
     kv_len: jax.Array,
+    options: AttentionOptions = NO_OPTIONS,
     *,
-    scale: float | None = None,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
-    k_scale: jax.Array | None = None,
-    v_scale: jax.Array | None = None,
-    arrivals: jax.Array | None = None,
     implementation: str = "auto",
 ) -> jax.Array:
     """Compute attention of one query per row, its last position, over its pages of the KV cache.
@@ -189,33 +106,19 @@ def paged_decode_attention(
     Raises:
         ValueError: names the wrong argument and the allowed values.
     """
-    arrays = (q, k_pages, v_pages, page_table, kv_len)
-    q, k_pages, v_pages, page_table, kv_len = map(jnp.asarray, arrays)
-    options = AttentionOptions(scale, window, soft_cap, sinks, k_scale, v_scale)
-    device = target_device()
-    case = attention_case("decode", device, q, k_pages, v_pages, page_table, None, kv_len, options)
-    name = choose(implementation, case)
-    run = DECODE[_shaped(name, case)]
-    return run(q, k_pages, v_pages, page_table, kv_len, options, **_counters(arrivals, name))
+    arrays = AttentionArrays.of(q, k_pages, v_pages, page_table, kv_len)
+    return _attention("decode", arrays, options, implementation)
 
 
-def _counters(arrivals: jax.Array | None, name: str) -> dict[str, jax.Array]:
-    """Return the keyword argument ``arrivals`` for the implementations that take it.
-
-    Raises:
-        ValueError: `arrivals` has a wrong shape or dtype.
-    """
-    if arrivals is None:
-        return {}
-    if arrivals.shape != (ARRIVALS,) or arrivals.dtype != jnp.int32:
-        raise ValueError(
-            f"arrivals is {arrivals.dtype}{list(arrivals.shape)}; expected int32[{ARRIVALS}]"
-        )
-    return {"arrivals": arrivals} if name.startswith(("triton", "mosaic")) else {}
+def _attention(
+    op: str, arrays: AttentionArrays, options: AttentionOptions, implementation: str
+) -> jax.Array:
+    case = attention_case(op, arrays, options)
+    return _chosen(implementation, case)(arrays, options)
 
 
-def _shaped(name: str, case: Case) -> str:
-    return "xla_gpu" if name == "xla" and case.device.is_gpu else name
+def _chosen(implementation: str, case: AnyCase) -> Callable[..., Any]:
+    return kernel(case.op, choose(implementation, case), case.platform)
 
 
 def kv_write(
@@ -254,8 +157,7 @@ def kv_write(
     case = kv_write_case(target_device(), k, v, k_pages, v_pages, slot_mapping, **scales)
     if k_pages.dtype == INT8:
         raise ValueError("k_pages has dtype int8; quantized_kv_write stores in those")
-    run = KV_WRITE[choose(implementation, case)]
-    return run(k, v, k_pages, v_pages, slot_mapping, **scales)
+    return _chosen(implementation, case)(k, v, k_pages, v_pages, slot_mapping, **scales)
 
 
 def quantized_kv_write(
@@ -336,8 +238,7 @@ def rope_kv_write(
     name = choose(implementation, case)
     if name == "xla":
         return reference.rope_kv_write(*operands, dtype)
-    query, keys, values, arrivals = ROPE_KV_WRITE[name](*operands, case)
-    return query, keys, values, arrivals
+    return kernel(case.op, name, case.platform)(*operands, case)
 
 
 def rope_kv_write_kernel(
@@ -378,8 +279,8 @@ def grouped_matmul(
         ValueError: names the wrong argument and the allowed values.
     """
     x, w, group_sizes = map(jnp.asarray, (x, w, group_sizes))
-    run = GROUPED[choose(implementation, grouped_case(target_device(), x, w, group_sizes))]
-    return run(x, w, group_sizes)
+    case = grouped_case(target_device(), x, w, group_sizes)
+    return _chosen(implementation, case)(x, w, group_sizes)
 
 
 def add_norm(
@@ -388,10 +289,7 @@ def add_norm(
     scale: jax.Array | None,
     delta_scale: jax.Array | None = None,
     *,
-    eps: float,
-    offset: float = 0.0,
-    rounds_last: bool = False,
-    factor: float = 1.0,
+    options: NormOptions,
     implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
     """Add the result of a block (attention or MLP) to the residual stream, and normalize the sum.
@@ -404,11 +302,7 @@ def add_norm(
             more rows than x: its sum over the parts is rounded to x's dtype. None adds no array.
         scale: [D] of x's dtype, or None for no norm of the sum. The sum is then returned twice.
         delta_scale: [D] of x's dtype: delta is normalized before it is added. None for no norm.
-        eps: added to the mean of the squares.
-        offset: added to the scale.
-        rounds_last: round once, after the scale, as Gemma does. Otherwise round before and after
-            the scale.
-        factor: factor of delta. The product is rounded.
+        options: of the norms and of the sum.
         implementation: "auto", or one of ``IMPLEMENTATIONS``.
 
     Returns:
@@ -418,10 +312,10 @@ def add_norm(
         ValueError: names the wrong argument and the allowed values.
     """
     x = jnp.asarray(x)
-    options = NormOptions(eps, offset, rounds_last, factor)
     operands = x, delta, scale, delta_scale
-    name = choose(implementation, norm_case(target_device(), *operands, options))
-    run = _plain_add_norm if name == "xla" else ADD_NORM[name]
+    case = norm_case(target_device(), *operands, options)
+    name = choose(implementation, case)
+    run = _plain_add_norm if name == "xla" else kernel("add_norm", name, case.platform)
     return run(*operands, options)
 
 
@@ -481,7 +375,7 @@ def matmul_in_parts(
     name = choose(implementation, case)
     if name == "xla":
         return reference.matmul_in_parts(x, w, parts)
-    return FEW_ROWS["matmul_in_parts", name](x, w, case)
+    return kernel(case.op, name, case.platform)(x, w, case)
 
 
 def gated_matmul(
@@ -511,7 +405,7 @@ def gated_matmul(
     name = choose(implementation, case)
     if name == "xla":
         return reference.gated_matmul(x, w, activation)
-    return FEW_ROWS["gated_matmul", name](x, w, case, activation)
+    return kernel(case.op, name, case.platform)(x, w, case, activation)
 
 
 def has_few_row_product(op: str, x: jax.Array, outputs: int, implementation: str) -> bool:
@@ -548,7 +442,7 @@ def greatest(x: jax.Array, *, implementation: str = "auto") -> jax.Array:
         raise ValueError(f"x has shape {x.shape}; expected [R,V], both at least 1")
     if x.dtype not in (jnp.float32, jnp.float64):
         raise ValueError(f"x has dtype {x.dtype}; allowed: float32, float64")
-    return GREATEST[choose(implementation, _greatest_case(x))](x)
+    return _chosen(implementation, _greatest_case(x))(x)
 
 
 def has_greatest(x: jax.Array, implementation: str) -> bool:

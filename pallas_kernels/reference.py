@@ -17,6 +17,7 @@ from pallas_kernels.arguments import (
     FP8_BITS,
     INT8,
     NO_OPTIONS,
+    AttentionArrays,
     AttentionOptions,
     number_dtype,
 )
@@ -73,18 +74,14 @@ def _attend_one(
 
 
 def ragged_paged_attention(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    page_table: jax.Array,
-    query_start: jax.Array,
-    kv_len: jax.Array,
-    options: AttentionOptions = NO_OPTIONS,
+    arrays: AttentionArrays, options: AttentionOptions = NO_OPTIONS
 ) -> jax.Array:
     """Compute causal attention over the KV cache, token by token: [T,N,H].
 
     Specification of ``pallas_kernels.ragged_paged_attention``.
     """
+    q, k_pages, v_pages, page_table, _, kv_len = arrays
+    query_start = arrays.starts
     tokens, _, head_dim = q.shape
     _, num_kv_heads, page_size, _ = k_pages.shape
     rows, pages_per_row = page_table.shape
@@ -121,19 +118,14 @@ def ragged_paged_attention(
 
 
 def paged_decode_attention(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    page_table: jax.Array,
-    kv_len: jax.Array,
-    options: AttentionOptions = NO_OPTIONS,
+    arrays: AttentionArrays, options: AttentionOptions = NO_OPTIONS
 ) -> jax.Array:
     """Compute attention of one query per row over the KV cache: [R,N,H].
 
     Specification of ``pallas_kernels.paged_decode_attention``.
     """
-    query_start = jnp.arange(q.shape[0] + 1, dtype=jnp.int32)
-    return ragged_paged_attention(q, k_pages, v_pages, page_table, query_start, kv_len, options)
+    query_start = jnp.arange(len(arrays.q) + 1, dtype=jnp.int32)
+    return ragged_paged_attention(arrays._replace(query_start=query_start), options)
 
 
 def store_cast(values: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:

@@ -6,7 +6,7 @@ this.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -106,16 +106,28 @@ def has_draw(logits: jax.Array) -> bool:
     return has_llvm() and logits.size > 0 and logits.dtype in (jnp.float32, jnp.float64)
 
 
+class DrawSettings(NamedTuple):
+    """Settings of the draw of each row's token. 0 disables min_p and top_k, 1 disables top_p.
+
+    Attributes:
+        temperature: f32[R]. 0 selects the argmax.
+        min_p: f32[R].
+        top_k: i32[R].
+        top_p: f32[R].
+        seed: u32[R,2] the words of a threefry key.
+        position: i32[R] of the token. Seed and position determine the random number.
+    """
+
+    temperature: jax.Array
+    min_p: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+    seed: jax.Array
+    position: jax.Array
+
+
 def draw(
-    logits: jax.Array,
-    highest: jax.Array,
-    greedy: jax.Array,
-    temperature: jax.Array,
-    min_p: jax.Array,
-    top_k: jax.Array,
-    top_p: jax.Array,
-    seed: jax.Array,
-    position: jax.Array,
+    logits: jax.Array, highest: jax.Array, greedy: jax.Array, settings: DrawSettings
 ) -> jax.Array:
     """Sample a token for each row. Requires that ``has_draw`` is true.
 
@@ -129,14 +141,9 @@ def draw(
         logits: [R,V] float32 or float64.
         highest: [R] greatest logit of each row, of the dtype of logits.
         greedy: i32[R] argmax of each row, the result for rows with temperature 0.
-        temperature: f32[R]. 0 selects the argmax.
-        min_p: f32[R]. 0 disables the filter.
-        top_k: i32[R]. 0 disables the filter.
-        top_p: f32[R]. 1 disables the filter.
-        seed: u32[R,2] the words of a threefry key.
-        position: i32[R] of the token. Seed and position determine the random number.
+        settings: of each row.
 
     Returns:
         i32[R] tokens. The token of a row with a NaN or an infinity is arbitrary.
     """
-    return _draw(logits, highest, greedy, temperature, min_p, top_k, top_p, seed, position)
+    return _draw(logits, highest, greedy, *settings)

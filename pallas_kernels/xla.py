@@ -21,7 +21,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.arguments import INT8, NO_OPTIONS, AttentionOptions, number_dtype
+from pallas_kernels.arguments import (
+    INT8,
+    NO_OPTIONS,
+    AttentionArrays,
+    AttentionOptions,
+    number_dtype,
+)
 from pallas_kernels.reference import to_codes
 
 CHUNK_TOKENS = 64
@@ -56,18 +62,11 @@ class TileSizes(NamedTuple):
 
 
 TILE_SIZES = TileSizes(queries=32, chunk_tokens=256)
-Pages = tuple[jax.Array, jax.Array]
-Decode = Callable[[jax.Array, Pages, jax.Array, jax.Array, AttentionOptions], jax.Array]
-"""Attention of rows of one query: (q, (k_pages, v_pages), page_table, kv_len, options) -> like q.
+Attend = Callable[[AttentionArrays, AttentionOptions], jax.Array]
+"""Attention of the rows of a step, or of some of them: (arrays, options) -> array like q.
 
-q is [R, K, G, H] in the accumulator's dtype. The caller applies `k_scale` and `v_scale`, unless
+q is [., K, G, H] in the accumulator's dtype. The caller applies `k_scale` and `v_scale`, unless
 pages are int8.
-"""
-Tiles = Callable[[jax.Array, Pages, jax.Array, jax.Array, jax.Array, AttentionOptions], jax.Array]
-"""Attention of rows of two queries or more; results of other rows' tokens mean nothing.
-
-(q, (k_pages, v_pages), page_table, query_start, kv_len, options) -> like q, which is [T, K, G, H]
-in the accumulator's dtype. The caller applies `k_scale` and `v_scale`, unless pages are int8.
 """
 
 
@@ -82,13 +81,10 @@ def _floats(bits: jax.Array, dtype: jnp.dtype, out: jnp.dtype) -> jax.Array:
 
 
 def page_rows(
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    page_table: jax.Array,
-    pages: int,
-    options: AttentionOptions = NO_OPTIONS,
+    arrays: AttentionArrays, pages: int, options: AttentionOptions = NO_OPTIONS
 ) -> PageRows:
     """Return pages and page table in the layout for gathers of chunks of `pages` pages."""
+    _, k_pages, v_pages, page_table, *_ = arrays
     P, K, S, H = k_pages.shape
     scales = None
     if k_pages.dtype == INT8 and options.k_scale is not None and options.v_scale is not None:
@@ -174,17 +170,12 @@ def _accumulator(dtype: jnp.dtype) -> jnp.dtype:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def _decode(
-    q: jax.Array,
-    kv_pages: Pages,
-    page_table: jax.Array,
-    kv_len: jax.Array,
-    options: AttentionOptions,
-) -> jax.Array:
-    """Compute attention of rows of one query, at position kv_len - 1. Arguments as in `Decode`."""
+def _decode(arrays: AttentionArrays, options: AttentionOptions) -> jax.Array:
+    """Compute attention of rows of one query, at position kv_len - 1, as an `Attend`."""
+    q, kv_len = arrays.q, arrays.kv_len
     R, K, G, H = q.shape
-    pages = max(1, CHUNK_TOKENS // kv_pages[0].shape[2])
-    cache = page_rows(*kv_pages, page_table, pages, options)
+    pages = max(1, CHUNK_TOKENS // arrays.k_pages.shape[2])
+    cache = page_rows(arrays, pages, options)
     cell = jnp.arange(pages * cache.shape[1])
     W = min(max(4, R // 2), 32)
     items = list_items(cache, kv_len, options.window, pages, W)
@@ -239,24 +230,19 @@ def empty_softmax(
 
 
 def attend_tiles(
-    q: jax.Array,
-    kv_pages: Pages,
-    page_table: jax.Array,
-    query_start: jax.Array,
-    kv_len: jax.Array,
-    options: AttentionOptions,
-    sizes: TileSizes = TILE_SIZES,
+    arrays: AttentionArrays, options: AttentionOptions, sizes: TileSizes = TILE_SIZES
 ) -> jax.Array:
-    """Compute attention of rows of two queries or more, tile by tile. Arguments as in `Tiles`.
+    """Compute attention of rows of two queries or more, tile by tile, as an `Attend`.
 
-    Tiles follow the order of their tokens. Rows that a tile writes past the end of its row are
-    overwritten by the next row's tile.
+    Results of other tokens are undefined. Tiles follow the order of their tokens. Rows that a tile
+    writes past the end of its row are overwritten by the next row's tile.
     """
+    q, kv_len, query_start = arrays.q, arrays.kv_len, arrays.starts
     T, K, G, H = q.shape
     R = kv_len.shape[0]
-    S = kv_pages[0].shape[2]
+    S = arrays.k_pages.shape[2]
     pages = max(1, sizes.chunk_tokens // S)
-    cache = page_rows(*kv_pages, page_table, pages, options)
+    cache = page_rows(arrays, pages, options)
     C = pages * S
     Q = min(sizes.queries, T)
     product = q.dtype if sizes.dtype is None else sizes.dtype
@@ -317,13 +303,16 @@ def attend_tiles(
     return lax.fori_loop(0, end[-1], tile_body, jnp.zeros_like(q))[:T]
 
 
-def _grouped(q: jax.Array, k_scale: jax.Array | None, K: int) -> jax.Array:
-    """Return queries by kv head, [., K, G, H], in the accumulator's dtype and times `k_scale`.
+def _grouped(arrays: AttentionArrays, k_scale: jax.Array | None) -> AttentionArrays:
+    """Return arrays whose q is [., K, G, H], in the accumulator's dtype and times `k_scale`.
 
     Scales per token are applied to scores and weights instead.
     """
+    q, K = arrays.q, arrays.k_pages.shape[1]
     q = q.reshape(q.shape[0], K, -1, q.shape[-1]).astype(_accumulator(q.dtype))
-    return q if k_scale is None or k_scale.ndim > 1 else q * k_scale[:, None, None].astype(q.dtype)
+    if k_scale is not None and k_scale.ndim == 1:
+        q = q * k_scale[:, None, None].astype(q.dtype)
+    return arrays._replace(q=q)
 
 
 def _finished(out: jax.Array, q: jax.Array, v_scale: jax.Array | None) -> jax.Array:
@@ -333,50 +322,33 @@ def _finished(out: jax.Array, q: jax.Array, v_scale: jax.Array | None) -> jax.Ar
 
 
 def paged_decode_attention(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    page_table: jax.Array,
-    kv_len: jax.Array,
-    options: AttentionOptions = NO_OPTIONS,
-    *,
-    decode: Decode = _decode,
+    arrays: AttentionArrays, options: AttentionOptions = NO_OPTIONS, *, decode: Attend = _decode
 ) -> jax.Array:
-    """Compute attention of one query per row in plain JAX: [R,N,H]. `decode` computes the rows.
-
-    Implementation "xla" of ``pallas_kernels.paged_decode_attention``.
-    """
-    grouped = _grouped(q, options.k_scale, k_pages.shape[1])
-    out = decode(grouped, (k_pages, v_pages), page_table, kv_len, options)
-    return _finished(out, q, options.v_scale)
+    """Compute attention of one query per row in plain JAX: [R,N,H]. `decode` computes the rows."""
+    out = decode(_grouped(arrays, options.k_scale), options)
+    return _finished(out, arrays.q, options.v_scale)
 
 
 def ragged_paged_attention(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    page_table: jax.Array,
-    query_start: jax.Array,
-    kv_len: jax.Array,
+    arrays: AttentionArrays,
     options: AttentionOptions = NO_OPTIONS,
     *,
-    decode: Decode = _decode,
-    tiles: Tiles = attend_tiles,
+    decode: Attend = _decode,
+    tiles: Attend = attend_tiles,
 ) -> jax.Array:
     """Compute causal attention of rows of any length in plain JAX: [T,N,H].
 
-    Implementation "xla" of ``pallas_kernels.ragged_paged_attention``. `decode` computes rows of one
-    query and `tiles` all others, so in a step of prompt chunks and decodes each kind costs the same
-    as alone.
+    `decode` computes rows of one query and `tiles` all others, so in a step of prompt chunks and
+    decodes each kind costs the same as alone.
     """
+    q, query_start = arrays.q, arrays.starts
     T = q.shape[0]
-    grouped = _grouped(q, options.k_scale, k_pages.shape[1])
-    cache = (k_pages, v_pages), page_table
-    out = tiles(grouped, *cache, query_start, kv_len, options)
+    grouped = _grouped(arrays, options.k_scale)
+    out = tiles(grouped, options)
     single = query_start[1:] - query_start[:-1] == 1
-    single_queries = grouped.at[query_start[:-1]].get(mode="clip")
-    single_len = jnp.where(single, kv_len, 0)
-    decoded = decode(single_queries, *cache, single_len, options)
+    single_queries = grouped.q.at[query_start[:-1]].get(mode="clip")
+    single_len = jnp.where(single, arrays.kv_len, 0)
+    decoded = decode(grouped._replace(q=single_queries, kv_len=single_len), options)
     out = out.at[jnp.where(single, query_start[:-1], T)].set(decoded, mode="drop")
     real = jnp.arange(T) < query_start[-1]
     return _finished(jnp.where(real[:, None, None, None], out, 0), q, options.v_scale)

@@ -25,11 +25,11 @@ from jaxserve.execution.typed_jax import cond, fori_loop
 from jaxserve.request import SamplerFeature
 from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.slot_table import NO_TOKEN, SlotTable
-from pallas_kernels import draw, greatest, has_draw, has_greatest
+from pallas_kernels import DrawSettings, draw, greatest, has_draw, has_greatest
 from pallas_kernels.devices import target_device
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int, Int32, UInt, UInt32
+    from jaxtyping import Array, Bool, Float, Int, Int32, UInt
 
 
 def _ordered_bits(x: Float[Array, "*sizes"]) -> UInt[Array, "*sizes"]:
@@ -132,14 +132,10 @@ def plain_draw(
     logits: Float[Array, "R V"],
     highest: Float[Array, " R"],
     greedy: Int32[Array, " R"],
-    temperature: Float[Array, " R"],
-    min_p: Float[Array, " R"],
-    top_k: Int32[Array, " R"],
-    top_p: Float[Array, " R"],
-    seed: UInt32[Array, "R 2"],
-    position: Int32[Array, " R"],
+    settings: DrawSettings,
 ) -> Int32[Array, " R"]:
     """Compute `pallas_kernels.draw` in plain JAX, which is its specification."""
+    temperature, min_p, top_k, top_p, seed, position = settings
     warm = temperature > 0
     divisor = jnp.where(warm, temperature, 1).astype(logits.dtype)
     # The difference first: a quotient of large logits and a small temperature may overflow, and
@@ -165,9 +161,11 @@ def _sampled(
     Args:
         greedy, highest: each row's likeliest token and its logit.
     """
-    settings = batch.temperature, batch.min_p, batch.top_k, batch.top_p
+    settings = DrawSettings(
+        batch.temperature, batch.min_p, batch.top_k, batch.top_p, batch.seed, batch.kv_len
+    )
     run = draw if has_draw(logits) else plain_draw
-    return run(logits, highest, greedy, *settings, batch.seed, batch.kv_len)
+    return run(logits, highest, greedy, settings)
 
 
 def is_greedy(plan: LaunchPlan, slots: SlotTable) -> bool:

@@ -232,7 +232,6 @@ def _token(code: Code, kernel: PagedDecode, fields: Sequence[Any], row: Any) -> 
 
 
 def _total(code: Code, kernel: PagedDecode, fields: Sequence[Any]) -> Any:
-    """Generate code that sums the cost of all rows for one head, in tokens."""
     with code.loop(const(0), fields[-5], carry=[const(0)]) as (row, sums):
         first, stop = _seen(code, kernel, fields, row)
         tokens = code.add(code.sub(stop, first), const(TOKENS_OF_A_PAIR))
@@ -320,19 +319,15 @@ class _Pair:
             code.write_vector(zero, self.sums, index)
 
     def _page(self, code: Code, base: Any, entry: Any) -> Any:
-        """Generate code that computes the address of the page whose id is at `entry`.
-
-        An id out of range selects page 0.
+        """Generate code that computes the address of the page whose id is at `entry` (or of page
+        0).
         """
         page = code.zext(code.load(entry, typ=I32), I64)
         page = code.select(code.icmp_unsigned("<", page, self.pages), page, const(0))
         return code.at(base, code.mul(page, self.stride), self.stored)
 
     def _page_scales(self, code: Code, which: int, column: Any) -> Any:
-        """Generate code that computes the address of a page's scales of keys (0) or values (1).
-
-        `column` is the column of the page in the page table.
-        """
+        """Generate code that computes the address of a page's scales of keys (0) or values (1)."""
         page = code.zext(code.read(self.table, column, I32), I64)
         page = code.select(code.icmp_unsigned("<", page, self.pages), page, const(0))
         stride = code.sdiv(self.stride, const(self.H))
@@ -375,13 +370,11 @@ class _Pair:
         return code.sdiv(begin, const(self.S)), after
 
     def _within(self, code: Code, page: Any, begin: Any, end: Any) -> tuple[Any, Any]:
-        """Generate code that computes which tokens of a page are in [begin, end): first and end."""
         start = code.mul(page, const(self.S))
         low = code.larger_int(code.sub(begin, start), const(0))
         return low, code.smaller_int(code.sub(end, start), const(self.S))
 
     def _prefetch(self, code: Code, address: Any, start: Any, count: int) -> None:
-        """Generate code that prefetches `count` numbers of a page from number `start` on."""
         for offset in range(0, count, LINE // element_bytes(self.stored)):
             code.prefetch(code.at(address, code.add(start, const(offset)), self.stored))
 

@@ -272,7 +272,7 @@ class Code(ir.IRBuilder):
         return self.lanes_of(a, b, [lane + offset for lane in chosen for offset in (0, lanes)])
 
     def larger(self, a: Any, b: Any) -> Any:
-        """Generate code that selects b where it is greater than a, else a. A NaN in b is ignored."""
+        """Generate code that selects b where it is greater than a, else a: it ignores NaN in b."""
         return self.select(self.fcmp_ordered(">", b, a), b, a)
 
     def smaller(self, a: Any, b: Any) -> Any:
@@ -333,7 +333,7 @@ class Code(ir.IRBuilder):
         return power, self.fmul(value, rest), filled(kind, 1.0 - bias)
 
     def prefetch(self, address: Any, near: int = 3) -> None:
-        """Generate code that prefetches a line of memory to the first (3) or the second cache (2)."""
+        """Generate code that prefetches a line of memory to the first (3) or second cache (2)."""
         flags = [ir.Constant(I32, value) for value in (0, near, 1)]
         self.intrinsic("llvm.prefetch.p0", VOID, [address, *flags])
 

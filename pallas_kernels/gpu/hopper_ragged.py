@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +23,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.arguments import NO_OPTIONS, AttentionOptions, Case, attention_case
-from pallas_kernels.devices import target_device
+from pallas_kernels.arguments import (
+    NO_OPTIONS,
+    AttentionArrays,
+    AttentionOptions,
+    Case,
+    attention_case,
+)
 from pallas_kernels.gpu.triton_decode import split_and_merge
-from pallas_kernels.gpu.triton_ragged import few_query_plan, tile_plan, tiled_counts
+from pallas_kernels.gpu.triton_ragged import few_query_split, tile_plan, tiled_counts
 from pallas_kernels.gpu.triton_tile import LOG2E, NEGATIVE, ceil_div, spread, tile_bounds
 from pallas_kernels.gpu.tuning import MosaicConfig, RaggedConfig, lookup
 
@@ -149,20 +154,24 @@ def _walk(tile_ref: Any, shape: _Shape) -> tuple[jax.Array, _Walk]:
     )
 
 
+class _Stream(NamedTuple):
+    """Refs of the keys or of the values: pages, ring, barriers of its filled and emptied slots."""
+
+    pages: Any
+    ring: Any
+    filled: Any
+    emptied: Any
+
+
 def _produce(
     shape: _Shape,
     walk: _Walk,
     row: jax.Array,
     kv_head: jax.Array,
     table_ref: Any,
-    streams: tuple[tuple[Any, Any, Any, Any], ...],
+    streams: tuple[_Stream, _Stream],
 ) -> None:
-    """Fetch the blocks of a walk into the rings, as the producer warpgroup.
-
-    Args:
-        streams: for keys and for values: (pages, ring, barriers of filled slots, barriers of
-            emptied slots).
-    """
+    """Fetch the blocks of a walk into the rings of keys and values, as the producer warpgroup."""
     stages, page_size = shape.config.num_stages, shape.case.S
     last_page = lax.div(jnp.maximum(walk.end - 1, 0), jnp.int32(page_size))
 
@@ -216,9 +225,9 @@ def _zero_unwritten(
                 value_position = position + plgpu.broadcasted_iota(
                     jnp.int32, (shape.block, 64), 0, layout=plgpu.Layout.WGMMA
                 )
-                own = (value_position >= walk.begin) & (value_position < walk.kv_len)
+                is_written = (value_position >= walk.begin) & (value_position < walk.kv_len)
                 old = part[...]
-                part[...] = jnp.where(own, old, jnp.zeros_like(old))
+                part[...] = jnp.where(is_written, old, jnp.zeros_like(old))
             plgpu.commit_smem()
             if shape.config.warpgroups > 1:
                 plgpu.barrier_arrive(fixed)
@@ -236,21 +245,16 @@ def _consume(
     warpgroup: jax.Array,
     factor: jax.Array | float,
     q_smem: Any,
-    rings: tuple[Any, Any],
-    filled: tuple[Any, Any],
-    emptied: tuple[Any, Any],
+    streams: tuple[_Stream, _Stream],
     fixed: Any,
     weights_smem: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Compute the online softmax and weighted sums of the 64 query rows of one warpgroup.
 
-    Args:
-        rings, filled, emptied: ring, barriers of filled slots and barriers of emptied slots, each
-            for keys and for values.
-
     Returns:
         (unnormalized attention [64,H], maxima [64], sums of weights [64]).
     """
+    (_, k_ring, k_filled, k_emptied), (_, v_ring, v_filled, v_emptied) = streams
     case, block = shape.case, shape.block
     first = walk.first_position + warpgroup * shape.tokens_per_warpgroup
     dtype = case.query_dtype
@@ -260,15 +264,15 @@ def _consume(
         acc, top, total = carry
         slot = lax.rem(i, jnp.int32(shape.config.num_stages))
         position = walk.block(i) * block
-        plgpu.barrier_wait(filled[0].at[slot])
-        keys, values = rings[0].at[slot], rings[1].at[slot]
+        plgpu.barrier_wait(k_filled.at[slot])
+        keys, values = k_ring.at[slot], v_ring.at[slot]
 
         def scores_of(ref: Any) -> jax.Array:
             plgpu.wgmma(ref, q_smem, keys.transpose((1, 0)))
             return ref[...]
 
         scores = pl.run_scoped(scores_of, _ACC((ROWS, block), jnp.float32))
-        plgpu.barrier_arrive(emptied[0].at[slot])
+        plgpu.barrier_arrive(k_emptied.at[slot])
         scores = scores * factor
         if shape.soft_cap is not None:
             scores = (shape.soft_cap * LOG2E) * jnp.tanh(scores * (1 / shape.soft_cap))
@@ -289,7 +293,7 @@ def _consume(
         acc = acc * spread(shrink, acc.shape, 0)
         total = total * shrink + weights.sum(axis=1)
         weights = weights.astype(dtype)
-        plgpu.barrier_wait(filled[1].at[slot])
+        plgpu.barrier_wait(v_filled.at[slot])
         if masked:
             fixed_here = None if fixed is None else fixed.at[slot]
             _zero_unwritten(shape, walk, position, values, fixed_here, warpgroup)
@@ -308,7 +312,7 @@ def _consume(
                 plgpu.wgmma(ref, weights, values)
 
             acc = pl.run_state(accumulate)(_ACC.init(acc))
-        plgpu.barrier_arrive(emptied[1].at[slot])
+        plgpu.barrier_arrive(v_emptied.at[slot])
         return acc, new_top, total
 
     per_row = plgpu.Layout.WGMMA.reduce(1)
@@ -338,34 +342,28 @@ def _kernel(shape: _Shape, refs: list[Any]) -> None:
     tile = lax.axis_size("tile") - 1 - lax.axis_index("tile")
     row, walk = _walk(tile_ref, shape)
     groups = shape.config.warpgroups
+    streams = (
+        _Stream(k_ref, k_ring, k_filled, k_emptied),
+        _Stream(v_ref, v_ring, v_filled, v_emptied),
+    )
 
     @pl.when(thread < groups)
     def _compute() -> None:
         """Compute the 64 query rows of this warpgroup and store them."""
         if not shape.simulate:
             plgpu.set_max_registers(CONSUMER_REGISTERS[groups], action="increase")
-        own_q, own_out = q_smem.at[thread], out_smem.at[thread]
-        plgpu.copy_gmem_to_smem(q_ref.at[tile, kv_head, thread], own_q, q_filled.at[thread])
+        q_here, out_here = q_smem.at[thread], out_smem.at[thread]
+        plgpu.copy_gmem_to_smem(q_ref.at[tile, kv_head, thread], q_here, q_filled.at[thread])
         plgpu.barrier_wait(q_filled.at[thread])
         factor = shape.factor if factor_ref is None else factor_ref[kv_head]
-        acc, top, total = _consume(
-            shape,
-            walk,
-            thread,
-            factor,
-            own_q,
-            (k_ring, v_ring),
-            (k_filled, v_filled),
-            (k_emptied, v_emptied),
-            fixed,
-            None if weights_smem is None else weights_smem.at[thread],
-        )
+        weights = None if weights_smem is None else weights_smem.at[thread]
+        acc, top, total = _consume(shape, walk, thread, factor, q_here, streams, fixed, weights)
         safe = jnp.where(total == 0, 1.0, total)
-        own_out[...] = (acc / spread(safe, acc.shape, 0)).astype(own_out.dtype)
+        out_here[...] = (acc / spread(safe, acc.shape, 0)).astype(out_here.dtype)
         if lse_ref is not None:
             lse_smem.at[thread][...] = jnp.where(total == 0, NEGATIVE, top / LOG2E + jnp.log(safe))
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(own_out, out_ref.at[tile, kv_head, thread])
+        plgpu.copy_smem_to_gmem(out_here, out_ref.at[tile, kv_head, thread])
         if lse_ref is not None:
             plgpu.copy_smem_to_gmem(lse_smem.at[thread], lse_ref.at[tile, kv_head, thread])
         plgpu.wait_smem_to_gmem(0)
@@ -374,7 +372,6 @@ def _kernel(shape: _Shape, refs: list[Any]) -> None:
     def _fetch() -> None:
         if not shape.simulate:
             plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        streams = ((k_ref, k_ring, k_filled, k_emptied), (v_ref, v_ring, v_filled, v_emptied))
         _produce(shape, walk, row, kv_head, table_ref, streams)
 
 
@@ -473,34 +470,23 @@ def _unpack(tiles: jax.Array, query_start: jax.Array, tiled: jax.Array, shape: _
 
 
 def ragged_paged_attention(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    page_table: jax.Array,
-    query_start: jax.Array,
-    kv_len: jax.Array,
+    arrays: AttentionArrays,
     options: AttentionOptions = NO_OPTIONS,
     *,
-    arrivals: jax.Array | None = None,
     config: MosaicConfig | None = None,
-    longer_than: int | None = None,
+    longer_than: int = LONG,
     interpret: Any = None,
 ) -> jax.Array:
     """Compute causal attention of rows of any length on Hopper: [T,N,H], bfloat16 or float16.
 
-    Implementation "mosaic_gpu" of ``pallas_kernels.ragged_paged_attention``.
-
     Args:
         config: block sizes. None reads the tuning table.
         longer_than: rows of few queries with more positions than this are computed by the split-KV
-            kernel. None means `LONG`. One program would read such a row for longer than the others
-            work.
+            kernel. One program would read such a row for longer than the others work.
         interpret: ``plgpu.InterpretGPUParams`` to simulate the kernel without a GPU, or None.
     """
-    device = target_device()
-    case = attention_case(
-        "ragged", device, q, k_pages, v_pages, page_table, query_start, kv_len, options
-    )
+    q, k_pages, v_pages, page_table, _, kv_len = arrays
+    query_start, case = arrays.starts, attention_case("ragged", arrays, options)
     soft_cap = None if options.soft_cap is None else float(options.soft_cap)
     factor = float(options.score_scale(case.H)) * (1.0 if soft_cap else LOG2E)
     shape = _Shape(
@@ -513,11 +499,13 @@ def ragged_paged_attention(
         with_lse=options.sinks is not None,
         simulate=interpret is not None,
     )
-    longer_than = LONG if longer_than is None else longer_than
-    split_config = lookup(RaggedConfig, case)
-    decode_config, division = few_query_plan(case, split_config, None, options)
-    division = dataclasses.replace(division, longer_than=longer_than)
-    few = division.few if longer_than < case.M * case.S else 0
+    split = few_query_split(
+        case, lookup(RaggedConfig, case), options, interpret=interpret is not None
+    )
+    split = dataclasses.replace(
+        split, plan=dataclasses.replace(split.plan, longer_than=longer_than)
+    )
+    few = split.plan.few if longer_than < case.M * case.S else 0
     plan = tile_plan(query_start, kv_len, case.T, shape.tile, few, longer_than)
     _, tiled = tiled_counts(query_start, kv_len, case.T, few, longer_than)
     lengths = jnp.concatenate([kv_len, jnp.zeros((1,), jnp.int32)])
@@ -536,13 +524,4 @@ def ragged_paged_attention(
     if options.v_scale is not None:
         out = out * options.v_scale[:, None, None]
     out = out.astype(q.dtype).reshape(q.shape)
-    if not few:
-        return out
-    return split_and_merge(
-        *(q, k_pages, v_pages, page_table, kv_len, query_start, out, arrivals, options),
-        case=case,
-        config=decode_config,
-        plan=division,
-        tile_rows=split_config.split_rows,
-        interpret=interpret is not None,
-    )
+    return split_and_merge(arrays, options, split, out) if few else out

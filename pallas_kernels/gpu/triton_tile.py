@@ -28,6 +28,8 @@ NEGATIVE = -1e30
 """Starting maximum: below every real score, and finite so that differences of maxima are finite."""
 
 Parts = tuple[jax.Array, ...]
+Softmax = tuple[Parts, jax.Array, jax.Array]
+"""Unnormalized attention of a tile: acc parts [rows, part], maxima and sums [rows]."""
 
 
 def head_parts(head_dim: int) -> tuple[tuple[int, int], ...]:
@@ -208,29 +210,59 @@ def store_rows(
         plt.store(address, part.astype(out_ref.dtype), mask=mask)
 
 
+def normalized(
+    refs: dict[str, Any], softmax: Softmax, kv_head: jax.Array, head: jax.Array, valid: jax.Array
+) -> Parts:
+    """Return attention parts: add the sinks, divide by the sum of the softmax, scale the values."""
+    acc, top, total = softmax
+    if "sinks" in refs:
+        sink = plt.load(refs["sinks"].at[head], mask=valid, other=0.0) * LOG2E
+        new_top = jnp.maximum(top, sink)
+        shrink = jnp.exp2(top - new_top)
+        acc = tuple(part * spread(shrink, part.shape, 0) for part in acc)
+        total = total * shrink + jnp.exp2(sink - new_top)
+    inverse = 1.0 / jnp.where(total == 0, 1.0, total)
+    if "v_scale" in refs:
+        inverse = inverse * refs["v_scale"][kv_head]
+    return tuple(part * spread(inverse, part.shape, 0) for part in acc)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowPages:
+    """Pages that the queries of a tile read: one row of the page table and one kv head.
+
+    Attributes:
+        keys, values: refs of the pages [P,K,S,H].
+        table: ref of the page table i32[R,M].
+        row: row of the page table.
+        kv_head: head of the pages.
+        key_scale: f32 scalar that multiplies stored keys, or None.
+    """
+
+    keys: Any
+    values: Any
+    table: Any
+    row: jax.Array
+    kv_head: jax.Array
+    key_scale: jax.Array | None
+
+    @classmethod
+    def of(cls, refs: dict[str, Any], row: jax.Array, kv_head: jax.Array) -> RowPages:
+        """Return the pages of a row and kv head, from the refs of a kernel by name."""
+        scale = refs["k_scale"][kv_head] if "k_scale" in refs else None
+        return cls(refs["k"], refs["v"], refs["table"], row, kv_head, scale)
+
+
 def attend(
-    queries: Parts,
-    k_ref: Any,
-    v_ref: Any,
-    table_ref: Any,
-    row: jax.Array,
-    kv_head: jax.Array,
-    position: jax.Array,
-    span: Span,
-    key_scale: jax.Array | None,
-    spec: TileSpec,
-) -> tuple[Parts, jax.Array, jax.Array]:
+    queries: Parts, position: jax.Array, pages: RowPages, span: Span, spec: TileSpec
+) -> Softmax:
     """Compute the unnormalized attention of a tile over the blocks of its span.
 
     Args:
         queries: parts [tile_rows, part] of q, one for each piece of ``head_parts``.
-        k_ref, v_ref: pages [P,K,S,H].
-        table_ref: page table i32[R,M].
-        row: row of the page table.
-        kv_head: head of the pages.
         position: i32[tile_rows] positions of the queries.
+        pages: the keys and values.
         span: the blocks to visit, and the positions that need masks.
-        key_scale: f32 scalar that multiplies stored keys, or None.
         spec: the static properties.
 
     Returns:
@@ -241,20 +273,20 @@ def attend(
     shift = page_size.bit_length() - 1
     pieces = head_parts(spec.head_dim)
     factor = spec.scale * (1.0 if spec.soft_cap else LOG2E)
-    factor = factor if key_scale is None else factor * key_scale
+    factor = factor if pages.key_scale is None else factor * pages.key_scale
 
     def loader(i: jax.Array, masked: bool):
         """Return a function that reads one part of block i of the pages as [block, part]."""
         if block <= page_size:
-            page = table_ref[row, lax.shift_right_logical(i * block, shift)]
+            page = pages.table[pages.row, lax.shift_right_logical(i * block, shift)]
             inside = pl.ds(lax.bitwise_and(i * block, page_size - 1), block)
         else:
             key_position = i * block + jnp.arange(block)
             if masked:  # page ids after the row's last page may be invalid
                 key_position = jnp.minimum(key_position, span.end - 1)
-            page = table_ref[row, lax.shift_right_logical(key_position, shift)]
+            page = pages.table[pages.row, lax.shift_right_logical(key_position, shift)]
             inside = lax.bitwise_and(key_position, page_size - 1)
-        return lambda ref, start, size: ref[page, kv_head, inside, pl.ds(start, size)]
+        return lambda ref, start, size: ref[page, pages.kv_head, inside, pl.ds(start, size)]
 
     def step(i: jax.Array, carry: tuple, masked: bool) -> tuple:
         """Add block i to the softmax: acc parts [tile_rows, part], maxima and sums [tile_rows]."""
@@ -262,7 +294,7 @@ def attend(
         load = loader(i, masked)
         key_position = i * block + jnp.arange(block)
         scores: Any = sum(
-            _dot(query, spec.widen(load(k_ref, *piece)).T)
+            _dot(query, spec.widen(load(pages.keys, *piece)).T)
             for query, piece in zip(queries, pieces, strict=True)
         )
         scores = scores * factor
@@ -283,11 +315,11 @@ def attend(
         weights = weights.astype(spec.compute_dtype)
         new_acc = []
         for part, piece in zip(acc, pieces, strict=True):
-            values = spec.widen(load(v_ref, *piece))
+            values = spec.widen(load(pages.values, *piece))
             if masked:
-                own = (key_position >= span.begin) & (key_position < span.end)
-                own = spread(own, values.shape, 0)
-                values = jnp.where(own, values, jnp.zeros_like(values))
+                is_inside = (key_position >= span.begin) & (key_position < span.end)
+                is_inside = spread(is_inside, values.shape, 0)
+                values = jnp.where(is_inside, values, jnp.zeros_like(values))
             new_acc.append(part * spread(shrink, part.shape, 0) + _dot(weights, values))
         return tuple(new_acc), new_top, total
 

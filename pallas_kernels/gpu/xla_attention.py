@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import xla
-from pallas_kernels.arguments import NO_OPTIONS, AttentionOptions
+from pallas_kernels.arguments import NO_OPTIONS, AttentionArrays, AttentionOptions
 
 
 class Sizes(NamedTuple):
@@ -44,39 +44,18 @@ SIZES = Sizes()
 
 
 def paged_decode_attention(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    page_table: jax.Array,
-    kv_len: jax.Array,
-    options: AttentionOptions = NO_OPTIONS,
-    *,
-    sizes: Sizes = SIZES,
+    arrays: AttentionArrays, options: AttentionOptions = NO_OPTIONS, *, sizes: Sizes = SIZES
 ) -> jax.Array:
-    """Compute attention of one query per row in plain JAX for a GPU without Triton: [R,N,H].
-
-    Implementation "xla" of ``pallas_kernels.paged_decode_attention`` on a GPU.
-    """
-    arrays = (q, k_pages, v_pages, page_table, kv_len)
-    return xla.paged_decode_attention(*arrays, options, decode=partial(_decode, sizes=sizes))
+    """Compute attention of one query per row in plain JAX for a GPU without Triton: [R,N,H]."""
+    return xla.paged_decode_attention(arrays, options, decode=partial(_decode, sizes=sizes))
 
 
 def ragged_paged_attention(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    page_table: jax.Array,
-    query_start: jax.Array,
-    kv_len: jax.Array,
-    options: AttentionOptions = NO_OPTIONS,
-    *,
-    sizes: Sizes = SIZES,
+    arrays: AttentionArrays, options: AttentionOptions = NO_OPTIONS, *, sizes: Sizes = SIZES
 ) -> jax.Array:
-    """Compute causal attention of rows of any length in plain JAX for a GPU: [T,N,H].
-
-    Implementation "xla" of ``pallas_kernels.ragged_paged_attention`` on a GPU without Triton.
-    """
-    positions = page_table.shape[1] * k_pages.shape[2]
+    """Compute causal attention of rows of any length in plain JAX for a GPU: [T,N,H]."""
+    q, k_pages = arrays.q, arrays.k_pages
+    positions = arrays.page_table.shape[1] * k_pages.shape[2]
     chunk = min(sizes.tile_chunk_tokens, positions)
     queries = sizes.scores_bytes // (4 * q.shape[1] * chunk)
     is_narrow = q.dtype == k_pages.dtype and q.dtype.itemsize == 2
@@ -87,24 +66,19 @@ def ragged_paged_attention(
         dtype=q.dtype if is_narrow else None,
     )
     return xla.ragged_paged_attention(
-        *(q, k_pages, v_pages, page_table, query_start, kv_len, options),
+        arrays,
+        options,
         decode=partial(_decode, sizes=sizes),
         tiles=partial(xla.attend_tiles, sizes=tile_sizes),
     )
 
 
-def _decode(
-    q: jax.Array,
-    kv_pages: xla.Pages,
-    page_table: jax.Array,
-    kv_len: jax.Array,
-    options: AttentionOptions,
-    sizes: Sizes,
-) -> jax.Array:
-    """Compute attention of rows of one query. Arguments as in `xla.Decode`."""
+def _decode(arrays: AttentionArrays, options: AttentionOptions, sizes: Sizes) -> jax.Array:
+    """Compute attention of rows of one query, as an `xla.Attend`."""
+    q, kv_len = arrays.q, arrays.kv_len
     R, K, G, H = q.shape
-    pages = max(1, sizes.chunk_tokens // kv_pages[0].shape[2])
-    cache = xla.page_rows(*kv_pages, page_table, pages, options)
+    pages = max(1, sizes.chunk_tokens // arrays.k_pages.shape[2])
+    cache = xla.page_rows(arrays, pages, options)
     chunk = pages * cache.shape[1]
     most = R * (cache.page_table.shape[1] // pages)
     W = min(most, max(1, sizes.turn_tokens // chunk))
