@@ -24,7 +24,7 @@ FP8_BITS = jnp.dtype(jnp.uint8)  # bits of float8: XLA on CPU would convert whol
 INT8 = jnp.dtype(jnp.int8)  # quantized pages, with a scale per token and kv head
 PAGE_DTYPES = (*QUERY_DTYPES, FP8, FP8_BITS, INT8)
 ARRIVALS = 4096
-"""Counters that attention takes: of the programs that share a row's KV, who comes last."""
+"""Number of counters with which the programs that share a row's KV find out which one is last."""
 
 
 @dataclasses.dataclass(frozen=True)

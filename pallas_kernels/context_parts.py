@@ -31,7 +31,7 @@ from pallas_kernels.arguments import (
 from pallas_kernels.xla import LOWEST, PageRows, capped, gather_chunks, page_rows
 
 QUERIES, CHUNK_TOKENS = 8, 128
-"""PartPositions of a tile of queries, and positions of a part in a chunk of keys."""
+"""Positions of a tile of queries, and positions of a part in a chunk of keys."""
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["first"], meta_fields=["stride"])
@@ -50,7 +50,7 @@ class PartPositions:
         return jnp.maximum(position - self.first + self.stride - 1, 0) // self.stride
 
 
-class Rows(NamedTuple):
+class QueryRows(NamedTuple):
     """Rows of a step: where their tokens start, and their numbers of positions."""
 
     query_start: jax.Array  # i32[R + 1]
@@ -101,10 +101,10 @@ def attention_of_part(
     k_scale, v_scale = options.k_scale, options.v_scale
     if k_scale is not None and k_scale.ndim == 1:
         grouped *= k_scale[:, None, None].astype(exact)
-    found = _all_tiles(grouped, cache, Rows(query_start, kv_len), positions, options)
+    result = _all_tiles(grouped, cache, QueryRows(query_start, kv_len), positions, options)
     if v_scale is not None and v_scale.ndim == 1:
-        found = found.at[..., :H].multiply(v_scale[:, None, None].astype(exact))
-    return found.reshape(T, N, H + 2)
+        result = result.at[..., :H].multiply(v_scale[:, None, None].astype(exact))
+    return result.reshape(T, N, H + 2)
 
 
 def merge_parts(parts: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
@@ -129,7 +129,11 @@ def merge_parts(parts: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
 
 
 def _all_tiles(
-    q: jax.Array, cache: PageRows, rows: Rows, positions: PartPositions, options: AttentionOptions
+    q: jax.Array,
+    cache: PageRows,
+    rows: QueryRows,
+    positions: PartPositions,
+    options: AttentionOptions,
 ) -> jax.Array:
     """Compute attention of all scaled queries [T,K,G,H], tile by tile. Return [T,K,G,H+2]."""
     T, K, G, H = q.shape
@@ -143,16 +147,16 @@ def _all_tiles(
         row = (end <= tile).sum()
         start = (first[row] // QUERIES + tile - (end[row] - count[row])) * QUERIES
         position = start + jnp.arange(QUERIES)
-        own = (position >= first[row]) & (position < rows.kv_len[row])
+        is_query = (position >= first[row]) & (position < rows.kv_len[row])
         # PartPositions outside the row could see NaN of another request.
         position = jnp.clip(position, first[row], rows.kv_len[row] - 1)
         place = rows.query_start[row] + start - first[row] + QUERIES
         here = lax.dynamic_slice_in_dim(q, place, QUERIES)
         table = lax.dynamic_index_in_dim(cache.page_table, row)
-        found = _tile(here, cache._replace(page_table=table), position, positions, options)
+        result = _tile(here, cache._replace(page_table=table), position, positions, options)
         before = lax.dynamic_slice_in_dim(out, place, QUERIES)
-        found = jnp.where(own[:, None, None, None], found, before)
-        return lax.dynamic_update_slice_in_dim(out, found, place, 0)
+        result = jnp.where(is_query[:, None, None, None], result, before)
+        return lax.dynamic_update_slice_in_dim(out, result, place, 0)
 
     none = jnp.zeros((T + 2 * QUERIES, K, G, H + 2), q.dtype)
     return lax.fori_loop(0, end[-1], tile_body, none)[QUERIES:-QUERIES]
@@ -211,5 +215,5 @@ def _tile(
     carry = (jnp.zeros_like(operand), *empty)
     sums, top, total = lax.fori_loop(begin, stop, chunk_body, carry)
     sums = sums.reshape(K, G, Q, H)
-    found = jnp.concatenate([sums, top[..., None], total[..., None]], axis=-1)
-    return found.transpose(2, 0, 1, 3)
+    result = jnp.concatenate([sums, top[..., None], total[..., None]], axis=-1)
+    return result.transpose(2, 0, 1, 3)

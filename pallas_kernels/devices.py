@@ -33,9 +33,9 @@ SHARED_MEMORY: dict[Capability, int] = {
     (12, 0): 99 * KIB,
     (12, 1): 99 * KIB,
 }
-"""Bytes of shared memory that one block may take, by compute capability."""
+"""Bytes of shared memory that one thread block can use, by compute capability."""
 SMALLEST_SHARED_MEMORY = 99 * KIB
-"""For a capability that the table does not have: what every card from 8.0 on has."""
+"""For a capability outside the table: every card from 8.0 on has as much."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,7 +199,7 @@ CARDS = (
     _card("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", (12, 0), 188, 94.9, 1792),
     _card("NVIDIA GB10", (12, 1), 48, 119.0, 273),
 )
-"""The commonest variant of a name comes first: `find_card` takes it."""
+"""The commonest variant of a name comes first, because `find_card` returns the first match."""
 
 _ALIASES = {"spark": "gb10", "dgx": "", "rtx pro 6000": "rtx pro 6000 blackwell"}
 _BRANDS = {"nvidia", "geforce", "tesla", "quadro", "generation", "edition", "jetson", "agx", ""}
@@ -223,12 +223,12 @@ def find_card(name: str) -> Card:
     mig = _MIG.search(lower)
     words = _words(_MIG.sub("", lower))
     # If several names match, the first one is the commonest variant.
-    found = [card for card in CARDS if words and words <= _words(card.name.lower())]
-    exact = [card for card in found if words == _words(card.name.lower())]
-    if not found:
+    matches = [card for card in CARDS if words and words <= _words(card.name.lower())]
+    exact = [card for card in matches if words == _words(card.name.lower())]
+    if not matches:
         names = ", ".join(card.name.removeprefix("NVIDIA ") for card in CARDS)
         raise ValueError(f"there is no card {name!r} in the table; it has: {names}")
-    card = (exact or found)[0]
+    card = (exact or matches)[0]
     if mig is None:
         return card
     share = int(mig["share"])

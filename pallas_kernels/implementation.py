@@ -65,11 +65,12 @@ LLVM_WRITES = (
     ("float32", "bfloat16"),
     ("bfloat16", "float32"),
 )
-"""Dtypes of queries and pages that the CPU kernel of ``rope_kv_write`` knows."""
+"""Dtypes of queries and pages that the CPU kernel of ``rope_kv_write`` supports."""
 MAX_GROUP = 16
 MAX_NORM_WIDTH = 32768  # a program holds a row in registers
 MOST_ROWS, FEW_ROWS, FEW_OUTPUTS = 256, 64, 2048
-"""Rows beyond which XLA's products are the faster ones; with many outputs, in parts."""
+"""From more rows on, XLA's products are faster. FEW_ROWS applies to products in parts with many
+outputs."""
 TWO_GIB, FOUR_GIB = 2**31, 2**32
 
 

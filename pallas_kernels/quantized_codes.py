@@ -12,7 +12,7 @@ from pallas_kernels.fp8_bits import small_halves
 
 FORMS = ("int8", "fp8", "int4")
 GPU_BLOCK_BYTES = 64 << 20
-"""Bytes in floats of a block of weights that plain JAX dequantizes at a time on a GPU."""
+"""Bytes of the column block of a weight that plain JAX dequantizes at a time on a GPU."""
 
 
 def codes_a_row(form: str) -> int:

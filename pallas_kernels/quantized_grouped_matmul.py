@@ -22,9 +22,8 @@ from pallas_kernels.quantized_matmul import block_product, block_width, check, c
 from pallas_kernels.xla_grouped_matmul import row_tiles, tile_rows
 
 BLOCK_COLUMNS: Mapping[str, int] = MappingProxyType({"int8": 256, "fp8": 128, "int4": 128})
-"""Outputs of a turn of the loop on CPU, by form. The two forms that take longer to decode run in
-0.6 to 0.8 of the time with blocks that stay in a nearer cache, at 768 inputs and 2 to 32 rows a
-tile."""
+"""Outputs per turn of the loop on CPU, by form. fp8 and int4 take longer to decode, and run in 0.6
+to 0.8 of the time with blocks that fit a nearer cache (768 inputs, 2 to 32 rows per tile)."""
 
 _triton = deferred("pallas_kernels.gpu.triton_quantized_grouped_matmul", "quantized_grouped_matmul")
 
@@ -63,7 +62,11 @@ def quantized_grouped_matmul(
     if implementation == "xla":
         return _in_tiles(x, values, scales, zeros, group_sizes, form)
     return _triton(
-        *(x, values, scales, zeros, group_sizes),
+        x,
+        values,
+        scales,
+        zeros,
+        group_sizes,
         form=form,
         interpret=implementation == "triton_interpret",
     )

@@ -36,7 +36,7 @@ from pallas_kernels.quantized_codes import (
 )
 
 BLOCK_COLUMNS = 256
-"""Outputs of a turn of the loop on CPU: its overhead outweighs fewer, and more leave the cache."""
+"""Outputs per turn of the loop on CPU. Fewer add overhead, and more do not fit the cache."""
 
 Described = jax.Array | jax.ShapeDtypeStruct
 

@@ -26,9 +26,9 @@ from pallas_kernels.product_arguments import Activation
 from pallas_kernels.qkv_arguments import QkvOptions
 
 FP8_MAX = 448.0
-"""Largest finite float8_e4m3fn; anything larger is clipped to it when stored."""
+"""Largest finite float8_e4m3fn. Larger numbers are clipped to it when they are stored."""
 INT8_MAX = 127
-"""Largest code of int8 pages, which is that of the head's largest magnitude."""
+"""Code of the largest magnitude of a head in int8 pages."""
 
 
 def _attend_one(
@@ -91,15 +91,15 @@ def ragged_paged_attention(
 
     def gather(pages: jax.Array, row: jax.Array, factor: jax.Array | None) -> jax.Array:
         """Return the pages of a row in order, as [M*S, K, H] numbers with their scales applied."""
-        own = pages[page_table[row]]
-        if own.dtype == FP8_BITS:
-            own = jax.lax.bitcast_convert_type(own, FP8)
-        own = own.astype(dtype)
+        numbers = pages[page_table[row]]
+        if numbers.dtype == FP8_BITS:
+            numbers = jax.lax.bitcast_convert_type(numbers, FP8)
+        numbers = numbers.astype(dtype)
         if k_pages.dtype == INT8 and factor is not None:
-            own = own * factor[page_table[row]].astype(dtype)[..., None]
+            numbers = numbers * factor[page_table[row]].astype(dtype)[..., None]
             factor = None
-        own = own.transpose(0, 2, 1, 3).reshape(-1, num_kv_heads, head_dim)
-        return own if factor is None else own * factor.astype(dtype)[:, None]
+        numbers = numbers.transpose(0, 2, 1, 3).reshape(-1, num_kv_heads, head_dim)
+        return numbers if factor is None else numbers * factor.astype(dtype)[:, None]
 
     def attend_token(token: jax.Array) -> jax.Array:
         """Compute attention of a token of q: [N,H], zeros for padding."""
@@ -294,10 +294,10 @@ def rope_kv_write(
         cos, sin = (part.reshape(tokens, *(1,) * (x.ndim - 2), -1) for part in cos_sin)
         pairs = cos.shape[-1]
         turned = x[..., : 2 * pairs].astype(exact)
-        left, right = turned[..., :pairs], turned[..., pairs:]
+        first, second = turned[..., :pairs], turned[..., pairs:]
         if options.interleaved:
-            left, right = turned[..., ::2], turned[..., 1::2]
-        parts = [left * cos - right * sin, right * cos + left * sin, x[..., 2 * pairs :]]
+            first, second = turned[..., ::2], turned[..., 1::2]
+        parts = [first * cos - second * sin, second * cos + first * sin, x[..., 2 * pairs :]]
         return jnp.concatenate(parts, axis=-1).astype(dtype)
 
     query = rotated(normed(query, options.query_norm))

@@ -79,16 +79,16 @@ class AddNorm(NormKernel):
         begin, end = part_bounds(code, rows, index, parts)
         with code.loop(begin, end) as (row, _):
             first = code.mul(row, size)
-            own = code.at(x, first, stored)
-            numbers = self.read(code, own)
+            source = code.at(x, first, stored)
+            numbers = self.read(code, source)
             if self.adds:
-                own = code.at(others[0], first, stored)
+                source = code.at(others[0], first, stored)
                 change = code.at(delta, first, stored_type(self.delta))
-                numbers = self._summed(code, size, numbers, change, delta_scale, own)
+                numbers = self._summed(code, size, numbers, change, delta_scale, source)
             if self.norms:
                 # The squares are added in the loop that writes the sum.
                 inverse = self.inverse(code, self.mean_square(code, numbers, size))
-                normed = self.normed(code, inverse, self.read(code, own), scale)
+                normed = self.normed(code, inverse, self.read(code, source), scale)
                 target = code.at(others[-1], first, stored)
 
                 def write(index: Any, lanes: int) -> None:
@@ -140,9 +140,9 @@ def add_norm(
     """
     if delta is not None and delta.ndim == 3:
         delta = (delta[0] if len(delta) == 1 else delta.sum(axis=0))[: len(x)]
-    given = tuple(array is not None for array in (delta, delta_scale, scale))
+    flags = tuple(array is not None for array in (delta, delta_scale, scale))
     dtypes = (np.dtype(array.dtype).name for array in (x, x if delta is None else delta))
-    kernel = _for_this_host(next(dtypes), options, *given, next(dtypes))
+    kernel = _for_this_host(next(dtypes), options, *flags, next(dtypes))
     return run(kernel, x, delta, scale, delta_scale)
 
 

@@ -294,7 +294,7 @@ def _tile(module: ir.Module, kernel: BlockProduct, size: int, width: int) -> ir.
     It computes y[:size, :PANEL] = x[:size] @ panel. Rows of x are `between` bytes apart, rows of y
     `outputs` numbers. A pass over the panel computes `width` vectors of outputs.
     """
-    made, lanes = kernel.format, kernel.lanes
+    layout, lanes = kernel.format, kernel.lanes
     kind = ir.FunctionType(VOID, [POINTER] * 3 + [I64] * 3)
     function = ir.Function(module, kind, f"tile_{size}")
     function.linkage = "internal"
@@ -304,13 +304,13 @@ def _tile(module: ir.Module, kernel: BlockProduct, size: int, width: int) -> ir.
     rows = [code.at(x, code.mul(const(row), between), I8) for row in range(size)]
     places = [_places(code, row, inputs) for row in rows]
     zero = filled(ir.VectorType(FLOAT, lanes), 0.0)
-    blocks = code.sdiv(inputs, const(made.size))
+    blocks = code.sdiv(inputs, const(layout.size))
     for begin in range(0, PANEL // lanes, width):
         columns = range(begin, begin + width)
         with code.loop(const(0), blocks, carry=[zero] * (size * width)) as (block, totals):
-            here = code.at(panel, code.mul(block, const(PANEL * made.num_bytes)), I8)
-            reader = BlockReader(code, made, kernel.cpu, kernel.count, here, columns)
-            units = made.size // UNIT
+            here = code.at(panel, code.mul(block, const(PANEL * layout.num_bytes)), I8)
+            reader = BlockReader(code, layout, kernel.cpu, kernel.count, here, columns)
+            units = layout.size // UNIT
             with code.loop(const(0), const(units), carry=totals) as (nth, inner):
                 unit = code.add(code.mul(block, const(units)), nth)
                 _add_unit(code, kernel, reader, rows, places, nth, unit, inner)
@@ -339,27 +339,27 @@ def _add_unit(
         nth: number of the unit in its block.
         unit: number of the unit in the row.
     """
-    made, lanes, width = kernel.format, kernel.lanes, len(reader.columns)
+    layout, lanes, width = kernel.format, kernel.lanes, len(reader.columns)
     real, zero = ir.VectorType(FLOAT, lanes), filled(ir.VectorType(I32, lanes), 0)
     if reader.columns.start == 0:  # in later passes the panel is in the cache
         reader.prefetch(nth)
     numbers = reader.numbers(nth)
     words = [code.at(row, code.mul(unit, const(UNIT // 2)), I32) for row in rows]
-    for run in range(UNIT // made.run):
+    for run in range(UNIT // layout.run):
         where = code.add(code.mul(unit, const(2)), const(run))
         begin = [zero] * len(rows)
         if kernel.offset:
             less = [code.read(of_x, where, I32) for _, of_x in places]
             begin = [code.splat(number, lanes) for number in less]
-        first = run * made.run // kernel.count
-        steps = range(first, first + made.run // kernel.count)
+        first = run * layout.run // kernel.count
+        steps = range(first, first + layout.run // kernel.count)
         sums = _sums_of_run(code, kernel, numbers, words, steps, begin, width)
         scales, minima = reader.scales(nth, run)
         for row, (of_x, sums_of_x) in enumerate(places):
             step = code.splat(code.read(of_x, unit, FLOAT), lanes)
             for column in range(width):
                 index = row * width + column
-                if made.has_minimum:
+                if layout.has_minimum:
                     least = code.splat(code.read(sums_of_x, where, FLOAT), lanes)
                     totals[index] = code.multiply_add(minima[column], least, totals[index])
                 factor = code.fmul(scales[column], step)
@@ -461,13 +461,13 @@ def run(
     Raises:
         ValueError: names the wrong argument and the allowed values.
     """
-    made, inputs = kernel.format, x.shape[1]
-    shape = (inputs // made.size, PANEL * made.num_bytes)
+    layout, inputs = kernel.format, x.shape[1]
+    shape = (inputs // layout.size, PANEL * layout.num_bytes)
     has_shape = panels.ndim in (3, 4) and panels.shape[-2:] == shape and panels.dtype == np.uint8
-    if inputs % made.size or not inputs or not has_shape:
+    if inputs % layout.size or not inputs or not has_shape:
         raise ValueError(
             f"panels are {panels.dtype}{list(panels.shape)}; expected uint8[P, {shape[0]}, "
-            f"{shape[1]}] of {made.name} for {inputs} inputs, which are blocks of {made.size}"
+            f"{shape[1]}] of {layout.name} for {inputs} inputs, which are blocks of {layout.size}"
         )
     if panels.ndim == 3:
         count = jnp.int32(x.shape[0]) if num_rows is None else num_rows

@@ -30,15 +30,19 @@ FLOAT = ir.FloatType()
 SIGN = 128  # added to codes of 8 bits to make them unsigned
 
 
-def inputs_of_steps(made: BlockFormat, count: int) -> list[list[int]]:
+def inputs_of_steps(layout: BlockFormat, count: int) -> list[list[int]]:
     """Return for each step of a unit the 2 or 4 inputs that it multiplies, in the order of the
     lanes.
     """
     if count == 2:
         return [[first, first + 1] for first in range(0, UNIT, 2)]
-    in_word = WORD // made.low
+    in_word = WORD // layout.low
     return [
-        [first + 2 * (nth + half * (8 // made.low)) + upper for upper in (0, 1) for half in (0, 1)]
+        [
+            first + 2 * (nth + half * (8 // layout.low)) + upper
+            for upper in (0, 1)
+            for half in (0, 1)
+        ]
         for first in range(0, UNIT, in_word)
         for nth in range(in_word // 4)
     ]
@@ -51,12 +55,12 @@ class BlockReader:
     """
 
     def __init__(
-        self, code: Code, made: BlockFormat, cpu: Host, count: int, address: Any, columns: range
+        self, code: Code, layout: BlockFormat, cpu: Host, count: int, address: Any, columns: range
     ) -> None:
-        self.format, self.cpu, self.columns = made, cpu, columns
+        self.format, self.cpu, self.columns = layout, cpu, columns
         self.count, self.lanes = count, cpu.vector_bytes // 4
         self._code, self._address = code, address
-        self._places = made.in_panel
+        self._places = layout.in_panel
         read = self._power if self.format.is_power else self._half
         self._whole = [read("scale", column) for column in columns]
         self._least = []
@@ -114,27 +118,27 @@ class BlockReader:
 
         The steps are in the order of `inputs_of_steps`.
         """
-        code, made = self._code, self.format
-        steps = inputs_of_steps(made, self.count)
-        in_word = WORD // made.low // self.count
-        in_high = WORD // made.high // self.count if made.high else len(steps)
+        code, layout = self._code, self.format
+        steps = inputs_of_steps(layout, self.count)
+        in_word = WORD // layout.low // self.count
+        in_high = WORD // layout.high // self.count if layout.high else len(steps)
         low: list[Any] = []
         high: list[Any] = []
         for nth, inputs in enumerate(steps):
             if nth % in_word == 0:
                 word = nth // in_word
                 low = [self._read("low", unit, word, column, I32) for column in self.columns]
-            if made.high and nth % in_high == 0:
+            if layout.high and nth % in_high == 0:
                 word = nth // in_high
                 high = [self._read("high", unit, word, column, I32) for column in self.columns]
-            found = [self._lower_bits(words, nth % in_word) for words in low]
-            if made.high:
+            vectors = [self._lower_bits(words, nth % in_word) for words in low]
+            if layout.high:
                 bits = [self._further_bits(words, inputs) for words in high]
-                pairs = zip(found, bits, strict=True)
-                found = [code.or_(number, bit) for number, bit in pairs]
-            if made.numbers:
-                found = [_looked_up(code, words, made.numbers, self.cpu) for words in found]
-            yield found
+                pairs = zip(vectors, bits, strict=True)
+                vectors = [code.or_(number, bit) for number, bit in pairs]
+            if layout.numbers:
+                vectors = [_looked_up(code, words, layout.numbers, self.cpu) for words in vectors]
+            yield vectors
 
     def _lower_bits(self, words: Any, nth: int) -> Any:
         """Generate code that extracts numbers `nth` from words of codes. Only 8-bit codes are
@@ -157,17 +161,17 @@ class BlockReader:
         """Generate code that extracts the high bits of the codes of some inputs, at their final
         position.
         """
-        code, made = self._code, self.format
-        in_word = WORD // made.high
+        code, layout = self._code, self.format
+        in_word = WORD // layout.high
         # In a word the even inputs are in the lower half and the odd ones in the upper half.
-        places = [place % 2 * 16 + place % in_word // 2 * made.high for place in inputs]
-        ones = (1 << made.high) - 1 << made.low
+        places = [place % 2 * 16 + place % in_word // 2 * layout.high for place in inputs]
+        ones = (1 << layout.high) - 1 << layout.low
         if self.count == 2:
-            moved = _shifted(code, words, places[0] - made.low)
+            moved = _shifted(code, words, places[0] - layout.low)
             return code.and_(moved, filled(words.type, ones * 0x00010001))
         eights = ir.VectorType(I64, words.type.count // 2)
         bytes_ = ir.VectorType(I8, 4 * words.type.count)
-        begin = [(word + place - made.low) % 64 for word in (0, WORD) for place in places]
+        begin = [(word + place - layout.low) % 64 for word in (0, WORD) for place in places]
         control = ir.Constant(bytes_, begin * eights.count)
         moved = code.intrinsic(
             "llvm.x86.avx512.pmultishift.qb.512", bytes_, [control, code.bitcast(words, bytes_)]
@@ -176,10 +180,10 @@ class BlockReader:
 
     def prefetch(self, unit: Any) -> None:
         """Generate code that prefetches as many cache lines of the panel as a unit has."""
-        code, made = self._code, self.format
-        if self.count == 4 and made.low == 8:
+        code, layout = self._code, self.format
+        if self.count == 4 and layout.low == 8:
             return
-        size = PANEL * made.num_bytes // made.units
+        size = PANEL * layout.num_bytes // layout.units
         first = code.at(self._address, code.mul(unit, const(size)), I8)
         for ahead, near in AHEAD[self.count]:
             for line in range(ahead, ahead + size, LINE):
@@ -203,8 +207,10 @@ def _looked_up(code: Code, words: Any, numbers: Sequence[int], cpu: Host) -> Any
     if cpu.pairs and cpu.vector_bytes in _LOOK_UP:
         size = cpu.vector_bytes
         table = ir.Constant(ir.VectorType(I8, size), [*numbers] * (size // 16))
-        found = code.bitcast(words, table.type)
-        return code.bitcast(code.intrinsic(_LOOK_UP[size], table.type, [table, found]), words.type)
+        vectors = code.bitcast(words, table.type)
+        return code.bitcast(
+            code.intrinsic(_LOOK_UP[size], table.type, [table, vectors]), words.type
+        )
     shorts = ir.VectorType(I16, 2 * words.type.count)
     codes, total = code.bitcast(words, shorts), filled(shorts, 0)
     for least in range(1, len(numbers)):

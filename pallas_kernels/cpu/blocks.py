@@ -70,7 +70,7 @@ class BlockFormat:
         return self.size // self.run
 
     @property
-    def fields(self) -> Mapping[str, Place]:
+    def fields(self) -> Mapping[str, FieldPlace]:
         """Places of the fields of a block of one output, by name, in the stored order."""
         counts = {
             "scale": (1, 1 if self.is_power else 2),
@@ -80,11 +80,11 @@ class BlockFormat:
             "low": (self.size * self.low // WORD, 4),
             "high": (self.size * self.high // WORD, 4),
         }
-        places: dict[str, Place] = {}
+        places: dict[str, FieldPlace] = {}
         start = 0
         for name, (count, item) in counts.items():
             if count:
-                places[name] = Place(start, count, item)
+                places[name] = FieldPlace(start, count, item)
                 start += count * item
         return places
 
@@ -101,8 +101,8 @@ class BlockFormat:
         scales, some formats were read at half the speed of the memory.
         """
         of_block, of_unit = (
-            {name: place for name, place in self.fields.items() if (name in OF_BLOCK) is own}
-            for own in (True, False)
+            {name: place for name, place in self.fields.items() if (name in OF_BLOCK) is is_block}
+            for is_block in (True, False)
         )
         first = sum(place.item for place in of_block.values())
         size = (self.num_bytes - first) // self.units
@@ -126,7 +126,7 @@ class BlockFormat:
 OF_BLOCK = ("scale", "minimum")  # fields that a block has once
 
 
-class Place(NamedTuple):
+class FieldPlace(NamedTuple):
     """Place of a field in a block of one output: `count` items of `item` bytes from `start` on."""
 
     start: int
@@ -180,8 +180,8 @@ _E2M1 = tuple(12 + number for number in (-12, -8, -6, -4, -3, -2, -1, 0, 12, 8, 
 
 FORMATS: Mapping[str, BlockFormat] = MappingProxyType(
     {
-        made.name: made
-        for made in (
+        layout.name: layout
+        for layout in (
             BlockFormat("Q4_0", 32, offset=8),
             BlockFormat("Q4_1", 32, has_minimum=True),
             BlockFormat("Q5_0", 32, high=1, offset=16),
@@ -202,8 +202,8 @@ FORMATS: Mapping[str, BlockFormat] = MappingProxyType(
 
 def panel_shape(form: str, inputs: int, outputs: int) -> tuple[int, int, int]:
     """Return the shape of the panels of a weight in GGUF blocks: uint8 [panels, blocks, bytes]."""
-    made = FORMATS[form]
-    return -(-outputs // PANEL), inputs // made.size, PANEL * made.num_bytes
+    layout = FORMATS[form]
+    return -(-outputs // PANEL), inputs // layout.size, PANEL * layout.num_bytes
 
 
 def in_panels(rows: np.ndarray, form: str, panels: np.ndarray) -> None:
@@ -217,9 +217,9 @@ def in_panels(rows: np.ndarray, form: str, panels: np.ndarray) -> None:
         panels: of `panel_shape`, to be filled.
     """
     outputs = len(rows)
-    made = FORMATS[form]
-    in_panel = made.in_panel
-    fields = [(place, in_panel[name].items_of(panels)) for name, place in made.fields.items()]
+    layout = FORMATS[form]
+    in_panel = layout.in_panel
+    fields = [(place, in_panel[name].items_of(panels)) for name, place in layout.fields.items()]
     for index in range(len(panels)):
         part = rows[index * PANEL : (index + 1) * PANEL]
         for place, targets in fields:
@@ -255,24 +255,24 @@ def _byte_places(form: str) -> tuple[np.ndarray, np.ndarray]:
 
 def numbers(rows: jax.Array, form: str) -> jax.Array:
     """Dequantize rows of GGUF blocks [..., blocks, bytes of a block]: float32 [..., inputs]."""
-    made = FORMATS[form]
-    found = {
+    layout = FORMATS[form]
+    parts = {
         name: rows[..., place.start : place.start + place.count * place.item]
-        for name, place in made.fields.items()
+        for name, place in layout.fields.items()
     }
-    codes = _codes(found, made).astype(jnp.float32)
-    codes = codes.reshape(*rows.shape[:-1], made.runs, made.run)
-    scale = (_power if made.is_power else _half)(found["scale"])
-    if made.scaled:
-        factors = found["scales"]
-        if not made.has_minimum:
+    codes = _codes(parts, layout).astype(jnp.float32)
+    codes = codes.reshape(*rows.shape[:-1], layout.runs, layout.run)
+    scale = (_power if layout.is_power else _half)(parts["scale"])
+    if layout.scaled:
+        factors = parts["scales"]
+        if not layout.has_minimum:
             factors = jax.lax.bitcast_convert_type(factors, jnp.int8)
         scale = scale * factors.astype(jnp.float32)
     values = codes * scale[..., None]
-    if made.has_minimum:
-        minimum = _half(found["minimum"])
-        if made.scaled:
-            minimum = -(minimum * found["minima"].astype(jnp.float32))
+    if layout.has_minimum:
+        minimum = _half(parts["minimum"])
+        if layout.scaled:
+            minimum = -(minimum * parts["minima"].astype(jnp.float32))
         values = values + minimum[..., None]
     return values.reshape(*rows.shape[:-2], -1)
 
@@ -288,16 +288,16 @@ def _power(field: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _codes(found: Mapping[str, jax.Array], made: BlockFormat) -> jax.Array:
+def _codes(parts: Mapping[str, jax.Array], layout: BlockFormat) -> jax.Array:
     """Return the codes minus their offset, in the order of the inputs: int32 [..., size]."""
-    codes = _unpacked(found["low"], made.low)
-    if made.high:
-        codes = codes | _unpacked(found["high"], made.high) << made.low
-    if made.low == 8:
+    codes = _unpacked(parts["low"], layout.low)
+    if layout.high:
+        codes = codes | _unpacked(parts["high"], layout.high) << layout.low
+    if layout.low == 8:
         return codes.astype(jnp.uint8).astype(jnp.int8).astype(jnp.int32)
-    if made.numbers:
-        codes = jnp.asarray(made.numbers, jnp.int32)[codes]
-    return codes - made.offset
+    if layout.numbers:
+        codes = jnp.asarray(layout.numbers, jnp.int32)[codes]
+    return codes - layout.offset
 
 
 def _unpacked(field: jax.Array, bits: int) -> jax.Array:

@@ -161,7 +161,7 @@ class PagedDecode(PagedKernel):
             first, stop = _seen(code, self, fields, row)
             token, is_single = _token(code, self, fields, row)
             tokens = code.add(code.sub(stop, first), const(TOKENS_OF_A_PAIR))
-            own = code.at(table, code.mul(row, columns), I32)
+            row_table = code.at(table, code.mul(row, columns), I32)
             below = code.smaller_int(code.add(row, const(1)), code.sub(rows, const(1)))
             below_first, _ = _seen(code, self, fields, below)
             below_table = code.at(table, code.mul(below, columns), I32)
@@ -176,7 +176,7 @@ class PagedDecode(PagedKernel):
                     more = code.icmp_signed("<", code.add(head, const(1)), heads)
                     after = code.select(more, code.add(head, const(1)), const(0))
                     entry = code.at(
-                        code.select(more, own, below_table),
+                        code.select(more, row_table, below_table),
                         code.sdiv(code.select(more, first, below_first), const(self.page_size)),
                         I32,
                     )
@@ -189,7 +189,7 @@ class PagedDecode(PagedKernel):
                             code.at(q, where, query_type),
                             code.at(k, offset, stored),
                             code.at(v, offset, stored),
-                            own,
+                            row_table,
                             code.at(sinks, code.mul(head, const(self.group)), real),
                             numbers,
                             code.at(out, where, query_type),

@@ -66,7 +66,7 @@ class Draw(RowKernel):
             code.store(code.read(greedy, row, I32), code.at(tokens, row, I32))
             warmth = code.read(temperature, row, SETTING)
             with code.if_then(code.fcmp_ordered(">", warmth, ir.Constant(SETTING, 0.0))):
-                _Row(self, code, fields, row, least).draw()
+                _RowDraw(self, code, fields, row, least).draw()
 
     @property
     def real(self) -> ir.Type:
@@ -87,7 +87,7 @@ class Draw(RowKernel):
         return code.select(is_negative, code.not_(raw), code.or_(raw, sign))
 
 
-class _Row:
+class _RowDraw:
     """Generator of the code that draws the token of one row."""
 
     def __init__(
@@ -173,20 +173,22 @@ class _Row:
         code, kernel = self.code, self.kernel
         none, unit = ir.Constant(kernel.bits, 0), ir.Constant(kernel.bits, 1)
         width = kernel.bits.width
-        with code.loop(const(0), const(width), carry=[none]) as (step, found):
+        with code.loop(const(0), const(width), carry=[none]) as (step, greatest):
             shift: Any = code.sub(const(width - 1), step)
             shift = shift if kernel.bits == shift.type else code.trunc(shift, kernel.bits)
-            trial = code.or_(found[0], code.shl(unit, shift))
+            trial = code.or_(greatest[0], code.shl(unit, shift))
 
             def reached(index: Any, lanes: int) -> Any:
-                own = mass(index, lanes)
-                return code.select(self._at_least(trial, index, lanes), own, filled(own.type, 0.0))
+                weight = mass(index, lanes)
+                return code.select(
+                    self._at_least(trial, index, lanes), weight, filled(weight.type, 0.0)
+                )
 
             total = kernel.folded(code, reached, self.columns, 0.0, code.fadd, code.fadd)
-            found[0] = code.select(code.fcmp_ordered(">=", total, target), trial, found[0])
+            greatest[0] = code.select(code.fcmp_ordered(">=", total, target), trial, greatest[0])
         least = code.load(self.least, typ=kernel.bits)
-        is_more = code.icmp_unsigned(">", found[0], least)
-        code.store(code.select(is_more, found[0], least), self.least)
+        is_more = code.icmp_unsigned(">", greatest[0], least)
+        code.store(code.select(is_more, greatest[0], least), self.least)
 
     def _token(self) -> Any:
         """Generate code that finds the token at which the cumulative mass passes u * total.

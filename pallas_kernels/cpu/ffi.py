@@ -108,13 +108,13 @@ _KEPT: ContextVar[KernelCodes | None] = ContextVar("kept", default=None)
 
 
 @contextmanager
-def kernels_from(kept: KernelCodes) -> Generator[None]:
+def kernels_from(store: KernelCodes) -> Generator[None]:
     """Let the programs that this thread traces in the `with` block load kernels from a store.
 
     Kernels that the store lacks are compiled and added to it. The code runs unchecked, so its
     source must be trusted.
     """
-    before = _KEPT.set(kept)
+    before = _KEPT.set(store)
     try:
         yield
     finally:
@@ -139,14 +139,14 @@ def registered(kernel: Kernel, thorough: bool = False) -> str:
     sharers = _devices_at_work()
     name = kernel.name if sharers == 1 else f"{kernel.name}_of_{sharers}"
     with _REGISTRATION:
-        kept = _KEPT.get()
+        store = _KEPT.get()
         if name not in _machine_codes():
-            code = None if kept is None else kept.get(name)
+            code = None if store is None else store.get(name)
             if code is None:
                 code = machine_code(module_of(kernel, name, sharers), host(), thorough)
             _register(name, code)
-        if kept is not None:
-            kept.keep(name, code_of(name))
+        if store is not None:
+            store.keep(name, code_of(name))
     return name
 
 
@@ -251,11 +251,11 @@ def _take_function(module: ir.Module, work: ir.Function) -> ir.Function:
     again, do, end = (function.append_basic_block() for _ in range(3))
     code.branch(again)
     code.position_at_end(again)
-    left = code.atomic_rmw("sub", code.at(job, const(LEFT), I64), const(1), "seq_cst")
-    code.cbranch(code.icmp_signed(">", left, const(0)), do, end)
+    remaining = code.atomic_rmw("sub", code.at(job, const(LEFT), I64), const(1), "seq_cst")
+    code.cbranch(code.icmp_signed(">", remaining, const(0)), do, end)
     code.position_at_end(do)
     parts = code.read(job, const(FIELDS - 1), I64)
-    code.call(work, [code.at(job, const(FIELDS), I64), code.sub(left, const(1)), parts])
+    code.call(work, [code.at(job, const(FIELDS), I64), code.sub(remaining, const(1)), parts])
     code.atomic_rmw("add", code.at(job, const(DONE), I64), const(1), "seq_cst")
     code.branch(again)
     code.position_at_end(end)

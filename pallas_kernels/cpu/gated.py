@@ -71,8 +71,8 @@ class Gated(RowKernel):
         begin, end = part_bounds(code, rows, index, parts)
         with code.loop(begin, end) as (row, _):
             first = code.mul(row, size)
-            own = code.at(gates, code.mul(first, const(2)), stored)
-            halves = self.read(code, own), self.read(code, code.at(own, size, stored))
+            source = code.at(gates, code.mul(first, const(2)), stored)
+            halves = self.read(code, source), self.read(code, code.at(source, size, stored))
             target = code.at(results, first, written)
 
             def gated(nth: Any, lanes: int) -> None:

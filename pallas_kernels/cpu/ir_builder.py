@@ -245,7 +245,7 @@ class Code(ir.IRBuilder):
             The columns, one vector each.
         """
         size = min(lanes, PIECE // word)
-        found = []
+        transposed = []
         for first in range(0, lanes, size):
             pieces = (
                 [read(row + below, first, size) for below in range(0, lanes, size)]
@@ -255,8 +255,8 @@ class Code(ir.IRBuilder):
             for _ in range(size.bit_length() - 1):
                 pairs = zip(vectors[: size // 2], vectors[size // 2 :], strict=True)
                 vectors = [self._interleaved(a, b, size, half) for a, b in pairs for half in (0, 1)]
-            found += vectors
-        return found
+            transposed += vectors
+        return transposed
 
     def _concatenated(self, vectors: Sequence[Any]) -> Any:
         while len(vectors) > 1:

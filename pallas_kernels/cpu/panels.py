@@ -102,8 +102,8 @@ def _weights(columns: jax.Array, inputs: int, dtype: str) -> jax.Array:
     if in_pairs(dtype):
         halves = jax.lax.bitcast_convert_type(columns, jnp.uint16)
         columns = halves.reshape(columns.shape[0], -1)[:, :inputs]
-    kept = jnp.dtype(dtype)
-    return columns if columns.dtype == kept else jax.lax.bitcast_convert_type(columns, kept)
+    target = jnp.dtype(dtype)
+    return columns if columns.dtype == target else jax.lax.bitcast_convert_type(columns, target)
 
 
 def reference(x: jax.Array, panels: jax.Array, weights: str) -> jax.Array:

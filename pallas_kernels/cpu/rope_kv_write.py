@@ -95,7 +95,7 @@ class RopeKVWrite(NormKernel):
         means = rest.pop(0) if self.given_means else None
         divisors = [rest.pop(0) if self.divides else None for _ in range(2)]
         stored, paged = stored_type(self.dtype), stored_type(self.page_dtype)
-        given = stored_type(self.qkv_dtype)
+        qkv_type = stored_type(self.qkv_dtype)
         group = code.sub(heads, const(2))
         begin, end = part_bounds(code, tokens, index, parts)
         with code.loop(begin, end) as (token, _):
@@ -110,7 +110,7 @@ class RopeKVWrite(NormKernel):
                     return code.at(base, code.mul(number, width), kind)
 
                 def of_head(nth: Any, number: Any, which: int) -> Vectors:
-                    source = at_head(qkv, code.add(code.mul(first, heads), nth), given)
+                    source = at_head(qkv, code.add(code.mul(first, heads), nth), qkv_type)
                     scale = scales[which]
                     if self.own_scales:
                         scale = at_head(scale, number, stored)
@@ -142,7 +142,7 @@ class RopeKVWrite(NormKernel):
                     key = of_head(group, kv_head, 1)
                     self._turn(code, key, width, pairs, turns, writers[0])
                     last = code.add(code.mul(first, heads), code.add(group, const(1)))
-                    value = self.read_rounded(code, at_head(qkv, last, given), self.qkv_dtype)
+                    value = self.read_rounded(code, at_head(qkv, last, qkv_type), self.qkv_dtype)
                     self._turn(code, value, width, None, [], writers[1])
 
     def _normed_head(
@@ -170,14 +170,14 @@ class RopeKVWrite(NormKernel):
                 cos, sin = (code.read_vector(table, index, real, lanes) for table in turns)
                 if self.interleaved:
                     both = numbers(code.mul(index, const(2)), 2 * lanes)
-                    left, right = (
+                    first, second = (
                         code.lanes_of(both, both, range(nth, 2 * lanes, 2)) for nth in (0, 1)
                     )
                 else:
-                    left, right = numbers(index, lanes), numbers(code.add(pairs, index), lanes)
-                turned = code.fsub(code.fmul(left, cos), code.fmul(right, sin))
+                    first, second = numbers(index, lanes), numbers(code.add(pairs, index), lanes)
+                turned = code.fsub(code.fmul(first, cos), code.fmul(second, sin))
                 write(turned, index)
-                turned = code.fadd(code.fmul(right, cos), code.fmul(left, sin))
+                turned = code.fadd(code.fmul(second, cos), code.fmul(first, sin))
                 write(turned, code.add(pairs, index))
 
             self.for_each(code, const(0), pairs, turn)
@@ -236,29 +236,30 @@ def rope_kv_write(
         norms[0] = jnp.broadcast_to(norms[0], (heads, count - 2, width))
         norms[1], own_scales = jnp.broadcast_to(norms[1], (heads, width)), True
     kernel = _for_this_host(
-        *(dtype.name, options.norm, case.page_dtype.name, qkv.dtype.name),
-        *(
-            cos_sin is not None,
-            options.interleaved,
-            bool(norms),
-            own_scales,
-            bool(means),
-            bool(scales),
-        ),
+        dtype.name,
+        options.norm,
+        case.page_dtype.name,
+        qkv.dtype.name,
+        cos_sin is not None,
+        options.interleaved,
+        bool(norms),
+        own_scales,
+        bool(means),
+        bool(scales),
     )
-    given = [qkv, k_pages, v_pages, slot_mapping, *(cos_sin or ()), *norms, *means, *scales]
-    query, keys, values = run(kernel, *given)
+    operands = [qkv, k_pages, v_pages, slot_mapping, *(cos_sin or ()), *norms, *means, *scales]
+    query, keys, values = run(kernel, *operands)
     query = query.reshape(tokens, -1, query.shape[-1])
     return query, keys, values, jnp.zeros(ARRIVALS, jnp.int32)
 
 
-def run(kernel: RopeKVWrite, *given: jax.Array) -> Sequence[jax.Array]:
+def run(kernel: RopeKVWrite, *operands: jax.Array) -> Sequence[jax.Array]:
     """Compute `rope_kv_write` with `kernel`: queries [T,K,G,H], and the new pages of K and V."""
-    qkv, *pages = given[:3]
+    qkv, *pages = operands[:3]
     tokens, heads, count, width = qkv.shape
     query = jax.ShapeDtypeStruct((tokens, heads, count - 2, width), jnp.dtype(kernel.dtype))
     return jax.ffi.ffi_call(
         registered(kernel),
         [query, *(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in pages)],
         input_output_aliases={K_PAGES: 1, V_PAGES: 2},
-    )(*given)
+    )(*operands)

@@ -93,8 +93,8 @@ class RowKernel:
         """
         lanes = self.cpu.vector_bytes // self.sums.itemsize
         for count, width in ((CHAINS, lanes), (1, lanes), (1, 1)):
-            left = code.srem(code.sub(end, begin), const(count * width))
-            until = code.sub(end, left)
+            rest = code.srem(code.sub(end, begin), const(count * width))
+            until = code.sub(end, rest)
             with code.loop(begin, until, count * width) as (index, _):
                 for nth in range(count):
                     body(code.add(index, const(nth * width)), width)
@@ -142,7 +142,7 @@ class RowKernel:
 
 
 @dataclass(frozen=True)
-class Rows(RowKernel, ABC):
+class OneOperandKernel(RowKernel, ABC):
     """Base of the kernels with one operand and one result."""
 
     operands = 1
@@ -185,7 +185,7 @@ def _exp(code: Code, x: Any, top: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class RowSums(Rows):
+class RowSums(OneOperandKernel):
     """Kernel for sums of rows.
 
     Attributes:
@@ -212,7 +212,7 @@ class RowSums(Rows):
 
 
 @dataclass(frozen=True)
-class RowShares(Rows):
+class RowShares(OneOperandKernel):
     """Kernel for the softmax of rows, or for the sigmoid of every number.
 
     Attributes:

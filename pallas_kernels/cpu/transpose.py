@@ -89,7 +89,7 @@ def rows_in_panels(rows: np.ndarray, panels: np.ndarray, dtype: np.dtype) -> boo
 
 
 @dataclass(frozen=True)
-class Cut:
+class InputCut:
     """Kernel that cuts rows of inputs, [I, M, turns]. Output m of turn t is output t * M + m.
 
     Attributes:
@@ -152,8 +152,8 @@ def _largest_bits(values: np.ndarray) -> int:
 
 
 @cache
-def _cut_for_this_host(number: int, turns: int, pairs: bool, widens: bool) -> Cut:
-    return Cut(number, turns, pairs, widens)
+def _cut_for_this_host(number: int, turns: int, pairs: bool, widens: bool) -> InputCut:
+    return InputCut(number, turns, pairs, widens)
 
 
 @cache
@@ -163,7 +163,7 @@ def _for_this_host(word: int, number: int, widens: bool) -> Transposition:
     )  # cached, because reading the features of the host takes a while
 
 
-def run(kernel: Transposition | Cut, rows: np.ndarray, panels: np.ndarray) -> int:
+def run(kernel: Transposition | InputCut, rows: np.ndarray, panels: np.ndarray) -> int:
     """Fill whole panels [n, words, PANEL] with `kernel`. Return the largest bits without sign.
 
     Raises:
@@ -180,9 +180,9 @@ def run(kernel: Transposition | Cut, rows: np.ndarray, panels: np.ndarray) -> in
 
 @cache
 def _function(
-    kernel: Transposition | Cut,
+    kernel: Transposition | InputCut,
 ) -> tuple[Any, Callable[[int, int, int, int], int]]:
-    module = cut_module(kernel) if isinstance(kernel, Cut) else module_of(kernel)
+    module = cut_module(kernel) if isinstance(kernel, InputCut) else module_of(kernel)
     engine = compiled(module, kernel.cpu)
     kind = ctypes.CFUNCTYPE(ctypes.c_uint64, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2)
     address: Any = engine.get_function_address("transpose")
@@ -205,7 +205,7 @@ def module_of(kernel: Transposition) -> ir.Module:
     with code.loop(const(0), count, carry=[filled(numbers, 0)]) as (panel, most):
         first = code.mul(panel, size)
         source, target = code.at(rows, first, stored), code.at(panels, first, element)
-        with code.loop(const(0), words, lanes, carry=most) as (index, found):
+        with code.loop(const(0), words, lanes, carry=most) as (index, maxima):
             start = code.smaller_int(index, end)  # the last squares overlap the ones before
             for row in range(0, PANEL, lanes):
                 lines = [code.add(code.mul(words, const(row + i)), start) for i in range(lanes)]
@@ -214,20 +214,20 @@ def module_of(kernel: Transposition) -> ir.Module:
                     square = [_words(code, vector, element) for vector in square]
                 for vector in square:
                     bits = code.and_(code.bitcast(vector, numbers), unsigned)
-                    found[0] = _larger(code, found[0], bits)
+                    maxima[0] = _larger(code, maxima[0], bits)
                 for lane, vector in enumerate(_transposed(code, square)):
                     place = code.add(
                         code.mul(code.add(start, const(lane)), const(PANEL)), const(row)
                     )
                     _write_past_caches(code, vector, code.at(target, place, element))
-        most[0] = found[0]
+        most[0] = maxima[0]
     code.fence("seq_cst")  # writes past the caches arrive in any order
     largest = code.intrinsic(f"llvm.vector.reduce.umax.{suffix(numbers)}", number, most)
     code.ret(largest if kernel.number == 8 else code.zext(largest, I64))
     return module
 
 
-def cut_module(kernel: Cut) -> ir.Module:
+def cut_module(kernel: InputCut) -> ir.Module:
     """Return a module with transpose(rows, panels, words of an output, number of panels)."""
     module = ir.Module("cut")
     kind = ir.FunctionType(I64, [POINTER, POINTER, I64, I64])
@@ -243,7 +243,7 @@ def cut_module(kernel: Cut) -> ir.Module:
     inputs = range(1 + kernel.pairs)  # of a word
     with code.loop(const(0), words, carry=[filled(numbers, 0)]) as (line, most):
         first = code.mul(line, const(len(inputs)))
-        with code.loop(const(0), columns, carry=most) as (column, found):
+        with code.loop(const(0), columns, carry=most) as (column, maxima):
             for start in range(0, PANEL, lanes):
                 read = []
                 for index in inputs:
@@ -258,12 +258,12 @@ def cut_module(kernel: Cut) -> ir.Module:
                     if kernel.pairs:
                         vector = _paired(code, halves, element)
                     bits = code.and_(code.bitcast(vector, numbers), unsigned)
-                    found[0] = _larger(code, found[0], bits)
+                    maxima[0] = _larger(code, maxima[0], bits)
                     panel = code.add(code.mul(columns, const(turn)), column)
                     place = code.mul(code.add(code.mul(panel, words), line), const(PANEL))
                     place = code.add(place, const(start))
                     _write_past_caches(code, vector, code.at(panels, place, element))
-        most[0] = found[0]
+        most[0] = maxima[0]
     code.fence("seq_cst")
     largest = code.intrinsic(f"llvm.vector.reduce.umax.{suffix(numbers)}", number, most)
     code.ret(largest if kernel.number == 8 else code.zext(largest, I64))
@@ -298,12 +298,12 @@ def _transposed(code: Code, square: Sequence[Any]) -> list[Any]:
     vectors, lanes = list(square), len(square)
     width = 1
     while width < lanes:
-        left = [lane if not lane & width else lanes + lane - width for lane in range(lanes)]
-        right = [lane + width if not lane & width else lanes + lane for lane in range(lanes)]
+        low_lanes = [lane if not lane & width else lanes + lane - width for lane in range(lanes)]
+        high_lanes = [lane + width if not lane & width else lanes + lane for lane in range(lanes)]
         for low in range(lanes):
             if not low & width:
                 pair = vectors[low], vectors[low + width]
-                vectors[low] = code.lanes_of(*pair, left)
-                vectors[low + width] = code.lanes_of(*pair, right)
+                vectors[low] = code.lanes_of(*pair, low_lanes)
+                vectors[low + width] = code.lanes_of(*pair, high_lanes)
         width *= 2
     return vectors

@@ -28,11 +28,11 @@ from pallas_kernels.norm_arguments import NO_NORM, NormOptions
 
 THREADS = 128
 MOST_LOADS = 128
-"""Loads of a thread that may be on their way, each of which has a register."""
+"""Most loads of a thread in flight, each of which has a register."""
 
 
 @dataclasses.dataclass(frozen=True)
-class _Shape:
+class _SumShape:
     """Static properties of the kernel.
 
     Attributes:
@@ -59,13 +59,13 @@ def round_width(width: int, devices: int) -> int:
     return THREADS * max(count for count in range(1, most + 1) if blocks % count == 0)
 
 
-def _kernel(shape: _Shape, *arrays: Any) -> None:
+def _kernel(shape: _SumShape, *arrays: Any) -> None:
     """Compute one row.
 
     `arrays` are the operands and outputs named by `shape.names`, in that order, and a semaphore.
     """
-    *given, have_read = arrays
-    refs = dict(zip(shape.names, given, strict=True))
+    *inputs, have_read = arrays
+    refs = dict(zip(shape.names, inputs, strict=True))
     row, width = lax.axis_index("row"), refs["delta"].shape[1]
     size = round_width(width, shape.devices)
     # Neighbouring threads read neighbouring numbers. Reading four numbers at once would still be
@@ -153,11 +153,11 @@ def sum_over_devices(
         axis: name of the only mesh axis that the caller is mapped over.
     """
     rows, width = delta.shape
-    given = {"x": x, "delta": delta, "scale": scale, "delta_scale": delta_scale}
-    operands = {name: array for name, array in given.items() if array is not None}
+    inputs = {"x": x, "delta": delta, "scale": scale, "delta_scale": delta_scale}
+    operands = {name: array for name, array in inputs.items() if array is not None}
     outputs = ["sum"] + ["y"] * (scale is not None)
     dtype = delta.dtype if x is None else x.dtype
-    shape = _Shape(lax.axis_size(axis), (*operands, *outputs), options, jnp.dtype(dtype))
+    shape = _SumShape(lax.axis_size(axis), (*operands, *outputs), options, jnp.dtype(dtype))
 
     def sum_over_devices_hopper(*refs: Any) -> None:
         _kernel(shape, *refs)
@@ -170,5 +170,5 @@ def sum_over_devices(
         scratch_types=[plgpu.SemaphoreType.REGULAR],
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )(*operands.values())
-    found = dict(zip(outputs, results, strict=True))
-    return found["sum"], found.get("y", found["sum"])
+    by_name = dict(zip(outputs, results, strict=True))
+    return by_name["sum"], by_name.get("y", by_name["sum"])

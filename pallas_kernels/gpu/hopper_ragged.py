@@ -37,18 +37,17 @@ from pallas_kernels.gpu.tuning import MosaicConfig, RaggedConfig, lookup
 
 _ACC: Any = getattr(plgpu, "ACC")  # noqa: B009 - the accumulator, which is exported without a type
 ROWS = 64
-"""Rows of a wgmma, hence of a compute warpgroup."""
+"""Rows of a wgmma, and so of a compute warpgroup."""
 LONG = 8192
-"""Positions up to which a program reads a row of few queries while others compute tiles."""
+"""Most positions of a row of few queries that one program reads while others compute tiles."""
 PRODUCER_REGISTERS = 40
 CONSUMER_REGISTERS = {1: 248, 2: 232}
-"""Registers of a thread, by number of compute warpgroups. Warpgroups share the registers that the
-program was launched with, 504 a thread column for three of them: a request for more would wait
-forever."""
+"""Registers of a thread, by number of compute warpgroups. Warpgroups share the registers of the
+program, 504 per thread column for three of them. A request for more would wait forever."""
 
 
 @dataclasses.dataclass(frozen=True)
-class _Shape:
+class _Static:
     """Static properties of the kernel.
 
     Attributes:
@@ -127,7 +126,7 @@ class _Walk:
         return jnp.where(i < self.full_count, self.full_first + i, edge)
 
 
-def _walk(tile_ref: Any, shape: _Shape) -> tuple[jax.Array, _Walk]:
+def _walk(tile_ref: Any, shape: _Static) -> tuple[jax.Array, _Walk]:
     """Return the row of the page table and the `_Walk` of this program's tile."""
     # Late tiles of a long row see the most keys. They come first, so that short tiles fill the end.
     tile = lax.axis_size("tile") - 1 - lax.axis_index("tile")
@@ -164,7 +163,7 @@ class _Stream(NamedTuple):
 
 
 def _produce(
-    shape: _Shape,
+    shape: _Static,
     walk: _Walk,
     row: jax.Array,
     kv_head: jax.Array,
@@ -208,7 +207,12 @@ def _produce(
 
 
 def _zero_unwritten(
-    shape: _Shape, walk: _Walk, position: jax.Array, values: Any, fixed: Any, warpgroup: jax.Array
+    shape: _Static,
+    walk: _Walk,
+    position: jax.Array,
+    values: Any,
+    fixed: Any,
+    warpgroup: jax.Array,
 ) -> None:
     """Set the values of a block to zero at positions outside [walk.begin, walk.kv_len).
 
@@ -240,7 +244,7 @@ def _zero_unwritten(
 
 
 def _consume(
-    shape: _Shape,
+    shape: _Static,
     walk: _Walk,
     warpgroup: jax.Array,
     factor: jax.Array | float,
@@ -325,7 +329,7 @@ def _consume(
     return lax.fori_loop(walk.full_count, walk.count, lambda i, c: step(i, c, masked=True), carry)
 
 
-def _kernel(shape: _Shape, refs: list[Any]) -> None:
+def _kernel(shape: _Static, refs: list[Any]) -> None:
     """Compute one (tile, kv head). ``_call`` defines the order of `refs`."""
     q_ref, k_ref, v_ref, table_ref, tile_ref = refs[:5]
     del refs[:5]
@@ -376,7 +380,7 @@ def _kernel(shape: _Shape, refs: list[Any]) -> None:
 
 
 @partial(jax.jit, static_argnums=(0, 1, 3))
-def _call(shape: _Shape, tiles: int, operands: list[jax.Array], interpret: Any) -> list[jax.Array]:
+def _call(shape: _Static, tiles: int, operands: list[jax.Array], interpret: Any) -> list[jax.Array]:
     """Run the kernel on packed queries [tiles, K, warpgroups, 64, H].
 
     Because of `jax.jit` a larger program traces and lowers the kernel once, which takes a third of
@@ -431,7 +435,7 @@ def _call(shape: _Shape, tiles: int, operands: list[jax.Array], interpret: Any) 
     )(*operands)
 
 
-def _pack(q: jax.Array, plan: jax.Array, shape: _Shape) -> jax.Array:
+def _pack(q: jax.Array, plan: jax.Array, shape: _Static) -> jax.Array:
     """Pack queries by tile, [tiles, K, warpgroups, 64, H], with zeros where a tile has no query."""
     case, groups, per = shape.case, shape.config.warpgroups, shape.tokens_per_warpgroup
     local = jnp.arange(shape.tile, dtype=jnp.int32)
@@ -446,7 +450,9 @@ def _pack(q: jax.Array, plan: jax.Array, shape: _Shape) -> jax.Array:
     return jnp.pad(packed, ((0, 0), (0, 0), (0, 0), (0, missing), (0, 0)))
 
 
-def _unpack(tiles: jax.Array, query_start: jax.Array, tiled: jax.Array, shape: _Shape) -> jax.Array:
+def _unpack(
+    tiles: jax.Array, query_start: jax.Array, tiled: jax.Array, shape: _Static
+) -> jax.Array:
     """Unpack tiles [tiles, K, warpgroups, 64, ...] to tokens [T, K, group, ...].
 
     The result is undefined for tokens of rows without tiles.
@@ -489,7 +495,7 @@ def ragged_paged_attention(
     query_start, case = arrays.starts, attention_case("ragged", arrays, options)
     soft_cap = None if options.soft_cap is None else float(options.soft_cap)
     factor = float(options.score_scale(case.H)) * (1.0 if soft_cap else LOG2E)
-    shape = _Shape(
+    shape = _Static(
         case=case,
         config=config or lookup(MosaicConfig, case),
         factor=factor,

@@ -81,8 +81,8 @@ def add_norm(
         interpret: run on any device, slowly, as plain JAX operations.
     """
     tokens, width = x.shape
-    given = {"x": x, "delta": delta, "scale": scale, "delta_scale": delta_scale}
-    operands = {name: array for name, array in given.items() if array is not None}
+    inputs = {"x": x, "delta": delta, "scale": scale, "delta_scale": delta_scale}
+    operands = {name: array for name, array in inputs.items() if array is not None}
     outputs = ["sum"] * (delta is not None) + ["y"] * (scale is not None)
     # Four numbers per thread, up to the most threads: the fastest choice at most sizes on an H200.
     num_warps = min(max(power_of_two(width) // 128, 1), 32)
@@ -94,6 +94,6 @@ def add_norm(
         interpret=interpret,
         name="add_norm",
     )(*operands.values())
-    found = dict(zip(outputs, results, strict=True))
-    total = found.get("sum", x)
-    return total, found.get("y", total)
+    by_name = dict(zip(outputs, results, strict=True))
+    total = by_name.get("sum", x)
+    return total, by_name.get("y", total)

@@ -66,7 +66,7 @@ MIN_DOT_ROWS = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class Split:
+class KvSplit:
     """Static properties of a call with split KV.
 
     Attributes:
@@ -92,7 +92,7 @@ class Split:
         plan: SplitPlan,
         tile_rows: int,
         interpret: bool,
-    ) -> Split:
+    ) -> KvSplit:
         """Return the split of a call.
 
         A tile has `tile_rows` rows in the products, at least its queries times the group.
@@ -101,7 +101,7 @@ class Split:
         return cls(spec, case, plan, config, interpret)
 
 
-def _split_kernel(*arrays: Any, names: tuple[str, ...], split: Split) -> None:
+def _split_kernel(*arrays: Any, names: tuple[str, ...], split: KvSplit) -> None:
     """Compute one program's share of the blocks of one kv head.
 
     `arrays` are the operands and outputs named by `names`, in that order.
@@ -129,7 +129,7 @@ def _run_piece(
     end: jax.Array,
     program: jax.Array,
     kv_head: jax.Array,
-    split: Split,
+    split: KvSplit,
 ) -> None:
     """Compute blocks ``begin`` to ``end`` of a tile. The last piece to finish merges the tile.
 
@@ -211,7 +211,7 @@ def _merged(
     count: jax.Array,
     size: jax.Array,
     kv_head: jax.Array,
-    split: Split,
+    split: KvSplit,
 ) -> Softmax:
     """Combine the partial results of the pieces of a tile, in the order of their blocks.
 
@@ -271,7 +271,7 @@ def _store_result(
     size: jax.Array,
     kv_head: jax.Array,
     softmax: Softmax,
-    split: Split,
+    split: KvSplit,
 ) -> None:
     """Divide by the sum of the softmax, and write the rows of a tile to their tokens and heads."""
     local, head, valid = _queries_of(softmax[-1].shape[0], kv_head, split.case.group, size)
@@ -282,7 +282,7 @@ def _store_result(
 def split_and_merge(
     arrays: AttentionArrays,
     options: AttentionOptions,
-    split: Split,
+    split: KvSplit,
     into: jax.Array | None = None,
 ) -> jax.Array:
     """Compute attention of rows of few queries, with the KV split over programs: [T,N,H].
@@ -342,7 +342,7 @@ def paged_decode_attention(
     config = config or lookup(DecodeConfig, case)
     config = dataclasses.replace(config, block_tokens=fit_block(config.block_tokens, case))
     plan = SplitPlan.of(case, config, options.window)
-    split = Split.of(case, config, options, plan, MIN_DOT_ROWS, interpret)
+    split = KvSplit.of(case, config, options, plan, MIN_DOT_ROWS, interpret)
     return split_and_merge(arrays, options, split)
 
 

@@ -21,7 +21,7 @@ PIECE = 4096
 """Numbers that a program reads."""
 LARGEST = float(np.finfo(np.float32).max)
 NOT_FINITE = -1
-"""Index of the greatest of numbers that are not all finite."""
+"""Index that stands for a row whose numbers are not all finite."""
 
 
 def _first_greatest(values: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -50,8 +50,8 @@ def _row_kernel(value_ref: Any, index_ref: Any, out_ref: Any) -> None:
     index = jnp.broadcast_to(row, piece.shape), piece
     values = plt.load(value_ref.at[index], mask=piece < pieces, other=-jnp.inf)
     indices = plt.load(index_ref.at[index], mask=piece < pieces, other=jnp.iinfo(jnp.int32).max)
-    found = _first_greatest(values, indices)[1]
-    out_ref[row] = jnp.where(jnp.min(indices) < 0, NOT_FINITE, found)
+    best = _first_greatest(values, indices)[1]
+    out_ref[row] = jnp.where(jnp.min(indices) < 0, NOT_FINITE, best)
 
 
 def greatest(x: jax.Array, *, interpret: bool = False) -> jax.Array:
@@ -66,7 +66,7 @@ def greatest(x: jax.Array, *, interpret: bool = False) -> jax.Array:
     pieces = -(-columns // PIECE)
     shape = (rows, pieces)
     call = functools.partial(pl.pallas_call, interpret=interpret)
-    found = call(
+    best = call(
         _piece_kernel,
         grid=(pieces, rows),
         out_shape=(
@@ -82,4 +82,4 @@ def greatest(x: jax.Array, *, interpret: bool = False) -> jax.Array:
         out_shape=jax.ShapeDtypeStruct((rows,), jnp.int32),
         compiler_params=plt.CompilerParams(num_warps=1, num_stages=1),
         name="greatest_of_rows",
-    )(*found)
+    )(*best)

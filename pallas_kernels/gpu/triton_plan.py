@@ -130,8 +130,13 @@ def _plan_kernel(*refs: Any, plan: SplitPlan) -> None:
     values = {
         name: jnp.sum(jnp.where(tile == line, numbers, 0), dtype=jnp.int32)
         for name, numbers in (
-            *((ROW, row), (TOKEN, token), (SIZE, size), (POSITION, position)),
-            *((BLOCK, first), (START, ends - blocks), (COUNT, blocks)),
+            (ROW, row),
+            (TOKEN, token),
+            (SIZE, size),
+            (POSITION, position),
+            (BLOCK, first),
+            (START, ends - blocks),
+            (COUNT, blocks),
         )
     }
     begun = (blocks > 0) & (ends - blocks < cut)

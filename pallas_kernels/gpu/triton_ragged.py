@@ -27,7 +27,7 @@ from pallas_kernels.arguments import (
     Case,
     attention_case,
 )
-from pallas_kernels.gpu.triton_decode import Split, fit_block, split_and_merge
+from pallas_kernels.gpu.triton_decode import KvSplit, fit_block, split_and_merge
 from pallas_kernels.gpu.triton_plan import SplitPlan
 from pallas_kernels.gpu.triton_tile import (
     RowPages,
@@ -45,7 +45,7 @@ from pallas_kernels.gpu.triton_tile import (
 from pallas_kernels.gpu.tuning import DecodeConfig, RaggedConfig, defaults, fitted, lookup
 
 MOST_TILES = 4
-"""Tiles over which the queries of a row that is split are divided."""
+"""Most tiles of a row whose KV is split."""
 
 
 def tile_count(tokens: int, rows: int, tile: int, few: int) -> int:
@@ -163,7 +163,7 @@ def few_query_split(
     options: AttentionOptions,
     decode_config: DecodeConfig | None = None,
     interpret: bool = False,
-) -> Split:
+) -> KvSplit:
     """Return the split of the KV of rows of few queries, with its block sizes.
 
     The tuned sizes for decodes do not apply here: tiles of several queries take more registers.
@@ -174,7 +174,7 @@ def few_query_split(
     queries = max(1, min(config.split_rows // case.group, config.split_queries))
     tiles = min(-(-config.split_queries // queries), MOST_TILES)
     plan = SplitPlan.of(case, sizes, options.window, queries, tiles)
-    return Split.of(case, sizes, options, plan, config.split_rows, interpret)
+    return KvSplit.of(case, sizes, options, plan, config.split_rows, interpret)
 
 
 def _tiles(

@@ -23,7 +23,7 @@ from pallas_kernels.gpu.triton_tile import power_of_two, spread
 from pallas_kernels.qkv_arguments import QkvOptions
 
 ARRAYS = ("bias", "query_norm", "key_norm", "mean_squares", "k_scale", "v_scale")
-"""Options that are arrays."""
+"""Fields of `QkvOptions` that are arrays."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,11 +50,11 @@ class _Piece:
 
 def _pieces(head_dim: int, pairs: int, interleaved: bool) -> list[_Piece]:
     step = 2 if interleaved else 1
-    found = [_Piece(0, step, pairs), _Piece(1 if interleaved else pairs, step, pairs)]
-    found = found if pairs else []
+    parts = [_Piece(0, step, pairs), _Piece(1 if interleaved else pairs, step, pairs)]
+    parts = parts if pairs else []
     if head_dim > 2 * pairs:
-        found.append(_Piece(2 * pairs, 1, head_dim - 2 * pairs))
-    return found
+        parts.append(_Piece(2 * pairs, 1, head_dim - 2 * pairs))
+    return parts
 
 
 def _loaded(
@@ -130,8 +130,8 @@ def _rotated(refs: dict[str, Any], tile: list[jax.Array], pieces: list[_Piece]) 
     cos, sin = (
         plt.load(refs[name].at[index], mask=piece.mask, other=0.0)[None] for name in ("cos", "sin")
     )
-    left, right = tile[:2]
-    return [left * cos - right * sin, right * cos + left * sin, *tile[2:]]
+    first, second = tile[:2]
+    return [first * cos - second * sin, second * cos + first * sin, *tile[2:]]
 
 
 def _kernel(
@@ -174,8 +174,8 @@ def _kernel(
     offset = lax.bitwise_and(slot, case.S - 1)
     only, whole = jnp.arange(1), _Piece(0, 1, case.H)
     value = _loaded(refs, only + group + 1, whole, only == 0, dtype).astype(dtype)
-    found = [("k", *key) for key in turned("key_norm", only + group, only == 0)]
-    for name, numbers, place in [*found, ("v", value, whole)]:
+    parts = [("k", *key) for key in turned("key_norm", only + group, only == 0)]
+    for name, numbers, place in [*parts, ("v", value, whole)]:
         target, scale = refs[f"{name}_pages"], refs.get(f"{name}_scale")
         stored = cast_to_store(
             numbers,
@@ -215,12 +215,12 @@ def rope_kv_write(
         case: the result of ``check_qkv``.
         interpret: run on any device, slowly, as plain JAX operations.
     """
-    given = {"slots": slot_mapping, "qkv": qkv, "bias": options.bias}
-    given |= {"query_norm": options.query_norm, "key_norm": options.key_norm}
-    given |= {"mean_squares": options.mean_squares}
-    given |= dict(zip(("cos", "sin"), cos_sin or (), strict=False))
-    given |= {"k_scale": options.k_scale, "v_scale": options.v_scale}
-    operands = {name: array for name, array in given.items() if array is not None}
+    inputs = {"slots": slot_mapping, "qkv": qkv, "bias": options.bias}
+    inputs |= {"query_norm": options.query_norm, "key_norm": options.key_norm}
+    inputs |= {"mean_squares": options.mean_squares}
+    inputs |= dict(zip(("cos", "sin"), cos_sin or (), strict=False))
+    inputs |= {"k_scale": options.k_scale, "v_scale": options.v_scale}
+    operands = {name: array for name, array in inputs.items() if array is not None}
     first = len(operands)
     pairs = 0 if cos_sin is None else cos_sin[0].shape[1]
     static = dataclasses.replace(options, **dict.fromkeys(ARRAYS))

@@ -25,7 +25,7 @@ from pallas_kernels.arguments import FP8, AttentionOptions, Case
 
 LOG2E = math.log2(math.e)
 NEGATIVE = -1e30
-"""Starting maximum: below every real score, and finite so that differences of maxima are finite."""
+"""Initial maximum: below every score, and finite so that differences of maxima are finite."""
 
 Parts = tuple[jax.Array, ...]
 Softmax = tuple[Parts, jax.Array, jax.Array]

@@ -135,8 +135,8 @@ def table_path(device: DeviceLimits) -> pathlib.Path:
 def read_entries(device: DeviceLimits) -> list[dict]:
     """Read the table of a card, or of another card of its compute capability if it has none."""
     path = table_path(device)
-    found = [path] if path.is_file() else sorted(path.parent.glob("*.json"))
-    return json.loads(found[0].read_text())["entries"] if found else []
+    paths = [path] if path.is_file() else sorted(path.parent.glob("*.json"))
+    return json.loads(paths[0].read_text())["entries"] if paths else []
 
 
 def attention_memory(case: Case, rows: int, block_tokens: int, num_stages: int) -> int:
@@ -214,7 +214,7 @@ def lookup(kind: type[Config], case: Case) -> Config:
 
 
 GROUPED_SIZES = (16, 64, None)
-"""Rows of a group up to which an entry for "grouped_matmul" holds."""
+"""Bounds of the mean rows of a group, by which an entry for "grouped_matmul" is chosen."""
 
 
 def grouped_defaults(dtype: jnp.dtype, up_to: int | None) -> GroupedConfig:

@@ -21,7 +21,7 @@ from pallas_kernels import xla
 from pallas_kernels.arguments import NO_OPTIONS, AttentionArrays, AttentionOptions
 
 
-class Sizes(NamedTuple):
+class TurnSizes(NamedTuple):
     """Sizes of a turn.
 
     Attributes:
@@ -40,18 +40,18 @@ class Sizes(NamedTuple):
     scores_bytes: int = 64 << 20
 
 
-SIZES = Sizes()
+SIZES = TurnSizes()
 
 
 def paged_decode_attention(
-    arrays: AttentionArrays, options: AttentionOptions = NO_OPTIONS, *, sizes: Sizes = SIZES
+    arrays: AttentionArrays, options: AttentionOptions = NO_OPTIONS, *, sizes: TurnSizes = SIZES
 ) -> jax.Array:
     """Compute attention of one query per row in plain JAX for a GPU without Triton: [R,N,H]."""
     return xla.paged_decode_attention(arrays, options, decode=partial(_decode, sizes=sizes))
 
 
 def ragged_paged_attention(
-    arrays: AttentionArrays, options: AttentionOptions = NO_OPTIONS, *, sizes: Sizes = SIZES
+    arrays: AttentionArrays, options: AttentionOptions = NO_OPTIONS, *, sizes: TurnSizes = SIZES
 ) -> jax.Array:
     """Compute causal attention of rows of any length in plain JAX for a GPU: [T,N,H]."""
     q, k_pages = arrays.q, arrays.k_pages
@@ -73,7 +73,7 @@ def ragged_paged_attention(
     )
 
 
-def _decode(arrays: AttentionArrays, options: AttentionOptions, sizes: Sizes) -> jax.Array:
+def _decode(arrays: AttentionArrays, options: AttentionOptions, sizes: TurnSizes) -> jax.Array:
     """Compute attention of rows of one query, as an `xla.Attend`."""
     q, kv_len = arrays.q, arrays.kv_len
     R, K, G, H = q.shape

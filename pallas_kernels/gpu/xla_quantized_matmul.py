@@ -23,7 +23,7 @@ from pallas_kernels.quantized_codes import (
 )
 
 MOST_ROWS = 16
-"""Rows that are reduced; more would read the codes more than twice."""
+"""Most rows that are computed by reductions. More would read the codes more than twice."""
 
 
 def output_major_matmul(
@@ -109,7 +109,9 @@ def _in_blocks(
         weights, scale = _weights(codes, scales[cut], zero, form, wide)
         products = [
             lax.dot_general(
-                *(part, weight.astype(x.dtype), (((1,), (1,)), ((), ()))),
+                part,
+                weight.astype(x.dtype),
+                (((1,), (1,)), ((), ())),
                 preferred_element_type=wide,
             )
             for part, weight in zip(parts, weights, strict=True)

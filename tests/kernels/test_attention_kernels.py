@@ -39,7 +39,7 @@ from tests.support.paged_cases import FP8, PagedCall, assert_close, paged_call
 ROWS, TOKENS, PAGES_PER_ROW = 4, 24, 7
 DECODE = DecodeConfig(block_tokens=32, programs_per_sm=8, min_blocks=1, merge_numbers=256)
 RAGGED = RaggedConfig(tile_rows=32, block_tokens=32)
-TURNS = xla_attention.Sizes(
+TURNS = xla_attention.TurnSizes(
     chunk_tokens=32, turn_tokens=96, tile_chunk_tokens=64, tile_queries=4, scores_bytes=1 << 20
 )
 
