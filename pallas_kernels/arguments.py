@@ -61,7 +61,6 @@ class Case:
 
     @property
     def platform(self) -> str:
-        """Platform of the device."""
         return self.device.platform
 
     @property
@@ -89,7 +88,6 @@ class GroupedCase:
 
     @property
     def platform(self) -> str:
-        """Platform of the device."""
         return self.device.platform
 
 
@@ -238,11 +236,7 @@ def _check_scales(k_scale: jax.Array | None, v_scale: jax.Array | None, k_pages:
 
 
 def attention_case(op: str, arrays: AttentionArrays, options: AttentionOptions) -> Case:
-    """Check the arguments of an attention call and return its `Case`, for the target device.
-
-    Raises:
-        ValueError: names the wrong argument and the allowed values.
-    """
+    """Return the `Case` of an attention call on the target device, or raise ValueError."""
     q, k_pages, v_pages, page_table, query_start, kv_len = arrays
     _check_rank("q", q, "[T,N,H]" if op == "ragged" else "[R,N,H]")
     _check_dtype("q", q, QUERY_DTYPES)
@@ -301,11 +295,7 @@ def kv_write_case(
     k_scale: jax.Array | None,
     v_scale: jax.Array | None,
 ) -> Case:
-    """Check the arguments of a ``kv_write`` call and return its `Case`.
-
-    Raises:
-        ValueError: names the wrong argument and the allowed values.
-    """
+    """Return the `Case` of a ``kv_write`` call, or raise ValueError if arguments do not fit."""
     _check_pages(k_pages, v_pages)
     num_pages, num_kv_heads, page_size, head_dim = k_pages.shape
     _check_rank("k", k, "[T,K,H]")
@@ -339,11 +329,7 @@ def kv_write_case(
 def grouped_case(
     device: DeviceLimits, x: jax.Array, w: jax.Array, group_sizes: jax.Array
 ) -> GroupedCase:
-    """Check the arguments of a ``grouped_matmul`` call and return its `GroupedCase`.
-
-    Raises:
-        ValueError: names the wrong argument and the allowed values.
-    """
+    """Return the `GroupedCase` of a call, or raise ValueError if arguments do not fit."""
     _check_rank("x", x, "[A,D]")
     _check_dtype("x", x, QUERY_DTYPES)
     _check_rank("w", w, "[E,D,F]")

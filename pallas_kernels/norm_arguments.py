@@ -23,7 +23,6 @@ class RowsCase:
 
     @property
     def platform(self) -> str:
-        """Platform of the device."""
         return self.device.platform
 
 
@@ -56,11 +55,7 @@ def norm_case(
     delta_scale: jax.Array | None,
     options: NormOptions,
 ) -> RowsCase:
-    """Check the arguments of an ``add_norm`` call and return its `RowsCase`.
-
-    Raises:
-        ValueError: names the wrong argument and the allowed values.
-    """
+    """Return the `RowsCase` of an ``add_norm`` call, or raise ValueError if arguments do not fit."""
     if x.ndim != 2 or 0 in x.shape:
         raise ValueError(f"x has shape {x.shape}; expected [T,D], both at least 1")
     if x.dtype not in QUERY_DTYPES:

@@ -32,7 +32,6 @@ class ProductCase:
 
     @property
     def platform(self) -> str:
-        """Platform of the device."""
         return self.device.platform
 
     @property
@@ -44,11 +43,7 @@ class ProductCase:
 def product_case(
     op: str, device: DeviceLimits, x: jax.Array, w: jax.Array, parts: int = 1
 ) -> ProductCase:
-    """Check the arguments of a product of few rows and return its `ProductCase`.
-
-    Raises:
-        ValueError: names the wrong argument and the allowed values.
-    """
+    """Return the `ProductCase` of a product of few rows, or raise ValueError."""
     letters = "[D,2,F]" if op == "gated_matmul" else "[D,F]"
     if x.ndim != 2 or 0 in x.shape:
         raise ValueError(f"x has shape {x.shape}; expected [T,D], both at least 1")

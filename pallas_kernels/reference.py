@@ -76,10 +76,7 @@ def _attend_one(
 def ragged_paged_attention(
     arrays: AttentionArrays, options: AttentionOptions = NO_OPTIONS
 ) -> jax.Array:
-    """Compute causal attention over the KV cache, token by token: [T,N,H].
-
-    Specification of ``pallas_kernels.ragged_paged_attention``.
-    """
+    """Compute causal attention over the KV cache, token by token: [T,N,H]."""
     q, k_pages, v_pages, page_table, _, kv_len = arrays
     query_start = arrays.starts
     tokens, _, head_dim = q.shape
@@ -120,10 +117,7 @@ def ragged_paged_attention(
 def paged_decode_attention(
     arrays: AttentionArrays, options: AttentionOptions = NO_OPTIONS
 ) -> jax.Array:
-    """Compute attention of one query per row over the KV cache: [R,N,H].
-
-    Specification of ``pallas_kernels.paged_decode_attention``.
-    """
+    """Compute attention of one query per row over the KV cache: [R,N,H]."""
     query_start = jnp.arange(len(arrays.q) + 1, dtype=jnp.int32)
     return ragged_paged_attention(arrays._replace(query_start=query_start), options)
 
@@ -149,10 +143,7 @@ def kv_write(
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Store keys and values of a step in their pages. Return the new (k_pages, v_pages).
-
-    Specification of ``pallas_kernels.kv_write``.
-    """
+    """Store keys and values of a step in their pages. Return the new (k_pages, v_pages)."""
     num_pages, _, page_size, _ = k_pages.shape
     in_range = (slot_mapping >= 0) & (slot_mapping < num_pages * page_size)
     # A negative index would wrap around. The index num_pages is out of range, so it is dropped.
@@ -187,10 +178,7 @@ def quantized_kv_write(
     v_scale: jax.Array,
     slot_mapping: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Store keys and values as int8 codes and their scales. Return the new pages and scales.
-
-    Specification of ``pallas_kernels.quantized_kv_write``.
-    """
+    """Store keys and values as int8 codes and their scales. Return the new pages and scales."""
     num_pages, _, page_size, _ = k_pages.shape
     in_range = (slot_mapping >= 0) & (slot_mapping < num_pages * page_size)
     page = jnp.where(in_range, slot_mapping // page_size, num_pages)
@@ -205,10 +193,7 @@ def quantized_kv_write(
 
 
 def grouped_matmul(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """Multiply rows, sorted by group, by a copy of the matrix of their group: [A,F].
-
-    Specification of ``pallas_kernels.grouped_matmul``.
-    """
+    """Multiply rows, sorted by group, by a copy of the matrix of their group: [A,F]."""
     row = jnp.arange(x.shape[0])
     group = (jnp.cumsum(group_sizes)[None, :] <= row[:, None]).sum(axis=1)
     exact = jnp.promote_types(x.dtype, jnp.float32)
@@ -236,10 +221,7 @@ def add_norm(
     delta_scale: jax.Array | None,
     options: NormOptions,
 ) -> tuple[jax.Array, jax.Array]:
-    """Add delta to x and normalize: return the sum and its norm, both [T,D].
-
-    Specification of ``pallas_kernels.add_norm``.
-    """
+    """Add delta to x and normalize: return the sum and its norm, both [T,D]."""
     exact = jnp.promote_types(x.dtype, jnp.float32)
     if delta is not None:
         parts = delta[None] if delta.ndim == 2 else delta
@@ -262,8 +244,7 @@ def rope_kv_write(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Normalize and rotate queries and keys, and store keys and values in pages.
 
-    Specification of ``pallas_kernels.rope_kv_write``. Returns the queries, the new pages and zeroed
-    counters.
+    Returns the queries, the new pages and zeroed counters.
     """
     exact = jnp.promote_types(dtype, jnp.float32)
     tokens = len(slot_mapping)
@@ -308,20 +289,14 @@ def rope_kv_write(
 
 
 def matmul_in_parts(x: jax.Array, w: jax.Array, parts: int) -> jax.Array:
-    """Compute the products of equal parts of the inputs of x and w: [parts,T,F].
-
-    Specification of ``pallas_kernels.matmul_in_parts``.
-    """
+    """Compute the products of equal parts of the inputs of x and w: [parts,T,F]."""
     exact, highest = jnp.promote_types(x.dtype, jnp.float32), jax.lax.Precision.HIGHEST
     divided = x.reshape(len(x), parts, -1).astype(exact), w.reshape(parts, -1, w.shape[1])
     return jnp.einsum("tpd,pdf->ptf", divided[0], divided[1].astype(exact), precision=highest)
 
 
 def gated_matmul(x: jax.Array, w: jax.Array, activation: Activation) -> jax.Array:
-    """Compute ``activation(x @ gate) * (x @ up)``: [T,F].
-
-    Specification of ``pallas_kernels.gated_matmul``.
-    """
+    """Compute ``activation(x @ gate) * (x @ up)``: [T,F]."""
     exact, highest = jnp.promote_types(x.dtype, jnp.float32), jax.lax.Precision.HIGHEST
     both = jnp.einsum("td,dgf->gtf", x.astype(exact), w.astype(exact), precision=highest)
     gate, up = both.astype(x.dtype).astype(exact)
@@ -330,9 +305,6 @@ def gated_matmul(x: jax.Array, w: jax.Array, activation: Activation) -> jax.Arra
 
 
 def greatest(x: jax.Array) -> jax.Array:
-    """Return the argmax of each row, i32[R]. -1 if the row has a NaN or an infinity.
-
-    Specification of ``pallas_kernels.greatest``.
-    """
+    """Return the argmax of each row, i32[R]. -1 if the row has a NaN or an infinity."""
     is_finite = jnp.isfinite(x).all(axis=1)
     return jnp.where(is_finite, jnp.argmax(x, axis=1), -1).astype(jnp.int32)

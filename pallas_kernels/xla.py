@@ -364,10 +364,7 @@ def kv_write(
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Store keys and values of a step in their pages. Return the new (k_pages, v_pages).
-
-    Implementation "xla" of ``pallas_kernels.kv_write``.
-    """
+    """Store keys and values of a step in their pages. Return the new (k_pages, v_pages)."""
     P, K, S, H = k_pages.shape
     cell = _cells(k_pages, slot_mapping)
 

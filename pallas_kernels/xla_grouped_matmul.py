@@ -46,10 +46,7 @@ def row_tiles(
 
 
 def grouped_matmul(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """Multiply rows, which are sorted by group, each by the matrix of its group: [A,F].
-
-    Implementation "xla" of ``pallas_kernels.grouped_matmul``.
-    """
+    """Multiply rows, which are sorted by group, each by the matrix of its group: [A,F]."""
     rows, inputs = x.shape
     groups, _, outputs = w.shape
     exact = jnp.promote_types(x.dtype, jnp.float32)

@@ -43,7 +43,6 @@ class AddNorm(NormKernel):
 
     @property
     def name(self) -> str:
-        """Name of the operation, which determines its code."""
         form = "".join(str(int(flag)) for flag in (self.adds, self.norms_delta, self.norms))
         numbers = [self.options.eps, self.options.factor]
         if self.options.rounds_last:
@@ -53,7 +52,6 @@ class AddNorm(NormKernel):
 
     @property
     def operands(self) -> int:
-        """Number of operands."""
         return 1 + self.adds + self.norms_delta + self.norms
 
     @property
@@ -65,7 +63,6 @@ class AddNorm(NormKernel):
         return Field(0, 0), Field(0, 1), *map(Field, range(buffers))
 
     def parts(self, code: Code, fields: Sequence[Any]) -> Any:
-        """Generate code that computes the number of parts of the work."""
         return self.parts_of(code, *fields[:2])
 
     def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
@@ -134,10 +131,7 @@ def add_norm(
     delta_scale: jax.Array | None,
     options: NormOptions,
 ) -> tuple[jax.Array, jax.Array]:
-    """Add delta to x and normalize the sum, on CPU. Return the sum and its norm, [T,D].
-
-    Implementation "llvm" of ``pallas_kernels.add_norm``.
-    """
+    """Add delta to x and normalize the sum, on CPU. Return the sum and its norm, [T,D]."""
     if delta is not None and delta.ndim == 3:
         delta = (delta[0] if len(delta) == 1 else delta.sum(axis=0))[: len(x)]
     flags = tuple(array is not None for array in (delta, delta_scale, scale))

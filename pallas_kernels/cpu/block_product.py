@@ -67,7 +67,6 @@ class BlockProduct:
 
     @property
     def name(self) -> str:
-        """Name of the operation, which determines its code."""
         kind = "_quads" if self.cpu.quads else "_pairs" if self.cpu.pairs else ""
         return f"{NAMES}block_product_{self.form}_{self.cpu.vectors}{kind}"
 
@@ -456,11 +455,7 @@ def block_product(
 def run(
     kernel: BlockProduct, x: jax.Array, panels: jax.Array, num_rows: jax.Array | None = None
 ) -> jax.Array:
-    """Compute `block_product` with `kernel`: float32 [T, P * PANEL].
-
-    Raises:
-        ValueError: names the wrong argument and the allowed values.
-    """
+    """Compute `block_product` with `kernel`: float32 [T, P * PANEL]."""
     layout, inputs = kernel.format, x.shape[1]
     shape = (inputs // layout.size, PANEL * layout.num_bytes)
     has_shape = panels.ndim in (3, 4) and panels.shape[-2:] == shape and panels.dtype == np.uint8

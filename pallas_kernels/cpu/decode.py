@@ -83,12 +83,10 @@ class PagedKernel:
 
     @property
     def operands(self) -> int:
-        """Number of operands."""
         return self.plain_operands + 2 * self.is_scaled
 
     @property
     def name(self) -> str:
-        """Name of the operation, which determines its code."""
         dtypes = f"{self.dtype}_{self.query_dtype}_{self.pages}"
         kind = f"{dtypes}_{self.page_size}_{self.group}_{self.head_dim}"
         return f"{self.prefix}{kind}{'_capped' if self.capped else ''}"
@@ -116,12 +114,10 @@ class PagedDecode(PagedKernel):
 
     @property
     def operands(self) -> int:
-        """Number of operands."""
         return super().operands + 2 * self.among
 
     @property
     def name(self) -> str:
-        """Name of the operation, which determines its code."""
         return f"{super().name}{'_among' if self.among else ''}"
 
     @property
@@ -135,7 +131,6 @@ class PagedDecode(PagedKernel):
         return (*buffers, Field(3, 0), Field(3, 1), Field(1, 0), Field(1, 1), Field(0, 0))
 
     def parts(self, code: Code, fields: Sequence[Any]) -> Any:
-        """Generate code that computes the number of parts: at most MOST_PARTS and the pairs."""
         *_, rows, _, _, heads, _ = fields
         total = code.mul(_total(code, self, fields), heads)
         work = code.mul(total, const(self.head_dim))

@@ -44,7 +44,6 @@ class Draw(RowKernel):
 
     @property
     def name(self) -> str:
-        """Name of the operation, which determines its code."""
         return f"{NAMES}draw_{self.dtype}_{self.cpu.vector_bytes}"
 
     @property
@@ -53,7 +52,6 @@ class Draw(RowKernel):
         return *map(Field, range(self.operands + 2)), Field(0, 0), Field(0, 1)
 
     def parts(self, code: Code, fields: Sequence[Any]) -> Any:
-        """Generate code that computes the number of parts of the work."""
         *_, rows, columns = fields
         return self.parts_of(code, rows, code.mul(columns, const(WORK_OF_A_COLUMN)))
 
@@ -267,10 +265,7 @@ def _for_this_host(dtype: str) -> Draw:
 
 
 def draw(logits: jax.Array, *others: jax.Array) -> jax.Array:
-    """Sample a token for each row on CPU: i32[R].
-
-    Implementation of ``pallas_kernels.draw``.
-    """
+    """Sample a token for each row on CPU: i32[R]."""
     return run(_for_this_host(np.dtype(logits.dtype).name), logits, *others)
 
 

@@ -50,7 +50,6 @@ class Gated(RowKernel):
 
     @property
     def name(self) -> str:
-        """Name of the operation, which determines its code."""
         dtypes = f"{self.dtype}_{self.result}"
         return f"{NAMES}gated_{dtypes}_{self.activation}_{self.cpu.vector_bytes}"
 
@@ -60,7 +59,6 @@ class Gated(RowKernel):
         return Field(0), Field(1), Field(0, 0), Field(0, 2)
 
     def parts(self, code: Code, fields: Sequence[Any]) -> Any:
-        """Generate code that computes the number of parts of the work."""
         _, _, rows, size = fields
         return self.parts_of(code, rows, code.mul(size, const(WORK_OF_A_NUMBER)))
 
@@ -110,10 +108,7 @@ def _for_this_host(dtype: str, activation: Activation, result: str) -> Gated:
 
 
 def gated(x: jax.Array, activation: Activation, dtype: jnp.dtype) -> jax.Array:
-    """Compute activation(gate) * up on CPU: [T,F] of `dtype`.
-
-    Implementation of ``pallas_kernels.gated``.
-    """
+    """Compute activation(gate) * up on CPU: [T,F] of `dtype`."""
     kernel = _for_this_host(np.dtype(x.dtype).name, activation, dtype.name)
     shape = jax.ShapeDtypeStruct((x.shape[0], x.shape[2]), dtype)
     return jax.ffi.ffi_call(registered(kernel), shape)(x)

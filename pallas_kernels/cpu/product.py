@@ -76,7 +76,6 @@ class PanelProduct:
 
     @property
     def name(self) -> str:
-        """Name of the operation, which determines its code."""
         dots = "_dots" if self.cpu.dots else ""
         return f"{NAMES}product_{self.x}_{self.weights}_{self.cpu.vectors}{dots}"
 
@@ -125,7 +124,6 @@ class PanelProduct:
         return (*buffers, Field(0, 0), Field(1, 0), Field(1, 2), Field(1, 1))
 
     def parts(self, code: Code, fields: Sequence[Any]) -> Any:
-        """Generate code that computes the number of parts of the work."""
         _, _, counts, _, rows, groups, inputs, panels = fields
         return parts_of(code, (counts, groups, rows), inputs, panels)
 

@@ -75,7 +75,6 @@ class QuantizedPanelProduct:
 
     @property
     def name(self) -> str:
-        """Name of the operation, which determines its code."""
         zeros = "_zeros" if self.zeros else ""
         return (
             f"{NAMES}quantized_product_{self.x}_{self.form}_{self.scales}{zeros}_{self.cpu.vectors}"
@@ -83,7 +82,6 @@ class QuantizedPanelProduct:
 
     @property
     def operands(self) -> int:
-        """Number of operands."""
         return 5 if self.zeros else 4
 
     @property
@@ -116,7 +114,6 @@ class QuantizedPanelProduct:
         return (*buffers, Field(0, 0), Field(1, 0), Field(1, 2), Field(2, 2), Field(1, 1))
 
     def parts(self, code: Code, fields: Sequence[Any]) -> Any:
-        """Generate code that computes the number of parts of the work."""
         *_, counts, _, rows, experts, inputs, _, panels = fields
         return parts_of(code, (counts, experts, rows), inputs, panels)
 
@@ -314,11 +311,7 @@ def run(
     zeros: jax.Array | None = None,
     num_rows: jax.Array | None = None,
 ) -> jax.Array:
-    """Compute `quantized_panel_product` with `kernel`: [T, P * PANEL].
-
-    Raises:
-        ValueError: names the wrong argument and the allowed values.
-    """
+    """Compute `quantized_panel_product` with `kernel`: [T, P * PANEL]."""
     many, groups = codes.shape[:-2], scales.shape[-2]
     for name, array in (("scales", scales), ("zeros", zeros)):
         if array is not None and array.shape != (*many, groups, PANEL):

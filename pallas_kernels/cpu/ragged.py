@@ -71,7 +71,6 @@ class PagedTiles(PagedKernel):
         return max(1, TILE // self.group)
 
     def parts(self, code: Code, fields: Sequence[Any]) -> Any:
-        """Generate code that computes the number of parts of the work, at most MOST_PARTS."""
         total = code.mul(_total(code, self, fields), const(self.group * self.head_dim))
         parts = code.add(code.sdiv(total, const(WORK_OF_A_PART)), const(1))
         return code.smaller_int(parts, const(MOST_PARTS))

@@ -57,7 +57,6 @@ class RopeKVWrite(NormKernel):
 
     @property
     def name(self) -> str:
-        """Name of the operation, which determines its code."""
         flags = self.rotates, self.interleaved, self.norms, self.own_scales, self.given_means
         form = "".join(str(int(flag)) for flag in (*flags, self.divides))
         numbers = [self.options.eps] if self.norms else []
@@ -69,7 +68,6 @@ class RopeKVWrite(NormKernel):
 
     @property
     def operands(self) -> int:
-        """Number of operands."""
         return 4 + 2 * (self.rotates + self.norms + self.divides) + self.given_means
 
     @property
@@ -81,7 +79,6 @@ class RopeKVWrite(NormKernel):
         return *(Field(0, nth) for nth in range(4)), *pages, *pairs, *buffers
 
     def parts(self, code: Code, fields: Sequence[Any]) -> Any:
-        """Generate code that computes the number of parts of the work."""
         tokens, kv_heads, heads, width = fields[:4]
         return self.parts_of(code, tokens, code.mul(code.mul(kv_heads, heads), width))
 
@@ -220,8 +217,7 @@ def rope_kv_write(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Normalize and rotate queries and keys, and store keys and values, on CPU.
 
-    Implementation "llvm" of ``pallas_kernels.rope_kv_write``. Returns the queries, the new pages
-    and zeroed counters.
+    Returns the queries, the new pages and zeroed counters.
     """
     tokens, dtype = len(slot_mapping), case.query_dtype
     if qkv.ndim == 5:

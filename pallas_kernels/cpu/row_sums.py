@@ -153,7 +153,6 @@ class OneOperandKernel(RowKernel, ABC):
         return Field(0), Field(1), Field(0, 0), Field(0, 1)
 
     def parts(self, code: Code, fields: Sequence[Any]) -> Any:
-        """Generate code that computes the number of parts of the work."""
         return self.parts_of(code, *fields[2:])
 
     def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
@@ -197,7 +196,6 @@ class RowSums(OneOperandKernel):
 
     @property
     def name(self) -> str:
-        """Name of the operation, which determines its code."""
         return f"{NAMES}sums_{self.dtype}_{self.term}_{self.cpu.vector_bytes}"
 
     def row(self, code: Code, x: Any, size: Any, results: Any, row: Any) -> None:
@@ -224,7 +222,6 @@ class RowShares(OneOperandKernel):
 
     @property
     def name(self) -> str:
-        """Name of the operation, which determines its code."""
         return f"{NAMES}shares_{self.dtype}_{self.shared}_{self.cpu.vector_bytes}"
 
     def row(self, code: Code, x: Any, size: Any, results: Any, row: Any) -> None:
@@ -270,10 +267,7 @@ def run(kernel: RowSums, x: jax.Array) -> jax.Array:
 
 
 def row_shares(x: jax.Array, shared: Shared) -> jax.Array:
-    """Compute softmax or sigmoid on CPU: [..., D].
-
-    Implementation of ``pallas_kernels.softmax`` and ``pallas_kernels.sigmoid``.
-    """
+    """Compute softmax or sigmoid on CPU: [..., D]."""
     return run_shares(_shares_for_this_host(np.dtype(x.dtype).name, shared), x)
 
 

@@ -75,8 +75,6 @@ def add_norm(
 ) -> tuple[jax.Array, jax.Array]:
     """Add delta to x and normalize the sum, with Triton. Return the sum and its norm, [T,D].
 
-    Implementation "triton" of ``pallas_kernels.add_norm``.
-
     Args:
         interpret: run on any device, slowly, as plain JAX operations.
     """

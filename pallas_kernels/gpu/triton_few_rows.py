@@ -122,8 +122,6 @@ def matmul_in_parts(
 ) -> jax.Array:
     """Multiply few rows by a matrix over equal parts of the inputs, with Triton: f32[parts,T,F].
 
-    Implementation "triton" of ``pallas_kernels.matmul_in_parts``.
-
     Args:
         config: block sizes. None reads the tuning table.
         interpret: run on any device, slowly, as plain JAX operations.
@@ -141,8 +139,6 @@ def gated_matmul(
     interpret: bool = False,
 ) -> jax.Array:
     """Compute ``activation(x @ gate) * (x @ up)`` of few rows with Triton: [T,F].
-
-    Implementation "triton" of ``pallas_kernels.gated_matmul``.
 
     Args:
         config: block sizes. None reads the tuning table.

@@ -57,8 +57,6 @@ def _row_kernel(value_ref: Any, index_ref: Any, out_ref: Any) -> None:
 def greatest(x: jax.Array, *, interpret: bool = False) -> jax.Array:
     """Return the argmax of each row with Triton: i32[R], -1 for a row that is not finite.
 
-    Implementation "triton" of ``pallas_kernels.greatest``.
-
     Args:
         interpret: run on any device, slowly, as plain JAX operations.
     """

@@ -110,8 +110,6 @@ def grouped_matmul(
 ) -> jax.Array:
     """Multiply rows, sorted by group, each by the matrix of its group, with Triton: [A,F].
 
-    Implementation "triton" of ``pallas_kernels.grouped_matmul``.
-
     Args:
         config: block sizes. None reads the tuning table.
         interpret: run on any device, slowly, as plain JAX operations.

@@ -100,8 +100,6 @@ def kv_write(
     """Store keys and values of a step in their pages with Triton. Return the new (k_pages,
     v_pages).
 
-    Implementation "triton" of ``pallas_kernels.kv_write``.
-
     Args:
         config: None reads the tuning table.
         interpret: run on any device, slowly, as plain JAX operations.

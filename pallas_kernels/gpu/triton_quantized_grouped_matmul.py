@@ -98,8 +98,7 @@ def quantized_grouped_matmul(
 ) -> jax.Array:
     """Multiply rows, sorted by group, by the quantized matrix of their group, with Triton: [A,O].
 
-    Implementation "triton" of ``pallas_kernels.quantized_grouped_matmul``. ``tile`` None selects
-    the `grouped_tile`.
+    ``tile`` None selects the `grouped_tile`.
     """
     total, columns = x.shape[0], values.shape[2]
     tile = tile or grouped_tile(total, values.shape[0], x.dtype)

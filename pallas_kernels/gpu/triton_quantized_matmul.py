@@ -143,8 +143,7 @@ def quantized_matmul(
 ) -> jax.Array:
     """Multiply x by a quantized weight with Triton: f32[T,O].
 
-    Implementation "triton" of ``pallas_kernels.quantized_matmul``. ``tile`` None selects the
-    `default_tile`.
+    ``tile`` None selects the `default_tile`.
     """
     tokens, columns = x.shape[0], values.shape[1]
     tile = tile or default_tile(tokens, x.dtype)

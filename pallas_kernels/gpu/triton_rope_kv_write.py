@@ -208,8 +208,7 @@ def rope_kv_write(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Normalize and rotate queries and keys, and store keys and values, with Triton.
 
-    Implementation "triton" of ``pallas_kernels.rope_kv_write``. Returns the queries, the new pages
-    and zeroed counters.
+    Returns the queries, the new pages and zeroed counters.
 
     Args:
         case: the result of ``check_qkv``.

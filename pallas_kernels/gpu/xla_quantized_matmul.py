@@ -34,10 +34,7 @@ def output_major_matmul(
     *,
     form: str,
 ) -> jax.Array:
-    """Multiply x by a quantized weight whose arrays are transposed: [T,O].
-
-    Implementation of ``pallas_kernels.output_major_matmul``.
-    """
+    """Multiply x by a quantized weight whose arrays are transposed: [T,O]."""
     if x.shape[0] <= MOST_ROWS:
         return _reduced(x, values, scales, zeros, form)
     return _in_blocks(x, values, scales, zeros, form)
