@@ -295,7 +295,7 @@ def kv_write_case(
     k_scale: jax.Array | None,
     v_scale: jax.Array | None,
 ) -> Case:
-    """Return the `Case` of a ``kv_write`` call, or raise ValueError if arguments do not fit."""
+    """Return the `Case` of a ``kv_write`` call, or raise ValueError."""
     _check_pages(k_pages, v_pages)
     num_pages, num_kv_heads, page_size, head_dim = k_pages.shape
     _check_rank("k", k, "[T,K,H]")
@@ -329,7 +329,7 @@ def kv_write_case(
 def grouped_case(
     device: DeviceLimits, x: jax.Array, w: jax.Array, group_sizes: jax.Array
 ) -> GroupedCase:
-    """Return the `GroupedCase` of a call, or raise ValueError if arguments do not fit."""
+    """Return the `GroupedCase` of a ``grouped_matmul`` call, or raise ValueError."""
     _check_rank("x", x, "[A,D]")
     _check_dtype("x", x, QUERY_DTYPES)
     _check_rank("w", w, "[E,D,F]")

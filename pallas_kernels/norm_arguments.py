@@ -55,7 +55,7 @@ def norm_case(
     delta_scale: jax.Array | None,
     options: NormOptions,
 ) -> RowsCase:
-    """Return the `RowsCase` of an ``add_norm`` call, or raise ValueError if arguments do not fit."""
+    """Return the `RowsCase` of an ``add_norm`` call, or raise ValueError."""
     if x.ndim != 2 or 0 in x.shape:
         raise ValueError(f"x has shape {x.shape}; expected [T,D], both at least 1")
     if x.dtype not in QUERY_DTYPES:

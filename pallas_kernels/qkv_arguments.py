@@ -81,7 +81,7 @@ def check_qkv(
     dtype: jnp.dtype,
     device: DeviceLimits,
 ) -> Case:
-    """Return the `Case` of a ``rope_kv_write`` call, or raise ValueError if arguments do not fit."""
+    """Return the `Case` of a ``rope_kv_write`` call, or raise ValueError."""
     if k_pages.dtype == INT8:
         raise ValueError("k_pages has dtype int8; quantized_kv_write stores in those")
     if dtype not in QUERY_DTYPES:

@@ -486,7 +486,6 @@ def ragged_paged_attention(
     """Compute causal attention of rows of any length on Hopper: [T,N,H], bfloat16 or float16.
 
     Args:
-        config: block sizes. None reads the tuning table.
         longer_than: rows of few queries with more positions than this are computed by the split-KV
             kernel. One program would read such a row for longer than the others work.
         interpret: ``plgpu.InterpretGPUParams`` to simulate the kernel without a GPU, or None.

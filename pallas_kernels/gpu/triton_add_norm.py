@@ -73,11 +73,7 @@ def add_norm(
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Add delta to x and normalize the sum, with Triton. Return the sum and its norm, [T,D].
-
-    Args:
-        interpret: run on any device, slowly, as plain JAX operations.
-    """
+    """Add delta to x and normalize the sum, with Triton. Return the sum and its norm, [T,D]."""
     tokens, width = x.shape
     inputs = {"x": x, "delta": delta, "scale": scale, "delta_scale": delta_scale}
     operands = {name: array for name, array in inputs.items() if array is not None}

@@ -332,12 +332,7 @@ def paged_decode_attention(
     config: DecodeConfig | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Compute attention of one query per row with Triton: [R,N,H].
-
-    Args:
-        config: block sizes. None reads the tuning table.
-        interpret: run on any device, slowly, as plain JAX operations.
-    """
+    """Compute attention of one query per row with Triton: [R,N,H]."""
     case = attention_case("decode", arrays, options)
     config = config or lookup(DecodeConfig, case)
     config = dataclasses.replace(config, block_tokens=fit_block(config.block_tokens, case))

@@ -120,12 +120,7 @@ def matmul_in_parts(
     config: ProductConfig | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Multiply few rows by a matrix over equal parts of the inputs, with Triton: f32[parts,T,F].
-
-    Args:
-        config: block sizes. None reads the tuning table.
-        interpret: run on any device, slowly, as plain JAX operations.
-    """
+    """Multiply few rows by a matrix over equal parts of the inputs, with Triton: f32[parts,T,F]."""
     return _product(x, w, case, None, config or product_config(case), interpret)
 
 
@@ -138,10 +133,5 @@ def gated_matmul(
     config: ProductConfig | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Compute ``activation(x @ gate) * (x @ up)`` of few rows with Triton: [T,F].
-
-    Args:
-        config: block sizes. None reads the tuning table.
-        interpret: run on any device, slowly, as plain JAX operations.
-    """
+    """Compute ``activation(x @ gate) * (x @ up)`` of few rows with Triton: [T,F]."""
     return _product(x, w, case, activation, config or product_config(case), interpret)

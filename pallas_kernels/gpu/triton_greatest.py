@@ -55,11 +55,7 @@ def _row_kernel(value_ref: Any, index_ref: Any, out_ref: Any) -> None:
 
 
 def greatest(x: jax.Array, *, interpret: bool = False) -> jax.Array:
-    """Return the argmax of each row with Triton: i32[R], -1 for a row that is not finite.
-
-    Args:
-        interpret: run on any device, slowly, as plain JAX operations.
-    """
+    """Return the argmax of each row with Triton: i32[R], -1 for a row that is not finite."""
     rows, columns = x.shape
     pieces = -(-columns // PIECE)
     shape = (rows, pieces)

@@ -108,12 +108,7 @@ def grouped_matmul(
     config: GroupedConfig | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Multiply rows, sorted by group, each by the matrix of its group, with Triton: [A,F].
-
-    Args:
-        config: block sizes. None reads the tuning table.
-        interpret: run on any device, slowly, as plain JAX operations.
-    """
+    """Multiply rows, sorted by group, each by the matrix of its group, with Triton: [A,F]."""
     case = grouped_case(target_device(), x, w, group_sizes)
     config = config or grouped_config(case)
     plan = tile_plan(group_sizes, case.A, config.block_rows)

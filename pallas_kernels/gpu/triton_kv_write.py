@@ -99,10 +99,6 @@ def kv_write(
 ) -> tuple[jax.Array, jax.Array]:
     """Store keys and values of a step in their pages with Triton. Return the new (k_pages,
     v_pages).
-
-    Args:
-        config: None reads the tuning table.
-        interpret: run on any device, slowly, as plain JAX operations.
     """
     case = kv_write_case(
         target_device(), k, v, k_pages, v_pages, slot_mapping, k_scale=k_scale, v_scale=v_scale

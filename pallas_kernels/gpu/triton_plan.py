@@ -161,7 +161,6 @@ def split_lines(
     Args:
         kv_len: i32[R] positions of each row.
         query_start: i32[R+1] as in ``ragged_paged_attention``. None if row r has only query r.
-        interpret: run on any device, slowly, as plain JAX operations.
 
     Returns:
         i32[max(tiles, programs + 1), 10]. The first seven columns of line t describe tile t: its

@@ -146,9 +146,7 @@ def ragged_paged_attention(
     """Compute causal attention of rows of any length with Triton: [T,N,H].
 
     Args:
-        config: block sizes. None reads the tuning table.
         decode_config: block sizes for the rows of few queries. None means the defaults.
-        interpret: run on any device, slowly, as plain JAX operations.
     """
     case = attention_case("ragged", arrays, options)
     config = config or lookup(RaggedConfig, case)

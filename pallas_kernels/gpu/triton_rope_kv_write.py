@@ -209,10 +209,6 @@ def rope_kv_write(
     """Normalize and rotate queries and keys, and store keys and values, with Triton.
 
     Returns the queries, the new pages and zeroed counters.
-
-    Args:
-        case: the result of ``check_qkv``.
-        interpret: run on any device, slowly, as plain JAX operations.
     """
     inputs = {"slots": slot_mapping, "qkv": qkv, "bias": options.bias}
     inputs |= {"query_norm": options.query_norm, "key_norm": options.key_norm}
