@@ -1,4 +1,4 @@
-"""AnswerFormat: how one answer is read; AnswerReader: the reader, over those of its parts."""
+"""AnswerFormat describes how an answer is read. AnswerReader reads it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ class AnswerFormat:
     """Format of the answers to one request.
 
     Attributes:
-        tools: those that may be called, or None.
-        thinking: the marks of thoughts, or None.
+        tools: use of tools, or None.
+        thinking: thinking format, or None.
         start: state of the thoughts at the end of the prompt.
-        end_token_id: the end of the thoughts, where it is a single token.
-        call_token_id: what begins calls, likewise; it ends thoughts that have no other end.
-        harmony: ids of the marks of messages, where thoughts are messages.
-        with_thoughts: whether readers return thoughts.
+        end_token_id: token that ends the thoughts, if it is a single token.
+        call_token_id: token that begins calls, if it is a single token. It ends thoughts that have
+            no other end.
+        harmony: token ids of gpt-oss's markers, None for other models.
+        with_thoughts: True if readers return the thoughts.
     """
 
     tools: ToolUse | None = None
@@ -36,14 +37,19 @@ class AnswerFormat:
     with_thoughts: bool = True
 
     def reader(self) -> AnswerReader | None:
-        """Return a reader of one answer; None where all of it is content."""
+        """Return a reader of one answer, or None if all of its text is content."""
         if self.tools is None and self.thinking is None:
             return None
         calls = None if self.tools is None else self.tools.calls
         return readers_of(calls, self.thinking, self.start, self.with_thoughts)
 
     def num_thought(self, token_ids: list[int], thoughts: str) -> int:
-        """Count the tokens of an answer that are thoughts, their end included."""
+        """Return the number of thinking tokens in an answer, including the end marker.
+
+        Args:
+            token_ids: tokens of the answer.
+            thoughts: text of the thoughts that the reader found.
+        """
         if self.harmony is not None:
             return self.harmony.num_thought(token_ids)
         if self.thinking is None or self.end_token_id is None or self.start is Start.CLOSED:
@@ -58,16 +64,17 @@ class AnswerFormat:
 
 
 class AnswerReader:
-    """Incremental reader of an answer, for streams and whole answers alike.
+    """Incremental reader of an answer, for streams and for whole answers.
 
     Args:
-        thinking: reads thoughts; None where there are none.
-        calls: reads calls; None where there are none.
-        with_thoughts: whether thoughts are returned.
-        calls_in_thoughts: reads calls among thoughts that never end; None: these stay thoughts.
+        thinking: reader of thoughts, or None.
+        calls: reader of calls, or None.
+        with_thoughts: True if thoughts are returned.
+        calls_in_thoughts: reader of calls among thoughts that never end. With None, such text stays
+            thoughts.
 
     Attributes:
-        message: all that was read.
+        message: the answer read so far.
     """
 
     def __init__(
@@ -84,7 +91,7 @@ class AnswerReader:
         self.message = Message()
 
     def feed(self, text: str, final: bool = False) -> list[Piece]:
-        """Read more text. Return the new pieces that are certain by now."""
+        """Read more text. Return the new parts of the answer that are certain by now."""
         pieces: list[Piece] = []
         for piece in self._read(text, final):
             if self._with_thoughts or not isinstance(piece, Thought):
@@ -124,9 +131,9 @@ class AnswerReader:
 
 
 class _Thoughts:
-    """Thoughts among which a model may call without having ended them.
+    """Thoughts that a model may leave for a call without an end marker.
 
-    From what looks like a call on, they wait: it is a thought if their end comes after all.
+    Text from an apparent call on is held back. It is thoughts if the end marker comes later.
     """
 
     def __init__(self, calls: CallReader | RawCallReader) -> None:
@@ -136,7 +143,7 @@ class _Thoughts:
         self._waiting: list[Piece] = []
 
     def feed(self, text: str) -> list[Piece]:
-        """Read more. Return what is certain by now."""
+        """Read more text. Return the parts that are certain by now."""
         self._text.add(text)
         return self._sort(self._calls.feed(text))
 
@@ -151,12 +158,12 @@ class _Thoughts:
         return said
 
     def end(self) -> list[Piece]:
-        """Return the rest, where the thoughts have ended by their mark."""
+        """Return the remaining thoughts, after their end marker was found."""
         text = str(self._text)[self._num_said :]
         return [Thought(text)] if text else []
 
     def finish(self) -> list[Piece]:
-        """Return the rest, where the text has ended."""
+        """Return the remaining parts at the end of the text, calls included."""
         return self._sort(self._calls.feed("", True)) + self._waiting
 
 
@@ -166,10 +173,10 @@ def readers_of(
     """Return a reader of one answer.
 
     Args:
-        use: the calls that there may be; None for none.
-        thinking: the marks of thoughts, or None.
+        use: calls that the answer may contain, or None.
+        thinking: thinking format, or None.
         start: state of the thoughts at the end of the prompt.
-        with_thoughts: whether thoughts are returned.
+        with_thoughts: True if thoughts are returned.
     """
     if (use is not None and use.call_format.is_harmony) or (thinking and thinking.is_harmony):
         given = use if use is not None and use.call_format.is_harmony else None

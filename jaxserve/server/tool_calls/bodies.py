@@ -1,4 +1,4 @@
-"""Ways to write a call after its mark. Each is a reader of one call, or of a list of them."""
+"""Call bodies: readers of one call, or of a list of calls, after the marker."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from jaxserve.server.tool_calls.tags import KeyedCall, XmlCall, loosely
 from jaxserve.server.tool_calls.written import NAME, Tools, WrittenCall, written
 
 _ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
-# Keys of a call that has no arguments.
+# Keys of a call without arguments.
 _CALL_KEYS = frozenset({"name", "type", "id", "tool_name", "tool_call_id"})
-# A name and the text behind it; the beginning of a key that is quoted or bare.
+# A function name, or a bare or quoted key, and the first character after it.
 _LIST_NAME = re.compile(r"\s*+(?:[A-Za-z_][\w.-]{0,127}+)?+\s*+([\s\S])")
 _KEY = re.compile(r"\s*+\w{0,64}+\s*+([\s\S])")
 _SHORT_NAME = re.compile(rf"\s*({NAME})\s*(?=\()")
@@ -26,15 +26,16 @@ _SHORT_NAME = re.compile(rf"\s*({NAME})\s*(?=\()")
 
 @dataclass(frozen=True)
 class JsonCall:
-    """A call as a JSON object: `{"name": "f", "arguments": {"a": 1}}`.
+    """Call as a JSON object: `{"name": "f", "arguments": {"a": 1}}`.
 
     Args:
-        arguments: the key of the arguments, as the model writes it; both usual ones are read.
-        name: the key of the name.
-        number: the key of the call's number, "" where it has none.
-        is_keyed: the name itself is the key of the arguments: `{"f": {"a": 1}}`.
-        may_be_bare: the name may also stand before the arguments: `f[ARGS]{"a": 1}`.
-        answers: names that say that nothing is called, and the answer follows.
+        arguments: key of the arguments as the model was trained. The two usual keys are always
+            read.
+        name: key of the name.
+        number: key of the number of the call, "" if it has no number.
+        is_keyed: True if the name is the key of the arguments: `{"f": {"a": 1}}`.
+        may_be_bare: True if the name may also precede the arguments: `f[ARGS]{"a": 1}`.
+        answers: names that mean "no call": the answer follows.
     """
 
     arguments: str = "arguments"
@@ -47,10 +48,10 @@ class JsonCall:
     pairs: tuple[tuple[str, str], ...] = (("{", "}"),)
 
     def begins(self, source: Source) -> Reading[None]:
-        """Take the beginning of a call of any name, perhaps in a list.
+        """Take the beginning of a call, whatever its name. It may be in a list.
 
         Raises:
-            Malformed: there is none.
+            Malformed: the text does not begin like a call.
         """
         yield from source.skip_space()
         if (yield from source.takes("[")):
@@ -66,11 +67,14 @@ class JsonCall:
     def read(
         self, source: Source, tools: Tools, around: Around | None = None
     ) -> Reading[list[WrittenCall]]:
-        """Take a call.
+        """Take and return one call.
+
+        Returns:
+            A list with the call, or an empty list if its name means "no call".
 
         Raises:
-            Uncallable: it calls no tool, or names a key twice.
-            Malformed: it has no end.
+            Uncallable: the tool is unknown, or a key is repeated.
+            Malformed: the call does not end.
         """
         yield from source.skip_space()
         if not (yield from source.has("{")):
@@ -113,7 +117,10 @@ class JsonCall:
         return written(name, arguments)
 
     def read_head(self, source: Source) -> Reading[tuple[str, str | None]]:
-        """Take the text before the arguments of a call that a grammar has formed."""
+        """Take the text before the arguments of a call that a grammar has formed.
+
+        Return the name of the call.
+        """
         found = yield from source.match(_formed_head(self))
         return found[1], None
 
@@ -123,7 +130,7 @@ class JsonCall:
         yield from source.takes("}")
 
 
-# A newer way to write `[TOOL_CALLS]`: the name, perhaps a mark, the arguments.
+# Newer notation of `[TOOL_CALLS]`: the name, an optional marker, and the arguments.
 _BARE = re.compile(rf"\s*({NAME})\s*(?:(?:\[ARGS\])?\s*(?=\{{)|\[ARGS\]\s*(?=null))")
 
 
@@ -138,13 +145,14 @@ def _formed_head(body: JsonCall) -> re.Pattern[str]:
 
 @dataclass(frozen=True)
 class HeadedCall:
-    """A call whose name stands before the JSON object of its arguments.
+    """Call whose name precedes the JSON object of its arguments.
 
     Args:
-        after: the text between the name and the arguments.
-        before: the text before the name, after the mark.
-        is_numbered: a colon and the call's number follow the name. All of it is the call's id.
-        tail: the text after the arguments.
+        after: text between the name and the arguments.
+        before: text between the marker and the name.
+        is_numbered: True if a colon and a number follow the name. The id of the call is then
+            `before`, name and number together.
+        tail: text after the arguments.
     """
 
     after: str
@@ -159,21 +167,21 @@ class HeadedCall:
         return (self.after, self.before)
 
     def begins(self, source: Source) -> Reading[None]:
-        """Take the head of a call of any name.
+        """Take the head of a call, whatever its name.
 
         Raises:
-            Malformed: there is none.
+            Malformed: the text does not begin like a call.
         """
         yield from source.match(_head(self, "{n<`"))
 
     def read(
         self, source: Source, tools: Tools, around: Around | None = None
     ) -> Reading[list[WrittenCall]]:
-        """Take a call; one without arguments, or with null, has none.
+        """Take and return one call. Arguments that are missing or null are an empty object.
 
         Raises:
-            Uncallable: its tool is unknown, or its arguments are no object.
-            Malformed: it has no end.
+            Uncallable: the tool is unknown, or the arguments are not an object.
+            Malformed: the call does not end.
         """
         name, number = yield from self.read_head(source, "{n<`")
         if (yield from source.has("{")):
@@ -190,11 +198,11 @@ class HeadedCall:
         return [written(name, text, number)]
 
     def read_head(self, source: Source, behind: str = "{") -> Reading[tuple[str, str | None]]:
-        """Take the text before the arguments. Return the name and the call's id.
+        """Take the text before the arguments. Return the name and the id of the call.
 
         Args:
-            source: at the head.
-            behind: characters, one of which follows.
+            source: input at the head of the call.
+            behind: characters, one of which must follow the head.
         """
         found = yield from source.match(_head(self, behind))
         return found["name"], found["id"] if self.is_numbered else None
@@ -216,10 +224,10 @@ def _head(body: HeadedCall, behind: str) -> re.Pattern[str]:
 
 @dataclass(frozen=True)
 class PythonCalls:
-    """Calls as in Python: a list `[f(a=1), g()]`, or without brackets, one a line.
+    """Calls in Python syntax: a list `[f(a=1), g()]`, or one call per line.
 
     Args:
-        is_list: the calls stand in brackets.
+        is_list: True if the calls are in brackets.
     """
 
     is_list: bool = True
@@ -227,14 +235,14 @@ class PythonCalls:
 
     @property
     def pairs(self) -> tuple[tuple[str, str], ...]:
-        """Brackets that belong together."""
+        """Brackets that must balance."""
         return (("[", "]"),) if self.is_list else (("(", ")"),)
 
     def begins(self, source: Source) -> Reading[None]:
-        """Take the beginning of a call of any name.
+        """Take the beginning of a call, whatever its name.
 
         Raises:
-            Malformed: there is none.
+            Malformed: the text does not begin like a call.
         """
         yield from source.skip_space()
         if not self.is_list:
@@ -248,11 +256,11 @@ class PythonCalls:
     def read(
         self, source: Source, tools: Tools, around: Around | None = None
     ) -> Reading[list[WrittenCall]]:
-        """Take a list of calls, or one call.
+        """Take and return a list of calls, or one call.
 
         Raises:
-            Uncallable: one calls no tool, or is written in another way.
-            Malformed: it has no end.
+            Uncallable: a tool is unknown, or the text is not valid Python syntax.
+            Malformed: the text does not end.
         """
         yield from source.skip_space()
         name = ""
@@ -273,10 +281,10 @@ class PythonCalls:
 
 @dataclass(frozen=True)
 class BracedCall:
-    """A call in Gemma's notation: `call:f{a:<|"|>text<|"|>,b:[1,2]}`.
+    """Call in Gemma's notation: `call:f{a:<|"|>text<|"|>,b:[1,2]}`.
 
     Args:
-        quote: the mark at both ends of a string.
+        quote: marker at both ends of a string.
     """
 
     quote: str
@@ -288,24 +296,24 @@ class BracedCall:
 
     @property
     def final(self) -> re.Pattern[str]:
-        """The end of a text that is the end of its call too."""
+        """Pattern of the end of a string that also ends its call."""
         return re.compile(rf"{re.escape(self.quote)}[\s}}\]]*\}}")
 
     def begins(self, source: Source) -> Reading[None]:
-        """Take the head of a call of any name.
+        """Take the head of a call, whatever its name.
 
         Raises:
-            Malformed: there is none.
+            Malformed: the text does not begin like a call.
         """
         yield from source.match(_BRACED_NAME)
 
     def read(self, source: Source, tools: Tools, around: Around) -> Reading[list[WrittenCall]]:
-        """Take a call from a text that is complete.
+        """Take and return one call from a complete text.
 
         Raises:
             Repeated: an argument is given twice.
-            Uncallable: its tool is unknown.
-            Malformed: it has no end, or may have several.
+            Uncallable: the tool is unknown.
+            Malformed: the end of the call is missing or ambiguous.
         """
         head = yield from source.match(_BRACED_NAME)
         around.layout.note_head(head, "")
@@ -329,5 +337,5 @@ Body = JsonCall | HeadedCall | PythonCalls | XmlCall | KeyedCall | BracedCall
 
 
 def all_marks(bodies: Iterable[Body]) -> set[str]:
-    """Return the texts that bodies look for."""
+    """Return the markers that readers of these bodies look for."""
     return {mark for body in bodies for mark in body.marks if mark}

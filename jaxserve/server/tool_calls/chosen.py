@@ -1,4 +1,6 @@
-"""ChosenCalls: the calls in a text that no grammar has formed, read once it is complete."""
+"""ChosenCalls: the calls in an answer that was generated without a grammar, read once it is
+complete.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +21,19 @@ from jaxserve.server.tool_calls.source import (
 from jaxserve.server.tool_calls.tag_reading import Around, Layout, TagCall
 from jaxserve.server.tool_calls.written import Tools, WrittenCall
 
-# After this many marks without a call, no further mark is searched for.
+# After this many markers without a call, further markers are ignored.
 MAX_MALFORMED = 64
 
 
 @dataclass(frozen=True)
 class _Text:
-    """A part of the text that is content.
+    """Part of the text that is content.
 
     Attributes:
-        start: its position in the text, and `end` that behind it.
-        is_read: whether it is a whole call of no tool, whose end is certain.
-        is_failed: whether it is the text behind a call that has no end, or a call that names an
-            argument twice.
+        start: index of its first character in the text.
+        end: index after its last character.
+        is_read: True if it is a whole call of an unknown tool, whose end is certain.
+        is_failed: True if it follows a call without an end, or is a call with a repeated argument.
     """
 
     start: int
@@ -41,17 +43,18 @@ class _Text:
 
 
 class ChosenCalls:
-    """The calls in a text from the head of the first one on, and the content beside them.
+    """Calls in a text, from the first head of a call on, and the content between them.
 
-    The text may quote calls, so its end decides how it is read. A call that begins and fails is
-    content up to its end, or else up to the end of the text, and no call is read within it. Where
-    the text behind the calls holds the end of another reading, all of it is content.
+    The text may quote calls, so it can be read only when it is complete. A call that fails is
+    content up to its end, or up to the end of the text if the call has no end. No call is read
+    within it. If the text after the calls contains the end of another reading, the whole text is
+    content.
 
     Args:
-        form: of the calls.
-        tools: the tools that may be called.
-        text: all of it.
-        num_malformed: number of marks before it that began no call.
+        form: call format.
+        tools: tools that may be called.
+        text: the complete text.
+        num_malformed: number of earlier markers that did not begin a call.
     """
 
     def __init__(self, form: CallFormat, tools: Tools, text: str, num_malformed: int = 0) -> None:
@@ -63,16 +66,17 @@ class ChosenCalls:
         self._layout = Layout()
         self._parts: list[_Text | WrittenCall | None] = []
         self._in_section = self._had_section = False
-        self._call_end = -1  # position behind the last call
-        # Whether a call with bare values was read; whether a text parts calls from such a one;
-        # whether another one follows that.
+        self._call_end = -1  # index after the last call
+        # _has_values: a call with bare values was read. _is_parted: other text follows such a call.
+        # _is_mixed: another such call follows that text.
         self._has_values = self._is_parted = self._is_mixed = False
 
     def read(self, is_unmarked: bool) -> list[str | WrittenCall | None]:
-        """Return the calls and the texts between them, and None before calls of one mark.
+        """Return the calls and the texts between them, in order, with None before the calls of a
+        marker.
 
         Args:
-            is_unmarked: whether the text is calls without a mark.
+            is_unmarked: True if the text begins with calls without a marker.
         """
         text = self._source.text
         if is_unmarked:
@@ -110,7 +114,7 @@ class ChosenCalls:
             self._parts.append(_Text(start, end, is_read, is_failed))
 
     def _read_marked(self, start: int, mark: str) -> None:
-        """Read calls behind a mark, which has been taken."""
+        """Read the calls after marker `mark`, which begins at `start` and has been taken."""
         source = self._source
         source.settle()
         try:
@@ -140,11 +144,11 @@ class ChosenCalls:
         self._read_block(start, wanted or mark)
 
     def _read_block(self, start: int, mark: str) -> None:
-        """Read calls of which the first comes next, up to the text that ends them.
+        """Read consecutive calls, the first of which comes next, and the texts that close them.
 
         Args:
-            start: position from which on the text is content, where the calls fail.
-            mark: the text before the calls, "" for none.
+            start: index from which the text is content if the calls fail.
+            mark: marker before the calls, or "".
         """
         source, form, around = self._source, self._form, self._around()
         calls, is_good, is_read, good_end = list[WrittenCall](), True, True, start
@@ -177,7 +181,6 @@ class ChosenCalls:
             self._say(start, source.position, is_read, is_failed=not is_read)
 
     def _around(self) -> Around:
-        """Return the texts around the next call."""
         form, ends = self._form, ()
         is_closed = isinstance(form.body, XmlCall) and form.body.outer_end == form.close
         if is_closed or isinstance(form.body, BracedCall):
@@ -187,11 +190,11 @@ class ChosenCalls:
         return Around(form.mark, form.close, ends, self._layout)
 
     def _is_doubtful(self) -> bool:
-        """Return whether the calls may be a part of a quotation within another call.
+        """Return whether the calls may be quoted within another call.
 
-        Then the end of the other call stands in the text behind them. It may also be the end of
-        the last call, if a text parts that from the one before, or if the white space between the
-        tags of calls changes.
+        Then the end of the other call follows them. It may look like the end of the last call, if
+        other text separates that call from the one before, or if the white space between tags
+        changes.
         """
         if self._is_mixed or not self._layout.is_regular:
             return True
@@ -204,9 +207,9 @@ class ChosenCalls:
         return False
 
     def _has_end(self, part: _Text) -> bool:
-        """Return whether a text ends more than it has begun, or holds the end of a call."""
+        """Return whether a text contains an unbalanced closing marker, or the end of a call."""
         form, text = self._form, self._source.text[part.start : part.end]
-        is_bare = isinstance(form.body, BracedCall)  # its last value may stand without tags
+        is_bare = isinstance(form.body, BracedCall)  # its last value may have no tags
         if (part.is_failed or is_bare) and any(end in text for end in call_ends(form)):
             return True
         final, pairs = getattr(form.body, "final", None), pairs_of(form)
@@ -222,7 +225,7 @@ class ChosenCalls:
 
 
 def pairs_of(form: CallFormat) -> tuple[tuple[str, str], ...]:
-    """Return texts that begin something, each with the text that ends it; no fences of code."""
+    """Return pairs of opening and closing markers that must balance, without code fences."""
     pairs = [(form.mark, form.close), form.section, *form.others]
     if isinstance(form.body, TagCall):
         pairs.append((form.mark, form.body.end))
@@ -231,17 +234,20 @@ def pairs_of(form: CallFormat) -> tuple[tuple[str, str], ...]:
 
 
 def call_ends(form: CallFormat) -> tuple[str, ...]:
-    """Return texts that end a call, or all calls; no fences of code."""
+    """Return the texts that end a call or a list of calls, without code fences."""
     body_end = form.body.end if isinstance(form.body, TagCall) else ""
     ends = (*form.closes, form.section[1], body_end)
     return tuple(end for end in ends if end and "```" not in end)
 
 
 def inner_mark(source: Source, form: CallFormat, mark: str) -> Reading[str]:
-    """Take the mark of a call behind that of a section. Return it; "" where `mark` is of a call.
+    """Take and return the marker of a call after the section marker `mark`.
+
+    Returns:
+        The marker of the call, or "" if `mark` is itself the marker of a call.
 
     Raises:
-        Malformed: no call follows the mark of a section.
+        Malformed: no call follows the section marker.
     """
     if not form.section[0] or mark != form.section[0]:
         return ""
@@ -253,14 +259,14 @@ def inner_mark(source: Source, form: CallFormat, mark: str) -> Reading[str]:
 
 
 def open_list(source: Source, form: CallFormat) -> Reading[None]:
-    """Take the bracket before a list of calls, if it comes next."""
+    """Take the bracket before a list of calls, if the format has one and it comes next."""
     if form.is_array and not form.is_python:
         yield from source.skip_space()
         yield from source.takes("[")
 
 
 def follows_in_list(source: Source, form: CallFormat) -> Reading[bool]:
-    """Return whether another call follows in the same list, and take the text between.
+    """Take the separator before the next call of a list. Return whether a call follows.
 
     The text taken before is settled.
     """
@@ -279,17 +285,17 @@ def follows_in_list(source: Source, form: CallFormat) -> Reading[bool]:
 
 
 def close_of(form: CallFormat, mark: str) -> str:
-    """Return the text that ends calls behind a mark, "" for none."""
+    """Return the text that closes calls after the marker `mark`, or ""."""
     return {form.mark: form.close, **dict(form.others)}.get(mark, "")
 
 
 def take_closes(source: Source, form: CallFormat, mark: str) -> Reading[bool]:
-    """Take the texts that end calls, and return whether that of their section was among them.
+    """Take the texts that close calls. Return whether the end of their section was among them.
 
     Args:
-        source: behind a call.
-        form: of the calls.
-        mark: the text before the call, "" for none.
+        source: input after a call.
+        form: call format.
+        mark: marker before the call, or "".
     """
     close = close_of(form, mark)
     if form.is_array and not form.is_python:

@@ -1,4 +1,4 @@
-"""CustomInput: a reader of the text of a custom tool's call."""
+"""CustomInput: a reader of the text input of a custom tool's call."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from jaxserve.server.schema.arguments import read_object
 from jaxserve.server.schema.decode import without_half_pairs
 
 _HEAD = re.compile(r'\s*\{\s*"input"\s*:\s*"')
-# Whole characters of a JSON string. Both halves of a surrogate pair are one character; a first half
-# is whole by itself where the text behind it is not a second half.
+# Complete characters of a JSON string. A surrogate pair is one character. A first half is complete
+# by itself if the text after it is not a second half.
 _WHOLE = re.compile(
     r'(?:[^"\\]+|\\["\\/bfnrt]|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}'
     r"|\\u(?![dD][89abAB])[0-9a-fA-F]{4}"
@@ -19,14 +19,14 @@ _WHOLE = re.compile(
 
 
 class CustomInput:
-    """Incremental reader of a text that the model writes as a function's argument `input`."""
+    """Incremental reader of the string argument `input` in the JSON arguments of a call."""
 
     def __init__(self) -> None:
         self._waiting = ""
         self._is_open = self._has_ended = False
 
     def feed(self, arguments: str) -> str:
-        """Read more of the arguments. Return the text that is certain by now."""
+        """Read more of the arguments. Return the part of the input text that is certain by now."""
         self._waiting += arguments
         if not self._is_open:
             head = _HEAD.match(self._waiting)
@@ -43,7 +43,10 @@ class CustomInput:
         return json.loads(written, strict=False)
 
     def finish(self) -> str:
-        """Return the rest: all of the arguments where they are no object with such a text."""
+        """Return the rest of the input text at the end of the arguments.
+
+        If the arguments are not an object with a string `input`, the result is all of their text.
+        """
         if self._is_open:
             return ""
         text = (read_object(self._waiting) or {}).get("input")

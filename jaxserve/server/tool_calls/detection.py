@@ -1,8 +1,8 @@
-"""Detection of the formats of calls and thoughts that a published chat template teaches."""
+"""Detection of a model's call and thinking formats by texts in its chat template."""
 
 from __future__ import annotations
 
-# Texts, all of which stand in a template, and the name of its format: the first row that fits.
+# Each row: texts, and the format of a template that contains all of them. The first match applies.
 _CALLS: tuple[tuple[tuple[str, ...], str | None], ...] = (
     (("<|channel|>", "functions."), "openai"),
     (("[TOOL_CALLS]",), "mistral"),
@@ -64,12 +64,15 @@ _THOUGHTS: tuple[tuple[tuple[str, ...], str], ...] = (
 
 
 def detect_calls(template: str) -> str | None:
-    """Return the name of the format that a chat template teaches, if it is certain."""
+    """Return the name of the call format of a chat template, or None if no known format matches.
+
+    It is the first row of `_CALLS` whose texts are all in the template.
+    """
     return _first(_CALLS, template)
 
 
 def detect_thinking(template: str) -> str | None:
-    """Return the name of the reasoning parser that fits a chat template, or None."""
+    """Return the name of the thinking format of a chat template, or None if no row matches."""
     return _first(_THOUGHTS, template)
 
 

@@ -1,4 +1,4 @@
-"""Dialect: a model's way to write calls and thoughts."""
+"""Dialect: how one model writes tool calls and thoughts, and how its answers are read."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from jaxserve.server.tool_calls.thinking import Start, start_of
 from jaxserve.server.tool_calls.tools import CallUse, ToolUse
 from jaxserve.text.thinking import ThinkingMarks
 
-# Tokens at a prompt's end among which templates open or close thoughts.
+# Number of tokens at the end of a prompt in which templates open or close thoughts.
 _TAIL_TOKENS = 24
 _WITH_THOUGHTS = {
     "openai": "openai_gptoss",
@@ -51,17 +51,17 @@ def answer_reader(
     start: Start,
     parallel: bool = True,
 ) -> AnswerReader:
-    """Return a reader of an answer that no grammar has formed.
+    """Return a reader of an answer that was generated without a grammar.
 
     Args:
-        tool_call_parser: name of the call format; None where there are no calls.
-        reasoning_parser: name of the thinking format; None where there are no thoughts.
-        tools: those that may be called, in OpenAI's form.
+        tool_call_parser: name of the call format, None for answers without calls.
+        reasoning_parser: name of the thinking format, None for answers without thoughts.
+        tools: tools that may be called, in OpenAI's form.
         start: state of the thoughts at the end of the prompt.
-        parallel: whether there may be several calls.
+        parallel: True if an answer may contain several calls.
 
     Raises:
-        KeyError: there is no such format.
+        KeyError: there is no format of this name.
     """
     use = None
     if tool_call_parser is not None:
@@ -79,17 +79,18 @@ def _with_text(function: dict[str, Any]) -> dict[str, Any]:
 
 
 class Dialect:
-    """A model's way to write calls of tools and thoughts.
+    """Formats in which a model writes tool calls and thoughts.
 
     Args:
-        tokenizer: the model's, or None.
-        tool_call_parser: name of its call format, "none", or None to detect it in the template.
-        reasoning_parser: name of its thinking format, or None to detect it in the template.
+        tokenizer: tokenizer of the model, or None.
+        tool_call_parser: name of the call format, "none" if there are no calls, None to detect it
+            in the chat template.
+        reasoning_parser: name of the thinking format, or None to detect it in the chat template.
 
     Attributes:
-        parser: name of its call format, or None.
-        thinking: format of its thoughts, or None.
-        reads_tools: whether its chat template reads the tools of a request.
+        parser: name of the call format, or None.
+        thinking: thinking format, or None.
+        reads_tools: True if the chat template renders the tools of a request.
     """
 
     def __init__(
@@ -101,29 +102,33 @@ class Dialect:
         self.parser = detect_calls(template) if tool_call_parser is None else tool_call_parser
         if self.parser == "none":
             self.parser = None
-        # A format whose marks also stand around answers reads thoughts too.
+        # These formats put markers around answers too, so they need a thinking format.
         found = detect_thinking(template) or _WITH_THOUGHTS.get(self.parser or "")
         self.thinking = THINKING_FORMATS.get(reasoning_parser or found or "")
         if tokenizer is None:
             self.thinking = None
-        # DeepSeek's templates join the text of arguments to others, and render calls only where
-        # there is no content at all.
+        # DeepSeek's templates concatenate arguments with strings, and render the calls of a message
+        # only if its content is None.
         self._has_text_arguments = _TEXT_ARGUMENTS.search(template) is not None
         self._needs_no_content = "['content'] is none" in template
 
     @property
     def call_format(self) -> CallFormat:
-        """Format of the model's calls, or of forced calls where that is unknown."""
+        """Call format of the model, or the default format (for forced calls) if it is unknown."""
         return CALL_FORMATS[self.parser or DEFAULT_FORMAT]
 
     def spell(self, mark: str) -> str:
-        """Write a mark for a grammar: as the added token of the model's training, or as text."""
+        """Return a marker as a term of a Lark grammar.
+
+        It is the token `<[id]>` if the tokenizer has the marker as an added token, otherwise a
+        quoted string.
+        """
         token = self._tokenizer.token_id(mark)
         return json.dumps(mark) if token is None else f"<[{token}]>"
 
     @property
     def stop_token_ids(self) -> list[int]:
-        """Tokens that end an answer beside those that the checkpoint names."""
+        """Ids of tokens that end an answer, in addition to the end tokens of the checkpoint."""
         if self.thinking is None or not self.thinking.is_harmony:
             return []
         ids = (self._tokenizer.token_id(mark) for mark in HARMONY_STOPS)
@@ -132,12 +137,12 @@ class Dialect:
     def marks(
         self, prompt: list[int], use: ToolUse | None = None, is_formed: bool = False
     ) -> ThinkingMarks | None:
-        """Return the marks of thoughts in an answer to a prompt, in tokens, for the engine.
+        """Return the token ids with which the engine recognizes thoughts in an answer, or None.
 
         Args:
-            prompt: in tokens.
-            use: the use of tools, whose grammar may hold the thoughts.
-            is_formed: whether structured outputs form the answer after them.
+            prompt: token ids of the prompt.
+            use: use of tools, whose grammar may include the thoughts.
+            is_formed: True if structured outputs constrain the answer after the thoughts.
         """
         if self.thinking is None:
             return None
@@ -162,10 +167,10 @@ class Dialect:
         )
 
     def _harmony_marks(self, forms_calls: bool, is_formed: bool, is_held: bool) -> ThinkingMarks:
-        """Return the marks of a conversation in channels.
+        """Return the markers of thoughts for gpt-oss's channels.
 
-        A grammar of calls holds the thoughts itself, unless they have a budget. What else forms an
-        answer holds from the final channel on.
+        A grammar of calls includes the thoughts, unless they have a token budget. Any other
+        constraint on the answer applies from the final channel on.
         """
         assert self.thinking is not None
         turn = f"{END}{START}assistant"
@@ -186,7 +191,7 @@ class Dialect:
     def adapted(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-        """Return a conversation and its tools as the model's template can render them."""
+        """Return messages and tools in the form that the model's chat template can render."""
         if self._has_text_arguments or self._needs_no_content:
             messages = [self._as_text(message) for message in messages]
         if self.thinking is None or not self.thinking.is_harmony:
@@ -197,7 +202,10 @@ class Dialect:
         return harmony_messages(messages), described or tools
 
     def _as_text(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return a message whose calls have arguments as text, and no content where it is empty."""
+        """Return a message with calls in the form that DeepSeek's templates need.
+
+        Arguments become text, and empty content becomes None or "".
+        """
         if not message.get("tool_calls"):
             return message
         calls = message["tool_calls"]
@@ -210,7 +218,7 @@ class Dialect:
         return self._tokenizer.decode(ids, False)
 
     def _ids(self, text: str) -> list[int]:
-        """Return the tokens of a text that holds marks."""
+        """Tokenize a text that contains markers of gpt-oss."""
         ids: list[int] = []
         for part in HARMONY_PARTS.split(text):
             token = self._tokenizer.token_id(part) if part else None
@@ -229,7 +237,9 @@ class Dialect:
         return Start.OPEN if start is Start.FREE and self.thinking.is_always else start
 
     def shows_special(self, use: ToolUse | None) -> bool:
-        """Return whether the reader needs special tokens in the text."""
+        """Return whether answers must be decoded with special tokens, because readers need one as
+        text.
+        """
         marks = set() if use is None else use.call_format.marks
         if self.thinking is not None:
             marks |= self.thinking.marks
@@ -238,7 +248,13 @@ class Dialect:
     def answer_format(
         self, prompt: list[int], use: ToolUse | None, with_thoughts: bool
     ) -> AnswerFormat:
-        """Return the format of the answers to a prompt."""
+        """Return the format with which answers to a prompt are read.
+
+        Args:
+            prompt: token ids of the prompt.
+            use: use of tools in the request, or None.
+            with_thoughts: True if readers return the thoughts.
+        """
         if self.thinking is None:
             return AnswerFormat(use)
         if self.thinking.is_harmony:

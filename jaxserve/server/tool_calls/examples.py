@@ -1,4 +1,4 @@
-"""Examples of calls, for models whose chat template does not say how to write one."""
+"""Examples of calls, for models whose chat template does not describe the call format."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxserve.server.tool_calls.formats import CallFormat
 
 
 def example_of(form: CallFormat) -> str:
-    """Return one call in a format, of a function NAME."""
+    """Return an example call of a function NAME in a call format."""
     before, after = form.section
     body = _example(form.body)
     if form.is_harmony:

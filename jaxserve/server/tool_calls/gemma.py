@@ -1,4 +1,4 @@
-"""Gemma's notation of objects: bare keys, strings between marks, other values bare."""
+"""Parser of Gemma's object notation: bare keys, strings between markers, other values bare."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ _BARE_ITEM = re.compile(r"[-+.\w]{1,64}\s*[,\]]")
 
 
 class BraceReader(Cursor):
-    """Reader of an object in braces, and of the end of the call that it belongs to.
+    """Parser of an object in braces, up to the end of the call around it.
 
-    A mark ends a string only where the text behind it continues the object, or ends the call.
-    Marks of calls within a string are counted, so that a balanced quotation is text. Where no end
-    is found by counting, they are text, if only one mark can end the string.
+    A marker ends a string only if the text after it continues the object or ends the call. Markers
+    of calls within a string are counted, so that a balanced quotation is part of the string. If
+    counting finds no end, call markers are ignored, provided that only one marker can end the
+    string.
 
     Args:
-        text: a text that is complete.
-        position: of the brace that begins the object.
-        quote: the mark at both ends of a string.
-        schema: of the object. Bare values are converted by it, where it says something of them.
-        around: the texts around the call.
+        text: complete text.
+        position: index of the opening brace.
+        quote: marker at both ends of a string.
+        schema: schema of the object, by which bare values are converted.
+        around: texts around the call.
 
     Attributes:
-        is_repeated: whether an object names a key twice.
+        is_repeated: True if an object repeats a key.
     """
 
     def __init__(
@@ -47,20 +48,20 @@ class BraceReader(Cursor):
         self._root = schema
         self._around = around
         self._marks = any_of(tuple(filter(None, (quote, around.mark, around.close))))
-        self._closing: list[str] = []  # brackets that close what is open
+        self._closing: list[str] = []  # closing brackets still due
         self.is_repeated = False
 
     @property
     def position(self) -> int:
-        """Position of the next character."""
+        """Index of the next character."""
         return self._position
 
     def call(self) -> dict[str, Any]:
-        """Read the object.
+        """Parse and return the object, and check that the call ends after it.
 
         Raises:
-            Malformed: the call has no end.
-            ValueError: the text is anything else, or may be read in several ways.
+            Malformed: the call does not end after the object.
+            ValueError: the text is not such an object, or is ambiguous.
         """
         values = self._mapping(self._root)
         self._around.take_end(self._text, self._position)
@@ -134,19 +135,22 @@ class BraceReader(Cursor):
             return None
 
     def _separate(self, end: str) -> None:
-        """Take a comma, or leave the end mark for the caller to take."""
+        """Take a comma between items, unless the closing bracket comes next, which is not taken."""
         self._note(f"before {end}", self._position)
         if not self._text.startswith(end, after_space(self._text, self._position)):
             self.expect(",")
             self._note(f"behind {end}", self._position)
 
     def _note(self, place: str, start: int) -> None:
-        """Note the text from a position on, with the white space that comes next."""
         text = self._text[start : after_space(self._text, self._position)]
         self._around.layout.note(place, text)
 
     def _string(self) -> str:
-        """Take a string and the mark at its end."""
+        """Take a string and its end marker, after its opening marker. Return the string.
+
+        Raises:
+            ValueError: the end of the string is missing or ambiguous.
+        """
         start, depth, ends = self._position, 0, list[int]()
         for found in self._marks.finditer(self._text, start):
             if found[0] != self._quote:
@@ -167,7 +171,7 @@ class BraceReader(Cursor):
         return self._text[start : ends[0]]
 
     def _continues(self, position: int) -> bool:
-        """Return whether the object can go on behind a string."""
+        """Return whether the object can continue after a string that ends at `position`."""
         text, closing = self._text, self._closing.copy()
         while closing:
             position = after_space(text, position)
@@ -183,7 +187,7 @@ class BraceReader(Cursor):
         return self._around.may_follow(text, position)
 
     def _is_key(self, start: int) -> bool:
-        """Return whether a key begins at a position, with a value behind it."""
+        """Return whether a key with a value begins at `start`."""
         text, quote = self._text, self._quote
         if found := _BARE_KEY.match(text, start):
             start = after_space(text, found.end())
@@ -199,7 +203,6 @@ class BraceReader(Cursor):
 
 
 def _bare(text: str) -> Any:
-    """Return a number, a boolean or null where a text is one, or else the text."""
     try:
         value = read_json(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Grammars of calls in llguidance's dialect of Lark, which make every call well formed."""
+"""Grammars of answers with calls, in llguidance's Lark dialect. They enforce well-formed calls."""
 
 from __future__ import annotations
 
@@ -35,20 +35,21 @@ def grammar_of_calls(
     answer_schema: dict[str, Any] | None = None,
     may_think: bool = True,
 ) -> str:
-    """Return a grammar whose texts are calls of these functions.
+    """Return a Lark grammar of answers that call some functions.
 
     Args:
-        form: of the calls.
-        functions: at least one.
-        spell: writes a mark in Lark, as text or as a token.
-        most: the largest number of calls in a text.
-        may_answer: whether a text may also hold no call, or other text between calls.
-        answer_schema: JSON schema of an answer without calls; None for free text.
-        may_think: whether there may be thoughts, in a form whose grammar holds them.
+        form: call format.
+        functions: functions that may be called, at least one.
+        spell: function that returns a marker as a Lark term, a string or a token.
+        most: maximum number of calls in an answer.
+        may_answer: True if calls are optional and other text may surround them.
+        answer_schema: JSON schema of an answer without calls, None for free text.
+        may_think: True if the answer may begin with thoughts, in formats whose grammar includes
+            them.
 
     Raises:
-        Unformable: the form cannot say what a schema allows, and no more.
-        InvalidRequest: the name of a property is no keyword of Python.
+        Unformable: the format cannot express a schema exactly.
+        InvalidRequest: the name of a property is not a valid Python keyword argument.
     """
     if not form.has_grammar:
         raise Unformable
@@ -74,7 +75,7 @@ def grammar_of_calls(
     if not may_answer:
         rules.append("start: calls")
     elif answer_schema is not None:
-        # An optional mark is required here, since an answer may begin like a call.
+        # An answer may begin like a call, so the otherwise optional marker is required.
         first = f"{opener} calls" if form.is_optional_mark else "calls"
         rules += [f"start: {first} | answer", f"answer: {json_rule(answer_schema)}"]
     else:
@@ -90,7 +91,7 @@ def _raw_grammar(
     may_answer: bool,
     answer_schema: dict[str, Any] | None,
 ) -> str:
-    """Return a grammar of calls of which some hold raw text."""
+    """Return a grammar of calls of which some contain raw text."""
     if not takes_raw_text(form):
         raise Unformable
     plain = [function for function in functions if function.lark is None]
@@ -118,11 +119,11 @@ def _tagged_grammar(
     may_answer: bool,
     answer_schema: dict[str, Any] | None,
 ) -> str:
-    """Return a grammar of calls in tags. Line ends between tags are as the model was trained."""
+    """Return a grammar of tagged calls. Line breaks between tags are as in the model's training."""
     before, behind = form.section
     parts = spelled(form.starts[0], spell)
     if may_answer and len(parts) > 1 and any(part.startswith("<[") for part in parts):
-        raise Unformable  # free text ends at one token, or at a text
+        raise Unformable  # free text can end at one token, or at a string, but not at a mixture
     mark = " ".join(spelled(form.mark, spell))
     rules = [*tagged_rules(form, functions, spell), r"NL: /\n/"]
     call = f"call NL? {spell(form.close)}" if form.close else "call"
@@ -146,7 +147,7 @@ def _tagged_grammar(
 
 
 def _is_list(form: CallFormat) -> bool:
-    """Return whether one mark stands before all calls."""
+    """Return whether one marker precedes all calls."""
     return form.is_array or form.is_python or bool(form.section[0])
 
 
@@ -157,7 +158,10 @@ def _between(form: CallFormat) -> str:
 
 
 def _after(form: CallFormat, spell: Callable[[str], str], listed: str, most: int) -> str:
-    """Return what comes after the first mark, up to the end of what it opens."""
+    """Return the right side of the rule for the text after a first marker.
+
+    It consists of calls, their separators and their closing texts.
+    """
     close = f" {spell(form.close)}" if form.close else ""
     if form.section[0]:
         mark, end = spell(form.mark), form.section[1]
@@ -171,13 +175,13 @@ def _after(form: CallFormat, spell: Callable[[str], str], listed: str, most: int
 
 
 def _free_rules(form: CallFormat, spell: Callable[[str], str], most: int) -> Iterator[str]:
-    """Yield the rules of texts that are free until they call, from `start` on."""
+    """Yield the rules of answers with free text between calls, the rule `start` first."""
     opener = form.section[0] or form.mark
     mark = spell(opener)
-    # A mark within an answer, in whatever tokens, would be read as the beginning of a call.
+    # However it is tokenized, a marker within free text would be read as the beginning of a call.
     no_mark = rf"~/(.|\n)*{escaped(opener)}(.|\n)*/"
     if form.is_optional_mark:
-        # A text that begins like a call must be one.
+        # Text that begins like a call must be a call.
         opening = r"\[" if form.is_array else r"\{"
         close = f" {spell(form.close)}?" if form.close else ""
         yield f"start: calls | {mark} calls{close} | ANSWER"
@@ -198,7 +202,7 @@ def _harmony_grammar(
     answer_schema: dict[str, Any] | None,
     may_think: bool,
 ) -> str:
-    """Return a grammar of gpt-oss's messages: thoughts, and a call or an answer."""
+    """Return a grammar of gpt-oss's messages: thoughts, then a call or an answer."""
     end = spell(END)
     is_token = end.startswith("<")
     free = "FREE" if is_token else "until_end"
@@ -256,10 +260,12 @@ def _call_rules(
 
 
 def _python_rules(functions: Sequence[Function]) -> Iterator[str]:
-    """Yield the rules of calls with keywords in the order of the schema, required ones first.
+    """Yield the rules of calls in Python syntax.
+
+    Keyword arguments come in the order of the schema, required ones first.
 
     Raises:
-        InvalidRequest: the name of a property is no keyword of Python.
+        InvalidRequest: the name of a property is not a valid Python keyword argument.
     """
     yield "call: " + " | ".join(f"call{index}" for index in range(len(functions)))
     for index, function in enumerate(functions):
@@ -278,7 +284,7 @@ def _python_rules(functions: Sequence[Function]) -> Iterator[str]:
             inner = {**own, **shared} if isinstance(own, dict) else {}
             yield f"{key}: {json.dumps(name + '=')} value{key}"
             yield f"value{key}: {json_rule(inner)}"
-        # Optional keywords that may follow another keyword and its comma.
+        # Optional arguments that may follow another argument and a comma.
         for place in range(len(required), len(names)):
             rest = f"tail{index}_{place + 1}" if place + 1 < len(names) else '""'
             yield f'tail{index}_{place}: (", " {keys[place]})? {rest}'

@@ -1,4 +1,4 @@
-"""Rules that grammars of calls share: of schemas without what says nothing, and of marks."""
+"""Grammar rules shared by all call formats: simplified JSON schemas, and marker texts."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 from jaxserve.structured import plain_schema
 
-# Spaces between parts of arguments. Without a bound, small models generate them for ever.
+# White space between JSON tokens. Without a bound, small models can generate it endlessly.
 _GUIDANCE = {"whitespace_pattern": r"[ \n]{0,16}", "lenient": True}
-# Keywords that do not restrict a value. Descriptions are most of a schema's size.
+# Keywords that do not restrict values. Descriptions are most of the size of a schema.
 _ANNOTATIONS = frozenset(
     ("description", "title", "default", "examples", "$comment", "deprecated", "readOnly")
 )
-# Keywords whose values map names of the user's choice to schemas.
+# Keywords whose values map user-defined names to schemas.
 _NAMED_SCHEMAS = frozenset(("properties", "patternProperties", "$defs", "definitions"))
 _VALUES = frozenset(("enum", "const"))
 _MARK = re.compile(r"(<[^<>\s\"]+>)")
@@ -24,7 +24,9 @@ _MARK = re.compile(r"(<[^<>\s\"]+>)")
 
 @dataclass(frozen=True)
 class Function:
-    """Name of a tool, and the JSON schema of its arguments; or the Lark grammar of its raw text."""
+    """Tool as grammars need it: its name, and a JSON schema of arguments or a Lark grammar of raw
+    text.
+    """
 
     name: str
     schema: dict[str, Any]
@@ -32,7 +34,7 @@ class Function:
 
 
 def bare(schema: Any) -> Any:
-    """Return a schema without the keywords that do not restrict a value."""
+    """Return a schema without annotation keywords, which do not restrict values."""
     if isinstance(schema, list):
         return [bare(item) for item in schema]
     if not isinstance(schema, dict):
@@ -49,7 +51,7 @@ def bare(schema: Any) -> Any:
 
 
 def arguments_schema(function: Function) -> dict[str, Any]:
-    """Return the schema of a function's arguments: an object with only the named properties."""
+    """Return the schema of a function's arguments: an object with only the declared properties."""
     schema = {"type": "object", **plain_schema(bare(function.schema))}
     properties, required = schema.get("properties"), schema.get("required")
     if isinstance(properties, dict) and "additionalProperties" not in schema:
@@ -60,18 +62,21 @@ def arguments_schema(function: Function) -> dict[str, Any]:
 
 
 def json_rule(schema: dict[str, Any]) -> str:
-    """Return a rule for a value of a schema that `EnforceableSchemas` has checked."""
+    """Return the right side of a Lark rule that matches JSON values of a schema.
+
+    `EnforceableSchemas` must have checked the schema.
+    """
     return "%json " + json.dumps({**schema, "x-guidance": _GUIDANCE})
 
 
 def escaped(mark: str) -> str:
-    """Return a regular expression of a mark, between strokes."""
+    """Return a regular expression that matches `mark`, for use between slashes in Lark."""
     plain = "_<>"
     return "".join(c if c.isalnum() or c in plain or not c.isascii() else f"\\{c}" for c in mark)
 
 
 def spelled(text: str, spell: Callable[[str], str]) -> list[str]:
-    """Return the parts of a text, of which some are marks, or all of it is one."""
+    """Return a text as Lark terms: markers as `spell` writes them, other text quoted."""
     whole = spell(text)
     if whole.startswith("<["):
         return [whole]

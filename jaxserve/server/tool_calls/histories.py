@@ -1,4 +1,4 @@
-"""Conversations in plainer forms, for chat templates that refuse the form that clients send."""
+"""Simplified forms of conversations, for chat templates that refuse the form that clients send."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from jaxserve.server.schema.arguments import arguments_text
 
 Messages = list[dict[str, Any]]
-# Text that only a template which prints arguments as they are leaves whole; JSON escapes the quote.
+# A template that serializes arguments would escape the quote. Only one that prints them keeps it.
 PROBE = '{"aaaa'
 _PARAMETERS = {"type": "object", "properties": {}}
 PROBE_TOOLS = [
     {"type": "function", "function": {"name": "f", "description": "", "parameters": _PARAMETERS}}
 ]
-# Mistral's templates require ids of nine letters and digits.
+# Mistral's templates require call ids of nine letters and digits.
 _ID = "call{:05}"
 
 
@@ -28,18 +28,18 @@ def probe_messages() -> Messages:
 
 
 def has_text_arguments(messages: Sequence[dict[str, Any]]) -> bool:
-    """Return whether a call has arguments that are no object."""
+    """Return whether any call in a conversation has arguments as text instead of an object."""
     calls = (call for message in messages for call in message.get("tool_calls") or ())
     return any(isinstance(call["function"]["arguments"], str) for call in calls)
 
 
 def with_texts(messages: Messages) -> Messages:
-    """Return a conversation in which all arguments are text."""
+    """Return a conversation with all arguments as text."""
     return _with_arguments(messages, arguments_text)
 
 
 def with_objects(messages: Messages) -> Messages:
-    """Return a conversation in which arguments that are no object are an empty one."""
+    """Return a conversation with arguments as objects, {} for arguments that are text."""
     return _with_arguments(messages, lambda given: {} if isinstance(given, str) else given)
 
 
@@ -57,9 +57,9 @@ def _with_arguments(messages: Messages, change: Callable[[Any], Any]) -> Message
 
 
 def single_calls(messages: Sequence[dict[str, Any]]) -> Messages:
-    """Return a conversation with one call in a message, each followed by its result.
+    """Return a conversation with one call per message, each followed by its result.
 
-    A result that belongs to no call gets one, in the message before it if that is an answer.
+    A result without a call gets one, in the assistant message before it if there is one.
     """
     made: Messages = []
     waiting = _Waiting()
@@ -82,7 +82,7 @@ def single_calls(messages: Sequence[dict[str, Any]]) -> Messages:
 
 
 class _Waiting:
-    """Calls that wait for their results, each taken in constant time."""
+    """Calls that wait for their results. Each is taken in constant time."""
 
     def __init__(self) -> None:
         self._left: OrderedDict[int, dict[str, Any]] = OrderedDict()
@@ -94,7 +94,7 @@ class _Waiting:
         self._by_id[message["tool_calls"][0].get("id")].append(number)
 
     def take(self, result: dict[str, Any]) -> dict[str, Any] | None:
-        """Take the call of a result: that with its id, or the first; None where none is left."""
+        """Remove and return the call with the id of a result, else the oldest call, or None."""
         same = self._by_id[result.get("tool_call_id")]
         while same:
             if (number := same.popleft()) in self._left:
@@ -102,7 +102,7 @@ class _Waiting:
         return self._left.popitem(last=False)[1] if self._left else None
 
     def take_all(self) -> Messages:
-        """Take the calls that have no result."""
+        """Remove and return the calls without a result."""
         left = list(self._left.values())
         self._left.clear()
         self._by_id.clear()
@@ -110,7 +110,10 @@ class _Waiting:
 
 
 def _new_call(result: dict[str, Any], names: dict[Any, str], made: Messages) -> dict[str, Any]:
-    """Return a message that calls for a result, the answer before it if there is one."""
+    """Return a message with a call for a result.
+
+    It replaces the answer before it in the list, if any.
+    """
     wanted = result.get("tool_call_id")
     name = result.get("name") or names.get(wanted) or "tool"
     message = _calling(_call(wanted or _ID.format(0), name, {}))
@@ -127,15 +130,15 @@ def _calling(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def plainer_histories(messages: Messages, reads_calls: bool) -> list[Messages]:
-    """Return forms of a conversation that stricter templates render, the nearest first.
+    """Return simplified forms of a conversation for stricter templates, the closest form first.
 
-    Llama's template takes one call in a message, Mistral's ids of nine characters, Gemma's only
-    turns of user and assistant that alternate. The newest message stays as it is: a template that
-    refuses it refuses the request.
+    Llama's template accepts one call per message, Mistral's requires ids of nine characters, and
+    Gemma's accepts only alternating user and assistant turns. The newest message is unchanged: a
+    template that refuses it refuses the request.
 
     Args:
-        messages: that the template refuses.
-        reads_calls: whether the template renders calls.
+        messages: conversation that the template refused.
+        reads_calls: True if the template renders calls.
     """
     newest, before = messages[-1], messages[-2] if len(messages) > 1 else {}
     is_wrong = before.get("role") == newest["role"] and not before.get("tool_calls")
@@ -174,7 +177,7 @@ def _answered(messages: Messages) -> Messages:
 
 
 def _in_words(messages: Messages) -> Messages:
-    """Return a conversation whose calls and results are text of the assistant and the user."""
+    """Return a conversation with calls and results as text of the assistant and the user."""
     groups: list[Messages] = []
     is_result = False
     for message in messages:
@@ -198,7 +201,6 @@ def _worded(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _joined(group: Messages) -> dict[str, Any]:
-    """Return messages as one, with the fields of the last."""
     if len(group) == 1:
         return group[0]
     text = "\n\n".join(message["content"] for message in group if message["content"])
@@ -206,11 +208,11 @@ def _joined(group: Messages) -> dict[str, Any]:
 
 
 def _alternating(messages: Messages, apart: dict[str, Any] | None) -> Messages:
-    """Return a conversation whose turns alternate, with one system message at its beginning.
+    """Return a conversation of alternating turns, with one system message at its beginning.
 
     Args:
-        messages: with single calls or none.
-        apart: a message that joins no other, since its place is wrong.
+        messages: conversation with at most one call per message.
+        apart: message in a wrong place that is not joined with others, or None.
     """
     groups: list[Messages] = []
     if messages[-1]["role"] != "system":

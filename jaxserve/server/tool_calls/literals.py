@@ -1,4 +1,4 @@
-"""Literals of JSON and Python as models write them: their ends and their values."""
+"""Parsers for JSON and Python literals as models write them."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "\
 
 
 class EndFinder:
-    """A search for the end of a bracketed value in a text that comes in pieces.
+    """Incremental search for the end of a bracketed value.
 
     Args:
-        python: whether texts may also stand between single quotes.
+        python: True if strings may be in single quotes.
     """
 
     def __init__(self, python: bool = False) -> None:
@@ -41,10 +41,11 @@ class EndFinder:
         self._stops = _PYTHON_STOPS if python else _JSON_STOPS
 
     def find(self, text: str, position: int) -> int | None:
-        """Return the position after the closing bracket; None where it is yet to come.
+        """Search the next piece of text. Return the index after the closing bracket, or None.
 
         Args:
-            text: the next piece of the value, from `position` on.
+            text: text that continues the value from index `position` on.
+            position: index at which the search begins.
         """
         if self._is_escaped and position < len(text):
             position += 1
@@ -69,15 +70,15 @@ class EndFinder:
 
 
 class RepeatedKey(ValueError):
-    """An object that names a key twice."""
+    """An object contains the same key twice."""
 
 
 def read_json(text: str) -> Any:
-    """Read a JSON value, whose texts may hold raw line ends.
+    """Parse a JSON value. Its strings may contain raw line breaks.
 
     Raises:
-        RepeatedKey: an object in it names a key twice.
-        ValueError: it is no JSON value, or nested too deep.
+        RepeatedKey: an object contains the same key twice.
+        ValueError: the text is not JSON, or is nested too deeply.
     """
     try:
         value = json.loads(
@@ -85,9 +86,9 @@ def read_json(text: str) -> Any:
         )
     except RecursionError:
         raise ValueError("nested too deep") from None
-    # How deep the parser itself goes differs between versions of Python.
+    # The maximum depth of the json module differs between versions of Python.
     is_short = text.count("[") + text.count("{") <= MAX_JSON_DEPTH
-    if not is_short and not is_within(value, MAX_JSON_DEPTH + 1):  # of containers, then others
+    if not is_short and not is_within(value, MAX_JSON_DEPTH + 1):  # one level more for scalars
         raise ValueError("nested too deep")
     return value
 
@@ -100,10 +101,10 @@ def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def write_json(value: Any) -> str:
-    """Return a value as JSON that UTF-8 can encode.
+    """Serialize a value as JSON that can be encoded as UTF-8.
 
     Raises:
-        ValueError: a number is not finite, or it is nested too deep.
+        ValueError: a number is not finite, or the value is nested too deeply.
     """
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
@@ -120,10 +121,13 @@ def _no_number(name: str) -> NoReturn:
 
 
 def read_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """Read a list of calls as in Python, with keyword arguments only: `[f(a=1, b="x"), g()]`.
+    """Parse a list of Python calls with keyword arguments only: `[f(a=1, b="x"), g()]`.
+
+    Returns:
+        The name and the arguments of each call.
 
     Raises:
-        ValueError: the text is anything else.
+        ValueError: the text is not such a list.
     """
     reader = _Python(text)
     reader.expect("[")
@@ -147,7 +151,10 @@ def read_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 class Cursor:
-    """A place in a text that is read from left to right; space before marks is left out."""
+    """Position in a complete text that is read from left to right.
+
+    White space before tokens is skipped.
+    """
 
     def __init__(self, text: str, position: int = 0) -> None:
         self._text = text
@@ -157,30 +164,36 @@ class Cursor:
         self._position = _SPACE.match(self._text, self._position).end()  # type: ignore[union-attr]
 
     def rest(self) -> str:
-        """Return what follows, without space around it."""
+        """Return the text after the position, stripped of white space."""
         return self._text[self._position :].strip()
 
     def take(self, mark: str) -> bool:
-        """Take a mark, if it comes next; return whether it does."""
+        """Skip white space, and take `mark` if it comes next. Return whether it did."""
         self._skip()
         is_there = self._text.startswith(mark, self._position)
         self._position += len(mark) if is_there else 0
         return is_there
 
     def expect(self, mark: str) -> None:
-        """Take a mark; ValueError where another text comes."""
+        """Take `mark`, which must come next.
+
+        Raises:
+            ValueError: other text comes next.
+        """
         if not self.take(mark):
             raise ValueError(f"no {mark} at {self._position}")
 
     def between(self, end: str) -> None:
-        """Take a comma, or leave the end mark for the caller to take."""
+        """Take a comma between items, unless the closing text `end` comes next (it is not
+        taken).
+        """
         self._skip()
         if not self._text.startswith(end, self._position):
             self.expect(",")
 
 
 class _Python(Cursor):
-    """Reader of Python's literals."""
+    """Incremental parser of Python literals."""
 
     def match(self, pattern: re.Pattern[str]) -> str:
         self._skip()

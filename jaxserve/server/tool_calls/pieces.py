@@ -1,4 +1,4 @@
-"""Pieces of a text that has been read: content, thoughts and calls of tools."""
+"""Content, thoughts and tool calls of an answer, in parts as readers return them."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Content:
-    """Continuation of the answer itself."""
+    """Next part of the answer text."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Thought:
-    """Continuation of the thoughts before the answer."""
+    """Next part of the reasoning text before the answer."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class CallPart:
-    """Continuation of a call; the first part of each has its id and name."""
+    """Next part of a tool call. The first part of each call has its `id` and `name`."""
 
     index: int
     arguments: str
@@ -33,7 +33,7 @@ Piece = Content | Thought | CallPart
 
 
 class Growing:
-    """A text that grows at its end, at the cost of what is added."""
+    """String builder: appending costs time proportional to the added text."""
 
     def __init__(self, text: str = "") -> None:
         self._parts = [text]
@@ -57,19 +57,19 @@ class Call:
 
     @property
     def arguments(self) -> str:
-        """Text of a JSON object."""
+        """JSON text of the arguments object."""
         return str(self._arguments)
 
     def add(self, text: str) -> None:
-        """Add to the arguments."""
+        """Append `text` to the arguments."""
         self._arguments.add(text)
 
 
 class Message:
-    """An answer as the sum of its pieces so far.
+    """Answer assembled from the parts that readers returned.
 
     Attributes:
-        calls: the calls in it.
+        calls: the tool calls so far.
     """
 
     def __init__(self, content: str = "") -> None:
@@ -79,16 +79,16 @@ class Message:
 
     @property
     def content(self) -> str:
-        """Text of the answer itself."""
+        """Answer text so far."""
         return str(self._content)
 
     @property
     def reasoning(self) -> str:
-        """Text of the thoughts."""
+        """Reasoning text so far."""
         return str(self._reasoning)
 
     def add(self, piece: Piece) -> None:
-        """Add what was read."""
+        """Append a part of the answer to the content, the reasoning or a call."""
         if isinstance(piece, Content):
             self._content.add(piece.text)
         elif isinstance(piece, Thought):

@@ -1,7 +1,8 @@
-"""Calls of custom tools whose text has a Lark grammar: raw text, which ends with the answer.
+"""Calls of custom tools with a Lark grammar: raw text in place of arguments, up to the answer's
+end.
 
-A grammar for text within JSON would need its terminals escaped, and a lexer cannot separate two
-terminals that both begin with a backslash. The raw text stands where a call has its arguments.
+A grammar for text inside a JSON string would need escaped terminals, and a lexer cannot separate
+two terminals that both begin with a backslash. So the raw text takes the place of the arguments.
 """
 
 from __future__ import annotations
@@ -17,17 +18,19 @@ from jaxserve.server.tool_calls.grammar_parts import Function
 from jaxserve.server.tool_calls.pieces import CallPart, Piece
 from jaxserve.server.tool_calls.reader import CallReader
 
-# The texts around the raw text in the arguments of a call.
+# Texts before and after the escaped raw text in the arguments that clients receive.
 INPUT = ('{"input": "', '"}')
 
 
 def escaped_input(text: str) -> str:
-    """Return raw text as it stands in the arguments of a call."""
+    """Return raw text escaped for a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def takes_raw_text(form: CallFormat) -> bool:
-    """Return whether calls may hold raw text: each is an object between two marks."""
+    """Return whether calls of a format may contain raw text: each is one object between two
+    markers.
+    """
     body = form.body
     is_plain = isinstance(body, JsonCall) and not body.is_keyed and not body.number
     is_list = form.is_array or form.is_optional_mark or bool(form.section[0])
@@ -35,14 +38,13 @@ def takes_raw_text(form: CallFormat) -> bool:
 
 
 def _head(form: CallFormat, name: str) -> str:
-    """Return the text between a mark, its line end and the raw text."""
     body = form.body
     assert isinstance(body, JsonCall)
     return f'{{"{body.name}": "{name}", "{body.arguments}": '
 
 
 def input_rule(index: int, function: Function) -> str:
-    """Return the rule of the raw text of a function."""
+    """Return the Lark rule for the raw text of the function with number `index`."""
     return f"input{index}: %lark {{\n{function.lark}\n}}"
 
 
@@ -53,19 +55,20 @@ def raw_grammar(
     mark: str,
     before: str,
 ) -> str:
-    """Return a grammar to which calls with raw text are added, one at the end of an answer.
+    """Return a grammar that also allows one call with raw text at the end of an answer.
 
     Args:
-        form: of the calls.
+        form: call format.
         raw: functions with raw text.
-        others: the grammar of other calls and of the answer; "" where there are none.
-        mark: of the calls, in Lark.
-        before: the rule of a text in front of a call, up to its mark.
+        others: grammar of other calls and of the answer, "" for raw calls only.
+        mark: marker of a call as a Lark term.
+        before: rule for the text before a call that includes its marker, "" if the marker comes
+            first.
     """
     rules = [re.sub(r"(?m)^start:", "plain:", others)] if others else []
     for index, function in enumerate(raw):
         head = json.dumps(_head(form, function.name))
-        # The line end is a lexeme of its own in other calls, so it must be one here.
+        # Other calls have the line break as a separate lexeme, so it must be one here too.
         rules.append(f'raw{index}: "\\n" {head} input{index}')
         rules.append(input_rule(index, function))
     calls = " | ".join(f"raw{index}" for index in range(len(raw)))
@@ -74,12 +77,12 @@ def raw_grammar(
 
 
 class RawCallReader:
-    """Reader of an answer that may end with a call that has raw text.
+    """Incremental reader of an answer that may end with a call with raw text.
 
     Args:
-        form: of the calls.
-        names: of the tools that take raw text.
-        calls: reads the text before.
+        form: call format.
+        names: names of the tools that take raw text.
+        calls: reader of the text before this call.
     """
 
     def __init__(self, form: CallFormat, names: Iterable[str], calls: CallReader) -> None:
@@ -90,7 +93,7 @@ class RawCallReader:
         self._is_raw = False
 
     def feed(self, text: str, final: bool = False) -> list[Piece]:
-        """Read more text. Return the new pieces that are certain by now."""
+        """Read more text. Return the new parts of the answer that are certain by now."""
         if self._is_raw:
             return [self._part(text, final)]
         self._waiting += text
@@ -108,7 +111,9 @@ class RawCallReader:
         return [*pieces, opened, self._part(rest, final)]
 
     def _num_open(self) -> int:
-        """Return how many of the last characters may be space and the beginning of a head."""
+        """Return the number of characters to hold back: white space and an incomplete head of a raw
+        call.
+        """
         text, size = self._waiting, 0
         for start in range(max(0, len(text) - max(map(len, self._heads))), len(text)):
             if any(head.startswith(text[start:]) for head in self._heads):

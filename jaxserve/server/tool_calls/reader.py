@@ -1,4 +1,4 @@
-"""CallReader: finds the calls in a text while it comes in."""
+"""CallReader: incremental reader that finds the tool calls in an answer."""
 
 from __future__ import annotations
 
@@ -27,21 +27,22 @@ _ALPHABET = string.ascii_letters + string.digits
 
 
 class CallReader:
-    """Incremental reader of a text in pieces; how the text is cut does not change the result.
+    """Incremental reader of an answer. The result does not depend on how the text is divided.
 
     Calls that the model chose, and all text from the first one on, are returned when the text has
-    ended, since text behind a call may show that it was a quotation. What turns out to be no call
-    is content, unchanged. Where a grammar forms the calls (`is_certain`), they and their arguments
-    are returned as they come. White space beside calls is left out.
+    ended, since later text may show that a call was a quotation. A call that turns out to be
+    invalid is content, unchanged. If a grammar enforces the calls (`is_certain`), calls and
+    arguments are returned as they arrive. White space around calls is dropped.
 
     Args:
-        call_format: of the calls.
-        tools: those that may be called; a call of any other name is content. Their schemas say
-            what bare texts in arguments stand for; where only names are given, all are strings.
-        is_certain: whether every call that begins will be well formed.
-        parallel: whether there may be several calls; else all after the first are left out.
-        beside: the text that the grammar allows beside calls. Then a call that a limit has cut
-            before its arguments is left out. With None it is content.
+        call_format: format of the calls.
+        tools: tools that may be called. A call of another name is content. Their schemas determine
+            the types of bare values. If only names are given, all bare values are strings.
+        is_certain: True if every call that begins is well formed.
+        parallel: True if several calls are allowed. Otherwise all calls after the first are
+            dropped.
+        beside: text that the grammar allows in addition to calls. A call that a limit cut before
+            its arguments is then dropped. With None it is content.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class CallReader:
         self._tools = tools if isinstance(tools, Mapping) else {name: {} for name in tools}
         self._is_certain = is_certain
         self._beside = beside if is_certain else None
-        # A grammar begins calls by the first mark, and lets the others be text.
+        # A grammar begins calls with the first marker only. The other markers are then plain text.
         self._starts = call_format.starts[: None if self._beside is None else 1]
         self._source = Source()
         is_silent = self._beside in (Beside.NOTHING, Beside.FORM)
@@ -65,7 +66,7 @@ class CallReader:
         self._reading = self._read()
 
     def feed(self, text: str, final: bool = False) -> list[Piece]:
-        """Read more text. Return the new pieces that are certain by now."""
+        """Read more text. Return the new parts of the answer that are certain by now."""
         self._source.add(text, final)
         next(self._reading, None)
         return self._pieces.fetch(final)
@@ -94,7 +95,7 @@ class CallReader:
             yield
 
     def _read_form(self) -> Reading[None]:
-        """Let an answer of a form be content, all of it, where no mark of calls begins it."""
+        """Treat the whole answer as content, unless it begins with a marker of calls."""
         source = self._source
         yield from source.skip_space()
         if not (yield from source.has(*self._starts)):
@@ -103,7 +104,7 @@ class CallReader:
         source.rewind()
 
     def _read_unmarked(self) -> Reading[None]:
-        """Read calls at the beginning of a text, where they need no mark."""
+        """Read calls at the beginning of the text, where the marker is optional."""
         source = self._source
         yield from source.skip_space()
         bracket = "[" if self._format.is_array else "{"
@@ -116,11 +117,14 @@ class CallReader:
         elif has_calls := (yield from self._begins("")):
             yield from self._hold(True)
         if not has_calls:
-            # Without a mark the whole text had to be calls, so all of it is content.
+            # Without a marker the whole text must be calls. It is not, so all of it is content.
             self._num_malformed = MAX_MALFORMED
 
     def _read_marked(self, mark: str) -> Reading[None]:
-        """Read calls after a mark, which has been taken. It is content where there are none."""
+        """Read the calls after `mark`, which has been taken.
+
+        Without calls, the marker is content.
+        """
         if self._is_certain:
             has_calls = yield from self._read_formed(mark)
         elif has_calls := (yield from self._begins(mark)):
@@ -134,7 +138,7 @@ class CallReader:
             self._source.settle()
 
     def _leave_out(self, mark: str) -> Reading[bool]:
-        """Leave out a call that means "no call". Return whether it comes next."""
+        """Take a call that means "no call", and drop it. Return whether one came next."""
         source, form, body = self._source, self._format, self._format.body
         if not isinstance(body, JsonCall) or not body.answers:
             return False
@@ -150,7 +154,6 @@ class CallReader:
         return True
 
     def _begins(self, mark: str) -> Reading[bool]:
-        """Return whether the head of a call comes next, and put back the mark and all behind."""
         source = self._source
         try:
             yield from inner_mark(source, self._format, mark)
@@ -162,7 +165,7 @@ class CallReader:
         return True
 
     def _hold(self, is_unmarked: bool) -> Reading[None]:
-        """Wait for the end of the text, and read all of it."""
+        """Wait for the end of the text, and read the calls in it."""
         text = yield from self._source.rest()
         chosen = ChosenCalls(self._format, self._tools, text, self._num_malformed)
         for part in chosen.read(is_unmarked):
@@ -174,9 +177,9 @@ class CallReader:
                 self._pieces.call(part)
 
     def _read_formed(self, mark: str) -> Reading[bool]:
-        """Read calls that a grammar has formed, after a mark. Return whether there was one.
+        """Read the calls after a marker that a grammar has formed. Return whether there was one.
 
-        A call that a limit has cut before its arguments is left out.
+        A call that a limit cut before its arguments is dropped.
         """
         source, form, body, has_called = self._source, self._format, self._format.body, False
         try:
@@ -203,7 +206,7 @@ class CallReader:
             return has_called
 
     def _leave_out_cut(self, mark: str) -> None:
-        """Leave out the text behind a call that a limit has cut."""
+        """Drop the incomplete text of a call that a limit has cut."""
         source, form = self._source, self._format
         if self._beside is None or not source.is_final:
             return
@@ -218,7 +221,7 @@ class CallReader:
         source.rewind()
 
     def _read_call(self, body: Body) -> Reading[bool]:
-        """Read calls that a grammar has formed and whose arguments cannot be returned in parts."""
+        """Read calls that a grammar has formed, in a format whose arguments cannot be streamed."""
         if isinstance(body, TagCall):
             calls = yield from body.read_formed(self._source, self._tools)
         elif isinstance(body, PythonCalls):
@@ -230,9 +233,9 @@ class CallReader:
         return True
 
     def _stream_call(self, body: JsonCall | HeadedCall, has_called: bool) -> Reading[bool]:
-        """Read a call that a grammar has formed, and return its arguments as they come.
+        """Read a call that a grammar has formed, and return its arguments as they arrive.
 
-        A call that a limit has cut off is still a call where a part of it was returned.
+        A call that a limit has cut is still a call if a part of it was returned.
         """
         source, finder = self._source, EndFinder()
         name, number = yield from body.read_head(source)
@@ -256,15 +259,16 @@ class CallReader:
 
 
 class Outgoing:
-    """Pieces that are certain and have not been fetched.
+    """Buffer of parts of an answer that are certain and not fetched yet.
 
     Args:
-        parallel: whether there may be several calls; else all after the first are left out.
-        id_length: length of a call's id; None for any.
-        is_silent: whether content is left out.
+        parallel: True if several calls are allowed. Otherwise all calls after the first are
+            dropped.
+        id_length: length of generated call ids, None for OpenAI's form.
+        is_silent: True if content is dropped.
 
     Attributes:
-        is_silent: see above.
+        is_silent: True if content is dropped.
     """
 
     def __init__(self, parallel: bool, id_length: int | None, is_silent: bool = False) -> None:
@@ -274,11 +278,11 @@ class Outgoing:
         self._pieces: list[Piece] = []
         self._num_calls = 0
         self._has_calls = False
-        self._spaces: list[str] = []  # content once something follows that is no call
+        self._spaces: list[str] = []  # becomes content if more content follows
         self._has_content = False
 
     def fetch(self, final: bool) -> list[Piece]:
-        """Return the pieces, and forget them."""
+        """Return the collected parts, and clear them."""
         if final and not self._has_calls and self._spaces:
             self._pieces.append(Content("".join(self._spaces)))
             self._spaces.clear()
@@ -286,7 +290,10 @@ class Outgoing:
         return pieces
 
     def say(self, text: str) -> None:
-        """Add content. Space at its end waits until it is certain that no call follows."""
+        """Add content.
+
+        White space at its end is held back, since a call would make it disappear.
+        """
         if self.is_silent:
             return
         content = text.rstrip()
@@ -300,7 +307,7 @@ class Outgoing:
             self._spaces.append(text[len(content) :])
 
     def leave_out_space(self) -> None:
-        """Leave out the space before and after calls, of which there may be none."""
+        """Drop the white space held back, and mark the answer as having calls."""
         self._has_calls = True
         self._spaces.clear()
 
@@ -314,7 +321,7 @@ class Outgoing:
             self._pieces.append(CallPart(index, call.arguments, number, call.name))
 
     def more(self, arguments: str) -> None:
-        """Continue the newest call."""
+        """Append to the arguments of the newest call."""
         if self._parallel or self._num_calls == 1:
             self._pieces.append(CallPart(self._num_calls - 1, arguments))
 

@@ -1,4 +1,4 @@
-"""TagCall: the reading of calls in tags, whose values are bare text that may itself quote tags."""
+"""TagCall: the reading of calls in tags, whose bare values may themselves quote tags."""
 
 from __future__ import annotations
 
@@ -24,45 +24,46 @@ from jaxserve.server.tool_calls.values import convert, property_schema, types_of
 from jaxserve.server.tool_calls.written import Tools, WrittenCall, written
 
 _SPACE = re.compile(r"\s*")
-# Places within a call at which there may be white space.
+# Kinds of places within a call that may contain white space.
 _PLACES_IN_CALLS = frozenset({"head", "first", "parameter", "empty"})
 
 
 @dataclass
 class Layout:
-    """The form of the tags of all calls in an answer, and the white space between them.
+    """Spelling of the tags of all calls in an answer, and the white space between them.
 
-    A model keeps to one layout. Where it changes, the tags may belong to a quotation.
+    A model keeps to one layout. If the layout changes, some tags may belong to a quotation.
 
     Attributes:
-        num_values: number of values.
-        num_searched: number of characters that were searched for the ends of JSON.
-        is_lopsided: whether tags that stand on lines of their own hold a value on one line with
-            its tags, or two calls follow each other on a line although their tags stand on lines,
-            or the numbers of calls do not count up.
+        num_values: number of values so far.
+        num_searched: number of characters searched for ends of JSON values.
+        is_lopsided: True if the layout is inconsistent: a value shares a line with its tags
+            although other tags are on lines of their own, two calls share a line although their
+            tags do not, or the numbers of calls do not count up.
     """
 
     num_values: int = 0
     num_searched: int = 0
     is_lopsided: bool = False
     _texts: dict[str, set[str]] = field(default_factory=dict)
-    # Whether a value has begun with a line end, and a tag stood on the line of a value since then.
+    # _has_line: a value began with a line break. _is_broken: since then a tag shared the line of a
+    # value.
     _has_line: bool = False
     _is_broken: bool = False
     _number: int = 0
     _is_on_lines: bool = False
 
     def note(self, place: str, text: str) -> None:
-        """Note the text at a kind of place: white space, or a tag without its name."""
+        """Record the text at a kind of place: white space, or a tag without its name."""
         self._texts.setdefault(place, set()).add(text)
         self._is_on_lines |= place in _PLACES_IN_CALLS and "\n" in text
 
     def note_gap(self, space: str, on_lines: tuple[str, ...]) -> None:
-        """Note the white space between two calls.
+        """Record the white space between two calls.
 
         Args:
-            space: between the calls.
-            on_lines: the usual ones where their tags stand on lines.
+            space: the white space.
+            on_lines: usual white space between calls whose tags are on lines of their own.
         """
         is_tagged = self._texts.keys() & {"first", "empty"}
         usual = on_lines if self._is_on_lines else ("", "\n") if is_tagged else ("",)
@@ -70,10 +71,10 @@ class Layout:
         self.note("gap", space)
 
     def note_value(self, raw: str) -> None:
-        """Note whether a value begins and ends with a line end.
+        """Record whether a value begins and ends with a line break.
 
-        A quotation in a value on lines begins where one value begins with a line end, and ends
-        where a later one ends with a line end.
+        If values are on lines of their own, a quoted call shows as one value that begins with a
+        line break and a later one that ends with one.
         """
         starts, ends = raw.startswith("\n"), raw.endswith("\n")
         self._is_broken |= self._has_line and (not starts or raw == "\n")
@@ -82,7 +83,7 @@ class Layout:
         self._is_broken |= self._has_line and (not ends or raw == "\n")
 
     def note_head(self, found: re.Match[str], behind: str) -> None:
-        """Note the head of a call, with the text behind its match."""
+        """Record the head of a call, and the text `behind` it."""
         self.note("head", shape_of(found) + behind)
         number = found.groupdict().get("type") or ""
         if number.isdecimal():
@@ -91,7 +92,7 @@ class Layout:
 
     @property
     def is_regular(self) -> bool:
-        """Return whether the layout is the same everywhere, or there is only one value."""
+        """Return whether the layout is consistent, or there are fewer than two values."""
         if self.num_values < 2:
             return True
         if self.is_lopsided or any(len(texts) > 1 for texts in self._texts.values()):
@@ -103,9 +104,9 @@ class Layout:
 
 
 def shape_of(found: re.Match[str]) -> str:
-    """Return the text of a tag without its name and type."""
+    """Return the text of a matched tag without its name and type."""
     text = found[0]
-    for group in ("type", "name"):  # the last one first
+    for group in ("type", "name"):  # from right to left
         if found.groupdict().get(group) is not None:
             start, end = (place - found.start() for place in found.span(group))
             text = text[:start] + text[end:]
@@ -114,12 +115,13 @@ def shape_of(found: re.Match[str]) -> str:
 
 @dataclass(frozen=True)
 class Around:
-    """The texts around a call, and the layout of the calls so far.
+    """Texts around a call, and the layout of the calls so far.
 
     Attributes:
-        mark: the text before calls, and `close` the text after each.
-        ends: texts, one of which follows the end of a call; empty where any text may follow.
-        layout: of all calls in the answer.
+        mark: marker before a call.
+        close: text after a call.
+        ends: texts that may follow a call, empty if any text may.
+        layout: layout of all calls in the answer.
     """
 
     mark: str = ""
@@ -128,7 +130,10 @@ class Around:
     layout: Layout = field(default_factory=Layout)
 
     def may_follow(self, text: str, position: int) -> bool:
-        """Return whether a call may end at a position: the answer may also end there."""
+        """Return whether the text from `position` on may follow the end of a call.
+
+        The end of the text may always follow.
+        """
         if not self.ends:
             return True
         position = after_space(text, position)
@@ -138,10 +143,10 @@ class Around:
         return any(end.startswith(rest) for end in self.ends)
 
     def take_end(self, text: str, position: int) -> None:
-        """Note the white space behind a call.
+        """Record the white space after a call that ends at `position`.
 
         Raises:
-            Malformed: no call may end at the position.
+            Malformed: the text at `position` cannot follow a call.
         """
         if not self.may_follow(text, position):
             raise Malformed
@@ -151,23 +156,23 @@ class Around:
 
 
 def after_space(text: str, position: int) -> int:
-    """Return the position behind white space."""
+    """Return the index of the first character at or after `position` that is not white space."""
     found = _SPACE.match(text, position)
     return position if found is None else found.end()
 
 
 class TagCall(ABC):
-    """A call in tags: a head, parameters with bare values, and an end.
+    """Call in tags: a head, parameters with bare values, and an end.
 
-    An end tag ends a value only where the text behind it continues the call: with another
-    parameter, or with the call's end. Openings within a value are counted, so that a balanced
-    quotation is text. Where no end is found by counting, openings are text, if only one end tag
-    can end the value.
+    An end tag ends a value only if the text after it continues the call with another parameter or
+    the end of the call. Opening tags within a value are counted, so that a balanced quotation is
+    part of the value. If counting finds no end, opening tags are ignored, provided that only one
+    end tag can end the value.
 
     Attributes:
-        end: the text after all parameters.
-        trims: a line end at either side of a value is none of it.
-        whole: the texts around a JSON object that holds all arguments.
+        end: text after all parameters.
+        trims: True if one line break on either side of a value is not part of it.
+        whole: texts before and after a JSON object that holds all arguments.
     """
 
     end: str
@@ -177,65 +182,64 @@ class TagCall(ABC):
     @property
     @abstractmethod
     def value_tags(self) -> tuple[str, str]:
-        """The text that begins the tag before a value, and the tag after it."""
+        """Beginning of the tag before a value, and the tag after the value."""
 
     @property
     def pairs(self) -> tuple[tuple[str, str], ...]:
-        """Tags within a call that belong together."""
+        """Pairs of tags within a call that must balance."""
         return (self.value_tags,)
 
     @property
     def final(self) -> re.Pattern[str]:
-        """The end of a value that is the end of its call too."""
+        """Pattern of the end of a value that also ends its call."""
         return _final(self.value_tags[1], self.end)
 
     @abstractmethod
     def _head(self) -> re.Pattern[str]:
-        """Return the pattern of a call up to its parameters."""
+        pass
 
     @abstractmethod
     def opening(self) -> re.Pattern[str]:
-        """Return the pattern of all that stands before a value, with space before it."""
+        """Return the pattern of the tags before a value, with leading white space."""
 
     def _name(self, found: re.Match[str]) -> str:
-        """Return the name in a tag."""
         return found["name"]
 
     def is_text(self, found: re.Match[str], schema: dict[str, Any]) -> bool:
-        """Return whether a parameter's value may be a text."""
+        """Return whether the schema allows a string as the value of a matched parameter."""
         types = types_of(property_schema(schema, self._name(found)), schema)
         return not types or "string" in types
 
     def opens(self, text: str, position: int) -> bool:
-        """Return whether a parameter begins at a position."""
+        """Return whether a parameter begins at `position`."""
         return self.opening().match(text, position, position + MAX_HEAD) is not None
 
     def counts(self, text: str, position: int) -> bool:
-        """Return whether the text of an opening, within a value, is a whole one."""
+        """Return whether the opening tag at `position`, within a value, counts as nested."""
         return self.opens(text, position)
 
     def _value(self, raw: str, found: re.Match[str], schema: dict[str, Any]) -> Any:
         return convert(raw, property_schema(schema, self._name(found)), schema)
 
     def _take_head(self, source: Source) -> Reading[tuple[re.Match[str], str]]:
-        """Take the head of a call. Return the match of its name, and the text behind that."""
+        """Take the head of a call. Return the match with its name, and the marker after it."""
         return (yield from source.match(self._head())), ""
 
     def begins(self, source: Source) -> Reading[None]:
-        """Take the head of a call of any name.
+        """Take the head of a call, whatever its name.
 
         Raises:
-            Malformed: there is none.
+            Malformed: the text does not begin like a call.
         """
         yield from source.match(self._head())
 
     def read(self, source: Source, tools: Tools, around: Around) -> Reading[list[WrittenCall]]:
-        """Take a call from a text that is complete.
+        """Take and return one call from a complete text.
 
         Raises:
-            Repeated: an argument is given twice.
-            Uncallable: its tool is unknown.
-            Malformed: it has no end, or may have several.
+            Repeated: an argument is given twice, or a value is invalid.
+            Uncallable: the tool is unknown.
+            Malformed: the end of the call is missing or ambiguous.
         """
         head, behind = yield from self._take_head(source)
         around.layout.note_head(head, behind)
@@ -257,7 +261,9 @@ class TagCall(ABC):
         return [written(name, values)]
 
     def read_formed(self, source: Source, tools: Tools) -> Reading[list[WrittenCall]]:
-        """Take a call that a grammar has formed, whose texts hold none of its tags."""
+        """Take and return a call that a grammar has formed, so that no value contains one of its
+        tags.
+        """
         name = self._name((yield from self._take_head(source))[0])
         schema, values = tools.get(name, {}), dict[str, Any]()
         end = self.value_tags[1]
@@ -270,7 +276,7 @@ class TagCall(ABC):
                 yield from source.skip_space()
             if self.is_text(found, schema) or not (yield from source.has("{", "[")):
                 raw, _ = yield from source.until(end)
-            else:  # the texts in JSON may hold tags
+            else:  # strings in JSON may contain tags
                 raw = yield from source.bracketed()
                 yield from source.skip_space()
                 yield from source.expect(end)
@@ -281,7 +287,7 @@ class TagCall(ABC):
 
 
 class _Values:
-    """Reader of the parameters of one call in a text that is complete."""
+    """Reader of the parameters of one call in a complete text."""
 
     def __init__(self, call: TagCall, text: str, around: Around, schema: dict[str, Any]) -> None:
         self._call = call
@@ -291,12 +297,14 @@ class _Values:
         self._tags = any_of(call.value_tags)
 
     def values(self, source: Source) -> Iterator[tuple[re.Match[str] | None, str]]:
-        """Take parameters and the call's end. Yield each tag before a value, and the value.
+        """Take the parameters and the end of the call.
 
-        The tag is None where the value is a JSON object of all arguments.
+        Yields:
+            The match of the tag before each value, and the raw value. For a JSON object of all
+                arguments the match is None.
 
         Raises:
-            Malformed: the call has no end, or may have several.
+            Malformed: the end of the call is missing or ambiguous.
         """
         text, call, layout, is_first = self._text, self._call, self._around.layout, True
         while True:
@@ -327,7 +335,7 @@ class _Values:
             yield found, raw
 
     def _whole(self, source: Source) -> str:
-        """Take a JSON object of all arguments, or null, and the tag behind it."""
+        """Take a JSON object of all arguments, or null, and the tag after it."""
         result_of(source.skip_space())
         raw = result_of(source.takes("null")) or result_of(source.bracketed())
         result_of(source.skip_space())
@@ -335,16 +343,17 @@ class _Values:
         return raw
 
     def _continues(self, position: int) -> bool:
-        """Return whether the call can go on behind the end of a value."""
+        """Return whether the call can continue after a value that ends at `position`."""
         start = after_space(self._text, position)
         if self._text.startswith(self._call.end, start):
             return self._around.may_follow(self._text, start + len(self._call.end))
         return self._call.opens(self._text, start)
 
     def _end_of_json(self, found: re.Match[str]) -> int | None:
-        """Return the position of the tag behind a JSON value, whose texts may hold tags.
+        """Return the index of the end tag of a JSON value, whose strings may contain tags.
 
-        It is None where there is no such value, or a text is allowed.
+        It is None if the schema allows a string, or if the value is not JSON followed by an end
+        tag.
         """
         text, layout = self._text, self._around.layout
         start = after_space(text, found.end())
@@ -362,10 +371,11 @@ class _Values:
         return behind if is_end and _is_json(text[start:end]) else None
 
     def _end_of_text(self, start: int) -> int:
-        """Return the position of the tag that ends a value.
+        """Return the index of the tag that ends the value.
 
         Raises:
-            Malformed: there is none, or counting finds none and several may be it.
+            Malformed: no tag can end the value, or counting finds no end and several tags could be
+                it.
         """
         tag, depth, ends = self._call.value_tags[1], 0, list[int]()
         for found in self._tags.finditer(self._text, start):

@@ -1,7 +1,7 @@
-"""Rules of calls in tags, whose values are bare text: XML dialects, and those with keys.
+"""Grammar rules of tagged calls, whose values are bare text.
 
-A value is written as its reader converts it back: JSON where no text is allowed, else the text
-itself up to the tag that ends it.
+Values are written so that readers convert them back: as JSON if the schema does not allow strings,
+otherwise as the text itself up to the tag that ends it.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from jaxserve.server.tool_calls.grammar_parts import (
 )
 from jaxserve.server.tool_calls.values import convert, property_schema, types_of
 
-# Keywords of a text's schema that a regular expression can say.
+# Keywords of string schemas that a regular expression can enforce.
 _LENGTHS = frozenset(("minLength", "maxLength"))
-# The longest text that can be counted; with line ends around it, the counting grows too large.
+# Maximum `maxLength`. With line breaks around the text, larger counts make the automaton too big.
 _LONGEST, _LONGEST_TRIMMED = 1024, 16
 Spell = Callable[[str], str]
 
 
 class Unformable(Exception):
-    """A schema of which this form cannot say all that it allows, and no more."""
+    """The call format cannot express exactly the values that a schema allows."""
 
 
 @dataclass(frozen=True)
 class _Tags:
-    """The texts around a value.
+    """Texts around an argument.
 
     Attributes:
-        key: before the name of an argument.
-        before: between the name and its value; `{}` stands for the type of the value.
-        end: after the value.
-        stops: texts that a value cannot hold besides, since readers look for them.
-        trims: a line end at either side of a value is none of it.
-        is_escaped: names are written as in HTML.
+        key: text before the name.
+        before: text between the name and the value, with `{}` for the type of the value.
+        end: text after the value.
+        stops: other texts that a value must not contain, since readers look for them.
+        trims: True if one line break on either side of a value is not part of it.
+        is_escaped: True if names are HTML-escaped.
     """
 
     key: str
@@ -56,12 +56,12 @@ class _Tags:
 
 
 def tagged_rules(form: CallFormat, functions: Sequence[Function], spell: Spell) -> Iterator[str]:
-    """Yield the rules of a call, after its mark and up to its own end.
+    """Yield the rules of one call, from after its marker to its own end.
 
     Arguments come in the order of the schema, each at most once.
 
     Raises:
-        Unformable: see there.
+        Unformable: the format cannot express a schema exactly.
     """
     head, tags, tail = _parts(form)
     yield "call: " + " | ".join(f"call{index}" for index in range(len(functions)))
@@ -89,7 +89,7 @@ def _written(part: str, name: str, spell: Spell) -> str:
 
 
 def _parts(form: CallFormat) -> tuple[list[str], _Tags, str]:
-    """Return the parts up to a call's name, the tags of its arguments, and its end."""
+    """Return the texts up to the name of a call, the tags of its arguments, and its end."""
     body = form.body
     if isinstance(body, KeyedCall):
         key, key_end, value, end = body.tags
@@ -112,14 +112,13 @@ def _parts(form: CallFormat) -> tuple[list[str], _Tags, str]:
 
 
 def _stops(form: CallFormat, opening: str) -> tuple[str, ...]:
-    """Return the texts that no value may hold: beginnings and ends of values and calls."""
     return tuple(dict.fromkeys([opening, *call_ends(form), *form.starts]))
 
 
 def _argument(
     rule: str, name: str, schema: dict[str, Any], tags: _Tags, spell: Spell
 ) -> Iterator[str]:
-    """Yield the rules of an argument: tags and value."""
+    """Yield the rules of an argument: its tags and its value."""
     own = property_schema(schema, name)
     types = types_of(own, schema)
     is_text = "string" in types or not types
@@ -150,7 +149,6 @@ def _argument(
 
 
 def _opening(text: str, spell: Spell) -> str:
-    """Return the parts of a tag, in which line ends may be left out."""
     return " NL? ".join(" ".join(spelled(line, spell)) for line in text.split("\n"))
 
 
@@ -168,7 +166,7 @@ def _choices(values: list[Any], own: Any, schema: dict[str, Any], tags: _Tags) -
 
 
 def _text(rule: str, opening: str, own: Any, tags: _Tags, spell: Spell) -> Iterator[str]:
-    """Yield the rules of a free text, perhaps with bounds of its length."""
+    """Yield the rules of a free text, with its length bounds if it has any."""
     limits = own.keys() - {"type"}
     if all(choice == {"type": choice.get("type")} for choice in own.get("anyOf", [{}])):
         limits.discard("anyOf")
@@ -189,10 +187,10 @@ def _text(rule: str, opening: str, own: Any, tags: _Tags, spell: Spell) -> Itera
 
 
 def _text_rule(rule: str, before: str, inner: str, tags: _Tags, spell: Spell) -> Iterator[str]:
-    """Yield the rule of a text of some form, up to the tag that ends it, that tag included."""
+    """Yield the rules of a text that matches `inner`, up to and including the tag that ends it."""
     first, *rest = spelled(tags.end, spell)
     without = rf" & ~/(.|\n)*({'|'.join(map(escaped, tags.stops))})(.|\n)*/"
-    if first.startswith("<["):  # a token of its own ends the text
+    if first.startswith("<["):  # one added token ends the text
         end = escaped(tags.end if not rest else tags.end[: tags.end.index(">") + 1])
         yield rf"TEXT_{rule.upper()}: /{inner}/ & ~/(.|\n)*{end}(.|\n)*/{without}"
         yield f"{rule}: {before} TEXT_{rule.upper()} {' '.join([first, *rest])}"

@@ -1,4 +1,4 @@
-"""Ways to write a call in tags: parameters whose tags name them, and pairs of keys and values."""
+"""Calls written in tags: XML-like parameters (Qwen3-Coder), and key-value pairs (GLM)."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from jaxserve.server.tool_calls.written import NAME
 
 @dataclass(frozen=True)
 class XmlCall(TagCall):
-    """A call in tags, as `<function=f><parameter=a>1</parameter></function>`.
+    """Call with one named tag per argument: `<function=f><parameter=a>1</parameter></function>`.
 
     Args:
-        parameter: the text before a parameter's name.
-        parameter_end: the text after its value.
-        end: the text after all parameters.
-        outer_end: the text after that, which ends a section begun before the call.
-        is_quoted: names stand in quotation marks.
-        trims: a line end at either side of a value is none of it.
-        types: name of the attribute that says whether a value is a string: "true" or "string".
-        before: the text before a call's name, after the mark.
-        tag_end: the text after a tag's attributes.
-        whole: the texts around a JSON object that holds all arguments.
-        is_escaped: names are written as in HTML.
+        parameter: text before the name of a parameter.
+        parameter_end: text after the value of a parameter.
+        end: text after the last parameter.
+        outer_end: text after `end` that closes the section around the call.
+        is_quoted: True if names are quoted.
+        trims: True if one line break on either side of a value is not part of it.
+        types: name of the attribute that tells strings ("true" or "string") from other values.
+        before: text between the marker of the call and its name.
+        tag_end: text that ends a tag after its attributes.
+        whole: texts before and after a JSON object that holds all arguments.
+        is_escaped: True if names are HTML-escaped.
     """
 
     parameter: str
@@ -76,7 +76,6 @@ class XmlCall(TagCall):
 
 @functools.lru_cache(maxsize=64)
 def _opening(before: str, is_quoted: bool, types: str, end: str) -> re.Pattern[str]:
-    """Return the pattern of a tag from its name on, or from the text before that."""
     name = r"[^\s<>\"'](?:[^<>\"'\n]{0,254}[^\s<>\"'])??"
     name = rf"(?P<quote>[\"']?)(?P<name>{name})(?P=quote)" if is_quoted else rf"(?P<name>{name})"
     types = rf"(?:\s+(?:{types}|index)=\"(?P<type>\w{{1,9}})\")?" if types else ""
@@ -86,12 +85,12 @@ def _opening(before: str, is_quoted: bool, types: str, end: str) -> re.Pattern[s
 
 @dataclass(frozen=True)
 class KeyedCall(TagCall):
-    """A call as a name and pairs of tags: `f<arg_key>a</arg_key><arg_value>1</arg_value>`.
+    """Call as a name and tagged pairs: `f<arg_key>a</arg_key><arg_value>1</arg_value>`.
 
     Args:
-        end: the text after all pairs.
-        after: a mark that may follow the name.
-        suffix: a text at the end of each tag's name.
+        end: text after all pairs.
+        after: marker that may follow the name of the function.
+        suffix: text at the end of the name of each tag.
     """
 
     end: str
@@ -100,7 +99,7 @@ class KeyedCall(TagCall):
 
     @property
     def tags(self) -> tuple[str, str, str, str]:
-        """The tags around a key, and around a value."""
+        """Tags before and after a key, and before and after a value."""
         before, after = f"arg_key{self.suffix}>", f"arg_value{self.suffix}>"
         return f"<{before}", f"</{before}", f"<{after}", f"</{after}"
 
@@ -140,5 +139,5 @@ def _keyed_opening(key: str, key_end: str, value: str) -> re.Pattern[str]:
 
 
 def loosely(text: str) -> str:
-    """Return a pattern of a text, in which white space may be more or less."""
+    """Return a pattern that matches `text` with any amount of white space at its spaces."""
     return r"\s*".join(map(re.escape, text.split()))

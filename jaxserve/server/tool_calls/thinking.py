@@ -1,4 +1,4 @@
-"""ThinkingReader: separates the thoughts in a text from the answer."""
+"""ThinkingReader: separates the thoughts in an answer from the answer text."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from jaxserve.server.tool_calls.source import Reading, Source, any_of
 class Start(enum.Enum):
     """State of the thoughts at the end of a prompt."""
 
-    OPEN = "open"  # the template has begun it
-    CLOSED = "closed"  # the template has ended it
-    FREE = "free"  # the model begins it itself, or not at all
+    OPEN = "open"  # the template has written the start marker
+    CLOSED = "closed"  # the template has written the end marker
+    FREE = "free"  # the model may write the start marker
 
 
 def start_of(prompt_tail: str, thinking: ThinkingFormat) -> Start:
-    """Return the state of the thoughts after the end of a prompt."""
+    """Return the state of the thoughts after a prompt that ends with `prompt_tail`."""
     tail = prompt_tail.rstrip()
     if tail.endswith(thinking.starts):
         return Start.OPEN
@@ -26,13 +26,13 @@ def start_of(prompt_tail: str, thinking: ThinkingFormat) -> Start:
 
 
 class ThinkingReader:
-    """Incremental reader of a text in pieces; how the text is cut does not change the result.
+    """Incremental reader of an answer. The result does not depend on how the text is divided.
 
-    Space around the thoughts, and between them and the answer, is left out. So are the marks of
-    the answer itself, where the format has any.
+    White space around the thoughts is dropped, and so are the markers around the answer itself, if
+    the format has any.
 
     Attributes:
-        has_ended: whether there are no thoughts, or none any more.
+        has_ended: True if no more thoughts can follow.
     """
 
     def __init__(self, thinking: ThinkingFormat, start: Start) -> None:
@@ -45,7 +45,7 @@ class ThinkingReader:
         self.has_ended = False
 
     def feed(self, text: str, final: bool = False) -> list[Thought | Content]:
-        """Read more text. Return the new thoughts and the new answer that are certain by now."""
+        """Read more text. Return the new thoughts and answer text that are certain by now."""
         self._source.add(text, final)
         next(self._reading, None)
         pieces = self._pieces.copy()
@@ -61,7 +61,7 @@ class ThinkingReader:
         form, source = self._format, self._source
         is_open = self._start is Start.OPEN or (form.is_always and self._start is Start.FREE)
         if self._start is not Start.CLOSED:
-            # Models repeat a mark that the template has set already.
+            # Some models repeat a start marker that the template has written.
             yield from source.skip_space()
             if not (yield from source.takes(*form.starts)):
                 source.rewind()
@@ -80,10 +80,10 @@ def _say(
     kind: type[Thought] | type[Content],
     pieces: list[Thought | Content],
 ) -> Reading[bool]:
-    """Add the text up to the first of some marks, without space around it, as it comes.
+    """Return text as it arrives, up to the first of some markers, without white space around it.
 
     Returns:
-        Whether any comes.
+        Whether a marker was found.
     """
     pattern, spaces = any_of(ends), list[str]()
     yield from source.skip_space()
@@ -107,7 +107,7 @@ def _say(
 def _say_rest(
     source: Source, pieces: list[Thought | Content], left_out: tuple[str, ...] = ()
 ) -> Reading[None]:
-    """Add all further text as content, without some marks."""
+    """Return all remaining text as content, without the markers in `left_out`."""
     pattern = any_of(left_out)
     while True:
         found = source.search(pattern) if left_out else None
@@ -125,7 +125,7 @@ def _say_rest(
 
 
 class _AnswerMarks:
-    """Remover of the marks around an answer."""
+    """Filter that removes the markers around an answer."""
 
     def __init__(self, thinking: ThinkingFormat) -> None:
         self._ends = dict(thinking.answer_marks)

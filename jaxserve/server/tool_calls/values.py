@@ -1,4 +1,4 @@
-"""Values of arguments that models write as bare text, converted by a tool's JSON schema."""
+"""Conversion of bare argument values to the types in the JSON schema of a tool."""
 
 from __future__ import annotations
 
@@ -20,19 +20,23 @@ _TYPES = {
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 _CHOICES = ("anyOf", "oneOf", "allOf")
 _MAX_REFERENCES = 16
-# Python refuses to read longer whole numbers.
+# Python refuses to parse integers of more digits.
 _MAX_DIGITS = 4000
 
 
 def property_schema(schema: dict[str, Any], name: str) -> Any:
-    """Return the schema of an object's property, with what its references point to beside it."""
+    """Return the schema of property `name` of an object schema, with references resolved.
+
+    Returns:
+        The schema of the property, {} if it is unknown.
+    """
     properties = resolve(schema, schema).get("properties")
     own = properties.get(name) if isinstance(properties, dict) else None
     return resolve(own, schema)
 
 
 def resolve(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
-    """Return what a schema refers to within `root`; an empty schema where that is nowhere."""
+    """Follow `$ref`s of a schema within `root`. Return {} if a reference has no target."""
     for _ in range(_MAX_REFERENCES):
         if not isinstance(schema, dict):
             return {}
@@ -45,9 +49,9 @@ def resolve(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
 
 
 def types_of(schema: Any, root: dict[str, Any]) -> set[str]:
-    """Return the names of JSON's types that a schema allows; none where it does not say.
+    """Return the JSON type names that a schema allows, an empty set if it does not restrict them.
 
-    Each schema is looked at once, since choices may refer to each other.
+    Each schema is visited once, since schemas of choices may refer to each other.
     """
     types: set[str] = set()
     waiting, seen = [schema], set[int]()
@@ -71,18 +75,19 @@ def types_of(schema: Any, root: dict[str, Any]) -> set[str]:
 
 
 def convert(text: str, schema: Any, root: dict[str, Any]) -> Any:
-    """Return the value that a text stands for.
+    """Return the value of a bare text according to a schema.
 
-    Of several types null comes first, then numbers, booleans, objects and arrays. What is none of
-    them is the text itself if it may be one, or else whatever JSON it is, or the text after all.
+    Types are tried in the order null, number, boolean, object or array. Otherwise the text is a
+    string if the schema allows strings. If not, it is parsed as any JSON value, and stays a string
+    if it is not JSON.
 
     Args:
-        text: as the model wrote it.
-        schema: of the value.
-        root: the schema to which references refer.
+        text: the value as the model wrote it.
+        schema: schema of the value.
+        root: schema in which references are resolved.
 
     Raises:
-        RepeatedKey: no text is allowed, and an object in the value names a key twice.
+        RepeatedKey: the schema does not allow strings, and an object in the value repeats a key.
     """
     types = types_of(schema, root) or {"string"}
     bare = text.strip()
@@ -129,7 +134,7 @@ def _number(text: str, may_be_fraction: bool) -> int | float | None:
 
 
 def is_finite(value: Any) -> bool:
-    """Return whether JSON can say a value: none of its numbers is infinite."""
+    """Return whether all numbers in a JSON-like value are finite, so that JSON can represent it."""
     level = [value]
     while level:
         inner: list[Any] = []

@@ -1,4 +1,4 @@
-"""WrittenCall: a call that was read; Tools: the ones that may be called."""
+"""Tool calls as a model wrote them, and the text that a grammar allows beside them."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from typing import Any
 from jaxserve.server.tool_calls.literals import read_json, write_json
 from jaxserve.server.tool_calls.source import Uncallable
 
-# The schema of the arguments of each tool that may be called, by its name.
+# Names of the tools that may be called, with the schemas of their arguments.
 Tools = Mapping[str, dict[str, Any]]
 NAME = r"[A-Za-z0-9_.-]{1,128}"
 
 
 class Beside(enum.Enum):
-    """The text that a grammar of calls allows beside them."""
+    """Text that a grammar of calls allows in addition to calls."""
 
     NOTHING = "nothing"
-    FORM = "form"  # an answer of a form in place of the calls
+    FORM = "form"  # structured output instead of calls
     TEXT = "text"
 
 
 @dataclass(frozen=True)
 class WrittenCall:
-    """A call, or the beginning of one that a grammar forms.
+    """Call that a model wrote, or its beginning if a grammar forms it.
 
     Attributes:
-        name: of the tool.
+        name: name of the tool.
         arguments: JSON text of an object, or its beginning.
-        id: as the model wrote it; None where it writes none that templates need.
+        id: id as the model wrote it, None if the format has no ids that chat templates need.
     """
 
     name: str
@@ -39,10 +39,15 @@ class WrittenCall:
 
 
 def written(name: str, arguments: Any, number: str | None = None) -> WrittenCall:
-    """Return a call with its arguments: an object, the JSON text of it, or None for no arguments.
+    """Return a call with its arguments as JSON text.
+
+    Args:
+        name: name of the tool.
+        arguments: object, JSON text of an object, or None for no arguments.
+        number: id of the call, if the model wrote one.
 
     Raises:
-        Uncallable: they are anything else.
+        Uncallable: the arguments are not an object, or not valid JSON.
     """
     try:
         if isinstance(arguments, str):
