@@ -1,7 +1,7 @@
-"""Tokens of a GGUF file that end an answer: named by its metadata, or known by their text.
+"""End-of-answer tokens of a GGUF file, named by its metadata or known by their text.
 
-The texts are those that llama.cpp's src/llama-vocab.cpp (MIT licence, ggml authors) ends at.
-Many files name the end of a text only, and a model that ends its turns otherwise would go on with
+The texts are those of llama.cpp's src/llama-vocab.cpp (MIT licence, ggml authors). Many files name
+only the end-of-text token. A model that ends its turns with another token would then continue with
 both sides of the conversation.
 """
 
@@ -20,32 +20,34 @@ TEXTS = frozenset(
         *("<|tool_response>", "<｜end▁of▁sentence｜>", "[e~["),
     }
 )
-# Where a file does not name the token, the first of these that it holds.
+# If a file does not name the token, the first of these texts in its vocabulary applies.
 _CODE = {
     "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
 }
-_USER_DEFINED = 4  # a type of tokens
+_USER_DEFINED = 4  # type of a token
 _NAMED = ("eos", "eot", "eom", *_CODE)
 
 
 def end_texts(types: Mapping[str, int]) -> set[str]:
-    """Return the texts in a vocabulary that end an answer whatever the metadata say.
+    """Return the texts in a vocabulary that end an answer regardless of the metadata.
 
     Args:
-        types: of tokens, by their text.
+        types: token types by text.
     """
     found = set(TEXTS.intersection(types))
     if found & {"<|call|>", "<|calls|>"} and found & {"<|return|>", "<|flush|>"}:
-        found.discard("<|end|>")  # ends a part of an answer
+        found.discard("<|end|>")  # ends only a part of an answer
     if types.get("</s>") == _USER_DEFINED:
-        found.discard("</s>")  # HTML, which Gemma has tokens for
+        found.discard("</s>")  # an HTML tag, for which Gemma has a token
     return found
 
 
 def gguf_ends(metadata: Mapping[str, Any]) -> list[Any]:
-    """Return unchecked ids of the tokens that end an answer, those of the metadata first."""
+    """Return the ids of tokens that end an answer, without checking them, the metadata's ids
+    first.
+    """
     tokens = metadata.get("tokenizer.ggml.tokens")
     tokens = tokens if isinstance(tokens, list) else []
     types = metadata.get("tokenizer.ggml.token_type")

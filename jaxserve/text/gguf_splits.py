@@ -1,8 +1,9 @@
-"""Splits of text by llama.cpp's pre-tokenizers, before the merges of byte-level vocabularies.
+"""Splits of text by llama.cpp's pre-tokenizers, applied before the merges of byte-level
+vocabularies.
 
-The names, their flags and most patterns are facts of llama.cpp's src/llama-vocab.cpp (MIT licence,
-ggml authors). Where it only approximates a pattern of the model's own tokenizer.json, and quotes
-that, the pattern here is the model's.
+The names, flags and most patterns are those of llama.cpp's src/llama-vocab.cpp (MIT licence, ggml
+authors). Where llama.cpp only approximates a pattern of the model's tokenizer.json, and quotes it,
+the pattern here is the model's.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from types import MappingProxyType
 
 @dataclass(frozen=True)
 class Split:
-    """A way to split text.
+    """Rules that split text into words.
 
     Attributes:
-        patterns: applied one after the other, each to what the ones before left; what a pattern
-            does not match stays a piece of its own.
-        ignore_merges: a piece that is a token is that token, whatever the merges make of it.
-        begins: every text begins with the BOS token unless the file says otherwise.
+        patterns: patterns, applied in order, each to the words of the previous one. Text that a
+            pattern does not match becomes a word of its own.
+        ignore_merges: True if a word that is a token is encoded as that token regardless of merges.
+        begins: True if a text begins with the BOS token, unless the file says otherwise.
     """
 
     patterns: tuple[str, ...]
@@ -41,7 +42,9 @@ _SLASHES = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
 
 
 def _cased(ending: str, numbers: str) -> str:
-    """Make a pattern of words, cut where a capital follows a small letter, as GPT-4o's are."""
+    """Return a pattern that also splits words before a capital that follows a small letter
+    (GPT-4o).
+    """
     words = f"{_BEFORE}{_UPPER}*{_LOWER}+{ending}|{_BEFORE}{_UPPER}+{_LOWER}*{ending}"
     return rf"{words}|{numbers}|{_SLASHES}|{_BLANKS}"
 
@@ -51,14 +54,14 @@ _KANA = r"[一-龥぀-ゟ゠-ヿ]+"
 _CODE = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"
 _MARKED = r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
 _DEEPSEEK3 = rf"{_CODE}|{_MARKED}| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_BLANKS}"
-# Letters with a case, as DeepSeek-V2's tokenizer lists them.
+# Cased letters, as listed in DeepSeek-V2's tokenizer.
 _CASED_LETTERS = (
     "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫ"
     "ᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭ"
     "ℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟"
     "𞤀-𞥃"
 )
-_ASIAN = (  # of AFMoE: Chinese, Japanese, Thai, Lao, Khmer, Burmese, Korean
+_ASIAN = (  # AFMoE: Chinese, Japanese, Thai, Lao, Khmer, Burmese, Korean
     "[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f"
     "\u2f00-\u2fdf\u0e40-\u0e7f\u0e80-\u0eff\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f"
     "\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+"
@@ -69,14 +72,14 @@ _NOT_HAN_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _PUNCTUATION = r"[\p{P}\$\+<=>\^~\|`]+"
 _EACH_LINE = r"[^\n]+|[\n]+"
 _POETRY = r" ?[^(\s|.,!?…。，、।۔،)]+"
-# Patterns and the names that share them, with the flags of all of them.
+# Names that share patterns, with both flags False.
 _PLAIN: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "gpt-2 phi-2 jina-es jina-de gigachat jina-v2-es jina-v2-de a.x-4.0 mellum modern-bert "
         "jina-v1-en jina-v2-code roberta-bpe mpt olmo jais trillion granite-docling exaone4",
         (_GPT2,),
     ),
-    (  # each digit alone
+    (  # single digits
         "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2",
         (r"\p{N}", _GPT2),
     ),
@@ -149,7 +152,7 @@ _PLAIN: tuple[tuple[str, tuple[str, ...]], ...] = (
         (rf"{_ENDINGS}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_BLANKS}",),
     ),
     ("ufakzeka", (rf"{_WORD}|\p{{N}}|{_SIGNS}|{_BLANKS}",)),
-    (  # digits in threes from the right
+    (  # groups of three digits from the right
         "afmoe",
         (r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))", _ASIAN, _DEEPSEEK3),
     ),
@@ -191,5 +194,5 @@ SPLITS: Mapping[str, Split] = MappingProxyType(
         "granite-embed-multi-97m": Split((_GPT4O,), ignore_merges=True),
     }
 )
-# Names of vocabularies of merges that are spelled in characters, not in bytes.
+# BPE vocabularies spelled in characters instead of bytes.
 IN_CHARACTERS = ("gemma4", "granite-embed-multi-311m", "sarvam-moe", "whitespace")

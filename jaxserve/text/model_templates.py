@@ -9,7 +9,7 @@ from typing import Any
 from jaxserve.errors import CheckpointError
 from jaxserve.text.template import ChatTemplate
 
-# Tools for templates that render conversations with tools alone.
+# Tools to test templates that render only conversations with tools.
 _TOOLS = [
     {
         "type": "function",
@@ -21,21 +21,21 @@ _TOOLS = [
 def read_templates(
     tokenizer: Any, where: str, fit: Callable[[ChatTemplate, Any], ChatTemplate]
 ) -> dict[bool, ChatTemplate]:
-    """Return the chat template without tools and with them, which may be another.
+    """Return the chat templates for conversations without tools (False) and with tools (True).
 
     Args:
-        tokenizer: of Transformers, or like them.
-        where: it was read from.
-        fit: finds the form in which a template receives content with such tools.
+        tokenizer: tokenizer of Transformers, or an object with the same methods.
+        where: path that errors name.
+        fit: function that sets the form of content that a template expects.
 
     Raises:
-        CheckpointError: a template has no meaning, does not end, or shows no user's words.
+        CheckpointError: a template is invalid, does not end, or does not show user messages.
     """
     if tokenizer.chat_template is None:
         return {}
     sources: dict[bool, str] = {}
     for with_tools in (False, True):
-        # Several named templates without a default serve only conversations of their kind.
+        # Named templates without a default serve only one kind of conversation.
         with suppress(ValueError):
             sources[with_tools] = tokenizer.get_chat_template(tools=_TOOLS if with_tools else None)
     found: dict[bool, ChatTemplate] = {}

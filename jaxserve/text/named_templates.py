@@ -1,4 +1,4 @@
-"""Chat templates from elsewhere than the checkpoint: shipped ones by name, files, and texts."""
+"""Chat templates from outside the checkpoint: shipped ones by name, files, and literal sources."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from jaxserve.errors import InvalidRequest
 from jaxserve.text.template import MAX_NODES, MAX_SOURCE_CHARS, ChatTemplate
 from jaxserve.text.template_names import HOW_TO_GIVE, NAMED_TEMPLATES, TEMPLATE_FOLDER
 
-# Characters by which vLLM tells a template from a path.
+# Characters by which vLLM distinguishes a template from a path.
 _JINJA = "{}\n"
 
 
 def find_template(
     given: str | Path, may_read: bool = True, max_nodes: int = MAX_NODES
 ) -> ChatTemplate:
-    """Return the chat template that a setting or an argument names.
+    """Return the chat template that a setting or a request names.
 
     Args:
-        given: the path of a file, the name of a shipped template, or a template itself.
-        may_read: whether files are read; those that a request names never are.
-        max_nodes: of its syntax tree.
+        given: path of a file, name of a shipped template, or Jinja source.
+        may_read: True if files may be read. Requests never read files.
+        max_nodes: maximum nodes in the syntax tree.
 
     Raises:
-        InvalidRequest: it is none of these, or has no meaning as a template.
+        InvalidRequest: the value is not one of these, or the template is invalid.
     """
     text = str(given)
     if may_read and not isinstance(given, Path) and any(sign in text for sign in _JINJA):
-        may_read = False  # a template; a path that is given as one is read
+        may_read = False  # Jinja source, unless it was passed as a Path
     if may_read:
         is_file = False
-        with suppress(OSError, ValueError):  # too long for a path, or with a NUL
+        with suppress(OSError, ValueError):  # too long for a path, or contains a NUL
             is_file = Path(text).is_file()
         if is_file:
             return compile_template(_read(Path(text)), text)
@@ -46,10 +46,10 @@ def find_template(
 
 
 def _read(path: Path) -> str:
-    """Return a file's text.
+    """Return the text of a file.
 
     Raises:
-        InvalidRequest: it cannot be read, or is no text.
+        InvalidRequest: the file cannot be read, or is not UTF-8.
     """
     try:
         with path.open("rb") as file:
@@ -64,14 +64,14 @@ def _read(path: Path) -> str:
 
 
 def compile_template(source: str, where: str = "", max_nodes: int = MAX_NODES) -> ChatTemplate:
-    """Return a template that was not read from a checkpoint.
+    """Return a compiled template that does not come from a checkpoint.
 
     Raises:
-        InvalidRequest: it has no meaning, or is too large.
+        InvalidRequest: the template is invalid or too large.
     """
     try:
         return ChatTemplate(source, max_nodes)
-    except Exception as error:  # Jinja's, Python's, and ours for a size
+    except Exception as error:  # from Jinja, Python, or a size check
         at_file = f" {where}" if where else ""
         message = " ".join(str(error).split())[:300]
         raise InvalidRequest(f"chat_template{at_file}: {message}", "chat_template") from error

@@ -1,8 +1,8 @@
-"""ChatTemplate: a checkpoint's Jinja template, rendered in a sandbox that counts its work.
+"""ChatTemplate: a checkpoint's Jinja template, rendered in a sandbox with a work budget.
 
-A template comes with a checkpoint, so it is a foreign program. Jinja has no loop without an end,
-but loops in loops, macros and doubled texts come close. No thread can be stopped from outside, so
-every step that can repeat or enlarge anything pays from one budget, before it runs.
+A template comes with a checkpoint, so its code is untrusted. Jinja has no endless loops, but nested
+loops, macros and repeated doubling of strings can take nearly as long. A thread cannot be stopped
+from outside, so every step that can repeat or grow is charged to one budget before it runs.
 """
 
 from __future__ import annotations
@@ -16,27 +16,28 @@ from jaxserve.text.template_budget import Budget, TemplateTooLong, weigh
 from jaxserve.text.template_sandbox import Sandbox
 
 MAX_SOURCE_CHARS = 1 << 20
-# Nodes of a template's syntax tree; the largest that models have hold a thousand.
+# Maximum nodes in the syntax tree of a template. The largest published templates have a thousand.
 MAX_NODES = 50_000
-# The bound of a template's output is four times its input, and this much.
+# The output of a template is limited to four times its input plus this many characters.
 MORE_CHARS = 1 << 20
-# The bound of all texts and lists made on the way, in multiples of the output's.
+# Limit on all intermediate strings and lists, as a multiple of the output limit.
 WORK_OF_OUTPUT = 16
 
 
 class ChatTemplate:
-    """A compiled template. It is safe from any thread.
+    """Compiled chat template. It is thread-safe.
 
     Args:
-        source: in Jinja.
-        max_nodes: of its syntax tree.
+        source: Jinja source.
+        max_nodes: maximum nodes in its syntax tree.
 
     Attributes:
-        text_roles: roles whose messages it reads with content as text; None for all, as most do.
-        constants: the texts that it compares with or prints.
+        text_roles: roles whose messages have text as content; the other roles have lists of parts.
+            None means text for all roles, as for most templates.
+        constants: strings that the template compares with or prints.
 
     Raises:
-        jinja2.TemplateError, ValueError: it has no meaning, or is too large.
+        jinja2.TemplateError, ValueError: the source is invalid or too large.
     """
 
     def __init__(self, source: str, max_nodes: int = MAX_NODES) -> None:
@@ -55,19 +56,19 @@ class ChatTemplate:
             raise ValueError("the chat template is nested too deep") from None
 
     def reads(self, name: str) -> bool:
-        """Return whether the name of a variable occurs in it."""
+        """Return whether the variable `name` occurs in the template."""
         return name in self._names
 
     def render(self, variables: dict[str, Any], seconds: float = 1.0) -> str:
-        """Return the text.
+        """Render and return the text.
 
         Args:
-            variables: plain values, which the template cannot change.
-            seconds: of CPU time that it may take.
+            variables: plain values. The template cannot change them.
+            seconds: limit on CPU time.
 
         Raises:
-            TemplateTooLong: it takes longer, or makes more than four times its input and 1 MiB.
-            Exception: whatever the template raises.
+            TemplateTooLong: the time or the output limit was exceeded.
+            Exception: any error raised by the template.
         """
         most = 4 * weigh(variables, 1 << 30) + MORE_CHARS
         self._sandbox.budget = Budget(WORK_OF_OUTPUT * most, seconds)

@@ -1,4 +1,4 @@
-"""Names of the shipped chat templates; the command line lists them without reading Jinja."""
+"""Names of the shipped chat templates, which the command line lists without importing Jinja."""
 
 from __future__ import annotations
 
