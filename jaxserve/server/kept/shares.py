@@ -1,4 +1,6 @@
-"""Shares: entries in memory by owner, bounded so that no owner evicts entries of others."""
+"""Shares: in-memory entries by owner, with limits such that owners do not evict each other's
+entries.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,12 @@ Owner = str | None
 
 
 class Entry(Protocol):
-    """An entry that may leave.
+    """Entry of `Shares`.
 
     Attributes:
-        owner: the key of its client; None where the server requires none.
-        since: the start of its age, on the monotonic clock.
-        is_running: whether it must stay, because its content is still to come.
+        owner: API key of the client, or None if the server has no keys.
+        since: start of its age on the monotonic clock.
+        is_running: True if the entry must not be evicted, since its content is not complete.
     """
 
     owner: Owner
@@ -32,11 +34,11 @@ E = TypeVar("E", bound=Entry)
 
 
 def over_share(held: Mapping[Owner, int], most: int) -> list[Owner]:
-    """Return the owners that hold more than an equal part of a limit, the largest holder first.
+    """Return the owners that exceed an equal share of a limit, the largest holder first.
 
     Args:
-        held: the size that each owner holds.
-        most: limit of all together; no owner is over its part while it is kept.
+        held: size held by each owner.
+        most: limit on the total. The result is empty while the total is within it.
     """
     if sum(held.values()) <= most:
         return []
@@ -45,15 +47,15 @@ def over_share(held: Mapping[Owner, int], most: int) -> list[Owner]:
 
 
 class Shares(Generic[E]):
-    """Entries by owner and id, bounded by number, bytes and age.
+    """Entries by owner and id, limited in number, bytes and age.
 
-    Over a limit, the oldest entry of the owner that holds most leaves next. An owner that holds at
-    most an equal part of a limit loses no entry to the others.
+    If a limit is exceeded, the oldest entry of the largest holder is evicted. An owner within an
+    equal share of a limit does not lose entries to others.
 
     Args:
-        most: entries.
-        most_bytes: bytes of all entries.
-        seconds: age of an entry that leaves.
+        most: maximum number of entries.
+        most_bytes: maximum bytes of all entries.
+        seconds: maximum age.
     """
 
     def __init__(self, most: int, most_bytes: int, seconds: float) -> None:
@@ -68,19 +70,19 @@ class Shares(Generic[E]):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all owners."""
+        """Bytes of all owners together."""
         return self._bytes.total()
 
     def get(self, owner: Owner, name: str) -> E | None:
-        """Return an owner's entry of an id, if there is one."""
+        """Return an owner's entry by id, or None."""
         return self._entries.get(owner, {}).get(name)
 
     def put(self, name: str, entry: E) -> None:
-        """Keep an entry as its owner's newest."""
+        """Add an entry as its owner's newest."""
         self._entries.setdefault(entry.owner, {})[name] = entry
 
     def pop(self, owner: Owner, name: str) -> E | None:
-        """Remove an owner's entry of an id, if there is one."""
+        """Remove and return an owner's entry by id, or return None."""
         own = self._entries.get(owner, {})
         entry = own.pop(name, None)
         if not own:
@@ -88,13 +90,13 @@ class Shares(Generic[E]):
         return entry
 
     def count(self, owner: Owner, num_bytes: int) -> None:
-        """Add to the bytes that an owner holds."""
+        """Add `num_bytes` to the bytes that an owner holds."""
         self._bytes[owner] += num_bytes
         if not self._bytes[owner]:
             del self._bytes[owner]
 
     def leaving(self) -> Iterator[E]:
-        """Yield the entries that must leave, each to be removed before the next is requested."""
+        """Yield the entries to evict. The caller must remove each before it requests the next."""
         while (entry := self._next()) is not None:
             yield entry
 
