@@ -27,13 +27,13 @@ class ConversationItems(msgspec.Struct, kw_only=True):
 
 
 class ConversationName(msgspec.Struct):
-    """A conversation where a response names it."""
+    """Reference to a conversation in a response."""
 
     id: str
 
 
 class ConversationObject(msgspec.Struct):
-    """A conversation as clients see it."""
+    """Conversation as clients see it."""
 
     id: str
     created_at: int

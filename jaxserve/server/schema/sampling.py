@@ -14,23 +14,23 @@ from jaxserve.request import MAX_LOGPROB_TOKEN_IDS, SamplingParams
 from jaxserve.server.schema.openai import JsonSchemaFormat, ResponseFormat, Sampling
 from jaxserve.structured import NAME, StructuredOutputsParams
 
-# Fields of a conversation's template, which are no fields of endpoints without one of their own.
+# Fields of chat templates, refused by endpoints without a template of their own.
 NO_TEMPLATE_FIELDS: dict[str, tuple[Any, ...]] = {"chat_template": (None,), "documents": (None, [])}
-# Text behind a gap, which completions alone fill.
+# Text after a gap, accepted only by completions.
 NO_SUFFIX: dict[str, tuple[Any, ...]] = {"suffix": (None, "")}
-# Tools of OpenAI's older chat API, which chats alone take.
+# Tools of OpenAI's older chat API, accepted only by chat.
 NO_FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
 }
-# Other names for the form of a text, of older clients and of llama.cpp, each with the form.
+# Names of output formats from older clients and llama.cpp, with their current names.
 _OLDER = {f"guided_{form}": form for form in ("json", "regex", "choice", "grammar")}
 GUIDED = {**_OLDER, "json_schema": "json"}
 NO_GUIDED_FIELDS: dict[str, tuple[Any, ...]] = dict.fromkeys(_OLDER, (None,))
-# Names of the bound of an answer's length, and its value for no bound.
+# Names of the limit on an answer's length, and its value for no limit.
 _LENGTHS = ("max_completion_tokens", "max_tokens", "n_predict")
 NO_BOUND = -1
-# Fields that are read by name from a request; the rest of SamplingParams is settled elsewhere.
+# Fields that requests and SamplingParams have under the same name.
 _SAMPLING = (
     *("n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids"),
     *("min_tokens", "ignore_eos", "skip_special_tokens", "include_stop_str_in_output"),
@@ -46,10 +46,17 @@ def sampling_params(
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
 ) -> SamplingParams:
-    """Return a request's settings over the defaults. Endpoints spell the arguments differently.
+    """Return a request's sampling settings, with `defaults` for unset fields.
+
+    Args:
+        request: body of any endpoint.
+        defaults: settings for unset fields.
+        max_tokens: maximum tokens of the answer.
+        logprobs: number of alternatives, whose field differs between endpoints.
+        prompt_logprobs: number of alternatives for the prompt.
 
     Raises:
-        InvalidRequest: naming the field.
+        InvalidRequest: the message names the field.
     """
     given = {name: getattr(request, name) for name in _SAMPLING}
     given["logit_bias"] = _logit_bias(request.logit_bias)
@@ -70,14 +77,14 @@ def sampling_params(
 
 
 def most_tokens(request: Sampling, renamed: dict[str, str] | None = None) -> int | None:
-    """Return the most tokens that a request sets for an answer: -1 for no bound, None if unset.
+    """Return the limit on an answer's tokens that a request sets: -1 for no limit, None if unset.
 
-    Of several fields the smallest bound holds, but `max_tokens` is unread beside its newer name
-    `max_completion_tokens`.
+    The smallest of several fields applies, but `max_tokens` is ignored if its newer name
+    `max_completion_tokens` is set.
 
     Args:
-        request: of any endpoint.
-        renamed: see `EndpointRequest`; the field that holds is entered.
+        request: body of any endpoint.
+        renamed: names for error messages; see `EndpointRequest`. The field that applies is added.
     """
     given = {name: getattr(request, name, None) for name in _LENGTHS}
     if given["max_completion_tokens"] is not None:
@@ -94,10 +101,10 @@ def most_tokens(request: Sampling, renamed: dict[str, str] | None = None) -> int
 
 
 def check_sizes(request: Sampling, vocab_size: int) -> None:
-    """Check that lists are not too long to be read entry by entry.
+    """Check that lists are not too long to be processed entry by entry.
 
     Raises:
-        InvalidRequest: naming the field.
+        InvalidRequest: the message names the field.
     """
     for name, most in (
         ("allowed_token_ids", vocab_size),
@@ -108,7 +115,6 @@ def check_sizes(request: Sampling, vocab_size: int) -> None:
 
 
 def _logit_bias(biases: Mapping[str, float] | None) -> dict[int, float] | None:
-    """Convert OpenAI's keys, which are texts, to token ids."""
     if biases is None:
         return None
     for key in biases:
@@ -118,7 +124,9 @@ def _logit_bias(biases: Mapping[str, float] | None) -> dict[int, float] | None:
 
 
 def form_field(request: Sampling) -> str:
-    """Return the field that holds the form of a request's text, `structured_outputs` by default."""
+    """Return the name of the field with a request's output format, `structured_outputs` by
+    default.
+    """
     for name in GUIDED:
         if getattr(request, name) is not None:
             return name
@@ -126,10 +134,10 @@ def form_field(request: Sampling) -> str:
 
 
 def _form(request: Sampling) -> StructuredOutputsParams | None:
-    """Return the form of the text, given in vLLM's fields, in its older ones or in OpenAI's.
+    """Return the output format, given in vLLM's current or older fields, or in OpenAI's.
 
     Raises:
-        InvalidRequest: naming the field that holds it.
+        InvalidRequest: the message names the field.
     """
     outputs, form = request.structured_outputs, request.response_format
     if form is not None and form.type == "text":
@@ -164,10 +172,10 @@ def _response_format(form: ResponseFormat) -> StructuredOutputsParams:
 
 
 def answer_schema(form: ResponseFormat | None) -> tuple[dict[str, Any], bool] | None:
-    """Return the JSON schema of an answer, and whether it is strict; None where there is none.
+    """Return the JSON schema of an answer and whether it is strict, or None without a schema.
 
     Raises:
-        InvalidRequest: the schema is missing, there are two, or the type takes none.
+        InvalidRequest: the schema is missing, there are two, or the type does not allow one.
     """
     field = "response_format"
     if form is None or form.type == "structural_tag":
@@ -187,7 +195,7 @@ def answer_schema(form: ResponseFormat | None) -> tuple[dict[str, Any], bool] | 
 
 
 def with_ends(sampling: SamplingParams, token_ids: Iterable[int]) -> SamplingParams:
-    """Return settings under which answers end at these tokens too."""
+    """Return settings with additional tokens that end an answer."""
     return replace(sampling, stop_token_ids=[*(sampling.stop_token_ids or ()), *token_ids])
 
 
@@ -195,7 +203,7 @@ def check_stream(request: Sampling) -> None:
     """Check that `stream_options` comes with `stream`.
 
     Raises:
-        InvalidRequest: naming the field.
+        InvalidRequest: the message names the field.
     """
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options needs stream=true", "stream_options")
