@@ -1,4 +1,4 @@
-"""Admission: counts what came in and has not ended, and refuses what the queue cannot hold."""
+"""Admission: counts unfinished requests, and refuses requests beyond the limits of the queue."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from jaxserve.request import MAX_CHOICES, Request
 from jaxserve.server.settings import ServerConfig
 from jaxserve.settings.config import EngineConfig
 
-# Limits that --max-num-queued-reqs and --max-queued-prompt-tokens replace.
+# Defaults of --max-num-queued-reqs and --max-queued-prompt-tokens, per slot and per step.
 QUEUED_FOR_EACH_SLOT = 4
 QUEUED_STEPS_OF_PROMPTS = 64
-# Limits of the queue, as vLLM's `admission_rejections` calls them.
+# Names of the limits in vLLM's `admission_rejections`.
 COMPLETIONS, PROMPT_TOKENS = "max_num_queued_reqs", "max_num_queued_tokens"
 
 
 @dataclass
 class Lifecycle:
-    """State of the server between its start and its end."""
+    """State of the server between start and stop."""
 
     is_draining: bool = False
 
 
 class Admission:
-    """Counts of completions and prompt tokens of one model, and their limits.
+    """Number of completions and prompt tokens of one model, with their limits.
 
     Args:
-        num_slots: completions that run at once.
-        max_queued: completions that may wait besides.
-        max_prompt_tokens: prompt tokens that may wait to be computed.
+        num_slots: number of completions that run at the same time.
+        max_queued: maximum number of further completions that wait.
+        max_prompt_tokens: maximum number of prompt tokens that wait to be computed.
 
     Attributes:
-        num_live: completions that run or wait.
-        num_coming: requests that are being read, each of which has a `Place`.
-        num_prompt_tokens: prompt tokens that wait to be computed.
-        refusals: requests refused so far, by the limit, under vLLM's names.
+        num_live: number of running and waiting completions.
+        num_coming: number of requests being read, each with a `Place`.
+        num_prompt_tokens: number of prompt tokens that wait to be computed.
+        refusals: number of refused requests by limit, under vLLM's names.
     """
 
     def __init__(self, num_slots: int, max_queued: int, max_prompt_tokens: int) -> None:
@@ -50,39 +50,41 @@ class Admission:
 
     @property
     def num_refused(self) -> int:
-        """Requests refused so far."""
+        """Number of refused requests."""
         return sum(self.refusals.values())
 
     @property
     def is_full(self) -> bool:
-        """Return whether not even a single further completion would be admitted."""
+        """Return whether a single further completion would be refused."""
         return self.num_live >= self.num_slots + self.max_queued
 
     @property
     def num_free(self) -> int:
-        """Places for requests that begin now; 0 where `check` refuses each of one prompt token."""
+        """Number of requests that may begin now, 0 if `check` would refuse a request of one
+        token.
+        """
         waiting = self.num_prompt_tokens
         if waiting > 0 and waiting >= self.max_prompt_tokens:
             return 0
         return max(0, self.num_slots + self.max_queued - self.num_live - self.num_coming)
 
     def check(self, completions: int, prompt_tokens: int = 0, *, is_new: bool = False) -> None:
-        """Check that there is room for this many more.
+        """Check that there is room for a request.
 
         Args:
-            completions: of a request.
-            prompt_tokens: to be computed for them.
-            is_new: whether it has no place yet, so that those that are being read come first.
+            completions: number of its completions.
+            prompt_tokens: number of prompt tokens to be computed for them.
+            is_new: True if it has no `Place` yet, so that requests being read come first.
 
         Raises:
-            Overloaded: there is none now.
+            Overloaded: there is no room now.
         """
         most = self.num_slots + self.max_queued
         taken = self.num_live + (self.num_coming if is_new else 0)
         if taken + completions > most:
             self.refusals[COMPLETIONS] += 1
             raise Overloaded(f"{taken} completions are being served or waiting, of {most}")
-        # A prompt larger than the bound itself is admitted where no other waits.
+        # A prompt larger than the limit is admitted if no other prompt waits.
         waiting = self.num_prompt_tokens
         if waiting and waiting + prompt_tokens > self.max_prompt_tokens:
             self.refusals[PROMPT_TOKENS] += 1
@@ -92,12 +94,13 @@ class Admission:
 
 
 class Place:
-    """Room kept for a request that is being read.
+    """Reservation of room for a request that is being read.
 
-    Without it, all that comes while one place is free would be parsed and routed, and refused then.
+    Without it, all requests that arrive while one place is free would be parsed before they are
+    refused.
 
     Args:
-        admission: whose place it is.
+        admission: admission whose room is reserved.
     """
 
     def __init__(self, admission: Admission) -> None:
@@ -105,14 +108,14 @@ class Place:
         admission.num_coming += 1
 
     def leave(self) -> None:
-        """Give it up: the request counts as a live one from now, or has ended."""
+        """Release the reservation: the request now counts as live, or has ended."""
         if self._admission is not None:
             self._admission.num_coming -= 1
             self._admission = None
 
 
 def make_admission(engine: EngineConfig, server: ServerConfig) -> Admission:
-    """Return the admission to an engine: limits of the server's settings, or their defaults."""
+    """Return the admission of an engine, with limits from the server's settings or defaults."""
     slots, step_tokens = engine.max_num_seqs or 1, engine.max_num_batched_tokens or 1
     queued, tokens = server.max_num_queued_reqs, server.max_queued_prompt_tokens
     return Admission(
@@ -123,5 +126,5 @@ def make_admission(engine: EngineConfig, server: ServerConfig) -> Admission:
 
 
 def prompt_tokens(requests: Iterable[Request]) -> int:
-    """Count tokens to compute before every completion of these requests has its first token."""
+    """Return the number of prompt tokens to compute for all completions of some requests."""
     return sum(len(request.prompt_token_ids) * request.sampling.n for request in requests)

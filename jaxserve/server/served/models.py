@@ -1,4 +1,4 @@
-"""ServedModel: an engine under its names, with what the endpoints need to prepare requests."""
+"""ServedModel: an engine with its names, and the functions that turn requests into token ids."""
 
 from __future__ import annotations
 
@@ -43,39 +43,39 @@ from jaxserve.text.template_budget import TemplateTooLong, weigh
 from jaxserve.text.template_names import HOW_TO_GIVE
 from jaxserve.text.tokenizer import NO_TEMPLATE
 
-# Text of up to this many characters is tokenized on the event loop, longer text on another thread.
+# Texts up to this length are tokenized on the event loop, longer texts on another thread.
 INLINE_CHARS = 8192
-# Limits of requests that come behind all others: the queue and the clock are not theirs.
+# Settings of low-priority requests, which the limits of queue and time do not apply to.
 NO_LIMIT, NO_SECONDS, LAST_PRIORITY = 2**31 - 1, 1e9, 2**31 - 1
-# A chat template that takes longer than this is rendered again on that thread.
+# A chat template that takes longer than this is rendered again on another thread.
 INLINE_SECONDS = 0.02
 
 
 class ServedModel:
-    """A model of the server.
+    """Model of the server.
 
     Args:
-        names: of the model in requests; answers carry the first.
-        root: where its checkpoint was read from, as it was given.
-        llm: serves it.
-        config: the server's settings.
-        secret: of this process or its fleet; salts of API keys are derived from it.
-        thread: for chat templates of requests; models of one server share it.
+        names: names of the model in requests. Answers contain the first.
+        root: source of its checkpoint, as the user gave it.
+        llm: engine of the model.
+        config: settings of the server.
+        secret: secret of this process or its fleet, from which salts of API keys are derived.
+        thread: executor for chat templates of requests, shared by the models of a server.
 
     Attributes:
-        request_metrics: measurements of its requests.
-        active: the generations in progress.
-        limits: of the engine's requests.
-        chat_sampling: what the page draws with where the checkpoint recommends nothing.
-        most_tokens: the longest answer of any request; None for the context's limit.
-        dialect: reads its answers.
-        admission: refuses what its queue cannot hold.
-        tracer: of requests, a `tracing.RequestTracer`; None where none is wanted.
-        request_templates: chat templates that requests bring.
-        schemas: of tools, in the form that grammars enforce.
+        request_metrics: metrics of its requests.
+        active: generations in progress.
+        limits: limits of the engine's requests.
+        chat_sampling: sampling settings of the page, if the checkpoint recommends none.
+        most_tokens: maximum length of any answer, None for the limit of the context.
+        dialect: formats of its calls and thoughts.
+        admission: limits of its queue.
+        tracer: `tracing.RequestTracer` of its requests, or None.
+        request_templates: chat templates of requests.
+        schemas: cache of schemas of tools, in enforceable form.
 
     Raises:
-        InvalidRequest: a setting of the chat template has no meaning.
+        InvalidRequest: a setting of the chat template is invalid.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class ServedModel:
         )
         self.dialect = Dialect(tokenizer, config.tool_call_parser, config.reasoning_parser)
         self.schemas = EnforceableSchemas(schema_problem)
-        self._text_printers: dict[bool, bool] = {}  # by whether there are tools
+        self._text_printers: dict[bool, bool] = {}  # key: with tools or without
         self.admission = make_admission(llm.config, config)
         self.tracer: Any = None
         self._behind: ServedModel | None = None
@@ -118,13 +118,13 @@ class ServedModel:
 
     @property
     def name(self) -> str:
-        """The name that answers carry."""
+        """Name of the model in answers."""
         return self.names[0]
 
     def behind(self) -> ServedModel:
-        """Return the model for requests that come behind all others, those of batches.
+        """Return this model for low-priority requests, such as batches.
 
-        They take no place in the queue of the others, have no deadline and the last priority.
+        They do not use the queue of other requests, and have no deadline and the last priority.
         """
         if self._behind is None:
             last = self._behind = copy.copy(self)
@@ -134,16 +134,14 @@ class ServedModel:
         return self._behind
 
     def max_tokens(self, requested: int | None) -> int | None:
-        """Return the most tokens of an answer, None for as many as the context holds.
+        """Return the maximum tokens of an answer, or None for the limit of the context.
 
-        Requests that set NO_BOUND get as many as the context holds.
-
-        The rules are vLLM's: max_new_tokens of the checkpoint's own generation_config.json holds
-        for requests that set no limit; that of a folder named by --generation-config limits all
-        requests.
+        A request with NO_BOUND gets the limit of the context. The rules are vLLM's: max_new_tokens
+        in the checkpoint's own generation_config.json applies to requests without a limit. The file
+        in a folder named by --generation-config limits all requests.
 
         Raises:
-            InvalidRequest: less than one token.
+            InvalidRequest: the request asks for less than one token.
         """
         wanted = self.default_max_tokens if requested is None else requested
         if requested == NO_BOUND:
@@ -160,7 +158,7 @@ class ServedModel:
         """Return the tokenizer.
 
         Raises:
-            InvalidRequest: the server takes token ids only.
+            InvalidRequest: the server accepts only token ids.
         """
         if self._tokenizer is None:
             raise InvalidRequest(
@@ -169,11 +167,13 @@ class ServedModel:
         return self._tokenizer
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a prompt, without holding up the event loop.
+        """Return the token ids of the text of a prompt. Long texts are tokenized on another thread.
+
+        The number of tokens is not checked.
 
         Raises:
-            InvalidRequest: the prompt is empty, or the server has no tokenizer.
-            PromptTooLong: no tokenization of it could fit.
+            InvalidRequest: the text is empty, or the server has no tokenizer.
+            PromptTooLong: the text has more characters than any max_model_len tokens.
         """
         if not text:
             raise InvalidRequest("prompt is empty; it needs at least one token", "prompt")
@@ -185,16 +185,17 @@ class ServedModel:
         return await asyncio.to_thread(encode, text, add_special_tokens)
 
     async def render(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
-        """Return the token ids of a conversation through the chat template, likewise.
+        """Return the token ids of a conversation, rendered by the chat template.
 
-        Options are the template's inputs, or another `chat_template`. Tools are described in words
-        where the template does not read them: in a system message, or in the user's first message
-        where the template takes no system message. A conversation that the template refuses is
-        rendered in a plainer form, if the template takes one.
+        `options` are inputs of the template, or another `chat_template`. If the template does not
+        read tools, they are described in words, in a system message, or in the first user message
+        if the template refuses system messages. If the template refuses the conversation,
+        simplified forms of it are tried.
 
         Raises:
-            InvalidRequest: there is no template, it refuses the messages, or reads no documents.
-            PromptTooLong: no tokenization of the messages could fit.
+            InvalidRequest: there is no template, it refuses the messages, or it does not read
+                documents.
+            PromptTooLong: the messages have more characters than any max_model_len tokens.
         """
         own = options.get("chat_template")
         if own is None and not self.tokenizer().has_template(bool(options.get("tools"))):
@@ -215,19 +216,19 @@ class ServedModel:
         except RefusedMessages as error:
             source = self.tokenizer().template_source if own is None else own.source
             forms = plainer_histories(messages, "tool_calls" in source)
-            # A template that a request brings may take a second of a processor each time.
+            # A template of a request may take a second of CPU time for each attempt.
             for plainer in forms if own is None else forms[-2:]:
                 with suppress(RefusedMessages):
                     return await self.render_as_it_is(plainer, options)
             raise error
 
     async def _prints_text(self, options: dict[str, Any]) -> bool:
-        """Return whether the template prints arguments of calls that are text as they are."""
+        """Return whether the template prints the arguments of calls unchanged if they are text."""
         own, with_tools = options.get("chat_template"), bool(options.get("tools"))
         if own is None and with_tools in self._text_printers:
             return self._text_printers[with_tools]
         inputs = {} if own is None else {"chat_template": own}
-        if with_tools:  # not the request's own, which may be refused
+        if with_tools:  # the request's own tools may be refused
             inputs["tools"] = PROBE_TOOLS
         found = False
         with suppress(InvalidRequest):
@@ -240,10 +241,10 @@ class ServedModel:
     async def render_as_it_is(
         self, messages: list[dict[str, Any]], options: dict[str, Any]
     ) -> list[int]:
-        """Return the token ids of a conversation that is in no other form if it is refused.
+        """Return the token ids of a conversation, without trying simplified forms.
 
         Raises:
-            InvalidRequest: as `render`.
+            InvalidRequest: see `render`.
         """
         own, tools = options.get("chat_template"), options.get("tools")
         if own is None:
@@ -264,7 +265,7 @@ class ServedModel:
         characters = sum(len(message["content"] or "") for message in messages)
         self.check_length(characters, "messages")
         inputs = {name: value for name, value in options.items() if name != "chat_template"}
-        if len(inputs) < len(options):  # a template of a request
+        if len(inputs) < len(options):  # the request has a template
             return await self.request_templates.run(render, messages, **options)
         if weigh([messages, inputs], INLINE_CHARS) <= INLINE_CHARS:
             with suppress(TemplateTooLong):
@@ -272,10 +273,10 @@ class ServedModel:
         return await asyncio.to_thread(render, messages, **options)
 
     def check_length(self, characters: int, field: str) -> None:
-        """Check that the text could fit if all its tokens were the longest there are.
+        """Check that a text could fit if all its tokens were the longest in the vocabulary.
 
         Raises:
-            PromptTooLong: it could not.
+            PromptTooLong: the text cannot fit.
         """
         most = self.limits.max_model_len * self.tokenizer().longest_token
         if characters > most:
@@ -286,7 +287,9 @@ class ServedModel:
             )
 
     def salted(self, request: Request, api_key: str | None) -> Request:
-        """Return the request with a salt that keeps its prefixes apart from those of other keys."""
+        """Return a request with a salt that separates its prefixes in the cache from other
+        API keys.
+        """
         if self._is_behind:
             request = replace(request, priority=LAST_PRIORITY)
         if api_key is None or self.config.share_prefix_cache:
@@ -299,7 +302,7 @@ class Models:
     """Models of a server, by name.
 
     Args:
-        models: at least one; the first answers requests that name no model.
+        models: at least one. The first answers requests without a model name.
     """
 
     def __init__(self, models: Iterable[ServedModel]) -> None:
@@ -309,15 +312,15 @@ class Models:
         }
 
     def close(self) -> None:
-        """End all requests and free the device."""
+        """End all requests, and free the device."""
         for model in self.all:
             model.llm.close()
 
     def find(self, name: str | None) -> ServedModel:
-        """Return the model of a name, the first for None.
+        """Return the model with a name, the first one for None.
 
         Raises:
-            ApiError: 404, the name is not served.
+            ApiError: 404, there is no such model.
         """
         if name is None:
             return self.all[0]
