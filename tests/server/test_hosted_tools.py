@@ -24,7 +24,7 @@ from jaxserve.server.schema.response_items import (
     strip_hosted,
 )
 from jaxserve.server.schema.responses import ResponsesRequest, as_chat, check_served, items_of
-from jaxserve.server.tool_calls.custom_input import CustomInput
+from jaxserve.server.tool_calls.custom_tools import CustomInput
 from jaxserve.server.tool_calls.tools import tool_use
 from tests.support.live_server import Server
 

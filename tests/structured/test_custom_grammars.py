@@ -12,10 +12,9 @@ import pytest
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.schema.openai import ChatRequest
-from jaxserve.server.tool_calls.answer import readers_of
-from jaxserve.server.tool_calls.custom_input import CustomInput
-from jaxserve.server.tool_calls.pieces import CallPart
-from jaxserve.server.tool_calls.thinking import Start
+from jaxserve.server.tool_calls.answer import ThoughtState, readers_of
+from jaxserve.server.tool_calls.answer_parts import CallPart
+from jaxserve.server.tool_calls.custom_tools import CustomInput
 from jaxserve.server.tool_calls.tools import ToolUse, tool_use
 from jaxserve.structured import StructuredOutputsParams
 from jaxserve.text.grammars import Constraint, Grammars
@@ -92,7 +91,7 @@ def started(grammars: Grammars, found: ToolUse) -> Constraint:
 
 def calls(found: ToolUse, text: str, rng: random.Random) -> tuple[str, list[tuple[str, str]]]:
     """The content of an answer and its calls, of custom tools with their texts, as streamed."""
-    reader, parts, place = readers_of(found.calls, None, Start.CLOSED), [], 0
+    reader, parts, place = readers_of(found.calls, None, ThoughtState.CLOSED), [], 0
     while place < len(text):
         size = rng.randint(1, 12)
         parts += reader.feed(text[place : place + size])

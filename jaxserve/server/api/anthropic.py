@@ -39,7 +39,7 @@ from jaxserve.server.schema.sampling import (
     NO_SUFFIX,
     NO_TEMPLATE_FIELDS,
 )
-from jaxserve.server.tool_calls.pieces import Call, CallPart, Message, Piece, Thought
+from jaxserve.server.tool_calls.answer_parts import AnswerPart, Call, CallPart, Message, Thought
 from jaxserve.settings.checks import exact_int
 
 # Fields of these endpoints alone that are not supported, with their neutral values.
@@ -220,7 +220,7 @@ class MessagesFormatter:
     def parts(self, generation: Generation, parts: list[Part]) -> bytes:
         return b"".join([self._piece(piece) for part in parts for piece in part.pieces])
 
-    def _piece(self, piece: Piece) -> bytes:
+    def _piece(self, piece: AnswerPart) -> bytes:
         if isinstance(piece, CallPart):
             block = ToolUseBlock(id=piece.id or "", name=piece.name or "", input={})
             opened = self._begin(piece.index, block)

@@ -13,8 +13,8 @@ from jaxserve.server.schema.tools import (
     FunctionDelta,
     Tool,
 )
-from jaxserve.server.tool_calls.custom_input import CustomInput
-from jaxserve.server.tool_calls.pieces import Call, CallPart, Message, Thought
+from jaxserve.server.tool_calls.answer_parts import Call, CallPart, Message, Thought
+from jaxserve.server.tool_calls.custom_tools import CustomInput
 
 
 class ChatCalls:

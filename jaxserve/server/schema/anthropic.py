@@ -26,7 +26,7 @@ from jaxserve.text.messages import left_out
 _BILLING = "x-anthropic-billing-header"
 
 
-class Source(msgspec.Struct, kw_only=True):
+class TextFeed(msgspec.Struct, kw_only=True):
     """Source of a document. Only text in the request is served."""
 
     type: str
@@ -51,7 +51,7 @@ class Block(msgspec.Struct, kw_only=True):
     text: str | None = None
     title: str | None = None
     context: str | None = None
-    source: str | Source | None = None
+    source: str | TextFeed | None = None
     tool_name: str | None = None
     thinking: str | None = None
     id: str | None = None
@@ -322,7 +322,7 @@ def _text_of(block: Block) -> str | None:
         words = _text(block.content)
     elif block.type == "search_result" and isinstance(source, str):
         words = "\n".join(filter(None, (block.title, source, _text(block.content, "\n"))))
-    elif block.type == "document" and isinstance(source, Source) and source.is_text:
+    elif block.type == "document" and isinstance(source, TextFeed) and source.is_text:
         words = "\n".join(filter(None, (block.title, block.context, source.words)))
     return words
 

@@ -1,4 +1,7 @@
-"""Dialect: how one model writes tool calls and thoughts, and how its answers are read."""
+"""Dialect: how one model writes tool calls and thoughts, and how its answers are read.
+
+A chat template shows the formats by texts that it contains.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxserve.scheduling.slot_table import NO_TOKEN
-from jaxserve.server.tool_calls.answer import AnswerFormat, AnswerReader, readers_of
-from jaxserve.server.tool_calls.detection import detect_calls, detect_thinking
+from jaxserve.server.tool_calls.answer import (
+    AnswerFormat,
+    AnswerReader,
+    ThoughtState,
+    readers_of,
+    start_of,
+)
 from jaxserve.server.tool_calls.formats import (
     CALL_FORMATS,
     DEFAULT_FORMAT,
@@ -29,7 +37,6 @@ from jaxserve.server.tool_calls.harmony import (
     HarmonyIds,
     harmony_messages,
 )
-from jaxserve.server.tool_calls.thinking import Start, start_of
 from jaxserve.server.tool_calls.tools import CallUse, ToolUse
 from jaxserve.text.thinking import ThinkingMarks
 
@@ -48,7 +55,7 @@ def answer_reader(
     tool_call_parser: str | None,
     reasoning_parser: str | None,
     tools: Sequence[dict[str, Any]],
-    start: Start,
+    start: ThoughtState,
     parallel: bool = True,
 ) -> AnswerReader:
     """Return a reader of an answer that was generated without a grammar.
@@ -162,8 +169,8 @@ class Dialect:
             end_token_ids=tuple(ids),
             decode=self._decode,
             start_token_id=NO_TOKEN if token is None else token,
-            is_open=start is Start.OPEN,
-            is_closed=start is Start.CLOSED,
+            is_open=start is ThoughtState.OPEN,
+            is_closed=start is ThoughtState.CLOSED,
         )
 
     def _harmony_marks(self, forms_calls: bool, is_formed: bool, is_held: bool) -> ThinkingMarks:
@@ -230,11 +237,13 @@ class Dialect:
         token = self._tokenizer.token_id(self.thinking.end)
         return self._tokenizer.encode_word(self.thinking.end) if token is None else [token]
 
-    def start(self, prompt: list[int]) -> Start:
+    def start(self, prompt: list[int]) -> ThoughtState:
         """Return the state of the thoughts at the end of a prompt."""
         assert self.thinking is not None
         start = start_of(self._tokenizer.decode(prompt[-_TAIL_TOKENS:], False), self.thinking)
-        return Start.OPEN if start is Start.FREE and self.thinking.is_always else start
+        return (
+            ThoughtState.OPEN if start is ThoughtState.FREE and self.thinking.is_always else start
+        )
 
     def shows_special(self, use: ToolUse | None) -> bool:
         """Return whether answers must be decoded with special tokens, because readers need one as
@@ -274,3 +283,82 @@ class Dialect:
         if channel is None or end is None:
             return None
         return HarmonyIds(channel, end, tuple(self._tokenizer.encode_word("analysis")))
+
+
+# Each row: texts, and the format of a template that contains all of them. The first match applies.
+_CALLS: tuple[tuple[tuple[str, ...], str | None], ...] = (
+    (("<|channel|>", "functions."), "openai"),
+    (("[TOOL_CALLS]",), "mistral"),
+    (("<|tool_call>",), "gemma4"),
+    (("<start_function_call>",), "functiongemma"),
+    (("<|START_ACTION|>",), "cohere_command3"),
+    (("`directly-answer`", "Action:"), "command_r"),
+    (("｜DSML｜tool_calls",), "deepseek_v4"),
+    (("｜DSML｜",), "deepseek_v32"),
+    (("<｜tool▁call▁begin｜>", "```json"), "deepseek_v3"),
+    (("<｜tool▁call▁begin｜>",), "deepseek_v31"),
+    (("<|tool_calls_section_begin|>",), "kimi_k2"),
+    (("<minimax:tool_call>",), "minimax_m2"),
+    (("<seed:tool_call>",), "seed_oss"),
+    (("<longcat_tool_call>",), "longcat"),
+    (("<|tool_call_start|>",), "lfm2"),
+    (("<|tool_list_start|>",), "lfm2"),
+    (("<|tools_prefix|>",), "apertus"),
+    (("<|action_start|>",), "internlm"),
+    (("<steptml:",), "step3"),
+    (("functools[",), "phi4_mini_json"),
+    (("<function_calls>",), "olmo3"),
+    (("<|role_sep|>", "function call"), "gigachat3"),
+    (("<|tool_call|>",), "granite"),
+    (("<tool_sep>", "<tool_calls>"), "hy_v3"),
+    (("<tool_sep>",), None),
+    (("<arg_key:opensource>",), "hy_v4"),
+    (("'<|open|>'", "('tool', fn.name)"), "kimi_k3"),
+    (("plamo:begin_tool_request",), "plamo3"),
+    (("<dots_function_call>",), "dots"),
+    (("<arg_key>",), "glm45"),
+    (("<tool_call>", "<function="), "qwen3_coder"),
+    (("<tool_calls>",), "jamba"),
+    (("<function_call>",), "granite-20b-fc"),
+    (("<tool_call>",), "hermes"),
+    (("<|python_start|>",), "pythonic"),
+    (("[func_name1(",), "pythonic"),
+    (("<|python_tag|>",), "llama3_json"),
+    (('"parameters"', "tools"), "llama3_json"),
+)
+_THOUGHTS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("<|channel|>", "analysis"), "openai_gptoss"),
+    (("<|START_THINKING|>",), "cohere_command3"),
+    (("<|START_RESPONSE|>",), "cohere_command3"),
+    (("<|channel>",), "gemma4"),
+    (("</seed:think>",), "seed_oss"),
+    (("</think:opensource>",), "hy_v4"),
+    (("'<|close|>'", "'think'"), "kimi_k3"),
+    (("plamo:end_think",), "plamo3"),
+    (("[/THINK]",), "mistral"),
+    (("</think>", "</answer>"), "hunyuan_a13b"),
+    (("</think>", "<response>"), "ernie45"),
+    (("</think>", "｜Assistant｜"), "deepseek_v3"),
+    (("</think>", "<arg_key>"), "glm45"),
+    (("</think>",), "qwen3"),
+    (("Here is my response:",), "granite"),
+    (("thought process",), "granite"),
+)
+
+
+def detect_calls(template: str) -> str | None:
+    """Return the name of the call format of a chat template, or None if no known format matches.
+
+    It is the first row of `_CALLS` whose texts are all in the template.
+    """
+    return _first(_CALLS, template)
+
+
+def detect_thinking(template: str) -> str | None:
+    """Return the name of the thinking format of a chat template, or None if no row matches."""
+    return _first(_THOUGHTS, template)
+
+
+def _first(rows: tuple[tuple[tuple[str, ...], str | None], ...], template: str) -> str | None:
+    fits = (name for signs, name in rows if all(sign in template for sign in signs))
+    return next(fits, None)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from jaxserve.server.tool_calls.bodies import (
+from jaxserve.server.tool_calls.call_bodies import (
     Body,
-    BracedCall,
     HeadedCall,
     JsonCall,
     KeyedCall,
@@ -14,6 +13,7 @@ from jaxserve.server.tool_calls.bodies import (
     XmlCall,
     all_marks,
 )
+from jaxserve.server.tool_calls.gemma import BracedCall
 
 
 @dataclass(frozen=True)

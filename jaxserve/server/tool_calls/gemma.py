@@ -1,19 +1,32 @@
-"""Parser of Gemma's object notation: bare keys, strings between markers, other values bare."""
+"""Calls in Gemma's notation: objects with bare keys, strings between markers, other values bare."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Any
 
-from jaxserve.server.tool_calls.literals import MAX_DEPTH, Cursor, RepeatedKey, read_json
-from jaxserve.server.tool_calls.source import MAX_HEAD, any_of
-from jaxserve.server.tool_calls.tag_reading import Around, after_space
-from jaxserve.server.tool_calls.values import (
+from jaxserve.server.tool_calls.answer_parts import NAME, Tools, WrittenCall, make_call
+from jaxserve.server.tool_calls.call_context import CallBody, CallContext, after_space
+from jaxserve.server.tool_calls.literals import (
+    MAX_DEPTH,
+    Cursor,
+    RepeatedKey,
     convert,
     is_finite,
     property_schema,
+    read_json,
     resolve,
     types_of,
+)
+from jaxserve.server.tool_calls.text_feed import (
+    MAX_HEAD,
+    FormatMismatch,
+    Reading,
+    RepeatedArgument,
+    TextFeed,
+    UncallableCall,
+    any_of,
 )
 
 _BARE = re.compile(r"[^,}\]]+")
@@ -34,20 +47,20 @@ class BraceReader(Cursor):
         position: index of the opening brace.
         quote: marker at both ends of a string.
         schema: schema of the object, by which bare values are converted.
-        around: texts around the call.
+        context: texts around the call.
 
     Attributes:
         is_repeated: True if an object repeats a key.
     """
 
     def __init__(
-        self, text: str, position: int, quote: str, schema: dict[str, Any], around: Around
+        self, text: str, position: int, quote: str, schema: dict[str, Any], context: CallContext
     ) -> None:
         super().__init__(text, position)
         self._quote = quote
         self._root = schema
-        self._around = around
-        self._marks = any_of(tuple(filter(None, (quote, around.mark, around.close))))
+        self._context = context
+        self._marks = any_of(tuple(filter(None, (quote, context.mark, context.close))))
         self._closing: list[str] = []  # closing brackets still due
         self.is_repeated = False
 
@@ -60,11 +73,11 @@ class BraceReader(Cursor):
         """Parse and return the object, and check that the call ends after it.
 
         Raises:
-            Malformed: the call does not end after the object.
+            FormatMismatch: the call does not end after the object.
             ValueError: the text is not such an object, or is ambiguous.
         """
         values = self._mapping(self._root)
-        self._around.take_end(self._text, self._position)
+        self._context.take_end(self._text, self._position)
         return values
 
     def _open(self, mark: str, close: str) -> None:
@@ -78,7 +91,7 @@ class BraceReader(Cursor):
         values: dict[str, Any] = {}
         while not self.take("}"):
             is_quoted = self.take(self._quote)
-            self._around.layout.note("key", self._quote if is_quoted else "")
+            self._context.layout.note("key", self._quote if is_quoted else "")
             if is_quoted:
                 end = self._text.find(self._quote, self._position, self._position + MAX_HEAD)
                 key, behind = self._text[self._position : end], end + len(self._quote)
@@ -143,7 +156,7 @@ class BraceReader(Cursor):
 
     def _note(self, place: str, start: int) -> None:
         text = self._text[start : after_space(self._text, self._position)]
-        self._around.layout.note(place, text)
+        self._context.layout.note(place, text)
 
     def _string(self) -> str:
         """Take a string and its end marker, after its opening marker. Return the string.
@@ -154,7 +167,7 @@ class BraceReader(Cursor):
         start, depth, ends = self._position, 0, list[int]()
         for found in self._marks.finditer(self._text, start):
             if found[0] != self._quote:
-                depth = max(0, depth + (1 if found[0] == self._around.mark else -1))
+                depth = max(0, depth + (1 if found[0] == self._context.mark else -1))
             elif not depth and self._continues(found.end()):
                 ends = [found.start()]
                 break
@@ -166,7 +179,7 @@ class BraceReader(Cursor):
                         break
         if len(ends) != 1:
             raise ValueError("no end of a string, or several")
-        self._around.layout.num_values += 1
+        self._context.layout.num_values += 1
         self._position = ends[0] + len(self._quote)
         return self._text[start : ends[0]]
 
@@ -184,7 +197,7 @@ class BraceReader(Cursor):
                 return self._is_key(after_space(text, position + 1))
             else:
                 return self._is_item(after_space(text, position + 1))
-        return self._around.may_follow(text, position)
+        return self._context.may_follow(text, position)
 
     def _is_key(self, start: int) -> bool:
         """Return whether a key with a value begins at `start`."""
@@ -208,3 +221,48 @@ def _bare(text: str) -> Any:
     except ValueError:
         return text
     return value if is_finite(value) else text
+
+
+@dataclass(frozen=True)
+class BracedCall(CallBody):
+    """Call in Gemma's notation: `call:f{a:<|"|>text<|"|>,b:[1,2]}`.
+
+    Args:
+        quote: marker at both ends of a string.
+    """
+
+    quote: str
+    pairs: tuple[tuple[str, str], ...] = (("{", "}"),)
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return (self.quote,)
+
+    @property
+    def final(self) -> re.Pattern[str]:
+        """Pattern of the end of a string that also ends its call."""
+        return re.compile(rf"{re.escape(self.quote)}[\s}}\]]*\}}")
+
+    def begins(self, source: TextFeed) -> Reading[None]:
+        yield from source.match(_BRACED_NAME)
+
+    def read(
+        self, source: TextFeed, tools: Tools, context: CallContext
+    ) -> Reading[list[WrittenCall]]:
+        head = yield from source.match(_BRACED_NAME)
+        context.layout.note_head(head, "")
+        name = head["name"]
+        reader = BraceReader(source.text, source.position, self.quote, tools.get(name, {}), context)
+        try:
+            values = reader.call()
+        except ValueError:
+            raise FormatMismatch from None
+        source.take_to(reader.position)
+        if name not in tools:
+            raise UncallableCall
+        if reader.is_repeated:
+            raise RepeatedArgument
+        return [make_call(name, values)]
+
+
+_BRACED_NAME = re.compile(rf"\s*call:\s*(?P<name>{NAME})\s*(?=\{{)")

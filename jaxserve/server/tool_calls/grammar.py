@@ -7,22 +7,30 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jaxserve.errors import InvalidRequest
-from jaxserve.server.tool_calls.bodies import HeadedCall, JsonCall, KeyedCall, PythonCalls, XmlCall
-from jaxserve.server.tool_calls.formats import CallFormat
-from jaxserve.server.tool_calls.grammar_parts import (
+from jaxserve.server.tool_calls.call_bodies import (
+    KeyedCall,
+    PythonCalls,
+    XmlCall,
+)
+from jaxserve.server.tool_calls.call_rules import (
     Function,
+    Unformable,
     arguments_schema,
     escaped,
     json_rule,
+    object_rules,
+    python_rules,
     spelled,
+    tagged_rules,
 )
+from jaxserve.server.tool_calls.custom_tools import (
+    raw_head,
+    takes_raw_text,
+)
+from jaxserve.server.tool_calls.formats import CallFormat
 from jaxserve.server.tool_calls.harmony import CHANNEL, CONSTRAIN, END, MESSAGE, START
-from jaxserve.server.tool_calls.raw_calls import input_rule, raw_grammar, takes_raw_text
-from jaxserve.server.tool_calls.tagged_grammar import Unformable, tagged_rules
 
 MAX_CALLS = 16
-_KEYWORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def grammar_of_calls(
@@ -60,7 +68,7 @@ def grammar_of_calls(
     if isinstance(form.body, XmlCall | KeyedCall):
         return _tagged_grammar(form, functions, spell, most, may_answer, answer_schema)
     rules = list(
-        _python_rules(functions) if form.is_python else _call_rules(form, functions, spell)
+        python_rules(functions) if form.is_python else object_rules(form, functions, spell)
     )
     listed = "call"
     if most > 1:
@@ -235,69 +243,34 @@ def _harmony_grammar(
     return "\n".join([*rules, f"start: {before}(preamble? call | answer)"])
 
 
-def _call_rules(
-    form: CallFormat, functions: Sequence[Function], spell: Callable[[str], str]
-) -> Iterator[str]:
-    body = form.body
-    assert isinstance(body, JsonCall | HeadedCall)
-    yield "call: " + " | ".join(f"call{index}" for index in range(len(functions)))
-    yield "NUMBER: /[0-9]{1,3}/"
-    for index, function in enumerate(functions):
-        name, arguments = function.name, f"args{index}"
-        if isinstance(body, HeadedCall):
-            parts = [*spelled(body.before, spell), json.dumps(name)]
-            parts += ['":" NUMBER'] if body.is_numbered else []
-            parts += [*spelled(body.after, spell), arguments, *spelled(body.tail, spell)]
-        elif body.is_keyed:
-            parts = [json.dumps(f'{{"{name}": '), arguments, '"}"']
-        else:
-            head = f'"{body.name}": "{name}", "{body.arguments}": '
-            number = [json.dumps(f'{{"{body.number}": "'), "NUMBER", json.dumps(f'", {head}')]
-            parts = number if body.number else [json.dumps("{" + head)]
-            parts += [arguments, '"}"']
-        yield f"call{index}: {' '.join(parts)}"
-        yield f"{arguments}: {json_rule(arguments_schema(function))}"
+def input_rule(index: int, function: Function) -> str:
+    """Return the Lark rule for the raw text of the function with number `index`."""
+    return f"input{index}: %lark {{\n{function.lark}\n}}"
 
 
-def _python_rules(functions: Sequence[Function]) -> Iterator[str]:
-    """Yield the rules of calls in Python syntax.
+def raw_grammar(
+    form: CallFormat,
+    raw: Sequence[Function],
+    others: str,
+    mark: str,
+    before: str,
+) -> str:
+    """Return a grammar that also allows one call with raw text at the end of an answer.
 
-    Keyword arguments come in the order of the schema, required ones first.
-
-    Raises:
-        InvalidRequest: the name of a property is not a valid Python keyword argument.
+    Args:
+        form: call format.
+        raw: functions with raw text.
+        others: grammar of other calls and of the answer, "" for raw calls only.
+        mark: marker of a call as a Lark term.
+        before: rule for the text before a call that includes its marker, "" if the marker comes
+            first.
     """
-    yield "call: " + " | ".join(f"call{index}" for index in range(len(functions)))
-    for index, function in enumerate(functions):
-        schema = arguments_schema(function)
-        shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-        properties: dict[str, Any] = schema.get("properties") or {}
-        required = [name for name in properties if name in (schema.get("required") or ())]
-        optional = [name for name in properties if name not in required]
-        names = [*required, *optional]
-        bad = [name for name in names if not _KEYWORD.fullmatch(name)]
-        if bad:
-            raise InvalidRequest(f"tools: {bad[0][:60]!r} cannot be a keyword in Python", "tools")
-        keys = [f"key{index}_{place}" for place in range(len(names))]
-        for key, name in zip(keys, names, strict=True):
-            own = properties[name]
-            inner = {**own, **shared} if isinstance(own, dict) else {}
-            yield f"{key}: {json.dumps(name + '=')} value{key}"
-            yield f"value{key}: {json_rule(inner)}"
-        # Optional arguments that may follow another argument and a comma.
-        for place in range(len(required), len(names)):
-            rest = f"tail{index}_{place + 1}" if place + 1 < len(names) else '""'
-            yield f'tail{index}_{place}: (", " {keys[place]})? {rest}'
-        first = len(required)
-        tail = f"tail{index}_{first}" if optional else '""'
-        needed = ' ", " '.join(keys[:first])
-        if required:
-            inside = f"{needed} {tail}"
-        else:
-            ways = [
-                f"{keys[place]} " + (f"tail{index}_{place + 1}" if place + 1 < len(names) else "")
-                for place in range(len(names))
-            ]
-            inside = " | ".join([*ways, '""'])
-        yield f'call{index}: {json.dumps(function.name + "(")} inside{index} ")"'
-        yield f"inside{index}: {inside}"
+    rules = [re.sub(r"(?m)^start:", "plain:", others)] if others else []
+    for index, function in enumerate(raw):
+        head = json.dumps(raw_head(form, function.name))
+        # Other calls have the line break as a separate lexeme, so it must be one here too.
+        rules.append(f'raw{index}: "\\n" {head} input{index}')
+        rules.append(input_rule(index, function))
+    calls = " | ".join(f"raw{index}" for index in range(len(raw)))
+    rules.append(f"start: {'plain | ' if others else ''}{before or mark} ({calls})")
+    return "\n".join(rules)

@@ -14,13 +14,25 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from jaxserve.server.tool_calls.answer_parts import (
+    AnswerPart,
+    Content,
+    Thought,
+    Tools,
+    WrittenCall,
+    make_call,
+)
+from jaxserve.server.tool_calls.call_reader import MAX_MALFORMED, AnswerBuffer
+from jaxserve.server.tool_calls.custom_tools import INPUT, escaped_input
 from jaxserve.server.tool_calls.histories import single_calls
 from jaxserve.server.tool_calls.literals import EndFinder
-from jaxserve.server.tool_calls.pieces import Content, Piece, Thought
-from jaxserve.server.tool_calls.raw_calls import INPUT, escaped_input
-from jaxserve.server.tool_calls.reader import MAX_MALFORMED, Outgoing
-from jaxserve.server.tool_calls.source import Malformed, Reading, Source, Uncallable, any_of
-from jaxserve.server.tool_calls.written import Tools, WrittenCall, written
+from jaxserve.server.tool_calls.text_feed import (
+    FormatMismatch,
+    Reading,
+    TextFeed,
+    UncallableCall,
+    any_of,
+)
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
@@ -97,10 +109,10 @@ class HarmonyReader:
         self._tools = tools
         self._raw = raw
         self._is_certain = is_certain
-        self._source = Source()
-        self._calls = Outgoing(parallel, None)
-        self._pieces: list[Piece] = []
-        self._said: set[type[Piece]] = set()
+        self._source = TextFeed()
+        self._calls = AnswerBuffer(parallel, None)
+        self._pieces: list[AnswerPart] = []
+        self._said: set[type[AnswerPart]] = set()
         self._num_malformed = 0
         self._held = ""  # text from the first call on, set when the answer has ended
         self._num_before = 0  # number of parts before the first call
@@ -108,7 +120,7 @@ class HarmonyReader:
         self._is_open = True  # whether a message has begun and not ended
         self._reading = self._read()
 
-    def feed(self, text: str, final: bool = False) -> list[Piece]:
+    def feed(self, text: str, final: bool = False) -> list[AnswerPart]:
         """Read more text. Return the new parts of the answer that are certain by now."""
         self._source.add(text, final)
         next(self._reading, None)
@@ -137,13 +149,13 @@ class HarmonyReader:
             self._is_open = True
             try:
                 yield from self._read_message()
-            except Malformed as error:
+            except FormatMismatch as error:
                 yield from self._say_malformed(error)
         if self._held and self._is_doubtful and self._has_called:
             del self._pieces[self._num_before :]
             self._pieces.append(Content(self._held))
 
-    def _say_malformed(self, error: Malformed) -> Reading[None]:
+    def _say_malformed(self, error: FormatMismatch) -> Reading[None]:
         """Return a message that could not be read as content, without its role.
 
         No call is read within such a message. It extends to its end, or to the end of the answer.
@@ -158,10 +170,10 @@ class HarmonyReader:
             self._num_malformed += 1
             yield from self._say_to_the_letter()
         else:
-            if not isinstance(error, Uncallable):
+            if not isinstance(error, UncallableCall):
                 end = len(source.text)
                 self._is_doubtful = self._is_doubtful or CALL in source.text[source.position :]
-            with suppress(Malformed):
+            with suppress(FormatMismatch):
                 yield from source.match(_ROLE)
             text = source.take_to(end) + (yield from source.takes(*_ENDS))
             self._pieces.append(Content("\n" + text if Content in self._said else text))
@@ -172,8 +184,8 @@ class HarmonyReader:
         """Read one message.
 
         Raises:
-            Uncallable: the message is a complete call of an unknown tool.
-            Malformed: the message or its header does not end.
+            UncallableCall: the message is a complete call of an unknown tool.
+            FormatMismatch: the message or its header does not end.
         """
         source = self._source
         header = (yield from source.match(_HEADER))[1]
@@ -185,7 +197,7 @@ class HarmonyReader:
             yield from self._say(Thought if is_analysis else Content, _STOPS)
         elif self._is_certain:
             if name not in self._tools:
-                raise Malformed
+                raise FormatMismatch
             yield from (self._stream_raw if name in self._raw else self._stream_call)(name)
         elif self._held:
             yield from self._read_call(name)
@@ -200,7 +212,7 @@ class HarmonyReader:
         """
         self._source.rewind()
         self._held = yield from self._source.rest()
-        self._source = Source()
+        self._source = TextFeed()
         self._source.add(self._held, True)
         self._held = _ROLE.sub("", self._held, count=1) if _ROLE.match(self._held) else self._held
         if Content in self._said:
@@ -216,10 +228,10 @@ class HarmonyReader:
             text = yield from source.bracketed()
         yield from source.skip_space()
         if not (yield from source.has(*_STOPS)) and not (source.is_final and source.is_empty):
-            raise Malformed
+            raise FormatMismatch
         if name not in self._tools:
-            raise Uncallable
-        self._calls.call(written(name, text))
+            raise UncallableCall
+        self._calls.call(make_call(name, text))
         self._pieces += self._calls.fetch(False)
         self._has_called = True
         source.settle()
@@ -276,7 +288,7 @@ class HarmonyReader:
     def _say_to_the_letter(self) -> Reading[None]:
         """Return a message as content with its markers, but without its role."""
         source = self._source
-        with suppress(Malformed):
+        with suppress(FormatMismatch):
             yield from source.match(_ROLE)
         mark = yield from source.takes(START, CHANNEL, MESSAGE)
         yield from self._say(Content, _STOPS, mark)

@@ -1,27 +1,102 @@
-"""Grammar rules of tagged calls, whose values are bare text.
+"""Grammar rules of a single call in each notation.
 
-Values are written so that readers convert them back: as JSON if the schema does not allow strings,
-otherwise as the text itself up to the tag that ends it.
+In tagged calls, values are written so that readers convert them back: as JSON if the schema does
+not allow strings, otherwise as the text itself up to the tag that ends it.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxserve.server.tool_calls.bodies import KeyedCall, XmlCall
-from jaxserve.server.tool_calls.chosen import call_ends
-from jaxserve.server.tool_calls.formats import CallFormat
-from jaxserve.server.tool_calls.grammar_parts import (
-    Function,
-    arguments_schema,
-    escaped,
-    json_rule,
-    spelled,
+from jaxserve.errors import InvalidRequest
+from jaxserve.server.tool_calls.call_bodies import (
+    HeadedCall,
+    JsonCall,
+    KeyedCall,
+    XmlCall,
 )
-from jaxserve.server.tool_calls.values import convert, property_schema, types_of
+from jaxserve.server.tool_calls.formats import CallFormat
+from jaxserve.server.tool_calls.literals import convert, property_schema, types_of
+from jaxserve.server.tool_calls.unconstrained_calls import call_ends
+from jaxserve.structured import plain_schema
+
+# White space between JSON tokens. Without a bound, small models can generate it endlessly.
+_GUIDANCE = {"whitespace_pattern": r"[ \n]{0,16}", "lenient": True}
+# Keywords that do not restrict values. Descriptions are most of the size of a schema.
+_ANNOTATIONS = frozenset(
+    ("description", "title", "default", "examples", "$comment", "deprecated", "readOnly")
+)
+# Keywords whose values map user-defined names to schemas.
+_NAMED_SCHEMAS = frozenset(("properties", "patternProperties", "$defs", "definitions"))
+_VALUES = frozenset(("enum", "const"))
+_MARK = re.compile(r"(<[^<>\s\"]+>)")
+
+
+@dataclass(frozen=True)
+class Function:
+    """Tool as grammars need it: its name, and a JSON schema of arguments or a Lark grammar of raw
+    text.
+    """
+
+    name: str
+    schema: dict[str, Any]
+    lark: str | None = None
+
+
+def bare(schema: Any) -> Any:
+    """Return a schema without annotation keywords, which do not restrict values."""
+    if isinstance(schema, list):
+        return [bare(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made: dict[str, Any] = {}
+    for name, value in schema.items():
+        if name in _NAMED_SCHEMAS and isinstance(value, dict):
+            made[name] = {key: bare(inner) for key, inner in value.items()}
+        elif name in _VALUES:
+            made[name] = value
+        elif name not in _ANNOTATIONS:
+            made[name] = bare(value)
+    return made
+
+
+def arguments_schema(function: Function) -> dict[str, Any]:
+    """Return the schema of a function's arguments: an object with only the declared properties."""
+    schema = {"type": "object", **plain_schema(bare(function.schema))}
+    properties, required = schema.get("properties"), schema.get("required")
+    if isinstance(properties, dict) and "additionalProperties" not in schema:
+        names = required if isinstance(required, list) else []
+        missing = {name: {} for name in names if isinstance(name, str) and name not in properties}
+        schema |= {"properties": properties | missing, "additionalProperties": False}
+    return schema
+
+
+def json_rule(schema: dict[str, Any]) -> str:
+    """Return the right side of a Lark rule that matches JSON values of a schema.
+
+    `EnforceableSchemas` must have checked the schema.
+    """
+    return "%json " + json.dumps({**schema, "x-guidance": _GUIDANCE})
+
+
+def escaped(mark: str) -> str:
+    """Return a regular expression that matches `mark`, for use between slashes in Lark."""
+    plain = "_<>"
+    return "".join(c if c.isalnum() or c in plain or not c.isascii() else f"\\{c}" for c in mark)
+
+
+def spelled(text: str, spell: Callable[[str], str]) -> list[str]:
+    """Return a text as Lark terms: markers as `spell` writes them, other text quoted."""
+    whole = spell(text)
+    if whole.startswith("<["):
+        return [whole]
+    parts = filter(None, _MARK.split(text))
+    return [spell(part) if _MARK.fullmatch(part) else json.dumps(part) for part in parts]
+
 
 # Keywords of string schemas that a regular expression can enforce.
 _LENGTHS = frozenset(("minLength", "maxLength"))
@@ -198,3 +273,75 @@ def _text_rule(rule: str, before: str, inner: str, tags: _Tags, spell: Spell) ->
     end = escaped(tags.end)
     yield rf"text_{rule}[lazy]: /{inner}{end}/ & ~/(.|\n)*{end}(.|\n)+/{without}"
     yield f"{rule}: {before} text_{rule}"
+
+
+_KEYWORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def object_rules(
+    form: CallFormat, functions: Sequence[Function], spell: Callable[[str], str]
+) -> Iterator[str]:
+    """Yield the rules of a call as JSON, or as a name with JSON arguments."""
+    body = form.body
+    assert isinstance(body, JsonCall | HeadedCall)
+    yield "call: " + " | ".join(f"call{index}" for index in range(len(functions)))
+    yield "NUMBER: /[0-9]{1,3}/"
+    for index, function in enumerate(functions):
+        name, arguments = function.name, f"args{index}"
+        if isinstance(body, HeadedCall):
+            parts = [*spelled(body.before, spell), json.dumps(name)]
+            parts += ['":" NUMBER'] if body.is_numbered else []
+            parts += [*spelled(body.after, spell), arguments, *spelled(body.tail, spell)]
+        elif body.is_keyed:
+            parts = [json.dumps(f'{{"{name}": '), arguments, '"}"']
+        else:
+            head = f'"{body.name}": "{name}", "{body.arguments}": '
+            number = [json.dumps(f'{{"{body.number}": "'), "NUMBER", json.dumps(f'", {head}')]
+            parts = number if body.number else [json.dumps("{" + head)]
+            parts += [arguments, '"}"']
+        yield f"call{index}: {' '.join(parts)}"
+        yield f"{arguments}: {json_rule(arguments_schema(function))}"
+
+
+def python_rules(functions: Sequence[Function]) -> Iterator[str]:
+    """Yield the rules of calls in Python syntax.
+
+    Keyword arguments come in the order of the schema, required ones first.
+
+    Raises:
+        InvalidRequest: the name of a property is not a valid Python keyword argument.
+    """
+    yield "call: " + " | ".join(f"call{index}" for index in range(len(functions)))
+    for index, function in enumerate(functions):
+        schema = arguments_schema(function)
+        shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+        properties: dict[str, Any] = schema.get("properties") or {}
+        required = [name for name in properties if name in (schema.get("required") or ())]
+        optional = [name for name in properties if name not in required]
+        names = [*required, *optional]
+        bad = [name for name in names if not _KEYWORD.fullmatch(name)]
+        if bad:
+            raise InvalidRequest(f"tools: {bad[0][:60]!r} cannot be a keyword in Python", "tools")
+        keys = [f"key{index}_{place}" for place in range(len(names))]
+        for key, name in zip(keys, names, strict=True):
+            own = properties[name]
+            inner = {**own, **shared} if isinstance(own, dict) else {}
+            yield f"{key}: {json.dumps(name + '=')} value{key}"
+            yield f"value{key}: {json_rule(inner)}"
+        # Optional arguments that may follow another argument and a comma.
+        for place in range(len(required), len(names)):
+            rest = f"tail{index}_{place + 1}" if place + 1 < len(names) else '""'
+            yield f'tail{index}_{place}: (", " {keys[place]})? {rest}'
+        first = len(required)
+        tail = f"tail{index}_{first}" if optional else '""'
+        needed = ' ", " '.join(keys[:first])
+        if required:
+            inside = f"{needed} {tail}"
+        else:
+            ways = [
+                f"{keys[place]} " + (f"tail{index}_{place + 1}" if place + 1 < len(names) else "")
+                for place in range(len(names))
+            ]
+            inside = " | ".join([*ways, '""'])
+        yield f'call{index}: {json.dumps(function.name + "(")} inside{index} ")"'
+        yield f"inside{index}: {inside}"

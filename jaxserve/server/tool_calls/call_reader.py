@@ -6,22 +6,35 @@ import secrets
 import string
 from collections.abc import Collection, Mapping
 
-from jaxserve.server.tool_calls.bodies import Body, HeadedCall, JsonCall, PythonCalls
-from jaxserve.server.tool_calls.chosen import (
+from jaxserve.server.tool_calls.answer_parts import (
+    AnswerPart,
+    Beside,
+    CallPart,
+    Content,
+    Tools,
+    WrittenCall,
+)
+from jaxserve.server.tool_calls.call_bodies import Body, HeadedCall, JsonCall, PythonCalls
+from jaxserve.server.tool_calls.formats import CallFormat
+from jaxserve.server.tool_calls.literals import EndFinder
+from jaxserve.server.tool_calls.tagged_calls import TagCall
+from jaxserve.server.tool_calls.text_feed import (
+    FormatMismatch,
+    IncompleteCall,
+    Reading,
+    TextFeed,
+    any_of,
+    result_of,
+)
+from jaxserve.server.tool_calls.unconstrained_calls import (
     MAX_MALFORMED,
-    ChosenCalls,
+    UnconstrainedCalls,
     close_of,
     follows_in_list,
     inner_mark,
     open_list,
     take_closes,
 )
-from jaxserve.server.tool_calls.formats import CallFormat
-from jaxserve.server.tool_calls.literals import EndFinder
-from jaxserve.server.tool_calls.pieces import CallPart, Content, Piece
-from jaxserve.server.tool_calls.source import Cut, Malformed, Reading, Source, any_of, result_of
-from jaxserve.server.tool_calls.tag_reading import TagCall
-from jaxserve.server.tool_calls.written import Beside, Tools, WrittenCall
 
 _ALPHABET = string.ascii_letters + string.digits
 
@@ -59,13 +72,13 @@ class CallReader:
         self._beside = beside if is_certain else None
         # A grammar begins calls with the first marker only. The other markers are then plain text.
         self._starts = call_format.starts[: None if self._beside is None else 1]
-        self._source = Source()
+        self._source = TextFeed()
         is_silent = self._beside in (Beside.NOTHING, Beside.FORM)
-        self._pieces = Outgoing(parallel, call_format.id_length, is_silent)
+        self._pieces = AnswerBuffer(parallel, call_format.id_length, is_silent)
         self._num_malformed = 0
         self._reading = self._read()
 
-    def feed(self, text: str, final: bool = False) -> list[Piece]:
+    def feed(self, text: str, final: bool = False) -> list[AnswerPart]:
         """Read more text. Return the new parts of the answer that are certain by now."""
         self._source.add(text, final)
         next(self._reading, None)
@@ -147,7 +160,7 @@ class CallReader:
             calls = yield from body.read(source, self._tools)
             if calls or (yield from source.takes_behind_space(*form.separators)):
                 return False
-        except Malformed:
+        except FormatMismatch:
             return False
         yield from take_closes(source, form, mark)
         self._pieces.leave_out_space()
@@ -158,7 +171,7 @@ class CallReader:
         try:
             yield from inner_mark(source, self._format, mark)
             yield from self._format.body.begins(source)
-        except Malformed:
+        except FormatMismatch:
             return False
         finally:
             source.rewind()
@@ -167,7 +180,7 @@ class CallReader:
     def _hold(self, is_unmarked: bool) -> Reading[None]:
         """Wait for the end of the text, and read the calls in it."""
         text = yield from self._source.rest()
-        chosen = ChosenCalls(self._format, self._tools, text, self._num_malformed)
+        chosen = UnconstrainedCalls(self._format, self._tools, text, self._num_malformed)
         for part in chosen.read(is_unmarked):
             if part is None:
                 self._pieces.leave_out_space()
@@ -197,8 +210,8 @@ class CallReader:
                 if is_over or not (yield from source.takes_behind_space(form.mark)):
                     self._leave_out_cut(mark)
                     return True
-        except Malformed as error:
-            if self._beside is not None and isinstance(error, Cut):
+        except FormatMismatch as error:
+            if self._beside is not None and isinstance(error, IncompleteCall):
                 source.take_to(len(source.text))
                 source.settle()
                 return True
@@ -227,7 +240,7 @@ class CallReader:
         elif isinstance(body, PythonCalls):
             calls = yield from body.read(self._source, self._tools)
         else:
-            raise Malformed
+            raise FormatMismatch
         for call in calls:
             self._pieces.call(call)
         return True
@@ -258,7 +271,7 @@ class CallReader:
         return True
 
 
-class Outgoing:
+class AnswerBuffer:
     """Buffer of parts of an answer that are certain and not fetched yet.
 
     Args:
@@ -275,13 +288,13 @@ class Outgoing:
         self.is_silent = is_silent
         self._parallel = parallel
         self._id_length = id_length
-        self._pieces: list[Piece] = []
+        self._pieces: list[AnswerPart] = []
         self._num_calls = 0
         self._has_calls = False
         self._spaces: list[str] = []  # becomes content if more content follows
         self._has_content = False
 
-    def fetch(self, final: bool) -> list[Piece]:
+    def fetch(self, final: bool) -> list[AnswerPart]:
         """Return the collected parts, and clear them."""
         if final and not self._has_calls and self._spaces:
             self._pieces.append(Content("".join(self._spaces)))

@@ -1,8 +1,8 @@
-"""Calls of custom tools with a Lark grammar: raw text in place of arguments, up to the answer's
-end.
+"""Calls of custom tools, whose input is a text.
 
-A grammar for text inside a JSON string would need escaped terminals, and a lexer cannot separate
-two terminals that both begin with a backslash. So the raw text takes the place of the arguments.
+If the tool has a Lark grammar, the raw text takes the place of the call's arguments, up to the end
+of the answer: a grammar for text inside a JSON string would need escaped terminals, and a lexer
+cannot separate two terminals that both begin with a backslash.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from jaxserve.server.tool_calls.bodies import JsonCall
+from jaxserve.server.schema.arguments import read_object
+from jaxserve.server.schema.decode import without_half_pairs
+from jaxserve.server.tool_calls.answer_parts import AnswerPart, CallPart
+from jaxserve.server.tool_calls.call_bodies import JsonCall
+from jaxserve.server.tool_calls.call_reader import CallReader
 from jaxserve.server.tool_calls.formats import CallFormat
-from jaxserve.server.tool_calls.grammar_parts import Function
-from jaxserve.server.tool_calls.pieces import CallPart, Piece
-from jaxserve.server.tool_calls.reader import CallReader
 
 # Texts before and after the escaped raw text in the arguments that clients receive.
 INPUT = ('{"input": "', '"}')
@@ -37,43 +38,10 @@ def takes_raw_text(form: CallFormat) -> bool:
     return is_plain and not is_list and bool(form.close) and form.id_length is None
 
 
-def _head(form: CallFormat, name: str) -> str:
+def raw_head(form: CallFormat, name: str) -> str:
     body = form.body
     assert isinstance(body, JsonCall)
     return f'{{"{body.name}": "{name}", "{body.arguments}": '
-
-
-def input_rule(index: int, function: Function) -> str:
-    """Return the Lark rule for the raw text of the function with number `index`."""
-    return f"input{index}: %lark {{\n{function.lark}\n}}"
-
-
-def raw_grammar(
-    form: CallFormat,
-    raw: Sequence[Function],
-    others: str,
-    mark: str,
-    before: str,
-) -> str:
-    """Return a grammar that also allows one call with raw text at the end of an answer.
-
-    Args:
-        form: call format.
-        raw: functions with raw text.
-        others: grammar of other calls and of the answer, "" for raw calls only.
-        mark: marker of a call as a Lark term.
-        before: rule for the text before a call that includes its marker, "" if the marker comes
-            first.
-    """
-    rules = [re.sub(r"(?m)^start:", "plain:", others)] if others else []
-    for index, function in enumerate(raw):
-        head = json.dumps(_head(form, function.name))
-        # Other calls have the line break as a separate lexeme, so it must be one here too.
-        rules.append(f'raw{index}: "\\n" {head} input{index}')
-        rules.append(input_rule(index, function))
-    calls = " | ".join(f"raw{index}" for index in range(len(raw)))
-    rules.append(f"start: {'plain | ' if others else ''}{before or mark} ({calls})")
-    return "\n".join(rules)
 
 
 class RawCallReader:
@@ -86,13 +54,13 @@ class RawCallReader:
     """
 
     def __init__(self, form: CallFormat, names: Iterable[str], calls: CallReader) -> None:
-        self._heads = {f"{form.mark}\n{_head(form, name)}": name for name in names}
+        self._heads = {f"{form.mark}\n{raw_head(form, name)}": name for name in names}
         self._calls = calls
         self._waiting = ""
         self._num_calls = 0
         self._is_raw = False
 
-    def feed(self, text: str, final: bool = False) -> list[Piece]:
+    def feed(self, text: str, final: bool = False) -> list[AnswerPart]:
         """Read more text. Return the new parts of the answer that are certain by now."""
         if self._is_raw:
             return [self._part(text, final)]
@@ -121,10 +89,55 @@ class RawCallReader:
                 break
         return len(text) - len(text[: len(text) - size].rstrip())
 
-    def _before(self, text: str, final: bool) -> list[Piece]:
+    def _before(self, text: str, final: bool) -> list[AnswerPart]:
         pieces = [*self._calls.feed(text, final)]
         self._num_calls += sum(isinstance(p, CallPart) and p.id is not None for p in pieces)
         return pieces
 
     def _part(self, text: str, final: bool) -> CallPart:
         return CallPart(self._num_calls, escaped_input(text) + (INPUT[1] if final else ""))
+
+
+_HEAD = re.compile(r'\s*\{\s*"input"\s*:\s*"')
+# Complete characters of a JSON string. A surrogate pair is one character. A first half is complete
+# by itself if the text after it is not a second half.
+_WHOLE = re.compile(
+    r'(?:[^"\\]+|\\["\\/bfnrt]|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}'
+    r"|\\u(?![dD][89abAB])[0-9a-fA-F]{4}"
+    r"|\\u[dD][89abAB][0-9a-fA-F]{2}(?=[^\\]|\\[^u]|\\u[^dD]|\\u[dD][^c-fC-F]))*"
+)
+
+
+class CustomInput:
+    """Incremental reader of the string argument `input` in the JSON arguments of a call."""
+
+    def __init__(self) -> None:
+        self._waiting = ""
+        self._is_open = self._has_ended = False
+
+    def feed(self, arguments: str) -> str:
+        """Read more of the arguments. Return the part of the input text that is certain by now."""
+        self._waiting += arguments
+        if not self._is_open:
+            head = _HEAD.match(self._waiting)
+            if head is None:
+                return ""
+            self._is_open, self._waiting = True, self._waiting[head.end() :]
+        if self._has_ended:
+            return ""
+        whole = _WHOLE.match(self._waiting)
+        assert whole is not None
+        self._waiting = self._waiting[whole.end() :]
+        self._has_ended = self._waiting.startswith('"')
+        escaped = without_half_pairs(f'"{whole[0]}"'.encode()).decode()
+        return json.loads(escaped, strict=False)
+
+    def finish(self) -> str:
+        """Return the rest of the input text at the end of the arguments.
+
+        If the arguments are not an object with a string `input`, the result is all of their text.
+        """
+        if self._is_open:
+            return ""
+        text = (read_object(self._waiting) or {}).get("input")
+        return text if isinstance(text, str) else self._waiting

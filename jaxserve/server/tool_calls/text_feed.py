@@ -11,30 +11,30 @@ from jaxserve.server.tool_calls.literals import EndFinder
 from jaxserve.text.added_texts import pattern_of_any
 
 T = TypeVar("T")
-# Generator that reads from a `Source`. It yields when it needs more text, and returns a T.
+# Generator that reads from a `TextFeed`. It yields when it needs more text, and returns a T.
 Reading = Generator[None, None, T]
 # Maximum number of characters before a call's arguments.
 MAX_HEAD = 512
 _SPACE = re.compile(r"\s+")
 
 
-class Malformed(Exception):
+class FormatMismatch(Exception):
     """The text does not match the format after all."""
 
 
-class Cut(Malformed):
+class IncompleteCall(FormatMismatch):
     """The text ended inside a call."""
 
 
-class Uncallable(Malformed):
+class UncallableCall(FormatMismatch):
     """The call is complete but invalid: its tool is unknown or its arguments are wrong."""
 
 
-class Repeated(Uncallable):
+class RepeatedArgument(UncallableCall):
     """A call with bare values names an argument twice, so the position of its end is uncertain."""
 
 
-class Source:
+class TextFeed:
     """Text input that arrives in pieces, with a read position.
 
     Readers are generators: they take text from the read position on, and yield to wait for more.
@@ -110,10 +110,10 @@ class Source:
         """Wait for more text.
 
         Raises:
-            Cut: the text has ended.
+            IncompleteCall: the text has ended.
         """
         if self.is_final:
-            raise Cut
+            raise IncompleteCall
         yield
 
     def skip_space(self) -> Reading[None]:
@@ -174,11 +174,11 @@ class Source:
         """Take the marker `mark`, which must come next.
 
         Raises:
-            Cut: the text ended within the marker.
-            Malformed: other text comes next.
+            IncompleteCall: the text ended within the marker.
+            FormatMismatch: other text comes next.
         """
         if mark and not (yield from self.takes(mark)):
-            raise Cut if self.is_cut(mark) else Malformed
+            raise IncompleteCall if self.is_cut(mark) else FormatMismatch
 
     def match(self, pattern: re.Pattern[str]) -> Reading[re.Match[str]]:
         """Wait for and take a match of `pattern` at the read position.
@@ -186,8 +186,8 @@ class Source:
         The match must be shorter than MAX_HEAD and must not depend on later text.
 
         Raises:
-            Malformed: the next MAX_HEAD characters do not match.
-            Cut: the text ended without a match.
+            FormatMismatch: the next MAX_HEAD characters do not match.
+            IncompleteCall: the text ended without a match.
         """
         tried = ""
         while True:
@@ -199,7 +199,7 @@ class Source:
                 self.take_to(found.end())
                 return found
             if len(self.text) - self.position >= MAX_HEAD:
-                raise Malformed
+                raise FormatMismatch
             yield from self.more()
 
     def rest(self) -> Reading[str]:
@@ -219,7 +219,7 @@ class Source:
             The text before the marker, and the marker.
 
         Raises:
-            Cut: the text ended without any of the markers.
+            IncompleteCall: the text ended without any of the markers.
         """
         pattern, parts = any_of(marks), list[str]()
         while True:
@@ -234,7 +234,7 @@ class Source:
         """Take and return a bracketed value, whose opening bracket comes next.
 
         Raises:
-            Cut: the text ended within the value.
+            IncompleteCall: the text ended within the value.
         """
         finder, parts = EndFinder(python), list[str]()
         while True:

@@ -1,25 +1,25 @@
-"""ChosenCalls: the calls in an answer that was generated without a grammar, read once it is
-complete.
-"""
+"""UnconstrainedCalls: calls in an answer generated without a grammar, read once it is complete."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxserve.server.tool_calls.bodies import BracedCall, PythonCalls, XmlCall
+from jaxserve.server.tool_calls.answer_parts import Tools, WrittenCall
+from jaxserve.server.tool_calls.call_bodies import PythonCalls, XmlCall
+from jaxserve.server.tool_calls.call_context import CallContext, CallLayout
 from jaxserve.server.tool_calls.formats import CallFormat
-from jaxserve.server.tool_calls.source import (
-    Cut,
-    Malformed,
+from jaxserve.server.tool_calls.gemma import BracedCall
+from jaxserve.server.tool_calls.tagged_calls import TagCall
+from jaxserve.server.tool_calls.text_feed import (
+    FormatMismatch,
+    IncompleteCall,
     Reading,
-    Repeated,
-    Source,
-    Uncallable,
+    RepeatedArgument,
+    TextFeed,
+    UncallableCall,
     any_of,
     result_of,
 )
-from jaxserve.server.tool_calls.tag_reading import Around, Layout, TagCall
-from jaxserve.server.tool_calls.written import Tools, WrittenCall
 
 # After this many markers without a call, further markers are ignored.
 MAX_MALFORMED = 64
@@ -42,7 +42,7 @@ class _Text:
     is_failed: bool = False
 
 
-class ChosenCalls:
+class UnconstrainedCalls:
     """Calls in a text, from the first head of a call on, and the content between them.
 
     The text may quote calls, so it can be read only when it is complete. A call that fails is
@@ -60,10 +60,10 @@ class ChosenCalls:
     def __init__(self, form: CallFormat, tools: Tools, text: str, num_malformed: int = 0) -> None:
         self._form = form
         self._tools = tools
-        self._source = Source()
+        self._source = TextFeed()
         self._source.add(text, True)
         self._num_malformed = num_malformed
-        self._layout = Layout()
+        self._layout = CallLayout()
         self._parts: list[_Text | WrittenCall | None] = []
         self._in_section = self._had_section = False
         self._call_end = -1  # index after the last call
@@ -120,7 +120,7 @@ class ChosenCalls:
         try:
             wanted = result_of(inner_mark(source, self._form, mark))
             result_of(self._form.body.begins(source))
-        except Malformed:
+        except FormatMismatch:
             source.rewind()
             self._num_malformed += 1
             self._say(start, source.position)
@@ -150,21 +150,21 @@ class ChosenCalls:
             start: index from which the text is content if the calls fail.
             mark: marker before the calls, or "".
         """
-        source, form, around = self._source, self._form, self._around()
+        source, form, context = self._source, self._form, self._context()
         calls, is_good, is_read, good_end = list[WrittenCall](), True, True, start
         num_values = self._layout.num_values
         try:
             result_of(open_list(source, form))
             while True:
                 try:
-                    calls += result_of(form.body.read(source, self._tools, around))
-                except Uncallable as error:
-                    is_good, is_read = False, not isinstance(error, Repeated)
+                    calls += result_of(form.body.read(source, self._tools, context))
+                except UncallableCall as error:
+                    is_good, is_read = False, not isinstance(error, RepeatedArgument)
                 end = source.position
                 good_end = end if is_good else good_end
                 if not result_of(follows_in_list(source, form)):
                     break
-        except Malformed:
+        except FormatMismatch:
             source.take_to(len(source.text))
             self._parts += [None, *calls] if is_good and calls else []
             self._say(good_end if is_good and calls else start, source.position, is_failed=True)
@@ -180,14 +180,14 @@ class ChosenCalls:
         else:
             self._say(start, source.position, is_read, is_failed=not is_read)
 
-    def _around(self) -> Around:
+    def _context(self) -> CallContext:
         form, ends = self._form, ()
         is_closed = isinstance(form.body, XmlCall) and form.body.outer_end == form.close
         if is_closed or isinstance(form.body, BracedCall):
             ends = (form.close,)
         elif self._in_section and form.section[1]:
             ends = (form.section[1], form.mark)
-        return Around(form.mark, form.close, ends, self._layout)
+        return CallContext(form.mark, form.close, ends, self._layout)
 
     def _is_doubtful(self) -> bool:
         """Return whether the calls may be quoted within another call.
@@ -240,32 +240,32 @@ def call_ends(form: CallFormat) -> tuple[str, ...]:
     return tuple(end for end in ends if end and "```" not in end)
 
 
-def inner_mark(source: Source, form: CallFormat, mark: str) -> Reading[str]:
+def inner_mark(source: TextFeed, form: CallFormat, mark: str) -> Reading[str]:
     """Take and return the marker of a call after the section marker `mark`.
 
     Returns:
         The marker of the call, or "" if `mark` is itself the marker of a call.
 
     Raises:
-        Malformed: no call follows the section marker.
+        FormatMismatch: no call follows the section marker.
     """
     if not form.section[0] or mark != form.section[0]:
         return ""
     yield from source.skip_space()
     inner = yield from source.takes(*form.starts[1:])
     if not inner:
-        raise Cut if source.is_cut(*form.starts[1:]) else Malformed
+        raise IncompleteCall if source.is_cut(*form.starts[1:]) else FormatMismatch
     return inner
 
 
-def open_list(source: Source, form: CallFormat) -> Reading[None]:
+def open_list(source: TextFeed, form: CallFormat) -> Reading[None]:
     """Take the bracket before a list of calls, if the format has one and it comes next."""
     if form.is_array and not form.is_python:
         yield from source.skip_space()
         yield from source.takes("[")
 
 
-def follows_in_list(source: Source, form: CallFormat) -> Reading[bool]:
+def follows_in_list(source: TextFeed, form: CallFormat) -> Reading[bool]:
     """Take the separator before the next call of a list. Return whether a call follows.
 
     The text taken before is settled.
@@ -289,7 +289,7 @@ def close_of(form: CallFormat, mark: str) -> str:
     return {form.mark: form.close, **dict(form.others)}.get(mark, "")
 
 
-def take_closes(source: Source, form: CallFormat, mark: str) -> Reading[bool]:
+def take_closes(source: TextFeed, form: CallFormat, mark: str) -> Reading[bool]:
     """Take the texts that close calls. Return whether the end of their section was among them.
 
     Args:

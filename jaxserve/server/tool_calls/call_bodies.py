@@ -1,4 +1,4 @@
-"""Call bodies: readers of one call, or of a list of calls, after the marker."""
+"""Calls as JSON, as a name with JSON arguments, and in Python syntax."""
 
 from __future__ import annotations
 
@@ -8,12 +8,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from jaxserve.server.tool_calls.gemma import BraceReader
+from jaxserve.server.tool_calls.answer_parts import NAME, Tools, WrittenCall, make_call
+from jaxserve.server.tool_calls.call_context import CallBody, CallContext
+from jaxserve.server.tool_calls.gemma import BracedCall
 from jaxserve.server.tool_calls.literals import read_calls, read_json, write_json
-from jaxserve.server.tool_calls.source import Cut, Malformed, Reading, Repeated, Source, Uncallable
-from jaxserve.server.tool_calls.tag_reading import Around
-from jaxserve.server.tool_calls.tags import KeyedCall, XmlCall, loosely
-from jaxserve.server.tool_calls.written import NAME, Tools, WrittenCall, written
+from jaxserve.server.tool_calls.tagged_calls import KeyedCall, XmlCall, loosely
+from jaxserve.server.tool_calls.text_feed import (
+    FormatMismatch,
+    IncompleteCall,
+    Reading,
+    TextFeed,
+    UncallableCall,
+)
 
 _ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
 # Keys of a call without arguments.
@@ -25,7 +31,7 @@ _SHORT_NAME = re.compile(rf"\s*({NAME})\s*(?=\()")
 
 
 @dataclass(frozen=True)
-class JsonCall:
+class JsonCall(CallBody):
     """Call as a JSON object: `{"name": "f", "arguments": {"a": 1}}`.
 
     Args:
@@ -47,55 +53,41 @@ class JsonCall:
     marks: tuple[str, ...] = ()
     pairs: tuple[tuple[str, str], ...] = (("{", "}"),)
 
-    def begins(self, source: Source) -> Reading[None]:
-        """Take the beginning of a call, whatever its name. It may be in a list.
-
-        Raises:
-            Malformed: the text does not begin like a call.
-        """
+    def begins(self, source: TextFeed) -> Reading[None]:
         yield from source.skip_space()
         if (yield from source.takes("[")):
             yield from source.skip_space()
         if (yield from source.takes("{")):
             if (yield from source.match(_KEY))[1] not in "\"':":
-                raise Malformed
+                raise FormatMismatch
         elif self.may_be_bare:
             yield from source.match(_BARE)
         else:
-            raise Malformed
+            raise FormatMismatch
 
     def read(
-        self, source: Source, tools: Tools, around: Around | None = None
+        self, source: TextFeed, tools: Tools, context: CallContext | None = None
     ) -> Reading[list[WrittenCall]]:
-        """Take and return one call.
-
-        Returns:
-            A list with the call, or an empty list if its name means "no call".
-
-        Raises:
-            Uncallable: the tool is unknown, or a key is repeated.
-            Malformed: the call does not end.
-        """
         yield from source.skip_space()
         if not (yield from source.has("{")):
             if not self.may_be_bare:
-                raise Malformed
+                raise FormatMismatch
             found = yield from source.match(_BARE)
             text = yield from source.takes("null")
             if not text:
                 text = yield from source.bracketed()
             elif source.text[source.position : source.position + 1].isalnum():
-                raise Malformed
+                raise FormatMismatch
             if found[1] not in tools:
-                raise Uncallable
-            return [written(found[1], text)]
+                raise UncallableCall
+            return [make_call(found[1], text)]
         text = yield from source.bracketed()
         try:
             value = read_json(text)
         except ValueError:
-            raise Uncallable from None
+            raise UncallableCall from None
         if not isinstance(value, dict):
-            raise Uncallable
+            raise UncallableCall
         name = value.get(self.name)
         if isinstance(name, str) and name in self.answers and name not in tools:
             return []
@@ -105,18 +97,18 @@ class JsonCall:
         if self.is_keyed:
             [name, *others], given = list(value) or [""], ""
             if others:
-                raise Uncallable
+                raise UncallableCall
             arguments = value.get(name)
         else:
             name, given = value.get(self.name), list(value.keys() & _ARGUMENT_KEYS)
             if len(given) > 1 or (not given and value.keys() - _CALL_KEYS):
-                raise Uncallable
+                raise UncallableCall
             arguments = value[given[0]] if given else {}
         if not isinstance(name, str) or name not in tools:
-            raise Uncallable
-        return written(name, arguments)
+            raise UncallableCall
+        return make_call(name, arguments)
 
-    def read_head(self, source: Source) -> Reading[tuple[str, str | None]]:
+    def read_head(self, source: TextFeed) -> Reading[tuple[str, str | None]]:
         """Take the text before the arguments of a call that a grammar has formed.
 
         Return the name of the call.
@@ -124,7 +116,7 @@ class JsonCall:
         found = yield from source.match(_formed_head(self))
         return found[1], None
 
-    def read_tail(self, source: Source) -> Reading[None]:
+    def read_tail(self, source: TextFeed) -> Reading[None]:
         """Take the text after the arguments."""
         yield from source.skip_space()
         yield from source.takes("}")
@@ -144,7 +136,7 @@ def _formed_head(body: JsonCall) -> re.Pattern[str]:
 
 
 @dataclass(frozen=True)
-class HeadedCall:
+class HeadedCall(CallBody):
     """Call whose name precedes the JSON object of its arguments.
 
     Args:
@@ -166,38 +158,27 @@ class HeadedCall:
     def marks(self) -> tuple[str, ...]:
         return (self.after, self.before)
 
-    def begins(self, source: Source) -> Reading[None]:
-        """Take the head of a call, whatever its name.
-
-        Raises:
-            Malformed: the text does not begin like a call.
-        """
+    def begins(self, source: TextFeed) -> Reading[None]:
         yield from source.match(_head(self, "{n<`"))
 
     def read(
-        self, source: Source, tools: Tools, around: Around | None = None
+        self, source: TextFeed, tools: Tools, context: CallContext | None = None
     ) -> Reading[list[WrittenCall]]:
-        """Take and return one call. Arguments that are missing or null are an empty object.
-
-        Raises:
-            Uncallable: the tool is unknown, or the arguments are not an object.
-            Malformed: the call does not end.
-        """
         name, number = yield from self.read_head(source, "{n<`")
         if (yield from source.has("{")):
             text = yield from source.bracketed()
         else:
             text = yield from source.takes("null")
             yield from source.skip_space()
-            close = self.tail.strip() or ("" if around is None else around.close)
+            close = self.tail.strip() or ("" if context is None else context.close)
             if not (yield from source.has(close)) and not (text and source.is_empty):
-                raise Malformed
+                raise FormatMismatch
         yield from self.read_tail(source)
         if name not in tools:
-            raise Uncallable
-        return [written(name, text, number)]
+            raise UncallableCall
+        return [make_call(name, text, number)]
 
-    def read_head(self, source: Source, behind: str = "{") -> Reading[tuple[str, str | None]]:
+    def read_head(self, source: TextFeed, behind: str = "{") -> Reading[tuple[str, str | None]]:
         """Take the text before the arguments. Return the name and the id of the call.
 
         Args:
@@ -207,7 +188,7 @@ class HeadedCall:
         found = yield from source.match(_head(self, behind))
         return found["name"], found["id"] if self.is_numbered else None
 
-    def read_tail(self, source: Source) -> Reading[None]:
+    def read_tail(self, source: TextFeed) -> Reading[None]:
         """Take the text after the arguments."""
         if self.tail.strip():
             yield from source.skip_space()
@@ -223,7 +204,7 @@ def _head(body: HeadedCall, behind: str) -> re.Pattern[str]:
 
 
 @dataclass(frozen=True)
-class PythonCalls:
+class PythonCalls(CallBody):
     """Calls in Python syntax: a list `[f(a=1), g()]`, or one call per line.
 
     Args:
@@ -238,12 +219,7 @@ class PythonCalls:
         """Brackets that must balance."""
         return (("[", "]"),) if self.is_list else (("(", ")"),)
 
-    def begins(self, source: Source) -> Reading[None]:
-        """Take the beginning of a call, whatever its name.
-
-        Raises:
-            Malformed: the text does not begin like a call.
-        """
+    def begins(self, source: TextFeed) -> Reading[None]:
         yield from source.skip_space()
         if not self.is_list:
             yield from source.match(_SHORT_NAME)
@@ -251,87 +227,27 @@ class PythonCalls:
         yield from source.expect("[")
         yield from source.skip_space()
         if (yield from source.match(_LIST_NAME))[1] != "(":
-            raise Malformed
+            raise FormatMismatch
 
     def read(
-        self, source: Source, tools: Tools, around: Around | None = None
+        self, source: TextFeed, tools: Tools, context: CallContext | None = None
     ) -> Reading[list[WrittenCall]]:
-        """Take and return a list of calls, or one call.
-
-        Raises:
-            Uncallable: a tool is unknown, or the text is not valid Python syntax.
-            Malformed: the text does not end.
-        """
         yield from source.skip_space()
         name = ""
         if not self.is_list:
             name = (yield from source.match(_SHORT_NAME))[1]
         elif not (yield from source.has("[")):
-            raise Cut if source.is_cut("[") else Malformed
+            raise IncompleteCall if source.is_cut("[") else FormatMismatch
         text = yield from source.bracketed(python=True)
         try:
             named = read_calls(text if self.is_list else f"[{name}{text}]")
             calls = [WrittenCall(name, write_json(values)) for name, values in named]
         except ValueError:
-            raise Uncallable from None
+            raise UncallableCall from None
         if not calls or not all(call.name in tools for call in calls):
-            raise Uncallable
+            raise UncallableCall
         return calls
 
-
-@dataclass(frozen=True)
-class BracedCall:
-    """Call in Gemma's notation: `call:f{a:<|"|>text<|"|>,b:[1,2]}`.
-
-    Args:
-        quote: marker at both ends of a string.
-    """
-
-    quote: str
-    pairs: tuple[tuple[str, str], ...] = (("{", "}"),)
-
-    @property
-    def marks(self) -> tuple[str, ...]:
-        return (self.quote,)
-
-    @property
-    def final(self) -> re.Pattern[str]:
-        """Pattern of the end of a string that also ends its call."""
-        return re.compile(rf"{re.escape(self.quote)}[\s}}\]]*\}}")
-
-    def begins(self, source: Source) -> Reading[None]:
-        """Take the head of a call, whatever its name.
-
-        Raises:
-            Malformed: the text does not begin like a call.
-        """
-        yield from source.match(_BRACED_NAME)
-
-    def read(self, source: Source, tools: Tools, around: Around) -> Reading[list[WrittenCall]]:
-        """Take and return one call from a complete text.
-
-        Raises:
-            Repeated: an argument is given twice.
-            Uncallable: the tool is unknown.
-            Malformed: the end of the call is missing or ambiguous.
-        """
-        head = yield from source.match(_BRACED_NAME)
-        around.layout.note_head(head, "")
-        name = head["name"]
-        reader = BraceReader(source.text, source.position, self.quote, tools.get(name, {}), around)
-        try:
-            values = reader.call()
-        except ValueError:
-            raise Malformed from None
-        source.take_to(reader.position)
-        if name not in tools:
-            raise Uncallable
-        if reader.is_repeated:
-            raise Repeated
-        return [written(name, values)]
-
-
-_BRACED_NAME = re.compile(rf"\s*call:\s*(?P<name>{NAME})\s*(?=\{{)")
 
 Body = JsonCall | HeadedCall | PythonCalls | XmlCall | KeyedCall | BracedCall
 

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from jaxserve.server.tool_calls.literals import read_json, write_json
+from jaxserve.server.tool_calls.text_feed import UncallableCall
 
 
 @dataclass(frozen=True)
@@ -29,10 +35,10 @@ class CallPart:
     name: str | None = None
 
 
-Piece = Content | Thought | CallPart
+AnswerPart = Content | Thought | CallPart
 
 
-class Growing:
+class TextBuilder:
     """String builder: appending costs time proportional to the added text."""
 
     def __init__(self, text: str = "") -> None:
@@ -53,7 +59,7 @@ class Call:
     def __init__(self, number: str, name: str) -> None:
         self.id = number
         self.name = name
-        self._arguments = Growing()
+        self._arguments = TextBuilder()
 
     @property
     def arguments(self) -> str:
@@ -73,8 +79,8 @@ class Message:
     """
 
     def __init__(self, content: str = "") -> None:
-        self._content = Growing(content)
-        self._reasoning = Growing()
+        self._content = TextBuilder(content)
+        self._reasoning = TextBuilder()
         self.calls: list[Call] = []
 
     @property
@@ -87,7 +93,7 @@ class Message:
         """Reasoning text so far."""
         return str(self._reasoning)
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: AnswerPart) -> None:
         """Append a part of the answer to the content, the reasoning or a call."""
         if isinstance(piece, Content):
             self._content.add(piece.text)
@@ -97,3 +103,54 @@ class Message:
             if piece.id is not None and piece.name is not None:
                 self.calls.append(Call(piece.id, piece.name))
             self.calls[piece.index].add(piece.arguments)
+
+
+# Names of the tools that may be called, with the schemas of their arguments.
+Tools = Mapping[str, dict[str, Any]]
+NAME = r"[A-Za-z0-9_.-]{1,128}"
+
+
+class Beside(enum.Enum):
+    """Text that a grammar of calls allows in addition to calls."""
+
+    NOTHING = "nothing"
+    FORM = "form"  # structured output instead of calls
+    TEXT = "text"
+
+
+@dataclass(frozen=True)
+class WrittenCall:
+    """Call that a model wrote, or its beginning if a grammar forms it.
+
+    Attributes:
+        name: name of the tool.
+        arguments: JSON text of an object, or its beginning.
+        id: id as the model wrote it, None if the format has no ids that chat templates need.
+    """
+
+    name: str
+    arguments: str
+    id: str | None = None
+
+
+def make_call(name: str, arguments: Any, number: str | None = None) -> WrittenCall:
+    """Return a call with its arguments as JSON text.
+
+    Args:
+        name: name of the tool.
+        arguments: object, JSON text of an object, or None for no arguments.
+        number: id of the call, if the model wrote one.
+
+    Raises:
+        UncallableCall: the arguments are not an object, or not valid JSON.
+    """
+    try:
+        if isinstance(arguments, str):
+            arguments = read_json(arguments) if arguments.strip() else None
+        if arguments is None:
+            arguments = {}
+        if not isinstance(arguments, dict):
+            raise UncallableCall
+        return WrittenCall(name, write_json(arguments), number)
+    except ValueError:
+        raise UncallableCall from None

@@ -1,167 +1,46 @@
-"""TagCall: the reading of calls in tags, whose bare values may themselves quote tags."""
+"""Calls in tags: XML-like parameters (Qwen3-Coder) and key-value pairs (GLM), with bare values.
+
+A bare value may itself quote tags, so `TagCall` checks that the call continues after an end tag.
+"""
 
 from __future__ import annotations
 
 import functools
+import html
 import re
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from jaxserve.server.tool_calls.literals import EndFinder, RepeatedKey, read_json
-from jaxserve.server.tool_calls.source import (
+from jaxserve.server.tool_calls.answer_parts import NAME, Tools, WrittenCall, make_call
+from jaxserve.server.tool_calls.call_context import (
+    CallBody,
+    CallContext,
+    after_space,
+    shape_of,
+)
+from jaxserve.server.tool_calls.literals import (
+    EndFinder,
+    RepeatedKey,
+    convert,
+    property_schema,
+    read_json,
+    types_of,
+)
+from jaxserve.server.tool_calls.text_feed import (
     MAX_HEAD,
-    Malformed,
+    FormatMismatch,
     Reading,
-    Repeated,
-    Source,
-    Uncallable,
+    RepeatedArgument,
+    TextFeed,
+    UncallableCall,
     any_of,
     result_of,
 )
-from jaxserve.server.tool_calls.values import convert, property_schema, types_of
-from jaxserve.server.tool_calls.written import Tools, WrittenCall, written
-
-_SPACE = re.compile(r"\s*")
-# Kinds of places within a call that may contain white space.
-_PLACES_IN_CALLS = frozenset({"head", "first", "parameter", "empty"})
 
 
-@dataclass
-class Layout:
-    """Spelling of the tags of all calls in an answer, and the white space between them.
-
-    A model keeps to one layout. If the layout changes, some tags may belong to a quotation.
-
-    Attributes:
-        num_values: number of values so far.
-        num_searched: number of characters searched for ends of JSON values.
-        is_lopsided: True if the layout is inconsistent: a value shares a line with its tags
-            although other tags are on lines of their own, two calls share a line although their
-            tags do not, or the numbers of calls do not count up.
-    """
-
-    num_values: int = 0
-    num_searched: int = 0
-    is_lopsided: bool = False
-    _texts: dict[str, set[str]] = field(default_factory=dict)
-    # _has_line: a value began with a line break. _is_broken: since then a tag shared the line of a
-    # value.
-    _has_line: bool = False
-    _is_broken: bool = False
-    _number: int = 0
-    _is_on_lines: bool = False
-
-    def note(self, place: str, text: str) -> None:
-        """Record the text at a kind of place: white space, or a tag without its name."""
-        self._texts.setdefault(place, set()).add(text)
-        self._is_on_lines |= place in _PLACES_IN_CALLS and "\n" in text
-
-    def note_gap(self, space: str, on_lines: tuple[str, ...]) -> None:
-        """Record the white space between two calls.
-
-        Args:
-            space: the white space.
-            on_lines: usual white space between calls whose tags are on lines of their own.
-        """
-        is_tagged = self._texts.keys() & {"first", "empty"}
-        usual = on_lines if self._is_on_lines else ("", "\n") if is_tagged else ("",)
-        self.is_lopsided |= space not in usual
-        self.note("gap", space)
-
-    def note_value(self, raw: str) -> None:
-        """Record whether a value begins and ends with a line break.
-
-        If values are on lines of their own, a quoted call shows as one value that begins with a
-        line break and a later one that ends with one.
-        """
-        starts, ends = raw.startswith("\n"), raw.endswith("\n")
-        self._is_broken |= self._has_line and (not starts or raw == "\n")
-        self.is_lopsided |= ends and self._is_broken
-        self._has_line |= starts
-        self._is_broken |= self._has_line and (not ends or raw == "\n")
-
-    def note_head(self, found: re.Match[str], behind: str) -> None:
-        """Record the head of a call, and the text `behind` it."""
-        self.note("head", shape_of(found) + behind)
-        number = found.groupdict().get("type") or ""
-        if number.isdecimal():
-            self.is_lopsided |= self._number not in (0, int(number) - 1)
-            self._number = int(number)
-
-    @property
-    def is_regular(self) -> bool:
-        """Return whether the layout is consistent, or there are fewer than two values."""
-        if self.num_values < 2:
-            return True
-        if self.is_lopsided or any(len(texts) > 1 for texts in self._texts.values()):
-            return False
-        place = {name: "".join(texts) for name, texts in self._texts.items()}
-        first = place.get("first", "")
-        usual = (first, first + place.get("parameter", ""))
-        return place.get("empty", first) in usual
-
-
-def shape_of(found: re.Match[str]) -> str:
-    """Return the text of a matched tag without its name and type."""
-    text = found[0]
-    for group in ("type", "name"):  # from right to left
-        if found.groupdict().get(group) is not None:
-            start, end = (place - found.start() for place in found.span(group))
-            text = text[:start] + text[end:]
-    return text
-
-
-@dataclass(frozen=True)
-class Around:
-    """Texts around a call, and the layout of the calls so far.
-
-    Attributes:
-        mark: marker before a call.
-        close: text after a call.
-        ends: texts that may follow a call, empty if any text may.
-        layout: layout of all calls in the answer.
-    """
-
-    mark: str = ""
-    close: str = ""
-    ends: tuple[str, ...] = ()
-    layout: Layout = field(default_factory=Layout)
-
-    def may_follow(self, text: str, position: int) -> bool:
-        """Return whether the text from `position` on may follow the end of a call.
-
-        The end of the text may always follow.
-        """
-        if not self.ends:
-            return True
-        position = after_space(text, position)
-        if text.startswith(self.ends, position):
-            return True
-        rest = text[position : position + MAX_HEAD]
-        return any(end.startswith(rest) for end in self.ends)
-
-    def take_end(self, text: str, position: int) -> None:
-        """Record the white space after a call that ends at `position`.
-
-        Raises:
-            Malformed: the text at `position` cannot follow a call.
-        """
-        if not self.may_follow(text, position):
-            raise Malformed
-        behind = after_space(text, position)
-        if self.ends and text.startswith(self.ends[0], behind):
-            self.layout.note("close", text[position:behind])
-
-
-def after_space(text: str, position: int) -> int:
-    """Return the index of the first character at or after `position` that is not white space."""
-    found = _SPACE.match(text, position)
-    return position if found is None else found.end()
-
-
-class TagCall(ABC):
+class TagCall(CallBody):
     """Call in tags: a head, parameters with bare values, and an end.
 
     An end tag ends a value only if the text after it continues the call with another parameter or
@@ -221,31 +100,21 @@ class TagCall(ABC):
     def _value(self, raw: str, found: re.Match[str], schema: dict[str, Any]) -> Any:
         return convert(raw, property_schema(schema, self._name(found)), schema)
 
-    def _take_head(self, source: Source) -> Reading[tuple[re.Match[str], str]]:
+    def _take_head(self, source: TextFeed) -> Reading[tuple[re.Match[str], str]]:
         """Take the head of a call. Return the match with its name, and the marker after it."""
         return (yield from source.match(self._head())), ""
 
-    def begins(self, source: Source) -> Reading[None]:
-        """Take the head of a call, whatever its name.
-
-        Raises:
-            Malformed: the text does not begin like a call.
-        """
+    def begins(self, source: TextFeed) -> Reading[None]:
         yield from source.match(self._head())
 
-    def read(self, source: Source, tools: Tools, around: Around) -> Reading[list[WrittenCall]]:
-        """Take and return one call from a complete text.
-
-        Raises:
-            Repeated: an argument is given twice, or a value is invalid.
-            Uncallable: the tool is unknown.
-            Malformed: the end of the call is missing or ambiguous.
-        """
+    def read(
+        self, source: TextFeed, tools: Tools, context: CallContext
+    ) -> Reading[list[WrittenCall]]:
         head, behind = yield from self._take_head(source)
-        around.layout.note_head(head, behind)
+        context.layout.note_head(head, behind)
         name = self._name(head)
         schema, values, is_good = tools.get(name, {}), dict[str, Any](), name in tools
-        for found, raw in _Values(self, source.text, around, schema).values(source):
+        for found, raw in _Values(self, source.text, context, schema).values(source):
             try:
                 if found is not None:
                     more = {self._name(found): self._value(raw, found, schema)}
@@ -257,10 +126,10 @@ class TagCall(ABC):
             if is_good:
                 values |= more
         if not is_good:
-            raise Repeated if name in tools else Uncallable
-        return [written(name, values)]
+            raise RepeatedArgument if name in tools else UncallableCall
+        return [make_call(name, values)]
 
-    def read_formed(self, source: Source, tools: Tools) -> Reading[list[WrittenCall]]:
+    def read_formed(self, source: TextFeed, tools: Tools) -> Reading[list[WrittenCall]]:
         """Take and return a call that a grammar has formed, so that no value contains one of its
         tags.
         """
@@ -270,7 +139,7 @@ class TagCall(ABC):
         while True:
             yield from source.skip_space()
             if (yield from source.takes(self.end)):
-                return [written(name, values)]
+                return [make_call(name, values)]
             found = yield from source.match(self.opening())
             if not self.is_text(found, schema):
                 yield from source.skip_space()
@@ -283,20 +152,22 @@ class TagCall(ABC):
             try:
                 values[self._name(found)] = self._value(raw, found, schema)
             except ValueError:
-                raise Malformed from None
+                raise FormatMismatch from None
 
 
 class _Values:
     """Reader of the parameters of one call in a complete text."""
 
-    def __init__(self, call: TagCall, text: str, around: Around, schema: dict[str, Any]) -> None:
+    def __init__(
+        self, call: TagCall, text: str, context: CallContext, schema: dict[str, Any]
+    ) -> None:
         self._call = call
         self._text = text
-        self._around = around
+        self._context = context
         self._schema = schema
         self._tags = any_of(call.value_tags)
 
-    def values(self, source: Source) -> Iterator[tuple[re.Match[str] | None, str]]:
+    def values(self, source: TextFeed) -> Iterator[tuple[re.Match[str] | None, str]]:
         """Take the parameters and the end of the call.
 
         Yields:
@@ -304,9 +175,9 @@ class _Values:
                 arguments the match is None.
 
         Raises:
-            Malformed: the end of the call is missing or ambiguous.
+            FormatMismatch: the end of the call is missing or ambiguous.
         """
-        text, call, layout, is_first = self._text, self._call, self._around.layout, True
+        text, call, layout, is_first = self._text, self._call, self._context.layout, True
         while True:
             start = after_space(text, source.position)
             if is_first and call.whole[0] and text.startswith(call.whole[0], start):
@@ -316,11 +187,11 @@ class _Values:
             if text.startswith(call.end, start):
                 layout.note("empty" if is_first else "parameter", text[source.position : start])
                 source.take_to(start + len(call.end))
-                self._around.take_end(text, source.position)
+                self._context.take_end(text, source.position)
                 return
             found = call.opening().match(text, start, start + MAX_HEAD)
             if found is None:
-                raise Malformed
+                raise FormatMismatch
             layout.note("first" if is_first else "parameter", text[source.position : start])
             layout.note("tag", shape_of(found))
             is_first = False
@@ -334,7 +205,7 @@ class _Values:
             source.take_to(end + len(call.value_tags[1]))
             yield found, raw
 
-    def _whole(self, source: Source) -> str:
+    def _whole(self, source: TextFeed) -> str:
         """Take a JSON object of all arguments, or null, and the tag after it."""
         result_of(source.skip_space())
         raw = result_of(source.takes("null")) or result_of(source.bracketed())
@@ -346,7 +217,7 @@ class _Values:
         """Return whether the call can continue after a value that ends at `position`."""
         start = after_space(self._text, position)
         if self._text.startswith(self._call.end, start):
-            return self._around.may_follow(self._text, start + len(self._call.end))
+            return self._context.may_follow(self._text, start + len(self._call.end))
         return self._call.opens(self._text, start)
 
     def _end_of_json(self, found: re.Match[str]) -> int | None:
@@ -355,7 +226,7 @@ class _Values:
         It is None if the schema allows a string, or if the value is not JSON followed by an end
         tag.
         """
-        text, layout = self._text, self._around.layout
+        text, layout = self._text, self._context.layout
         start = after_space(text, found.end())
         is_bracketed = text.startswith(("{", "["), start)
         if not is_bracketed or layout.num_searched > 2 * len(text):
@@ -374,8 +245,8 @@ class _Values:
         """Return the index of the tag that ends the value.
 
         Raises:
-            Malformed: no tag can end the value, or counting finds no end and several tags could be
-                it.
+            FormatMismatch: no tag can end the value, or counting finds no end and several tags are
+                possible.
         """
         tag, depth, ends = self._call.value_tags[1], 0, list[int]()
         for found in self._tags.finditer(self._text, start):
@@ -391,7 +262,7 @@ class _Values:
                 if len(ends) > 1:
                     break
         if len(ends) != 1:
-            raise Malformed
+            raise FormatMismatch
         return ends[0]
 
 
@@ -408,3 +279,132 @@ def _is_json(text: str) -> bool:
 @functools.lru_cache(maxsize=64)
 def _final(value_end: str, end: str) -> re.Pattern[str]:
     return re.compile(rf"{re.escape(value_end)}\s*{re.escape(end)}")
+
+
+@dataclass(frozen=True)
+class XmlCall(TagCall):
+    """Call with one named tag per argument: `<function=f><parameter=a>1</parameter></function>`.
+
+    Args:
+        parameter: text before the name of a parameter.
+        parameter_end: text after the value of a parameter.
+        end: text after the last parameter.
+        outer_end: text after `end` that closes the section around the call.
+        is_quoted: True if names are quoted.
+        trims: True if one line break on either side of a value is not part of it.
+        types: name of the attribute that tells strings ("true" or "string") from other values.
+        before: text between the marker of the call and its name.
+        tag_end: text that ends a tag after its attributes.
+        whole: texts before and after a JSON object that holds all arguments.
+        is_escaped: True if names are HTML-escaped.
+    """
+
+    parameter: str
+    parameter_end: str
+    end: str
+    outer_end: str
+    is_quoted: bool = False
+    trims: bool = False
+    types: str = ""
+    before: str = ""
+    tag_end: str = ">"
+    whole: tuple[str, str] = ("", "")
+    is_escaped: bool = False
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return (self.parameter, self.parameter_end, self.end, self.before, *self.whole)
+
+    @property
+    def value_tags(self) -> tuple[str, str]:
+        return self.parameter, self.parameter_end
+
+    def _head(self) -> re.Pattern[str]:
+        return _opening(self.before, self.is_quoted, self.types, self.tag_end)
+
+    def opening(self) -> re.Pattern[str]:
+        return _opening(self.parameter, self.is_quoted, self.types, self.tag_end)
+
+    def _name(self, found: re.Match[str]) -> str:
+        return html.unescape(found["name"]) if self.is_escaped else found["name"]
+
+    def is_text(self, found: re.Match[str], schema: dict[str, Any]) -> bool:
+        if not self.types or found["type"] is None:
+            return super().is_text(found, schema)
+        return found["type"] in ("true", "string")
+
+    def _value(self, raw: str, found: re.Match[str], schema: dict[str, Any]) -> Any:
+        if self.trims:
+            raw = raw.removeprefix("\n").removesuffix("\n")
+        if not self.types or found["type"] is None:
+            return super()._value(raw, found, schema)
+        return raw if self.is_text(found, schema) else convert(raw, {"type": "json"}, schema)
+
+
+@functools.lru_cache(maxsize=64)
+def _opening(before: str, is_quoted: bool, types: str, end: str) -> re.Pattern[str]:
+    name = r"[^\s<>\"'](?:[^<>\"'\n]{0,254}[^\s<>\"'])??"
+    name = rf"(?P<quote>[\"']?)(?P<name>{name})(?P=quote)" if is_quoted else rf"(?P<name>{name})"
+    types = rf"(?:\s+(?:{types}|index)=\"(?P<type>\w{{1,9}})\")?" if types else ""
+    before = rf"{loosely(before)}\s*" if before else ""
+    return re.compile(rf"\s*{before}{name}{types}\s*{re.escape(end)}")
+
+
+@dataclass(frozen=True)
+class KeyedCall(TagCall):
+    """Call as a name and tagged pairs: `f<arg_key>a</arg_key><arg_value>1</arg_value>`.
+
+    Args:
+        end: text after all pairs.
+        after: marker that may follow the name of the function.
+        suffix: text at the end of the name of each tag.
+    """
+
+    end: str
+    after: str = ""
+    suffix: str = ""
+
+    @property
+    def tags(self) -> tuple[str, str, str, str]:
+        """Tags before and after a key, and before and after a value."""
+        before, after = f"arg_key{self.suffix}>", f"arg_value{self.suffix}>"
+        return f"<{before}", f"</{before}", f"<{after}", f"</{after}"
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return (*self.tags, self.end, self.after)
+
+    @property
+    def value_tags(self) -> tuple[str, str]:
+        return self.tags[2:]
+
+    @property
+    def pairs(self) -> tuple[tuple[str, str], ...]:
+        return (self.tags[:2], self.tags[2:])
+
+    def _head(self) -> re.Pattern[str]:
+        return _KEYED_HEAD
+
+    def _take_head(self, source: TextFeed) -> Reading[tuple[re.Match[str], str]]:
+        found, _ = yield from super()._take_head(source)
+        return found, (yield from source.takes(self.after))
+
+    def opening(self) -> re.Pattern[str]:
+        return _keyed_opening(*self.tags[:3])
+
+    def counts(self, text: str, position: int) -> bool:
+        return True
+
+
+_KEYED_HEAD = re.compile(rf"\s*(?P<name>{NAME})\s*(?=<)")
+
+
+@functools.lru_cache(maxsize=64)
+def _keyed_opening(key: str, key_end: str, value: str) -> re.Pattern[str]:
+    key, key_end, value = map(re.escape, (key, key_end, value))
+    return re.compile(rf"\s*{key}\s*(?P<name>[^<]{{0,256}}?)\s*{key_end}\s*{value}")
+
+
+def loosely(text: str) -> str:
+    """Return a pattern that matches `text` with any amount of white space at its spaces."""
+    return r"\s*".join(map(re.escape, text.split()))
