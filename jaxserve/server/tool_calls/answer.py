@@ -102,18 +102,18 @@ def _say(
     yield from source.skip_space()
     while True:
         source.settle()
-        found = source.search(pattern)
+        match = source.search(pattern)
         end = len(source.text) if source.is_final else source.certain_end(ends)
-        text = source.take_to(end if found is None else found.start())
+        text = source.take_to(end if match is None else match.start())
         if inner := text.rstrip():
             pieces.append(kind("".join(spaces) + inner))
             spaces.clear()
         spaces.append(text[len(inner) :])
-        if found is not None:
-            source.take_to(found.end())
-        if found is not None or source.is_final:
+        if match is not None:
+            source.take_to(match.end())
+        if match is not None or source.is_final:
             source.settle()
-            return found is not None
+            return match is not None
         yield
 
 
@@ -123,17 +123,17 @@ def _say_rest(
     """Return all remaining text as content, without the markers in `left_out`."""
     pattern = any_of(left_out)
     while True:
-        found = source.search(pattern) if left_out else None
+        match = source.search(pattern) if left_out else None
         end = len(source.text) if source.is_final else source.certain_end(left_out)
-        text = source.take_to(end if found is None else found.start())
-        if found is not None:
-            source.take_to(found.end())
+        text = source.take_to(end if match is None else match.start())
+        if match is not None:
+            source.take_to(match.end())
         source.settle()
         if text:
             pieces.append(Content(text))
-        if found is None and source.is_final:
+        if match is None and source.is_final:
             return
-        if found is None:
+        if match is None:
             yield
 
 
@@ -335,8 +335,8 @@ def readers_of(
         with_thoughts: True if thoughts are returned.
     """
     if (use is not None and use.call_format.is_harmony) or (thinking and thinking.is_harmony):
-        given = use if use is not None and use.call_format.is_harmony else None
-        return AnswerReader(None, _harmony(given), with_thoughts)
+        harmony_use = use if use is not None and use.call_format.is_harmony else None
+        return AnswerReader(None, _harmony(harmony_use), with_thoughts)
     thoughts = None if thinking is None else ThinkingReader(thinking, start)
     if use is None:
         return AnswerReader(thoughts, None, with_thoughts)

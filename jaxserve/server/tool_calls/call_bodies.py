@@ -72,15 +72,15 @@ class JsonCall(CallBody):
         if not (yield from source.has("{")):
             if not self.may_be_bare:
                 raise FormatMismatch
-            found = yield from source.match(_BARE)
+            match = yield from source.match(_BARE)
             text = yield from source.takes("null")
             if not text:
                 text = yield from source.bracketed()
             elif source.text[source.position : source.position + 1].isalnum():
                 raise FormatMismatch
-            if found[1] not in tools:
+            if match[1] not in tools:
                 raise UncallableCall
-            return [make_call(found[1], text)]
+            return [make_call(match[1], text)]
         text = yield from source.bracketed()
         try:
             value = read_json(text)
@@ -95,15 +95,15 @@ class JsonCall(CallBody):
 
     def _call(self, value: dict[str, Any], tools: Tools) -> WrittenCall:
         if self.is_keyed:
-            [name, *others], given = list(value) or [""], ""
+            [name, *others], argument_keys = list(value) or [""], ""
             if others:
                 raise UncallableCall
             arguments = value.get(name)
         else:
-            name, given = value.get(self.name), list(value.keys() & _ARGUMENT_KEYS)
-            if len(given) > 1 or (not given and value.keys() - _CALL_KEYS):
+            name, argument_keys = value.get(self.name), list(value.keys() & _ARGUMENT_KEYS)
+            if len(argument_keys) > 1 or (not argument_keys and value.keys() - _CALL_KEYS):
                 raise UncallableCall
-            arguments = value[given[0]] if given else {}
+            arguments = value[argument_keys[0]] if argument_keys else {}
         if not isinstance(name, str) or name not in tools:
             raise UncallableCall
         return make_call(name, arguments)
@@ -113,8 +113,8 @@ class JsonCall(CallBody):
 
         Return the name of the call.
         """
-        found = yield from source.match(_formed_head(self))
-        return found[1], None
+        match = yield from source.match(_formed_head(self))
+        return match[1], None
 
     def read_tail(self, source: TextFeed) -> Reading[None]:
         """Take the text after the arguments."""
@@ -185,8 +185,8 @@ class HeadedCall(CallBody):
             source: input at the head of the call.
             behind: characters, one of which must follow the head.
         """
-        found = yield from source.match(_head(self, behind))
-        return found["name"], found["id"] if self.is_numbered else None
+        match = yield from source.match(_head(self, behind))
+        return match["name"], match["id"] if self.is_numbered else None
 
     def read_tail(self, source: TextFeed) -> Reading[None]:
         """Take the text after the arguments."""

@@ -70,10 +70,10 @@ class CallLayout:
         self._has_line |= starts
         self._is_broken |= self._has_line and (not ends or raw == "\n")
 
-    def note_head(self, found: re.Match[str], behind: str) -> None:
+    def note_head(self, match: re.Match[str], behind: str) -> None:
         """Record the head of a call, and the text `behind` it."""
-        self.note("head", shape_of(found) + behind)
-        number = found.groupdict().get("type") or ""
+        self.note("head", shape_of(match) + behind)
+        number = match.groupdict().get("type") or ""
         if number.isdecimal():
             self.is_lopsided |= self._number not in (0, int(number) - 1)
             self._number = int(number)
@@ -91,12 +91,12 @@ class CallLayout:
         return place.get("empty", first) in usual
 
 
-def shape_of(found: re.Match[str]) -> str:
+def shape_of(match: re.Match[str]) -> str:
     """Return the text of a matched tag without its name and type."""
-    text = found[0]
+    text = match[0]
     for group in ("type", "name"):  # from right to left
-        if found.groupdict().get(group) is not None:
-            start, end = (place - found.start() for place in found.span(group))
+        if match.groupdict().get(group) is not None:
+            start, end = (place - match.start() for place in match.span(group))
             text = text[:start] + text[end:]
     return text
 
@@ -145,8 +145,8 @@ class CallContext:
 
 def after_space(text: str, position: int) -> int:
     """Return the index of the first character at or after `position` that is not white space."""
-    found = _SPACE.match(text, position)
-    return position if found is None else found.end()
+    match = _SPACE.match(text, position)
+    return position if match is None else match.end()
 
 
 class CallBody(ABC):

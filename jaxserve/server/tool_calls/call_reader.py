@@ -91,13 +91,13 @@ class CallReader:
         elif self._format.is_optional_mark:
             yield from self._read_unmarked()
         while True:
-            found = None
+            match = None
             if self._num_malformed < MAX_MALFORMED:
-                found = source.search(pattern)
-            if found is not None:
-                self._pieces.say(source.take_to(found.start()))
+                match = source.search(pattern)
+            if match is not None:
+                self._pieces.say(source.take_to(match.start()))
                 source.settle()
-                yield from self._read_marked(source.take_to(found.end()))
+                yield from self._read_marked(source.take_to(match.end()))
                 continue
             is_over = source.is_final or self._num_malformed >= MAX_MALFORMED
             end = len(source.text) if is_over else source.certain_end(self._starts)

@@ -53,15 +53,15 @@ def bare(schema: Any) -> Any:
         return [bare(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    made: dict[str, Any] = {}
+    simplified: dict[str, Any] = {}
     for name, value in schema.items():
         if name in _NAMED_SCHEMAS and isinstance(value, dict):
-            made[name] = {key: bare(inner) for key, inner in value.items()}
+            simplified[name] = {key: bare(inner) for key, inner in value.items()}
         elif name in _VALUES:
-            made[name] = value
+            simplified[name] = value
         elif name not in _ANNOTATIONS:
-            made[name] = bare(value)
-    return made
+            simplified[name] = bare(value)
+    return simplified
 
 
 def arguments_schema(function: Function) -> dict[str, Any]:
@@ -194,8 +194,8 @@ def _argument(
     rule: str, name: str, schema: dict[str, Any], tags: _Tags, spell: Spell
 ) -> Iterator[str]:
     """Yield the rules of an argument: its tags and its value."""
-    own = property_schema(schema, name)
-    types = types_of(own, schema)
+    value_schema = property_schema(schema, name)
+    types = types_of(value_schema, schema)
     is_text = "string" in types or not types
     shown = name
     if tags.is_escaped:
@@ -215,24 +215,24 @@ def _argument(
         yield f"{rule}: NL? {opening} {space} value{rule} {space} {end}"
         yield f"value{rule}: {json_rule({**inner, **shared})}"
         return
-    values = own.get("enum", [own["const"]] if "const" in own else None)
+    values = value_schema.get("enum", [value_schema["const"]] if "const" in value_schema else None)
     if values is not None:
-        choices = _choices(values, own, schema, tags)
+        choices = _choices(values, value_schema, schema, tags)
         yield f"{rule}: NL? {opening} {space} ({choices}) {space} {end}"
         return
-    yield from _text(rule, opening, own, tags, spell)
+    yield from _text(rule, opening, value_schema, tags, spell)
 
 
 def _opening(text: str, spell: Spell) -> str:
     return " NL? ".join(" ".join(spelled(line, spell)) for line in text.split("\n"))
 
 
-def _choices(values: list[Any], own: Any, schema: dict[str, Any], tags: _Tags) -> str:
+def _choices(values: list[Any], value_schema: Any, schema: dict[str, Any], tags: _Tags) -> str:
     texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
     if "{}" in tags.before and not all(isinstance(value, str) for value in values):
         raise Unformable
     for text in texts:
-        read = convert(text, own, schema)
+        read = convert(text, value_schema, schema)
         marks = (tags.end, *tags.stops, "\n")
         is_there = any(type(read) is type(value) and read == value for value in values)
         if not is_there or any(mark in text for mark in marks):
@@ -240,15 +240,15 @@ def _choices(values: list[Any], own: Any, schema: dict[str, Any], tags: _Tags) -
     return " | ".join(json.dumps(text, ensure_ascii=False) for text in texts if text) or '""'
 
 
-def _text(rule: str, opening: str, own: Any, tags: _Tags, spell: Spell) -> Iterator[str]:
+def _text(rule: str, opening: str, value_schema: Any, tags: _Tags, spell: Spell) -> Iterator[str]:
     """Yield the rules of a free text, with its length bounds if it has any."""
-    limits = own.keys() - {"type"}
-    if all(choice == {"type": choice.get("type")} for choice in own.get("anyOf", [{}])):
+    limits = value_schema.keys() - {"type"}
+    if all(choice == {"type": choice.get("type")} for choice in value_schema.get("anyOf", [{}])):
         limits.discard("anyOf")
-    bounds = limits & _LENGTHS if own.get("type") == "string" else set[str]()
+    bounds = limits & _LENGTHS if value_schema.get("type") == "string" else set[str]()
     if limits - bounds:
         raise Unformable
-    low, high = own.get("minLength", 0), own.get("maxLength", "")
+    low, high = value_schema.get("minLength", 0), value_schema.get("maxLength", "")
     longest = _LONGEST_TRIMMED if tags.trims else _LONGEST
     if not all(isinstance(n, int) and 0 <= n <= longest for n in (low, high or 0)):
         raise Unformable
@@ -324,8 +324,8 @@ def python_rules(functions: Sequence[Function]) -> Iterator[str]:
             raise InvalidRequest(f"tools: {bad[0][:60]!r} cannot be a keyword in Python", "tools")
         keys = [f"key{index}_{place}" for place in range(len(names))]
         for key, name in zip(keys, names, strict=True):
-            own = properties[name]
-            inner = {**own, **shared} if isinstance(own, dict) else {}
+            value_schema = properties[name]
+            inner = {**value_schema, **shared} if isinstance(value_schema, dict) else {}
             yield f"{key}: {json.dumps(name + '=')} value{key}"
             yield f"value{key}: {json_rule(inner)}"
         # Optional arguments that may follow another argument and a comma.

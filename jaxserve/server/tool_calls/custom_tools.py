@@ -65,13 +65,13 @@ class RawCallReader:
         if self._is_raw:
             return [self._part(text, final)]
         self._waiting += text
-        found = [(self._waiting.find(head), head) for head in self._heads if head in self._waiting]
-        if not found:
-            kept = 0 if final else self._num_open()
-            place = len(self._waiting) - kept
+        heads = [(self._waiting.find(head), head) for head in self._heads if head in self._waiting]
+        if not heads:
+            num_open = 0 if final else self._num_open()
+            place = len(self._waiting) - num_open
             before, self._waiting = self._waiting[:place], self._waiting[place:]
             return self._before(before, final)
-        place, head = min(found)
+        place, head = min(heads)
         pieces = self._before(self._waiting[:place].rstrip(), True)
         self._is_raw = True
         name, rest = self._heads[head], self._waiting[place + len(head) :]

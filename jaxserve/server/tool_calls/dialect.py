@@ -110,8 +110,8 @@ class Dialect:
         if self.parser == "none":
             self.parser = None
         # These formats put markers around answers too, so they need a thinking format.
-        found = detect_thinking(template) or _WITH_THOUGHTS.get(self.parser or "")
-        self.thinking = THINKING_FORMATS.get(reasoning_parser or found or "")
+        detected = detect_thinking(template) or _WITH_THOUGHTS.get(self.parser or "")
+        self.thinking = THINKING_FORMATS.get(reasoning_parser or detected or "")
         if tokenizer is None:
             self.thinking = None
         # DeepSeek's templates concatenate arguments with strings, and render the calls of a message
@@ -160,9 +160,9 @@ class Dialect:
         start, token = self.start(prompt), self._tokenizer.token_id(self.thinking.start)
         end, ids = self.thinking.end, self._end_ids()
         answers = [mark for mark, _ in self.thinking.answer_marks]
-        held = [mark for mark in answers if self._tokenizer.token_id(mark) is not None]
-        if held and is_formed and not forms_calls:
-            end, ids = held[0], [*ids, self._tokenizer.token_id(held[0])]
+        single_tokens = [mark for mark in answers if self._tokenizer.token_id(mark) is not None]
+        if single_tokens and is_formed and not forms_calls:
+            end, ids = single_tokens[0], [*ids, self._tokenizer.token_id(single_tokens[0])]
         return ThinkingMarks(
             start=self.thinking.start,
             end=end,

@@ -100,9 +100,9 @@ class BraceReader(Cursor):
                 self._position = behind
                 self.expect(":")
             else:
-                found = _BARE_KEY.match(self._text, self._position)
-                key = "" if found is None else found[0][:-1].strip()
-                self._position += 0 if found is None else len(found[0])
+                match = _BARE_KEY.match(self._text, self._position)
+                key = "" if match is None else match[0][:-1].strip()
+                self._position += 0 if match is None else len(match[0])
             if not key or set(key) & set("{}[],"):
                 raise ValueError("not a key")
             self.is_repeated |= key in values
@@ -133,9 +133,9 @@ class BraceReader(Cursor):
             return self._mapping(schema)
         if self._text.startswith("[", self._position):
             return self._items(schema.get("items"))
-        found = _BARE.match(self._text, self._position)
-        self._position += 0 if found is None else len(found[0])
-        text = "" if found is None else found[0].strip()
+        match = _BARE.match(self._text, self._position)
+        self._position += 0 if match is None else len(match[0])
+        text = "" if match is None else match[0].strip()
         if not text or self._quote in text:
             raise ValueError("no value")
         return self._converted(text, schema) if schema else _bare(text)
@@ -165,16 +165,16 @@ class BraceReader(Cursor):
             ValueError: the end of the string is missing or ambiguous.
         """
         start, depth, ends = self._position, 0, list[int]()
-        for found in self._marks.finditer(self._text, start):
-            if found[0] != self._quote:
-                depth = max(0, depth + (1 if found[0] == self._context.mark else -1))
-            elif not depth and self._continues(found.end()):
-                ends = [found.start()]
+        for match in self._marks.finditer(self._text, start):
+            if match[0] != self._quote:
+                depth = max(0, depth + (1 if match[0] == self._context.mark else -1))
+            elif not depth and self._continues(match.end()):
+                ends = [match.start()]
                 break
         else:
-            for found in self._marks.finditer(self._text, start):
-                if found[0] == self._quote and self._continues(found.end()):
-                    ends.append(found.start())
+            for match in self._marks.finditer(self._text, start):
+                if match[0] == self._quote and self._continues(match.end()):
+                    ends.append(match.start())
                     if len(ends) > 1:
                         break
         if len(ends) != 1:
@@ -202,8 +202,8 @@ class BraceReader(Cursor):
     def _is_key(self, start: int) -> bool:
         """Return whether a key with a value begins at `start`."""
         text, quote = self._text, self._quote
-        if found := _BARE_KEY.match(text, start):
-            start = after_space(text, found.end())
+        if match := _BARE_KEY.match(text, start):
+            start = after_space(text, match.end())
             value = _BARE.match(text, start, start + MAX_HEAD)
             return text.startswith((quote, "{", "["), start) or not (value and quote in value[0])
         end = text.find(quote, start + len(quote), start + MAX_HEAD)

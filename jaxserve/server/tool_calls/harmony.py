@@ -273,15 +273,15 @@ class HarmonyReader:
         """
         source, pattern, is_first = self._source, any_of(stops), True
         while True:
-            found = source.search(pattern)
+            match = source.search(pattern)
             end = len(source.text) if source.is_final else source.certain_end(stops)
-            text += source.take_to(end if found is None else found.start())
+            text += source.take_to(end if match is None else match.start())
             source.settle()
             if text:
                 self._pieces.append(kind("\n" + text if is_first and kind in self._said else text))
                 self._said.add(kind)
                 is_first, text = False, ""
-            if found is not None or source.is_final:
+            if match is not None or source.is_final:
                 return
             yield
 
@@ -312,6 +312,6 @@ _THOUGHTS = ("thinking", "reasoning_content")
 def _with_thoughts(message: dict[str, Any]) -> dict[str, Any]:
     if not message.get("tool_calls"):
         return message
-    made = {key: value for key, value in message.items() if key not in _THOUGHTS}
+    fields = {key: value for key, value in message.items() if key not in _THOUGHTS}
     thoughts = "\n\n".join(filter(None, (message.get("thinking"), message.get("content"))))
-    return {**made, "content": "", **({"thinking": thoughts} if thoughts else {})}
+    return {**fields, "content": "", **({"thinking": thoughts} if thoughts else {})}

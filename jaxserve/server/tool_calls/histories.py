@@ -40,7 +40,9 @@ def with_texts(messages: Messages) -> Messages:
 
 def with_objects(messages: Messages) -> Messages:
     """Return a conversation with arguments as objects, {} for arguments that are text."""
-    return _with_arguments(messages, lambda given: {} if isinstance(given, str) else given)
+    return _with_arguments(
+        messages, lambda arguments: {} if isinstance(arguments, str) else arguments
+    )
 
 
 def _with_arguments(messages: Messages, change: Callable[[Any], Any]) -> Messages:
@@ -61,15 +63,15 @@ def single_calls(messages: Sequence[dict[str, Any]]) -> Messages:
 
     A result without a call gets one, in the assistant message before it if there is one.
     """
-    made: Messages = []
+    singles: Messages = []
     waiting = _Waiting()
     names: dict[Any, str] = {}
     for message in messages:
         if message["role"] == "tool":
-            made.append(waiting.take(message) or _new_call(message, names, made))
-            made.append(message)
+            singles.append(waiting.take(message) or _new_call(message, names, singles))
+            singles.append(message)
             continue
-        made += waiting.take_all()
+        singles += waiting.take_all()
         calls = message.get("tool_calls") or []
         names.update((call.get("id"), call["function"]["name"]) for call in calls)
         if message["role"] == "assistant" and calls:
@@ -77,8 +79,8 @@ def single_calls(messages: Sequence[dict[str, Any]]) -> Messages:
             for call in calls[1:]:
                 waiting.add(_calling(call))
         else:
-            made.append(message)
-    return made + waiting.take_all()
+            singles.append(message)
+    return singles + waiting.take_all()
 
 
 class _Waiting:
@@ -103,22 +105,22 @@ class _Waiting:
 
     def take_all(self) -> Messages:
         """Remove and return the calls without a result."""
-        left = list(self._left.values())
+        calls = list(self._left.values())
         self._left.clear()
         self._by_id.clear()
-        return left
+        return calls
 
 
-def _new_call(result: dict[str, Any], names: dict[Any, str], made: Messages) -> dict[str, Any]:
+def _new_call(result: dict[str, Any], names: dict[Any, str], singles: Messages) -> dict[str, Any]:
     """Return a message with a call for a result.
 
     It replaces the answer before it in the list, if any.
     """
-    wanted = result.get("tool_call_id")
-    name = result.get("name") or names.get(wanted) or "tool"
-    message = _calling(_call(wanted or _ID.format(0), name, {}))
-    is_answer = made and made[-1]["role"] == "assistant" and not made[-1].get("tool_calls")
-    return {**made.pop(), "tool_calls": message["tool_calls"]} if is_answer else message
+    call_id = result.get("tool_call_id")
+    name = result.get("name") or names.get(call_id) or "tool"
+    message = _calling(_call(call_id or _ID.format(0), name, {}))
+    is_answer = singles and singles[-1]["role"] == "assistant" and not singles[-1].get("tool_calls")
+    return {**singles.pop(), "tool_calls": message["tool_calls"]} if is_answer else message
 
 
 def _call(number: str, name: str, arguments: Any) -> dict[str, Any]:
@@ -151,7 +153,7 @@ def plainer_histories(messages: Messages, reads_calls: bool) -> list[Messages]:
 
 def _numbered(messages: Messages) -> Messages:
     """Return single calls and their results with new ids, and each result with its name."""
-    made: Messages = []
+    numbered: Messages = []
     number, name = 0, ""
     for message in messages:
         if message.get("tool_calls"):
@@ -161,19 +163,21 @@ def _numbered(messages: Messages) -> Messages:
             name = call["function"]["name"]
         elif message["role"] == "tool":
             message = {"name": name, **message, "tool_call_id": _ID.format(number)}
-        made.append(message)
-    return made
+        numbered.append(message)
+    return numbered
 
 
 def _answered(messages: Messages) -> Messages:
     """Return a conversation with an empty answer between calls and the next user message."""
-    made: Messages = []
+    answered: Messages = []
     for message in messages:
-        is_after_call = made and (made[-1]["role"] == "tool" or made[-1].get("tool_calls"))
+        is_after_call = answered and (
+            answered[-1]["role"] == "tool" or answered[-1].get("tool_calls")
+        )
         if is_after_call and message["role"] == "user":
-            made.append({"role": "assistant", "content": ""})
-        made.append(message)
-    return made
+            answered.append({"role": "assistant", "content": ""})
+        answered.append(message)
+    return answered
 
 
 def _in_words(messages: Messages) -> Messages:

@@ -52,8 +52,8 @@ class EndFinder:
         if self._is_escaped and position < len(text):
             position += 1
             self._is_escaped = False
-        while found := self._stops.search(text, position):
-            mark, position = found[0], found.end()
+        while match := self._stops.search(text, position):
+            mark, position = match[0], match.end()
             if mark == "\\":
                 if self._quote:
                     self._is_escaped = position == len(text)
@@ -96,10 +96,10 @@ def read_json(text: str) -> Any:
 
 
 def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
         raise RepeatedKey("an object names a key twice")
-    return made
+    return mapping
 
 
 def write_json(value: Any) -> str:
@@ -199,11 +199,11 @@ class _Python(Cursor):
 
     def match(self, pattern: re.Pattern[str]) -> str:
         self._skip()
-        found = pattern.match(self._text, self._position)
-        if found is None:
+        match = pattern.match(self._text, self._position)
+        if match is None:
             raise ValueError(f"nothing fits at {self._position}")
-        self._position = found.end()
-        return found[0]
+        self._position = match.end()
+        return match[0]
 
     def value(self, depth: int) -> Any:
         if depth > MAX_DEPTH:
@@ -258,11 +258,11 @@ class _Python(Cursor):
         return mapping
 
 
-def _unescaped(found: re.Match[str]) -> str:
-    code = found[1]
+def _unescaped(match: re.Match[str]) -> str:
+    code = match[1]
     if len(code) > 1:
         return chr(int(code[1:], 16))
-    return _ESCAPES.get(code, code if code in "\"'\\/" else found[0])
+    return _ESCAPES.get(code, code if code in "\"'\\/" else match[0])
 
 
 _TYPES = {
@@ -288,8 +288,8 @@ def property_schema(schema: dict[str, Any], name: str) -> Any:
         The schema of the property, {} if it is unknown.
     """
     properties = resolve(schema, schema).get("properties")
-    own = properties.get(name) if isinstance(properties, dict) else None
-    return resolve(own, schema)
+    value_schema = properties.get(name) if isinstance(properties, dict) else None
+    return resolve(value_schema, schema)
 
 
 def resolve(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
@@ -317,8 +317,8 @@ def types_of(schema: Any, root: dict[str, Any]) -> set[str]:
         if id(schema) in seen:
             continue
         seen.add(id(schema))
-        given, values = schema.get("type"), schema.get("enum")
-        for name in given if isinstance(given, list) else [given]:
+        declared, values = schema.get("type"), schema.get("enum")
+        for name in declared if isinstance(declared, list) else [declared]:
             if isinstance(name, str):
                 types.add(TYPE_NAMES.get(name.lower(), name.lower()))
         for value in values if isinstance(values, list) else []:

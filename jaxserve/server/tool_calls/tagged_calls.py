@@ -81,12 +81,12 @@ class TagCall(CallBody):
     def opening(self) -> re.Pattern[str]:
         """Return the pattern of the tags before a value, with leading white space."""
 
-    def _name(self, found: re.Match[str]) -> str:
-        return found["name"]
+    def _name(self, match: re.Match[str]) -> str:
+        return match["name"]
 
-    def is_text(self, found: re.Match[str], schema: dict[str, Any]) -> bool:
+    def is_text(self, match: re.Match[str], schema: dict[str, Any]) -> bool:
         """Return whether the schema allows a string as the value of a matched parameter."""
-        types = types_of(property_schema(schema, self._name(found)), schema)
+        types = types_of(property_schema(schema, self._name(match)), schema)
         return not types or "string" in types
 
     def opens(self, text: str, position: int) -> bool:
@@ -97,8 +97,8 @@ class TagCall(CallBody):
         """Return whether the opening tag at `position`, within a value, counts as nested."""
         return self.opens(text, position)
 
-    def _value(self, raw: str, found: re.Match[str], schema: dict[str, Any]) -> Any:
-        return convert(raw, property_schema(schema, self._name(found)), schema)
+    def _value(self, raw: str, match: re.Match[str], schema: dict[str, Any]) -> Any:
+        return convert(raw, property_schema(schema, self._name(match)), schema)
 
     def _take_head(self, source: TextFeed) -> Reading[tuple[re.Match[str], str]]:
         """Take the head of a call. Return the match with its name, and the marker after it."""
@@ -114,10 +114,10 @@ class TagCall(CallBody):
         context.layout.note_head(head, behind)
         name = self._name(head)
         schema, values, is_good = tools.get(name, {}), dict[str, Any](), name in tools
-        for found, raw in _Values(self, source.text, context, schema).values(source):
+        for match, raw in _Values(self, source.text, context, schema).values(source):
             try:
-                if found is not None:
-                    more = {self._name(found): self._value(raw, found, schema)}
+                if match is not None:
+                    more = {self._name(match): self._value(raw, match, schema)}
                 else:
                     more = {} if raw == "null" else read_json(raw)
                 is_good = is_good and isinstance(more, dict) and not more.keys() & values.keys()
@@ -140,17 +140,17 @@ class TagCall(CallBody):
             yield from source.skip_space()
             if (yield from source.takes(self.end)):
                 return [make_call(name, values)]
-            found = yield from source.match(self.opening())
-            if not self.is_text(found, schema):
+            match = yield from source.match(self.opening())
+            if not self.is_text(match, schema):
                 yield from source.skip_space()
-            if self.is_text(found, schema) or not (yield from source.has("{", "[")):
+            if self.is_text(match, schema) or not (yield from source.has("{", "[")):
                 raw, _ = yield from source.until(end)
             else:  # strings in JSON may contain tags
                 raw = yield from source.bracketed()
                 yield from source.skip_space()
                 yield from source.expect(end)
             try:
-                values[self._name(found)] = self._value(raw, found, schema)
+                values[self._name(match)] = self._value(raw, match, schema)
             except ValueError:
                 raise FormatMismatch from None
 
@@ -189,21 +189,21 @@ class _Values:
                 source.take_to(start + len(call.end))
                 self._context.take_end(text, source.position)
                 return
-            found = call.opening().match(text, start, start + MAX_HEAD)
-            if found is None:
+            match = call.opening().match(text, start, start + MAX_HEAD)
+            if match is None:
                 raise FormatMismatch
             layout.note("first" if is_first else "parameter", text[source.position : start])
-            layout.note("tag", shape_of(found))
+            layout.note("tag", shape_of(match))
             is_first = False
-            end = self._end_of_json(found)
+            end = self._end_of_json(match)
             if end is None:
-                end = self._end_of_text(found.end())
-            raw = text[found.end() : end]
+                end = self._end_of_text(match.end())
+            raw = text[match.end() : end]
             layout.num_values += 1
             if call.trims:
                 layout.note_value(raw)
             source.take_to(end + len(call.value_tags[1]))
-            yield found, raw
+            yield match, raw
 
     def _whole(self, source: TextFeed) -> str:
         """Take a JSON object of all arguments, or null, and the tag after it."""
@@ -220,18 +220,18 @@ class _Values:
             return self._context.may_follow(self._text, start + len(self._call.end))
         return self._call.opens(self._text, start)
 
-    def _end_of_json(self, found: re.Match[str]) -> int | None:
+    def _end_of_json(self, match: re.Match[str]) -> int | None:
         """Return the index of the end tag of a JSON value, whose strings may contain tags.
 
         It is None if the schema allows a string, or if the value is not JSON followed by an end
         tag.
         """
         text, layout = self._text, self._context.layout
-        start = after_space(text, found.end())
+        start = after_space(text, match.end())
         is_bracketed = text.startswith(("{", "["), start)
         if not is_bracketed or layout.num_searched > 2 * len(text):
             return None
-        if self._call.is_text(found, self._schema):
+        if self._call.is_text(match, self._schema):
             return None
         end = EndFinder().find(text, start)
         layout.num_searched += (len(text) if end is None else end) - start
@@ -249,16 +249,16 @@ class _Values:
                 possible.
         """
         tag, depth, ends = self._call.value_tags[1], 0, list[int]()
-        for found in self._tags.finditer(self._text, start):
-            if found[0] != tag:
-                depth += self._call.counts(self._text, found.start())
+        for match in self._tags.finditer(self._text, start):
+            if match[0] != tag:
+                depth += self._call.counts(self._text, match.start())
             elif depth:
                 depth -= 1
-            elif self._continues(found.end()):
-                return found.start()
-        for found in self._tags.finditer(self._text, start):
-            if found[0] == tag and self._continues(found.end()):
-                ends.append(found.start())
+            elif self._continues(match.end()):
+                return match.start()
+        for match in self._tags.finditer(self._text, start):
+            if match[0] == tag and self._continues(match.end()):
+                ends.append(match.start())
                 if len(ends) > 1:
                     break
         if len(ends) != 1:
@@ -325,20 +325,20 @@ class XmlCall(TagCall):
     def opening(self) -> re.Pattern[str]:
         return _opening(self.parameter, self.is_quoted, self.types, self.tag_end)
 
-    def _name(self, found: re.Match[str]) -> str:
-        return html.unescape(found["name"]) if self.is_escaped else found["name"]
+    def _name(self, match: re.Match[str]) -> str:
+        return html.unescape(match["name"]) if self.is_escaped else match["name"]
 
-    def is_text(self, found: re.Match[str], schema: dict[str, Any]) -> bool:
-        if not self.types or found["type"] is None:
-            return super().is_text(found, schema)
-        return found["type"] in ("true", "string")
+    def is_text(self, match: re.Match[str], schema: dict[str, Any]) -> bool:
+        if not self.types or match["type"] is None:
+            return super().is_text(match, schema)
+        return match["type"] in ("true", "string")
 
-    def _value(self, raw: str, found: re.Match[str], schema: dict[str, Any]) -> Any:
+    def _value(self, raw: str, match: re.Match[str], schema: dict[str, Any]) -> Any:
         if self.trims:
             raw = raw.removeprefix("\n").removesuffix("\n")
-        if not self.types or found["type"] is None:
-            return super()._value(raw, found, schema)
-        return raw if self.is_text(found, schema) else convert(raw, {"type": "json"}, schema)
+        if not self.types or match["type"] is None:
+            return super()._value(raw, match, schema)
+        return raw if self.is_text(match, schema) else convert(raw, {"type": "json"}, schema)
 
 
 @functools.lru_cache(maxsize=64)
@@ -386,8 +386,8 @@ class KeyedCall(TagCall):
         return _KEYED_HEAD
 
     def _take_head(self, source: TextFeed) -> Reading[tuple[re.Match[str], str]]:
-        found, _ = yield from super()._take_head(source)
-        return found, (yield from source.takes(self.after))
+        match, _ = yield from super()._take_head(source)
+        return match, (yield from source.takes(self.after))
 
     def opening(self) -> re.Pattern[str]:
         return _keyed_opening(*self.tags[:3])

@@ -119,9 +119,9 @@ class TextFeed:
     def skip_space(self) -> Reading[None]:
         """Take white space up to the next other character or the end of the text."""
         while True:
-            found = _SPACE.match(self.text, self.position)
-            if found is not None:
-                self.take_to(found.end())
+            match = _SPACE.match(self.text, self.position)
+            if match is not None:
+                self.take_to(match.end())
             if not self.is_empty or self.is_final:
                 return
             yield
@@ -191,13 +191,13 @@ class TextFeed:
         """
         tried = ""
         while True:
-            head, found = self.text[self.position : self.position + MAX_HEAD].rstrip(), None
+            head, match = self.text[self.position : self.position + MAX_HEAD].rstrip(), None
             if head != tried:  # more white space alone cannot complete a match
-                found = pattern.match(self.text, self.position, self.position + MAX_HEAD)
+                match = pattern.match(self.text, self.position, self.position + MAX_HEAD)
                 tried = head
-            if found is not None:
-                self.take_to(found.end())
-                return found
+            if match is not None:
+                self.take_to(match.end())
+                return match
             if len(self.text) - self.position >= MAX_HEAD:
                 raise FormatMismatch
             yield from self.more()
@@ -223,10 +223,10 @@ class TextFeed:
         """
         pattern, parts = any_of(marks), list[str]()
         while True:
-            found = self.search(pattern)
-            if found is not None:
-                parts.append(self.take_to(found.start()))
-                return "".join(parts), self.take_to(found.end())
+            match = self.search(pattern)
+            if match is not None:
+                parts.append(self.take_to(match.start()))
+                return "".join(parts), self.take_to(match.end())
             parts.append(self.take_to(self.certain_end(marks)))
             yield from self.more()
 

@@ -211,10 +211,10 @@ def tool_use(
 
 
 def _named_tools(tools: list[Tool], choice: NamedTool) -> list[Tool]:
-    wanted = choice.function.name
-    named = [tool for tool in tools if tool.function.name == wanted]
+    name = choice.function.name
+    named = [tool for tool in tools if tool.function.name == name]
     if not named:
-        raise InvalidRequest(f"tool_choice: {wanted[:60]!r} is not in tools", "tool_choice")
+        raise InvalidRequest(f"tool_choice: {name[:60]!r} is not in tools", "tool_choice")
     return named
 
 
@@ -292,14 +292,14 @@ def _function(tool: Tool, schemas: EnforceableSchemas, is_forced: bool) -> Funct
 
 def described(tools: list[Tool]) -> list[dict[str, Any]]:
     """Return tools in the form of chat templates."""
-    made = []
+    descriptions = []
     for function in (tool.function for tool in tools):
         fields: dict[str, Any] = {"name": function.name}
         if function.description is not None:
             fields["description"] = function.description
         fields["parameters"] = well_formed(function.parameters or _ANY)
-        made.append({"type": "function", "function": fields})
-    return made
+        descriptions.append({"type": "function", "function": fields})
+    return descriptions
 
 
 def introduce(
@@ -331,12 +331,12 @@ def _answer_schema(
     response_format: ResponseFormat | None, schemas: EnforceableSchemas
 ) -> dict[str, Any] | None:
     """Return the JSON schema of an answer without calls, or None if it is unconstrained."""
-    found = answer_schema(response_format)
-    if found is None:
+    answer = answer_schema(response_format)
+    if answer is None:
         is_object = response_format is not None and response_format.type == "json_object"
         return {"type": "object"} if is_object else None
     try:
-        return schemas.get(plain_schema(found[0]), found[1], "an answer")
+        return schemas.get(plain_schema(answer[0]), answer[1], "an answer")
     except UnenforceableSchema as error:
         raise InvalidRequest(f"response_format: at {error}", "response_format") from None
 

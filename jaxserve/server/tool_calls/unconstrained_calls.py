@@ -92,15 +92,15 @@ class UnconstrainedCalls:
     def _read_blocks(self) -> None:
         source, pattern = self._source, any_of(self._form.starts)
         while not source.is_empty:
-            found = None
+            match = None
             if self._num_malformed < MAX_MALFORMED:
-                found = source.search(pattern)
+                match = source.search(pattern)
             start = source.position
-            end = len(source.text) if found is None else found.start()
+            end = len(source.text) if match is None else match.start()
             self._say(start, end)
             source.take_to(end)
-            if found is not None:
-                self._read_marked(end, source.take_to(found.end()))
+            if match is not None:
+                self._read_marked(end, source.take_to(match.end()))
             source.settle()
 
     def _say(self, start: int, end: int, is_read: bool = False, is_failed: bool = False) -> None:
@@ -118,7 +118,7 @@ class UnconstrainedCalls:
         source = self._source
         source.settle()
         try:
-            wanted = result_of(inner_mark(source, self._form, mark))
+            inner = result_of(inner_mark(source, self._form, mark))
             result_of(self._form.body.begins(source))
         except FormatMismatch:
             source.rewind()
@@ -126,22 +126,22 @@ class UnconstrainedCalls:
             self._say(start, source.position)
             return
         source.rewind()
-        is_apart = not self._in_section if not wanted else not self._form.has_own_section
+        is_apart = not self._in_section if not inner else not self._form.has_own_section
         if self._had_section and is_apart:
             self._is_parted = self._is_parted or self._has_values
         behind = source.position
         result_of(inner_mark(source, self._form, mark))
-        if wanted:
+        if inner:
             self._in_section = self._had_section = True
             place = "section" if self._form.has_own_section else "gap"
-            self._layout.note(place, source.text[behind : source.position - len(wanted)])
+            self._layout.note(place, source.text[behind : source.position - len(inner)])
         if start >= self._call_end >= 0 and not source.text[self._call_end : start].strip():
             gap = source.text[self._call_end : start]
             if self._form.section[0] and not self._form.has_own_section:
                 self._layout.note("gap", gap)
             else:
                 self._layout.note_gap(gap, self._form.gaps)
-        self._read_block(start, wanted or mark)
+        self._read_block(start, inner or mark)
 
     def _read_block(self, start: int, mark: str) -> None:
         """Read consecutive calls, the first of which comes next, and the texts that close them.
@@ -216,9 +216,9 @@ class UnconstrainedCalls:
         if final is not None and final.search(text):
             return True
         depths = dict.fromkeys(pairs, 0)
-        for found in any_of(tuple(mark for pair in pairs for mark in pair)).finditer(text):
+        for match in any_of(tuple(mark for pair in pairs for mark in pair)).finditer(text):
             for pair in pairs:
-                depths[pair] += (found[0] == pair[0]) - (found[0] == pair[1])
+                depths[pair] += (match[0] == pair[0]) - (match[0] == pair[1])
                 if depths[pair] < 0:
                     return True
         return False
