@@ -13,7 +13,7 @@ from jaxserve.settings.checks import exact_int, is_listing
 from jaxserve.settings.unserved import is_neutral, refuse_unsupported
 from jaxserve.text.content_format import WordsLost
 from jaxserve.text.messages import COMMON_INPUTS, RENDERING_ARGUMENTS
-from jaxserve.text.named_templates import find_template
+from jaxserve.text.template import find_template
 from jaxserve.text.template_budget import TemplateTooLong
 from jaxserve.text.tokenizer import Tokenizer
 

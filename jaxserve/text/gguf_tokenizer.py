@@ -20,8 +20,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers.processors import TemplateProcessing
 
 from jaxserve.errors import CheckpointError
-from jaxserve.text.gguf_ends import end_texts
-from jaxserve.text.gguf_splits import IN_CHARACTERS, SPLITS, Split
+from jaxserve.text.gguf_vocabulary import IN_CHARACTERS, SPLITS, Split, end_texts
 from jaxserve.text.plain_tokenizer import PlainTokenizer
 from jaxserve.text.tokenizer import byte_letters
 from jaxserve.text.tokenizer_calls import LibraryCalls

@@ -35,9 +35,9 @@ MARKS = (
     Marks("<PRE>", "<SUF>", "<MID>"),
     Marks("[PREFIX]", "[SUFFIX]", "", is_reversed=True),  # Codestral: [SUFFIX]...[PREFIX]...
 )
-ENDS = (
-    *("<|endoftext|>", "<|fim_pad|>", "<|file_separator|>", "<fim_pad>", "<|end_of_text|>"),
-    *("<｜end▁of▁sentence｜>", "▁<EOT>", "<EOT>", "<|file_sep|>", "<file_sep>", "<|repo_name|>"),
+ENDS = tuple(
+    "<|endoftext|> <|fim_pad|> <|file_separator|> <fim_pad> <|end_of_text|> "
+    "<｜end▁of▁sentence｜> ▁<EOT> <EOT> <|file_sep|> <file_sep> <|repo_name|>".split()
 )
 
 

@@ -17,20 +17,17 @@ from tokenizers import Tokenizer as Backend
 from jaxserve.errors import CheckpointError
 
 _CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
-_NAMED = (
-    *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token"),
-    "mask_token",
-)
-_KNOWN = (
-    *("tokenizer_class", "backend", "model_max_length", "chat_template", "is_local"),
-    *("added_tokens_decoder", "model_input_names", "name_or_path", "local_files_only"),
-    *("clean_up_tokenization_spaces", "extra_special_tokens"),
+_NAMED = tuple("bos_token eos_token unk_token sep_token pad_token cls_token mask_token".split())
+_KNOWN = tuple(
+    "tokenizer_class backend model_max_length chat_template is_local added_tokens_decoder "
+    "model_input_names name_or_path local_files_only clean_up_tokenization_spaces "
+    "extra_special_tokens".split()
 )
 _ADDED_FLAGS = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
 # Other files that Transformers reads.
-_OTHER_FILES = (
-    *("special_tokens_map.json", "added_tokens.json", "additional_chat_templates"),
-    *("tokenizer.model", "tekken.json"),
+_OTHER_FILES = tuple(
+    "special_tokens_map.json added_tokens.json additional_chat_templates tokenizer.model "
+    "tekken.json".split()
 )
 # With more entries, Transformers also considers the model family.
 _MOST_ENTRIES = 100_000

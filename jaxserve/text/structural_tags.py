@@ -36,10 +36,9 @@ _MAX_REPEAT = 1000
 _MAX_SIZE = 1 << 20
 _PIECE = re.compile(r"\\.|.", re.DOTALL)  # one element of a regular expression
 _REPEATED = {"optional": "?", "star": "*", "plus": "+"}
-TYPES = (
-    *("any_text", "const_string", "json_schema", "regex", "grammar", "token", "tag", "sequence"),
-    *("or", "optional", "star", "plus", "repeat", "triggered_tags", "tags_with_separator"),
-    "dispatch",
+TYPES = tuple(
+    "any_text const_string json_schema regex grammar token tag sequence or optional star plus "
+    "repeat triggered_tags tags_with_separator dispatch".split()
 )
 
 

@@ -1,4 +1,4 @@
-"""ChatTemplate: a checkpoint's Jinja template, rendered in a sandbox with a work budget.
+"""Chat templates of checkpoints, settings and requests, rendered in a sandbox with a work budget.
 
 A template comes with a checkpoint, so its code is untrusted. Jinja has no endless loops, but nested
 loops, macros and repeated doubling of strings can take nearly as long. A thread cannot be stopped
@@ -7,10 +7,15 @@ from outside, so every step that can repeat or grow is charged to one budget bef
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from jinja2 import nodes
 
+from jaxserve.errors import CheckpointError, InvalidRequest
+from jaxserve.text import HOW_TO_GIVE, NAMED_TEMPLATES, TEMPLATE_FOLDER
 from jaxserve.text.content_format import TextRoles
 from jaxserve.text.template_budget import Budget, TemplateTooLong, weigh
 from jaxserve.text.template_sandbox import Sandbox
@@ -85,3 +90,112 @@ class ChatTemplate:
         finally:
             self._sandbox.budget = None
         return "".join(parts)
+
+
+# Characters by which vLLM distinguishes a template from a path.
+_JINJA = "{}\n"
+
+
+def find_template(
+    given: str | Path, may_read: bool = True, max_nodes: int = MAX_NODES
+) -> ChatTemplate:
+    """Return the chat template that a setting or a request names.
+
+    Args:
+        given: path of a file, name of a shipped template, or Jinja source.
+        may_read: True if files may be read. Requests never read files.
+        max_nodes: maximum nodes in the syntax tree.
+
+    Raises:
+        InvalidRequest: the value is not one of these, or the template is invalid.
+    """
+    text = str(given)
+    if may_read and not isinstance(given, Path) and any(sign in text for sign in _JINJA):
+        may_read = False  # Jinja source, unless it was passed as a Path
+    if may_read:
+        is_file = False
+        with suppress(OSError, ValueError):  # too long for a path, or contains a NUL
+            is_file = Path(text).is_file()
+        if is_file:
+            return compile_template(_read(Path(text)), text)
+    if text in NAMED_TEMPLATES:
+        return compile_template((TEMPLATE_FOLDER / f"{text}.jinja").read_text(), text)
+    if not any(sign in text for sign in _JINJA):
+        raise InvalidRequest(
+            f"chat_template: {text[:200]!r} is neither a template nor {HOW_TO_GIVE}",
+            "chat_template",
+        )
+    return compile_template(text, max_nodes=max_nodes)
+
+
+def _read(path: Path) -> str:
+    """Return the text of a file.
+
+    Raises:
+        InvalidRequest: the file cannot be read, or is not UTF-8.
+    """
+    try:
+        with path.open("rb") as file:
+            return file.read(4 * MAX_SOURCE_CHARS + 1).decode()
+    except OSError as error:
+        message = f"chat_template: cannot read {path}: {error.strerror}"
+        raise InvalidRequest(message, "chat_template") from error
+    except UnicodeDecodeError:
+        raise InvalidRequest(
+            f"chat_template: {path} is no text in UTF-8", "chat_template"
+        ) from None
+
+
+def compile_template(source: str, where: str = "", max_nodes: int = MAX_NODES) -> ChatTemplate:
+    """Return a compiled template that does not come from a checkpoint.
+
+    Raises:
+        InvalidRequest: the template is invalid or too large.
+    """
+    try:
+        return ChatTemplate(source, max_nodes)
+    except Exception as error:  # from Jinja, Python, or a size check
+        at_file = f" {where}" if where else ""
+        message = " ".join(str(error).split())[:300]
+        raise InvalidRequest(f"chat_template{at_file}: {message}", "chat_template") from error
+
+
+# Tools to test templates that render only conversations with tools.
+_TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "f", "description": "f", "parameters": {"type": "object"}},
+    }
+]
+
+
+def read_templates(
+    tokenizer: Any, where: str, fit: Callable[[ChatTemplate, Any], ChatTemplate]
+) -> dict[bool, ChatTemplate]:
+    """Return the chat templates for conversations without tools (False) and with tools (True).
+
+    Args:
+        tokenizer: tokenizer of Transformers, or an object with the same methods.
+        where: path that errors name.
+        fit: function that sets the form of content that a template expects.
+
+    Raises:
+        CheckpointError: a template is invalid, does not end, or does not show user messages.
+    """
+    if tokenizer.chat_template is None:
+        return {}
+    sources: dict[bool, str] = {}
+    for with_tools in (False, True):
+        # Named templates without a default serve only one kind of conversation.
+        with suppress(ValueError):
+            sources[with_tools] = tokenizer.get_chat_template(tools=_TOOLS if with_tools else None)
+    found: dict[bool, ChatTemplate] = {}
+    try:
+        for with_tools, source in sources.items():
+            same = [template for template in found.values() if template.source == source]
+            found[with_tools] = same[0] if same else ChatTemplate(source)
+            if not same:
+                fit(found[with_tools], _TOOLS if with_tools else None)
+    except Exception as error:
+        raise CheckpointError(f"{where}: the chat template is not usable: {error}") from error
+    return found

@@ -16,10 +16,9 @@ from jaxserve.errors import CheckpointError, InvalidRequest
 from jaxserve.text.added_texts import AddedTexts
 from jaxserve.text.content_format import find_form, in_form, with_ending
 from jaxserve.text.messages import RefusedMessages
-from jaxserve.text.model_templates import read_templates
 from jaxserve.text.plain_tokenizer import processor_template, read_tokenizer
 from jaxserve.text.prompt_encoder import PromptEncoder
-from jaxserve.text.template import ChatTemplate
+from jaxserve.text.template import ChatTemplate, read_templates
 from jaxserve.text.tokenizer_calls import LibraryCalls, TokenizerFailure
 from jaxserve.text.tokenizer_limits import MAX_TOKENS_BEYOND, check_tokenizer_files
 

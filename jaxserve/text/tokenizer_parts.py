@@ -10,10 +10,7 @@ from typing import Any, NamedTuple
 
 _CHUNK = 1 << 18
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
-_PARTS = (
-    *("normalizer", "pre_tokenizer", "post_processor", "decoder"),
-    *("truncation", "padding"),
-)
+_PARTS = tuple("normalizer pre_tokenizer post_processor decoder truncation padding".split())
 _BIG = ("vocab", "merges")
 _SETTINGS = ("continuing_subword_prefix", "end_of_word_suffix", "max_input_chars_per_word")
 

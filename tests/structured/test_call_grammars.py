@@ -351,7 +351,7 @@ def test_what_tags_cannot_say_is_formed_as_json(schema: dict[str, Any]) -> None:
     tool = Tool(function=FunctionDefinition(name="f", parameters=closed(a=schema)))
     body = ChatRequest(messages=[], tools=[tool], tool_choice="required")
     use = tool_use(body, "qwen3_coder", True, json.dumps)
-    assert use is not None and use.call_format is CALL_FORMATS["hermes"]
+    assert use is not None and use.calls.call_format is CALL_FORMATS["hermes"]
 
 
 def test_unions_with_text_are_free_text(grammars: Grammars) -> None:

@@ -151,12 +151,12 @@ def test_texts_are_read_to_the_letter(
 ) -> None:
     for choice in (NAMED, "required", "auto"):
         found = use([OTHER, custom(syntax, definition)], dialect, choice)
-        mark = found.call_format.mark
+        mark = found.calls.call_format.mark
         for number, given in enumerate(TEXTS[syntax, definition]):
             raw = given if syntax == "lark" else json.dumps({"input": given})
             answer = f'{mark}\n{{"name": "edit", "arguments": {raw}'
             if syntax == "regex":
-                answer += f"}}\n{found.call_format.close}"
+                answer += f"}}\n{found.calls.call_format.close}"
             assert accepts(grammars, started(grammars, found), answer), (choice, given)
             for before in ("", "So <b> it is: ") if choice == "auto" else ("",):
                 assert accepts(grammars, started(grammars, found), before + answer)
@@ -164,7 +164,7 @@ def test_texts_are_read_to_the_letter(
                 assert read == (before.strip(), [("edit", given)])
             wrong = answer.replace(given if syntax == "lark" else raw, "?")
             assert not accepts(grammars, started(grammars, found), wrong)
-        other = f'{mark}\n{{"name": "f", "arguments": {{}}}}\n{found.call_format.close}'
+        other = f'{mark}\n{{"name": "f", "arguments": {{}}}}\n{found.calls.call_format.close}'
         assert accepts(grammars, started(grammars, found), other) == (choice is not NAMED)
         if choice is not NAMED:
             assert calls(found, other, random.Random(1)) == ("", [("f", "{}")])

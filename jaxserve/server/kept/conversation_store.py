@@ -11,9 +11,8 @@ import msgspec
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.kept.shares import Shares
-from jaxserve.server.schema.conversations import ConversationObject
 from jaxserve.server.schema.errors import ApiError
-from jaxserve.server.schema.response_items import InputItem, shown_items
+from jaxserve.server.schema.response_items import ConversationObject, InputItem, shown_items
 
 # Estimated bytes of a conversation and of an item, in addition to their text.
 OVERHEAD_BYTES, ITEM_BYTES = 1024, 256

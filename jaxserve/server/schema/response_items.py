@@ -1,4 +1,4 @@
-"""Items of the responses endpoint, of inputs and outputs, and the answer that contains them."""
+"""Items and conversations of the responses endpoint, and the answer that contains items."""
 
 from __future__ import annotations
 
@@ -292,3 +292,45 @@ def _shown_part(part: ContentPart) -> dict[str, Any]:
         return {"type": part.type}
     shown: dict[str, Any] = {"type": part.type, "text": part.text or ""}
     return shown | {"annotations": []} if part.type == "output_text" else shown
+
+
+class ConversationRequest(msgspec.Struct, kw_only=True):
+    """Body of POST /v1/conversations."""
+
+    items: list[InputItem] | None = None
+    metadata: dict[str, str] | None = None
+
+
+class ConversationUpdate(msgspec.Struct, kw_only=True):
+    """Body of POST /v1/conversations/{conversation_id}."""
+
+    metadata: dict[str, str]
+
+
+class ConversationItems(msgspec.Struct, kw_only=True):
+    """Body of POST /v1/conversations/{conversation_id}/items."""
+
+    items: list[InputItem]
+
+
+class ConversationName(msgspec.Struct):
+    """Reference to a conversation in a response."""
+
+    id: str
+
+
+class ConversationObject(msgspec.Struct):
+    """Conversation as clients see it."""
+
+    id: str
+    created_at: int
+    metadata: dict[str, str]
+    object: str = "conversation"
+
+
+class DeletedConversation(msgspec.Struct):
+    """Answer of DELETE /v1/conversations/{conversation_id}."""
+
+    id: str
+    object: str = "conversation.deleted"
+    deleted: bool = True

@@ -9,7 +9,6 @@ import msgspec
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.schema.arguments import custom_arguments
-from jaxserve.server.schema.conversations import ConversationName
 from jaxserve.server.schema.openai import (
     ChatMessage,
     ChatRequest,
@@ -20,7 +19,13 @@ from jaxserve.server.schema.openai import (
     StructuredOutputs,
     ToolCall,
 )
-from jaxserve.server.schema.response_items import HOSTED_ITEMS, Choice, InputItem, ResponseTool
+from jaxserve.server.schema.response_items import (
+    HOSTED_ITEMS,
+    Choice,
+    ConversationName,
+    InputItem,
+    ResponseTool,
+)
 from jaxserve.server.schema.response_tools import chat_tool, flat_name, seen_tools, tool_choice
 
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
@@ -126,12 +131,12 @@ class CountInputRequest(msgspec.Struct, kw_only=True):
 
 
 # Fields with the same name in chat.
-_SAME = (
-    *("model", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids"),
-    *("ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
-    *("skip_special_tokens", "include_stop_str_in_output", "structured_outputs", "top_logprobs"),
-    *("priority", "cache_salt", "chat_template_kwargs", "thinking_token_budget"),
-    *("parallel_tool_calls", "include_reasoning", "n_predict", "json_schema", "enable_thinking"),
+_SAME = tuple(
+    "model temperature top_p top_k min_p seed stop stop_token_ids ignore_eos presence_penalty "
+    "frequency_penalty repetition_penalty logit_bias skip_special_tokens "
+    "include_stop_str_in_output structured_outputs top_logprobs priority cache_salt "
+    "chat_template_kwargs thinking_token_budget parallel_tool_calls include_reasoning "
+    "n_predict json_schema enable_thinking".split()
 )
 
 

@@ -31,11 +31,10 @@ NO_GUIDED_FIELDS: dict[str, tuple[Any, ...]] = dict.fromkeys(_OLDER, (None,))
 _LENGTHS = ("max_completion_tokens", "max_tokens", "n_predict")
 NO_BOUND = -1
 # Fields that requests and SamplingParams have under the same name.
-_SAMPLING = (
-    *("n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids"),
-    *("min_tokens", "ignore_eos", "skip_special_tokens", "include_stop_str_in_output"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("allowed_token_ids", "bad_words", "spaces_between_special_tokens"),
+_SAMPLING = tuple(
+    "n temperature top_p top_k min_p seed stop stop_token_ids min_tokens ignore_eos "
+    "skip_special_tokens include_stop_str_in_output presence_penalty frequency_penalty "
+    "repetition_penalty allowed_token_ids bad_words spaces_between_special_tokens".split()
 )
 
 

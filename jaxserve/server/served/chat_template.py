@@ -13,8 +13,7 @@ from jaxserve.errors import InvalidRequest
 from jaxserve.server.settings import ServerConfig
 from jaxserve.text.content_format import WordsLost
 from jaxserve.text.messages import RESERVED_INPUTS
-from jaxserve.text.named_templates import find_template
-from jaxserve.text.template import ChatTemplate
+from jaxserve.text.template import ChatTemplate, find_template
 from jaxserve.text.template_budget import TemplateTooLong
 from jaxserve.text.tokenizer import Tokenizer
 

@@ -36,11 +36,11 @@ from jaxserve.server.tool_calls.histories import (
     with_objects,
 )
 from jaxserve.server.tool_calls.tools import introduce
+from jaxserve.text import HOW_TO_GIVE
 from jaxserve.text.grammars import schema_problem
 from jaxserve.text.json_schemas import EnforceableSchemas
 from jaxserve.text.messages import RefusedMessages
 from jaxserve.text.template_budget import TemplateTooLong, weigh
-from jaxserve.text.template_names import HOW_TO_GIVE
 from jaxserve.text.tokenizer import NO_TEMPLATE
 
 # Texts up to this length are tokenized on the event loop, longer texts on another thread.

@@ -249,7 +249,7 @@ class Dialect:
         """Return whether answers must be decoded with special tokens, because readers need one as
         text.
         """
-        marks = set() if use is None else use.call_format.marks
+        marks = set() if use is None else use.calls.call_format.marks
         if self.thinking is not None:
             marks |= self.thinking.marks
         return any(mark and self._tokenizer.is_special(mark) for mark in marks)
@@ -274,7 +274,7 @@ class Dialect:
         end = ids[0] if len(ids) == 1 else None
         call = None
         if use is not None and self.thinking.ends_at_calls:
-            call = self._tokenizer.token_id(use.call_format.starts[0])
+            call = self._tokenizer.token_id(use.calls.call_format.starts[0])
         start = self.start(prompt)
         return AnswerFormat(use, self.thinking, start, end, call, with_thoughts=with_thoughts)
 

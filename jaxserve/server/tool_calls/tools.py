@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -70,33 +70,18 @@ class ToolUse:
     """Tools of one request, and how its answer may call them.
 
     Attributes:
-        call_format: format of the calls.
-        tools: tools that may be called.
+        calls: calls that the answer may contain.
         described: tools in the form of chat templates.
         grammar: grammar of the answer, None if the answer is unconstrained.
         is_named: True if the request names the tool to call.
-        parallel: True if several calls are allowed.
         holds_thoughts: True if the grammar may include the thoughts, where the format allows it.
-        beside: text that the grammar allows in addition to calls.
-        raw: names of tools whose calls contain raw text.
     """
 
-    call_format: CallFormat
-    tools: Tools
+    calls: CallUse
     described: list[dict[str, Any]]
     grammar: str | None
     is_named: bool
-    parallel: bool
     holds_thoughts: bool = True
-    beside: Beside = Beside.TEXT
-    raw: frozenset[str] = frozenset()
-
-    @property
-    def calls(self) -> CallUse:
-        """Calls that an answer may contain."""
-        is_certain = self.grammar is not None
-        use = CallUse(self.call_format, self.tools, is_certain, self.parallel)
-        return replace(use, beside=self.beside, raw=self.raw)
 
 
 def check_tools(tools: list[Tool], field: str = "tools") -> None:
@@ -206,8 +191,8 @@ def tool_use(
     called = {tool.function.name: tool.function.parameters or {} for tool in callable_tools}
     beside = Beside.FORM if answer is not None else Beside.TEXT if is_auto else Beside.NOTHING
     raw = frozenset(tool.function.name for tool in callable_tools if tool.lark is not None)
-    use = ToolUse(call_format, called, described(tools), grammar, is_named, parallel, may_think)
-    return replace(use, beside=beside, raw=raw)
+    calls = CallUse(call_format, called, grammar is not None, parallel, beside, raw)
+    return ToolUse(calls, described(tools), grammar, is_named, may_think)
 
 
 def _named_tools(tools: list[Tool], choice: NamedTool) -> list[Tool]:
