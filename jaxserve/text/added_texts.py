@@ -24,7 +24,7 @@ def _alternatives(texts: list[str], deepest: int) -> str:
     """Return a pattern of sorted texts with at most `deepest` nested groups."""
     if not deepest:
         return "|".join(map(re.escape, sorted(texts, key=len, reverse=True)))
-    found: list[str] = []
+    alternatives: list[str] = []
     for _, group in groupby(texts, key=lambda text: text[0]):
         members = list(group)
         first, last = (
@@ -32,11 +32,11 @@ def _alternatives(texts: list[str], deepest: int) -> str:
             members[-1],
         )  # sorted: all share the prefix of these two
         pairs = enumerate(zip(first, last, strict=False))
-        size = next((place for place, (left, right) in pairs if left != right), len(first))
+        size = next((place for place, (a, b) in pairs if a != b), len(first))
         shared, longer = first[:size], [text[size:] for text in members if text[size:]]
         rest = f"(?:{_alternatives(longer, deepest - 1)})" if longer else ""
-        found.append(re.escape(shared) + rest + "?" * (0 < len(longer) < len(members)))
-    return "|".join(found)
+        alternatives.append(re.escape(shared) + rest + "?" * (0 < len(longer) < len(members)))
+    return "|".join(alternatives)
 
 
 class AddedTexts:
@@ -70,7 +70,7 @@ class AddedTexts:
             return value
         value = str(value)
         while self._pattern.search(value):
-            value = self._pattern.sub(lambda found: found[0][0] + mark + found[0][1:], value)
+            value = self._pattern.sub(lambda match: match[0][0] + mark + match[0][1:], value)
         # The next text may also be data and complete an added text.
         ends = (value[-size:] for size in range(1, self._longest))
         return value + mark if any(end in self._beginnings for end in ends) else value

@@ -104,10 +104,10 @@ class Detokenizer:
         if self._num_tokens <= self._min_tokens:
             self._search_from = len(self.text)
             return False
-        found = self._stops.find(self.text, self._search_from, before)
-        if found is None:
+        stop = self._stops.find(self.text, self._search_from, before)
+        if stop is None:
             return False
-        place, self.stop = found
+        place, self.stop = stop
         self.text = self.text[: place + len(self.stop) if self._include_stop else place]
         return True
 
@@ -129,4 +129,4 @@ def _after(before: str, whole: str) -> str:
     """
     pairs = enumerate(zip(before, whole, strict=False))
     same = min(len(before), len(whole))
-    return whole[next((index for index, (left, right) in pairs if left != right), same) :]
+    return whole[next((index for index, (a, b) in pairs if a != b), same) :]

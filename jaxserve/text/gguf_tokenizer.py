@@ -20,7 +20,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers.processors import TemplateProcessing
 
 from jaxserve.errors import CheckpointError
-from jaxserve.text.gguf_vocabulary import IN_CHARACTERS, SPLITS, Split, end_texts
+from jaxserve.text.gguf_vocabulary import IN_CHARACTERS, SPLITS, TextSplit, end_texts
 from jaxserve.text.plain_tokenizer import PlainTokenizer
 from jaxserve.text.tokenizer import byte_letters
 from jaxserve.text.tokenizer_calls import LibraryCalls
@@ -94,7 +94,7 @@ def _tokenizer(metadata: Mapping[str, Any], vocab_size: int | None) -> PlainToke
     kind, tokens = _kind(metadata), _plain(metadata["tokenizer.ggml.tokens"])
     types, split = _types(metadata, tokens, kind), _split(metadata) if kind == "gpt2" else None
     names = _special(metadata, tokens)
-    whole = [token for token, found in zip(tokens, types, strict=True) if found in _WHOLE]
+    whole = [token for token, token_type in zip(tokens, types, strict=True) if token_type in _WHOLE]
     merges = metadata.get("tokenizer.ggml.merges") if kind == "gpt2" else ()
     if merges is None:
         raise CheckpointError(
@@ -165,11 +165,12 @@ def _types(metadata: Mapping[str, Any], tokens: list[str], kind: str) -> list[in
     types = lists["token_type"] or [1] * len(tokens)
     ends = end_texts(dict(zip(tokens, types, strict=True)))
     return [
-        _CONTROL if token in ends else found for token, found in zip(tokens, types, strict=True)
+        _CONTROL if token in ends else token_type
+        for token, token_type in zip(tokens, types, strict=True)
     ]
 
 
-def _split(metadata: Mapping[str, Any]) -> Split:
+def _split(metadata: Mapping[str, Any]) -> TextSplit:
     """Return how a byte-level vocabulary splits text before merging.
 
     Raises:
@@ -192,7 +193,7 @@ def _split(metadata: Mapping[str, Any]) -> Split:
     return split
 
 
-def _byte_level(merges: Any, tokens: list[str], types: list[int], split: Split) -> Tokenizer:
+def _byte_level(merges: Any, tokens: list[str], types: list[int], split: TextSplit) -> Tokenizer:
     """Return a tokenizer of a byte-level BPE vocabulary.
 
     Whole tokens keep their spelling. Other tokens with characters outside the byte alphabet, which
@@ -263,14 +264,14 @@ def _merges(vocab: Mapping[str, int], scores: list[float]) -> list[tuple[str, st
     """
     # Tokens are usually in order, so sorting is fast.
     tokens = sorted(zip(scores, vocab, strict=True), key=itemgetter(0), reverse=True)
-    found = [
-        (score, end, (left, right))
+    merges = [
+        (score, end, (first, second))
         for score, token in tokens
         for end in range(len(token) - 1, 0, -1)
-        if (left := token[:end]) in vocab and (right := token[end:]) in vocab
+        if (first := token[:end]) in vocab and (second := token[end:]) in vocab
     ]
-    found.sort(key=itemgetter(0, 1), reverse=True)
-    return [pair for _, _, pair in found]
+    merges.sort(key=itemgetter(0, 1), reverse=True)
+    return [pair for _, _, pair in merges]
 
 
 def _add_whole(
@@ -302,7 +303,7 @@ def _add_whole(
 
 
 def _special(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, str]:
-    found = {}
+    special = {}
     for name, key in SPECIAL.items():
         token = metadata.get(f"tokenizer.ggml.{key}")
         if token is None:
@@ -311,8 +312,8 @@ def _special(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, str]:
             raise CheckpointError(
                 f"tokenizer.ggml.{key} is {str(token)[:80]}; allowed: an id below {len(tokens)}"
             )
-        found[name] = tokens[token]
-    return found
+        special[name] = tokens[token]
+    return special
 
 
 def _plain(value: Any) -> Any:

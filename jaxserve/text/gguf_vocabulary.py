@@ -20,7 +20,7 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Split:
+class TextSplit:
     """Rules that split text into words.
 
     Attributes:
@@ -186,15 +186,15 @@ _CHAMELEON = (
 _LLAMA3_NAMES = (
     "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano".split()
 )
-SPLITS: Mapping[str, Split] = MappingProxyType(
-    {name: Split(patterns) for names, patterns in _PLAIN for name in names.split()}
-    | {name: Split((_LLAMA3,), ignore_merges=True, begins=True) for name in _LLAMA3_NAMES}
+SPLITS: Mapping[str, TextSplit] = MappingProxyType(
+    {name: TextSplit(patterns) for names, patterns in _PLAIN for name in names.split()}
+    | {name: TextSplit((_LLAMA3,), ignore_merges=True, begins=True) for name in _LLAMA3_NAMES}
     | {
-        "tekken": Split((_TEKKEN,), ignore_merges=True, begins=True),
-        "chameleon": Split(_CHAMELEON, begins=True),
-        "youtu": Split(_YOUTU, ignore_merges=True),
-        "minicpm5": Split((r"\p{N}{1,3}", _ANY_NUMBER), ignore_merges=True),
-        "granite-embed-multi-97m": Split((_GPT4O,), ignore_merges=True),
+        "tekken": TextSplit((_TEKKEN,), ignore_merges=True, begins=True),
+        "chameleon": TextSplit(_CHAMELEON, begins=True),
+        "youtu": TextSplit(_YOUTU, ignore_merges=True),
+        "minicpm5": TextSplit((r"\p{N}{1,3}", _ANY_NUMBER), ignore_merges=True),
+        "granite-embed-multi-97m": TextSplit((_GPT4O,), ignore_merges=True),
     }
 )
 # BPE vocabularies spelled in characters instead of bytes.
@@ -222,12 +222,12 @@ def end_texts(types: Mapping[str, int]) -> set[str]:
     Args:
         types: token types by text.
     """
-    found = set(TEXTS.intersection(types))
-    if found & {"<|call|>", "<|calls|>"} and found & {"<|return|>", "<|flush|>"}:
-        found.discard("<|end|>")  # ends only a part of an answer
+    ends = set(TEXTS.intersection(types))
+    if ends & {"<|call|>", "<|calls|>"} and ends & {"<|return|>", "<|flush|>"}:
+        ends.discard("<|end|>")  # ends only a part of an answer
     if types.get("</s>") == _USER_DEFINED:
-        found.discard("</s>")  # an HTML tag, for which Gemma has a token
-    return found
+        ends.discard("</s>")  # an HTML tag, for which Gemma has a token
+    return ends
 
 
 def gguf_ends(metadata: Mapping[str, Any]) -> list[Any]:

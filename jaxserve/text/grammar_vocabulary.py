@@ -122,8 +122,8 @@ class _Entries:
             self._model["merges"] = [merge for merge in merges if not self._is_lost(merge)]
 
     def _is_lost(self, merge: str | list[str]) -> bool:
-        left, right = merge.split(" ") if isinstance(merge, str) else merge
-        return not self._lost.isdisjoint((left, right, left + right))
+        first, second = merge.split(" ") if isinstance(merge, str) else merge
+        return not self._lost.isdisjoint((first, second, first + second))
 
 
 def _spell(text: str, is_byte_level: bool) -> str:
@@ -139,8 +139,8 @@ def _spell(text: str, is_byte_level: bool) -> str:
 
 def _only_blanks(normalizer: dict[str, Any] | None) -> dict[str, Any] | None:
     parts = [] if normalizer is None else normalizer.get("normalizers", [normalizer])
-    kept = [part for part in parts if part.get("pattern") == {"String": " "}]
-    return {"type": "Sequence", "normalizers": kept} if kept else None
+    steps = [part for part in parts if part.get("pattern") == {"String": " "}]
+    return {"type": "Sequence", "normalizers": steps} if steps else None
 
 
 def _without_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -230,15 +230,15 @@ class Grammars:
         closes = params.disable_additional_properties
         key = (params.form, params.text, closes, params.lenient, *_space(params).items())
         with self._lock:
-            found = self._known.get(key)
-            if found is not None:
+            compiled = self._known.get(key)
+            if compiled is not None:
                 self._known.move_to_end(key)
-        if found is None:
-            found = self._compiled(params)
-        self._remember(key, found)
-        if isinstance(found, str):
-            raise InvalidRequest(f"{NAME}.{params.form}: {found}", NAME)
-        return found.begin()
+        if compiled is None:
+            compiled = self._compiled(params)
+        self._remember(key, compiled)
+        if isinstance(compiled, str):
+            raise InvalidRequest(f"{NAME}.{params.form}: {compiled}", NAME)
+        return compiled.begin()
 
     def _compiled(self, params: StructuredOutputsParams) -> Constraint | str:
         """Return the initial constraint of a format, or the error message of compiling it."""
@@ -257,10 +257,10 @@ class Grammars:
         constraint.work.seconds += self._clock() - started
         return constraint if constraint.words.any() else "no text satisfies it"
 
-    def _remember(self, key: tuple[Any, ...], found: Constraint | str) -> None:
+    def _remember(self, key: tuple[Any, ...], compiled: Constraint | str) -> None:
         with self._lock:
             if key not in self._known:
-                self._known[key] = found
+                self._known[key] = compiled
                 self._bytes += len(key[1])
             while self._known and self._is_full():
                 key, _ = self._known.popitem(last=False)
@@ -268,11 +268,11 @@ class Grammars:
 
     def _is_full(self) -> bool:
         """Return whether a format must be evicted. Even a single format may exceed the limits."""
-        kept = (form for form in self._known.values() if isinstance(form, Constraint))
+        constraints = (form for form in self._known.values() if isinstance(form, Constraint))
         return (
             len(self._known) > MAX_CACHED
             or self._bytes > MAX_CACHED_BYTES
-            or sum(form.work.seconds for form in kept) > MAX_CACHED_SECONDS
+            or sum(form.work.seconds for form in constraints) > MAX_CACHED_SECONDS
         )
 
 
@@ -321,9 +321,9 @@ def _space(params: StructuredOutputsParams) -> JsonCompileOptions:
 def _with_ids(grammar: str, named: Mapping[str, int]) -> str:
     """Replace names of added tokens, such as `<think>`, in a Lark grammar by their ids."""
 
-    def spell(found: re.Match[str]) -> str:
-        number = named.get(found["name"] or "")
-        return found[0] if number is None else f"<[{number}]>"
+    def spell(match: re.Match[str]) -> str:
+        number = named.get(match["name"] or "")
+        return match[0] if number is None else f"<[{number}]>"
 
     return _LARK_NAMES.sub(spell, grammar)
 

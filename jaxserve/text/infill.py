@@ -72,8 +72,8 @@ def infill_prompt(tokenizer: Any, before: str, behind: str) -> list[int]:
 
 def end_tokens(tokenizer: Any) -> list[int]:
     """Return ids of additional tokens with which code models end a filled gap."""
-    found = [tokenizer.token_id(text) for text in ENDS]
-    return [number for number in found if number is not None]
+    ids = [tokenizer.token_id(text) for text in ENDS]
+    return [number for number in ids if number is not None]
 
 
 def _beginning(tokenizer: Any) -> list[int]:

@@ -85,14 +85,14 @@ class EnforceableSchemas:
             if text in self._known:
                 self._known.move_to_end(text)
                 return self._known[text]
-        found = enforceable(schema, is_strict, owner, self._problem)
+        form = enforceable(schema, is_strict, owner, self._problem)
         with self._lock:
             if text not in self._known:
-                self._known[text] = found
+                self._known[text] = form
                 self._chars += len(text)
             while len(self._known) > _MAX_CACHED or self._chars > _MAX_CACHED_CHARS:
                 self._chars -= len(self._known.popitem(last=False)[0])
-        return found
+        return form
 
 
 def enforceable(
@@ -116,21 +116,21 @@ def enforceable(
         reason = "a reference leads back to itself"
     if reason is None:
         return schema
-    made, left_out = _without_faults(schema, _regex_check(problem))
+    reduced, left_out = _without_faults(schema, _regex_check(problem))
     if is_strict:
-        if problem(made, False) is not None:
-            left_out.insert(0, shown(_culprit(made, problem, False)))
+        if problem(reduced, False) is not None:
+            left_out.insert(0, shown(_culprit(reduced, problem, False)))
         raise UnenforceableSchema(f"{', '.join(left_out[:5])[:300]}: {reason}")
     left_out = left_out or [reason]
-    forms = [made]
-    if problem(made, True) is not None:
-        place = _culprit(made, problem, True)
+    forms = [reduced]
+    if problem(reduced, True) is not None:
+        place = _culprit(reduced, problem, True)
         for path in [place, ()] if place else [()]:
-            forms += [_reduced_at(made, path, keywords) for keywords in (_SHAPE, _BONES, ())]
+            forms += [_reduced_at(reduced, path, keywords) for keywords in (_SHAPE, _BONES, ())]
         left_out.append(f"limits that contradict each other at {shown(place)}")
-    found = next((form for form in forms if problem(form, True) is None), {})
+    form = next((form for form in forms if problem(form, True) is None), {})
     _log.warning("the grammar for %s leaves out: %s", owner[:200], ", ".join(left_out)[:500])
-    return found
+    return form
 
 
 def well_formed(schema: Any) -> Any:
@@ -246,9 +246,11 @@ class _Faults:
                 self.found.append((path, types if isinstance(value, list) else types[0]))
         elif name == "required" and node.get("additionalProperties") in (False, "false"):
             declared = node.get("properties")
-            kept = [key for key in value if isinstance(declared, dict) and key in declared]
-            if kept != value and not node.get("patternProperties"):
-                self.found.append((path, kept))
+            declared_names = [
+                key for key in value if isinstance(declared, dict) and key in declared
+            ]
+            if declared_names != value and not node.get("patternProperties"):
+                self.found.append((path, declared_names))
         elif name == "$ref":
             self._reference(path, value)
 
@@ -363,9 +365,9 @@ def _reduced_at(schema: dict[str, Any], path: Path, keywords: tuple[str, ...]) -
     part = _reduced(value_at(schema, path), keywords)
     if not path:
         return part
-    made = copy.deepcopy(schema)
-    _put(made, path, part)
-    return made
+    reduced = copy.deepcopy(schema)
+    _put(reduced, path, part)
+    return reduced
 
 
 def _reduced(schema: Any, keywords: tuple[str, ...]) -> Any:
@@ -374,7 +376,7 @@ def _reduced(schema: Any, keywords: tuple[str, ...]) -> Any:
         return [_reduced(item, keywords) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    made: dict[str, Any] = {}
+    reduced: dict[str, Any] = {}
     for name in keywords:
         if name in schema:
             value = schema[name]
@@ -382,5 +384,5 @@ def _reduced(schema: Any, keywords: tuple[str, ...]) -> Any:
                 value = {key: _reduced(inner, keywords) for key, inner in value.items()}
             elif name in _LISTED or name in _SINGLE:
                 value = _reduced(value, keywords)
-            made[name] = value
-    return made
+            reduced[name] = value
+    return reduced

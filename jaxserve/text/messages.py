@@ -48,12 +48,12 @@ class PartedText(str):
     @classmethod
     def of(cls, parts: Iterable[str]) -> str:
         """Join non-empty parts with line breaks. Return a plain str if there are fewer than two."""
-        found = tuple(filter(None, parts))
-        if len(found) < 2:
-            return "".join(found)
-        made = cls("\n".join(found))
-        made.parts = found
-        return made
+        texts = tuple(filter(None, parts))
+        if len(texts) < 2:
+            return "".join(texts)
+        text = cls("\n".join(texts))
+        text.parts = texts
+        return text
 
 
 def plain_messages(messages: Any) -> Any:

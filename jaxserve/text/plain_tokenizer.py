@@ -63,8 +63,8 @@ class PlainTokenizer:
         return self.backend_tokenizer.get_vocab(with_added_tokens=True)
 
     def get_added_vocab(self) -> dict[str, int]:
-        found = self.backend_tokenizer.get_added_tokens_decoder()
-        return {token.content: number for number, token in found.items()}
+        added = self.backend_tokenizer.get_added_tokens_decoder()
+        return {token.content: number for number, token in added.items()}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
@@ -148,14 +148,16 @@ def processor_template(directory: Path) -> str | None:
     path = directory / "chat_template.json"
     if not path.exists():
         return None
-    found = (_json(path) or {}).get("chat_template")
-    if isinstance(found, list):  # list of named templates
-        found = {each.get("name"): each.get("template") for each in found if type(each) is dict}
-    if isinstance(found, dict):
-        found = found.get("default")
-    if not isinstance(found, str):
+    template = (_json(path) or {}).get("chat_template")
+    if isinstance(template, list):  # list of named templates
+        template = {
+            each.get("name"): each.get("template") for each in template if type(each) is dict
+        }
+    if isinstance(template, dict):
+        template = template.get("default")
+    if not isinstance(template, str):
         raise CheckpointError(f"{path}: there is no chat_template, which must be text")
-    return found
+    return template
 
 
 def _agrees(listed: Any, added: Mapping[int, Any]) -> bool:
@@ -164,8 +166,10 @@ def _agrees(listed: Any, added: Mapping[int, Any]) -> bool:
     """
     if not isinstance(listed, Mapping):
         return False
-    found = {str(n): {flag: getattr(t, flag) for flag in _ADDED_FLAGS} for n, t in added.items()}
-    return _items(listed) <= _items(found)
+    added_tokens = {
+        str(n): {flag: getattr(t, flag) for flag in _ADDED_FLAGS} for n, t in added.items()
+    }
+    return _items(listed) <= _items(added_tokens)
 
 
 def _items(tokens: Mapping[str, Any]) -> set[str]:

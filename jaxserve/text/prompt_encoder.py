@@ -69,10 +69,10 @@ class PromptEncoder:
         if text is not None:
             return self._backend.token_to_id(text)
         try:
-            found = LibraryCalls(may_panic=True).run(self._inner.encode, _UNASSIGNED).ids
+            ids = LibraryCalls(may_panic=True).run(self._inner.encode, _UNASSIGNED).ids
         except TokenizerFailure:  # the model has no unknown token
             return None
-        return next((token for token in found if token in self._marks), None)
+        return next((token for token in ids if token in self._marks), None)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text, in which the text of added tokens is recognized.
@@ -232,6 +232,6 @@ def _bare(part: Any) -> Any:
         return {**part, "add_prefix_space": False}
     for name in ("normalizers", "pretokenizers"):
         if name in part:
-            kept = [bare for inner in part[name] if (bare := _bare(inner)) is not None]
-            return {**part, name: kept}
+            steps = [bare for inner in part[name] if (bare := _bare(inner)) is not None]
+            return {**part, name: steps}
     return part

@@ -343,13 +343,13 @@ class _Writer:
         for tag in tags:
             begin, content = text_field(tag, "begin"), self._content(tag)
             written.append((begin, content))
-            found = [trigger for trigger in inside if begin.startswith(trigger)]
-            if len(found) != 1:
+            matching = [trigger for trigger in inside if begin.startswith(trigger)]
+            if len(matching) != 1:
                 raise ValueError(
                     f"the tag that begins with {begin[:60]!r} must begin with one of the triggers, "
-                    f"and begins with {len(found)}"
+                    f"and begins with {len(matching)}"
                 )
-            inside[found[0]].append(self._around(begin[len(found[0]) :], content, _OPEN))
+            inside[matching[0]].append(self._around(begin[len(matching[0]) :], content, _OPEN))
         rules = {trigger: ways for trigger, ways in inside.items() if ways}
         first, loops = "", not flag_field(form, "stop_after_first")
         if flag_field(form, "at_least_one"):
@@ -385,10 +385,10 @@ class _Writer:
         stops = [_any_of(texts) if texts else None, ending.stop]
         free = self._free(form, *stops)
         ways = []
-        kept, first = self._free(form, ending.stop), f"~(ANY {stops[0]} SOME)"
+        allowed, first = self._free(form, ending.stop), f"~(ANY {stops[0]} SOME)"
         for trigger in texts:
             # Free text up to its first trigger, and the trigger.
-            hit = self._put("T", f"(({kept} {json.dumps(trigger)}) & {first})")
+            hit = self._put("T", f"(({allowed} {json.dumps(trigger)}) & {first})")
             ways.append((hit, rules[trigger]))
         if mixed:
             before = self._put("T", free)

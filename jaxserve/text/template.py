@@ -54,8 +54,8 @@ class ChatTemplate:
         try:
             parsed = self._sandbox.parse(source)
             self._names = {node.name for node in parsed.find_all(nodes.Name)}
-            found = (node.value for node in parsed.find_all(nodes.Const))
-            self.constants = {text for text in found if isinstance(text, str)}
+            constants = (node.value for node in parsed.find_all(nodes.Const))
+            self.constants = {text for text in constants if isinstance(text, str)}
             self._template = self._sandbox.from_string(parsed)
         except (RecursionError, MemoryError):
             raise ValueError("the chat template is nested too deep") from None
@@ -97,20 +97,20 @@ _JINJA = "{}\n"
 
 
 def find_template(
-    given: str | Path, may_read: bool = True, max_nodes: int = MAX_NODES
+    name: str | Path, may_read: bool = True, max_nodes: int = MAX_NODES
 ) -> ChatTemplate:
     """Return the chat template that a setting or a request names.
 
     Args:
-        given: path of a file, name of a shipped template, or Jinja source.
+        name: path of a file, name of a shipped template, or Jinja source.
         may_read: True if files may be read. Requests never read files.
         max_nodes: maximum nodes in the syntax tree.
 
     Raises:
         InvalidRequest: the value is not one of these, or the template is invalid.
     """
-    text = str(given)
-    if may_read and not isinstance(given, Path) and any(sign in text for sign in _JINJA):
+    text = str(name)
+    if may_read and not isinstance(name, Path) and any(sign in text for sign in _JINJA):
         may_read = False  # Jinja source, unless it was passed as a Path
     if may_read:
         is_file = False
@@ -189,13 +189,13 @@ def read_templates(
         # Named templates without a default serve only one kind of conversation.
         with suppress(ValueError):
             sources[with_tools] = tokenizer.get_chat_template(tools=_TOOLS if with_tools else None)
-    found: dict[bool, ChatTemplate] = {}
+    templates: dict[bool, ChatTemplate] = {}
     try:
         for with_tools, source in sources.items():
-            same = [template for template in found.values() if template.source == source]
-            found[with_tools] = same[0] if same else ChatTemplate(source)
+            same = [template for template in templates.values() if template.source == source]
+            templates[with_tools] = same[0] if same else ChatTemplate(source)
             if not same:
-                fit(found[with_tools], _TOOLS if with_tools else None)
+                fit(templates[with_tools], _TOOLS if with_tools else None)
     except Exception as error:
         raise CheckpointError(f"{where}: the chat template is not usable: {error}") from error
-    return found
+    return templates

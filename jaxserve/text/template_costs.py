@@ -183,7 +183,7 @@ def _lines(text: Any) -> int:
     return sum(map(text.count, _LINE_ENDS)) + 1 if isinstance(text, str) else 0
 
 
-def pay_for_format(budget: Budget, form: str, given: Any) -> None:
+def pay_for_format(budget: Budget, form: str, values: Any) -> None:
     """Charge for filling in a format string.
 
     Raises:
@@ -191,9 +191,9 @@ def pay_for_format(budget: Budget, form: str, given: Any) -> None:
         jinja2.SecurityError: a field is too wide.
     """
     check_widths(form)
-    size = budget.read(given) + sum(map(int, _NUMBERS.findall(form)))
+    size = budget.read(values) + sum(map(int, _NUMBERS.findall(form)))
     # A named value may be used several times.
-    is_named = isinstance(given, Mapping) or _NAMED.search(form) is not None
+    is_named = isinstance(values, Mapping) or _NAMED.search(form) is not None
     budget.spend(size * (form.count("%") + form.count("{")) if is_named else size)
 
 

@@ -81,8 +81,8 @@ class _Metered(NodeTransformer):
         if not isinstance(node.arg, nodes.Slice):
             return node
         ends = [node.arg.start, node.arg.stop, node.arg.step]
-        given = [nodes.Const(None) if end is None else end for end in ends]
-        return _through("slice of", node.node, node.lineno, given)
+        bounds = [nodes.Const(None) if end is None else end for end in ends]
+        return _through("slice of", node.node, node.lineno, bounds)
 
     def visit_List(self, node: nodes.List) -> nodes.Expr:
         self.generic_visit(node)
@@ -109,11 +109,11 @@ class _Metered(NodeTransformer):
 
 
 def _through(
-    name: str, node: Any, line: int | None = None, given: list[nodes.Expr] | None = None
+    name: str, node: Any, line: int | None = None, arguments: list[nodes.Expr] | None = None
 ) -> nodes.Filter:
-    made = nodes.Filter(node, name, given or [], [], None, None)
-    made.set_lineno(node.lineno or line or 1)
-    return made
+    filter_node = nodes.Filter(node, name, arguments or [], [], None, None)
+    filter_node.set_lineno(node.lineno or line or 1)
+    return filter_node
 
 
 def _read(node: nodes.Expr) -> nodes.Expr:
@@ -172,9 +172,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.filters["tojson"] = self._to_json
         self.filters = {name: self._paid(name, run) for name, run in self.filters.items()}
         self.tests = {name: self._paid_test(name, run) for name, run in self.tests.items()}
-        own = {"each": self._each, "step": self._step, "text": self._text, "value": self._value}
-        own |= {"search": self._search, "slice": self._slice, "list": self._list}
-        self.filters |= {f"{name} of": run for name, run in own.items()}
+        metered = {"each": self._each, "step": self._step, "text": self._text, "value": self._value}
+        metered |= {"search": self._search, "slice": self._slice, "list": self._list}
+        self.filters |= {f"{name} of": run for name, run in metered.items()}
 
     @property
     def budget(self) -> Budget:
@@ -230,9 +230,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return value[part]
 
     @pass_context
-    def _list(self, _: Context, made: Any) -> Any:
-        self.budget.items(len(made))
-        return made
+    def _list(self, _: Context, values: Any) -> Any:
+        self.budget.items(len(values))
+        return values
 
     def _dict(self, *pairs: Any, **more: Any) -> dict[Any, Any]:
         """Return a dict. The number of pairs is limited, since keys may be chosen to collide."""
@@ -251,8 +251,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         def paid(context: Context, *data: Any, **more: Any) -> Any:
             budget = self.budget
             data = pay_for_filter(budget, name, data, more)
-            given = {"context": context, "environment": self, "eval_context": context.eval_ctx}
-            result = run(given[passed], *data, **more) if passed else run(*data, **more)
+            passable = {"context": context, "environment": self, "eval_context": context.eval_ctx}
+            result = run(passable[passed], *data, **more) if passed else run(*data, **more)
             result = budget.settle(result)
             budget.check()
             return result

@@ -160,13 +160,13 @@ class ThinkingConstraint:
         budget = self._budget
         if self._phase == "thinking" and budget is not None and self._num_tokens >= budget:
             self._phase = "forcing"
-        inner, left = self._inner, (1 << 30 if budget is None else budget - self._num_tokens)
+        inner, remaining = self._inner, (1 << 30 if budget is None else budget - self._num_tokens)
         if self._phase == "forcing":
             self.words, self.is_guided = self._forced[self._num_forced], True
         elif self._phase == "thinking":
-            self.words, self.is_guided = self._free, inner is not None or left <= self._ahead
+            self.words, self.is_guided = self._free, inner is not None or remaining <= self._ahead
         elif self._phase == "before":
-            self.is_guided = inner is not None or left <= self._ahead
+            self.is_guided = inner is not None or remaining <= self._ahead
             self.words = self._anything if inner is None else inner.words | self._may_start
         else:
             self.is_guided = inner is not None

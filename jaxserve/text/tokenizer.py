@@ -53,10 +53,10 @@ class Tokenizer:
         try:
             self.calls = LibraryCalls(may_panic)
             with self.calls:
-                made = read_tokenizer(Path(directory))
-                if made.chat_template is None:
-                    made.chat_template = processor_template(Path(directory))
-                self._take(made, str(path), vocab_size, content_format)
+                tokenizer = read_tokenizer(Path(directory))
+                if tokenizer.chat_template is None:
+                    tokenizer.chat_template = processor_template(Path(directory))
+                self._take(tokenizer, str(path), vocab_size, content_format)
         except CheckpointError:
             raise
         except Exception as error:  # the library raises bare Exceptions for corrupt files
@@ -69,10 +69,10 @@ class Tokenizer:
         Raises:
             CheckpointError: the tokenizer does not match the model.
         """
-        made = cls.__new__(cls)
-        made.calls = LibraryCalls()
-        made._take(tokenizer, where, vocab_size, content_format)
-        return made
+        wrapped = cls.__new__(cls)
+        wrapped.calls = LibraryCalls()
+        wrapped._take(tokenizer, where, vocab_size, content_format)
+        return wrapped
 
     def _take(self, tokenizer: Any, where: str, vocab_size: int, content_format: str) -> None:
         self._tokenizer = tokenizer
@@ -102,13 +102,13 @@ class Tokenizer:
                 another model.
         """
         size, added = self._vocab_size, self._added_ids
-        found = {token: text for text, token in vocab.items() if token >= size}
-        if any(text not in added for text in found.values()) or len(found) > MAX_TOKENS_BEYOND:
+        beyond = {token: text for text, token in vocab.items() if token >= size}
+        if any(text not in added for text in beyond.values()) or len(beyond) > MAX_TOKENS_BEYOND:
             raise CheckpointError(
-                f"{where}: holds token id {max(found)}, and the model has logits for {size}"
+                f"{where}: holds token id {max(beyond)}, and the model has logits for {size}"
             )
-        if found:
-            listed = ", ".join(f"{text!r} ({token})" for token, text in sorted(found.items()))
+        if beyond:
+            listed = ", ".join(f"{text!r} ({token})" for token, text in sorted(beyond.items()))
             _log.warning(
                 "%s: the model has logits for %d tokens, so these are never drawn, and refused in "
                 "prompts: %s",
@@ -116,7 +116,7 @@ class Tokenizer:
                 size,
                 listed,
             )
-        return found
+        return beyond
 
     def _within(self, ids: list[int], param: str) -> list[int]:
         """Return the ids unchanged.
@@ -161,8 +161,8 @@ class Tokenizer:
         """
         other = copy.copy(self)
         other._content_format = content_format
-        found = self._templates.items()
-        other._templates = {tools: other.fit(copy.copy(template)) for tools, template in found}
+        templates = self._templates.items()
+        other._templates = {tools: other.fit(copy.copy(template)) for tools, template in templates}
         return other
 
     def has_template(self, tools: bool) -> bool:
@@ -175,8 +175,8 @@ class Tokenizer:
     @property
     def template_source(self) -> str:
         """Source of the chat template, of the one with tools if there are two, "" without one."""
-        found = self._templates.get(True) or self._templates.get(False)
-        return found.source if found else ""
+        template = self._templates.get(True) or self._templates.get(False)
+        return template.source if template else ""
 
     @property
     def special_names(self) -> dict[str, str]:
@@ -257,8 +257,8 @@ class Tokenizer:
             return b""
         if self._is_byte_level:
             return bytes(self._bytes[letter] for letter in text if letter in self._bytes)
-        if found := _BYTE_TOKEN.fullmatch(text):
-            return bytes((int(found[1], 16),))
+        if match := _BYTE_TOKEN.fullmatch(text):
+            return bytes((int(match[1], 16),))
         return text.replace("\u2581", " ").encode()  # how these vocabularies write a space
 
     def render_chat(
@@ -329,8 +329,8 @@ class Tokenizer:
             conversation[-1]["content"] = with_ending(conversation[-1].get("content"), f"{end} ")
         text = template.render({**variables, "messages": conversation}, seconds)
         if continued:
-            text, found, after = text.rpartition(end)
-            if not found:
+            text, marker, after = text.rpartition(end)
+            if not marker:
                 raise InvalidRequest(
                     "the chat template leaves out the message to continue", "continue_final_message"
                 )

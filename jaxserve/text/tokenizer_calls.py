@@ -96,11 +96,11 @@ def _without_stderr(call: Callable[[], T]) -> T:
     """
     dup2 = ctypes.PyDLL(None).dup2
     try:
-        kept = os.dup(_STDERR)
+        saved = os.dup(_STDERR)
     except OSError:  # the process has no standard error
         return call()
     with tempfile.TemporaryFile() as aside:
-        hide, show = partial(dup2, aside.fileno(), _STDERR), partial(dup2, kept, _STDERR)
+        hide, show = partial(dup2, aside.fileno(), _STDERR), partial(dup2, saved, _STDERR)
         message = ""
         try:
             _, result, _ = map(operator.call, (hide, call, show))
@@ -109,7 +109,7 @@ def _without_stderr(call: Callable[[], T]) -> T:
             message = str(error)
             raise
         finally:
-            os.close(kept)
+            os.close(saved)
             aside.seek(0)
             if written := _without_panic(aside.read(), message):
                 os.write(_STDERR, written)

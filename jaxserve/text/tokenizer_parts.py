@@ -58,9 +58,9 @@ def read_parts(raw: bytes) -> TokenizerParts:
 
     token = define("Token", [("content", Any, None), ("normalized", Any, None)])
     model = define("Model", fields((*_SETTINGS, *_BIG)))
-    own: list[Any] = [("model", model), ("added_tokens", list[token] | None, None)]
+    own_fields: list[Any] = [("model", model), ("added_tokens", list[token] | None, None)]
     try:
-        file: Any = msgspec.json.decode(raw, type=define("File", [*own, *fields(_PARTS)]))
+        file: Any = msgspec.json.decode(raw, type=define("File", [*own_fields, *fields(_PARTS)]))
     except msgspec.MsgspecError as error:
         raise ValueError(str(error)) from None
     big = [memoryview(getattr(file.model, name)) for name in _BIG]

@@ -80,7 +80,7 @@ from jaxserve.server.kept.conversation_store import ConversationStore
 from jaxserve.server.kept.files import FileStore
 from jaxserve.server.kept.response_store import ResponseStore
 from jaxserve.server.schema.errors import ApiError
-from jaxserve.server.served.admission import Admission, Lifecycle, Place
+from jaxserve.server.served.admission import Admission, Lifecycle, Reservation
 from jaxserve.server.served.models import NO_LIMIT, Models
 from jaxserve.server.served.notices import Notices
 from jaxserve.server.settings import ServerConfig
@@ -257,9 +257,9 @@ class App:
         admission = self._counted()
         return NO_LIMIT if admission is None else admission.num_free
 
-    def _take_place(self) -> Place | None:
+    def _take_place(self) -> Reservation | None:
         admission = self._counted()
-        return None if admission is None else Place(admission)
+        return None if admission is None else Reservation(admission)
 
     def check_room(self, path: str, *, is_new: bool = False) -> None:
         """Refuse requests that could not be admitted now, whatever their bodies.

@@ -19,7 +19,7 @@ from jaxserve.server.http.guard import FILES, FORM_BYTES
 from jaxserve.server.http.head_checks import MAX_HEADER_BYTES
 from jaxserve.server.http.refuser import Refuser
 from jaxserve.server.schema.errors import ApiError, too_many_connections
-from jaxserve.server.served.admission import Place
+from jaxserve.server.served.admission import Reservation
 from jaxserve.server.settings import ServerConfig
 
 # A body may come in pieces this small on average, if it is long: smaller ones cost more than work.
@@ -158,7 +158,7 @@ class Connection(H11Protocol):
         crowd: Crowd,
         refusals: EarlyRefusals,
         received: bytes = b"",
-        place: Place | None = None,
+        place: Reservation | None = None,
         unsent: bytes = b"",
         **named: Any,
     ) -> None:

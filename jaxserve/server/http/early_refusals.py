@@ -16,7 +16,7 @@ from jaxserve.server.api.streaming import JSON, encode
 from jaxserve.server.http.guard import SMALL_BODY_BYTES
 from jaxserve.server.http.head_checks import HeadChecks, by_name, check_media, id_of_request
 from jaxserve.server.schema.errors import ApiError, as_api_error
-from jaxserve.server.served.admission import Place
+from jaxserve.server.served.admission import Reservation
 from jaxserve.server.settings import ServerConfig
 
 # Heads that mean the same to every parser; any other goes the usual way.
@@ -77,7 +77,7 @@ class EarlyRefusals:
         paths: Iterable[str],
         count_free: Callable[[], int],
         check_room: Callable[[str], None],
-        take_place: Callable[[], Place | None],
+        take_place: Callable[[], Reservation | None],
     ) -> None:
         self._count_free = count_free
         self._checks = checks
@@ -102,7 +102,7 @@ class EarlyRefusals:
         """Return whether the connections that come in one turn of the loop may fill the queue."""
         return self._count_free() < _FEW_PLACES
 
-    def reserve(self, data: bytes) -> Place | None:
+    def reserve(self, data: bytes) -> Reservation | None:
         """Take a place for the request that some bytes begin with.
 
         Returns:

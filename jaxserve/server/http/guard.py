@@ -24,7 +24,7 @@ from jaxserve.server.http.head_checks import (
     id_of_request,
 )
 from jaxserve.server.schema.errors import ApiError, as_api_error, too_many_connections
-from jaxserve.server.served.admission import Lifecycle, Place
+from jaxserve.server.served.admission import Lifecycle, Reservation
 from jaxserve.server.settings import ServerConfig
 
 _log = logging.getLogger(__name__)
@@ -175,7 +175,7 @@ class Guard:
 
 
 def _leave_place(scope: Scope) -> None:
-    place: Place | None = scope.get("jaxserve.place")
+    place: Reservation | None = scope.get("jaxserve.place")
     if place is not None:
         place.leave()
 

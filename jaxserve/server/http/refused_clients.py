@@ -16,7 +16,7 @@ from uvicorn.server import ServerState
 
 from jaxserve.server.http.early_refusals import EarlyRefusals
 from jaxserve.server.http.refuser import Refuser
-from jaxserve.server.served.admission import Place
+from jaxserve.server.served.admission import Reservation
 from jaxserve.server.settings import ServerConfig
 
 # Bytes that are read at once.
@@ -82,7 +82,7 @@ class RefusedClients:
         self._tasks.add(task)
         task.add_done_callback(partial(self._end_giving, place))
 
-    def _end_giving(self, place: Place | None, task: asyncio.Task[Any]) -> None:
+    def _end_giving(self, place: Reservation | None, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if place is not None and (task.cancelled() or task.exception() is not None):
             place.leave()

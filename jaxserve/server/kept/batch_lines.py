@@ -138,10 +138,10 @@ def output_of(
 
 def _custom_id(text: bytes) -> str | None:
     try:
-        found = msgspec.json.decode(text)
+        document = msgspec.json.decode(text)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
-    name = found.get("custom_id") if isinstance(found, dict) else None
+    name = document.get("custom_id") if isinstance(document, dict) else None
     return name if isinstance(name, str) else None
 
 

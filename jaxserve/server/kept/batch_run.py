@@ -274,5 +274,5 @@ class BatchRun:
         self._num_bytes = 0
         for path in self._paths:
             path.unlink(missing_ok=True)
-        kept = [name if name is not None and store.has(name) else None for name in names]
-        batch.output_file_id, batch.error_file_id = kept
+        stored = [name if name is not None and store.has(name) else None for name in names]
+        batch.output_file_id, batch.error_file_id = stored

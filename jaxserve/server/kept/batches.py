@@ -104,8 +104,8 @@ class Batches:
         if file.purpose != "batch":
             raise InvalidRequest(f"{name}: the purpose of the file must be batch", name)
         most = self._config.share(self._config.max_batches)
-        own = [r.batch for r in self._records.values() if r.owner == owner]
-        if sum(batch.status in UNENDED for batch in own) >= most:
+        batches = [r.batch for r in self._records.values() if r.owner == owner]
+        if sum(batch.status in UNENDED for batch in batches) >= most:
             whose = "" if self._config.num_keys == 1 else " of this key"
             raise ApiError(
                 429,
@@ -180,13 +180,13 @@ class Batches:
             await asyncio.to_thread(write_record, path, record)
 
     def _forget_oldest(self) -> None:
-        held = Counter(record.owner for record in self._records.values())
-        while over := over_share(held, self._config.max_files):
+        num_batches = Counter(record.owner for record in self._records.values())
+        while over := over_share(num_batches, self._config.max_files):
             ended = [r for r in self._sorted() if r.batch.status not in UNENDED]
             record = next((r for owner in over for r in ended if r.owner == owner), None)
             if record is None:
                 return
-            held[record.owner] -= 1
+            num_batches[record.owner] -= 1
             name = record.batch.id
             del self._records[name]
             (self._folder / f"{name}.json").unlink(missing_ok=True)

@@ -157,11 +157,11 @@ class ConversationStore:
             ApiError: 404, this client has no such object.
         """
         self._trim()
-        found = self._kept.get(owner, name)
-        if found is None:
+        conversation = self._kept.get(owner, name)
+        if conversation is None:
             message = f"Conversation with id {name[:60]!r} not found."
             raise ApiError(404, message, parameter, "not_found")
-        return found
+        return conversation
 
     def forget(self, conversation: Conversation) -> None:
         """Remove a conversation if it is stored."""

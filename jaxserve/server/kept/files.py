@@ -42,14 +42,14 @@ def write_record(path: Path, record: msgspec.Struct) -> None:
 
 def read_records(folder: Path, kind: type[T]) -> dict[str, T]:
     """Return the records of a folder by id. Other files in it are ignored."""
-    found: dict[str, T] = {}
+    records: dict[str, T] = {}
     for path in sorted(folder.glob("*.json")):
         if _ID.fullmatch(path.stem):
             try:
-                found[path.stem] = msgspec.json.decode(path.read_bytes(), type=kind)
+                records[path.stem] = msgspec.json.decode(path.read_bytes(), type=kind)
             except msgspec.MsgspecError as error:
                 raise OSError(f"{path} is no record: {error}") from error
-    return found
+    return records
 
 
 def may_see(owner: str | None, client: str | None) -> bool:
@@ -169,9 +169,9 @@ class FileStore:
         if num_bytes <= self.room(owner):
             return
         most = self.config.max_files_bytes
-        own = self.config.share(most)
-        is_own = own < most and self._bytes[owner] + num_bytes > own
-        whose, most = ("this key's files", own) if is_own else ("the files", most)
+        share = self.config.share(most)
+        is_own = share < most and self._bytes[owner] + num_bytes > share
+        whose, most = ("this key's files", share) if is_own else ("the files", most)
         raise ApiError(413, f"{whose} would take more than {most} bytes: delete some", "file")
 
     def check_number(self, owner: str | None) -> None:
@@ -182,11 +182,11 @@ class FileStore:
         """
         self.expire()
         most = self.config.max_files
-        own = self.config.share(most)
-        held = Counter(record.owner for record in self._records.values()) + self.uploads
-        is_own = own < most and held[owner] >= own
-        if is_own or held.total() >= max(most, self.config.num_keys):
-            whose, most = ("a key", own) if is_own else ("the server", most)
+        share = self.config.share(most)
+        num_files = Counter(record.owner for record in self._records.values()) + self.uploads
+        is_own = share < most and num_files[owner] >= share
+        if is_own or num_files.total() >= max(most, self.config.num_keys):
+            whose, most = ("a key", share) if is_own else ("the server", most)
             raise ApiError(413, f"{whose} keeps at most {most} files: delete some", "file")
 
     def note(self, source: Path, file: FileObject, owner: str | None) -> FileRecord:

@@ -227,8 +227,8 @@ class ResponseStore:
         Raises:
             InvalidRequest: the responses that contain them take more than `most` bytes.
         """
-        found = [self._by_item.get((owner, name)) for name in item_ids]
-        turns = {turn.id: turn for turn in found if turn is not None}
+        stored = [self._by_item.get((owner, name)) for name in item_ids]
+        turns = {turn.id: turn for turn in stored if turn is not None}
         if sum(turn.num_item_bytes for turn in turns.values()) > most:
             raise InvalidRequest(
                 f"input refers to items of responses that take more than {most} bytes", "input"

@@ -33,17 +33,17 @@ class Entry(Protocol):
 E = TypeVar("E", bound=Entry)
 
 
-def over_share(held: Mapping[Owner, int], most: int) -> list[Owner]:
+def over_share(sizes: Mapping[Owner, int], most: int) -> list[Owner]:
     """Return the owners that exceed an equal share of a limit, the largest holder first.
 
     Args:
-        held: size held by each owner.
+        sizes: size held by each owner.
         most: limit on the total. The result is empty while the total is within it.
     """
-    if sum(held.values()) <= most:
+    if sum(sizes.values()) <= most:
         return []
-    over = (owner for owner in held if held[owner] * len(held) > most)
-    return sorted(over, key=lambda owner: -held[owner])
+    over = (owner for owner in sizes if sizes[owner] * len(sizes) > most)
+    return sorted(over, key=lambda owner: -sizes[owner])
 
 
 class Shares(Generic[E]):
@@ -83,9 +83,9 @@ class Shares(Generic[E]):
 
     def pop(self, owner: Owner, name: str) -> E | None:
         """Remove and return an owner's entry by id, or return None."""
-        own = self._entries.get(owner, {})
-        entry = own.pop(name, None)
-        if not own:
+        entries = self._entries.get(owner, {})
+        entry = entries.pop(name, None)
+        if not entries:
             self._entries.pop(owner, None)
         return entry
 
@@ -103,12 +103,12 @@ class Shares(Generic[E]):
     def _next(self) -> E | None:
         limit = time.monotonic() - self._seconds
         oldest: dict[Owner, E] = {}
-        for owner, own in self._entries.items():
-            entry = next((entry for entry in own.values() if not entry.is_running), None)
+        for owner, entries in self._entries.items():
+            entry = next((entry for entry in entries.values() if not entry.is_running), None)
             if entry is not None:
                 if entry.since < limit:
                     return entry
                 oldest[owner] = entry
-        numbers = {owner: len(own) for owner, own in self._entries.items()}
+        numbers = {owner: len(entries) for owner, entries in self._entries.items()}
         over = over_share(numbers, self._most) + over_share(self._bytes, self._most_bytes)
         return next((oldest[owner] for owner in over if owner in oldest), None)

@@ -33,7 +33,7 @@ MAX_CELLS = 4096
 BLANK, CACHED, SHARED, FIRST_SLOT = range(4)
 
 
-class Row(msgspec.Struct, array_like=True):
+class CompletionRow(msgspec.Struct, array_like=True):
     """Completion being served, sent as an array in the order of these fields.
 
     Attributes:
@@ -92,8 +92,8 @@ class Snapshot(msgspec.Struct):
 
     at: float
     stats: EngineStats
-    running: list[Row]
-    waiting: list[Row]
+    running: list[CompletionRow]
+    waiting: list[CompletionRow]
     pages: Pages
     first_token: tuple[int, float] = (0, 0.0)
     inter_token: tuple[int, float] = (0, 0.0)
@@ -107,11 +107,11 @@ class _Copy:
     """
 
     stats: EngineStats
-    running: list[Row]
-    waiting: list[Row]
+    running: list[CompletionRow]
+    waiting: list[CompletionRow]
     ref_count: np.ndarray
     is_cached: np.ndarray
-    held: np.ndarray
+    held_pages: np.ndarray
     num_held: list[int]
 
 
@@ -128,18 +128,18 @@ def _copy(engine: Engine) -> _Copy:
         pool.ref_count[1:].copy(),
         pool.is_cached[1:].copy(),
         np.concatenate(pages) - 1 if pages else np.zeros(0, np.int32),
-        [len(held) for held in pages],
+        [len(slot_pages) for slot_pages in pages],
     )
 
 
-def _running(engine: Engine, sequence: Sequence) -> Row:
+def _running(engine: Engine, sequence: Sequence) -> CompletionRow:
     slots, slot = engine.slots, sequence.slot
     return _row(sequence, int(slots.num_known[slot]), int(slots.num_computed[slot]))
 
 
-def _row(sequence: Sequence, num_known: int, num_computed: int) -> Row:
+def _row(sequence: Sequence, num_known: int, num_computed: int) -> CompletionRow:
     prompt = sequence.num_prompt
-    return Row(
+    return CompletionRow(
         sequence.slot,
         sequence.request.request_id,
         sequence.index,
@@ -160,18 +160,18 @@ def page_map(ref_count: np.ndarray, is_cached: np.ndarray, owner: np.ndarray) ->
         owner: i32[P], a slot that holds the page, or -1.
     """
     total = len(ref_count)
-    held, shared = ref_count > 0, ref_count > 1
+    is_held, is_shared = ref_count > 0, ref_count > 1
     codes = np.where(owner >= 0, owner + FIRST_SLOT, np.where(is_cached, CACHED, BLANK))
-    codes[shared] = SHARED
+    codes[is_shared] = SHARED
     per_cell = -(-total // MAX_CELLS)
     cells = codes[::per_cell]
     starts = np.flatnonzero(np.diff(cells, prepend=-1))
     lengths = np.diff(starts, append=len(cells))
     return Pages(
         total,
-        int(np.count_nonzero(held)),
-        int(np.count_nonzero(shared)),
-        int(np.count_nonzero(is_cached & ~held)),
+        int(np.count_nonzero(is_held)),
+        int(np.count_nonzero(is_shared)),
+        int(np.count_nonzero(is_cached & ~is_held)),
         per_cell,
         np.stack([cells[starts], lengths], axis=1).ravel().tolist(),
     )
@@ -188,7 +188,7 @@ def take_snapshot(model: ServedModel) -> Snapshot:
     metrics = model.request_metrics
     copy = model.llm.inspect(_copy)
     owner = np.full(len(copy.ref_count), -1)
-    owner[copy.held] = np.repeat([row.slot for row in copy.running], copy.num_held)
+    owner[copy.held_pages] = np.repeat([row.slot for row in copy.running], copy.num_held)
     pages = page_map(copy.ref_count, copy.is_cached, owner)
     first, between = metrics.time_to_first_token, metrics.inter_token_latency
     return Snapshot(

@@ -26,12 +26,12 @@ from jaxserve.text.messages import left_out
 _BILLING = "x-anthropic-billing-header"
 
 
-class TextFeed(msgspec.Struct, kw_only=True):
+class DocumentSource(msgspec.Struct, kw_only=True):
     """Source of a document. Only text in the request is served."""
 
     type: str
     data: str | None = None
-    content: str | list[Block] | None = None
+    content: str | list[ContentBlock] | None = None
 
     @property
     def is_text(self) -> bool:
@@ -44,27 +44,27 @@ class TextFeed(msgspec.Struct, kw_only=True):
         return (self.data or "") if self.type == "text" else _text(self.content, "\n")
 
 
-class Block(msgspec.Struct, kw_only=True):
+class ContentBlock(msgspec.Struct, kw_only=True):
     """Block of a message's content; `_text_of` lists the types with text."""
 
     type: str
     text: str | None = None
     title: str | None = None
     context: str | None = None
-    source: str | TextFeed | None = None
+    source: str | DocumentSource | None = None
     tool_name: str | None = None
     thinking: str | None = None
     id: str | None = None
     name: str | None = None
     input: Any = None
     tool_use_id: str | None = None
-    content: str | list[Block] | dict[str, Any] | None = None
+    content: str | list[ContentBlock] | dict[str, Any] | None = None
     is_error: bool | None = None
 
 
 class InputMessage(msgspec.Struct, kw_only=True):
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block] | None = None
+    content: str | list[ContentBlock] | None = None
 
 
 class MessagesTool(msgspec.Struct, kw_only=True):
@@ -109,7 +109,7 @@ class CountRequest(msgspec.Struct, kw_only=True):
 
     messages: list[InputMessage]
     model: str | None = None
-    system: str | list[Block] | None = None
+    system: str | list[ContentBlock] | None = None
     tools: list[MessagesTool] | None = None
     tool_choice: MessagesToolChoice | None = None
     thinking: ThinkingOptions | None = None
@@ -211,8 +211,11 @@ def as_chat(body: CountRequest) -> ChatRequest:
     _put_tools(chat, body)
     thinking = body.thinking
     if thinking is not None:
-        own = chat.chat_template_kwargs or {}
-        chat.chat_template_kwargs = {"enable_thinking": thinking.type != "disabled", **own}
+        template_kwargs = chat.chat_template_kwargs or {}
+        chat.chat_template_kwargs = {
+            "enable_thinking": thinking.type != "disabled",
+            **template_kwargs,
+        }
         if thinking.type == "enabled":
             if thinking.budget_tokens is None:
                 raise InvalidRequest("thinking: enabled needs budget_tokens", "thinking")
@@ -282,7 +285,7 @@ def _put_tools(chat: ChatRequest, body: CountRequest) -> None:
         chat.tool_choice = choice.type
 
 
-def _system_text(content: str | list[Block] | None) -> str:
+def _system_text(content: str | list[ContentBlock] | None) -> str:
     """Return a system prompt without Claude Code's line for billing.
 
     That line changes with each request, so the prefix cache would never match.
@@ -291,13 +294,13 @@ def _system_text(content: str | list[Block] | None) -> str:
     return "".join(text for text in texts if not text.startswith(_BILLING))
 
 
-def _text(content: str | list[Block] | dict[str, Any] | None, between: str = "") -> str:
+def _text(content: str | list[ContentBlock] | dict[str, Any] | None, between: str = "") -> str:
     if not isinstance(content, list):
         return "" if content is None else arguments_text(content)
     return between.join(_words(block) for block in content)
 
 
-def _words(block: Block) -> str:
+def _words(block: ContentBlock) -> str:
     """Return the text of a block, or the sentence that replaces a block that is not text."""
     words = _text_of(block)
     if words is None:
@@ -305,12 +308,12 @@ def _words(block: Block) -> str:
     return words
 
 
-def _part(block: Block) -> ContentPart:
+def _part(block: ContentBlock) -> ContentPart:
     words = _text_of(block)
     return ContentPart(type=block.type if words is None else "text", text=words)
 
 
-def _text_of(block: Block) -> str | None:
+def _text_of(block: ContentBlock) -> str | None:
     """Return the text of a text, document, search result or summary block, otherwise None."""
     source = block.source
     words = None
@@ -322,7 +325,7 @@ def _text_of(block: Block) -> str | None:
         words = _text(block.content)
     elif block.type == "search_result" and isinstance(source, str):
         words = "\n".join(filter(None, (block.title, source, _text(block.content, "\n"))))
-    elif block.type == "document" and isinstance(source, TextFeed) and source.is_text:
+    elif block.type == "document" and isinstance(source, DocumentSource) and source.is_text:
         words = "\n".join(filter(None, (block.title, block.context, source.words)))
     return words
 

@@ -11,34 +11,34 @@ from jaxserve.server.schema.decode import without_half_pairs
 MAX_DEPTH = 64
 
 
-def given_arguments(given: Any) -> dict[str, Any] | str:
+def given_arguments(arguments: Any) -> dict[str, Any] | str:
     """Return the arguments of a call as an object, or as text if they are not a JSON object.
 
     `max_tokens` may cut arguments, and models may write lists and bare values. Clients send these
     back with every later request. An object nested too deeply for templates also becomes text.
 
     Args:
-        given: object, JSON text, incomplete JSON text, another JSON value, or None for no
+        arguments: object, JSON text, incomplete JSON text, another JSON value, or None for no
             arguments.
     """
-    if given is None or (isinstance(given, str) and not given.strip()):
+    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
         return {}
-    value = read_object(given) if isinstance(given, str) else given
+    value = read_object(arguments) if isinstance(arguments, str) else arguments
     if isinstance(value, dict) and is_within(value, MAX_DEPTH):
         return value
-    return arguments_text(given)
+    return arguments_text(arguments)
 
 
-def arguments_text(given: Any) -> str:
+def arguments_text(arguments: Any) -> str:
     """Return arguments as text, the form that the API defines."""
-    if isinstance(given, str):
-        return given
-    return "{}" if given is None else json.dumps(given, ensure_ascii=False)
+    if isinstance(arguments, str):
+        return arguments
+    return "{}" if arguments is None else json.dumps(arguments, ensure_ascii=False)
 
 
-def custom_arguments(given: Any) -> str:
+def custom_arguments(arguments: Any) -> str:
     """Return the input of a custom tool's call as the JSON arguments of a function."""
-    text = "" if given is None else arguments_text(given)
+    text = "" if arguments is None else arguments_text(arguments)
     return json.dumps({"input": text}, ensure_ascii=False)
 
 

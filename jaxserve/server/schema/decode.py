@@ -33,7 +33,7 @@ def without_half_pairs(body: bytes) -> bytes:
 
     Clients cut texts within a character beyond U+FFFF, and send the half with every later request.
     """
-    return _ESCAPE.sub(lambda found: rb"\ufffd" if found[2] else found[0], body)
+    return _ESCAPE.sub(lambda match: rb"\ufffd" if match[2] else match[0], body)
 
 
 def parse_json(body: bytes, max_depth: int, max_nodes: int) -> Any:
@@ -89,8 +89,8 @@ def to_schema(value: Any, schema: type[T]) -> T:
         return msgspec.convert(value, schema)
     except msgspec.ValidationError as error:
         text = str(error)
-        found = [rule.search(text) for rule in (_PATH, _MISSING)]
-        param = ".".join(match.group(1) for match in found if match is not None) or None
+        matches = [rule.search(text) for rule in (_PATH, _MISSING)]
+        param = ".".join(match.group(1) for match in matches if match is not None) or None
         text = text.replace("`$.", "`").replace(" - at `$`", "")
         raise ApiError(400, text, param, "invalid_type") from None
     except RecursionError:

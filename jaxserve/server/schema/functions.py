@@ -39,7 +39,7 @@ def _messages(messages: list[ChatMessage]) -> list[ChatMessage]:
     """Return messages with older calls as tool calls. A result belongs to the call before it."""
     if not any(message.function_call or message.role == "function" for message in messages):
         return messages
-    made, number = [], 0
+    converted, number = [], 0
     for message in messages:
         if message.function_call is not None:
             number += 1
@@ -47,5 +47,5 @@ def _messages(messages: list[ChatMessage]) -> list[ChatMessage]:
             message = msgspec.structs.replace(message, function_call=None, tool_calls=[call])
         elif message.role == "function":
             message = msgspec.structs.replace(message, role="tool", tool_call_id=f"call_{number}")
-        made.append(message)
-    return made
+        converted.append(message)
+    return converted

@@ -101,15 +101,15 @@ def rendered(request: Request, request_id: str, body: Sampling) -> GenerateReque
 def _settings(sampling: SamplingParams) -> dict[str, Any]:
     """Return sampling settings as JSON values."""
     names = [field.name for field in dataclasses.fields(sampling) if field.init]
-    made = {name: getattr(sampling, name) for name in names}
+    settings = {name: getattr(sampling, name) for name in names}
     if sampling.logit_bias is not None:
-        made["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
+        settings["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
     if sampling.structured_outputs is not None:
-        made["structured_outputs"] = _form(sampling.structured_outputs)
+        settings["structured_outputs"] = _form(sampling.structured_outputs)
     for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):
-        if isinstance(made[name], tuple):
-            made[name] = list(made[name])
-    return made
+        if isinstance(settings[name], tuple):
+            settings[name] = list(settings[name])
+    return settings
 
 
 def _form(form: StructuredOutputsParams) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def _form(form: StructuredOutputsParams) -> dict[str, Any]:
         value = True
     elif form.form in ("json", "choice", "structural_tag"):
         value = json.loads(form.text)
-    made = {form.form: value, "whitespace_pattern": form.whitespace_pattern}
+    fields = {form.form: value, "whitespace_pattern": form.whitespace_pattern}
     for name in ("disable_any_whitespace", "disable_additional_properties", "lenient"):
-        made[name] = getattr(form, name) or None
-    return {name: value for name, value in made.items() if value is not None}
+        fields[name] = getattr(form, name) or None
+    return {name: value for name, value in fields.items() if value is not None}

@@ -54,7 +54,7 @@ class PromptLogprob(msgspec.Struct):
     decoded_token: str | None
 
 
-class Row(NamedTuple):
+class TokenScores(NamedTuple):
     """Scores of one token: its own, and the most likely tokens with their scores, best first."""
 
     token: int
@@ -69,7 +69,7 @@ class Row(NamedTuple):
         return self.best if is_among else [(self.token, self.logprob), *self.best]
 
 
-def rows(token_ids: Iterable[int], scores: Iterable[TokenLogprobs]) -> Iterator[Row]:
+def rows(token_ids: Iterable[int], scores: Iterable[TokenLogprobs]) -> Iterator[TokenScores]:
     """Yield the scores of each token.
 
     Args:
@@ -85,7 +85,7 @@ def rows(token_ids: Iterable[int], scores: Iterable[TokenLogprobs]) -> Iterator[
             piece.top_logprobs.clip(min=LEAST).tolist(),
         )
         for logprob, rank, others, values in zip(*columns, strict=True):
-            yield Row(next(ids), logprob, rank, list(zip(others, values, strict=True)))
+            yield TokenScores(next(ids), logprob, rank, list(zip(others, values, strict=True)))
 
 
 def shown(width: int) -> int | None:
@@ -199,7 +199,7 @@ class CompletionTokens:
             self._append_row(answer, row, width)
         return answer
 
-    def _append_row(self, answer: CompletionLogprobs, row: Row, width: int) -> None:
+    def _append_row(self, answer: CompletionLogprobs, row: TokenScores, width: int) -> None:
         listed = reversed(row.best[: shown(width)])
         best = {self._texts.text(token): value for token, value in listed}
         # Several tokens may have the same text. The best one counts, but the row's own token has

@@ -240,8 +240,8 @@ def _stripped(value: Any, types: frozenset[str]) -> Any:
         return value
     if value["type"] not in types:
         return value
-    kept = ("type", "id", "status")
-    return {name: value[name] for name in kept if isinstance(value.get(name), str)}
+    names = ("type", "id", "status")
+    return {name: value[name] for name in names if isinstance(value.get(name), str)}
 
 
 def shown_items(items: Iterable[InputItem], taken: Container[str] = ()) -> list[dict[str, Any]]:
@@ -261,8 +261,8 @@ def _shown_item(item: InputItem) -> dict[str, Any]:
     shown: dict[str, Any] = {"type": kind, "status": item.status or "completed"}
     if kind == "message":
         role = item.role or "user"
-        own = "output_text" if role == "assistant" else "input_text"
-        parts = item.content if isinstance(item.content, list) else [ContentPart(type=own)]
+        part_type = "output_text" if role == "assistant" else "input_text"
+        parts = item.content if isinstance(item.content, list) else [ContentPart(type=part_type)]
         if isinstance(item.content, str):
             parts[0].text = item.content
         return shown | {"role": role, "content": [_shown_part(part) for part in parts]}

@@ -36,7 +36,7 @@ def seen_tools(tools: list[ResponseTool] | None) -> list[tuple[str | None, Respo
     Raises:
         InvalidRequest: a tool is not served, or has no name.
     """
-    found: list[tuple[str | None, ResponseTool]] = []
+    seen: list[tuple[str | None, ResponseTool]] = []
     for tool in tools or ():
         if tool.type == "namespace":
             members = tool.tools or []
@@ -44,10 +44,10 @@ def seen_tools(tools: list[ResponseTool] | None) -> list[tuple[str | None, Respo
                 raise InvalidRequest(
                     "tools: a namespace can only hold tools of types function and custom", "tools"
                 )
-            found += [(tool.name, member) for member in members]
+            seen += [(tool.name, member) for member in members]
         elif tool.type not in HOSTED_TOOLS:
-            found.append((None, tool))
-    for _, tool in found:
+            seen.append((None, tool))
+    for _, tool in seen:
         if tool.type not in ("function", "custom"):
             raise InvalidRequest(
                 f"tools of type {tool.type[:40]!r} are unknown: function, custom and namespace are "
@@ -55,10 +55,10 @@ def seen_tools(tools: list[ResponseTool] | None) -> list[tuple[str | None, Respo
                 "tools",
             )
     if any(tool.name is None for tool in tools or () if tool.type not in HOSTED_TOOLS) or any(
-        tool.name is None for _, tool in found
+        tool.name is None for _, tool in seen
     ):
         raise InvalidRequest("tools: a tool needs a name", "tools")
-    return found
+    return seen
 
 
 def _chosen_name(name: str, tools: list[ResponseTool] | None) -> str:
@@ -72,13 +72,13 @@ def _chosen_name(name: str, tools: list[ResponseTool] | None) -> str:
     seen = [(flat_name(group, tool.name or ""), tool.name) for group, tool in seen_tools(tools)]
     if any(flat == name for flat, _ in seen):
         return name
-    found = [flat for flat, own in seen if own == name]
-    if len(found) > 1:
+    names = [flat for flat, tool_name in seen if tool_name == name]
+    if len(names) > 1:
         raise InvalidRequest(
-            f"tool_choice: {name[:60]!r} is in several groups; name one of {', '.join(found)}",
+            f"tool_choice: {name[:60]!r} is in several groups; name one of {', '.join(names)}",
             "tool_choice",
         )
-    return found[0] if found else name
+    return names[0] if names else name
 
 
 def tool_choice(
@@ -154,5 +154,5 @@ def chat_tool(namespace: str | None, tool: ResponseTool) -> Tool:
         form = msgspec.convert(tool.format or {}, CustomFormat)
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"tools: format of {name[:60]!r}: {error}", "tools") from None
-    own = CustomDefinition(name=name, description=tool.description, format=form)
-    return Tool(type="custom", custom=own)
+    definition = CustomDefinition(name=name, description=tool.description, format=form)
+    return Tool(type="custom", custom=definition)

@@ -243,19 +243,19 @@ def _check_text(parts: list[ContentPart]) -> None:
             )
 
 
-def _is_partial(given: str | list[InputItem]) -> bool:
+def _is_partial(items: str | list[InputItem]) -> bool:
     """Return whether the input ends with an unfinished answer, which the model continues."""
-    if isinstance(given, str) or not given:
+    if isinstance(items, str) or not items:
         return False
-    last = given[-1]
+    last = items[-1]
     is_answer = last.type == "message" and last.role == "assistant"
     return is_answer and last.status in ("in_progress", "incomplete")
 
 
 def conversation_id(body: ResponsesRequest | CountInputRequest) -> str | None:
     """Return the id of the conversation of a request, or None."""
-    given = body.conversation
-    return given.id if isinstance(given, ConversationName) else given
+    conversation = body.conversation
+    return conversation.id if isinstance(conversation, ConversationName) else conversation
 
 
 def wants_logprobs(body: ResponsesRequest) -> bool:

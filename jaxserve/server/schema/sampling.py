@@ -57,21 +57,21 @@ def sampling_params(
     Raises:
         InvalidRequest: the message names the field.
     """
-    given = {name: getattr(request, name) for name in _SAMPLING}
-    given["logit_bias"] = _logit_bias(request.logit_bias)
-    given["structured_outputs"] = _form(request)
+    settings = {name: getattr(request, name) for name in _SAMPLING}
+    settings["logit_bias"] = _logit_bias(request.logit_bias)
+    settings["structured_outputs"] = _form(request)
     if request.logprob_token_ids:
         name = "logprob_token_ids"
         if logprobs is None:
             raise InvalidRequest(f"{name} needs logprobs", name)
-        given[name], logprobs = request.logprob_token_ids, None
-    given = {name: value for name, value in given.items() if value is not None}
+        settings[name], logprobs = request.logprob_token_ids, None
+    settings = {name: value for name, value in settings.items() if value is not None}
     return replace(
         defaults,
         max_tokens=max_tokens,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
-        **given,
+        **settings,
     )
 
 
@@ -85,10 +85,10 @@ def most_tokens(request: Sampling, renamed: dict[str, str] | None = None) -> int
         request: body of any endpoint.
         renamed: names for error messages; see `EndpointRequest`. The field that applies is added.
     """
-    given = {name: getattr(request, name, None) for name in _LENGTHS}
-    if given["max_completion_tokens"] is not None:
-        del given["max_tokens"]
-    bounds = {name: value for name, value in given.items() if value is not None}
+    limits = {name: getattr(request, name, None) for name in _LENGTHS}
+    if limits["max_completion_tokens"] is not None:
+        del limits["max_tokens"]
+    bounds = {name: value for name, value in limits.items() if value is not None}
     if not bounds:
         return None
     name = min(bounds, key=lambda name: math.inf if bounds[name] == NO_BOUND else bounds[name])
@@ -147,14 +147,14 @@ def _form(request: Sampling) -> StructuredOutputsParams | None:
     if len(fields) > 1:
         raise InvalidRequest(f"{fields[0]} and {fields[1]} exclude each other", fields[0])
     if guided:
-        given = {GUIDED[guided[0]]: getattr(request, guided[0])}
+        settings = {GUIDED[guided[0]]: getattr(request, guided[0])}
         return StructuredOutputsParams(
-            **given, whitespace_pattern=request.guided_whitespace_pattern
+            **settings, whitespace_pattern=request.guided_whitespace_pattern
         )
     if outputs is not None:
         fields = msgspec.structs.asdict(outputs)
-        given = {name: value for name, value in fields.items() if value is not None}
-        return StructuredOutputsParams(**given)
+        settings = {name: value for name, value in fields.items() if value is not None}
+        return StructuredOutputsParams(**settings)
     return None if form is None else _response_format(form)
 
 
@@ -163,10 +163,10 @@ def _response_format(form: ResponseFormat) -> StructuredOutputsParams:
         fields = msgspec.structs.asdict(form)
         tag = {name: value for name, value in fields.items() if value is not None}
         return StructuredOutputsParams(structural_tag=tag)
-    found = answer_schema(form)
-    if found is None:
+    answer = answer_schema(form)
+    if answer is None:
         return StructuredOutputsParams(json_object=True)
-    schema, is_strict = found
+    schema, is_strict = answer
     return StructuredOutputsParams(json=schema, lenient=not is_strict)
 
 
@@ -180,16 +180,16 @@ def answer_schema(form: ResponseFormat | None) -> tuple[dict[str, Any], bool] | 
     if form is None or form.type == "structural_tag":
         return None
     inner = form.json_schema or JsonSchemaFormat()
-    given = [schema for schema in (inner.schema, form.schema) if schema is not None]
-    if len(given) > 1 and given[0] != given[1]:
+    schemas = [schema for schema in (inner.schema, form.schema) if schema is not None]
+    if len(schemas) > 1 and schemas[0] != schemas[1]:
         raise InvalidRequest(f"{field}: json_schema.schema and schema exclude each other", field)
-    if form.type == "text" and given:
+    if form.type == "text" and schemas:
         raise InvalidRequest(f"{field}: type text takes no schema; json_schema does", field)
-    if form.type == "json_schema" and not given:
+    if form.type == "json_schema" and not schemas:
         raise InvalidRequest(f"{field} needs json_schema.schema", field)
-    if form.type == "text" or not any(given):
+    if form.type == "text" or not any(schemas):
         return None if form.type != "json_schema" else ({}, False)
-    schema = given[0] if form.type == "json_schema" else {"type": "object", **given[0]}
+    schema = schemas[0] if form.type == "json_schema" else {"type": "object", **schemas[0]}
     return schema, bool(inner.strict or form.strict)
 
 

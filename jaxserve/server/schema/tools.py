@@ -73,14 +73,14 @@ class Tool(msgspec.Struct, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.type == "custom" and self.custom is not None:
-            own, grammar = self.custom, self._grammar
+            custom, grammar = self.custom, self._grammar
             self.function = FunctionDefinition(
-                name=own.name, description=own.description, parameters=CUSTOM_PARAMETERS
+                name=custom.name, description=custom.description, parameters=CUSTOM_PARAMETERS
             )
             if grammar is not None:
                 self.function.strict = True
                 hint = f"The input matches this {grammar.syntax} grammar:\n{grammar.definition}"
-                self.function.description = "\n".join(filter(None, (own.description, hint)))
+                self.function.description = "\n".join(filter(None, (custom.description, hint)))
             if self.regex is not None:
                 text = {"type": "string", "pattern": f"^(?:{self.regex})$"}
                 self.function.parameters = CUSTOM_PARAMETERS | {"properties": {"input": text}}

@@ -34,7 +34,7 @@ class Admission:
 
     Attributes:
         num_live: number of running and waiting completions.
-        num_coming: number of requests being read, each with a `Place`.
+        num_coming: number of requests being read, each with a `Reservation`.
         num_prompt_tokens: number of prompt tokens that wait to be computed.
         refusals: number of refused requests by limit, under vLLM's names.
     """
@@ -74,7 +74,7 @@ class Admission:
         Args:
             completions: number of its completions.
             prompt_tokens: number of prompt tokens to be computed for them.
-            is_new: True if it has no `Place` yet, so that requests being read come first.
+            is_new: True if it has no `Reservation` yet, so that requests being read come first.
 
         Raises:
             Overloaded: there is no room now.
@@ -93,7 +93,7 @@ class Admission:
             )
 
 
-class Place:
+class Reservation:
     """Reservation of room for a request that is being read.
 
     Without it, all requests that arrive while one place is free would be parsed before they are

@@ -99,8 +99,8 @@ class ServedModel:
         self.default_sampling = llm.get_default_sampling_params()
         self.chat_sampling = chat_sampling(llm.recommends_sampling, llm.config)
         self.default_max_tokens = llm.max_new_tokens
-        own = llm.config.generation_config in ("auto", "vllm")
-        self.most_tokens = None if own else self.default_max_tokens
+        is_own_config = llm.config.generation_config in ("auto", "vllm")
+        self.most_tokens = None if is_own_config else self.default_max_tokens
         tokenizer = llm.get_tokenizer()
         if tokenizer is not None:
             tokenizer = with_server_template(tokenizer, config)
@@ -143,15 +143,15 @@ class ServedModel:
         Raises:
             InvalidRequest: the request asks for less than one token.
         """
-        wanted = self.default_max_tokens if requested is None else requested
+        limit = self.default_max_tokens if requested is None else requested
         if requested == NO_BOUND:
-            wanted = None
+            limit = None
         elif requested is not None and requested < 1:
             name = "max_tokens"
             raise InvalidRequest(
                 f"{name} must be at least 1, or -1 for no bound, got {requested}", name
             )
-        limits = [limit for limit in (wanted, self.most_tokens) if limit is not None]
+        limits = [most for most in (limit, self.most_tokens) if most is not None]
         return min(limits, default=None)
 
     def tokenizer(self) -> Any:
@@ -197,14 +197,14 @@ class ServedModel:
                 documents.
             PromptTooLong: the messages have more characters than any max_model_len tokens.
         """
-        own = options.get("chat_template")
-        if own is None and not self.tokenizer().has_template(bool(options.get("tools"))):
+        template = options.get("chat_template")
+        if template is None and not self.tokenizer().has_template(bool(options.get("tools"))):
             raise InvalidRequest(
                 f"{NO_TEMPLATE}: send a prompt to /v1/completions, or start the server with "
                 f"--chat-template and {HOW_TO_GIVE}",
                 "messages",
             )
-        reads = self.tokenizer().template_reads if own is None else own.reads
+        reads = self.tokenizer().template_reads if template is None else template.reads
         if options.get("documents") and not reads("documents"):
             raise InvalidRequest(
                 "the chat template reads no documents: put them into a message", "documents"
@@ -214,29 +214,29 @@ class ServedModel:
         try:
             return await self.render_as_it_is(messages, options)
         except RefusedMessages as error:
-            source = self.tokenizer().template_source if own is None else own.source
+            source = self.tokenizer().template_source if template is None else template.source
             forms = plainer_histories(messages, "tool_calls" in source)
             # A template of a request may take a second of CPU time for each attempt.
-            for plainer in forms if own is None else forms[-2:]:
+            for plainer in forms if template is None else forms[-2:]:
                 with suppress(RefusedMessages):
                     return await self.render_as_it_is(plainer, options)
             raise error
 
     async def _prints_text(self, options: dict[str, Any]) -> bool:
         """Return whether the template prints the arguments of calls unchanged if they are text."""
-        own, with_tools = options.get("chat_template"), bool(options.get("tools"))
-        if own is None and with_tools in self._text_printers:
+        template, with_tools = options.get("chat_template"), bool(options.get("tools"))
+        if template is None and with_tools in self._text_printers:
             return self._text_printers[with_tools]
-        inputs = {} if own is None else {"chat_template": own}
+        inputs = {} if template is None else {"chat_template": template}
         if with_tools:  # the request's own tools may be refused
             inputs["tools"] = PROBE_TOOLS
-        found = False
+        prints_text = False
         with suppress(InvalidRequest):
             ids = await self.render_as_it_is(probe_messages(), inputs)
-            found = PROBE in self.tokenizer().decode(ids, False)
-        if own is None:
-            self._text_printers[with_tools] = found
-        return found
+            prints_text = PROBE in self.tokenizer().decode(ids, False)
+        if template is None:
+            self._text_printers[with_tools] = prints_text
+        return prints_text
 
     async def render_as_it_is(
         self, messages: list[dict[str, Any]], options: dict[str, Any]
@@ -246,11 +246,11 @@ class ServedModel:
         Raises:
             InvalidRequest: see `render`.
         """
-        own, tools = options.get("chat_template"), options.get("tools")
-        if own is None:
+        template, tools = options.get("chat_template"), options.get("tools")
+        if template is None:
             messages, tools = self.dialect.adapted(messages, tools)
             options = {**options, "tools": tools}
-        if not tools or (self.dialect.reads_tools if own is None else own.reads("tools")):
+        if not tools or (self.dialect.reads_tools if template is None else template.reads("tools")):
             return await self._render(messages, options)
         options, form = {**options, "tools": None}, self.dialect.call_format
         try:

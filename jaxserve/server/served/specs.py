@@ -58,8 +58,10 @@ def plan_models(
     events = events_config(whole.kv_events_config)
     specs = []
     for rank, (name, folder) in enumerate(folders):
-        own = None if events is None else events.for_rank(rank)
-        settled = replace(whole, model=folder, memory_share=shares[name], kv_events_config=own)
+        own_events = None if events is None else events.for_rank(rank)
+        settled = replace(
+            whole, model=folder, memory_share=shares[name], kv_events_config=own_events
+        )
         specs.append(ModelSpec([name], folder or BUNDLED, settled))
     if config.served_model_name:
         if len(specs) > 1:

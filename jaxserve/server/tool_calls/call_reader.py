@@ -272,16 +272,13 @@ class CallReader:
 
 
 class AnswerBuffer:
-    """Buffer of parts of an answer that are certain and not fetched yet.
+    """Pending parts of an answer, which are certain and not fetched yet.
 
     Args:
         parallel: True if several calls are allowed. Otherwise all calls after the first are
             dropped.
         id_length: length of generated call ids, None for OpenAI's form.
-        is_silent: True if content is dropped.
-
-    Attributes:
-        is_silent: True if content is dropped.
+        is_silent: True if content is dropped. It may be changed later.
     """
 
     def __init__(self, parallel: bool, id_length: int | None, is_silent: bool = False) -> None:
