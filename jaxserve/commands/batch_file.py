@@ -12,7 +12,7 @@ import msgspec
 from tqdm import tqdm
 
 from jaxserve.commands.server import load_models
-from jaxserve.server.api.inner import InnerClient
+from jaxserve.server.api.batch_service import InnerClient
 from jaxserve.server.http.app import App
 from jaxserve.server.http.start_report import StartReport
 from jaxserve.server.kept.batch_lines import (

@@ -13,7 +13,6 @@ from jaxserve.engine.prompts import truncated
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import Request as EngineRequest
 from jaxserve.request import SamplingParams
-from jaxserve.server.api.beam_generation import BeamGeneration, beam_params
 from jaxserve.server.api.endpoint_request import EndpointRequest
 from jaxserve.server.api.generation import Choice, Generation, Part
 from jaxserve.server.api.streaming import DONE, event, respond
@@ -103,7 +102,7 @@ async def prepare_completions(
     Raises: as `completions`.
     """
     check_stream(body)
-    request.renamed |= {"structured_outputs": form_field(body), "beam_width": "n"}
+    request.renamed["structured_outputs"] = form_field(body)
     model = request.find_model(body.model)
     prompts = as_prompts(body.prompt)
     wanted = most_tokens(body, request.renamed)
@@ -116,9 +115,6 @@ async def prepare_completions(
         width = wider(body.logprobs, width)
     check_sizes(body, model.limits.vocab_size)
     sampling = sampling_params(body, model.default_sampling, wanted, body.logprobs, width)
-    beams = beam_params(body, sampling, model.limits.max_model_len)
-    if beams is not None and body.echo and body.logprobs is not None:
-        raise InvalidRequest("echo with logprobs is not supported with use_beam_search", "echo")
     if sampling.logprob_token_ids and is_echo_only(body):
         name = "logprob_token_ids"
         raise InvalidRequest(f"{name} needs tokens to score: max_tokens is 0", name)
@@ -136,13 +132,11 @@ async def prepare_completions(
         kept = truncated(ids, body.truncate_prompt_tokens, longest, body.truncation_side)
         whole = prompt if len(kept) == len(ids) else kept
         own = sampling
-        if scores_whole and beams is None and is_echo_only(body) and fills_context(model, kept):
+        if scores_whole and is_echo_only(body) and fills_context(model, kept):
             filling[len(made)] = kept
             own, kept = draw_last(kept, sampling), kept[:-1]
         made.append(await request.engine_request(model, kept, own, body))
         texts.append(_text(model, whole, sampling.skip_special_tokens) if body.echo else "")
-    if beams is not None:
-        return BeamGeneration(model, made, beams), texts
     if filling:
         return WholeContextGeneration(model, made, filling), texts
     return Generation(model, made), texts

@@ -35,8 +35,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "echo": (None, False),
     "prompt_logprobs": (None,),
     "stream_options": (None,),
-    "use_beam_search": (None, False),
-    "length_penalty": (None, 1, 1.0),
     "truncate_prompt_tokens": (None, -1),
 }
 

@@ -41,8 +41,8 @@ from jaxserve.settings.unserved import refuse_unsupported
 
 # Fields that are not supported, with their neutral values: only text is served.
 MEDIA: dict[str, tuple[Any, ...]] = {"features": (None,), "content_parts": (None, [])}
-# Fields of completions that token ids have no use for, with their neutral values.
-_NOT_HERE: dict[str, tuple[Any, ...]] = {"use_beam_search": (None, False), "echo": (None, False)}
+# Fields of completions that requests of token ids do not have, with their neutral values.
+_NOT_HERE: dict[str, tuple[Any, ...]] = {"echo": (None, False)}
 _SAMPLING = {field.name for field in fields(SamplingParams)}
 
 

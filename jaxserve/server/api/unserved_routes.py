@@ -68,6 +68,10 @@ _OPENAI: dict[str, str] = {
     "POST /v1/responses/render /v1/chat/completions/derender /v1/completions/derender": _RENDER,
     "POST /v1/chat/completions/input_tokens /chat/completions/input_tokens": _COUNT,
     "POST /cohere/v2/chat /cohere/v2/chat/render": _CHAT,
+    "POST /invocations": "send POST /v1/chat/completions or POST /v1/completions",
+    "POST /v1/chat/completions/batch": (
+        "send POST /v1/chat/completions once for each conversation, or POST /v1/batches"
+    ),
     "GET /docs /redoc": "the API's one document is GET /openapi.json",
     "GET POST DELETE /v1/threads /v1/threads/{more:path} /v1/assistants "
     "/v1/assistants/{more:path}": _NO_CONVERSATIONS,

@@ -58,6 +58,9 @@ _ONE_PROCESS = "one process serves a model, without transfers to others; leave i
 _NO_EFFECT = "it changes no answer"
 _WINDOW = "penalties count all tokens of the prompt and the answer; leave it out"
 _LENGTH = "max_tokens is its name here"
+_BEAMS = (
+    "beam search is LLM.beam_search of the Python API, and n samples several answers; leave it out"
+)
 _REPETITION = "repetition_penalty is its name here"
 _CHOICES = "n is its name here"
 _BANNED = "bad_words excludes texts, and logit_bias single tokens"
@@ -109,7 +112,9 @@ FIELDS: dict[str, UnservedField] = {
     "return_weight_versions": UnservedField((False,), "weights have no versions; leave it out"),
     "routed_experts_prompt_start": UnservedField((0,), "routes of experts are not returned"),
     "stream_interval": UnservedField((1,), "each token is sent as it comes; leave it out"),
-    "early_stopping": UnservedField((False,), "a beam search ends by vLLM's rule; leave it out"),
+    "use_beam_search": UnservedField((False,), _BEAMS),
+    "length_penalty": UnservedField((1,), _BEAMS),
+    "early_stopping": UnservedField((False,), _BEAMS),
     # llama.cpp's.
     "repeat_penalty": UnservedField((1,), _REPETITION),
     "repeat_last_n": UnservedField((-1,), _WINDOW, needs=_PENALTIES),
@@ -178,7 +183,7 @@ FIELDS: dict[str, UnservedField] = {
     "ban_eos_token": UnservedField((False,), "ignore_eos is its name here"),
     "add_bos_token": UnservedField((True,), "add_special_tokens is its name here"),
     "do_sample": UnservedField((True,), "temperature: 0 takes the most likely token"),
-    "num_beams": UnservedField((1,), "use_beam_search and n set a beam search"),
+    "num_beams": UnservedField((1,), _BEAMS),
     "num_return_sequences": UnservedField((1,), _CHOICES),
     "no_repeat_ngram_size": UnservedField((0,), _SAMPLER),
     "encoder_repetition_penalty": UnservedField((1,), _SAMPLER),

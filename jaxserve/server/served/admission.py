@@ -34,7 +34,6 @@ class Admission:
 
     Attributes:
         num_live: number of running and waiting completions.
-        num_coming: number of requests being read, each with a `Reservation`.
         num_prompt_tokens: number of prompt tokens that wait to be computed.
         refusals: number of refused requests by limit, under vLLM's names.
     """
@@ -44,7 +43,6 @@ class Admission:
         self.max_queued = max_queued
         self.max_prompt_tokens = max_prompt_tokens
         self.num_live = 0
-        self.num_coming = 0
         self.num_prompt_tokens = 0
         self.refusals = {COMPLETIONS: 0, PROMPT_TOKENS: 0}
 
@@ -58,32 +56,20 @@ class Admission:
         """Return whether a single further completion would be refused."""
         return self.num_live >= self.num_slots + self.max_queued
 
-    @property
-    def num_free(self) -> int:
-        """Number of requests that may begin now, 0 if `check` would refuse a request of one
-        token.
-        """
-        waiting = self.num_prompt_tokens
-        if waiting > 0 and waiting >= self.max_prompt_tokens:
-            return 0
-        return max(0, self.num_slots + self.max_queued - self.num_live - self.num_coming)
-
-    def check(self, completions: int, prompt_tokens: int = 0, *, is_new: bool = False) -> None:
+    def check(self, completions: int, prompt_tokens: int = 0) -> None:
         """Check that there is room for a request.
 
         Args:
             completions: number of its completions.
             prompt_tokens: number of prompt tokens to be computed for them.
-            is_new: True if it has no `Reservation` yet, so that requests being read come first.
 
         Raises:
             Overloaded: there is no room now.
         """
         most = self.num_slots + self.max_queued
-        taken = self.num_live + (self.num_coming if is_new else 0)
-        if taken + completions > most:
+        if self.num_live + completions > most:
             self.refusals[COMPLETIONS] += 1
-            raise Overloaded(f"{taken} completions are being served or waiting, of {most}")
+            raise Overloaded(f"{self.num_live} completions are being served or waiting, of {most}")
         # A prompt larger than the limit is admitted if no other prompt waits.
         waiting = self.num_prompt_tokens
         if waiting and waiting + prompt_tokens > self.max_prompt_tokens:
@@ -91,27 +77,6 @@ class Admission:
             raise Overloaded(
                 f"{waiting} prompt tokens are waiting to be computed, of {self.max_prompt_tokens}"
             )
-
-
-class Reservation:
-    """Reservation of room for a request that is being read.
-
-    Without it, all requests that arrive while one place is free would be parsed before they are
-    refused.
-
-    Args:
-        admission: admission whose room is reserved.
-    """
-
-    def __init__(self, admission: Admission) -> None:
-        self._admission: Admission | None = admission
-        admission.num_coming += 1
-
-    def leave(self) -> None:
-        """Release the reservation: the request now counts as live, or has ended."""
-        if self._admission is not None:
-            self._admission.num_coming -= 1
-            self._admission = None
 
 
 def make_admission(engine: EngineConfig, server: ServerConfig) -> Admission:
