@@ -14,19 +14,9 @@ from jaxserve.request import MAX_LOGPROB_TOKEN_IDS, SamplingParams
 from jaxserve.server.schema.openai import JsonSchemaFormat, ResponseFormat, Sampling
 from jaxserve.structured import NAME, StructuredOutputsParams
 
-# Fields of chat templates, refused by endpoints without a template of their own.
-NO_TEMPLATE_FIELDS: dict[str, tuple[Any, ...]] = {"chat_template": (None,), "documents": (None, [])}
-# Text after a gap, accepted only by completions.
-NO_SUFFIX: dict[str, tuple[Any, ...]] = {"suffix": (None, "")}
-# Tools of OpenAI's older chat API, accepted only by chat.
-NO_FUNCTIONS: dict[str, tuple[Any, ...]] = {
-    "functions": (None, []),
-    "function_call": (None, "none", "auto"),
-}
 # Names of output formats from older clients and llama.cpp, with their current names.
 _OLDER = {f"guided_{form}": form for form in ("json", "regex", "choice", "grammar")}
 GUIDED = {**_OLDER, "json_schema": "json"}
-NO_GUIDED_FIELDS: dict[str, tuple[Any, ...]] = dict.fromkeys(_OLDER, (None,))
 # Names of the limit on an answer's length, and its value for no limit.
 _LENGTHS = ("max_completion_tokens", "max_tokens", "n_predict")
 NO_BOUND = -1
