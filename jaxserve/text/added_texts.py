@@ -40,11 +40,7 @@ def _alternatives(texts: list[str], deepest: int) -> str:
 
 
 class AddedTexts:
-    """Texts of added tokens, which untrusted data may contain as plain text.
-
-    Args:
-        texts: texts of the tokens.
-    """
+    """Texts of added tokens, which untrusted data may contain as plain text."""
 
     def __init__(self, texts: Collection[str]) -> None:
         # Runs of spaces are not markers.

@@ -59,9 +59,7 @@ def gguf_tokenizer(
     """Return the tokenizer described by the metadata of a GGUF file.
 
     Args:
-        metadata: metadata of the file.
         where: name of the file in errors.
-        vocab_size: number of the model's logits, if known.
 
     Raises:
         CheckpointError: the tokenizer is missing, of an unknown kind, or inconsistent.
@@ -280,9 +278,6 @@ def _add_whole(
     """Add the tokens that are recognized as whole texts: special and user-defined ones.
 
     Args:
-        backend: tokenizer to which tokens are added.
-        tokens: texts of the vocabulary.
-        types: types of the tokens.
         named: tokens that the file names as beginning of sequence and so on, which are special
             regardless of their type.
         strips: True if special tokens absorb white space after them, except tokens that end a text.

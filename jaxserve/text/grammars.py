@@ -105,7 +105,6 @@ class Constraint:
 
     Args:
         matcher: llguidance matcher in its initial state, used by this constraint only.
-        vocab_size: number of logits.
         clock: function that returns the CPU time of the calling thread in seconds.
 
     Attributes:
@@ -181,7 +180,6 @@ class Grammars:
 
     Args:
         tokenizer: function that returns the text of a tokenizer.json, called when first needed.
-        vocab_size: number of logits.
         ends: token ids that end a sequence.
         clock: function that returns the CPU time of the calling thread in seconds.
     """
@@ -289,7 +287,6 @@ def schema_problem(schema: dict[str, Any], lenient: bool) -> str | None:
     """Return the error of compiling a JSON schema, or None.
 
     Args:
-        schema: the schema, made of JSON values.
         lenient: True if unsupported keywords are ignored.
     """
     from llguidance import LLMatcher
@@ -334,7 +331,6 @@ def grammar_source(
     """Return a format in llguidance's grammar language.
 
     Args:
-        params: the format.
         named: ids of added tokens by text.
         is_special: function that tells whether a token is special.
 

@@ -44,11 +44,6 @@ ENDS = tuple(
 def infill_prompt(tokenizer: Any, before: str, behind: str) -> list[int]:
     """Return the token ids of a prompt whose continuation fills a gap.
 
-    Args:
-        tokenizer: tokenizer of the model.
-        before: text before the gap.
-        behind: text after the gap.
-
     Raises:
         InvalidRequest: the model has no fill-in-the-middle markers; the error names `suffix`.
     """

@@ -72,11 +72,6 @@ class EnforceableSchemas:
     def get(self, schema: dict[str, Any], is_strict: bool, owner: str) -> dict[str, Any]:
         """Return the enforceable form of a schema from the cache, or compute it; see `enforceable`.
 
-        Args:
-            schema: the schema, made of JSON values.
-            is_strict: True if a keyword that cannot be enforced is an error.
-            owner: name of the schema's owner in the log.
-
         Raises:
             UnenforceableSchema: the schema is strict, and a keyword cannot be enforced.
         """
@@ -103,7 +98,6 @@ def enforceable(
     Malformed and unsupported keywords are removed and logged. Names and types of properties remain.
 
     Args:
-        schema: the schema, made of JSON values.
         is_strict: True if a keyword that cannot be enforced is an error.
         owner: name of the schema's owner in the log.
         problem: function that returns the error of compiling a schema.
@@ -165,7 +159,6 @@ def _without_faults(schema: Any, is_regex: Callable[[Any], bool] | None) -> tupl
     """Return a copy of a schema without its faults, and their paths.
 
     Args:
-        schema: any JSON value.
         is_regex: function that checks a pattern. With None, only malformed values are faults, not
             keywords that grammars do not support.
     """

@@ -37,11 +37,7 @@ class RefusedMessages(InvalidRequest):
 
 
 class PartedText(str):
-    """String made of several parts, joined by line breaks.
-
-    Attributes:
-        parts: the parts.
-    """
+    """String made of several parts, joined by line breaks."""
 
     parts: tuple[str, ...]
 
@@ -83,7 +79,6 @@ def plain_message(message: Any, is_newest: bool = True) -> dict[str, Any]:
     Content is a string or a list of parts, {"type": "text", "text": ...}, joined by line breaks.
 
     Args:
-        message: mapping with a role and content.
         is_newest: True for the newest message. If its role is user, it must have text and no other
             content. In other messages, missing content is "" and a part of another type becomes a
             sentence in brackets.

@@ -38,10 +38,8 @@ class PlainTokenizer:
     """Subset of the interface of Transformers' tokenizers that `Tokenizer` uses.
 
     Args:
-        backend: tokenizer of the tokenizers library.
         named: texts of special tokens by names such as "eos_token".
         extra: texts of other special tokens.
-        chat_template: Jinja source, or None.
     """
 
     def __init__(

@@ -30,10 +30,8 @@ class PromptEncoder:
     """Tokenizer of texts, and of rendered conversations.
 
     Args:
-        backend: tokenizer of the tokenizers library.
         added: ids of added tokens by text.
         special: ids of special tokens.
-        calls: wrapper for calls of the library.
     """
 
     def __init__(

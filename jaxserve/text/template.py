@@ -33,7 +33,6 @@ class ChatTemplate:
     """Compiled chat template. It is thread-safe.
 
     Args:
-        source: Jinja source.
         max_nodes: maximum nodes in its syntax tree.
 
     Attributes:
@@ -104,7 +103,6 @@ def find_template(
     Args:
         name: path of a file, name of a shipped template, or Jinja source.
         may_read: True if files may be read. Requests never read files.
-        max_nodes: maximum nodes in the syntax tree.
 
     Raises:
         InvalidRequest: the value is not one of these, or the template is invalid.

@@ -69,8 +69,6 @@ def pay_for_filter(
     """Charge for a filter before it runs, and return its positional arguments.
 
     Args:
-        budget: budget that is charged.
-        name: name of the filter.
         data: positional arguments, the filtered value first.
         more: keyword arguments.
 

@@ -56,10 +56,8 @@ class ThinkingConstraint:
     """Constraint that allows any thoughts up to a budget, and then forces their end.
 
     Args:
-        marks: markers of the thoughts.
         budget: maximum thinking tokens, None for no limit.
         inner: constraint on the text after the thoughts, None for free text.
-        vocab_size: number of logits.
         ends: token ids that end a sequence, which thoughts must not contain if `inner` must follow.
         ahead: number of tokens that may be sampled before the host has seen the newest one. When
             the budget is that close to its end, each step waits for the token before it.

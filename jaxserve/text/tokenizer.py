@@ -33,7 +33,6 @@ class Tokenizer:
 
     Args:
         directory: folder with tokenizer.json and related files.
-        vocab_size: number of the model's logits.
         content_format: form of content that chat templates expect: "string", "openai", or "auto".
 
     Raises:
@@ -273,7 +272,6 @@ class Tokenizer:
         Messages and tools are untrusted: special tokens are not recognized in them.
 
         Args:
-            messages: dicts with a role and content.
             seconds: limit on the CPU time of the template.
             chat_template: template to use, the model's own by default.
             options: further template variables, such as tools.

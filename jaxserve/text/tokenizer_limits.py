@@ -54,10 +54,6 @@ def check_tokenizer_files(directory: Path, vocab_size: int) -> bool:
     Returns:
         Whether tokenizer.json has rules with which a text may make the library panic.
 
-    Args:
-        directory: folder with tokenizer.json and related files.
-        vocab_size: number of the model's logits.
-
     Raises:
         CheckpointError: a size exceeds its limit, or tokenizer.json is not a JSON object.
     """
@@ -87,10 +83,8 @@ def check_listed_words(
     """Check the sizes of a vocabulary listed in a GGUF file.
 
     Args:
-        words: the vocabulary.
         added: texts whose prefixes are looked up or stored, so that the sum of squared lengths is
             limited.
-        num_merges: number of merges in the file.
         vocab_size: number of the model's logits, None if unknown.
 
     Raises:

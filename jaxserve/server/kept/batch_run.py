@@ -84,11 +84,7 @@ class BatchRun:
     """Execution of a batch.
 
     Args:
-        batch: the batch, whose counts are updated.
-        owner: API key of the client.
         folder: folder for the two files in which answers and errors are collected.
-        store: store of the input and output files.
-        service: service that answers the lines.
     """
 
     def __init__(

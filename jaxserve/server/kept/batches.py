@@ -50,10 +50,6 @@ class Batches:
     Each key may have an equal share of the unfinished batches. If there are too many finished
     batches, the oldest one of the key with the most batches is removed.
 
-    Args:
-        files: store of input and output files.
-        service: service that answers the lines.
-
     Raises:
         OSError: the stored records cannot be read.
     """
@@ -276,7 +272,6 @@ def scan(path: Path, endpoint: str, most: int, size: int) -> tuple[int, list[Bat
     """Return the number of lines of a batch file, and the errors in them.
 
     Args:
-        path: the file.
         endpoint: endpoint that all lines must name.
         most: maximum number of lines.
         size: maximum bytes of a line.

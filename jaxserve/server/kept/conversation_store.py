@@ -24,10 +24,6 @@ _metadata_bytes = msgspec.json.encode
 class Conversation:
     """Conversation as an ordered set of items. Each response in it adds its items.
 
-    Args:
-        owner: API key of the client, or None if the server has no keys.
-        metadata: metadata chosen by the client.
-
     Attributes:
         shown: the conversation as clients see it.
         since: time of the last change on the monotonic clock.

@@ -63,12 +63,6 @@ class FileStore:
     Each key has an equal share of every limit. Files of keys that no longer exist reduce the space
     of all.
 
-    Args:
-        config: settings with the folder and the limits.
-
-    Attributes:
-        folder: root folder, which `batches` also uses.
-
     Raises:
         OSError: the folder cannot be used, or another server uses it.
     """
@@ -231,13 +225,7 @@ class FileStore:
 
 
 class Upload:
-    """File upload in progress, a context manager. Unless `keep` is called, the file is deleted.
-
-    Args:
-        store: store of the file.
-        owner: API key of the client.
-        path: temporary file.
-    """
+    """File upload in progress, a context manager. Unless `keep` is called, the file is deleted."""
 
     def __init__(self, store: FileStore, owner: str | None, path: Path) -> None:
         self._store = store
@@ -301,9 +289,7 @@ def new_file(
 
     Args:
         filename: label chosen by the client.
-        purpose: purpose in OpenAI's API.
         seconds: time until it expires, or None.
-        name: id, a new one by default.
     """
     now = int(time.time())
     expires = None if seconds is None else now + seconds

@@ -38,20 +38,11 @@ _answer_text = msgspec.json.Decoder(_OutputText)
 class Turn:
     """Response with the input that it answers. The turn before it is its parent.
 
-    Args:
-        response_id: id of the response.
-        owner: API key of the client, or None if the server has no keys.
-        parent: turn that it continues, or None.
-        items: input items in their listed form.
-        response: the response as JSON.
-
     Attributes:
-        status: status of the response.
         events: events of its stream so far, if it is generated in the background and streamed,
             otherwise None.
         cancel: function that cancels the generation, None if it has ended.
         task: background task, None if the client waited for the response.
-        conversation: id of its conversation, or None.
         item_ids: ids of its input and output items.
         since: time of creation on the monotonic clock.
         holders: number of references: the store, and the turns that continue it.

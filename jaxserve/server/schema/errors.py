@@ -83,7 +83,6 @@ def as_api_error(error: Exception, renamed: Mapping[str, str] | None = None) -> 
     """Return the error answer for an exception, without internals of the server.
 
     Args:
-        error: the exception.
         renamed: names of fields in this endpoint by their engine names; see `EndpointRequest`.
     """
     problem = _translated(error)

@@ -80,8 +80,6 @@ def rendered(request: Request, request_id: str, body: Sampling) -> GenerateReque
 
     Args:
         request: engine request, made from `body`.
-        request_id: id of the new request.
-        body: body of the original request.
     """
     prompt = request.prompt_token_ids.tolist()
     # All settings, since unset ones would use the checkpoint's recommendations.

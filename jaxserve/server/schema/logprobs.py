@@ -73,7 +73,6 @@ def rows(token_ids: Iterable[int], scores: Iterable[TokenLogprobs]) -> Iterator[
     """Yield the scores of each token.
 
     Args:
-        token_ids: the tokens.
         scores: arrays of scores, which have one row per token in total.
     """
     ids = iter(token_ids)
@@ -131,8 +130,6 @@ class TokenTexts:
         """Return the log-probabilities of tokens in the form of chat completions and responses.
 
         Args:
-            token_ids: the tokens.
-            scores: their scores.
             with_own: True to always include a token among its alternatives.
         """
         return [
@@ -167,12 +164,7 @@ class TokenTexts:
 
 
 class CompletionTokens:
-    """Log-probabilities of the tokens of one completion, converted as the tokens arrive.
-
-    Args:
-        texts: texts of tokens.
-        skip_special_tokens: True if the text omits special tokens.
-    """
+    """Log-probabilities of the tokens of one completion, converted as the tokens arrive."""
 
     def __init__(self, texts: TokenTexts, skip_special_tokens: bool) -> None:
         self._texts = texts

@@ -190,7 +190,6 @@ def as_chat(body: ResponsesRequest, items: Iterable[InputItem]) -> ChatRequest:
     """Return the chat request that corresponds to a responses request.
 
     Args:
-        body: the request.
         items: items of the whole conversation, including earlier responses.
 
     Raises:

@@ -38,9 +38,7 @@ def sampling_params(
     """Return a request's sampling settings, with `defaults` for unset fields.
 
     Args:
-        request: body of any endpoint.
         defaults: settings for unset fields.
-        max_tokens: maximum tokens of the answer.
         logprobs: number of alternatives, whose field differs between endpoints.
         prompt_logprobs: number of alternatives for the prompt.
 
@@ -72,7 +70,6 @@ def most_tokens(request: Sampling, renamed: dict[str, str] | None = None) -> int
     `max_completion_tokens` is set.
 
     Args:
-        request: body of any endpoint.
         renamed: names for error messages; see `EndpointRequest`. The field that applies is added.
     """
     limits = {name: getattr(request, name, None) for name in _LENGTHS}

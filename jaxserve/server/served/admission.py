@@ -59,10 +59,6 @@ class Admission:
     def check(self, completions: int, prompt_tokens: int = 0) -> None:
         """Check that there is room for a request.
 
-        Args:
-            completions: number of its completions.
-            prompt_tokens: number of prompt tokens to be computed for them.
-
         Raises:
             Overloaded: there is no room now.
         """

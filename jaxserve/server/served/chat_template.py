@@ -73,13 +73,7 @@ def with_server_template(tokenizer: Tokenizer, config: ServerConfig) -> Tokenize
 
 
 class RequestTemplates:
-    """Chat templates in requests, compiled and rendered outside the event loop.
-
-    Args:
-        are_trusted: True if requests may contain templates.
-        tokenizer: tokenizer for which they are rendered, or None.
-        thread: executor for this work.
-    """
+    """Chat templates in requests, compiled and rendered outside the event loop."""
 
     def __init__(self, are_trusted: bool, tokenizer: Tokenizer | None, thread: Executor) -> None:
         self._are_trusted = are_trusted

@@ -57,19 +57,14 @@ class ServedModel:
     Args:
         names: names of the model in requests. Answers contain the first.
         root: source of its checkpoint, as the user gave it.
-        llm: engine of the model.
-        config: settings of the server.
         secret: secret of this process or its fleet, from which salts of API keys are derived.
         thread: executor for chat templates of requests, shared by the models of a server.
 
     Attributes:
-        request_metrics: metrics of its requests.
         active: generations in progress.
-        limits: limits of the engine's requests.
         chat_sampling: sampling settings of the page, if the checkpoint recommends none.
         most_tokens: maximum length of any answer, None for the limit of the context.
         dialect: formats of its calls and thoughts.
-        admission: limits of its queue.
         tracer: `tracing.RequestTracer` of its requests, or None.
         request_templates: chat templates of requests.
         schemas: cache of schemas of tools, in enforceable form.

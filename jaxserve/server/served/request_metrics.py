@@ -56,7 +56,6 @@ def per_request_metrics(times: SequenceTimes | None, num_tokens: int) -> PerRequ
 
     Args:
         times: times of a completion that a token has ended, or None.
-        num_tokens: number of generated tokens.
     """
     if times is None:
         return PerRequestMetrics()
@@ -132,11 +131,7 @@ class RequestMetrics:
         """Record the end of a completion.
 
         Args:
-            seconds: latency of the completion.
-            times: times of its sequence.
-            prompt: number of prompt tokens.
             cached: number of prompt tokens found in the prefix cache.
-            generated: number of generated tokens.
             max_tokens: limit set by the request, or None.
         """
         self.e2e_latency.add(seconds)

@@ -35,13 +35,7 @@ def open_tracer(endpoint: str | None) -> Any:
 
 
 class RequestTrace:
-    """Trace of an HTTP request that arrives now.
-
-    Args:
-        model: model with a tracer.
-        headers: headers of the HTTP request.
-        request_id: id of the request that the client knows.
-    """
+    """Trace of an HTTP request that arrives now."""
 
     def __init__(self, model: ServedModel, headers: Mapping[str, str], request_id: str) -> None:
         self._model = model
@@ -61,8 +55,6 @@ class RequestTrace:
         """Queue the span of a completion that has ended.
 
         Args:
-            request: request of the engine.
-            generated: number of generated tokens.
             latency: seconds since the arrival of the request.
             times: times of its sequence, if a token has ended it.
             error: reason for a failure or cancellation.

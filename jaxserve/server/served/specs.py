@@ -22,7 +22,6 @@ class ModelSpec:
     Attributes:
         names: names of the model in requests. Answers contain the first.
         root: its folder, file or name on the hub, as the user gave it.
-        config: settings of its engine.
     """
 
     names: list[str]

@@ -171,14 +171,11 @@ class AnswerFormat:
     """Format of the answers to one request.
 
     Attributes:
-        tools: use of tools, or None.
-        thinking: thinking format, or None.
         start: state of the thoughts at the end of the prompt.
         end_token_id: token that ends the thoughts, if it is a single token.
         call_token_id: token that begins calls, if it is a single token. It ends thoughts that have
             no other end.
         harmony: token ids of gpt-oss's markers, None for other models.
-        with_thoughts: True if readers return the thoughts.
     """
 
     tools: ToolUse | None = None
@@ -326,14 +323,7 @@ def readers_of(
     start: ThoughtState,
     with_thoughts: bool = True,
 ) -> AnswerReader:
-    """Return a reader of one answer.
-
-    Args:
-        use: calls that the answer may contain, or None.
-        thinking: thinking format, or None.
-        start: state of the thoughts at the end of the prompt.
-        with_thoughts: True if thoughts are returned.
-    """
+    """Return a reader of one answer."""
     if (use is not None and use.call_format.is_harmony) or (thinking and thinking.is_harmony):
         harmony_use = use if use is not None and use.call_format.is_harmony else None
         return AnswerReader(None, _harmony(harmony_use), with_thoughts)

@@ -72,11 +72,7 @@ class Call:
 
 
 class Message:
-    """Answer assembled from the parts that readers returned.
-
-    Attributes:
-        calls: the tool calls so far.
-    """
+    """Answer assembled from the parts that readers returned."""
 
     def __init__(self, content: str = "") -> None:
         self._content = TextBuilder(content)
@@ -123,7 +119,6 @@ class WrittenCall:
     """Call that a model wrote, or its beginning if a grammar forms it.
 
     Attributes:
-        name: name of the tool.
         arguments: JSON text of an object, or its beginning.
         id: id as the model wrote it, None if the format has no ids that chat templates need.
     """
@@ -137,9 +132,7 @@ def make_call(name: str, arguments: Any, number: str | None = None) -> WrittenCa
     """Return a call with its arguments as JSON text.
 
     Args:
-        name: name of the tool.
         arguments: object, JSON text of an object, or None for no arguments.
-        number: id of the call, if the model wrote one.
 
     Raises:
         UncallableCall: the arguments are not an object, or not valid JSON.

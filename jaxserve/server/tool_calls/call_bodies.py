@@ -182,7 +182,6 @@ class HeadedCall(CallBody):
         """Take the text before the arguments. Return the name and the id of the call.
 
         Args:
-            source: input at the head of the call.
             behind: characters, one of which must follow the head.
         """
         match = yield from source.match(_head(self, behind))

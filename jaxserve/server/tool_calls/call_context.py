@@ -50,7 +50,6 @@ class CallLayout:
         """Record the white space between two calls.
 
         Args:
-            space: the white space.
             on_lines: usual white space between calls whose tags are on lines of their own.
         """
         is_tagged = self._texts.keys() & {"first", "empty"}
@@ -106,10 +105,8 @@ class CallContext:
     """Texts around a call, and the layout of the calls so far.
 
     Attributes:
-        mark: marker before a call.
         close: text after a call.
         ends: texts that may follow a call, empty if any text may.
-        layout: layout of all calls in the answer.
     """
 
     mark: str = ""

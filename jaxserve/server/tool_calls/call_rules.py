@@ -13,12 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.errors import InvalidRequest
-from jaxserve.server.tool_calls.call_bodies import (
-    HeadedCall,
-    JsonCall,
-    KeyedCall,
-    XmlCall,
-)
+from jaxserve.server.tool_calls.call_bodies import HeadedCall, JsonCall, KeyedCall, XmlCall
 from jaxserve.server.tool_calls.formats import CallFormat
 from jaxserve.server.tool_calls.literals import convert, property_schema, types_of
 from jaxserve.server.tool_calls.unconstrained_calls import call_ends

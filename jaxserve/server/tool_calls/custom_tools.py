@@ -45,13 +45,7 @@ def raw_head(form: CallFormat, name: str) -> str:
 
 
 class RawCallReader:
-    """Incremental reader of an answer that may end with a call with raw text.
-
-    Args:
-        form: call format.
-        names: names of the tools that take raw text.
-        calls: reader of the text before this call.
-    """
+    """Incremental reader of an answer that may end with a call with raw text."""
 
     def __init__(self, form: CallFormat, names: Iterable[str], calls: CallReader) -> None:
         self._heads = {f"{form.mark}\n{raw_head(form, name)}": name for name in names}

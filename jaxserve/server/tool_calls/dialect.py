@@ -63,9 +63,6 @@ def answer_reader(
     Args:
         tool_call_parser: name of the call format, None for answers without calls.
         reasoning_parser: name of the thinking format, None for answers without thoughts.
-        tools: tools that may be called, in OpenAI's form.
-        start: state of the thoughts at the end of the prompt.
-        parallel: True if an answer may contain several calls.
 
     Raises:
         KeyError: there is no format of this name.
@@ -89,14 +86,11 @@ class Dialect:
     """Formats in which a model writes tool calls and thoughts.
 
     Args:
-        tokenizer: tokenizer of the model, or None.
         tool_call_parser: name of the call format, "none" if there are no calls, None to detect it
             in the chat template.
         reasoning_parser: name of the thinking format, or None to detect it in the chat template.
 
     Attributes:
-        parser: name of the call format, or None.
-        thinking: thinking format, or None.
         reads_tools: True if the chat template renders the tools of a request.
     """
 
@@ -147,7 +141,6 @@ class Dialect:
         """Return the token ids with which the engine recognizes thoughts in an answer, or None.
 
         Args:
-            prompt: token ids of the prompt.
             use: use of tools, whose grammar may include the thoughts.
             is_formed: True if structured outputs constrain the answer after the thoughts.
         """
@@ -257,13 +250,7 @@ class Dialect:
     def answer_format(
         self, prompt: list[int], use: ToolUse | None, with_thoughts: bool
     ) -> AnswerFormat:
-        """Return the format with which answers to a prompt are read.
-
-        Args:
-            prompt: token ids of the prompt.
-            use: use of tools in the request, or None.
-            with_thoughts: True if readers return the thoughts.
-        """
+        """Return the format with which answers to a prompt are read."""
         if self.thinking is None:
             return AnswerFormat(use)
         if self.thinking.is_harmony:

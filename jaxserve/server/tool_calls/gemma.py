@@ -43,11 +43,9 @@ class BraceReader(Cursor):
     string.
 
     Args:
-        text: complete text.
         position: index of the opening brace.
         quote: marker at both ends of a string.
         schema: schema of the object, by which bare values are converted.
-        context: texts around the call.
 
     Attributes:
         is_repeated: True if an object repeats a key.

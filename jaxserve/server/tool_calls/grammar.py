@@ -7,11 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jaxserve.server.tool_calls.call_bodies import (
-    KeyedCall,
-    PythonCalls,
-    XmlCall,
-)
+from jaxserve.server.tool_calls.call_bodies import KeyedCall, PythonCalls, XmlCall
 from jaxserve.server.tool_calls.call_rules import (
     Function,
     Unformable,
@@ -23,10 +19,7 @@ from jaxserve.server.tool_calls.call_rules import (
     spelled,
     tagged_rules,
 )
-from jaxserve.server.tool_calls.custom_tools import (
-    raw_head,
-    takes_raw_text,
-)
+from jaxserve.server.tool_calls.custom_tools import raw_head, takes_raw_text
 from jaxserve.server.tool_calls.formats import CallFormat
 from jaxserve.server.tool_calls.harmony import CHANNEL, CONSTRAIN, END, MESSAGE, START
 
@@ -46,7 +39,6 @@ def grammar_of_calls(
     """Return a Lark grammar of answers that call some functions.
 
     Args:
-        form: call format.
         functions: functions that may be called, at least one.
         spell: function that returns a marker as a Lark term, a string or a token.
         most: maximum number of calls in an answer.
@@ -258,8 +250,6 @@ def raw_grammar(
     """Return a grammar that also allows one call with raw text at the end of an answer.
 
     Args:
-        form: call format.
-        raw: functions with raw text.
         others: grammar of other calls and of the answer, "" for raw calls only.
         mark: marker of a call as a Lark term.
         before: rule for the text before a call that includes its marker, "" if the marker comes

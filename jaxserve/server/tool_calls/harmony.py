@@ -92,7 +92,6 @@ class HarmonyReader:
     text from the first call on is content.
 
     Args:
-        tools: tools that may be called.
         is_certain: True if every call that begins is well formed.
         parallel: True if several calls are allowed. Otherwise all calls after the first are
             dropped.

@@ -137,10 +137,6 @@ def plainer_histories(messages: Messages, reads_calls: bool) -> list[Messages]:
     Llama's template accepts one call per message, Mistral's requires ids of nine characters, and
     Gemma's accepts only alternating user and assistant turns. The newest message is unchanged: a
     template that refuses it refuses the request.
-
-    Args:
-        messages: conversation that the template refused.
-        reads_calls: True if the template renders calls.
     """
     newest, before = messages[-1], messages[-2] if len(messages) > 1 else {}
     is_wrong = before.get("role") == newest["role"] and not before.get("tool_calls")
@@ -215,7 +211,6 @@ def _alternating(messages: Messages, apart: dict[str, Any] | None) -> Messages:
     """Return a conversation of alternating turns, with one system message at its beginning.
 
     Args:
-        messages: conversation with at most one call per message.
         apart: message in a wrong place that is not joined with others, or None.
     """
     groups: list[Messages] = []

@@ -340,7 +340,6 @@ def convert(text: str, schema: Any, root: dict[str, Any]) -> Any:
 
     Args:
         text: the value as the model wrote it.
-        schema: schema of the value.
         root: schema in which references are resolved.
 
     Raises:

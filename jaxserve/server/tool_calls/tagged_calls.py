@@ -14,12 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.server.tool_calls.answer_parts import NAME, Tools, WrittenCall, make_call
-from jaxserve.server.tool_calls.call_context import (
-    CallBody,
-    CallContext,
-    after_space,
-    shape_of,
-)
+from jaxserve.server.tool_calls.call_context import CallBody, CallContext, after_space, shape_of
 from jaxserve.server.tool_calls.literals import (
     EndFinder,
     RepeatedKey,

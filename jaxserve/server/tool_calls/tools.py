@@ -31,11 +31,7 @@ from jaxserve.server.tool_calls.gemma import BracedCall
 from jaxserve.server.tool_calls.grammar import MAX_CALLS, Function, grammar_of_calls
 from jaxserve.structured import MAX_SCHEMA_BYTES, plain_schema
 from jaxserve.text.grammars import lark_problem, schema_problem
-from jaxserve.text.json_schemas import (
-    EnforceableSchemas,
-    UnenforceableSchema,
-    well_formed,
-)
+from jaxserve.text.json_schemas import EnforceableSchemas, UnenforceableSchema, well_formed
 
 MAX_TOOLS = 1024
 MAX_TOOLS_BYTES = 512 << 10
@@ -49,10 +45,7 @@ class CallUse:
     """Calls that an answer may contain.
 
     Attributes:
-        call_format: format of the calls.
-        tools: tools that may be called.
         is_certain: True if a grammar enforces every call.
-        parallel: True if several calls are allowed.
         beside: text that the grammar allows in addition to calls.
         raw: names of tools whose calls contain raw text.
     """
@@ -147,11 +140,9 @@ def tool_use(
     """Return how a request uses tools, or None if the answer may not contain calls.
 
     Args:
-        body: the request.
         parser: name of the model's call format, or None if it is unknown.
         allows_auto: True if the server lets the model choose to call.
         spell: function that returns a marker as a term of a Lark grammar.
-        schemas: cache of checked schemas.
 
     Raises:
         InvalidRequest: the message names the field.
@@ -294,9 +285,6 @@ def introduce(
     tools.
 
     Args:
-        messages: conversation in the form of chat templates.
-        tools: tools in the form of chat templates.
-        call_format: format of the calls.
         role: role of the message with the description, "system" or "user". It is added to the first
             message if that has this role, otherwise put before it.
     """

@@ -51,9 +51,6 @@ class UnconstrainedCalls:
     content.
 
     Args:
-        form: call format.
-        tools: tools that may be called.
-        text: the complete text.
         num_malformed: number of earlier markers that did not begin a call.
     """
 
@@ -293,8 +290,6 @@ def take_closes(source: TextFeed, form: CallFormat, mark: str) -> Reading[bool]:
     """Take the texts that close calls. Return whether the end of their section was among them.
 
     Args:
-        source: input after a call.
-        form: call format.
         mark: marker before the call, or "".
     """
     close = close_of(form, mark)
