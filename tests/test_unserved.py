@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -24,9 +23,7 @@ from jaxserve.settings.compat import (
     unserved,
 )
 from jaxserve.settings.config import usual_value
-from jaxserve.start.loading import load
-from tests.support.checkpoint import save_checkpoint
-from tests.support.quick_code import quick_programs
+from jaxserve.start.loading import Loaded
 
 FIELDS = EngineConfig.__dataclass_fields__
 
@@ -133,23 +130,10 @@ def test_options_that_ask_for_nothing_pass() -> None:
     assert engine_settings(make_parser().parse_args(words.split())) == {"seed": 3}
 
 
-def test_an_engine_cannot_be_pickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_cannot_be_pickled(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of either kind, over the same loaded model."""
-    with quick_programs():
-        loaded = load(
-            EngineConfig(
-                model=save_checkpoint(tmp_path),
-                max_num_seqs=2,
-                max_num_batched_tokens=16,
-                decode_sizes=(2,),
-                token_sizes=(16,),
-                max_model_len=32,
-                num_scheduler_steps=1,
-            )
-        )
-    with monkeypatch.context() as patch:
-        patch.setattr(loaded.runner, "close", lambda: None)  # until the last of them has it
-        refuse_copies(LLM(loaded))
+    monkeypatch.setattr(loaded.runner, "close", lambda: None)
+    refuse_copies(LLM(loaded))
     refuse_copies(AsyncLLM(loaded))
 
 
