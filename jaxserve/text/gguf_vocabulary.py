@@ -48,9 +48,6 @@ _SLASHES = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
 
 
 def _cased(ending: str, numbers: str) -> str:
-    """Return a pattern that also splits words before a capital that follows a small letter
-    (GPT-4o).
-    """
     words = f"{_BEFORE}{_UPPER}*{_LOWER}+{ending}|{_BEFORE}{_UPPER}+{_LOWER}*{ending}"
     return rf"{words}|{numbers}|{_SLASHES}|{_BLANKS}"
 

@@ -144,7 +144,6 @@ def _only_blanks(normalizer: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _without_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return a pre-tokenizer that does not put a space before a text."""
     if part is None:
         return None
     inner = part.get("pretokenizers")

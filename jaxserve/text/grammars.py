@@ -316,7 +316,6 @@ def _space(params: StructuredOutputsParams) -> JsonCompileOptions:
 
 
 def _with_ids(grammar: str, named: Mapping[str, int]) -> str:
-    """Replace names of added tokens, such as `<think>`, in a Lark grammar by their ids."""
 
     def spell(match: re.Match[str]) -> str:
         number = named.get(match["name"] or "")

@@ -72,7 +72,6 @@ def end_tokens(tokenizer: Any) -> list[int]:
 
 
 def _beginning(tokenizer: Any) -> list[int]:
-    """Return the beginning-of-sequence token of a prompt as a list, empty if the model has none."""
     begin = tokenizer.special_names.get("bos_token")
     whole = tokenizer.encode("a", True)
     number = None if begin is None else tokenizer.token_id(begin)

@@ -272,7 +272,6 @@ class _Faults:
         return is_loop
 
     def _names(self) -> set[str]:
-        """Return the anchors and ids of schemas within the root."""
         names, level = set[str](), [self._root]
         while level:
             node = level.pop()

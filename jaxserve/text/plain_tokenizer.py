@@ -159,9 +159,6 @@ def processor_template(directory: Path) -> str | None:
 
 
 def _agrees(listed: Any, added: Mapping[int, Any]) -> bool:
-    """Return whether the added tokens in tokenizer_config.json are the same as in
-    tokenizer.json.
-    """
     if not isinstance(listed, Mapping):
         return False
     added_tokens = {

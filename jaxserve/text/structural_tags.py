@@ -103,7 +103,6 @@ def _without(text: str, *parts: str | None) -> str:
 
 
 def _pattern(form: Mapping[str, Any]) -> str:
-    """Return a regular expression as a terminal, with slashes and line breaks escaped."""
     spelled = {"/": r"\x2f", r"\/": r"\x2f", "\n": r"\n", "\r": r"\r"}
     return (
         "/(?:" + _PIECE.sub(lambda m: spelled.get(m[0], m[0]), text_field(form, "pattern")) + ")/"
@@ -142,7 +141,6 @@ class _Writer:
         return named
 
     def _literal(self, text: str) -> str:
-        """Return a text as Lark terms, with special tokens by id."""
         parts = self._special.split(text)
         return " ".join(
             f"<[{self._specials[part]}]>" if index % 2 else json.dumps(part)

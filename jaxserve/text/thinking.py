@@ -140,7 +140,6 @@ class ThinkingConstraint:
         return False
 
     def _has_end(self, token: int) -> bool:
-        """Return whether `token` has ended the thoughts."""
         pattern = self._marks.end_pattern
         if pattern is None:
             return self._has(token, self._marks.end, self._marks.end_token_ids)

@@ -209,7 +209,6 @@ def _check_added(tokens: Iterable[str], most: int) -> None:
 
 
 def _nodes(part: Any) -> Iterator[Any]:
-    """Yield a JSON value and all values nested in it, in order."""
     pending = [part]
     while pending:
         value = pending.pop()

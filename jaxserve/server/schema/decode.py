@@ -68,7 +68,6 @@ def _depth(frame: bytes) -> int:
 
 
 def _count_names(value: Any) -> int:
-    """Return the number of names in all objects of a decoded document."""
     count, pending = 0, [value] if isinstance(value, dict | list) else []
     while pending:
         container = pending.pop()

@@ -243,7 +243,6 @@ def _check_text(parts: list[ContentPart]) -> None:
 
 
 def _is_partial(items: str | list[InputItem]) -> bool:
-    """Return whether the input ends with an unfinished answer, which the model continues."""
     if isinstance(items, str) or not items:
         return False
     last = items[-1]

@@ -108,7 +108,6 @@ class CallReader:
             yield
 
     def _read_form(self) -> Reading[None]:
-        """Treat the whole answer as content, unless it begins with a marker of calls."""
         source = self._source
         yield from source.skip_space()
         if not (yield from source.has(*self._starts)):
@@ -178,7 +177,6 @@ class CallReader:
         return True
 
     def _hold(self, is_unmarked: bool) -> Reading[None]:
-        """Wait for the end of the text, and read the calls in it."""
         text = yield from self._source.rest()
         chosen = UnconstrainedCalls(self._format, self._tools, text, self._num_malformed)
         for part in chosen.read(is_unmarked):
@@ -234,7 +232,6 @@ class CallReader:
         source.rewind()
 
     def _read_call(self, body: Body) -> Reading[bool]:
-        """Read calls that a grammar has formed, in a format whose arguments cannot be streamed."""
         if isinstance(body, TagCall):
             calls = yield from body.read_formed(self._source, self._tools)
         elif isinstance(body, PythonCalls):

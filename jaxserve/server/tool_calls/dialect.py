@@ -218,7 +218,6 @@ class Dialect:
         return self._tokenizer.decode(ids, False)
 
     def _ids(self, text: str) -> list[int]:
-        """Tokenize a text that contains markers of gpt-oss."""
         ids: list[int] = []
         for part in HARMONY_PARTS.split(text):
             token = self._tokenizer.token_id(part) if part else None

@@ -146,7 +146,6 @@ class BraceReader(Cursor):
             return None
 
     def _separate(self, end: str) -> None:
-        """Take a comma between items, unless the closing bracket comes next, which is not taken."""
         self._note(f"before {end}", self._position)
         if not self._text.startswith(end, after_space(self._text, self._position)):
             self.expect(",")
@@ -198,7 +197,6 @@ class BraceReader(Cursor):
         return self._context.may_follow(text, position)
 
     def _is_key(self, start: int) -> bool:
-        """Return whether a key with a value begins at `start`."""
         text, quote = self._text, self._quote
         if match := _BARE_KEY.match(text, start):
             start = after_space(text, match.end())

@@ -147,7 +147,6 @@ def _tagged_grammar(
 
 
 def _is_list(form: CallFormat) -> bool:
-    """Return whether one marker precedes all calls."""
     return form.is_array or form.is_python or bool(form.section[0])
 
 

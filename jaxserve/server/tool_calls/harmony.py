@@ -285,7 +285,6 @@ class HarmonyReader:
             yield
 
     def _say_to_the_letter(self) -> Reading[None]:
-        """Return a message as content with its markers, but without its role."""
         source = self._source
         with suppress(FormatMismatch):
             yield from source.match(_ROLE)

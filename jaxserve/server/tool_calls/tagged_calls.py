@@ -96,7 +96,6 @@ class TagCall(CallBody):
         return convert(raw, property_schema(schema, self._name(match)), schema)
 
     def _take_head(self, source: TextFeed) -> Reading[tuple[re.Match[str], str]]:
-        """Take the head of a call. Return the match with its name, and the marker after it."""
         return (yield from source.match(self._head())), ""
 
     def begins(self, source: TextFeed) -> Reading[None]:
@@ -201,7 +200,6 @@ class _Values:
             yield match, raw
 
     def _whole(self, source: TextFeed) -> str:
-        """Take a JSON object of all arguments, or null, and the tag after it."""
         result_of(source.skip_space())
         raw = result_of(source.takes("null")) or result_of(source.bracketed())
         result_of(source.skip_space())
@@ -209,7 +207,6 @@ class _Values:
         return raw
 
     def _continues(self, position: int) -> bool:
-        """Return whether the call can continue after a value that ends at `position`."""
         start = after_space(self._text, position)
         if self._text.startswith(self._call.end, start):
             return self._context.may_follow(self._text, start + len(self._call.end))
