@@ -109,7 +109,7 @@ class JsonCall(CallBody):
         return make_call(name, arguments)
 
     def read_head(self, source: TextFeed) -> Reading[tuple[str, str | None]]:
-        """Take the text before the arguments of a call that a grammar has formed.
+        """Consume the text before the arguments of a call that a grammar has formed.
 
         Return the name of the call.
         """
@@ -117,7 +117,7 @@ class JsonCall(CallBody):
         return match[1], None
 
     def read_tail(self, source: TextFeed) -> Reading[None]:
-        """Take the text after the arguments."""
+        """Consume the text after the arguments."""
         yield from source.skip_space()
         yield from source.takes("}")
 
@@ -179,7 +179,7 @@ class HeadedCall(CallBody):
         return [make_call(name, text, number)]
 
     def read_head(self, source: TextFeed, behind: str = "{") -> Reading[tuple[str, str | None]]:
-        """Take the text before the arguments. Return the name and the id of the call.
+        """Consume the text before the arguments. Return the name and the id of the call.
 
         Args:
             behind: characters, one of which must follow the head.
@@ -188,7 +188,7 @@ class HeadedCall(CallBody):
         return match["name"], match["id"] if self.is_numbered else None
 
     def read_tail(self, source: TextFeed) -> Reading[None]:
-        """Take the text after the arguments."""
+        """Consume the text after the arguments."""
         if self.tail.strip():
             yield from source.skip_space()
             yield from source.takes(self.tail.strip())

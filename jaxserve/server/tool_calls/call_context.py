@@ -159,7 +159,7 @@ class CallBody(ABC):
 
     @abstractmethod
     def begins(self, source: TextFeed) -> Reading[None]:
-        """Take the beginning of a call, whatever its name.
+        """Consume the beginning of a call, whatever its name.
 
         Raises:
             FormatMismatch: the text does not begin like a call.
@@ -169,7 +169,7 @@ class CallBody(ABC):
     def read(
         self, source: TextFeed, tools: Tools, context: CallContext
     ) -> Reading[list[WrittenCall]]:
-        """Take and return one call, or all calls of a list.
+        """Consume and return one call, or all calls of a list.
 
         Args:
             source: complete text, or text that a grammar has formed.

@@ -133,7 +133,7 @@ class CallReader:
             self._num_malformed = MAX_MALFORMED
 
     def _read_marked(self, mark: str) -> Reading[None]:
-        """Read the calls after `mark`, which has been taken.
+        """Read the calls after `mark`, which has been consumed.
 
         Without calls, the marker is content.
         """
@@ -150,7 +150,7 @@ class CallReader:
             self._source.settle()
 
     def _leave_out(self, mark: str) -> Reading[bool]:
-        """Take a call that means "no call", and drop it. Return whether one came next."""
+        """Consume a call that means "no call", and drop it. Return whether one came next."""
         source, form, body = self._source, self._format, self._format.body
         if not isinstance(body, JsonCall) or not body.answers:
             return False

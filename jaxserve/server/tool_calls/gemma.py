@@ -156,7 +156,7 @@ class BraceReader(Cursor):
         self._context.layout.note(place, text)
 
     def _string(self) -> str:
-        """Take a string and its end marker, after its opening marker. Return the string.
+        """Consume a string and its end marker, after its opening marker. Return the string.
 
         Raises:
             ValueError: the end of the string is missing or ambiguous.

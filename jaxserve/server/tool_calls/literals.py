@@ -177,7 +177,7 @@ class Cursor:
         return is_there
 
     def expect(self, mark: str) -> None:
-        """Take `mark`, which must come next.
+        """Consume `mark`, which must come next.
 
         Raises:
             ValueError: other text comes next.
@@ -186,7 +186,7 @@ class Cursor:
             raise ValueError(f"no {mark} at {self._position}")
 
     def between(self, end: str) -> None:
-        """Take a comma between items, unless the closing text `end` comes next (it is not
+        """Consume a comma between items, unless the closing text `end` comes next (it is not
         taken).
         """
         self._skip()

@@ -124,7 +124,7 @@ class TagCall(CallBody):
         return [make_call(name, values)]
 
     def read_formed(self, source: TextFeed, tools: Tools) -> Reading[list[WrittenCall]]:
-        """Take and return a call that a grammar has formed, so that no value contains one of its
+        """Consume and return a call that a grammar has formed, so that no value contains one of its
         tags.
         """
         name = self._name((yield from self._take_head(source))[0])
@@ -162,7 +162,7 @@ class _Values:
         self._tags = any_of(call.value_tags)
 
     def values(self, source: TextFeed) -> Iterator[tuple[re.Match[str] | None, str]]:
-        """Take the parameters and the end of the call.
+        """Consume the parameters and the end of the call.
 
         Yields:
             The match of the tag before each value, and the raw value. For a JSON object of all

@@ -37,13 +37,13 @@ class RepeatedArgument(UncallableCall):
 class TextFeed:
     """Text input that arrives in pieces, with a read position.
 
-    Readers are generators: they take text from the read position on, and yield to wait for more.
-    Text that was taken is not scanned again, so the total cost is linear in the length of the text,
+    Readers are generators: they consume text from the read position on, and yield to wait for more.
+    Consumed text is not scanned again, so the total cost is linear in the length of the text,
     however it is divided into pieces.
 
     Attributes:
         text: the text available now. It begins at or before the read position.
-        position: index in `text` of the first character that has not been taken.
+        position: index in `text` of the first character that has not been consumed.
         is_final: True if no more text will be added.
     """
 
@@ -61,22 +61,22 @@ class TextFeed:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether all text so far has been taken."""
+        """Return whether all text so far has been consumed."""
         return self.position == len(self.text)
 
     def take_to(self, end: int) -> str:
-        """Take and return the text from the read position to index `end` of `text`."""
+        """Consume and return the text from the read position to index `end` of `text`."""
         text = self.text[self.position : end]
         self.position += len(text)
         self._taken.append(text)
         return text
 
     def take(self, count: int) -> str:
-        """Take and return the next `count` characters."""
+        """Consume and return the next `count` characters."""
         return self.take_to(self.position + count)
 
     def settle(self) -> None:
-        """Commit the text taken so far: a later `rewind` goes back to here.
+        """Commit the text consumed so far: a later `rewind` goes back to here.
 
         The position does not change.
         """
@@ -117,7 +117,7 @@ class TextFeed:
         yield
 
     def skip_space(self) -> Reading[None]:
-        """Take white space up to the next other character or the end of the text."""
+        """Consume white space up to the next other character or the end of the text."""
         while True:
             match = _SPACE.match(self.text, self.position)
             if match is not None:
@@ -127,7 +127,7 @@ class TextFeed:
             yield
 
     def has(self, *marks: str) -> Reading[str]:
-        """Wait until it is certain which of the markers comes next, without taking it.
+        """Wait until it is certain which of the markers comes next, without consuming it.
 
         Args:
             marks: markers. No marker is a prefix of another.
@@ -150,16 +150,16 @@ class TextFeed:
         return self.is_final and any(mark.startswith(rest) and mark != rest for mark in marks)
 
     def takes(self, *marks: str) -> Reading[str]:
-        """Take and return the one of `marks` that comes next, as `has` finds it, or return ""."""
+        """Consume and return the one of `marks` that comes next (see `has`), or return ""."""
         mark = yield from self.has(*marks)
         if mark:
             self.take(len(mark))
         return mark
 
     def takes_behind_space(self, *marks: str) -> Reading[str]:
-        """Take white space and the one of `marks` after it. Return the marker.
+        """Consume white space and the one of `marks` after it. Return the marker.
 
-        If no such marker follows, take neither and return "".
+        If no such marker follows, consume neither and return "".
         """
         if not any(marks):
             return ""
@@ -171,7 +171,7 @@ class TextFeed:
         return mark
 
     def expect(self, mark: str) -> Reading[None]:
-        """Take the marker `mark`, which must come next.
+        """Consume the marker `mark`, which must come next.
 
         Raises:
             IncompleteCall: the text ended within the marker.
@@ -181,7 +181,7 @@ class TextFeed:
             raise IncompleteCall if self.is_cut(mark) else FormatMismatch
 
     def match(self, pattern: re.Pattern[str]) -> Reading[re.Match[str]]:
-        """Wait for and take a match of `pattern` at the read position.
+        """Wait for and consume a match of `pattern` at the read position.
 
         The match must be shorter than MAX_HEAD and must not depend on later text.
 
@@ -203,7 +203,7 @@ class TextFeed:
             yield from self.more()
 
     def rest(self) -> Reading[str]:
-        """Take and return all text up to the end."""
+        """Consume and return all text up to the end."""
         parts = list[str]()
         while True:
             parts.append(self.take_to(len(self.text)))
@@ -213,7 +213,7 @@ class TextFeed:
             yield
 
     def until(self, *marks: str) -> Reading[tuple[str, str]]:
-        """Take the text up to and including the first of some markers.
+        """Consume the text up to and including the first of some markers.
 
         Returns:
             The text before the marker, and the marker.
@@ -231,7 +231,7 @@ class TextFeed:
             yield from self.more()
 
     def bracketed(self, python: bool = False) -> Reading[str]:
-        """Take and return a bracketed value, whose opening bracket comes next.
+        """Consume and return a bracketed value, whose opening bracket comes next.
 
         Raises:
             IncompleteCall: the text ended within the value.

@@ -238,7 +238,7 @@ def call_ends(form: CallFormat) -> tuple[str, ...]:
 
 
 def inner_mark(source: TextFeed, form: CallFormat, mark: str) -> Reading[str]:
-    """Take and return the marker of a call after the section marker `mark`.
+    """Consume and return the marker of a call after the section marker `mark`.
 
     Returns:
         The marker of the call, or "" if `mark` is itself the marker of a call.
@@ -256,16 +256,16 @@ def inner_mark(source: TextFeed, form: CallFormat, mark: str) -> Reading[str]:
 
 
 def open_list(source: TextFeed, form: CallFormat) -> Reading[None]:
-    """Take the bracket before a list of calls, if the format has one and it comes next."""
+    """Consume the bracket before a list of calls, if the format has one and it comes next."""
     if form.is_array and not form.is_python:
         yield from source.skip_space()
         yield from source.takes("[")
 
 
 def follows_in_list(source: TextFeed, form: CallFormat) -> Reading[bool]:
-    """Take the separator before the next call of a list. Return whether a call follows.
+    """Consume the separator before the next call of a list. Return whether a call follows.
 
-    The text taken before is settled.
+    The text consumed before is settled.
     """
     source.settle()
     if (yield from source.takes_behind_space(*form.separators)):
@@ -287,7 +287,7 @@ def close_of(form: CallFormat, mark: str) -> str:
 
 
 def take_closes(source: TextFeed, form: CallFormat, mark: str) -> Reading[bool]:
-    """Take the texts that close calls. Return whether the end of their section was among them.
+    """Consume the texts that close calls. Return whether the end of their section was among them.
 
     Args:
         mark: marker before the call, or "".
