@@ -25,6 +25,7 @@ PAGES: dict[str, int | None] = {
     "jaxserve/README.md": 60,
     "jaxserve/server/README.md": 80,
     "jaxserve/fleet/README.md": 60,
+    "jaxserve/settings/README.md": 60,
     "pallas_kernels/README.md": 60,
     "pallas_kernels/gpu/README.md": 60,
     "scripts/README.md": 60,

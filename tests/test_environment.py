@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve.commands.cli import main
-from jaxserve.engine.environment import collect_environment
+from jaxserve.settings.installation import collect_environment
 from tests.support.host_files import V2_MOUNT, write_host, write_v2
 from tests.support.nvml import RTX_4090, play_driver
 

@@ -1,4 +1,4 @@
-"""Requests to a full queue, refused before they are parsed: the answers and what follows them."""
+"""Requests to a full queue: their answers, and the connections after them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from typing import Any
 
 import pytest
 
+from jaxserve.errors import Overloaded
+from jaxserve.server.api.streaming import error_response
 from jaxserve.server.http.app import App
 from jaxserve.server.http.connection import Connection
 from jaxserve.server.http.listener import bind, bind_path
 from jaxserve.server.http.process import Process
-from jaxserve.server.http.refused_clients import RefusedClient
+from jaxserve.server.schema.errors import ApiError
 from tests.server.conftest import Certificates
 from tests.support.live_server import read_all
 
@@ -28,7 +30,6 @@ SIZED = b"content-length: %d\r\n" % len(BODY)
 JSON_BODY = b"content-type: application/json\r\n" + SIZED
 KEYED = JSON_BODY + b"x-api-key: key\r\n"
 SECONDS = 10.0
-WAYS = ("at the door", "inside")
 
 
 def post(
@@ -44,16 +45,7 @@ class Serving(Process):
         super().__init__(app)
         self.app = app
         self.admission = app.models.all[0].admission
-        self.early: list[bytes] = []
         self.loop: asyncio.AbstractEventLoop
-        find = app.early_refusals.find
-
-        def note(data: bytes, more_headers: Any) -> Any:
-            found = find(data, more_headers)
-            self.early += [data] if found is not None else []
-            return found
-
-        app.early_refusals.find = note
         self.fill()
 
     def fill(self) -> None:
@@ -64,10 +56,6 @@ class Serving(Process):
 
     def kinds(self) -> list[type]:
         return [type(connection) for connection in list(self.server_state.connections)]
-
-    def peers(self) -> list[Any]:
-        members = list(self.server_state.connections)
-        return [member.client for member in members if isinstance(member, Connection)]
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
@@ -123,17 +111,10 @@ def connect(address: Any, family: int = socket.AF_INET) -> socket.socket:
 
 
 @contextmanager
-def sent(server: Serving, address: Any, data: bytes, way: str) -> Iterator[socket.socket]:
-    """A connection that has sent some bytes before, or after it was accepted."""
-    if way == "at the door":
-        with server.stopped():
-            client = connect(address)
-            client.sendall(data)
-    else:
-        client = connect(address)
-        server.wait_for(lambda: client.getsockname() in server.peers())
+def sent(address: Any, data: bytes) -> Iterator[socket.socket]:
+    """A connection that has sent some bytes."""
+    with connect(address) as client:
         client.sendall(data)
-    with client:
         yield client
 
 
@@ -160,62 +141,64 @@ def is_open(client: socket.socket) -> bool:
     return False
 
 
-# Requests, each with whether it is refused before it is parsed.
+# Requests, each with the status of its answer while the queue is full.
 CASES = {
-    "completions": (post() + BODY, True),
-    "chat": (post(path=b"/v1/chat/completions") + BODY, True),
-    "messages": (post(path=b"/v1/messages") + BODY, True),
-    "responses": (post(path=b"/v1/responses") + BODY, True),
-    "infill": (post(path=b"/infill") + BODY, True),
-    "generate": (post(path=b"/inference/v1/generate") + BODY, True),
-    "an alias": (post(path=b"/chat/completions") + BODY, True),
-    "below the root path": (post(path=b"/llm/v1/completions") + BODY, True),
-    "a query": (post(path=b"/v1/completions?version=1") + BODY, True),
-    "no JSON": (post() + b"x" * len(BODY), True),
-    "a request's id": (post(KEYED + b"X-Request-ID: \tabc de\t \r\n") + BODY, True),
-    "a bearer": (post(JSON_BODY + b"Authorization: Bearer key\r\n") + BODY, True),
-    "names and values as they come": (post(KEYED.upper().replace(b"KEY", b"key")) + BODY, True),
-    "the client ends it": (post(KEYED + b"Connection: Close\r\n") + BODY, True),
-    "the client keeps it": (post(KEYED + b"connection: keep-alive\r\n") + BODY, True),
-    "another connection header": (post(KEYED + b"connection: te\r\n") + BODY, False),
-    "a key that is wrong": (post(JSON_BODY + b"x-api-key: other\r\n") + BODY, False),
-    "no key": (post(JSON_BODY) + BODY, False),
-    "no JSON by its head": (post(SIZED + b"x-api-key: key\r\n") + BODY, False),
-    "encoded": (post(KEYED + b"content-encoding: gzip\r\n") + BODY, False),
-    "two keys": (post(KEYED + b"x-api-key: key\r\n") + BODY, False),
-    "two lengths": (post(KEYED + SIZED) + BODY, False),
-    "another host": (post(host=b"evil.example") + BODY, False),
-    "two hosts": (post(KEYED + b"host: localhost\r\n") + BODY, False),
-    "no host": (post().replace(b"host: localhost\r\n", b"") + BODY, False),
-    "a page's origin": (post(KEYED + b"origin: http://app.example\r\n") + BODY, False),
+    "completions": (post() + BODY, 429),
+    "chat": (post(path=b"/v1/chat/completions") + BODY, 429),
+    "messages": (post(path=b"/v1/messages") + BODY, 429),
+    "responses": (post(path=b"/v1/responses") + BODY, 429),
+    "infill": (post(path=b"/infill") + BODY, 429),
+    "generate": (post(path=b"/inference/v1/generate") + BODY, 429),
+    "an alias": (post(path=b"/chat/completions") + BODY, 429),
+    "below the root path": (post(path=b"/llm/v1/completions") + BODY, 429),
+    "a query": (post(path=b"/v1/completions?version=1") + BODY, 429),
+    "no JSON": (post() + b"x" * len(BODY), 429),
+    "a request's id": (post(KEYED + b"X-Request-ID: \tabc de\t \r\n") + BODY, 429),
+    "a bearer": (post(JSON_BODY + b"Authorization: Bearer key\r\n") + BODY, 429),
+    "names and values as they come": (post(KEYED.upper().replace(b"KEY", b"key")) + BODY, 429),
+    "the client ends it": (post(KEYED + b"Connection: Close\r\n") + BODY, 429),
+    "the client keeps it": (post(KEYED + b"connection: keep-alive\r\n") + BODY, 429),
+    "another connection header": (post(KEYED + b"connection: te\r\n") + BODY, 429),
+    "a key that is wrong": (post(JSON_BODY + b"x-api-key: other\r\n") + BODY, 401),
+    "no key": (post(JSON_BODY) + BODY, 401),
+    "no JSON by its head": (post(SIZED + b"x-api-key: key\r\n") + BODY, 415),
+    "encoded": (post(KEYED + b"content-encoding: gzip\r\n") + BODY, 415),
+    "two keys": (post(KEYED + b"x-api-key: key\r\n") + BODY, 401),
+    "two lengths": (post(KEYED + SIZED) + BODY, 429),
+    "another host": (post(host=b"evil.example") + BODY, 403),
+    "two hosts": (post(KEYED + b"host: localhost\r\n") + BODY, 400),
+    "no host": (post().replace(b"host: localhost\r\n", b"") + BODY, 400),
+    "a page's origin": (post(KEYED + b"origin: http://app.example\r\n") + BODY, 429),
     "chunked": (
         post(KEYED.replace(SIZED, b"transfer-encoding: chunked\r\n")) + b"1\r\nx\r\n0\r\n\r\n",
-        False,
+        429,
     ),
-    "both lengths": (post(KEYED + b"transfer-encoding: chunked\r\n") + b"0\r\n\r\n", False),
-    "no length": (post(KEYED.replace(SIZED, b"")), False),
-    "a length that is none": (post(KEYED.replace(SIZED, b"content-length: +1\r\n")) + b"x", False),
-    "HTTP/1.0": (post().replace(b"/1.1", b"/1.0") + BODY, False),
-    "HTTP/1.2": (post().replace(b"/1.1", b"/1.2") + BODY, False),
-    "an absolute target": (post(path=b"http://localhost/v1/completions") + BODY, False),
-    "a folded header": (post(KEYED + b"x: a\r\n b\r\n") + BODY, False),
-    "a header without a name": (post(KEYED + b": a\r\n") + BODY, False),
-    "a space before the colon": (post(KEYED + b"x : a\r\n") + BODY, False),
-    "a control character": (post(KEYED + b"x: \x01\r\n") + BODY, False),
-    "lines that end otherwise": (post().replace(b"\r\n", b"\n") + BODY, False),
+    "both lengths": (post(KEYED + b"transfer-encoding: chunked\r\n") + b"0\r\n\r\n", 400),
+    "no length": (post(KEYED.replace(SIZED, b"")), 429),
+    "a length that is none": (post(KEYED.replace(SIZED, b"content-length: +1\r\n")) + b"x", 400),
+    "HTTP/1.0": (post().replace(b"/1.1", b"/1.0") + BODY, 429),
+    "HTTP/1.2": (post().replace(b"/1.1", b"/1.2") + BODY, 400),
+    "an absolute target": (post(path=b"http://localhost/v1/completions") + BODY, 429),
+    "a folded header": (post(KEYED + b"x: a\r\n b\r\n") + BODY, 400),
+    "a header without a name": (post(KEYED + b": a\r\n") + BODY, 400),
+    "a space before the colon": (post(KEYED + b"x : a\r\n") + BODY, 400),
+    "a control character": (post(KEYED + b"x: \x01\r\n") + BODY, 429),
+    "lines that end otherwise": (post().replace(b"\r\n", b"\n") + BODY, 429),
     "too many headers": (
         post(KEYED + b"".join(b"x%d: a\r\n" % n for n in range(100))) + BODY,
-        False,
+        431,
     ),
-    "a long header": (post(KEYED + b"x: " + b"a" * (9 << 10) + b"\r\n") + BODY, False),
-    "too large": (post(KEYED.replace(SIZED, b"content-length: 100000000\r\n")), False),
-    "large": (post(KEYED.replace(SIZED, b"content-length: 100000\r\n")) + b"x" * 100_000, True),
-    "another path": (post(path=b"/tokenize") + BODY, False),
-    "a path that is none": (post(path=b"/v1/completions/") + BODY, False),
-    "another method": (b"PUT" + post()[4:] + BODY, False),
-    "health": (b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n", False),
-    "metrics": (b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nx-api-key: key\r\n\r\n", False),
+    "a long header": (post(KEYED + b"x: " + b"a" * (9 << 10) + b"\r\n") + BODY, 431),
+    "too large": (post(KEYED.replace(SIZED, b"content-length: 100000000\r\n")), 429),
+    "large": (post(KEYED.replace(SIZED, b"content-length: 100000\r\n")) + b"x" * 100_000, 429),
+    "another path": (post(path=b"/tokenize") + BODY, 400),
+    "a path that is none": (post(path=b"/v1/completions/") + BODY, 404),
+    "another method": (b"PUT" + post()[4:] + BODY, 405),
+    "health": (b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n", 200),
+    "metrics": (b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nx-api-key: key\r\n\r\n", 200),
 }
+# Refusals after which the connection is closed: the body is unread, or the client wants it.
+CLOSED = ("the client ends it", "chunked", "no length", "HTTP/1.0", "too large", "large")
 
 
 @pytest.fixture
@@ -226,46 +209,39 @@ def make(make_app: Callable[..., App]) -> Callable[..., App]:
     return make
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_an_early_refusal_is_that_of_the_application(make: Callable[..., App], way: str) -> None:
-    """Status, headers, body, what is counted, and whether the connection stays."""
+def test_a_full_queue_refuses_whatever_the_body(make: Callable[..., App]) -> None:
+    """Status, headers, body, the count, and whether the connection stays."""
     app = make(root_path="/llm", allowed_origins=("http://app.example",))
-    is_full = app.early_refusals.is_full
     with bind("127.0.0.1", 0) as listener, serving(app, listener) as server:
-        address = listener.getsockname()
-        for name, (data, is_early) in CASES.items():
-            seen = []
-            for look in (is_full, lambda: False):
-                app.early_refusals.is_full = look
-                server.early.clear()
-                refused = server.admission.num_refused
-                with sent(server, address, data, way) as client:
-                    answer = read_answer(client)
-                    counted = server.admission.num_refused - refused
-                    seen.append((answer, counted, is_open(client)))
-                assert len(server.early) == (is_early and look is is_full), name
-            assert seen[0] == seen[1], (name, seen)
-            assert not is_early or seen[0][0][0] == 429, name
+        for name, (data, status) in CASES.items():
+            refused = server.admission.num_refused
+            with sent(listener.getsockname(), data) as client:
+                found, headers, body = read_answer(client)
+                assert found == status, (name, found, body)
+                assert server.admission.num_refused - refused == (status == 429), name
+                if status != 429:
+                    continue
+                error = json.loads(body)["error"]
+                assert error["code"] == "queue_full" and headers["retry-after"] == "1", name
+                assert "completions are being served or waiting" in error["message"]
+                assert headers["x-request-id"] == (5 if b"X-Request-ID" in data else 32)
+                stays = name not in CLOSED
+                assert (headers.get("connection") != "close") == stays, name
+                assert is_open(client) == stays, name
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_connection_stays_for_the_next_request(make: Callable[..., App], way: str) -> None:
+def test_a_connection_stays_for_the_next_request(make: Callable[..., App]) -> None:
     """Whole, in two parts, two at once, one of another kind; then there is room."""
     data = post() + BODY
-    head, body = post(), BODY
     with bind("127.0.0.1", 0) as listener, ExitStack() as leave:
         server = leave.enter_context(serving(make(), listener))
-        with sent(server, listener.getsockname(), data, way) as client:
+        with sent(listener.getsockname(), data) as client:
             assert read_answer(client)[0] == 429
-            kind = RefusedClient if way == "at the door" else Connection
-            assert server.kinds() == [kind]
-            client.sendall(head)
-            assert read_answer(client)[0] == 429
-            client.sendall(body + data + data + head + body[:3])
+            client.sendall(post())
+            client.sendall(BODY + data + data + post() + BODY[:3])
             assert [read_answer(client)[0] for _ in range(3)] == [429] * 3
-            client.sendall(body[3:] + data)
-            assert read_answer(client)[0] == 429
-            assert server.kinds() == [kind] and len(server.early) == 6
+            client.sendall(BODY[3:] + data)
+            assert [read_answer(client)[0] for _ in range(2)] == [429] * 2
             assert is_open(client)
             read_all_ready(client)
             server.empty()
@@ -274,37 +250,30 @@ def test_a_connection_stays_for_the_next_request(make: Callable[..., App], way: 
             server.fill()
             client.sendall(data)
             assert read_answer(client)[0] == 429
-            assert server.kinds() == [Connection] and len(server.early) == 7
+            assert server.kinds() == [Connection]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_no_more_are_read_than_have_places(make: Callable[..., App], way: str) -> None:
-    """Of twenty that come at once one has the last place; no other is parsed."""
+def test_no_more_are_admitted_than_the_queue_holds(make: Callable[..., App]) -> None:
+    """Of twenty that come at once, one has the last place."""
     app, data = make(), post() + BODY
     with bind("127.0.0.1", 0) as listener, serving(app, listener) as server, ExitStack() as leave:
         address, admission = listener.getsockname(), server.admission
         admission.num_live -= 1
-        clients = []
-        if way == "inside":
-            clients = [leave.enter_context(connect(address)) for _ in range(20)]
-            server.wait_for(lambda: server.kinds() == [Connection] * 20)
         with server.stopped():
-            for number in range(20):
-                if way == "at the door":
-                    clients.append(leave.enter_context(connect(address)))
-                clients[number].sendall(data)
+            clients = [leave.enter_context(connect(address)) for _ in range(20)]
+            for client in clients:
+                client.sendall(data)
         assert sorted(read_answer(client)[0] for client in clients) == [200] + [429] * 19
-        assert len(server.early) == 19 and admission.num_coming == 0
         assert admission.num_live == admission.num_slots + admission.max_queued - 1
-        # What takes no place for long: bad bodies, late ones, wrong keys, clients that leave.
+        # Bad bodies, incomplete ones, wrong keys and clients that leave take no place.
         for bad in (post() + b"x" * len(BODY), post() + BODY[:3], post(JSON_BODY) + BODY):
-            with sent(server, address, bad, way) as client:
+            with sent(address, bad) as client:
                 assert bad.endswith(BODY[:3]) or read_answer(client)[0] in (400, 401)
-                with sent(server, address, data, way) as good:
+                with sent(address, data) as good:
                     assert read_answer(good)[0] == 200
-        with sent(server, address, data, way):
+        with sent(address, data):
             pass
-        server.wait_for(lambda: not server.app.models.all[0].active and not admission.num_coming)
+        server.wait_for(lambda: not server.app.models.all[0].active)
 
 
 def read_all_ready(client: socket.socket) -> None:
@@ -316,16 +285,16 @@ def read_all_ready(client: socket.socket) -> None:
     client.settimeout(SECONDS)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_body_that_is_dropped_gets_no_more_time(make: Callable[..., App], way: str) -> None:
-    """A small one until the header's time is up, a large one for a moment; neither is kept."""
-    app = make(header_timeout=0.4, keep_alive_timeout=SECONDS)
+def test_a_late_body_gets_no_more_time(make: Callable[..., App]) -> None:
+    """A small body is read before the refusal, for the body's time; a large one is not read."""
+    app = make(body_timeout=0.4, keep_alive_timeout=SECONDS)
     with bind("127.0.0.1", 0) as listener, serving(app, listener) as server:
         for length in (b"1000", b"8000000"):
             head = post(KEYED.replace(SIZED, b"content-length: %b\r\n" % length))
-            with sent(server, listener.getsockname(), head + b"x", way) as client:
+            with sent(listener.getsockname(), head + b"x") as client:
                 status, headers, _ = read_answer(client)
-                assert status == 429 and ("connection" in headers) == (length != b"1000")
+                assert status == (408 if length == b"1000" else 429)
+                assert headers["connection"] == "close"
                 with suppress(OSError):  # bytes that come one by one put nothing off
                     for _ in range(100):
                         client.sendall(b"x")
@@ -334,15 +303,14 @@ def test_a_body_that_is_dropped_gets_no_more_time(make: Callable[..., App], way:
             server.wait_for(lambda: not server.kinds())
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_client_that_reads_late_gets_every_answer(make: Callable[..., App], way: str) -> None:
+def test_a_client_that_reads_late_gets_every_answer(make: Callable[..., App]) -> None:
     count = 1000
     with (
         bind("127.0.0.1", 0) as listener,
         serving(make(send_buffer_bytes=4096), listener) as server,
     ):
         data = post() + BODY
-        with sent(server, listener.getsockname(), data, way) as client:
+        with sent(listener.getsockname(), data) as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             rest = data * (count - 2) + data.replace(b"host:", b"connection: close\r\nhost:")
             sender = threading.Thread(target=client.sendall, args=(rest,))
@@ -353,21 +321,20 @@ def test_a_client_that_reads_late_gets_every_answer(make: Callable[..., App], wa
         assert answers.count(b"HTTP/1.1 429 ") == count == server.admission.num_refused
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_idle_connections_end(make: Callable[..., App], way: str) -> None:
+def test_idle_connections_end(make: Callable[..., App]) -> None:
     """In time, by their clients, and at once where the server stops."""
     data = post() + BODY
     with bind("127.0.0.1", 0) as listener:
         address = listener.getsockname()
         with serving(make(keep_alive_timeout=0.3), listener) as server:
-            with sent(server, address, data, way) as client:
+            with sent(address, data) as client:
                 assert read_answer(client)[0] == 429 and client.recv(1) == b""
-            with sent(server, address, data, way) as client:
+            with sent(address, data) as client:
                 assert read_answer(client)[0] == 429
             server.wait_for(lambda: not server.kinds())
     with bind("127.0.0.1", 0) as listener, ExitStack() as leave:
         server = leave.enter_context(serving(make(keep_alive_timeout=SECONDS), listener))
-        client = leave.enter_context(sent(server, listener.getsockname(), data, way))
+        client = leave.enter_context(sent(listener.getsockname(), data))
         assert read_answer(client)[0] == 429
         server.handle_exit(15, None)
         assert client.recv(1) == b""
@@ -379,15 +346,15 @@ def test_refused_connections_count(make: Callable[..., App]) -> None:
     with bind("127.0.0.1", 0) as listener, serving(make(max_connections=2), listener) as server:
         address = listener.getsockname()
         with ExitStack() as leave:
-            for way in WAYS:
-                client = leave.enter_context(sent(server, address, data, way))
+            for _ in range(2):
+                client = leave.enter_context(sent(address, data))
                 assert read_answer(client)[0] == 429
-            with sent(server, address, data, "at the door") as third:
+            with sent(address, data) as third:
                 status, _, body = read_answer(third)
                 assert status == 503 and b"too_many_connections" in body
         server.wait_for(lambda: not server.kinds())
-        with sent(server, address, data, "at the door") as client:
-            assert read_answer(client)[0] == 429 and server.kinds() == [RefusedClient]
+        with sent(address, data) as client:
+            assert read_answer(client)[0] == 429
 
 
 def test_sockets_of_other_kinds(
@@ -396,12 +363,10 @@ def test_sockets_of_other_kinds(
     data = post() + BODY
     path = str(tmp_path / "socket")
     with bind_path(path) as listener, serving(make(uds=path), listener) as server:
-        with server.stopped():
-            client = connect(path, socket.AF_UNIX)
+        with connect(path, socket.AF_UNIX) as client:
             client.sendall(data)
-        with client:
-            assert read_answer(client)[0] == 429 and server.kinds() == [RefusedClient]
-            assert is_open(client)
+            assert read_answer(client)[0] == 429 and is_open(client)
+        assert server.admission.num_refused == 1
     app = make(ssl_certfile=str(certificates.server), ssl_keyfile=str(certificates.key))
     context = ssl.create_default_context(cafile=str(certificates.authority))
     with bind("127.0.0.1", 0) as listener, serving(app, listener) as server:
@@ -410,23 +375,53 @@ def test_sockets_of_other_kinds(
             for _ in range(2):
                 client.sendall(data)
                 assert read_answer(client)[0] == 429
-            assert len(server.early) == 2 and is_open(client)
+            assert server.admission.num_refused >= 2 and is_open(client)
 
 
-def test_only_what_is_full_refuses(make: Callable[..., App]) -> None:
-    """A queue is full by completions or by prompt tokens; servers of two models never refuse so."""
+def test_only_a_full_queue_refuses(make: Callable[..., App]) -> None:
+    """A queue is full by completions or by prompt tokens; with two models the body names one."""
     app = make()
-    admission = app.models.all[0].admission
-    assert not app.early_refusals.is_full()
+    admission, path = app.models.all[0].admission, "/v1/completions"
+    app.check_room(path)
     admission.num_prompt_tokens = admission.max_prompt_tokens
-    assert app.early_refusals.is_full()
+    with pytest.raises(Overloaded, match="prompt tokens"):
+        app.check_room(path)
     admission.num_prompt_tokens -= 1
-    assert not app.early_refusals.is_full()
+    app.check_room(path)
     admission.num_live = admission.num_slots + admission.max_queued
-    assert app.early_refusals.is_full()
+    for refused in (path, "/completions", "/v1/responses", "/v1/messages", "/infill"):
+        with pytest.raises(Overloaded, match="completions are being served"):
+            app.check_room(refused)
+    app.check_room("/tokenize")
     app.models.all *= 2
-    assert not app.early_refusals.is_full()
+    app.check_room(path)
     app.models.all.pop()
     app.lifecycle.is_draining = True
-    assert not app.early_refusals.is_full()
+    with pytest.raises(ApiError, match="stopping"):
+        app.check_room(path)
     admission.num_live = admission.num_prompt_tokens = 0
+
+
+def test_the_answer_of_a_full_queue_is_encoded_once(
+    make: Callable[..., App], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Most refusals of a queue say the same."""
+    encoded = []
+
+    def count(error: ApiError) -> Any:
+        encoded.append(error.status)
+        return error_response(error)
+
+    monkeypatch.setattr("jaxserve.server.http.guard.error_response", count)
+    data = post() + BODY
+    with bind("127.0.0.1", 0) as listener, serving(make(), listener) as server:
+        seen = set()
+        with sent(listener.getsockname(), data * 3) as client:
+            for _ in range(3):
+                status, _, body = read_answer(client)
+                seen.add((status, body))
+        assert encoded == [429] and len(seen) == 1
+        server.admission.max_queued -= 1
+        with sent(listener.getsockname(), data) as client:
+            assert read_answer(client)[2] not in seen
+        assert encoded == [429, 429]
