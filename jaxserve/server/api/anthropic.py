@@ -1,4 +1,7 @@
-"""Endpoints POST /v1/messages and /v1/messages/count_tokens: Anthropic's, translated to a chat."""
+"""Endpoints POST /v1/messages and /v1/messages/count_tokens of Anthropic's API.
+
+Requests are translated to requests of the chat API, and its answers back.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "mcp_servers": (None, []),
     "container": (None,),
 }
-# A conversation that tells whether a template takes system messages behind the first.
+# Rendered once to find out whether a template accepts system messages after the first message.
 _PROBE = [{"role": role, "content": "a"} for role in ("system", "user", "system", "user")]
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
 
@@ -66,10 +69,10 @@ def renaming_request(http_request: Request) -> EndpointRequest:
 
 
 async def messages(http_request: Request) -> Response:
-    """Answer a conversation.
+    """Answer a conversation in Anthropic's form, as a document or as a stream of events.
 
     Raises:
-        ApiError, InvalidRequest, Overloaded: see `EndpointRequest.parse` and `prepare`.
+        ApiError, InvalidRequest, Overloaded: as `EndpointRequest.parse` and `chat.prepare`.
     """
     request = renaming_request(http_request)
     body = request.parse(MessagesRequest, UNSUPPORTED)
@@ -80,11 +83,11 @@ async def messages(http_request: Request) -> Response:
 
 
 async def template_chat(request: EndpointRequest, body: CountRequest) -> ChatRequest:
-    """Return the chat that a request stands for, in a form that the model's template takes.
+    """Return the chat request for a request in Anthropic's form, as the model's template takes it.
 
     Raises:
         ApiError: there is no such model.
-        InvalidRequest: naming the field.
+        InvalidRequest: a field is wrong, which the error names.
     """
     field = output_field(body) if body.json_schema is None else "json_schema"
     request.renamed |= {"structured_outputs": field, "response_format": output_field(body)}
@@ -100,9 +103,9 @@ async def template_chat(request: EndpointRequest, body: CountRequest) -> ChatReq
 
 
 def drop_budget(request: EndpointRequest, chat: ChatRequest) -> None:
-    """Drop the budget of thoughts where the model's thoughts are not known, and log it once.
+    """Remove the chat's thinking budget if the format of the model's reasoning is unknown.
 
-    Claude Code sends one with every request, whatever the model.
+    The removal is logged once. Claude Code sends a budget with every request, whatever the model.
 
     Raises:
         ApiError: there is no such model.
@@ -121,11 +124,11 @@ def drop_budget(request: EndpointRequest, chat: ChatRequest) -> None:
 
 
 async def count_tokens(http_request: Request) -> Response:
-    """Count the tokens that a conversation would take of the context.
+    """Answer with the number of tokens of a conversation, rendered by the chat template.
 
     Raises:
         ApiError: the body is malformed, or there is no such model.
-        InvalidRequest: naming the field.
+        InvalidRequest: a field is wrong, which the error names.
     """
     request = renaming_request(http_request)
     body = request.parse(CountRequest, UNSUPPORTED)
@@ -138,7 +141,6 @@ async def count_tokens(http_request: Request) -> Response:
 
 
 def _blocks(message: Message) -> list[AnswerBlock]:
-    """Convert a message to Anthropic's blocks; a call cut off within its arguments has none."""
     blocks: list[AnswerBlock] = []
     if message.reasoning:
         blocks.append(ThinkingBlock(thinking=message.reasoning))
@@ -151,7 +153,6 @@ def _blocks(message: Message) -> list[AnswerBlock]:
 
 
 def _is_whole(call: Call) -> bool:
-    """Return whether nothing of a call's arguments is missing."""
     try:
         json.loads(call.arguments)
     except ValueError:
@@ -160,18 +161,18 @@ def _is_whole(call: Call) -> bool:
 
 
 class MessagesFormatter:
-    """Formatter of Anthropic's messages, and of the events that build one.
+    """Formatter of Anthropic's messages, as one document or as the events of a stream.
 
     Args:
-        manages_context: whether the request says what may be left out of its conversation, which
-            is nothing here.
+        manages_context: whether the request has `context_management`. The answer then reports that
+            no edits were applied.
     """
 
     def __init__(self, manages_context: bool = False) -> None:
         self._edits = {"applied_edits": []} if manages_context else None
         self._id = f"msg_{uuid4().hex}"
         self._num_blocks = 0
-        self._open: type | int | None = None  # kind of the open block; of calls, their index
+        self._open: type | int | None = None  # type of the open block, or the index of a call
 
     def _usage(self, generation: Generation, drawn: int) -> MessagesUsage:
         usage = generation.usage()
@@ -186,7 +187,7 @@ class MessagesFormatter:
     @staticmethod
     def _stop(choice: Choice) -> tuple[str, str | None]:
         calls, stopped = choice.message.calls, choice.finish_reason == "stop"
-        # A stop sequence within a call leaves one that must not be run.
+        # A stop sequence inside a call leaves an incomplete call, which clients must not run.
         if isinstance(choice.stop_reason, str) and not (calls and all(map(_is_whole, calls))):
             return "stop_sequence", choice.stop_reason
         if calls and stopped:
@@ -235,7 +236,6 @@ class MessagesFormatter:
         return opened + _event("content_block_delta", index=index, delta=delta)
 
     def _begin(self, kind: type | int, block: AnswerBlock) -> bytes:
-        """Open a block, unless one of this kind is open. Return the events."""
         if kind == self._open:
             return b""
         closed = self._end()

@@ -40,7 +40,7 @@ from jaxserve.server.served.models import ServedModel
 from jaxserve.text.infill import end_tokens, infill_prompt
 
 DEFAULT_MAX_TOKENS = 16
-# Fields that only conversations have, with their neutral values.
+# Fields that only chats have, with their neutral values.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **NO_TEMPLATE_FIELDS,
     **NO_FUNCTIONS,
@@ -51,10 +51,10 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 def as_prompts(prompt: str | list) -> list[str | list[int]]:
-    """Return the prompts of a request, each text or token ids, from a single one or a list.
+    """Return the prompts of a request as a list, each of them a text or a list of token ids.
 
     Raises:
-        InvalidRequest: no prompt, or a list of mixed kinds.
+        InvalidRequest: the list is empty, or mixes texts and token ids.
     """
     if isinstance(prompt, str):
         return [prompt]
@@ -69,11 +69,11 @@ def as_prompts(prompt: str | list) -> list[str | list[int]]:
 
 
 async def completions(http_request: Request) -> Response:
-    """Complete each prompt n times.
+    """Complete each prompt `n` times, and answer with a document or a stream of events.
 
     Raises:
         ApiError: the body is malformed, there is no such model, or the server is stopping.
-        InvalidRequest: naming the field.
+        InvalidRequest: a field is wrong, which the error names.
         Overloaded: the queue is full.
     """
     request = EndpointRequest(http_request)
@@ -88,16 +88,16 @@ async def completions(http_request: Request) -> Response:
 async def prepare_completions(
     request: EndpointRequest, body: CompletionRequest, scores_whole: bool = True
 ) -> tuple[Generation, list[str]]:
-    """Do all that comes before the first token.
+    """Check a request and tokenize its prompts.
 
     Args:
-        request: the request.
-        body: its body.
-        scores_whole: whether prompts of the whole context are scored, where they are answered
-            by their echo alone.
+        request: the HTTP request.
+        body: its parsed body.
+        scores_whole: accept prompts as long as the context if the request asks only for the echo
+            of the prompts and their log-probabilities.
 
     Returns:
-        The generation, and for each prompt the text that its completions begin with.
+        The generation, not yet started, and for each prompt the text that its completions repeat.
 
     Raises: as `completions`.
     """
@@ -107,9 +107,9 @@ async def prepare_completions(
     prompts = as_prompts(body.prompt)
     wanted = most_tokens(body, request.renamed)
     wanted = DEFAULT_MAX_TOKENS if wanted is None else wanted
-    # The engine draws at least one token, which an echo alone leaves out.
+    # The engine samples at least one token, which the answer to a mere echo omits.
     wanted = 1 if is_echo_only(body) else model.max_tokens(wanted)
-    # An echoed prompt has as many logprobs as the answer. Too many are refused under that name.
+    # An echoed prompt gets as many alternatives as the answer, and errors name logprobs.
     width = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
         width = wider(body.logprobs, width)
@@ -124,7 +124,7 @@ async def prepare_completions(
         raise InvalidRequest("best_of must be equal to n", "best_of")
     request.admit(model, len(prompts) * sampling.n)
     made: list[EngineRequest] = []
-    filling: dict[int, list[int]] = {}  # prompts of the whole context, by their places
+    filling: dict[int, list[int]] = {}  # prompts as long as the context, by their numbers
     texts: list[str] = []
     for prompt in prompts:
         ids = await _token_ids(model, prompt, body)
@@ -145,7 +145,6 @@ async def prepare_completions(
 async def _token_ids(
     model: ServedModel, prompt: str | list[int], body: CompletionRequest
 ) -> list[int]:
-    """Return a prompt's token ids, with the suffix where the request has one."""
     if body.suffix:
         if not isinstance(prompt, str):
             raise InvalidRequest("suffix needs a prompt of text", "suffix")
@@ -157,9 +156,9 @@ async def _token_ids(
 
 
 def wider(drawn: int, prompt: int | None) -> int:
-    """Return the larger number of alternatives, of which -1 stands for all.
+    """Return the larger of two numbers of alternatives per token, where -1 means all.
 
-    Below that neither is a number of alternatives: it is returned to be refused.
+    A value below -1 is returned as it is, so that the engine refuses it.
     """
     if prompt is None or drawn < -1:
         return drawn
@@ -175,19 +174,19 @@ def _text(model: ServedModel, prompt: str | list[int], skip_special_tokens: bool
 
 
 def is_echo_only(body: CompletionRequest) -> bool:
-    """Return whether the answer is the prompt alone, with its logprobs."""
+    """Return whether the request asks for its prompts and no further tokens."""
     return bool(body.echo) and most_tokens(body) == 0
 
 
 class CompletionFormatter:
-    """Formatter of completions.
+    """Formatter of completions, as one document or as the events of a stream.
 
     Args:
         body: the request.
-        echoes: for each prompt, the text that its completions begin with.
-        sampling: settings of the prompts.
-        tokenizer: spells tokens; None where there is none.
-        answer_id: of the answer.
+        echoes: for each prompt, the text that its completions repeat.
+        sampling: sampling parameters of the prompts.
+        tokenizer: spells tokens in log-probabilities. None for a model without a tokenizer.
+        answer_id: id of the answer.
     """
 
     def __init__(
@@ -207,17 +206,17 @@ class CompletionFormatter:
         self._continuous = self._usage and bool(options and options.continuous_usage_stats)
         self._echoes = echoes
         num_choices = len(echoes) * sampling.n
-        self._sent = [0] * num_choices  # tokens of each choice that have gone out
+        self._sent = [0] * num_choices  # number of tokens sent of each choice
         self._fresh = set(range(num_choices))
         self._texts = TokenTexts(tokenizer, bool(body.return_tokens_as_token_ids))
         self._echoes_logprobs = bool(body.echo) and body.logprobs is not None
-        # Alternatives shown of each token drawn: all that were listed by name.
+        # Number of alternatives shown for each token: all tokens of logprob_token_ids, if given.
         self._width = -1 if body.logprob_token_ids else body.logprobs
         self._waits_for_prompts = self._echoes_logprobs or body.prompt_logprobs is not None
         self._tokens = [
             CompletionTokens(self._texts, sampling.skip_special_tokens) for _ in self._sent
         ]
-        # Parts that wait for the logprobs of their prompt, which come with its first completion.
+        # Parts that wait for the prompt's log-probabilities, which come with its first completion.
         self._held: list[Part] = []
 
     def _response(self, generation: Generation, choices: list) -> CompletionResponse:
@@ -269,7 +268,6 @@ class CompletionFormatter:
         return response
 
     def _of_prompt(self, generation: Generation, choice: Choice) -> PromptLogprobs | None:
-        """Return the logprobs of a choice's prompt, where they were requested."""
         scores = generation.prompt_logprobs[choice.prompt]
         return self._texts.prompt(choice.prompt_token_ids, scores, self._body.prompt_logprobs)
 

@@ -1,4 +1,4 @@
-"""Endpoint POST /infill: llama.cpp's, text for the gap between two texts."""
+"""Endpoint POST /infill of llama.cpp: generates the text between two texts."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 class File(msgspec.Struct, kw_only=True):
-    """Text of another file, for the model to see."""
+    """Text of another file that the model sees as context."""
 
     text: str
     filename: str = ""
 
 
 class InfillRequest(Sampling, kw_only=True):
-    """Body of POST /infill: texts around a gap, the beginning of what fills it, other files."""
+    """Body of POST /infill: texts before and after a gap, the infill's start, and other files."""
 
     input_prefix: str = ""
     input_suffix: str = ""
@@ -56,7 +56,7 @@ class InfillRequest(Sampling, kw_only=True):
 
 
 class InfillResponse(msgspec.Struct):
-    """Answer of POST /infill, or one event of it: `stop` marks the last, which has the counts."""
+    """Answer of POST /infill, or one of its events. The last event has `stop` and the counts."""
 
     content: str
     model: str
@@ -68,7 +68,7 @@ class InfillResponse(msgspec.Struct):
 
 
 async def infill(http_request: Request) -> Response:
-    """Answer with the text of a gap.
+    """Answer with the text between two texts, as a document or as a stream of events.
 
     Raises: as `completions.completions`.
     """
@@ -97,7 +97,7 @@ async def infill(http_request: Request) -> Response:
 
 
 class InfillFormatter:
-    """Formatter of llama.cpp's completions."""
+    """Formatter of answers in llama.cpp's form."""
 
     def whole(self, generation: Generation) -> InfillResponse:
         choice = generation.choices[0]

@@ -1,7 +1,7 @@
-"""Endpoint GET /metrics, in Prometheus's format: our counts, and vLLM's names for the same.
+"""Endpoint GET /metrics in Prometheus's format, with jaxserve's metrics also under vLLM's names.
 
-A name that vLLM 0.33 has too (its `v1/metrics/loggers.py`) stands there twice, as `jaxserve:NAME`
-and as `vllm:NAME`, with vLLM's labels; histograms under vLLM's name have vLLM's buckets.
+A metric that vLLM 0.33 has too (its `v1/metrics/loggers.py`) appears as `jaxserve:NAME` and as
+`vllm:NAME`, both with vLLM's labels. Histograms under vLLM's name have vLLM's buckets.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from jaxserve.server.served import request_metrics as buckets
 from jaxserve.server.served.models import Models, ServedModel
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-# No label comes from a request, so that no request can add a time series.
+# Labels never hold values of requests, which could otherwise add any number of time series.
 _LABELS = ["model_name", "engine"]
 _SIZES = ["num_gpu_blocks", "kv_cache_size_tokens", "kv_cache_max_concurrency"]
 Samples = Iterable[tuple[list[str], float]]
@@ -57,13 +57,22 @@ _OWN = _OWN_GAUGES.keys() | _OWN_COUNTERS.keys()
 
 
 class _Row(NamedTuple):
-    """A histogram: its name, its text, where it is, and its buckets under our name and vLLM's."""
+    """A row of `HISTOGRAMS`.
+
+    Attributes:
+        name: name without the prefix.
+        text: description.
+        find: returns a model's histogram.
+        ours: bounds of the buckets under jaxserve's name.
+        theirs: bounds under vLLM's name. None means vLLM's buckets of tokens, which depend on the
+            model's context length.
+    """
 
     name: str
     text: str
     find: Callable[[ServedModel], Histogram]
     ours: tuple[float, ...]
-    theirs: tuple[float, ...] | None = None  # None: of tokens, up to the model's longest sequence
+    theirs: tuple[float, ...] | None = None
 
 
 _SECONDS = (buckets.LONG, buckets.VLLM_LATENCY)
@@ -168,7 +177,7 @@ HISTOGRAMS = (
 
 
 class _Snapshot(Collector):
-    """Collector of all counts of all models. It waits for no engine, so a hung one is visible."""
+    """Collector of all models' metrics. It waits for no engine, so a hanging engine is visible."""
 
     def __init__(self, models: Models) -> None:
         self._models = models.all
@@ -210,7 +219,7 @@ class _Snapshot(Collector):
         return family
 
     def _waiting(self, stats: list[tuple[list[str], EngineStats]]) -> Iterator[Metric]:
-        """Yield what waits, by its reason: nothing here is deferred as vLLM defers."""
+        # vLLM defers requests for other reasons than capacity, and jaxserve does not.
         samples: list[tuple[list[str], float]] = []
         for labels, counts in stats:
             samples += [([*labels, "capacity"], counts.num_waiting), ([*labels, "deferred"], 0)]
@@ -265,7 +274,6 @@ class _Snapshot(Collector):
             yield from _families(CounterMetricFamily, name, text, samples, label)
 
     def _cache_config(self, prefix: str) -> Metric:
-        """Return the KV cache's settings as labels of a gauge that is always 1."""
         fields = ["block_size", "cache_dtype", "enable_prefix_caching", "gpu_memory_utilization"]
         info = GaugeMetricFamily(
             f"{prefix}:cache_config_info",
@@ -283,7 +291,6 @@ class _Snapshot(Collector):
 
 
 def _cache_sizes(model: ServedModel) -> tuple[int, int, float]:
-    """Return the cache's pages and tokens, and how many of the longest sequences they hold."""
     tokens = model.llm.num_pages * model.llm.config.block_size
     return model.llm.num_pages, tokens, round(tokens / model.limits.max_model_len, 2)
 
@@ -297,11 +304,15 @@ def _families(
     *,
     is_own: bool = False,
 ) -> Iterator[Metric]:
-    """Yield a metric under our name, and under vLLM's unless it is our own.
+    """Yield a metric under jaxserve's name, and under vLLM's name too unless `is_own` is set.
 
     Args:
-        samples: (values of the labels, value).
-        label: of the samples besides model and engine.
+        kind: class of the metric, such as GaugeMetricFamily.
+        name: name without the prefix.
+        text: description.
+        samples: pairs of the labels' values and the metric's value.
+        label: a label besides model and engine, or None.
+        is_own: whether vLLM has no such metric.
     """
     labels = _LABELS if label is None else [*_LABELS, label]
     for prefix in ("jaxserve",) if is_own else ("jaxserve", "vllm"):
@@ -312,7 +323,7 @@ def _families(
 
 
 async def metrics(request: Request) -> Response:
-    """Answer with all counts, and those of the process."""
+    """Answer with the metrics of all models and of the process."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Snapshot(request.app.state.served.models))
     for collector in (ProcessCollector, PlatformCollector, GCCollector):

@@ -1,4 +1,4 @@
-"""Endpoints of OpenAI's responses, which are translated to chats, and kept for later ones."""
+"""Endpoints of OpenAI's responses: translated to chats, and stored for later requests."""
 
 from __future__ import annotations
 
@@ -58,30 +58,31 @@ UNSUPPORTED = {
     "previous_input_messages": (None, []),
     "context_management": (None, []),
 }
-# Statuses of responses that can be continued.
+# Statuses of responses that another response can continue.
 _ENDED = ("completed", "incomplete")
 REFERENCE = "item_reference"
 _CANCELLED = ApiError(400, "the response was cancelled", code="cancelled")
 
 
 class _Input:
-    """Input of a request, and the conversation that it continues.
+    """The input of a request, and the conversation that it continues.
 
     Args:
-        request: of the endpoint.
-        body: what was sent.
-        store: of earlier responses.
-        owner: the client's key.
+        request: the request.
+        body: its parsed body.
+        store: the stored responses.
+        conversations: the stored conversations.
+        owner: digest of the client's API key, or None.
 
     Attributes:
-        parent: the turn that is continued.
-        conversation: that the request names, or None.
-        own: items of the input.
-        items: of the whole conversation.
+        parent: the stored response that is continued, or None.
+        conversation: the conversation that the request names, or None.
+        own: the items of the input.
+        items: the items of the whole conversation, ending with those of the input.
 
     Raises:
-        ApiError: 404, there is no such response, or conversation.
-        InvalidRequest: naming the field.
+        ApiError: 404, there is no such response or conversation.
+        InvalidRequest: a field is wrong, which the error names.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class _Input:
         owner: str | None,
         most: int,
     ) -> Conversation | None:
-        """Return the conversation that a request names, whose items come before its own."""
+        """Return the conversation that a request names, and put its items before the input's."""
         name, given = "conversation", conversation_id(body)
         if given is None:
             return None
@@ -143,7 +144,6 @@ class _Input:
 
 
 def _resolved(item: InputItem, found: Mapping[str, InputItem]) -> InputItem:
-    """Return an item, or the kept one that it refers to."""
     if item.type != REFERENCE:
         return item
     name = item.id or ""
@@ -173,11 +173,6 @@ def _input(
 
 
 def _turn(http_request: Request) -> Turn:
-    """Return the response that the path names.
-
-    Raises:
-        ApiError: 404, there is none.
-    """
     owner: str | None = http_request.scope["jaxserve.key"]
     return _store(http_request).get(http_request.path_params["response_id"], owner)
 
@@ -199,10 +194,10 @@ def _check(body: ResponsesRequest, store: ResponseStore) -> None:
 
 
 async def responses(http_request: Request) -> Response:
-    """Answer an input.
+    """Answer an input with a response, a stream of events, or a response in the background.
 
     Raises:
-        ApiError, InvalidRequest, Overloaded: see `EndpointRequest.parse`, `_Input`, `prepare`.
+        ApiError, InvalidRequest, Overloaded: as `EndpointRequest.parse`, `_Input` and `prepare`.
     """
     request, store = _request(http_request), _store(http_request)
     body = request.parse(ResponsesRequest, UNSUPPORTED, strip_hosted)
@@ -211,7 +206,7 @@ async def responses(http_request: Request) -> Response:
     if body.structured_outputs is None and body.json_schema is None:
         request.renamed["structured_outputs"] = "text"
     if http_request.scope.get("jaxserve.behind"):
-        body.store = False  # the answers of a batch stand in its file
+        body.store = False  # the output file of a batch holds its answers
     _check(body, store)
     owner: str | None = http_request.scope["jaxserve.key"]
     given = _input(http_request, request, body)
@@ -222,7 +217,7 @@ async def responses(http_request: Request) -> Response:
     loop, talks = asyncio.get_running_loop(), http_request.app.state.served.conversations
 
     def extend(response: ResponsesResponse) -> None:
-        # Called on another thread where the answer has many logprobs.
+        # Called on another thread if the answer has many log-probabilities.
         if conversation is not None:
             items = [*added, *msgspec.to_builtins(response.output)]
             loop.call_soon_threadsafe(talks.extend, conversation, items)
@@ -244,7 +239,7 @@ async def responses(http_request: Request) -> Response:
     if not body.background:
         return await respond(http_request, generation, formatter, bool(body.stream))
     generation.follow(http_request.headers, http_request.scope["jaxserve.request_id"])
-    generation.__enter__()  # a full queue refuses the request; `draw` leaves it
+    generation.__enter__()  # raises Overloaded if the queue is full; `draw` exits it
     turn.response, turn.status = encode(formatter.queued(generation)), "queued"
     turn.cancel = partial(generation.fail, _CANCELLED)
     if body.stream:
@@ -261,12 +256,13 @@ async def responses(http_request: Request) -> Response:
 async def _prepare(
     request: EndpointRequest, body: ResponsesRequest, items: list[InputItem]
 ) -> Generation:
-    """Prepare a conversation; with truncation, without its oldest turns where it is too long.
+    """Return the generation for a conversation, not yet started.
 
-    Messages of the system and of developers stay.
+    With `truncation: auto`, the oldest turns are dropped if the conversation is too long. Messages
+    of the system and of developers stay.
 
     Raises:
-        ApiError, InvalidRequest, Overloaded: see `chat.prepare`.
+        ApiError, InvalidRequest, Overloaded: as `chat.prepare`.
     """
     try:
         return await prepare(request, as_chat(body, items))
@@ -291,11 +287,11 @@ async def _prepare(
 
 
 async def get_response(http_request: Request) -> Response:
-    """Answer with a kept response, or with the rest of its stream.
+    """Answer with a stored response, or with its events from `starting_after` on.
 
     Raises:
-        ApiError: 404, there is none.
-        InvalidRequest: its stream is not kept, or an argument is wrong.
+        ApiError: 404, there is no such response.
+        InvalidRequest: its events are not stored, or an argument is wrong.
     """
     query = Query(http_request)
     is_stream, after = query.flag("stream"), query.integer("starting_after", -1, 0, 2**31 - 1)
@@ -310,11 +306,11 @@ async def get_response(http_request: Request) -> Response:
 
 
 async def cancel_response(http_request: Request) -> Response:
-    """End the work on a response in the background.
+    """Cancel a response in the background, and answer with it after its end.
 
     Raises:
-        ApiError: 404, there is none.
-        InvalidRequest: its client waits for it.
+        ApiError: 404, there is no such response.
+        InvalidRequest: the response is not in the background.
     """
     turn = _turn(http_request)
     if turn.task is None:
@@ -327,10 +323,10 @@ async def cancel_response(http_request: Request) -> Response:
 
 
 async def delete_response(http_request: Request) -> Response:
-    """Forget a response.
+    """Delete a stored response.
 
     Raises:
-        ApiError: 404, there is none.
+        ApiError: 404, there is no such response.
     """
     turn = _turn(http_request)
     _store(http_request).remove(turn)
@@ -338,7 +334,7 @@ async def delete_response(http_request: Request) -> Response:
 
 
 async def list_input_items(http_request: Request) -> Response:
-    """List the items of a kept response's input.
+    """Answer with a page of the input items of a stored response.
 
     Raises:
         ApiError: 404, there is no such response.
@@ -351,10 +347,10 @@ async def list_input_items(http_request: Request) -> Response:
 
 
 async def count_input_tokens(http_request: Request) -> Response:
-    """Count the tokens that an input would take of the context.
+    """Answer with the number of tokens of an input, rendered by the chat template.
 
     Raises:
-        ApiError, InvalidRequest: see `EndpointRequest.parse` and `_Input`.
+        ApiError, InvalidRequest: as `EndpointRequest.parse` and `_Input`.
     """
     request = _request(http_request)
     body = request.parse(CountInputRequest, UNSUPPORTED, strip_hosted)

@@ -1,4 +1,4 @@
-"""Endpoints of vLLM that render prompts to token ids, and one that takes and gives token ids."""
+"""Endpoints of vLLM that render prompts to token ids, and that complete token ids."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _SAMPLING = {field.name for field in fields(SamplingParams)}
 
 
 async def render_completions(http_request: Request) -> Response:
-    """Answer with the token ids and settings of each prompt of a completion.
+    """Answer with the token ids and settings of each prompt of a completion request.
 
     Raises: as `completions.completions`.
     """
@@ -62,7 +62,7 @@ async def render_completions(http_request: Request) -> Response:
 
 
 async def render_chat(http_request: Request) -> Response:
-    """Answer with the token ids and settings of a conversation.
+    """Answer with the token ids and settings of a chat request.
 
     Raises: as `chat.chat_completions`.
     """
@@ -73,7 +73,7 @@ async def render_chat(http_request: Request) -> Response:
 
 
 async def render_messages(http_request: Request) -> Response:
-    """Answer with the token ids and settings of a conversation in Anthropic's form.
+    """Answer with the token ids and settings of a request in Anthropic's form.
 
     Raises: as `anthropic.messages`.
     """
@@ -91,11 +91,11 @@ async def _render(request: EndpointRequest, body: ChatRequest, request_id: str |
 
 
 async def generate(http_request: Request) -> Response:
-    """Complete token ids, and answer with token ids.
+    """Complete a prompt of token ids, and answer with token ids.
 
     Raises:
         ApiError: the body is malformed, there is no such model, or the server is stopping.
-        InvalidRequest: naming the field, or `sampling_params`.
+        InvalidRequest: a field, or a field of `sampling_params`, is wrong.
         Overloaded: the queue is full.
     """
     request = EndpointRequest(http_request)
@@ -134,13 +134,13 @@ async def generate(http_request: Request) -> Response:
 
 
 class GenerateFormatter:
-    """Formatter of completions as token ids.
+    """Formatter of completions as token ids, as one document or as the events of a stream.
 
     Args:
         body: the request.
-        request_id: of the answer.
-        tokenizer: spells tokens in text; None where there is none.
-        settings: of the request.
+        request_id: id of the answer.
+        tokenizer: spells tokens in log-probabilities. None for a model without a tokenizer.
+        settings: the fields of the request's `sampling_params`.
     """
 
     def __init__(
@@ -210,7 +210,6 @@ class GenerateFormatter:
 
 
 def _scores(part: Part | Choice) -> GenerateLogprobs:
-    """Return log-probabilities by ids: the drawn token first, then the others by their rank."""
     content = []
     for row in rows(part.token_ids, part.logprobs):
         own = ScoredToken(row.token, row.logprob, row.rank)
