@@ -16,7 +16,7 @@ from jaxserve.errors import InvalidRequest
 from jaxserve.server.api.chat import prepare
 from jaxserve.server.api.conversations import template_ids
 from jaxserve.server.api.endpoint_request import EndpointRequest
-from jaxserve.server.api.generation import Choice, Generation, Part
+from jaxserve.server.api.generation import Choice, ChoicePart, Generation
 from jaxserve.server.api.streaming import event, json_response, respond
 from jaxserve.server.schema.anthropic import (
     AnswerBlock,
@@ -147,8 +147,8 @@ def _blocks(message: Message) -> list[AnswerBlock]:
     if message.content or not message.calls:
         blocks.append(TextBlock(text=message.content))
     for call in message.calls:
-        given = read_object(call.arguments)
-        blocks.append(ToolUseBlock(id=call.id, name=call.name, input=given or {}))
+        arguments = read_object(call.arguments)
+        blocks.append(ToolUseBlock(id=call.id, name=call.name, input=arguments or {}))
     return blocks
 
 
@@ -218,7 +218,7 @@ class MessagesFormatter:
         )
         return _event("message_start", message=message)
 
-    def parts(self, generation: Generation, parts: list[Part]) -> bytes:
+    def parts(self, generation: Generation, parts: list[ChoicePart]) -> bytes:
         return b"".join([self._piece(piece) for part in parts for piece in part.pieces])
 
     def _piece(self, piece: Piece) -> bytes:

@@ -16,7 +16,7 @@ from jaxserve.request import SamplingParams
 from jaxserve.server.api.chat_calls import ChatCalls
 from jaxserve.server.api.conversations import as_template_messages, render, template_options
 from jaxserve.server.api.endpoint_request import EndpointRequest
-from jaxserve.server.api.generation import Choice, Generation, Part
+from jaxserve.server.api.generation import Choice, ChoicePart, Generation
 from jaxserve.server.api.streaming import DONE, event, respond
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.schema.functions import as_tools
@@ -64,7 +64,7 @@ async def prepare(request: EndpointRequest, body: ChatRequest) -> Generation:
     """
     check_stream(body)
     model = request.find_model(body.model)
-    wanted = model.max_tokens(most_tokens(body, request.renamed))
+    max_tokens = model.max_tokens(most_tokens(body, request.renamed))
     request.renamed.setdefault("structured_outputs", form_field(body))
     model.tokenizer()  # raises if the model has no tokenizer
     dialect = model.dialect
@@ -72,7 +72,7 @@ async def prepare(request: EndpointRequest, body: ChatRequest) -> Generation:
     use = partial(tool_use, body, dialect.parser, may_choose, dialect.spell, model.schemas)
     # Schemas of new tools are compiled, which takes from milliseconds to a second.
     tools = await asyncio.to_thread(use) if body.tools else use()
-    sampling = chat_sampling(body, model, wanted, tools)
+    sampling = chat_sampling(body, model, max_tokens, tools)
     if tools is not None and tools.grammar is not None:
         request.renamed["structured_outputs"] = "tools"
     request.admit(model, sampling.n)
@@ -190,7 +190,7 @@ class ChatFormatter:
         self._continuous = self._usage and bool(options and options.continuous_usage_stats)
         self._sent: list[int] = []  # number of tokens sent of each choice
         self._owes_prompt = body.prompt_logprobs is not None
-        self._held: list[Part] = []  # parts that wait for the log-probabilities of the prompt
+        self._held: list[ChoicePart] = []  # parts that wait for the log-probabilities of the prompt
 
     def whole(self, generation: Generation) -> ChatResponse:
         response = ChatResponse(
@@ -215,7 +215,7 @@ class ChatFormatter:
         prompt, scores = generation.choices[0].prompt_token_ids, generation.prompt_logprobs[0]
         return self._texts.prompt(prompt, scores, self._body.prompt_logprobs)
 
-    def _logprobs(self, part: Part | Choice) -> ChatLogprobs | None:
+    def _logprobs(self, part: ChoicePart | Choice) -> ChatLogprobs | None:
         if not self._body.logprobs:
             return None
         listed = bool(self._body.logprob_token_ids)  # vLLM shows the sampled token as one of them
@@ -261,7 +261,7 @@ class ChatFormatter:
                 chunks.append(event(self._chunk(generation, [repeated])))
         return b"".join(chunks)
 
-    def parts(self, generation: Generation, parts: list[Part]) -> bytes:
+    def parts(self, generation: Generation, parts: list[ChoicePart]) -> bytes:
         chunks = []
         if self._owes_prompt and generation.prompt_logprobs[0] is None:
             self._held += parts

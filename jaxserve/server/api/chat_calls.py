@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from jaxserve.server.api.generation import Part
+from jaxserve.server.api.generation import ChoicePart
 from jaxserve.server.schema.openai import AnsweredCall, AnswerMessage, ChatDelta, FunctionCall
 from jaxserve.server.schema.tools import (
     CallDelta,
@@ -47,7 +47,7 @@ class ChatCalls:
         custom = CustomCall(name=call.name, input=text)
         return AnsweredCall(id=call.id, type="custom", custom=custom)
 
-    def delta(self, part: Part) -> ChatDelta:
+    def delta(self, part: ChoicePart) -> ChatDelta:
         """Return the additions of a part as a delta with one entry for each call."""
         delta = ChatDelta()
         calls: dict[int, CallDelta] = {}

@@ -14,7 +14,7 @@ from jaxserve.errors import InvalidRequest
 from jaxserve.request import Request as EngineRequest
 from jaxserve.request import SamplingParams
 from jaxserve.server.api.endpoint_request import EndpointRequest
-from jaxserve.server.api.generation import Choice, Generation, Part
+from jaxserve.server.api.generation import Choice, ChoicePart, Generation
 from jaxserve.server.api.streaming import DONE, event, respond
 from jaxserve.server.api.whole_context import WholeContextGeneration, draw_last, fills_context
 from jaxserve.server.schema.errors import ApiError
@@ -105,16 +105,16 @@ async def prepare_completions(
     request.renamed["structured_outputs"] = form_field(body)
     model = request.find_model(body.model)
     prompts = as_prompts(body.prompt)
-    wanted = most_tokens(body, request.renamed)
-    wanted = DEFAULT_MAX_TOKENS if wanted is None else wanted
+    max_tokens = most_tokens(body, request.renamed)
+    max_tokens = DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens
     # The engine samples at least one token, which the answer to a mere echo omits.
-    wanted = 1 if is_echo_only(body) else model.max_tokens(wanted)
+    max_tokens = 1 if is_echo_only(body) else model.max_tokens(max_tokens)
     # An echoed prompt gets as many alternatives as the answer, and errors name logprobs.
     width = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
         width = wider(body.logprobs, width)
     check_sizes(body, model.limits.vocab_size)
-    sampling = sampling_params(body, model.default_sampling, wanted, body.logprobs, width)
+    sampling = sampling_params(body, model.default_sampling, max_tokens, body.logprobs, width)
     if sampling.logprob_token_ids and is_echo_only(body):
         name = "logprob_token_ids"
         raise InvalidRequest(f"{name} needs tokens to score: max_tokens is 0", name)
@@ -123,23 +123,23 @@ async def prepare_completions(
     if body.best_of is not None and body.best_of != sampling.n:
         raise InvalidRequest("best_of must be equal to n", "best_of")
     request.admit(model, len(prompts) * sampling.n)
-    made: list[EngineRequest] = []
+    engine_requests: list[EngineRequest] = []
     filling: dict[int, list[int]] = {}  # prompts as long as the context, by their numbers
     texts: list[str] = []
     for prompt in prompts:
         ids = await _token_ids(model, prompt, body)
         longest = model.limits.max_model_len
-        kept = truncated(ids, body.truncate_prompt_tokens, longest, body.truncation_side)
-        whole = prompt if len(kept) == len(ids) else kept
-        own = sampling
-        if scores_whole and is_echo_only(body) and fills_context(model, kept):
-            filling[len(made)] = kept
-            own, kept = draw_last(kept, sampling), kept[:-1]
-        made.append(await request.engine_request(model, kept, own, body))
+        used = truncated(ids, body.truncate_prompt_tokens, longest, body.truncation_side)
+        whole = prompt if len(used) == len(ids) else used
+        settings = sampling
+        if scores_whole and is_echo_only(body) and fills_context(model, used):
+            filling[len(engine_requests)] = used
+            settings, used = draw_last(used, sampling), used[:-1]
+        engine_requests.append(await request.engine_request(model, used, settings, body))
         texts.append(_text(model, whole, sampling.skip_special_tokens) if body.echo else "")
     if filling:
-        return WholeContextGeneration(model, made, filling), texts
-    return Generation(model, made), texts
+        return WholeContextGeneration(model, engine_requests, filling), texts
+    return Generation(model, engine_requests), texts
 
 
 async def _token_ids(
@@ -217,7 +217,7 @@ class CompletionFormatter:
             CompletionTokens(self._texts, sampling.skip_special_tokens) for _ in self._sent
         ]
         # Parts that wait for the prompt's log-probabilities, which come with its first completion.
-        self._held: list[Part] = []
+        self._held: list[ChoicePart] = []
 
     def _response(self, generation: Generation, choices: list) -> CompletionResponse:
         return CompletionResponse(self._id, generation.created, generation.model.name, choices)
@@ -229,7 +229,7 @@ class CompletionFormatter:
         return usage
 
     def _logprobs(
-        self, generation: Generation, part: Part | Choice, is_first: bool
+        self, generation: Generation, part: ChoicePart | Choice, is_first: bool
     ) -> CompletionLogprobs | None:
         width = self._body.logprobs
         if width is None:
@@ -274,7 +274,7 @@ class CompletionFormatter:
     def opening(self, generation: Generation) -> bytes:
         return b""
 
-    def parts(self, generation: Generation, parts: list[Part]) -> bytes:
+    def parts(self, generation: Generation, parts: list[ChoicePart]) -> bytes:
         if self._waits_for_prompts:
             parts, self._held = self._held + parts, []
             ready = []
@@ -285,7 +285,7 @@ class CompletionFormatter:
             parts = ready
         return b"".join([self._part(generation, part) for part in parts])
 
-    def _part(self, generation: Generation, part: Part) -> bytes:
+    def _part(self, generation: Generation, part: ChoicePart) -> bytes:
         text = "" if self._echo_only else part.text
         is_first = part.index in self._fresh
         self._sent[part.index] += len(part.token_ids)

@@ -49,8 +49,8 @@ def as_template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
 def _template_call(call: ToolCall) -> dict[str, Any]:
     function = call.function
     arguments = given_arguments(function.arguments)
-    made = {"type": "function", "function": {"name": function.name, "arguments": arguments}}
-    return made if call.id is None else {"id": call.id, **made}
+    converted = {"type": "function", "function": {"name": function.name, "arguments": arguments}}
+    return converted if call.id is None else {"id": call.id, **converted}
 
 
 async def template_options(body: ChatRequest, model: ServedModel) -> dict[str, Any]:
@@ -59,11 +59,11 @@ async def template_options(body: ChatRequest, model: ServedModel) -> dict[str, A
     Raises:
         InvalidRequest: the request may not set an input, which the error names.
     """
-    own = body.chat_template_kwargs or {}
-    check_inputs(own, "chat_template_kwargs")
+    inputs = body.chat_template_kwargs or {}
+    check_inputs(inputs, "chat_template_kwargs")
     if body.enable_thinking is not None:
-        own = {"enable_thinking": body.enable_thinking, **own}
-    options = {**(model.config.default_chat_template_kwargs or {}), **own}
+        inputs = {"enable_thinking": body.enable_thinking, **inputs}
+    options = {**(model.config.default_chat_template_kwargs or {}), **inputs}
     if len(body.documents or ()) > MAX_DOCUMENTS:
         raise InvalidRequest(f"documents holds more than {MAX_DOCUMENTS}", "documents")
     if body.documents:

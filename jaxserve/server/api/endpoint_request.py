@@ -108,10 +108,10 @@ class EndpointRequest:
         self.check_fields(value, (*schema.__struct_encode_fields__, *(unsupported or ())))
         if prepare is not None:
             prepare(value)
-        made = to_schema(value, schema)
-        if isinstance(made, Sampling):
-            self._add_defaults(made)
-        return made
+        parsed = to_schema(value, schema)
+        if isinstance(parsed, Sampling):
+            self._add_defaults(parsed)
+        return parsed
 
     def check_fields(
         self, fields: Mapping[str, Any], served: Collection[str], place: str = ""

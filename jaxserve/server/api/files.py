@@ -95,8 +95,8 @@ async def list_files(request: Request) -> Response:
     """
     query = Query(request)
     purpose = query.choice("purpose", ("batch", "batch_output"))
-    found = _files(request).list(_owner(request), purpose)
-    page = query.page(found, lambda file: file.id, "desc", MOST_LISTED, MOST_LISTED)
+    listed = _files(request).list(_owner(request), purpose)
+    page = query.page(listed, lambda file: file.id, "desc", MOST_LISTED, MOST_LISTED)
     return json_response(FileList(*page))
 
 
@@ -165,8 +165,8 @@ async def list_batches(request: Request) -> Response:
     Raises:
         ApiError, InvalidRequest: the server runs no batches, or an argument is wrong.
     """
-    found = _batches(request).list(_owner(request))
-    page = Query(request).page(found, lambda batch: batch.id, "desc")
+    listed = _batches(request).list(_owner(request))
+    page = Query(request).page(listed, lambda batch: batch.id, "desc")
     return json_response(BatchList(*page))
 
 

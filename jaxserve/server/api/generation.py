@@ -33,7 +33,7 @@ from jaxserve.server.tool_calls.pieces import Content, Message, Piece
 
 
 @dataclass
-class Part:
+class ChoicePart:
     """The additions to a choice since its last part.
 
     Attributes:
@@ -77,7 +77,7 @@ class Choice:
         """Content, reasoning and tool calls of the text."""
         return Message(self.text) if self.reader is None else self.reader.message
 
-    def read(self, part: Part) -> None:
+    def read(self, part: ChoicePart) -> None:
         """Read the text of a part, and set the part's `pieces`."""
         if self.reader is not None:
             part.pieces = self.reader.feed(part.text, part.finish_reason is not None)
@@ -213,14 +213,14 @@ class Generation:
         """Return whether all choices have ended and `take` has returned their last parts."""
         return self._live == 0
 
-    async def take(self) -> list[Part]:
+    async def take(self) -> list[ChoicePart]:
         """Wait for new tokens, and return at most one part for each choice.
 
         Raises:
             ApiError: the request failed or took too long.
             InvalidRequest: the request's settings allow no further token.
         """
-        parts: dict[int, Part] = {}
+        parts: dict[int, ChoicePart] = {}
         for delta in await self._stream.take():
             self._apply(delta, parts)
         self._measure(parts)
@@ -228,7 +228,7 @@ class Generation:
             self.choices[index].read(part)
         return list(parts.values())
 
-    def _apply(self, delta: Delta, parts: dict[int, Part]) -> None:
+    def _apply(self, delta: Delta, parts: dict[int, ChoicePart]) -> None:
         request_id = delta.request_id
         if request_id in self._unstarted:
             self._admission.num_prompt_tokens -= self._unstarted.pop(request_id)
@@ -250,7 +250,7 @@ class Generation:
         choice.token_ids += delta.token_ids
         part = parts.get(index)
         if part is None:
-            part = parts[index] = Part(index, delta.text, delta.token_ids)
+            part = parts[index] = ChoicePart(index, delta.text, delta.token_ids)
         else:
             part.text += delta.text
             part.token_ids = part.token_ids + delta.token_ids
@@ -270,7 +270,7 @@ class Generation:
             return ApiError(503, delta.error, code="queue_timeout", headers={"retry-after": "1"})
         return ApiError(503, "the request was ended by the server", code="aborted")
 
-    def _measure(self, parts: dict[int, Part]) -> None:
+    def _measure(self, parts: dict[int, ChoicePart]) -> None:
         now = time.monotonic()
         for index, part in parts.items():
             if part.token_ids:

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxserve.server.api.endpoint_request import EndpointRequest
-from jaxserve.server.api.generation import Choice, Generation, Part
+from jaxserve.server.api.generation import Choice, ChoicePart, Generation
 from jaxserve.server.api.streaming import event, respond
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.schema.openai import Sampling
@@ -77,9 +77,9 @@ async def infill(http_request: Request) -> Response:
     request.renamed |= {"prompt": "input_prefix", "suffix": "input_suffix"}
     request.renamed["structured_outputs"] = form_field(body)
     model = request.find_model(body.model)
-    wanted = model.max_tokens(most_tokens(body, request.renamed))
+    max_tokens = model.max_tokens(most_tokens(body, request.renamed))
     check_sizes(body, model.limits.vocab_size)
-    sampling = sampling_params(body, model.default_sampling, wanted)
+    sampling = sampling_params(body, model.default_sampling, max_tokens)
     request.admit(model, 1)
     tokenizer = model.tokenizer()
     files = "".join(f"{file.filename}\n{file.text}\n" for file in body.input_extra or ())
@@ -112,7 +112,7 @@ class InfillFormatter:
     def opening(self, generation: Generation) -> bytes:
         return b""
 
-    def parts(self, generation: Generation, parts: list[Part]) -> bytes:
+    def parts(self, generation: Generation, parts: list[ChoicePart]) -> bytes:
         name = generation.model.name
         return b"".join(event(InfillResponse(p.text, name, False)) for p in parts if p.text)
 

@@ -26,17 +26,28 @@ _SECRET = re.compile(r"api_key|secret|password|hf_token")
 _GROUPS = {
     "model_config": ("model", "tokenizer", "revision", "dtype", "quantization", "seed"),
     "cache_config": (
-        *("block_size", "kv_cache_dtype", "enable_prefix_caching", "gpu_memory_utilization"),
-        *("kv_cache_memory_bytes", "num_gpu_blocks_override"),
+        "block_size",
+        "kv_cache_dtype",
+        "enable_prefix_caching",
+        "gpu_memory_utilization",
+        "kv_cache_memory_bytes",
+        "num_gpu_blocks_override",
     ),
     "scheduler_config": (
-        *("max_num_seqs", "max_num_batched_tokens", "scheduling_policy", "async_scheduling"),
-        *("long_prefill_token_threshold", "num_scheduler_steps"),
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "scheduling_policy",
+        "async_scheduling",
+        "long_prefill_token_threshold",
+        "num_scheduler_steps",
     ),
     "load_config": ("load_format", "download_dir"),
     "parallel_config": (
-        *("tensor_parallel_size", "enable_expert_parallel", "decode_context_parallel_size"),
-        *("enable_eplb", "eplb_config"),
+        "tensor_parallel_size",
+        "enable_expert_parallel",
+        "decode_context_parallel_size",
+        "enable_eplb",
+        "eplb_config",
     ),
 }
 
@@ -203,15 +214,15 @@ async def server_info(request: Request) -> Response:
 
 
 def _settings(model: ServedModel) -> dict[str, dict[str, Any]]:
-    left = {
+    settings = {
         name: str(value) if isinstance(value, Path) else value
         for name, value in dataclasses.asdict(model.llm.config).items()
         if not _SECRET.search(name)
     }
-    del left["max_model_len"]  # the configured length, which the effective one replaces
+    del settings["max_model_len"]  # the configured length, which the effective one replaces
     groups: dict[str, dict[str, Any]] = {}
     for group, names in _GROUPS.items():
-        groups[group] = {name: left.pop(name) for name in names if name in left}
+        groups[group] = {name: settings.pop(name) for name in names if name in settings}
     groups["model_config"] |= {
         "served_model_name": model.names,
         "max_model_len": model.limits.max_model_len,
@@ -219,7 +230,7 @@ def _settings(model: ServedModel) -> dict[str, dict[str, Any]]:
     cache = groups["cache_config"]
     cache |= {"cache_dtype": cache.pop("kv_cache_dtype"), "num_gpu_blocks": model.llm.num_pages}
     groups["parallel_config"] |= {"pipeline_parallel_size": 1, "data_parallel_size": 1}
-    return groups | {"additional_config": left}
+    return groups | {"additional_config": settings}
 
 
 async def list_models(request: Request) -> Response:

@@ -62,10 +62,10 @@ async def create_conversation(http_request: Request) -> Response:
     request = EndpointRequest(http_request)
     body = request.parse(ConversationRequest, prepare=strip_hosted)
     check_metadata(body.metadata)
-    made = Conversation(http_request.scope["jaxserve.key"], body.metadata or {})
-    _add(request, made, body.items or [])
-    _store(http_request).keep(made)
-    return json_response(made.shown)
+    conversation = Conversation(http_request.scope["jaxserve.key"], body.metadata or {})
+    _add(request, conversation, body.items or [])
+    _store(http_request).keep(conversation)
+    return json_response(conversation.shown)
 
 
 async def get_conversation(http_request: Request) -> Response:

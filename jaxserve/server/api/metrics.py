@@ -56,7 +56,7 @@ _OWN_COUNTERS: dict[str, tuple[str, Read]] = {
 _OWN = _OWN_GAUGES.keys() | _OWN_COUNTERS.keys()
 
 
-class _Row(NamedTuple):
+class _HistogramRow(NamedTuple):
     """A row of `HISTOGRAMS`.
 
     Attributes:
@@ -77,101 +77,107 @@ class _Row(NamedTuple):
 
 _SECONDS = (buckets.LONG, buckets.VLLM_LATENCY)
 HISTOGRAMS = (
-    _Row(
+    _HistogramRow(
         "time_to_first_token_seconds",
         "From a request's arrival to its first token.",
         lambda m: m.request_metrics.time_to_first_token,
-        *(buckets.SHORT, buckets.VLLM_FIRST_TOKEN),
+        buckets.SHORT,
+        buckets.VLLM_FIRST_TOKEN,
     ),
-    _Row(
+    _HistogramRow(
         "inter_token_latency_seconds",
         "Between tokens of a request.",
         lambda m: m.request_metrics.inter_token_latency,
-        *(buckets.SHORT, buckets.VLLM_BETWEEN_TOKENS),
+        buckets.SHORT,
+        buckets.VLLM_BETWEEN_TOKENS,
     ),
-    _Row(
+    _HistogramRow(
         "request_time_per_output_token_seconds",
         "Mean time between tokens of a completion.",
         lambda m: m.request_metrics.time_per_output_token,
-        *(buckets.SHORT, buckets.VLLM_BETWEEN_TOKENS),
+        buckets.SHORT,
+        buckets.VLLM_BETWEEN_TOKENS,
     ),
-    _Row(
+    _HistogramRow(
         "e2e_request_latency_seconds",
         "From a completion's arrival to its end.",
         lambda m: m.request_metrics.e2e_latency,
         *_SECONDS,
     ),
-    _Row(
+    _HistogramRow(
         "request_queue_time_seconds",
         "From a completion's arrival at the engine to its first slot.",
         lambda m: m.request_metrics.queue_time,
         *_SECONDS,
     ),
-    _Row(
+    _HistogramRow(
         "request_prefill_time_seconds",
         "From a completion's first slot to its first token.",
         lambda m: m.request_metrics.prefill_time,
         *_SECONDS,
     ),
-    _Row(
+    _HistogramRow(
         "request_decode_time_seconds",
         "From a completion's first token to its last.",
         lambda m: m.request_metrics.decode_time,
         *_SECONDS,
     ),
-    _Row(
+    _HistogramRow(
         "request_inference_time_seconds",
         "From a completion's first slot to its last token.",
         lambda m: m.request_metrics.inference_time,
         *_SECONDS,
     ),
-    _Row(
+    _HistogramRow(
         "request_prompt_tokens",
         "Prompt tokens of a request.",
         lambda m: m.request_metrics.prompt_tokens,
         buckets.TOKENS,
     ),
-    _Row(
+    _HistogramRow(
         "request_prefill_kv_computed_tokens",
         "Prompt tokens of a completion that were computed, not found in the prefix cache.",
         lambda m: m.request_metrics.computed_tokens,
         buckets.TOKENS,
     ),
-    _Row(
+    _HistogramRow(
         "request_generation_tokens",
         "Tokens drawn for a completion.",
         lambda m: m.request_metrics.generation_tokens,
         buckets.TOKENS,
     ),
-    _Row(
+    _HistogramRow(
         "request_max_num_generation_tokens",
         "Tokens of a request's longest completion.",
         lambda m: m.request_metrics.most_generation_tokens,
         buckets.TOKENS,
     ),
-    _Row(
+    _HistogramRow(
         "request_params_max_tokens",
         "The max_tokens of a completion's request.",
         lambda m: m.request_metrics.max_tokens,
         buckets.TOKENS,
     ),
-    _Row(
+    _HistogramRow(
         "request_params_n",
         "Completions of a request.",
         lambda m: m.request_metrics.num_completions,
-        *(buckets.NUM_COMPLETIONS, buckets.NUM_COMPLETIONS),
+        buckets.NUM_COMPLETIONS,
+        buckets.NUM_COMPLETIONS,
     ),
-    _Row(
+    _HistogramRow(
         "request_num_preemptions",
         "Times that a completion was sent back to wait.",
         lambda m: m.request_metrics.num_preemptions,
-        *(buckets.NUM_PREEMPTIONS, buckets.NUM_PREEMPTIONS),
+        buckets.NUM_PREEMPTIONS,
+        buckets.NUM_PREEMPTIONS,
     ),
-    _Row(
+    _HistogramRow(
         "iteration_tokens_total",
         "Tokens of a step, of prompts and of answers.",
         lambda m: m.llm.step_tokens,
-        *(STEP_TOKENS, STEP_TOKENS),
+        STEP_TOKENS,
+        STEP_TOKENS,
     ),
 )
 
@@ -209,7 +215,7 @@ class _Snapshot(Collector):
         yield self._cache_config("vllm")
 
     def _histogram(
-        self, row: _Row, prefix: str, bounds: Callable[[ServedModel], Iterable[float]]
+        self, row: _HistogramRow, prefix: str, bounds: Callable[[ServedModel], Iterable[float]]
     ) -> Metric:
         family = HistogramMetricFamily(f"{prefix}:{row.name}", row.text, labels=_LABELS)
         for model in self._models:
@@ -283,8 +289,11 @@ class _Snapshot(Collector):
         for model in self._models:
             config = model.llm.config
             values = (
-                *(config.block_size, config.kv_cache_dtype, config.enable_prefix_caching),
-                *(config.gpu_memory_utilization, *_cache_sizes(model)),
+                config.block_size,
+                config.kv_cache_dtype,
+                config.enable_prefix_caching,
+                config.gpu_memory_utilization,
+                *_cache_sizes(model),
             )
             info.add_metric([model.name, "0", *map(str, values)], 1)
         return info

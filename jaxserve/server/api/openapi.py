@@ -203,15 +203,15 @@ def _add_kept(
         good["content"] = {"application/octet-stream": {}}
     parameters = [_argument(name, values, "query") for name, values in query.items()]
     parameters = [*_in_path(path), *parameters]
-    made: dict[str, Any] = {
+    described: dict[str, Any] = {
         "operationId": f"{method}_{_name(path)}",
         "parameters": parameters,
         "responses": {"200": good, **refusals},
     }
     if answered is FileObject and method == "post":
         content = {"multipart/form-data": {"schema": _FORM}}
-        made["requestBody"] = {"required": True, "content": content}
-    paths.setdefault(path, {})[method] = made
+        described["requestBody"] = {"required": True, "content": content}
+    paths.setdefault(path, {})[method] = described
 
 
 def _in_path(path: str) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from uuid import uuid4
 
 import msgspec
 
-from jaxserve.server.api.generation import Choice, Generation, Part
+from jaxserve.server.api.generation import Choice, ChoicePart, Generation
 from jaxserve.server.api.streaming import event
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.schema.logprobs import TokenLogprob, TokenTexts
@@ -138,10 +138,10 @@ class ResponsesFormatter:
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         self._number += 1
-        made = event({"type": kind, "sequence_number": self._number - 1, **fields}, kind)
+        encoded = event({"type": kind, "sequence_number": self._number - 1, **fields}, kind)
         if self._body.background:
-            self._events.append(made)
-        return made
+            self._events.append(encoded)
+        return encoded
 
     def _in_item(self, kind: str, **fields: Any) -> bytes:
         index = len(self._items) - 1
@@ -175,13 +175,13 @@ class ResponsesFormatter:
         events, self._events = self._events, []
         return events
 
-    def parts(self, generation: Generation, parts: list[Part]) -> bytes:
+    def parts(self, generation: Generation, parts: list[ChoicePart]) -> bytes:
         return b"".join([self._part(generation, part) for part in parts])
 
-    def _logprobs(self, part: Part | Choice) -> list[TokenLogprob]:
+    def _logprobs(self, part: ChoicePart | Choice) -> list[TokenLogprob]:
         return self._texts.chat(part.token_ids, part.logprobs) if self._texts else []
 
-    def _part(self, generation: Generation, part: Part) -> bytes:
+    def _part(self, generation: Generation, part: ChoicePart) -> bytes:
         pieces = part.pieces
         self._pending += self._logprobs(part)
         if not pieces and self._pending and generation.choices[0].reader is None:
@@ -235,15 +235,15 @@ class ResponsesFormatter:
 
     def _new_item(self, piece: Piece) -> OutputItem:
         name = uuid4().hex
-        namespace, own = None, ""
+        namespace, tool = None, ""
         if isinstance(piece, CallPart):
-            namespace, own = self._grouped.get(piece.name or "", (None, piece.name or ""))
+            namespace, tool = self._grouped.get(piece.name or "", (None, piece.name or ""))
         if isinstance(piece, CallPart) and piece.name in self._custom:
             self._input = CustomInput()
             return CustomCallItem(
                 id=f"ctc_{name}",
                 call_id=piece.id or "",
-                name=own,
+                name=tool,
                 input="",
                 status="in_progress",
                 namespace=namespace or msgspec.UNSET,
@@ -252,7 +252,7 @@ class ResponsesFormatter:
             return FunctionCallItem(
                 id=f"fc_{name}",
                 call_id=piece.id or "",
-                name=own,
+                name=tool,
                 arguments="",
                 status="in_progress",
                 namespace=namespace or msgspec.UNSET,

@@ -99,8 +99,8 @@ class _Input:
         references = [item.id or "" for item in self.own if item.type == REFERENCE]
         if references:
             most = request.config.max_body_bytes
-            found = store.find_items(references, owner, most)
-            self.own = [_resolved(item, found) for item in self.own]
+            stored = store.find_items(references, owner, most)
+            self.own = [_resolved(item, stored) for item in self.own]
         self.items = self.own
         self.conversation = self._join(conversations, body, owner, request.config.max_body_bytes)
         if before is None:
@@ -131,25 +131,25 @@ class _Input:
         most: int,
     ) -> Conversation | None:
         """Return the conversation that a request names, and put its items before the input's."""
-        name, given = "conversation", conversation_id(body)
-        if given is None:
+        name, conversation = "conversation", conversation_id(body)
+        if conversation is None:
             return None
         if body.previous_response_id is not None:
             raise InvalidRequest(f"{name} and previous_response_id exclude each other", name)
-        found = store.get(given, owner, name)
-        if found.num_item_bytes > most:
+        stored = store.get(conversation, owner, name)
+        if stored.num_item_bytes > most:
             raise InvalidRequest(f"{name} takes more than {most} bytes", name)
-        self.items = [*found.input_items(), *self.own]
-        return found
+        self.items = [*stored.input_items(), *self.own]
+        return stored
 
 
-def _resolved(item: InputItem, found: Mapping[str, InputItem]) -> InputItem:
+def _resolved(item: InputItem, stored: Mapping[str, InputItem]) -> InputItem:
     if item.type != REFERENCE:
         return item
     name = item.id or ""
-    if name not in found:
+    if name not in stored:
         raise InvalidRequest(f"input: there is no item with id {name[:60]!r}", "input")
-    return found[name]
+    return stored[name]
 
 
 def _request(http_request: Request) -> EndpointRequest:
@@ -209,10 +209,10 @@ async def responses(http_request: Request) -> Response:
         body.store = False  # the output file of a batch holds its answers
     _check(body, store)
     owner: str | None = http_request.scope["jaxserve.key"]
-    given = _input(http_request, request, body)
-    conversation = given.conversation
-    added = [] if conversation is None else conversation.show_new(given.own)
-    generation = await _prepare(request, body, given.items)
+    source = _input(http_request, request, body)
+    conversation = source.conversation
+    added = [] if conversation is None else conversation.show_new(source.own)
+    generation = await _prepare(request, body, source.items)
     tokenizer = generation.model.llm.get_tokenizer()
     loop, talks = asyncio.get_running_loop(), http_request.app.state.served.conversations
 
@@ -234,7 +234,7 @@ async def responses(http_request: Request) -> Response:
             loop.call_soon_threadsafe(store.add, turn)
 
     formatter = ResponsesFormatter(body, tokenizer, keep)
-    turn = Turn(formatter.id, owner, given.parent, added or shown_items(given.own), b"")
+    turn = Turn(formatter.id, owner, source.parent, added or shown_items(source.own), b"")
     turn.conversation = conversation_id(body)
     if not body.background:
         return await respond(http_request, generation, formatter, bool(body.stream))
@@ -271,19 +271,23 @@ async def _prepare(
         if body.truncation != "auto" or not starts:
             raise
         problem = error
-    found: Generation | None = None
+    generation: Generation | None = None
     low, high = 0, len(starts)
     while low < high:
         middle = (low + high) // 2
-        kept = [item for item in items[: starts[middle]] if item.role in ("system", "developer")]
+        instructions = [
+            item for item in items[: starts[middle]] if item.role in ("system", "developer")
+        ]
         try:
-            found = await prepare(request, as_chat(body, [*kept, *items[starts[middle] :]]))
+            generation = await prepare(
+                request, as_chat(body, [*instructions, *items[starts[middle] :]])
+            )
             high = middle
         except PromptTooLong:
             low = middle + 1
-    if found is None:
+    if generation is None:
         raise problem
-    return found
+    return generation
 
 
 async def get_response(http_request: Request) -> Response:
@@ -355,8 +359,8 @@ async def count_input_tokens(http_request: Request) -> Response:
     request = _request(http_request)
     body = request.parse(CountInputRequest, UNSUPPORTED, strip_hosted)
     request.renamed |= {"prompt": "input", "response_format": "text"}
-    given = _input(http_request, request, body)
+    source = _input(http_request, request, body)
     whole = ResponsesRequest(**msgspec.structs.asdict(body))
-    chat = as_chat(whole, given.items)
+    chat = as_chat(whole, source.items)
     model = request.find_model(chat.model)
     return json_response(InputTokens(len(await template_ids(chat, model))))

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from jaxserve.server.api.generation import Generation, Part
+from jaxserve.server.api.generation import ChoicePart, Generation
 from jaxserve.server.schema.errors import ApiError, as_api_error
 
 T = TypeVar("T")
@@ -34,7 +34,7 @@ class ResponseFormatter(Protocol):
         """Return the events before the first parts."""
         ...
 
-    def parts(self, generation: Generation, parts: list[Part]) -> bytes:
+    def parts(self, generation: Generation, parts: list[ChoicePart]) -> bytes:
         """Return the events for new parts, which may be empty."""
         ...
 
@@ -183,7 +183,7 @@ class EventStream(EventResponse):
             if problem.status == 500 and not isinstance(error, ApiError):
                 raise
 
-    async def _first_events(self, parts: list[Part]) -> bytes:
+    async def _first_events(self, parts: list[ChoicePart]) -> bytes:
         generation, formatter = self._generation, self._formatter
         opening = formatter.opening(generation)
         if generation.num_logprobs <= INLINE_LOGPROBS:

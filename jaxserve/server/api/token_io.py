@@ -12,7 +12,7 @@ from jaxserve.errors import InvalidRequest
 from jaxserve.request import SamplingParams
 from jaxserve.server.api import anthropic, chat, completions
 from jaxserve.server.api.endpoint_request import EndpointRequest
-from jaxserve.server.api.generation import Choice, Generation, Part
+from jaxserve.server.api.generation import Choice, ChoicePart, Generation
 from jaxserve.server.api.streaming import DONE, event, json_response, respond
 from jaxserve.server.schema.anthropic import MessagesRequest
 from jaxserve.server.schema.decode import to_schema
@@ -85,9 +85,9 @@ async def render_messages(http_request: Request) -> Response:
 async def _render(request: EndpointRequest, body: ChatRequest, request_id: str | None) -> Response:
     generation = await chat.prepare(request, body)
     name = request.answer_id("chatcmpl", request_id)
-    made = rendered(generation.requests[0], name, body)
-    made.return_token_ids = body.return_token_ids
-    return json_response(made)
+    response = rendered(generation.requests[0], name, body)
+    response.return_token_ids = body.return_token_ids
+    return json_response(response)
 
 
 async def generate(http_request: Request) -> Response:
@@ -102,11 +102,11 @@ async def generate(http_request: Request) -> Response:
     body = request.parse(GenerateRequest, MEDIA)
     request.renamed["prompt"] = "token_ids"
     model = request.find_model(body.model)
-    own = body.sampling_params
-    refuse_unsupported(own, _NOT_HERE, " by this server")
+    sent = body.sampling_params
+    refuse_unsupported(sent, _NOT_HERE, " by this server")
     names = {*CompletionRequest.__struct_encode_fields__, *_SAMPLING}
-    request.check_fields(own, names, "sampling_params")
-    inner = {name: own[name] for name in own.keys() - {"prompt", "model", "stream", "suffix"}}
+    request.check_fields(sent, names, "sampling_params")
+    inner = {name: sent[name] for name in sent.keys() - {"prompt", "model", "stream", "suffix"}}
     shared = {"cache_salt": body.cache_salt, "priority": body.priority}
     settings = to_schema({**inner, **shared, "prompt": body.token_ids}, CompletionRequest)
     check_sizes(settings, model.limits.vocab_size)
@@ -118,7 +118,7 @@ async def generate(http_request: Request) -> Response:
         settings.logprobs,
         settings.prompt_logprobs,
     )
-    budget = own.get("thinking_token_budget")
+    budget = sent.get("thinking_token_budget")
     if budget not in (None, -1):
         exact_int(budget, "thinking_token_budget", 0, 2**31 - 1)
         sampling = replace(sampling, thinking_token_budget=budget)
@@ -126,11 +126,13 @@ async def generate(http_request: Request) -> Response:
         raise InvalidRequest("token_ids must hold at least one token", "token_ids")
     request.admit(model, sampling.n)
     marks = model.dialect.marks(body.token_ids)
-    made = await request.engine_request(model, body.token_ids, sampling, settings, marks)
+    engine_request = await request.engine_request(model, body.token_ids, sampling, settings, marks)
     formatter = GenerateFormatter(
         body, request.answer_id(None, body.request_id), model.llm.get_tokenizer(), settings
     )
-    return await respond(http_request, Generation(model, [made]), formatter, bool(body.stream))
+    return await respond(
+        http_request, Generation(model, [engine_request]), formatter, bool(body.stream)
+    )
 
 
 class GenerateFormatter:
@@ -152,7 +154,7 @@ class GenerateFormatter:
         self._texts = TokenTexts(tokenizer, False)
         self._sent: list[int] = []
 
-    def _choice(self, part: Part | Choice) -> GenerateChoice:
+    def _choice(self, part: ChoicePart | Choice) -> GenerateChoice:
         choice = GenerateChoice(part.index, part.token_ids)
         choice.finish_reason, choice.stop_reason = part.finish_reason, part.stop_reason
         if self._body.output_mode == "text":
@@ -187,7 +189,7 @@ class GenerateFormatter:
         response.prompt_token_ids = generation.choices[0].prompt_token_ids
         return event(response)
 
-    def parts(self, generation: Generation, parts: list[Part]) -> bytes:
+    def parts(self, generation: Generation, parts: list[ChoicePart]) -> bytes:
         options, events = self._body.stream_options, []
         for part in parts:
             self._sent[part.index] += len(part.token_ids)
@@ -209,11 +211,11 @@ class GenerateFormatter:
         return event(error.body()) + DONE
 
 
-def _scores(part: Part | Choice) -> GenerateLogprobs:
+def _scores(part: ChoicePart | Choice) -> GenerateLogprobs:
     content = []
     for row in rows(part.token_ids, part.logprobs):
-        own = ScoredToken(row.token, row.logprob, row.rank)
+        drawn = ScoredToken(row.token, row.logprob, row.rank)
         best = [ScoredToken(token, value, n) for n, (token, value) in enumerate(row.best, 1)]
         others = [scored for scored in best if scored.token_id != row.token]
-        content.append(DrawnToken(row.token, row.logprob, row.rank, [own, *others]))
+        content.append(DrawnToken(row.token, row.logprob, row.rank, [drawn, *others]))
     return GenerateLogprobs(content)

@@ -16,7 +16,7 @@ from jaxserve.engine.delta import Delta
 from jaxserve.engine.request_factory import check_token_ids
 from jaxserve.request import Request, SamplingParams
 from jaxserve.scheduling.logprobs import TokenLogprobs
-from jaxserve.server.api.generation import Generation, Part
+from jaxserve.server.api.generation import ChoicePart, Generation
 from jaxserve.server.schema.openai import Usage
 from jaxserve.server.served.models import ServedModel
 
@@ -68,7 +68,7 @@ class WholeContextGeneration(Generation):
         for choice in self.choices:
             choice.prompt_token_ids = filling.get(choice.prompt, choice.prompt_token_ids)
 
-    def _apply(self, delta: Delta, parts: dict[int, Part]) -> None:
+    def _apply(self, delta: Delta, parts: dict[int, ChoicePart]) -> None:
         is_filling = self.choices[self._first[delta.request_id]].prompt in self._filling
         if is_filling and delta.prompt_logprobs is not None and delta.logprobs is not None:
             delta.prompt_logprobs = _joined(delta.prompt_logprobs, delta.logprobs)
