@@ -38,7 +38,6 @@ import llguidance
 import llguidance.numpy
 import numpy as np
 
-from jaxserve.beams import BeamSearchParams
 from jaxserve.engine.delta import Delta, Sink
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.llm import LLM
@@ -49,7 +48,7 @@ from jaxserve.execution.mesh import make_mesh
 from jaxserve.models import ModelConfig, parse_model_config
 from jaxserve.models.shards import ONE_DEVICE, Split
 from jaxserve.outputs import RequestOutput
-from jaxserve.request import MAX_LOGPROBS, SamplingParams
+from jaxserve.request import MAX_LOGPROBS, BeamSearchParams, SamplingParams
 from jaxserve.scheduling.logprobs import TokenLogprobs
 from jaxserve.settings.config import KV_CACHE_DTYPES, EngineConfig, LogprobsMode
 from jaxserve.start.loading import Loaded

@@ -13,11 +13,10 @@ from collections.abc import Sequence as Listing
 from dataclasses import replace
 from typing import Any
 
-from jaxserve.beams import BeamSearchParams
 from jaxserve.engine.request_factory import check_logprobs
 from jaxserve.errors import EngineDead, InvalidRequest
 from jaxserve.outputs import BeamSearchOutput, BeamSearchSequence, Logprob, RequestOutput
-from jaxserve.request import Request, SamplingParams
+from jaxserve.request import BeamSearchParams, Request, SamplingParams
 from jaxserve.settings.checks import exact_int
 from jaxserve.start.plan.limits import Limits
 

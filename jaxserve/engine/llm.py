@@ -10,7 +10,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
-from jaxserve.beams import BeamSearchParams
 from jaxserve.engine.arguments import EngineArgs
 from jaxserve.engine.batch import Batch
 from jaxserve.engine.beam_search import BeamSearch, run_searches, step_settings
@@ -28,10 +27,10 @@ from jaxserve.engine.prompts import (
 from jaxserve.engine.thread import NOT_PICKLED, EngineThread, report_start
 from jaxserve.errors import InvalidRequest
 from jaxserve.outputs import BeamSearchOutput, RequestOutput
-from jaxserve.request import Request, SamplingParams
+from jaxserve.request import BeamSearchParams, Request, SamplingParams
 from jaxserve.settings.checks import exact_int
+from jaxserve.settings.compat import served
 from jaxserve.settings.config import EngineConfig
-from jaxserve.settings.unserved import served
 from jaxserve.start.loading import Loaded
 from jaxserve.text.messages import plain_messages
 from jaxserve.text.template_names import HOW_TO_GIVE
@@ -57,7 +56,7 @@ class LLM:
     """
 
     def __init__(self, model: str | Path | Loaded | None = None, **settings: Any) -> None:
-        settings = served(settings)
+        settings = served(settings, EngineConfig.__dataclass_fields__)
         parts = model if isinstance(model, Loaded) else EngineConfig(model=model, **settings)
         self._thread = EngineThread(parts, report_start(model))
         self._requests = self._thread.engine.requests

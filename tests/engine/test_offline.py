@@ -38,7 +38,7 @@ from jaxserve.settings.config import LogprobsMode
 from jaxserve.start.loading import Loaded
 from jaxserve.text.detokenizer import Detokenizer
 from jaxserve.text.tokenizer_calls import LibraryCalls
-from tests.engine.conftest import GREEDY, Canary
+from tests.support.shared_engine import GREEDY, Canary
 
 pytestmark = pytest.mark.usefixtures("quick_code")
 

@@ -24,6 +24,8 @@ from jaxserve.start.programs.warm_up import WarmUp
 from jaxserve.weights import random_weights
 from tests.weights.test_quantized import checkpoint
 
+pytestmark = pytest.mark.own_engine
+
 # Every matrix of a block has several blocks of 256 outputs.
 RAW: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -33,7 +33,6 @@ from jaxserve.server.schema.openai import (
 )
 from jaxserve.server.schema.sampling import (
     GUIDED,
-    NO_SUFFIX,
     check_sizes,
     check_stream,
     form_field,
@@ -43,6 +42,7 @@ from jaxserve.server.schema.sampling import (
 )
 from jaxserve.server.served.models import ServedModel
 from jaxserve.server.tool_calls.tools import ToolUse, tool_use
+from jaxserve.settings.compat import endpoint_fields
 from jaxserve.structured import StructuredOutputsParams
 
 
@@ -126,7 +126,7 @@ async def chat_completions(http_request: Request) -> Response:
     """
     request = EndpointRequest(http_request)
     request.renamed |= {"prompt": "messages", "logprobs": "top_logprobs"}
-    body = request.parse(ChatRequest, NO_SUFFIX)
+    body = request.parse(ChatRequest, endpoint_fields("chat"))
     if body.functions:
         request.renamed |= {"tools": "functions", "tool_choice": "function_call"}
     chat = as_tools(body)

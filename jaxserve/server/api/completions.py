@@ -27,8 +27,6 @@ from jaxserve.server.schema.openai import (
     Usage,
 )
 from jaxserve.server.schema.sampling import (
-    NO_FUNCTIONS,
-    NO_TEMPLATE_FIELDS,
     check_sizes,
     check_stream,
     form_field,
@@ -37,17 +35,10 @@ from jaxserve.server.schema.sampling import (
     with_ends,
 )
 from jaxserve.server.served.models import ServedModel
+from jaxserve.settings.compat import endpoint_fields
 from jaxserve.text.infill import end_tokens, infill_prompt
 
 DEFAULT_MAX_TOKENS = 16
-# Fields that only chats have, with their neutral values.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    **NO_TEMPLATE_FIELDS,
-    **NO_FUNCTIONS,
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
-    "thinking_token_budget": (None, -1),
-}
 
 
 def as_prompts(prompt: str | list) -> list[str | list[int]]:
@@ -77,7 +68,7 @@ async def completions(http_request: Request) -> Response:
         Overloaded: the queue is full.
     """
     request = EndpointRequest(http_request)
-    body = request.parse(CompletionRequest, UNSUPPORTED)
+    body = request.parse(CompletionRequest, endpoint_fields("completions"))
     generation, texts = await prepare_completions(request, body)
     answer_id = request.answer_id("cmpl", body.request_id)
     sampling, tokenizer = generation.requests[0].sampling, generation.model.llm.get_tokenizer()

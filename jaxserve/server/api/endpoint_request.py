@@ -18,11 +18,10 @@ from jaxserve.request import SamplingParams
 from jaxserve.server.schema.decode import parse_json, to_schema, without_half_pairs
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.schema.openai import Sampling, StreamOptions
-from jaxserve.server.schema.unserved_fields import check_fields
 from jaxserve.server.served.models import Models, ServedModel
 from jaxserve.server.served.notices import Notices
 from jaxserve.server.settings import ServerConfig
-from jaxserve.settings.unserved import refuse_unsupported
+from jaxserve.settings.compat import check_fields, refuse_unsupported
 from jaxserve.text.thinking import ThinkingMarks
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -81,8 +80,8 @@ class EndpointRequest:
 
         Args:
             schema: a Struct type.
-            unsupported: fields that only this endpoint does not support, with their neutral values.
-                `schema.unserved_fields` has the fields that no endpoint supports.
+            unsupported: fields that only other endpoints serve, with their neutral values, from
+                `compat.endpoint_fields`.
             prepare: called with the decoded body, which it may change, before types are checked.
 
         Raises:

@@ -13,13 +13,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import jaxserve
-from jaxserve.engine.environment import collect_environment
 from jaxserve.server.api.endpoint_request import check_operator
 from jaxserve.server.api.query import Query
 from jaxserve.server.api.streaming import json_response
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.served.models import Models, ServedModel
 from jaxserve.settings.config import own_variables
+from jaxserve.settings.installation import collect_environment
 
 _SECRET = re.compile(r"api_key|secret|password|hf_token")
 # vLLM's groups of settings, with the names that are settings of jaxserve too.

@@ -10,7 +10,8 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute, Match, Route
+from starlette.types import Receive, Scope, Send
 
 from jaxserve.server.api.anthropic import count_tokens, messages
 from jaxserve.server.api.batch_service import BatchService, InnerClient
@@ -59,7 +60,7 @@ from jaxserve.server.api.responses import (
     list_input_items,
     responses,
 )
-from jaxserve.server.api.streaming import error_response
+from jaxserve.server.api.streaming import error_response, json_response
 from jaxserve.server.api.token_io import (
     generate,
     render_chat,
@@ -67,7 +68,6 @@ from jaxserve.server.api.token_io import (
     render_messages,
 )
 from jaxserve.server.api.tokens import detokenize, tokenize, tokenizer_info
-from jaxserve.server.api.unserved_routes import UnservedRoutes, is_unserved
 from jaxserve.server.http.guard import FILES, Guard
 from jaxserve.server.http.head_checks import HeadChecks
 from jaxserve.server.kept.batches import Batches
@@ -79,6 +79,7 @@ from jaxserve.server.served.admission import Lifecycle
 from jaxserve.server.served.models import Models
 from jaxserve.server.served.notices import Notices
 from jaxserve.server.settings import ServerConfig
+from jaxserve.settings.compat import UnservedRoute, unserved_routes
 
 # Paths whose requests generate tokens.
 _DRAWING = frozenset(
@@ -160,7 +161,48 @@ def routes() -> list[BaseRoute]:
 
 def _reads_no_body(path: str) -> bool:
     bodiless = ("/ping", "/reset_prefix_cache")
-    return path in bodiless or path.endswith("/cancel") or is_unserved(path)
+    return (
+        path in bodiless
+        or path.endswith("/cancel")
+        or any(route.matches(path) for route in unserved_routes())
+    )
+
+
+class UnservedRoutes(BaseRoute):
+    """The routes of other servers as one route, tried after the served ones."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        """Return the first route that has the path and the method, or else the path."""
+        partial: tuple[Match, Scope] = Match.NONE, {}
+        for route in unserved_routes():
+            if scope["type"] != "http" or not route.matches(scope["path"]):
+                continue
+            scope_of_route = {"jaxserve.route": route}
+            if scope["method"] in _methods(route):
+                return Match.FULL, scope_of_route
+            if partial[0] is Match.NONE:
+                partial = Match.PARTIAL, scope_of_route
+        return partial
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer with a suggestion, in the form of the API of the route."""
+        route: UnservedRoute = scope["jaxserve.route"]
+        if scope["method"] not in _methods(route):
+            raise HTTPException(405, headers={"Allow": ", ".join(_methods(route))})
+        status = "not served" if route.instead.startswith("yet: ") else "not served:"
+        message = f"{route.path.replace(':path}', '}')} is {status} {route.instead}"
+        if route.api == "ollama":
+            response = json_response({"error": message}, 404)
+        elif route.api == "llama":
+            error = {"code": 404, "message": message, "type": "not_supported_error"}
+            response = json_response({"error": error}, 404)
+        else:  # a status of 500 or more would make OpenAI's client try again
+            response = error_response(ApiError(404, message, code="not_supported"))
+        await response(scope, receive, send)
+
+
+def _methods(route: UnservedRoute) -> list[str]:
+    return [*route.methods, "HEAD"] if "GET" in route.methods else route.methods
 
 
 class App:
