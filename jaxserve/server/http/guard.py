@@ -71,7 +71,7 @@ class Guard:
         self._lifecycle = lifecycle
         self._check_room = check_room
         self._reads_no_body = reads_no_body
-        # The last message of a full queue, and its answer, which most refusals send again.
+        # The last message of a full queue with its answer, so that most refusals encode nothing.
         self._full: tuple[str, Response] = ("", Response())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
