@@ -48,7 +48,7 @@ def loaded(checkpoint: Path) -> Loaded:
 
 @dataclass
 class Canary:
-    """A request before and after: its tokens must not change, and nothing may be held."""
+    """A request before and after: its tokens must not change, and no page may be in use."""
 
     llm: LLM
 
@@ -86,7 +86,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
         return (yield)
 
     def load_another(*arguments: Any, **options: Any) -> Loaded:
-        loaded = load(*arguments, **options)  # what is refused is not loaded
+        loaded = load(*arguments, **options)  # a refusal loads no model
         loaded.runner.close()
         pytest.fail("this test loads a model of its own: use `loaded`, or mark it own_engine")
 
