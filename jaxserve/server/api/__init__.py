@@ -1,1 +1,1 @@
-"""The endpoints: one file for each API, and what they share."""
+"""The endpoints, one module for each API, and the modules that they share."""

@@ -1,4 +1,7 @@
-"""Endpoints POST /v1/messages and /v1/messages/count_tokens: Anthropic's, translated to a chat."""
+"""Endpoints POST /v1/messages and /v1/messages/count_tokens of Anthropic's API.
+
+Requests are translated to requests of the chat API, and its answers back.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from jaxserve.errors import InvalidRequest
 from jaxserve.server.api.chat import prepare
 from jaxserve.server.api.conversations import template_ids
 from jaxserve.server.api.endpoint_request import EndpointRequest
-from jaxserve.server.api.generation import Choice, Generation, Part
+from jaxserve.server.api.generation import Choice, ChoicePart, Generation
 from jaxserve.server.api.streaming import event, json_response, respond
 from jaxserve.server.schema.anthropic import (
     AnswerBlock,
@@ -33,11 +36,11 @@ from jaxserve.server.schema.anthropic import (
 from jaxserve.server.schema.arguments import read_object
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.schema.openai import ChatRequest, PromptTokensDetails
-from jaxserve.server.tool_calls.pieces import Call, CallPart, Message, Piece, Thought
+from jaxserve.server.tool_calls.answer_parts import AnswerPart, Call, CallPart, Message, Thought
 from jaxserve.settings.checks import exact_int
 from jaxserve.settings.compat import endpoint_fields
 
-# A conversation that tells whether a template takes system messages behind the first.
+# Rendered once to find out whether a template accepts system messages after the first message.
 _PROBE = [{"role": role, "content": "a"} for role in ("system", "user", "system", "user")]
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
 
@@ -50,10 +53,10 @@ def renaming_request(http_request: Request) -> EndpointRequest:
 
 
 async def messages(http_request: Request) -> Response:
-    """Answer a conversation.
+    """Answer a conversation in Anthropic's form, as a document or as a stream of events.
 
     Raises:
-        ApiError, InvalidRequest, Overloaded: see `EndpointRequest.parse` and `prepare`.
+        ApiError, InvalidRequest, Overloaded: as `EndpointRequest.parse` and `chat.prepare`.
     """
     request = renaming_request(http_request)
     body = request.parse(MessagesRequest, endpoint_fields("messages"))
@@ -64,11 +67,11 @@ async def messages(http_request: Request) -> Response:
 
 
 async def template_chat(request: EndpointRequest, body: CountRequest) -> ChatRequest:
-    """Return the chat that a request stands for, in a form that the model's template takes.
+    """Return the chat request for a request in Anthropic's form, as the model's template takes it.
 
     Raises:
         ApiError: there is no such model.
-        InvalidRequest: naming the field.
+        InvalidRequest: a field is wrong, which the error names.
     """
     field = output_field(body) if body.json_schema is None else "json_schema"
     request.renamed |= {"structured_outputs": field, "response_format": output_field(body)}
@@ -84,9 +87,9 @@ async def template_chat(request: EndpointRequest, body: CountRequest) -> ChatReq
 
 
 def drop_budget(request: EndpointRequest, chat: ChatRequest) -> None:
-    """Drop the budget of thoughts where the model's thoughts are not known, and log it once.
+    """Remove the chat's thinking budget if the format of the model's reasoning is unknown.
 
-    Claude Code sends one with every request, whatever the model.
+    The removal is logged once. Claude Code sends a budget with every request, whatever the model.
 
     Raises:
         ApiError: there is no such model.
@@ -105,11 +108,11 @@ def drop_budget(request: EndpointRequest, chat: ChatRequest) -> None:
 
 
 async def count_tokens(http_request: Request) -> Response:
-    """Count the tokens that a conversation would take of the context.
+    """Answer with the number of tokens of a conversation, rendered by the chat template.
 
     Raises:
         ApiError: the body is malformed, or there is no such model.
-        InvalidRequest: naming the field.
+        InvalidRequest: a field is wrong, which the error names.
     """
     request = renaming_request(http_request)
     body = request.parse(CountRequest, endpoint_fields("messages"))
@@ -122,20 +125,18 @@ async def count_tokens(http_request: Request) -> Response:
 
 
 def _blocks(message: Message) -> list[AnswerBlock]:
-    """Convert a message to Anthropic's blocks; a call cut off within its arguments has none."""
     blocks: list[AnswerBlock] = []
     if message.reasoning:
         blocks.append(ThinkingBlock(thinking=message.reasoning))
     if message.content or not message.calls:
         blocks.append(TextBlock(text=message.content))
     for call in message.calls:
-        given = read_object(call.arguments)
-        blocks.append(ToolUseBlock(id=call.id, name=call.name, input=given or {}))
+        arguments = read_object(call.arguments)
+        blocks.append(ToolUseBlock(id=call.id, name=call.name, input=arguments or {}))
     return blocks
 
 
 def _is_whole(call: Call) -> bool:
-    """Return whether nothing of a call's arguments is missing."""
     try:
         json.loads(call.arguments)
     except ValueError:
@@ -144,18 +145,18 @@ def _is_whole(call: Call) -> bool:
 
 
 class MessagesFormatter:
-    """Formatter of Anthropic's messages, and of the events that build one.
+    """Formatter of Anthropic's messages, as one document or as the events of a stream.
 
     Args:
-        manages_context: whether the request says what may be left out of its conversation, which
-            is nothing here.
+        manages_context: whether the request has `context_management`. The answer then reports that
+            no edits were applied.
     """
 
     def __init__(self, manages_context: bool = False) -> None:
         self._edits = {"applied_edits": []} if manages_context else None
         self._id = f"msg_{uuid4().hex}"
         self._num_blocks = 0
-        self._open: type | int | None = None  # kind of the open block; of calls, their index
+        self._open: type | int | None = None  # type of the open block, or the index of a call
 
     def _usage(self, generation: Generation, drawn: int) -> MessagesUsage:
         usage = generation.usage()
@@ -170,7 +171,7 @@ class MessagesFormatter:
     @staticmethod
     def _stop(choice: Choice) -> tuple[str, str | None]:
         calls, stopped = choice.message.calls, choice.finish_reason == "stop"
-        # A stop sequence within a call leaves one that must not be run.
+        # A stop sequence inside a call leaves an incomplete call, which clients must not run.
         if isinstance(choice.stop_reason, str) and not (calls and all(map(_is_whole, calls))):
             return "stop_sequence", choice.stop_reason
         if calls and stopped:
@@ -201,10 +202,10 @@ class MessagesFormatter:
         )
         return _event("message_start", message=message)
 
-    def parts(self, generation: Generation, parts: list[Part]) -> bytes:
+    def parts(self, generation: Generation, parts: list[ChoicePart]) -> bytes:
         return b"".join([self._piece(piece) for part in parts for piece in part.pieces])
 
-    def _piece(self, piece: Piece) -> bytes:
+    def _piece(self, piece: AnswerPart) -> bytes:
         if isinstance(piece, CallPart):
             block = ToolUseBlock(id=piece.id or "", name=piece.name or "", input={})
             opened = self._begin(piece.index, block)
@@ -219,7 +220,6 @@ class MessagesFormatter:
         return opened + _event("content_block_delta", index=index, delta=delta)
 
     def _begin(self, kind: type | int, block: AnswerBlock) -> bytes:
-        """Open a block, unless one of this kind is open. Return the events."""
         if kind == self._open:
             return b""
         closed = self._end()

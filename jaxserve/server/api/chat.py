@@ -16,7 +16,7 @@ from jaxserve.request import SamplingParams
 from jaxserve.server.api.chat_calls import ChatCalls
 from jaxserve.server.api.conversations import as_template_messages, render, template_options
 from jaxserve.server.api.endpoint_request import EndpointRequest
-from jaxserve.server.api.generation import Choice, Generation, Part
+from jaxserve.server.api.generation import Choice, ChoicePart, Generation
 from jaxserve.server.api.streaming import DONE, event, respond
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.schema.functions import as_tools
@@ -55,24 +55,24 @@ def _wanted_logprobs(body: ChatRequest) -> int | None:
 
 
 async def prepare(request: EndpointRequest, body: ChatRequest) -> Generation:
-    """Do all that comes before the first token: check, count and render.
+    """Check a chat request, render its conversation, and return its generation, not yet started.
 
     Raises:
         ApiError: there is no such model, or the server is stopping.
-        InvalidRequest: naming the field.
+        InvalidRequest: a field is wrong, which the error names.
         Overloaded: the queue is full.
     """
     check_stream(body)
     model = request.find_model(body.model)
-    wanted = model.max_tokens(most_tokens(body, request.renamed))
+    max_tokens = model.max_tokens(most_tokens(body, request.renamed))
     request.renamed.setdefault("structured_outputs", form_field(body))
-    model.tokenizer()  # refuses the request where there is none
+    model.tokenizer()  # raises if the model has no tokenizer
     dialect = model.dialect
     may_choose = request.config.enable_auto_tool_choice
     use = partial(tool_use, body, dialect.parser, may_choose, dialect.spell, model.schemas)
     # Schemas of new tools are compiled, which takes from milliseconds to a second.
     tools = await asyncio.to_thread(use) if body.tools else use()
-    sampling = chat_sampling(body, model, wanted, tools)
+    sampling = chat_sampling(body, model, max_tokens, tools)
     if tools is not None and tools.grammar is not None:
         request.renamed["structured_outputs"] = "tools"
     request.admit(model, sampling.n)
@@ -89,10 +89,13 @@ async def prepare(request: EndpointRequest, body: ChatRequest) -> Generation:
 def chat_sampling(
     body: ChatRequest, model: ServedModel, max_tokens: int | None, tools: ToolUse | None
 ) -> SamplingParams:
-    """Return a chat's settings: those of `sampling_params`, and what tools and thoughts need.
+    """Return the sampling parameters of a chat request, extended for its tools and thoughts.
+
+    Beside the fields that `sampling_params` reads, they hold the thinking budget, end tokens of the
+    model's dialect, and the grammar of forced tool calls.
 
     Raises:
-        InvalidRequest: naming the field.
+        InvalidRequest: a field is wrong, which the error names.
     """
     check_sizes(body, model.limits.vocab_size)
     sampling = sampling_params(
@@ -116,10 +119,10 @@ def chat_sampling(
 
 
 async def chat_completions(http_request: Request) -> Response:
-    """Answer a conversation, n times.
+    """Answer a conversation `n` times, as a document or as a stream of events.
 
     Raises:
-        ApiError, InvalidRequest, Overloaded: see `EndpointRequest.parse` and `prepare`.
+        ApiError, InvalidRequest, Overloaded: as `EndpointRequest.parse` and `prepare`.
     """
     request = EndpointRequest(http_request)
     request.renamed |= {"prompt": "messages", "logprobs": "top_logprobs"}
@@ -140,7 +143,7 @@ async def chat_completions(http_request: Request) -> Response:
 
 @dataclass(frozen=True)
 class Echo:
-    """Role of the answers to a conversation, and the text before them that they repeat."""
+    """The role of a request's answers, and the text that each answer repeats before its own."""
 
     role: str = "assistant"
     text: str = ""
@@ -164,13 +167,13 @@ def echo_of(body: ChatRequest, role: str) -> Echo:
 
 
 class ChatFormatter:
-    """Formatter of chat completions.
+    """Formatter of chat completions, as one document or as the events of a stream.
 
     Args:
         body: the request.
-        tokenizer: spells tokens.
-        answer_id: of the answer.
-        echo: role of the answers, and the text before them.
+        tokenizer: spells tokens in log-probabilities.
+        answer_id: id of the answer.
+        echo: role of the answers, and the text that they repeat.
     """
 
     def __init__(self, body: ChatRequest, tokenizer: Any, answer_id: str, echo: Echo) -> None:
@@ -185,9 +188,9 @@ class ChatFormatter:
         options = body.stream_options
         self._usage = bool(options and options.include_usage)
         self._continuous = self._usage and bool(options and options.continuous_usage_stats)
-        self._sent: list[int] = []  # tokens of each choice that have gone out
+        self._sent: list[int] = []  # number of tokens sent of each choice
         self._owes_prompt = body.prompt_logprobs is not None
-        self._held: list[Part] = []  # parts that wait for the prompt's logprobs
+        self._held: list[ChoicePart] = []  # parts that wait for the log-probabilities of the prompt
 
     def whole(self, generation: Generation) -> ChatResponse:
         response = ChatResponse(
@@ -209,14 +212,13 @@ class ChatFormatter:
         return self._tokenizer.decode(generation.choices[0].prompt_token_ids, False)
 
     def _of_prompt(self, generation: Generation) -> PromptLogprobs | None:
-        """Return the prompt's logprobs, where they were requested and have come."""
         prompt, scores = generation.choices[0].prompt_token_ids, generation.prompt_logprobs[0]
         return self._texts.prompt(prompt, scores, self._body.prompt_logprobs)
 
-    def _logprobs(self, part: Part | Choice) -> ChatLogprobs | None:
+    def _logprobs(self, part: ChoicePart | Choice) -> ChatLogprobs | None:
         if not self._body.logprobs:
             return None
-        listed = bool(self._body.logprob_token_ids)  # vLLM shows the drawn token among them
+        listed = bool(self._body.logprob_token_ids)  # vLLM shows the sampled token as one of them
         return ChatLogprobs(self._texts.chat(part.token_ids, part.logprobs, listed))
 
     def _choice(self, generation: Generation, drawn: Choice) -> ChatChoice:
@@ -259,7 +261,7 @@ class ChatFormatter:
                 chunks.append(event(self._chunk(generation, [repeated])))
         return b"".join(chunks)
 
-    def parts(self, generation: Generation, parts: list[Part]) -> bytes:
+    def parts(self, generation: Generation, parts: list[ChoicePart]) -> bytes:
         chunks = []
         if self._owes_prompt and generation.prompt_logprobs[0] is None:
             self._held += parts
@@ -294,7 +296,6 @@ class ChatFormatter:
 
 
 def _make_older(choice: ChunkChoice) -> None:
-    """Turn what is new of a call into that of OpenAI's older API, which has one."""
     delta = choice.delta
     if delta.tool_calls:
         delta.function_call, delta.tool_calls = delta.tool_calls[0].function or None, None

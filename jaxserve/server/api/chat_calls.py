@@ -1,27 +1,21 @@
-"""ChatCalls: answers, and the calls in them, in the words of OpenAI's chat API."""
+"""ChatCalls: messages and tool calls of answers in the form of OpenAI's chat API."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from jaxserve.server.api.generation import Part
+from jaxserve.server.api.generation import ChoicePart
 from jaxserve.server.schema.openai import AnsweredCall, AnswerMessage, ChatDelta, FunctionCall
-from jaxserve.server.schema.tools import (
-    CallDelta,
-    CustomCall,
-    CustomDelta,
-    FunctionDelta,
-    Tool,
-)
-from jaxserve.server.tool_calls.custom_input import CustomInput
-from jaxserve.server.tool_calls.pieces import Call, CallPart, Message, Thought
+from jaxserve.server.schema.tools import CallDelta, CustomCall, CustomDelta, FunctionDelta, Tool
+from jaxserve.server.tool_calls.answer_parts import Call, CallPart, Message, Thought
+from jaxserve.server.tool_calls.custom_tools import CustomInput
 
 
 class ChatCalls:
-    """Formatter of the messages of one request.
+    """Formatter of the messages of one request's answers.
 
     Args:
-        tools: of the request; calls of custom ones hold a text in place of arguments.
+        tools: the request's tools. Calls of custom tools hold a text instead of JSON arguments.
     """
 
     def __init__(self, tools: Iterable[Tool]) -> None:
@@ -29,7 +23,7 @@ class ChatCalls:
         self._inputs: dict[tuple[int, int], CustomInput] = {}  # by choice and call
 
     def answer(self, message: Message) -> AnswerMessage:
-        """Return a whole message."""
+        """Return a complete message in the form of the chat API."""
         answer = AnswerMessage(message.content)
         if message.calls:
             answer.content = message.content or None
@@ -47,8 +41,8 @@ class ChatCalls:
         custom = CustomCall(name=call.name, input=text)
         return AnsweredCall(id=call.id, type="custom", custom=custom)
 
-    def delta(self, part: Part) -> ChatDelta:
-        """Return the new parts of a message, with one entry for each call."""
+    def delta(self, part: ChoicePart) -> ChatDelta:
+        """Return the additions of a part as a delta with one entry for each call."""
         delta = ChatDelta()
         calls: dict[int, CallDelta] = {}
         for piece in part.pieces:
@@ -67,7 +61,10 @@ class ChatCalls:
         return delta
 
     def _add(self, choice: int, calls: dict[int, CallDelta], piece: CallPart) -> None:
-        """Add a piece of a call to its new text, unless it adds no text to a custom call."""
+        """Append a piece of a call to `calls`, the calls of a delta.
+
+        A call of a custom tool gets an entry only if the piece has new text.
+        """
         key = (choice, piece.index)
         if piece.id is not None and piece.name in self._custom:
             self._inputs[key] = CustomInput()

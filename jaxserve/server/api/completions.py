@@ -14,7 +14,7 @@ from jaxserve.errors import InvalidRequest
 from jaxserve.request import Request as EngineRequest
 from jaxserve.request import SamplingParams
 from jaxserve.server.api.endpoint_request import EndpointRequest
-from jaxserve.server.api.generation import Choice, Generation, Part
+from jaxserve.server.api.generation import Choice, ChoicePart, Generation
 from jaxserve.server.api.streaming import DONE, event, respond
 from jaxserve.server.api.whole_context import WholeContextGeneration, draw_last, fills_context
 from jaxserve.server.schema.errors import ApiError
@@ -42,10 +42,10 @@ DEFAULT_MAX_TOKENS = 16
 
 
 def as_prompts(prompt: str | list) -> list[str | list[int]]:
-    """Return the prompts of a request, each text or token ids, from a single one or a list.
+    """Return the prompts of a request as a list, each of them a text or a list of token ids.
 
     Raises:
-        InvalidRequest: no prompt, or a list of mixed kinds.
+        InvalidRequest: the list is empty, or mixes texts and token ids.
     """
     if isinstance(prompt, str):
         return [prompt]
@@ -60,11 +60,11 @@ def as_prompts(prompt: str | list) -> list[str | list[int]]:
 
 
 async def completions(http_request: Request) -> Response:
-    """Complete each prompt n times.
+    """Complete each prompt `n` times, and answer with a document or a stream of events.
 
     Raises:
         ApiError: the body is malformed, there is no such model, or the server is stopping.
-        InvalidRequest: naming the field.
+        InvalidRequest: a field is wrong, which the error names.
         Overloaded: the queue is full.
     """
     request = EndpointRequest(http_request)
@@ -79,16 +79,16 @@ async def completions(http_request: Request) -> Response:
 async def prepare_completions(
     request: EndpointRequest, body: CompletionRequest, scores_whole: bool = True
 ) -> tuple[Generation, list[str]]:
-    """Do all that comes before the first token.
+    """Check a request and tokenize its prompts.
 
     Args:
-        request: the request.
-        body: its body.
-        scores_whole: whether prompts of the whole context are scored, where they are answered
-            by their echo alone.
+        request: the HTTP request.
+        body: its parsed body.
+        scores_whole: accept prompts as long as the context if the request asks only for the echo
+            of the prompts and their log-probabilities.
 
     Returns:
-        The generation, and for each prompt the text that its completions begin with.
+        The generation, not yet started, and for each prompt the text that its completions repeat.
 
     Raises: as `completions`.
     """
@@ -96,16 +96,16 @@ async def prepare_completions(
     request.renamed["structured_outputs"] = form_field(body)
     model = request.find_model(body.model)
     prompts = as_prompts(body.prompt)
-    wanted = most_tokens(body, request.renamed)
-    wanted = DEFAULT_MAX_TOKENS if wanted is None else wanted
-    # The engine draws at least one token, which an echo alone leaves out.
-    wanted = 1 if is_echo_only(body) else model.max_tokens(wanted)
-    # An echoed prompt has as many logprobs as the answer. Too many are refused under that name.
+    max_tokens = most_tokens(body, request.renamed)
+    max_tokens = DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens
+    # The engine samples at least one token, which the answer to a mere echo omits.
+    max_tokens = 1 if is_echo_only(body) else model.max_tokens(max_tokens)
+    # An echoed prompt gets as many alternatives as the answer, and errors name logprobs.
     width = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
         width = wider(body.logprobs, width)
     check_sizes(body, model.limits.vocab_size)
-    sampling = sampling_params(body, model.default_sampling, wanted, body.logprobs, width)
+    sampling = sampling_params(body, model.default_sampling, max_tokens, body.logprobs, width)
     if sampling.logprob_token_ids and is_echo_only(body):
         name = "logprob_token_ids"
         raise InvalidRequest(f"{name} needs tokens to score: max_tokens is 0", name)
@@ -114,29 +114,28 @@ async def prepare_completions(
     if body.best_of is not None and body.best_of != sampling.n:
         raise InvalidRequest("best_of must be equal to n", "best_of")
     request.admit(model, len(prompts) * sampling.n)
-    made: list[EngineRequest] = []
-    filling: dict[int, list[int]] = {}  # prompts of the whole context, by their places
+    engine_requests: list[EngineRequest] = []
+    filling: dict[int, list[int]] = {}  # prompts as long as the context, by their numbers
     texts: list[str] = []
     for prompt in prompts:
         ids = await _token_ids(model, prompt, body)
         longest = model.limits.max_model_len
-        kept = truncated(ids, body.truncate_prompt_tokens, longest, body.truncation_side)
-        whole = prompt if len(kept) == len(ids) else kept
-        own = sampling
-        if scores_whole and is_echo_only(body) and fills_context(model, kept):
-            filling[len(made)] = kept
-            own, kept = draw_last(kept, sampling), kept[:-1]
-        made.append(await request.engine_request(model, kept, own, body))
+        used = truncated(ids, body.truncate_prompt_tokens, longest, body.truncation_side)
+        whole = prompt if len(used) == len(ids) else used
+        settings = sampling
+        if scores_whole and is_echo_only(body) and fills_context(model, used):
+            filling[len(engine_requests)] = used
+            settings, used = draw_last(used, sampling), used[:-1]
+        engine_requests.append(await request.engine_request(model, used, settings, body))
         texts.append(_text(model, whole, sampling.skip_special_tokens) if body.echo else "")
     if filling:
-        return WholeContextGeneration(model, made, filling), texts
-    return Generation(model, made), texts
+        return WholeContextGeneration(model, engine_requests, filling), texts
+    return Generation(model, engine_requests), texts
 
 
 async def _token_ids(
     model: ServedModel, prompt: str | list[int], body: CompletionRequest
 ) -> list[int]:
-    """Return a prompt's token ids, with the suffix where the request has one."""
     if body.suffix:
         if not isinstance(prompt, str):
             raise InvalidRequest("suffix needs a prompt of text", "suffix")
@@ -148,9 +147,9 @@ async def _token_ids(
 
 
 def wider(drawn: int, prompt: int | None) -> int:
-    """Return the larger number of alternatives, of which -1 stands for all.
+    """Return the larger of two numbers of alternatives per token, where -1 means all.
 
-    Below that neither is a number of alternatives: it is returned to be refused.
+    A value below -1 is returned as it is, so that the engine refuses it.
     """
     if prompt is None or drawn < -1:
         return drawn
@@ -166,19 +165,19 @@ def _text(model: ServedModel, prompt: str | list[int], skip_special_tokens: bool
 
 
 def is_echo_only(body: CompletionRequest) -> bool:
-    """Return whether the answer is the prompt alone, with its logprobs."""
+    """Return whether the request asks for its prompts and no further tokens."""
     return bool(body.echo) and most_tokens(body) == 0
 
 
 class CompletionFormatter:
-    """Formatter of completions.
+    """Formatter of completions, as one document or as the events of a stream.
 
     Args:
         body: the request.
-        echoes: for each prompt, the text that its completions begin with.
-        sampling: settings of the prompts.
-        tokenizer: spells tokens; None where there is none.
-        answer_id: of the answer.
+        echoes: for each prompt, the text that its completions repeat.
+        sampling: sampling parameters of the prompts.
+        tokenizer: spells tokens in log-probabilities. None for a model without a tokenizer.
+        answer_id: id of the answer.
     """
 
     def __init__(
@@ -198,18 +197,18 @@ class CompletionFormatter:
         self._continuous = self._usage and bool(options and options.continuous_usage_stats)
         self._echoes = echoes
         num_choices = len(echoes) * sampling.n
-        self._sent = [0] * num_choices  # tokens of each choice that have gone out
+        self._sent = [0] * num_choices  # number of tokens sent of each choice
         self._fresh = set(range(num_choices))
         self._texts = TokenTexts(tokenizer, bool(body.return_tokens_as_token_ids))
         self._echoes_logprobs = bool(body.echo) and body.logprobs is not None
-        # Alternatives shown of each token drawn: all that were listed by name.
+        # Number of alternatives shown for each token: all tokens of logprob_token_ids, if given.
         self._width = -1 if body.logprob_token_ids else body.logprobs
         self._waits_for_prompts = self._echoes_logprobs or body.prompt_logprobs is not None
         self._tokens = [
             CompletionTokens(self._texts, sampling.skip_special_tokens) for _ in self._sent
         ]
-        # Parts that wait for the logprobs of their prompt, which come with its first completion.
-        self._held: list[Part] = []
+        # Parts that wait for the prompt's log-probabilities, which come with its first completion.
+        self._held: list[ChoicePart] = []
 
     def _response(self, generation: Generation, choices: list) -> CompletionResponse:
         return CompletionResponse(self._id, generation.created, generation.model.name, choices)
@@ -221,7 +220,7 @@ class CompletionFormatter:
         return usage
 
     def _logprobs(
-        self, generation: Generation, part: Part | Choice, is_first: bool
+        self, generation: Generation, part: ChoicePart | Choice, is_first: bool
     ) -> CompletionLogprobs | None:
         width = self._body.logprobs
         if width is None:
@@ -260,14 +259,13 @@ class CompletionFormatter:
         return response
 
     def _of_prompt(self, generation: Generation, choice: Choice) -> PromptLogprobs | None:
-        """Return the logprobs of a choice's prompt, where they were requested."""
         scores = generation.prompt_logprobs[choice.prompt]
         return self._texts.prompt(choice.prompt_token_ids, scores, self._body.prompt_logprobs)
 
     def opening(self, generation: Generation) -> bytes:
         return b""
 
-    def parts(self, generation: Generation, parts: list[Part]) -> bytes:
+    def parts(self, generation: Generation, parts: list[ChoicePart]) -> bytes:
         if self._waits_for_prompts:
             parts, self._held = self._held + parts, []
             ready = []
@@ -278,7 +276,7 @@ class CompletionFormatter:
             parts = ready
         return b"".join([self._part(generation, part) for part in parts])
 
-    def _part(self, generation: Generation, part: Part) -> bytes:
+    def _part(self, generation: Generation, part: ChoicePart) -> bytes:
         text = "" if self._echo_only else part.text
         is_first = part.index in self._fresh
         self._sent[part.index] += len(part.token_ids)

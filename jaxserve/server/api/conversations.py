@@ -1,4 +1,4 @@
-"""Conversations as chat templates take them, and what a request says of its template."""
+"""Rendering of conversations: messages and options of a request in, token ids out."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ MAX_MESSAGES = MAX_DOCUMENTS = 4096
 
 
 def as_template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
-    """Convert messages to the form of chat templates, in which content is text.
+    """Return messages in the form that chat templates take, with their content as text.
 
     Raises:
-        InvalidRequest: too few or too many, or one without content; see `plain_messages`.
+        InvalidRequest: there are too few or too many messages, or the newest user message has no
+            content, as in `plain_messages`.
     """
     if not 1 <= len(messages) <= MAX_MESSAGES:
         raise InvalidRequest(f"messages must hold 1 to {MAX_MESSAGES} messages", "messages")
@@ -48,21 +49,21 @@ def as_template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
 def _template_call(call: ToolCall) -> dict[str, Any]:
     function = call.function
     arguments = given_arguments(function.arguments)
-    made = {"type": "function", "function": {"name": function.name, "arguments": arguments}}
-    return made if call.id is None else {"id": call.id, **made}
+    converted = {"type": "function", "function": {"name": function.name, "arguments": arguments}}
+    return converted if call.id is None else {"id": call.id, **converted}
 
 
 async def template_options(body: ChatRequest, model: ServedModel) -> dict[str, Any]:
-    """Return a request's inputs to the chat template, and the template that it brings.
+    """Return the inputs of the chat template that a request sets, including a template of its own.
 
     Raises:
-        InvalidRequest: naming an input that a request may not set.
+        InvalidRequest: the request may not set an input, which the error names.
     """
-    own = body.chat_template_kwargs or {}
-    check_inputs(own, "chat_template_kwargs")
+    inputs = body.chat_template_kwargs or {}
+    check_inputs(inputs, "chat_template_kwargs")
     if body.enable_thinking is not None:
-        own = {"enable_thinking": body.enable_thinking, **own}
-    options = {**(model.config.default_chat_template_kwargs or {}), **own}
+        inputs = {"enable_thinking": body.enable_thinking, **inputs}
+    options = {**(model.config.default_chat_template_kwargs or {}), **inputs}
     if len(body.documents or ()) > MAX_DOCUMENTS:
         raise InvalidRequest(f"documents holds more than {MAX_DOCUMENTS}", "documents")
     if body.documents:
@@ -88,10 +89,10 @@ async def template_options(body: ChatRequest, model: ServedModel) -> dict[str, A
 
 
 async def template_ids(chat: ChatRequest, model: ServedModel) -> list[int]:
-    """Return the token ids of a conversation with its tools, as the chat template renders it.
+    """Render a chat request with its tools by the chat template, and return the token ids.
 
     Raises:
-        InvalidRequest: naming the field.
+        InvalidRequest: a field is wrong, which the error names.
     """
     messages, options = as_template_messages(chat.messages), await template_options(chat, model)
     if chat.tools and chat.tool_choice != "none":
@@ -104,10 +105,12 @@ async def template_ids(chat: ChatRequest, model: ServedModel) -> list[int]:
 async def render(
     model: ServedModel, messages: list[ChatMessage], body: ChatRequest, options: dict[str, Any]
 ) -> list[int]:
-    """Return the token ids of a conversation, cut where the request says so.
+    """Render messages by the chat template, and return the token ids.
+
+    They are truncated if the request says so.
 
     Raises:
-        InvalidRequest: naming the field.
+        InvalidRequest: a field is wrong, which the error names.
     """
     prompt = await model.render(as_template_messages(messages), **options)
     if body.add_special_tokens:
@@ -117,7 +120,6 @@ async def render(
 
 
 def _leading_tokens(model: ServedModel) -> list[int]:
-    """Return the special tokens that encoding puts before a prompt."""
     plain, whole = (model.tokenizer().encode("a", flag) for flag in (False, True))
     places = range(len(whole) - len(plain) + 1)
     return whole[: next(n for n in places if whole[n : n + len(plain)] == plain)]

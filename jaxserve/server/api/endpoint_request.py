@@ -1,4 +1,4 @@
-"""EndpointRequest: the steps that every endpoint takes before its own work."""
+"""EndpointRequest: the steps that all endpoints share, from the body to the engine's request."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _ID = re.compile(r"[!-~]{1,128}")
 
 
 def check_operator(request: Request) -> None:
-    """Check that the server serves a path that is meant for its operator.
+    """Check that a path for the server's operator is open on this server.
 
     Raises:
-        ApiError: 404, the server has neither keys nor --server-dev-mode, so that everyone who
-            reaches it could use the path.
+        ApiError: 404, the server has neither an API key nor --server-dev-mode, so that any client
+            could use the path.
     """
     config: ServerConfig = request.app.state.served.config
     if not (config.server_dev_mode or config.api_key):
@@ -45,16 +45,16 @@ def check_operator(request: Request) -> None:
 
 
 class EndpointRequest:
-    """An HTTP request on its way to the engine.
+    """An HTTP request to an endpoint that generates or counts tokens.
 
     Args:
-        http_request: as Starlette passes it to an endpoint.
+        http_request: Starlette's request.
 
     Attributes:
-        models: of the server.
+        models: the served models.
         config: the server's settings.
-        notices: of the server's log.
-        renamed: the engine's name of a field to the endpoint's, for errors, where they differ.
+        notices: notices that are logged once.
+        renamed: maps the engine's field names to names of the endpoint, for error messages.
     """
 
     def __init__(self, http_request: Request) -> None:
@@ -67,7 +67,7 @@ class EndpointRequest:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the body."""
+        """Size of the body in bytes."""
         return len(self._http_request.scope["jaxserve.body"])
 
     def parse(
@@ -76,16 +76,18 @@ class EndpointRequest:
         unsupported: Mapping[str, tuple[Any, ...]] | None = None,
         prepare: Callable[[dict[str, Any]], None] | None = None,
     ) -> T:
-        """Return the body as a schema.
+        """Decode the body and convert it to a schema.
 
         Args:
-            schema: a Struct.
-            unsupported: fields that only other endpoints serve; see `compat.endpoint_fields`.
-            prepare: changes the decoded body before its types are checked.
+            schema: a Struct type.
+            unsupported: fields that only other endpoints serve, with their neutral values, from
+                `compat.endpoint_fields`.
+            prepare: called with the decoded body, which it may change, before types are checked.
 
         Raises:
-            ApiError: 400, naming the field.
-            InvalidRequest: an unsupported field requests something.
+            ApiError: 400, the JSON is malformed, or the field that the error names has a wrong
+                type.
+            InvalidRequest: an unsupported field has a value that is not neutral.
         """
         config = self.config
         body: bytes = self._http_request.scope["jaxserve.body"]
@@ -105,24 +107,24 @@ class EndpointRequest:
         self.check_fields(value, (*schema.__struct_encode_fields__, *(unsupported or ())))
         if prepare is not None:
             prepare(value)
-        made = to_schema(value, schema)
-        if isinstance(made, Sampling):
-            self._add_defaults(made)
-        return made
+        parsed = to_schema(value, schema)
+        if isinstance(parsed, Sampling):
+            self._add_defaults(parsed)
+        return parsed
 
     def check_fields(
         self, fields: Mapping[str, Any], served: Collection[str], place: str = ""
     ) -> None:
-        """Refuse fields that are not served; refuse unknown ones on a strict server, or log them.
+        """Refuse fields that are not supported. Log unknown fields, or refuse them with `strict`.
 
         Args:
-            fields: of the body, or of an object in it.
-            served: names that may stand there.
-            place: the object's field, where there is one.
+            fields: a request's fields, or the fields of an object in it.
+            served: names of the supported fields.
+            place: the name of the object's own field, for error messages.
 
         Raises:
             ApiError: 400, a field is unknown.
-            InvalidRequest: naming a field that requests something.
+            InvalidRequest: an unsupported field has a value that is not neutral.
         """
         unknown = check_fields(fields, served)
         if self.config.strict and unknown:
@@ -132,7 +134,6 @@ class EndpointRequest:
         self.notices.unknown_fields(f"{place}.{name}" if place else name for name in unknown)
 
     def _add_defaults(self, body: Sampling) -> None:
-        """Add what the server's settings request of every answer."""
         config = self.config
         if config.return_tokens_as_token_ids and body.return_tokens_as_token_ids is None:
             body.return_tokens_as_token_ids = True
@@ -141,14 +142,14 @@ class EndpointRequest:
             body.stream_options.include_usage = body.stream_options.continuous_usage_stats = True
 
     def answer_id(self, kind: str | None, request_id: str | None) -> str:
-        """Return the id of an answer, as vLLM's: that of X-Request-Id, of the body, or a new one.
+        """Return the id of an answer: the X-Request-Id header, the body's request_id, or a new id.
 
         Args:
-            kind: what it begins with; nothing by default.
-            request_id: field of the body.
+            kind: prefix of the id, or None.
+            request_id: the body's field.
 
         Raises:
-            InvalidRequest: a character that no header could hold, or too many of them.
+            InvalidRequest: request_id is too long, or has characters that a header cannot hold.
         """
         if request_id is not None and not _ID.fullmatch(request_id):
             raise InvalidRequest("request_id takes 1 to 128 printable characters", "request_id")
@@ -158,21 +159,21 @@ class EndpointRequest:
         return name if kind is None else f"{kind}-{name}"
 
     def find_model(self, name: str | None) -> ServedModel:
-        """Return the model of a name, the first for None.
+        """Return the model of this name, or the first model for None.
 
         Raises:
-            ApiError: 404, the name is not served.
+            ApiError: 404, no model has this name.
         """
         model = self.models.find(name)
         return model.behind() if self._http_request.scope.get("jaxserve.behind") else model
 
     def admit(self, model: ServedModel, completions: int) -> None:
-        """Check the number of completions before anything is made for each of them.
+        """Check that a request with this number of completions can be admitted now.
 
         Raises:
             ApiError: 503, the server is stopping.
-            InvalidRequest: more than a request may have.
-            Overloaded: more than the queue holds now.
+            InvalidRequest: there are more completions than a request may have.
+            Overloaded: the queue has no room for them.
         """
         if self._served.lifecycle.is_draining:
             raise ApiError(503, "the server is stopping", code="shutting_down")
@@ -191,10 +192,10 @@ class EndpointRequest:
         body: Sampling,
         thinking: ThinkingMarks | None = None,
     ) -> EngineRequest:
-        """Return the engine's request for a prompt, with the priority and salt of the body.
+        """Return the engine's request for a prompt, with the priority and cache salt of the body.
 
         Raises:
-            InvalidRequest: naming the field.
+            InvalidRequest: a field is wrong, which the error names.
         """
         make = partial(
             model.llm.requests.make,
@@ -204,7 +205,7 @@ class EndpointRequest:
             cache_salt=body.cache_salt,
             thinking=thinking,
         )
-        # Making it compiles structured outputs, which takes from milliseconds to a second.
+        # Structured outputs are compiled, which takes from milliseconds to a second.
         is_slow = sampling.structured_outputs is not None
         request = await asyncio.to_thread(make) if is_slow else make()
         return model.salted(request, self._http_request.scope["jaxserve.key"])

@@ -1,4 +1,4 @@
-"""Endpoints /v1/files and /v1/batches: files of requests, and the batches that answer them."""
+"""Endpoints /v1/files and /v1/batches: uploaded files, and the batches that answer their lines."""
 
 from __future__ import annotations
 
@@ -18,33 +18,22 @@ from jaxserve.server.api.upload import Form, read_form
 from jaxserve.server.kept.batches import Batches
 from jaxserve.server.kept.files import FileStore, new_file
 from jaxserve.server.schema.errors import ApiError
-from jaxserve.server.schema.files import (
-    BatchList,
-    BatchRequest,
-    DeletedFile,
-    FileList,
-)
+from jaxserve.server.schema.files import BatchList, BatchRequest, DeletedFile, FileList
 from jaxserve.server.schema.responses import check_metadata
 
 MOST_LISTED = 10_000
 LEAST_SECONDS, MOST_SECONDS = 3600, 30 * 24 * 3600
-# Bytes that are read of a file at once.
+# Bytes of a file that are read and sent at a time.
 PIECE = 64 << 10
 _OFF = "files and batches are off: start the server with --files-dir FOLDER, or use run-batch"
 
 
 def _owner(request: Request) -> str | None:
-    """Return a mark of the client's key, which may stand on disk."""
     key: str | None = request.scope["jaxserve.key"]
     return None if key is None else hashlib.sha256(f"files\0{key}".encode()).hexdigest()[:32]
 
 
 def _files(request: Request) -> FileStore:
-    """Return the store of files.
-
-    Raises:
-        ApiError: 404, the server keeps none.
-    """
     files: FileStore | None = request.app.state.served.files
     if files is None:
         raise ApiError(404, _OFF, code="not_supported")
@@ -57,10 +46,10 @@ def _batches(request: Request) -> Batches:
 
 
 async def upload_file(request: Request) -> Response:
-    """Receive a file.
+    """Store an uploaded file, and answer with its description.
 
     Raises:
-        ApiError, InvalidRequest: files are off, or the form is wrong or too large.
+        ApiError, InvalidRequest: the server stores no files, or the form is wrong or too large.
     """
     files = _files(request)
     with files.receive(_owner(request)) as upload:
@@ -75,7 +64,6 @@ async def upload_file(request: Request) -> Response:
 
 
 def _seconds(form: Form) -> int | None:
-    """Return after how many seconds a file expires."""
     name = "expires_after"
     anchor, text = (form.fields.get(f"{name}[{part}]") for part in ("anchor", "seconds"))
     if anchor is None and text is None:
@@ -95,23 +83,23 @@ def _checked_seconds(seconds: int, name: str) -> int:
 
 
 async def list_files(request: Request) -> Response:
-    """List files.
+    """Answer with a page of the client's files.
 
     Raises:
-        ApiError, InvalidRequest: files are off, or an argument is wrong.
+        ApiError, InvalidRequest: the server stores no files, or an argument is wrong.
     """
     query = Query(request)
     purpose = query.choice("purpose", ("batch", "batch_output"))
-    found = _files(request).list(_owner(request), purpose)
-    page = query.page(found, lambda file: file.id, "desc", MOST_LISTED, MOST_LISTED)
+    listed = _files(request).list(_owner(request), purpose)
+    page = query.page(listed, lambda file: file.id, "desc", MOST_LISTED, MOST_LISTED)
     return json_response(FileList(*page))
 
 
 async def get_file(request: Request) -> Response:
-    """Describe a file.
+    """Answer with the description of a file.
 
     Raises:
-        ApiError: 404, there is none.
+        ApiError: 404, the client has no such file.
     """
     record = _files(request).get(request.path_params["file_id"], _owner(request))
     return json_response(record.file)
@@ -121,8 +109,8 @@ async def delete_file(request: Request) -> Response:
     """Delete a file.
 
     Raises:
-        ApiError: 404, there is none.
-        InvalidRequest: a batch reads it.
+        ApiError: 404, the client has no such file.
+        InvalidRequest: a batch is reading the file.
     """
     files = _files(request)
     name = files.get(request.path_params["file_id"], _owner(request)).file.id
@@ -134,15 +122,15 @@ async def delete_file(request: Request) -> Response:
 
 
 async def get_content(request: Request) -> Response:
-    """Send what a file holds.
+    """Answer with the content of a file.
 
     Raises:
-        ApiError: 404, there is none.
+        ApiError: 404, the client has no such file.
     """
     files = _files(request)
     record = files.get(request.path_params["file_id"], _owner(request))
     headers = {"content-length": str(record.file.bytes), "x-content-type-options": "nosniff"}
-    source = files.path(record.file.id).open("rb")  # deleted meanwhile, it is read on
+    source = files.path(record.file.id).open("rb")  # can be read even after a deletion
     return StreamingResponse(_pieces(source), 200, headers, "application/octet-stream")
 
 
@@ -153,10 +141,10 @@ async def _pieces(source: BinaryIO) -> AsyncIterator[bytes]:
 
 
 async def create_batch(request: Request) -> Response:
-    """Begin a batch.
+    """Create a batch, which starts at once, and answer with its description.
 
     Raises:
-        ApiError, InvalidRequest: batches are off, or the body is wrong.
+        ApiError, InvalidRequest: the server runs no batches, or the body is wrong.
     """
     batches = _batches(request)
     body = EndpointRequest(request).parse(BatchRequest)
@@ -167,31 +155,31 @@ async def create_batch(request: Request) -> Response:
 
 
 async def list_batches(request: Request) -> Response:
-    """List batches, the newest first.
+    """Answer with a page of the client's batches, the newest first.
 
     Raises:
-        ApiError, InvalidRequest: batches are off, or an argument is wrong.
+        ApiError, InvalidRequest: the server runs no batches, or an argument is wrong.
     """
-    found = _batches(request).list(_owner(request))
-    page = Query(request).page(found, lambda batch: batch.id, "desc")
+    listed = _batches(request).list(_owner(request))
+    page = Query(request).page(listed, lambda batch: batch.id, "desc")
     return json_response(BatchList(*page))
 
 
 async def get_batch(request: Request) -> Response:
-    """Describe a batch.
+    """Answer with the description of a batch.
 
     Raises:
-        ApiError: 404, there is none.
+        ApiError: 404, the client has no such batch.
     """
     return json_response(_batches(request).get(request.path_params["batch_id"], _owner(request)))
 
 
 async def cancel_batch(request: Request) -> Response:
-    """Begin to cancel a batch.
+    """Start to cancel a batch, and answer with its description.
 
     Raises:
-        ApiError: 404, there is none.
-        InvalidRequest: it has ended.
+        ApiError: 404, the client has no such batch.
+        InvalidRequest: the batch has ended.
     """
     name = request.path_params["batch_id"]
     return json_response(await _batches(request).cancel(name, _owner(request)))

@@ -1,4 +1,4 @@
-"""Generation: all completions of one HTTP request."""
+"""Generation: all completions of one HTTP request, from the queue to the last token."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from jaxserve.server.served.models import ServedModel
 from jaxserve.server.served.request_metrics import RequestMetrics, per_request_metrics
 from jaxserve.server.served.request_trace import RequestTrace
 from jaxserve.server.tool_calls.answer import AnswerFormat, AnswerReader
-from jaxserve.server.tool_calls.pieces import Content, Message, Piece
+from jaxserve.server.tool_calls.answer_parts import AnswerPart, Content, Message
 
 
 @dataclass
-class Part:
-    """Additions to a choice since the part before.
+class ChoicePart:
+    """The additions to a choice since its last part.
 
     Attributes:
-        index: of the choice.
-        text, token_ids, logprobs: those that are new.
-        finish_reason, stop_reason: set in the choice's last part.
-        pieces: content, thoughts and calls that the new text settles.
+        index: number of the choice.
+        text, token_ids, logprobs: the new text, tokens and log-probabilities.
+        finish_reason, stop_reason: set in the last part of the choice.
+        pieces: content, reasoning and tool calls that the new text completes.
     """
 
     index: int
@@ -48,18 +48,18 @@ class Part:
     token_ids: list[int]
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[AnswerPart] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 @dataclass
 class Choice:
-    """A completion so far: the sum of its parts.
+    """One completion, as far as it has been generated.
 
     Attributes:
-        index: among the choices of all prompts of the request.
-        prompt: index of its prompt.
-        reader: separates thoughts and calls from content, where there may be any.
+        index: number among the choices of all prompts of the request.
+        prompt: number of its prompt.
+        reader: separates reasoning and tool calls from content, or None if neither can occur.
     """
 
     index: int
@@ -74,11 +74,11 @@ class Choice:
 
     @property
     def message(self) -> Message:
-        """Content, thoughts and calls in the text."""
+        """Content, reasoning and tool calls of the text."""
         return Message(self.text) if self.reader is None else self.reader.message
 
-    def read(self, part: Part) -> None:
-        """Set the pieces of a part."""
+    def read(self, part: ChoicePart) -> None:
+        """Read the text of a part, and set the part's `pieces`."""
         if self.reader is not None:
             part.pieces = self.reader.feed(part.text, part.finish_reason is not None)
         elif part.text:
@@ -86,20 +86,20 @@ class Choice:
 
 
 class Generation:
-    """Completions of prompts, drawn together. Use it as a context manager.
+    """The completions of a request's prompts. Entering it as a context starts them.
 
     Args:
-        model: draws them.
-        requests: one for each prompt, from the engine's factory.
-        formats: of the answers' thoughts and calls, one for each request; none by default.
+        model: the model.
+        requests: the engine's requests, one for each prompt.
+        formats: formats of reasoning and tool calls for each request, by default plain text.
 
     Attributes:
-        choices: all of them, n for each prompt, in the order of the prompts.
-        prompt_logprobs: of each prompt, once they arrive, where they were requested.
+        choices: all completions, n for each prompt, in the order of the prompts.
+        prompt_logprobs: log-probabilities of each prompt, or None until they arrive.
 
     Raises:
-        Overloaded: on entering: the queue is full; nothing has been started.
-        EngineClosed, EngineDead: on entering: the engine takes no requests.
+        Overloaded: on entering, if the queue is full. No request has been started.
+        EngineClosed, EngineDead: on entering, if the engine accepts no requests.
     """
 
     def __init__(
@@ -122,13 +122,13 @@ class Generation:
         for index, choice in enumerate(self.choices):
             choice.index = index
         self.prompt_logprobs: list[TokenLogprobs | None] = [None] * len(self.requests)
-        self._first: dict[str, int] = {}  # index of each request's first choice
+        self._first: dict[str, int] = {}  # number of each request's first choice
         first = 0
         for request in requests:
             self._first[request.request_id] = first
             first += request.sampling.n
         self._cached = dict.fromkeys(self._first, 0)
-        self._times: dict[int, SequenceTimes] = {}  # of each choice that a token has ended
+        self._times: dict[int, SequenceTimes] = {}  # of each choice that ended with a token
         self._admission = model.admission
         self._live = len(self.choices)
         self._unended = {request.request_id: request.sampling.n for request in requests}
@@ -137,22 +137,22 @@ class Generation:
         self._trace: RequestTrace | None = None
 
     def follow(self, headers: Mapping[str, str], request_id: str) -> None:
-        """Send spans of the choices where the server traces requests.
+        """Trace the completions, if the server has a collector of traces.
 
         Args:
-            headers: of the HTTP request, which may belong to a trace.
-            request_id: by which the client knows the request.
+            headers: headers of the HTTP request, which may name a parent trace.
+            request_id: the id that the client knows.
         """
         if self.model.tracer is not None:
             self._trace = RequestTrace(self.model, headers, request_id)
 
     def __enter__(self) -> Self:
         config, loop = self.model.config, asyncio.get_running_loop()
-        # Places are taken in the same turn of the loop as they are checked, since many requests may
-        # be checked in one turn.
+        # The check and the counting must not be separated by an await: many requests are checked in
+        # one iteration of the event loop.
         self._admission.check(self._live, sum(self._unstarted.values()))
         self._opened = time.monotonic()
-        self._last: dict[int, float] = {}  # arrival of each choice's newest tokens
+        self._last: dict[int, float] = {}  # arrival time of each choice's newest tokens
         self._stream = self.model.llm.open(self.requests, config.max_unread_tokens)
         self._stream.on_pause = self._pause
         self.model.active.add(self)
@@ -186,7 +186,6 @@ class Generation:
                 self._trace_failure("the client went away" if is_abort else str(error or kind))
 
     def _pause(self, is_paused: bool) -> None:
-        """Give back the places of choices that wait for their reader, or take them again."""
         self._admission.num_live += -self._live if is_paused else self._live
 
     def _expire_queue(self) -> None:
@@ -202,26 +201,26 @@ class Generation:
 
     @property
     def is_paused(self) -> bool:
-        """Return whether the generation waits for its client to read."""
+        """Return whether the generation is paused until its client reads."""
         return self._stream.is_paused
 
     def fail(self, error: ApiError) -> None:
-        """End the generation with an error now."""
+        """End the generation with an error: the pending or next call of `take` raises it."""
         self._stream.fail(error)
 
     @property
     def is_finished(self) -> bool:
-        """Return whether every choice has ended, and all of it was taken."""
+        """Return whether all choices have ended and `take` has returned their last parts."""
         return self._live == 0
 
-    async def take(self) -> list[Part]:
-        """Wait for additions, and return at most one part for each choice.
+    async def take(self) -> list[ChoicePart]:
+        """Wait for new tokens, and return at most one part for each choice.
 
         Raises:
-            ApiError: the request failed as a whole, or took too long.
-            InvalidRequest: its settings allow no further token.
+            ApiError: the request failed or took too long.
+            InvalidRequest: the request's settings allow no further token.
         """
-        parts: dict[int, Part] = {}
+        parts: dict[int, ChoicePart] = {}
         for delta in await self._stream.take():
             self._apply(delta, parts)
         self._measure(parts)
@@ -229,7 +228,7 @@ class Generation:
             self.choices[index].read(part)
         return list(parts.values())
 
-    def _apply(self, delta: Delta, parts: dict[int, Part]) -> None:
+    def _apply(self, delta: Delta, parts: dict[int, ChoicePart]) -> None:
         request_id = delta.request_id
         if request_id in self._unstarted:
             self._admission.num_prompt_tokens -= self._unstarted.pop(request_id)
@@ -251,7 +250,7 @@ class Generation:
         choice.token_ids += delta.token_ids
         part = parts.get(index)
         if part is None:
-            part = parts[index] = Part(index, delta.text, delta.token_ids)
+            part = parts[index] = ChoicePart(index, delta.text, delta.token_ids)
         else:
             part.text += delta.text
             part.token_ids = part.token_ids + delta.token_ids
@@ -271,7 +270,7 @@ class Generation:
             return ApiError(503, delta.error, code="queue_timeout", headers={"retry-after": "1"})
         return ApiError(503, "the request was ended by the server", code="aborted")
 
-    def _measure(self, parts: dict[int, Part]) -> None:
+    def _measure(self, parts: dict[int, ChoicePart]) -> None:
         now = time.monotonic()
         for index, part in parts.items():
             if part.token_ids:
@@ -305,7 +304,11 @@ class Generation:
             self._metrics.completed(len(siblings), most)
 
     def timing(self) -> PerRequestMetrics | msgspec.UnsetType | None:
-        """Return the times of the only completion; None of several, UNSET where they are off."""
+        """Return the times of the completion if the request has one.
+
+        Returns:
+            None if the request has several completions, UNSET if the server reports no times.
+        """
         if not self.model.config.enable_per_request_metrics:
             return msgspec.UNSET
         if len(self.choices) != 1:
@@ -321,13 +324,13 @@ class Generation:
 
     @property
     def num_logprobs(self) -> int:
-        """Number of tokens whose logprobs the answer carries; formatting many takes long."""
+        """Number of tokens with log-probabilities in the answer, which take long to format."""
         prompts = [logprobs for logprobs in self.prompt_logprobs if logprobs is not None]
         in_prompts = sum(len(logprobs.rank) for logprobs in prompts)
         return in_prompts + sum(len(choice.logprobs) for choice in self.choices)
 
     async def run(self) -> None:
-        """Wait for the end of every choice.
+        """Wait until all choices have ended.
 
         Raises:
             ApiError, InvalidRequest: as `take`.
@@ -336,11 +339,12 @@ class Generation:
             await self.take()
 
     def usage(self, sent: Listing[int] | None = None) -> Usage:
-        """Count tokens so far: those of each prompt once, and those of every choice.
+        """Return the numbers of tokens: each prompt counts once, and every choice.
 
         Args:
-            sent: for each choice, how many of its first tokens count; all by default. Thoughts
-                are not counted then: an event would take as long as the answer is.
+            sent: for each choice, the number of its first tokens that count, by default all. With
+                `sent`, reasoning tokens are not counted, since each event would then take time in
+                proportion to the whole answer.
         """
         prompts = sum(len(request.prompt_token_ids) for request in self.requests)
         count = sum(len(choice.token_ids) for choice in self.choices) if sent is None else sum(sent)
@@ -355,7 +359,6 @@ class Generation:
         return usage
 
     def _num_published(self) -> int:
-        """Count the tokens of prompts in the full pages that they gave to the prefix cache."""
         config = self.model.llm.config
         if not config.enable_prefix_caching:
             return 0
@@ -367,7 +370,10 @@ class Generation:
         )
 
     def finish_reason(self, choice: Choice) -> str | None:
-        """Return a choice's reason to end for chat endpoints, where free calls are a reason."""
+        """Return the finish reason of a choice for the chat endpoints.
+
+        It is "tool_calls" if the choice stopped after calls that the model chose to make.
+        """
         tools = self._formats[choice.prompt].tools
         called = tools is not None and not tools.is_named and choice.message.calls
         return "tool_calls" if called and choice.finish_reason == "stop" else choice.finish_reason

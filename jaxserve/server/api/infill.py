@@ -1,4 +1,4 @@
-"""Endpoint POST /infill: llama.cpp's, text for the gap between two texts."""
+"""Endpoint POST /infill of llama.cpp: generates the text between two texts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxserve.server.api.endpoint_request import EndpointRequest
-from jaxserve.server.api.generation import Choice, Generation, Part
+from jaxserve.server.api.generation import Choice, ChoicePart, Generation
 from jaxserve.server.api.streaming import event, respond
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.schema.openai import Sampling
@@ -25,14 +25,14 @@ from jaxserve.text.infill import end_tokens, infill_prompt
 
 
 class File(msgspec.Struct, kw_only=True):
-    """Text of another file, for the model to see."""
+    """Text of another file that the model sees as context."""
 
     text: str
     filename: str = ""
 
 
 class InfillRequest(Sampling, kw_only=True):
-    """Body of POST /infill: texts around a gap, the beginning of what fills it, other files."""
+    """Body of POST /infill: texts before and after a gap, the infill's start, and other files."""
 
     input_prefix: str = ""
     input_suffix: str = ""
@@ -41,7 +41,7 @@ class InfillRequest(Sampling, kw_only=True):
 
 
 class InfillResponse(msgspec.Struct):
-    """Answer of POST /infill, or one event of it: `stop` marks the last, which has the counts."""
+    """Answer of POST /infill, or one of its events. The last event has `stop` and the counts."""
 
     content: str
     model: str
@@ -53,7 +53,7 @@ class InfillResponse(msgspec.Struct):
 
 
 async def infill(http_request: Request) -> Response:
-    """Answer with the text of a gap.
+    """Answer with the text between two texts, as a document or as a stream of events.
 
     Raises: as `completions.completions`.
     """
@@ -62,9 +62,9 @@ async def infill(http_request: Request) -> Response:
     request.renamed |= {"prompt": "input_prefix", "suffix": "input_suffix"}
     request.renamed["structured_outputs"] = form_field(body)
     model = request.find_model(body.model)
-    wanted = model.max_tokens(most_tokens(body, request.renamed))
+    max_tokens = model.max_tokens(most_tokens(body, request.renamed))
     check_sizes(body, model.limits.vocab_size)
-    sampling = sampling_params(body, model.default_sampling, wanted)
+    sampling = sampling_params(body, model.default_sampling, max_tokens)
     request.admit(model, 1)
     tokenizer = model.tokenizer()
     files = "".join(f"{file.filename}\n{file.text}\n" for file in body.input_extra or ())
@@ -82,7 +82,7 @@ async def infill(http_request: Request) -> Response:
 
 
 class InfillFormatter:
-    """Formatter of llama.cpp's completions."""
+    """Formatter of answers in llama.cpp's form."""
 
     def whole(self, generation: Generation) -> InfillResponse:
         choice = generation.choices[0]
@@ -97,7 +97,7 @@ class InfillFormatter:
     def opening(self, generation: Generation) -> bytes:
         return b""
 
-    def parts(self, generation: Generation, parts: list[Part]) -> bytes:
+    def parts(self, generation: Generation, parts: list[ChoicePart]) -> bytes:
         name = generation.model.name
         return b"".join(event(InfillResponse(p.text, name, False)) for p in parts if p.text)
 

@@ -22,21 +22,32 @@ from jaxserve.settings.config import own_variables
 from jaxserve.settings.installation import collect_environment
 
 _SECRET = re.compile(r"api_key|secret|password|hf_token")
-# vLLM's groups of settings, by the names that we have too.
+# vLLM's groups of settings, with the names that are settings of jaxserve too.
 _GROUPS = {
     "model_config": ("model", "tokenizer", "revision", "dtype", "quantization", "seed"),
     "cache_config": (
-        *("block_size", "kv_cache_dtype", "enable_prefix_caching", "gpu_memory_utilization"),
-        *("kv_cache_memory_bytes", "num_gpu_blocks_override"),
+        "block_size",
+        "kv_cache_dtype",
+        "enable_prefix_caching",
+        "gpu_memory_utilization",
+        "kv_cache_memory_bytes",
+        "num_gpu_blocks_override",
     ),
     "scheduler_config": (
-        *("max_num_seqs", "max_num_batched_tokens", "scheduling_policy", "async_scheduling"),
-        *("long_prefill_token_threshold", "num_scheduler_steps"),
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "scheduling_policy",
+        "async_scheduling",
+        "long_prefill_token_threshold",
+        "num_scheduler_steps",
     ),
     "load_config": ("load_format", "download_dir"),
     "parallel_config": (
-        *("tensor_parallel_size", "enable_expert_parallel", "decode_context_parallel_size"),
-        *("enable_eplb", "eplb_config"),
+        "tensor_parallel_size",
+        "enable_expert_parallel",
+        "decode_context_parallel_size",
+        "enable_eplb",
+        "eplb_config",
     ),
 }
 
@@ -54,13 +65,13 @@ class VersionResponse(msgspec.Struct):
 
 
 class LoadResponse(msgspec.Struct):
-    """Answer of GET /load, as vLLM's: requests that draw tokens or wait to."""
+    """Answer of GET /load, in vLLM's form: the number of running and waiting requests."""
 
     server_load: int
 
 
 class ServerInfo(msgspec.Struct):
-    """Answer of GET /server_info, as vLLM's: a model's settings, and the machine."""
+    """Answer of GET /server_info, in vLLM's form: settings of a model, facts about the machine."""
 
     vllm_config: str | dict[str, dict[str, Any]]
     vllm_env: dict[str, str]
@@ -68,7 +79,7 @@ class ServerInfo(msgspec.Struct):
 
 
 class ModelInfo(msgspec.Struct):
-    """Answer of GET /model_info and /get_model_info, as SGLang's."""
+    """Answer of GET /model_info and /get_model_info, in SGLang's form."""
 
     model_path: str
     tokenizer_path: str
@@ -79,15 +90,15 @@ class ModelInfo(msgspec.Struct):
 
 
 class Capabilities(msgspec.Struct, frozen=True):
-    """Features of a model besides text."""
+    """Capabilities of a model besides text generation."""
 
     logprobs: bool = True
 
 
 class ChatSampling(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Sampling of a person's chat where the checkpoint recommends nothing; else empty.
+    """Sampling settings for the playground, if the checkpoint recommends no settings.
 
-    Requests that leave these fields out are answered by vLLM's defaults.
+    They are absent if it does. API requests without these fields get vLLM's defaults instead.
     """
 
     temperature: float | None = None
@@ -96,7 +107,7 @@ class ChatSampling(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ModelCard(msgspec.Struct):
-    """Card of a model, under one of its names."""
+    """Description of a model under one of its names."""
 
     id: str
     created: int
@@ -117,13 +128,13 @@ class ModelList(msgspec.Struct):
 
 
 async def health(request: Request) -> Response:
-    """Answer 200 while every engine lives and makes progress, and none is being stopped.
+    """Answer 200 if all engines run and make progress, and 503 otherwise.
 
-    This waits for no engine, so that a hung one cannot hang it. Routers send their requests
-    elsewhere once it answers 503.
+    The answer does not wait for an engine, so an engine that hangs cannot delay it. Routers send
+    no more requests after status 503.
 
     Raises:
-        ApiError: 503, the server is stopping, or an engine has ended or stands still.
+        ApiError: 503, the server is stopping, or an engine has ended or makes no progress.
     """
     if request.app.state.served.lifecycle.is_draining:
         raise ApiError(503, "the server is stopping", code="shutting_down")
@@ -140,10 +151,10 @@ async def health(request: Request) -> Response:
 
 
 async def ready(request: Request) -> Response:
-    """Answer 200 while new requests are accepted.
+    """Answer 200 if new requests are accepted.
 
     Raises:
-        ApiError: 503, its queues are full, or see `health`.
+        ApiError: 503, all queues are full, or `health` raises it.
     """
     models: Models = request.app.state.served.models
     if all(model.admission.is_full for model in models.all):
@@ -152,10 +163,12 @@ async def ready(request: Request) -> Response:
 
 
 async def model_info(request: Request) -> Response:
-    """Answer with what SGLang's gateway shows of a model: the first, or that of `?model=`.
+    """Answer with a model's paths and context length, which SGLang's gateway reads.
+
+    The model is the first one, or the one of `?model=`.
 
     Raises:
-        ApiError: 404, no such model.
+        ApiError: 404, there is no such model.
     """
     model = request.app.state.served.models.find(request.query_params.get("model"))
     return json_response(
@@ -168,24 +181,25 @@ async def model_info(request: Request) -> Response:
 
 
 async def version(request: Request) -> Response:
-    """Answer with the version of this package."""
+    """Answer with the version of jaxserve."""
     return json_response(VersionResponse(jaxserve.__version__))
 
 
 async def load(request: Request) -> Response:
-    """Answer with the number of requests in progress, of all models."""
+    """Answer with the number of running and waiting requests of all models."""
     models: Models = request.app.state.served.models
     return json_response(LoadResponse(sum(len(model.active) for model in models.all)))
 
 
 async def server_info(request: Request) -> Response:
-    """Answer with a model's settings, no secret among them, and with facts about the machine.
+    """Answer with a model's settings, without secrets, and with facts about the machine.
 
-    The model is the first, or that of `?model=`; `?config_format=json` groups its settings as vLLM
-    does, otherwise they are one text.
+    The model is the first one, or the one of `?model=`. The settings are one text, or with
+    `?config_format=json` an object in vLLM's groups.
 
     Raises:
-        ApiError: 404, no such model, or see `check_operator`; 400, another format.
+        ApiError: 404, there is no such model, or the path is not open (`check_operator`). 400, the
+            format is unknown.
     """
     check_operator(request)
     style = request.query_params.get("config_format", "text")
@@ -200,16 +214,15 @@ async def server_info(request: Request) -> Response:
 
 
 def _settings(model: ServedModel) -> dict[str, dict[str, Any]]:
-    """Return the engine's settings in vLLM's groups; what vLLM lacks is the last of them."""
-    left = {
+    settings = {
         name: str(value) if isinstance(value, Path) else value
         for name, value in dataclasses.asdict(model.llm.config).items()
         if not _SECRET.search(name)
     }
-    del left["max_model_len"]  # as it was set; the model's own may be less
+    del settings["max_model_len"]  # the configured length, which the effective one replaces
     groups: dict[str, dict[str, Any]] = {}
     for group, names in _GROUPS.items():
-        groups[group] = {name: left.pop(name) for name in names if name in left}
+        groups[group] = {name: settings.pop(name) for name in names if name in settings}
     groups["model_config"] |= {
         "served_model_name": model.names,
         "max_model_len": model.limits.max_model_len,
@@ -217,21 +230,21 @@ def _settings(model: ServedModel) -> dict[str, dict[str, Any]]:
     cache = groups["cache_config"]
     cache |= {"cache_dtype": cache.pop("kv_cache_dtype"), "num_gpu_blocks": model.llm.num_pages}
     groups["parallel_config"] |= {"pipeline_parallel_size": 1, "data_parallel_size": 1}
-    return groups | {"additional_config": left}
+    return groups | {"additional_config": settings}
 
 
 async def list_models(request: Request) -> Response:
-    """Answer with the cards of all models, one for each name."""
+    """Answer with the descriptions of all models, one for each name."""
     models: Models = request.app.state.served.models
     cards = [_card(model, name) for model in models.all for name in model.names]
     return json_response(ModelList(cards))
 
 
 async def get_model(request: Request) -> Response:
-    """Answer with the card of a model.
+    """Answer with the description of a model.
 
     Raises:
-        ApiError: 404, there is none of this name.
+        ApiError: 404, no model has this name.
     """
     name = request.path_params["model"]
     return json_response(_card(request.app.state.served.models.find(name), name))
@@ -248,7 +261,7 @@ async def reset_prefix_cache(request: Request) -> Response:
     """Empty the prefix caches of all models.
 
     Raises:
-        ApiError: 404, the path is not open; see `check_operator`.
+        ApiError: 404, the path is not open (`check_operator`).
         InvalidRequest: a query parameter is not a flag.
     """
     check_operator(request)

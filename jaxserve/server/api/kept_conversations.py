@@ -1,4 +1,4 @@
-"""Endpoints of OpenAI's conversations: made, changed, listed, forgotten."""
+"""Endpoints of OpenAI's conversations: create, change, list and delete them and their items."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from jaxserve.server.api.endpoint_request import EndpointRequest
 from jaxserve.server.api.query import Query
 from jaxserve.server.api.streaming import json_response
 from jaxserve.server.kept.conversation_store import Conversation, ConversationStore
-from jaxserve.server.schema.conversations import (
+from jaxserve.server.schema.response_items import (
     ConversationItems,
     ConversationRequest,
     ConversationUpdate,
     DeletedConversation,
+    InputItem,
+    InputItems,
+    strip_hosted,
 )
-from jaxserve.server.schema.response_items import InputItem, InputItems, strip_hosted
 from jaxserve.server.schema.responses import check_metadata, check_served
 
-# The most items of one request, as OpenAI bounds them.
+# OpenAI's limit of the items of one request.
 MAX_ADDED = 20
 
 
@@ -30,11 +32,6 @@ def _store(request: Request) -> ConversationStore:
 
 
 def _conversation(request: Request) -> Conversation:
-    """Return the conversation that the path names.
-
-    Raises:
-        ApiError: 404, there is none.
-    """
     owner: str | None = request.scope["jaxserve.key"]
     return _store(request).get(request.path_params["conversation_id"], owner)
 
@@ -42,10 +39,10 @@ def _conversation(request: Request) -> Conversation:
 def _add(
     request: EndpointRequest, conversation: Conversation, items: list[InputItem]
 ) -> list[dict[str, Any]]:
-    """Add items that a client sends. Return them as they are listed.
+    """Add a client's items to a conversation, and return them in the form in which they are listed.
 
     Raises:
-        InvalidRequest: too many, too large ones together, or one that no response could read.
+        InvalidRequest: the items are too many or too large, or no response could use one of them.
     """
     if len(items) > MAX_ADDED:
         raise InvalidRequest(f"items takes at most {MAX_ADDED} items at once", "items")
@@ -59,34 +56,34 @@ def _add(
 
 
 async def create_conversation(http_request: Request) -> Response:
-    """Make a conversation.
+    """Create a conversation, and answer with its description.
 
     Raises:
-        ApiError, InvalidRequest: the body is wrong, or the server keeps none.
+        ApiError, InvalidRequest: the body is wrong, or the server stores no conversations.
     """
     request = EndpointRequest(http_request)
     body = request.parse(ConversationRequest, prepare=strip_hosted)
     check_metadata(body.metadata)
-    made = Conversation(http_request.scope["jaxserve.key"], body.metadata or {})
-    _add(request, made, body.items or [])
-    _store(http_request).keep(made)
-    return json_response(made.shown)
+    conversation = Conversation(http_request.scope["jaxserve.key"], body.metadata or {})
+    _add(request, conversation, body.items or [])
+    _store(http_request).keep(conversation)
+    return json_response(conversation.shown)
 
 
 async def get_conversation(http_request: Request) -> Response:
-    """Describe a conversation.
+    """Answer with the description of a conversation.
 
     Raises:
-        ApiError: 404, there is none.
+        ApiError: 404, there is no such conversation.
     """
     return json_response(_conversation(http_request).shown)
 
 
 async def update_conversation(http_request: Request) -> Response:
-    """Change the metadata of a conversation.
+    """Replace the metadata of a conversation.
 
     Raises:
-        ApiError, InvalidRequest: there is none, or the body is wrong.
+        ApiError, InvalidRequest: there is no such conversation, or the body is wrong.
     """
     body = EndpointRequest(http_request).parse(ConversationUpdate)
     check_metadata(body.metadata)
@@ -97,10 +94,10 @@ async def update_conversation(http_request: Request) -> Response:
 
 
 async def delete_conversation(http_request: Request) -> Response:
-    """Forget a conversation.
+    """Delete a conversation.
 
     Raises:
-        ApiError: 404, there is none.
+        ApiError: 404, there is no such conversation.
     """
     conversation = _conversation(http_request)
     _store(http_request).forget(conversation)
@@ -108,10 +105,10 @@ async def delete_conversation(http_request: Request) -> Response:
 
 
 async def add_items(http_request: Request) -> Response:
-    """Add items to a conversation.
+    """Add items to a conversation, and answer with them.
 
     Raises:
-        ApiError, InvalidRequest: there is none, or the items are wrong.
+        ApiError, InvalidRequest: there is no such conversation, or the items are wrong.
     """
     request = EndpointRequest(http_request)
     body = request.parse(ConversationItems, prepare=strip_hosted)
@@ -124,10 +121,10 @@ async def add_items(http_request: Request) -> Response:
 
 
 async def list_items(http_request: Request) -> Response:
-    """List the items of a conversation, the newest first.
+    """Answer with a page of a conversation's items, the newest first.
 
     Raises:
-        ApiError, InvalidRequest: there is none, or an argument is wrong.
+        ApiError, InvalidRequest: there is no such conversation, or an argument is wrong.
     """
     conversation = _conversation(http_request)
     page = Query(http_request).page(conversation.item_ids, lambda name: name, "desc")
@@ -135,19 +132,19 @@ async def list_items(http_request: Request) -> Response:
 
 
 async def get_item(http_request: Request) -> Response:
-    """Return an item of a conversation.
+    """Answer with an item of a conversation.
 
     Raises:
-        ApiError: 404, there is none.
+        ApiError: 404, there is no such conversation or item.
     """
     return json_response(_conversation(http_request).item(http_request.path_params["item_id"]))
 
 
 async def delete_item(http_request: Request) -> Response:
-    """Remove an item from a conversation.
+    """Delete an item of a conversation.
 
     Raises:
-        ApiError: 404, there is none.
+        ApiError: 404, there is no such conversation or item.
     """
     conversation = _conversation(http_request)
     conversation.remove(http_request.path_params["item_id"])

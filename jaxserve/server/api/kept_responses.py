@@ -1,4 +1,4 @@
-"""Responses that are drawn in the background, and their streams, which clients may join later."""
+"""Responses that are generated in the background, and the streams of their stored events."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ async def draw(
     store: ResponseStore,
     renamed: Mapping[str, str],
 ) -> None:
-    """Draw a response whose client does not wait for it.
+    """Generate a response in the background, and store its events and its final form.
 
     Args:
-        generation: which has been entered.
-        formatter: of the response, which it completes in the turn.
-        turn: receives events and the response.
-        store: of the turn.
-        renamed: see `EndpointRequest`.
+        generation: the generation, which has been entered. It is left at the end.
+        formatter: formatter of the response. Its events go to `turn`.
+        turn: receives the events, the status and the response.
+        store: the store that holds `turn`.
+        renamed: maps the engine's field names to the API's, for error messages.
     """
     error: Exception | asyncio.CancelledError | None = None
     try:
@@ -59,7 +59,7 @@ async def draw(
 
 
 def as_failure(error: BaseException, renamed: Mapping[str, str]) -> ApiError:
-    """Return the answer for an exception; the loop's end is one too."""
+    """Return the error for an exception. A cancellation means that the server is stopping."""
     if isinstance(error, Exception):
         return as_api_error(error, renamed)
     return ApiError(503, "the server is stopping", code="shutting_down")
@@ -74,11 +74,11 @@ def _fail(error: ApiError, formatter: ResponsesFormatter, turn: Turn) -> None:
 
 
 class StoredStream(EventResponse):
-    """Stream of a response that is drawn, or was drawn, in the background.
+    """Stream of the events of a background response, stored ones and new ones.
 
     Args:
-        turn: of the response.
-        first: sequence number of the first event that is sent.
+        turn: the stored response.
+        first: sequence number of the first event to send.
     """
 
     def __init__(self, turn: Turn, first: int = 0) -> None:
@@ -87,10 +87,10 @@ class StoredStream(EventResponse):
         self._next = first
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send all events.
+        """Send all events from the first one on.
 
         Raises:
-            ClientGone: the client went away; the response is drawn all the same.
+            ClientGone: the client disconnected. The response is generated nevertheless.
         """
         await while_connected(receive, self._run(send))
 

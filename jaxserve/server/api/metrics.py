@@ -1,7 +1,7 @@
-"""Endpoint GET /metrics, in Prometheus's format: our counts, and vLLM's names for the same.
+"""Endpoint GET /metrics in Prometheus's format, with jaxserve's metrics also under vLLM's names.
 
-A name that vLLM 0.33 has too (its `v1/metrics/loggers.py`) stands there twice, as `jaxserve:NAME`
-and as `vllm:NAME`, with vLLM's labels; histograms under vLLM's name have vLLM's buckets.
+A metric that vLLM 0.33 has too (its `v1/metrics/loggers.py`) appears as `jaxserve:NAME` and as
+`vllm:NAME`, both with vLLM's labels. Histograms under vLLM's name have vLLM's buckets.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from jaxserve.server.served import request_metrics as buckets
 from jaxserve.server.served.models import Models, ServedModel
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-# No label comes from a request, so that no request can add a time series.
+# Labels never hold values of requests, which could otherwise add any number of time series.
 _LABELS = ["model_name", "engine"]
 _SIZES = ["num_gpu_blocks", "kv_cache_size_tokens", "kv_cache_max_concurrency"]
 Samples = Iterable[tuple[list[str], float]]
@@ -56,119 +56,134 @@ _OWN_COUNTERS: dict[str, tuple[str, Read]] = {
 _OWN = _OWN_GAUGES.keys() | _OWN_COUNTERS.keys()
 
 
-class _Row(NamedTuple):
-    """A histogram: its name, its text, where it is, and its buckets under our name and vLLM's."""
+class _HistogramRow(NamedTuple):
+    """A row of `HISTOGRAMS`.
+
+    Attributes:
+        name: name without the prefix.
+        text: description.
+        find: returns a model's histogram.
+        ours: bounds of the buckets under jaxserve's name.
+        theirs: bounds under vLLM's name. None means vLLM's buckets of tokens, which depend on the
+            model's context length.
+    """
 
     name: str
     text: str
     find: Callable[[ServedModel], Histogram]
     ours: tuple[float, ...]
-    theirs: tuple[float, ...] | None = None  # None: of tokens, up to the model's longest sequence
+    theirs: tuple[float, ...] | None = None
 
 
 _SECONDS = (buckets.LONG, buckets.VLLM_LATENCY)
 HISTOGRAMS = (
-    _Row(
+    _HistogramRow(
         "time_to_first_token_seconds",
         "From a request's arrival to its first token.",
         lambda m: m.request_metrics.time_to_first_token,
-        *(buckets.SHORT, buckets.VLLM_FIRST_TOKEN),
+        buckets.SHORT,
+        buckets.VLLM_FIRST_TOKEN,
     ),
-    _Row(
+    _HistogramRow(
         "inter_token_latency_seconds",
         "Between tokens of a request.",
         lambda m: m.request_metrics.inter_token_latency,
-        *(buckets.SHORT, buckets.VLLM_BETWEEN_TOKENS),
+        buckets.SHORT,
+        buckets.VLLM_BETWEEN_TOKENS,
     ),
-    _Row(
+    _HistogramRow(
         "request_time_per_output_token_seconds",
         "Mean time between tokens of a completion.",
         lambda m: m.request_metrics.time_per_output_token,
-        *(buckets.SHORT, buckets.VLLM_BETWEEN_TOKENS),
+        buckets.SHORT,
+        buckets.VLLM_BETWEEN_TOKENS,
     ),
-    _Row(
+    _HistogramRow(
         "e2e_request_latency_seconds",
         "From a completion's arrival to its end.",
         lambda m: m.request_metrics.e2e_latency,
         *_SECONDS,
     ),
-    _Row(
+    _HistogramRow(
         "request_queue_time_seconds",
         "From a completion's arrival at the engine to its first slot.",
         lambda m: m.request_metrics.queue_time,
         *_SECONDS,
     ),
-    _Row(
+    _HistogramRow(
         "request_prefill_time_seconds",
         "From a completion's first slot to its first token.",
         lambda m: m.request_metrics.prefill_time,
         *_SECONDS,
     ),
-    _Row(
+    _HistogramRow(
         "request_decode_time_seconds",
         "From a completion's first token to its last.",
         lambda m: m.request_metrics.decode_time,
         *_SECONDS,
     ),
-    _Row(
+    _HistogramRow(
         "request_inference_time_seconds",
         "From a completion's first slot to its last token.",
         lambda m: m.request_metrics.inference_time,
         *_SECONDS,
     ),
-    _Row(
+    _HistogramRow(
         "request_prompt_tokens",
         "Prompt tokens of a request.",
         lambda m: m.request_metrics.prompt_tokens,
         buckets.TOKENS,
     ),
-    _Row(
+    _HistogramRow(
         "request_prefill_kv_computed_tokens",
         "Prompt tokens of a completion that were computed, not found in the prefix cache.",
         lambda m: m.request_metrics.computed_tokens,
         buckets.TOKENS,
     ),
-    _Row(
+    _HistogramRow(
         "request_generation_tokens",
         "Tokens drawn for a completion.",
         lambda m: m.request_metrics.generation_tokens,
         buckets.TOKENS,
     ),
-    _Row(
+    _HistogramRow(
         "request_max_num_generation_tokens",
         "Tokens of a request's longest completion.",
         lambda m: m.request_metrics.most_generation_tokens,
         buckets.TOKENS,
     ),
-    _Row(
+    _HistogramRow(
         "request_params_max_tokens",
         "The max_tokens of a completion's request.",
         lambda m: m.request_metrics.max_tokens,
         buckets.TOKENS,
     ),
-    _Row(
+    _HistogramRow(
         "request_params_n",
         "Completions of a request.",
         lambda m: m.request_metrics.num_completions,
-        *(buckets.NUM_COMPLETIONS, buckets.NUM_COMPLETIONS),
+        buckets.NUM_COMPLETIONS,
+        buckets.NUM_COMPLETIONS,
     ),
-    _Row(
+    _HistogramRow(
         "request_num_preemptions",
         "Times that a completion was sent back to wait.",
         lambda m: m.request_metrics.num_preemptions,
-        *(buckets.NUM_PREEMPTIONS, buckets.NUM_PREEMPTIONS),
+        buckets.NUM_PREEMPTIONS,
+        buckets.NUM_PREEMPTIONS,
     ),
-    _Row(
+    _HistogramRow(
         "iteration_tokens_total",
         "Tokens of a step, of prompts and of answers.",
         lambda m: m.llm.step_tokens,
-        *(STEP_TOKENS, STEP_TOKENS),
+        STEP_TOKENS,
+        STEP_TOKENS,
     ),
 )
 
 
 class _Snapshot(Collector):
-    """Collector of all counts of all models. It waits for no engine, so a hung one is visible."""
+    """Collector of all models' metrics. It waits for no engine, so a hanging engine is visible."""
 
     def __init__(self, models: Models) -> None:
         self._models = models.all
@@ -200,7 +215,7 @@ class _Snapshot(Collector):
         yield self._cache_config("vllm")
 
     def _histogram(
-        self, row: _Row, prefix: str, bounds: Callable[[ServedModel], Iterable[float]]
+        self, row: _HistogramRow, prefix: str, bounds: Callable[[ServedModel], Iterable[float]]
     ) -> Metric:
         family = HistogramMetricFamily(f"{prefix}:{row.name}", row.text, labels=_LABELS)
         for model in self._models:
@@ -210,7 +225,7 @@ class _Snapshot(Collector):
         return family
 
     def _waiting(self, stats: list[tuple[list[str], EngineStats]]) -> Iterator[Metric]:
-        """Yield what waits, by its reason: nothing here is deferred as vLLM defers."""
+        # vLLM defers requests for other reasons than capacity, and jaxserve does not.
         samples: list[tuple[list[str], float]] = []
         for labels, counts in stats:
             samples += [([*labels, "capacity"], counts.num_waiting), ([*labels, "deferred"], 0)]
@@ -265,7 +280,6 @@ class _Snapshot(Collector):
             yield from _families(CounterMetricFamily, name, text, samples, label)
 
     def _cache_config(self, prefix: str) -> Metric:
-        """Return the KV cache's settings as labels of a gauge that is always 1."""
         fields = ["block_size", "cache_dtype", "enable_prefix_caching", "gpu_memory_utilization"]
         info = GaugeMetricFamily(
             f"{prefix}:cache_config_info",
@@ -275,15 +289,17 @@ class _Snapshot(Collector):
         for model in self._models:
             config = model.llm.config
             values = (
-                *(config.block_size, config.kv_cache_dtype, config.enable_prefix_caching),
-                *(config.gpu_memory_utilization, *_cache_sizes(model)),
+                config.block_size,
+                config.kv_cache_dtype,
+                config.enable_prefix_caching,
+                config.gpu_memory_utilization,
+                *_cache_sizes(model),
             )
             info.add_metric([model.name, "0", *map(str, values)], 1)
         return info
 
 
 def _cache_sizes(model: ServedModel) -> tuple[int, int, float]:
-    """Return the cache's pages and tokens, and how many of the longest sequences they hold."""
     tokens = model.llm.num_pages * model.llm.config.block_size
     return model.llm.num_pages, tokens, round(tokens / model.limits.max_model_len, 2)
 
@@ -297,11 +313,15 @@ def _families(
     *,
     is_own: bool = False,
 ) -> Iterator[Metric]:
-    """Yield a metric under our name, and under vLLM's unless it is our own.
+    """Yield a metric under jaxserve's name, and under vLLM's name too unless `is_own` is set.
 
     Args:
-        samples: (values of the labels, value).
-        label: of the samples besides model and engine.
+        kind: class of the metric, such as GaugeMetricFamily.
+        name: name without the prefix.
+        text: description.
+        samples: pairs of the labels' values and the metric's value.
+        label: a label besides model and engine, or None.
+        is_own: whether vLLM has no such metric.
     """
     labels = _LABELS if label is None else [*_LABELS, label]
     for prefix in ("jaxserve",) if is_own else ("jaxserve", "vllm"):
@@ -312,7 +332,7 @@ def _families(
 
 
 async def metrics(request: Request) -> Response:
-    """Answer with all counts, and those of the process."""
+    """Answer with the metrics of all models and of the process."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Snapshot(request.app.state.served.models))
     for collector in (ProcessCollector, PlatformCollector, GCCollector):

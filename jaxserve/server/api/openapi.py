@@ -1,4 +1,4 @@
-"""Endpoint GET /openapi.json, made from the schemas that requests are checked against."""
+"""Endpoint GET /openapi.json: a document generated from the schemas that check requests."""
 
 from __future__ import annotations
 
@@ -33,13 +33,6 @@ from jaxserve.server.schema.anthropic import (
     MessagesRequest,
     MessagesResponse,
 )
-from jaxserve.server.schema.conversations import (
-    ConversationItems,
-    ConversationObject,
-    ConversationRequest,
-    ConversationUpdate,
-    DeletedConversation,
-)
 from jaxserve.server.schema.files import (
     Batch,
     BatchList,
@@ -57,6 +50,11 @@ from jaxserve.server.schema.openai import (
     ErrorResponse,
 )
 from jaxserve.server.schema.response_items import (
+    ConversationItems,
+    ConversationObject,
+    ConversationRequest,
+    ConversationUpdate,
+    DeletedConversation,
     DeletedResponse,
     InputItems,
     InputTokens,
@@ -65,7 +63,7 @@ from jaxserve.server.schema.response_items import (
 from jaxserve.server.schema.responses import CountInputRequest, ResponsesRequest
 
 _CONVERSATION = "/v1/conversations/{conversation_id}"
-# Types of request and answer of every endpoint that takes a body; those with `stream` can stream.
+# Types of the request and the answer of each POST endpoint. With a field `stream` it can stream.
 POSTS: dict[str, tuple[type, Any]] = {
     "/v1/completions": (CompletionRequest, CompletionResponse),
     "/v1/chat/completions": (ChatRequest, ChatResponse),
@@ -103,7 +101,7 @@ _PAGE: dict[str, Any] = {
     "order": {"enum": ["asc", "desc"]},
     "after": {"type": "string"},
 }
-# Operations on what is kept: method, path, type of the answer, arguments behind the path.
+# Operations on stored objects: method, path, type of the answer, query arguments.
 KEPT: tuple[tuple[str, str, type, dict[str, Any]], ...] = (
     (
         "get",
@@ -150,7 +148,7 @@ _REFUSALS = {
 
 
 def document() -> dict[str, Any]:
-    """Return the OpenAPI 3.1 document."""
+    """Return the OpenAPI 3.1 document of all endpoints."""
     types = [kind for pair in POSTS.values() for kind in pair]
     types += [kind for kind in GETS.values() if kind is not None]
     types += [answered for _, _, answered, _ in KEPT] + [ErrorResponse]
@@ -163,7 +161,7 @@ def document() -> dict[str, Any]:
     for path, (requested, answered) in POSTS.items():
         good = {"200": _answer("The answer.", by_type[answered])}
         if hasattr(requested, "stream") and not path.endswith("/render"):
-            # A schema could only be that of each event.
+            # OpenAPI has no schema for a stream of events.
             good["200"]["content"]["text/event-stream"] = {}
         paths[path] = {"post": _post(path, by_type[requested], good | refusals)}
     for path, answered in GETS.items():
@@ -195,7 +193,6 @@ def _add_kept(
     schema: dict[str, Any],
     refusals: dict[str, Any],
 ) -> None:
-    """Add one of the operations on what is kept."""
     method, path, answered, query = operation
     good = _answer("The answer.", schema)
     if "stream" in query:
@@ -204,19 +201,18 @@ def _add_kept(
         good["content"] = {"application/octet-stream": {}}
     parameters = [_argument(name, values, "query") for name, values in query.items()]
     parameters = [*_in_path(path), *parameters]
-    made: dict[str, Any] = {
+    described: dict[str, Any] = {
         "operationId": f"{method}_{_name(path)}",
         "parameters": parameters,
         "responses": {"200": good, **refusals},
     }
     if answered is FileObject and method == "post":
         content = {"multipart/form-data": {"schema": _FORM}}
-        made["requestBody"] = {"required": True, "content": content}
-    paths.setdefault(path, {})[method] = made
+        described["requestBody"] = {"required": True, "content": content}
+    paths.setdefault(path, {})[method] = described
 
 
 def _in_path(path: str) -> list[dict[str, Any]]:
-    """Return the arguments within a path."""
     parts = (part.partition("}") for part in path.split("{")[1:])
     return [_argument(name, {"type": "string"}) for name, _, _ in parts]
 
@@ -247,5 +243,5 @@ def _name(path: str) -> str:
 
 
 async def openapi(request: Request) -> Response:
-    """Answer with the document."""
+    """Answer with the OpenAPI document."""
     return json_response(document())

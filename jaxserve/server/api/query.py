@@ -1,4 +1,4 @@
-"""Query: arguments in a request's path, checked."""
+"""Query: checked arguments of a request's query string."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FLAGS = {"true": True, "1": True, "false": False, "0": False}
 
 
 class Query:
-    """Arguments behind a path.
+    """The query arguments of a request.
 
     Args:
         request: the HTTP request.
@@ -25,10 +25,10 @@ class Query:
         self._given = request.query_params
 
     def flag(self, name: str) -> bool:
-        """Return whether an argument is set.
+        """Return an argument as a bool, False if it is absent.
 
         Raises:
-            InvalidRequest: it is neither true nor false.
+            InvalidRequest: the value is neither true nor false.
         """
         text = self._given.get(name, "false").lower()
         if text not in _FLAGS:
@@ -36,10 +36,10 @@ class Query:
         return _FLAGS[text]
 
     def integer(self, name: str, default: int, low: int, high: int) -> int:
-        """Return a number.
+        """Return an argument as an integer from `low` to `high`, or `default` if it is absent.
 
         Raises:
-            InvalidRequest: it is none, or out of range.
+            InvalidRequest: the value is not an integer, or out of range.
         """
         text = self._given.get(name)
         if text is None:
@@ -52,10 +52,10 @@ class Query:
         return int(text)
 
     def choice(self, name: str, choices: tuple[str, ...]) -> str | None:
-        """Return a word, None where it is not given.
+        """Return an argument that is one of `choices`, or None if it is absent.
 
         Raises:
-            InvalidRequest: it is not one of the choices.
+            InvalidRequest: the value is not one of the choices.
         """
         text = self._given.get(name)
         if text is not None and text not in choices:
@@ -70,19 +70,21 @@ class Query:
         most: int = MAX_LIMIT,
         default: int = DEFAULT_LIMIT,
     ) -> tuple[list[T], str | None, str | None, bool]:
-        """Return a page of a list, its first and last ids, and whether more follow.
-
-        The arguments limit, order and after choose the page.
+        """Return the page of a list that the arguments limit, order and after choose.
 
         Args:
-            entries: the oldest first.
-            id_of: returns an entry's id.
-            order: where the client names none.
-            most: the largest limit.
-            default: the limit where the client names none.
+            entries: the whole list, oldest first.
+            id_of: returns the id of an entry.
+            order: "asc" or "desc", the default of the argument.
+            most: largest value of limit.
+            default: default of limit.
+
+        Returns:
+            The entries of the page, the ids of the first and the last of them (None for an empty
+            page), and whether more entries follow.
 
         Raises:
-            InvalidRequest: an argument is wrong, or after names no entry.
+            InvalidRequest: an argument is wrong, or `after` is not the id of an entry.
         """
         limit = self.integer("limit", default, 1, most)
         order_given = self.choice("order", ("asc", "desc")) or order

@@ -1,4 +1,4 @@
-"""Formatter of response objects, and of the events of their streams."""
+"""ResponsesFormatter: response objects of OpenAI's API, and the events of their streams."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from uuid import uuid4
 
 import msgspec
 
-from jaxserve.server.api.generation import Choice, Generation, Part
+from jaxserve.server.api.generation import Choice, ChoicePart, Generation
 from jaxserve.server.api.streaming import event
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.schema.logprobs import TokenLogprob, TokenTexts
@@ -30,25 +30,25 @@ from jaxserve.server.schema.response_items import (
 )
 from jaxserve.server.schema.response_tools import flat_name, seen_tools
 from jaxserve.server.schema.responses import ResponsesRequest, conversation_id, wants_logprobs
-from jaxserve.server.tool_calls.custom_input import CustomInput
-from jaxserve.server.tool_calls.pieces import CallPart, Content, Message, Piece, Thought
+from jaxserve.server.tool_calls.answer_parts import AnswerPart, CallPart, Content, Message, Thought
+from jaxserve.server.tool_calls.custom_tools import CustomInput
 
-# OpenAI's codes of failed responses, by status; other failures are the server's.
+# OpenAI's error codes of failed responses by HTTP status. Any other failure is a server_error.
 _CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 
 
 class ResponsesFormatter:
-    """Formatter of response objects, and of the events that build one.
+    """Formatter of response objects, and of the events that build a response.
 
-    Items of the output are made from the pieces that were read, in their order, streamed or not.
+    The items of the output are the pieces of the answer in their order, with and without a stream.
 
     Args:
         body: the request.
-        tokenizer: spells tokens.
-        on_end: receives a response once it is complete.
+        tokenizer: spells tokens in log-probabilities.
+        on_end: called with the complete response.
 
     Attributes:
-        id: of the response.
+        id: id of the response.
     """
 
     def __init__(
@@ -63,19 +63,19 @@ class ResponsesFormatter:
         self._on_end = on_end
         tools = seen_tools(body.tools)
         self._custom = {flat_name(n, t.name or "") for n, t in tools if t.type == "custom"}
-        # Names that clients have for functions of a group, by those that the model has.
+        # Maps names that the model sees to the client's namespace and name.
         self._grouped = {flat_name(n, t.name or ""): (n, t.name or "") for n, t in tools if n}
-        self._pending: list[TokenLogprob] = []  # logprobs of tokens since the last text
+        self._pending: list[TokenLogprob] = []  # log-probabilities of tokens since the last text
         self.id = f"resp_{uuid4().hex}"
         self._number = 0
         self._events: list[bytes] = []
         self._generation: Generation | None = None
         self._items: list[OutputItem] = []
         self._is_open = False
-        self._input = CustomInput()  # of the open call of a custom tool
+        self._input = CustomInput()  # input of the open call of a custom tool
 
     def response(self, generation: Generation, status: str) -> ResponsesResponse:
-        """Return the response without its output."""
+        """Return a response object with this status and an empty output."""
         body, sampling = self._body, generation.requests[0].sampling
         reasoning, text = body.reasoning, body.text
         name = conversation_id(body)
@@ -138,10 +138,10 @@ class ResponsesFormatter:
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         self._number += 1
-        made = event({"type": kind, "sequence_number": self._number - 1, **fields}, kind)
+        encoded = event({"type": kind, "sequence_number": self._number - 1, **fields}, kind)
         if self._body.background:
-            self._events.append(made)
-        return made
+            self._events.append(encoded)
+        return encoded
 
     def _in_item(self, kind: str, **fields: Any) -> bytes:
         index = len(self._items) - 1
@@ -157,7 +157,7 @@ class ResponsesFormatter:
         return created + self._event("response.in_progress", response=response)
 
     def queued(self, generation: Generation) -> ResponsesResponse:
-        """Begin a response that is drawn in the background."""
+        """Return the response object of a queued background response, and emit its first events."""
         self._generation = generation
         response = self.response(generation, "queued")
         self._event("response.created", response=response)
@@ -165,7 +165,7 @@ class ResponsesFormatter:
         return response
 
     def started(self, generation: Generation) -> ResponsesResponse:
-        """Go on with a response that was queued, once its first tokens are there."""
+        """Return the object of a queued response that now has tokens, and emit its event."""
         response = self.response(generation, "in_progress")
         self._event("response.in_progress", response=response)
         return response
@@ -175,21 +175,21 @@ class ResponsesFormatter:
         events, self._events = self._events, []
         return events
 
-    def parts(self, generation: Generation, parts: list[Part]) -> bytes:
+    def parts(self, generation: Generation, parts: list[ChoicePart]) -> bytes:
         return b"".join([self._part(generation, part) for part in parts])
 
-    def _logprobs(self, part: Part | Choice) -> list[TokenLogprob]:
+    def _logprobs(self, part: ChoicePart | Choice) -> list[TokenLogprob]:
         return self._texts.chat(part.token_ids, part.logprobs) if self._texts else []
 
-    def _part(self, generation: Generation, part: Part) -> bytes:
+    def _part(self, generation: Generation, part: ChoicePart) -> bytes:
         pieces = part.pieces
         self._pending += self._logprobs(part)
         if not pieces and self._pending and generation.choices[0].reader is None:
             pieces = [Content("")]
         return b"".join([self._piece(piece) for piece in pieces])
 
-    def _piece(self, piece: Piece) -> bytes:
-        """Return the events of a piece, and add it to the items."""
+    def _piece(self, piece: AnswerPart) -> bytes:
+        """Append a piece to the output items, and return its events."""
         opened = self._open(piece)
         item = self._items[-1]
         if isinstance(item, CustomCallItem) and isinstance(piece, CallPart):
@@ -214,8 +214,8 @@ class ResponsesFormatter:
         kind = "response.custom_tool_call_input.delta"
         return self._in_item(kind, delta=text) if text else b""
 
-    def _open(self, piece: Piece) -> bytes:
-        """Begin an item, unless the piece continues the open one. Return the events."""
+    def _open(self, piece: AnswerPart) -> bytes:
+        """Open an item for a piece unless it continues the open item, and return the events."""
         last = self._items[-1] if self._items and self._is_open else None
         if isinstance(piece, CallPart):
             if piece.id is None:
@@ -233,17 +233,17 @@ class ResponsesFormatter:
             return closed + added
         return closed + added + self._in_item("response.content_part.added", part=part)
 
-    def _new_item(self, piece: Piece) -> OutputItem:
+    def _new_item(self, piece: AnswerPart) -> OutputItem:
         name = uuid4().hex
-        namespace, own = None, ""
+        namespace, tool = None, ""
         if isinstance(piece, CallPart):
-            namespace, own = self._grouped.get(piece.name or "", (None, piece.name or ""))
+            namespace, tool = self._grouped.get(piece.name or "", (None, piece.name or ""))
         if isinstance(piece, CallPart) and piece.name in self._custom:
             self._input = CustomInput()
             return CustomCallItem(
                 id=f"ctc_{name}",
                 call_id=piece.id or "",
-                name=own,
+                name=tool,
                 input="",
                 status="in_progress",
                 namespace=namespace or msgspec.UNSET,
@@ -252,7 +252,7 @@ class ResponsesFormatter:
             return FunctionCallItem(
                 id=f"fc_{name}",
                 call_id=piece.id or "",
-                name=own,
+                name=tool,
                 arguments="",
                 status="in_progress",
                 namespace=namespace or msgspec.UNSET,
@@ -263,7 +263,7 @@ class ResponsesFormatter:
         return OutputMessage(id=f"msg_{name}", content=[OutputText(text="")], status="in_progress")
 
     def _close(self, status: str) -> bytes:
-        """End the open item, if there is one. Return the events."""
+        """Close the open item, if there is one, and return its events."""
         if not self._is_open:
             return b""
         self._is_open = False
@@ -304,7 +304,10 @@ class ResponsesFormatter:
         return self._event("response.failed", response=self.failed(error))
 
     def failed(self, error: ApiError) -> ResponsesResponse:
-        """Return a response that failed, with what there is of its output."""
+        """Close the open item as incomplete, and return the response as failed.
+
+        It holds `error` and the output so far. The response must have begun.
+        """
         assert self._generation is not None
         response = self.response(self._generation, "failed")
         self._close("incomplete")
@@ -314,7 +317,10 @@ class ResponsesFormatter:
         return response
 
     def cancelled(self) -> ResponsesResponse:
-        """Return a response that was cancelled, with what there is of its output."""
+        """Close the open item as incomplete, and return the response as cancelled.
+
+        It holds the output so far. The response must have begun.
+        """
         assert self._generation is not None
         response = self.response(self._generation, "cancelled")
         self._close("incomplete")
@@ -323,7 +329,6 @@ class ResponsesFormatter:
 
 
 def _pieces(message: Message) -> list[Piece]:
-    """Split a whole message into pieces."""
     pieces: list[Piece] = [Thought(message.reasoning)] if message.reasoning else []
     if message.content or not message.calls:
         pieces.append(Content(message.content))
@@ -333,7 +338,6 @@ def _pieces(message: Message) -> list[Piece]:
 
 
 def _blank(item: OutputItem) -> tuple[OutputItem, OutputText | ReasoningText | None]:
-    """Return an item as its announcement shows it, and the part that is announced after it."""
     if isinstance(item, FunctionCallItem | CustomCallItem):
         return item, None
     if isinstance(item, ReasoningItem):
@@ -342,7 +346,6 @@ def _blank(item: OutputItem) -> tuple[OutputItem, OutputText | ReasoningText | N
 
 
 def _spell(tokenizer: Any, token_ids: list[int]) -> str:
-    """Return the text of tokens, special ones included."""
     return b"".join(map(tokenizer.token_bytes, token_ids)).decode(errors="replace")
 
 

@@ -1,4 +1,4 @@
-"""Endpoints of OpenAI's responses, which are translated to chats, and kept for later ones."""
+"""Endpoints of OpenAI's responses: translated to chats, and stored for later requests."""
 
 from __future__ import annotations
 
@@ -42,30 +42,31 @@ from jaxserve.server.schema.responses import (
 from jaxserve.server.schema.sampling import NO_BOUND
 from jaxserve.settings.compat import endpoint_fields
 
-# Statuses of responses that can be continued.
+# Statuses of responses that another response can continue.
 _ENDED = ("completed", "incomplete")
 REFERENCE = "item_reference"
 _CANCELLED = ApiError(400, "the response was cancelled", code="cancelled")
 
 
 class _Input:
-    """Input of a request, and the conversation that it continues.
+    """The input of a request, and the conversation that it continues.
 
     Args:
-        request: of the endpoint.
-        body: what was sent.
-        store: of earlier responses.
-        owner: the client's key.
+        request: the request.
+        body: its parsed body.
+        store: the stored responses.
+        conversations: the stored conversations.
+        owner: digest of the client's API key, or None.
 
     Attributes:
-        parent: the turn that is continued.
-        conversation: that the request names, or None.
-        own: items of the input.
-        items: of the whole conversation.
+        parent: the stored response that is continued, or None.
+        conversation: the conversation that the request names, or None.
+        own: the items of the input.
+        items: the items of the whole conversation, ending with those of the input.
 
     Raises:
-        ApiError: 404, there is no such response, or conversation.
-        InvalidRequest: naming the field.
+        ApiError: 404, there is no such response or conversation.
+        InvalidRequest: a field is wrong, which the error names.
     """
 
     def __init__(
@@ -82,8 +83,8 @@ class _Input:
         references = [item.id or "" for item in self.own if item.type == REFERENCE]
         if references:
             most = request.config.max_body_bytes
-            found = store.find_items(references, owner, most)
-            self.own = [_resolved(item, found) for item in self.own]
+            stored = store.find_items(references, owner, most)
+            self.own = [_resolved(item, stored) for item in self.own]
         self.items = self.own
         self.conversation = self._join(conversations, body, owner, request.config.max_body_bytes)
         if before is None:
@@ -113,27 +114,26 @@ class _Input:
         owner: str | None,
         most: int,
     ) -> Conversation | None:
-        """Return the conversation that a request names, whose items come before its own."""
-        name, given = "conversation", conversation_id(body)
-        if given is None:
+        """Return the conversation that a request names, and put its items before the input's."""
+        name, conversation = "conversation", conversation_id(body)
+        if conversation is None:
             return None
         if body.previous_response_id is not None:
             raise InvalidRequest(f"{name} and previous_response_id exclude each other", name)
-        found = store.get(given, owner, name)
-        if found.num_item_bytes > most:
+        stored = store.get(conversation, owner, name)
+        if stored.num_item_bytes > most:
             raise InvalidRequest(f"{name} takes more than {most} bytes", name)
-        self.items = [*found.input_items(), *self.own]
-        return found
+        self.items = [*stored.input_items(), *self.own]
+        return stored
 
 
-def _resolved(item: InputItem, found: Mapping[str, InputItem]) -> InputItem:
-    """Return an item, or the kept one that it refers to."""
+def _resolved(item: InputItem, stored: Mapping[str, InputItem]) -> InputItem:
     if item.type != REFERENCE:
         return item
     name = item.id or ""
-    if name not in found:
+    if name not in stored:
         raise InvalidRequest(f"input: there is no item with id {name[:60]!r}", "input")
-    return found[name]
+    return stored[name]
 
 
 def _request(http_request: Request) -> EndpointRequest:
@@ -157,11 +157,6 @@ def _input(
 
 
 def _turn(http_request: Request) -> Turn:
-    """Return the response that the path names.
-
-    Raises:
-        ApiError: 404, there is none.
-    """
     owner: str | None = http_request.scope["jaxserve.key"]
     return _store(http_request).get(http_request.path_params["response_id"], owner)
 
@@ -183,10 +178,10 @@ def _check(body: ResponsesRequest, store: ResponseStore) -> None:
 
 
 async def responses(http_request: Request) -> Response:
-    """Answer an input.
+    """Answer an input with a response, a stream of events, or a response in the background.
 
     Raises:
-        ApiError, InvalidRequest, Overloaded: see `EndpointRequest.parse`, `_Input`, `prepare`.
+        ApiError, InvalidRequest, Overloaded: as `EndpointRequest.parse`, `_Input` and `prepare`.
     """
     request, store = _request(http_request), _store(http_request)
     body = request.parse(ResponsesRequest, endpoint_fields("responses"), strip_hosted)
@@ -195,18 +190,18 @@ async def responses(http_request: Request) -> Response:
     if body.structured_outputs is None and body.json_schema is None:
         request.renamed["structured_outputs"] = "text"
     if http_request.scope.get("jaxserve.behind"):
-        body.store = False  # the answers of a batch stand in its file
+        body.store = False  # the output file of a batch holds its answers
     _check(body, store)
     owner: str | None = http_request.scope["jaxserve.key"]
-    given = _input(http_request, request, body)
-    conversation = given.conversation
-    added = [] if conversation is None else conversation.show_new(given.own)
-    generation = await _prepare(request, body, given.items)
+    source = _input(http_request, request, body)
+    conversation = source.conversation
+    added = [] if conversation is None else conversation.show_new(source.own)
+    generation = await _prepare(request, body, source.items)
     tokenizer = generation.model.llm.get_tokenizer()
     loop, talks = asyncio.get_running_loop(), http_request.app.state.served.conversations
 
     def extend(response: ResponsesResponse) -> None:
-        # Called on another thread where the answer has many logprobs.
+        # Called on another thread if the answer has many log-probabilities.
         if conversation is not None:
             items = [*added, *msgspec.to_builtins(response.output)]
             loop.call_soon_threadsafe(talks.extend, conversation, items)
@@ -223,12 +218,12 @@ async def responses(http_request: Request) -> Response:
             loop.call_soon_threadsafe(store.add, turn)
 
     formatter = ResponsesFormatter(body, tokenizer, keep)
-    turn = Turn(formatter.id, owner, given.parent, added or shown_items(given.own), b"")
+    turn = Turn(formatter.id, owner, source.parent, added or shown_items(source.own), b"")
     turn.conversation = conversation_id(body)
     if not body.background:
         return await respond(http_request, generation, formatter, bool(body.stream))
     generation.follow(http_request.headers, http_request.scope["jaxserve.request_id"])
-    generation.__enter__()  # a full queue refuses the request; `draw` leaves it
+    generation.__enter__()  # raises Overloaded if the queue is full; `draw` exits it
     turn.response, turn.status = encode(formatter.queued(generation)), "queued"
     turn.cancel = partial(generation.fail, _CANCELLED)
     if body.stream:
@@ -245,12 +240,13 @@ async def responses(http_request: Request) -> Response:
 async def _prepare(
     request: EndpointRequest, body: ResponsesRequest, items: list[InputItem]
 ) -> Generation:
-    """Prepare a conversation; with truncation, without its oldest turns where it is too long.
+    """Return the generation for a conversation, not yet started.
 
-    Messages of the system and of developers stay.
+    With `truncation: auto`, the oldest turns are dropped if the conversation is too long. Messages
+    of the system and of developers stay.
 
     Raises:
-        ApiError, InvalidRequest, Overloaded: see `chat.prepare`.
+        ApiError, InvalidRequest, Overloaded: as `chat.prepare`.
     """
     try:
         return await prepare(request, as_chat(body, items))
@@ -259,27 +255,31 @@ async def _prepare(
         if body.truncation != "auto" or not starts:
             raise
         problem = error
-    found: Generation | None = None
+    generation: Generation | None = None
     low, high = 0, len(starts)
     while low < high:
         middle = (low + high) // 2
-        kept = [item for item in items[: starts[middle]] if item.role in ("system", "developer")]
+        instructions = [
+            item for item in items[: starts[middle]] if item.role in ("system", "developer")
+        ]
         try:
-            found = await prepare(request, as_chat(body, [*kept, *items[starts[middle] :]]))
+            generation = await prepare(
+                request, as_chat(body, [*instructions, *items[starts[middle] :]])
+            )
             high = middle
         except PromptTooLong:
             low = middle + 1
-    if found is None:
+    if generation is None:
         raise problem
-    return found
+    return generation
 
 
 async def get_response(http_request: Request) -> Response:
-    """Answer with a kept response, or with the rest of its stream.
+    """Answer with a stored response, or with its events from `starting_after` on.
 
     Raises:
-        ApiError: 404, there is none.
-        InvalidRequest: its stream is not kept, or an argument is wrong.
+        ApiError: 404, there is no such response.
+        InvalidRequest: its events are not stored, or an argument is wrong.
     """
     query = Query(http_request)
     is_stream, after = query.flag("stream"), query.integer("starting_after", -1, 0, 2**31 - 1)
@@ -294,11 +294,11 @@ async def get_response(http_request: Request) -> Response:
 
 
 async def cancel_response(http_request: Request) -> Response:
-    """End the work on a response in the background.
+    """Cancel a response in the background, and answer with it after its end.
 
     Raises:
-        ApiError: 404, there is none.
-        InvalidRequest: its client waits for it.
+        ApiError: 404, there is no such response.
+        InvalidRequest: the response is not in the background.
     """
     turn = _turn(http_request)
     if turn.task is None:
@@ -311,10 +311,10 @@ async def cancel_response(http_request: Request) -> Response:
 
 
 async def delete_response(http_request: Request) -> Response:
-    """Forget a response.
+    """Delete a stored response.
 
     Raises:
-        ApiError: 404, there is none.
+        ApiError: 404, there is no such response.
     """
     turn = _turn(http_request)
     _store(http_request).remove(turn)
@@ -322,7 +322,7 @@ async def delete_response(http_request: Request) -> Response:
 
 
 async def list_input_items(http_request: Request) -> Response:
-    """List the items of a kept response's input.
+    """Answer with a page of the input items of a stored response.
 
     Raises:
         ApiError: 404, there is no such response.
@@ -335,16 +335,16 @@ async def list_input_items(http_request: Request) -> Response:
 
 
 async def count_input_tokens(http_request: Request) -> Response:
-    """Count the tokens that an input would take of the context.
+    """Answer with the number of tokens of an input, rendered by the chat template.
 
     Raises:
-        ApiError, InvalidRequest: see `EndpointRequest.parse` and `_Input`.
+        ApiError, InvalidRequest: as `EndpointRequest.parse` and `_Input`.
     """
     request = _request(http_request)
     body = request.parse(CountInputRequest, endpoint_fields("responses"), strip_hosted)
     request.renamed |= {"prompt": "input", "response_format": "text"}
-    given = _input(http_request, request, body)
+    source = _input(http_request, request, body)
     whole = ResponsesRequest(**msgspec.structs.asdict(body))
-    chat = as_chat(whole, given.items)
+    chat = as_chat(whole, source.items)
     model = request.find_model(chat.model)
     return json_response(InputTokens(len(await template_ids(chat, model))))

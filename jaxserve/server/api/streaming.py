@@ -1,4 +1,4 @@
-"""Answers, whole or as server-sent events; their work ends when the client goes away."""
+"""Answers as documents or server-sent events, which stop their work if the client disconnects."""
 
 from __future__ import annotations
 
@@ -11,53 +11,53 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from jaxserve.server.api.generation import Generation, Part
+from jaxserve.server.api.generation import ChoicePart, Generation
 from jaxserve.server.schema.errors import ApiError, as_api_error
 
 T = TypeVar("T")
-# Sends a piece of a body by a shorter way than ASGI's. Returns False where that is not open now.
+# Writes a part of a body past ASGI, which is faster. Returns False if ASGI has to be used.
 Write = Callable[[bytes], Awaitable[bool]]
 JSON = "application/json"
-# An answer with the logprobs of more tokens is formatted on another thread than the loop's.
+# Answers with the log-probabilities of more tokens are formatted on another thread.
 INLINE_LOGPROBS = 256
 _encoder = msgspec.json.Encoder()
 
 
 class ResponseFormatter(Protocol):
-    """Formatter of an endpoint's answers: as one document, or as events as tokens come."""
+    """Formatter of an endpoint's answers, as one document or as events while tokens arrive."""
 
     def whole(self, generation: Generation) -> Any:
         """Return the document of a finished generation."""
         ...
 
     def opening(self, generation: Generation) -> bytes:
-        """Return events before the first parts."""
+        """Return the events before the first parts."""
         ...
 
-    def parts(self, generation: Generation, parts: list[Part]) -> bytes:
-        """Return events for new parts; possibly none."""
+    def parts(self, generation: Generation, parts: list[ChoicePart]) -> bytes:
+        """Return the events for new parts, which may be empty."""
         ...
 
     def closing(self, generation: Generation) -> bytes:
-        """Return events after the last part."""
+        """Return the events after the last part."""
         ...
 
     def failure(self, error: ApiError) -> bytes:
-        """Return events that end a stream which failed."""
+        """Return the events that end a stream with an error."""
         ...
 
 
 class ClientGone(Exception):
-    """The client closed its connection, so that no answer can reach it."""
+    """The client has disconnected, so that no answer can reach it."""
 
 
 def encode(value: Any) -> bytes:
-    """Return Structs and plain values as JSON."""
+    """Return the JSON of a Struct or a plain value."""
     return _encoder.encode(value)
 
 
 def event(value: Any, name: str | None = None) -> bytes:
-    """Return a server-sent event with a value's JSON as data."""
+    """Return a server-sent event with the JSON of a value as its data."""
     head = b"data: " if name is None else b"event: %b\ndata: " % name.encode()
     return b"%b%b\n\n" % (head, _encoder.encode(value))
 
@@ -74,17 +74,17 @@ def error_response(error: ApiError) -> Response:
 
 
 async def disconnected(receive: Receive) -> None:
-    """Wait until the client is gone. Its body must have been read before."""
+    """Wait until the client disconnects. The body must have been read before."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of some work, or cancel it when the client goes away.
+    """Await `work`, or cancel it if the client disconnects, and return its result.
 
     Raises:
-        ClientGone: the client went away.
-        Exception: whatever the work raises.
+        ClientGone: the client disconnected.
+        Exception: any exception of `work`.
     """
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(disconnected(receive))
@@ -102,11 +102,11 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 async def respond(
     request: Request, generation: Generation, formatter: ResponseFormatter, stream: bool
 ) -> Response:
-    """Return the answer to a request: a document, or a response that streams once it is called.
+    """Return the response for a generation: its document, or a stream that starts when it is sent.
 
     Raises:
-        ClientGone: the client went away before the document was there.
-        ApiError, InvalidRequest, Overloaded: see `Generation`; a stream reports them itself.
+        ClientGone: the client disconnected before the document was complete.
+        ApiError, InvalidRequest, Overloaded: as `Generation`. A stream reports them itself.
     """
     generation.follow(request.headers, request.scope["jaxserve.request_id"])
     if stream:
@@ -123,7 +123,7 @@ async def respond(
 
 
 class EventResponse(Response):
-    """Response of server-sent events, whose length is not known when it begins."""
+    """Response of server-sent events, without a content-length."""
 
     def __init__(self) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
@@ -137,9 +137,10 @@ class EventResponse(Response):
 
 
 class EventStream(EventResponse):
-    """Stream of a generation's events. Nothing is sent before the first tokens are there.
+    """Stream of a generation's events.
 
-    A request that fails earlier is therefore answered with the status of its error.
+    The status is sent with the first tokens, so that a request that fails earlier gets the status
+    of its error.
     """
 
     def __init__(self, generation: Generation, formatter: ResponseFormatter) -> None:
@@ -152,8 +153,8 @@ class EventStream(EventResponse):
         """Send all events.
 
         Raises:
-            ClientGone: the client went away.
-            Exception: an internal error, once the client has been sent its status.
+            ClientGone: the client disconnected.
+            Exception: an internal error, raised after the client got its status.
         """
         await while_connected(receive, self._run(scope, receive, send))
 
@@ -171,7 +172,7 @@ class EventStream(EventResponse):
                     if events and not (write and await write(events)):
                         await send_body(send, events)
                     events = formatter.parts(generation, await generation.take())
-                # The last tokens and the end go out together.
+                # One message for the last tokens and the end.
                 await send_body(send, events + formatter.closing(generation), more=False)
         except Exception as error:
             problem = as_api_error(error, scope.get("jaxserve.renamed"))
@@ -182,8 +183,7 @@ class EventStream(EventResponse):
             if problem.status == 500 and not isinstance(error, ApiError):
                 raise
 
-    async def _first_events(self, parts: list[Part]) -> bytes:
-        """Return the opening and the first parts, which hold the logprobs of the prompts."""
+    async def _first_events(self, parts: list[ChoicePart]) -> bytes:
         generation, formatter = self._generation, self._formatter
         opening = formatter.opening(generation)
         if generation.num_logprobs <= INLINE_LOGPROBS:
@@ -192,6 +192,6 @@ class EventStream(EventResponse):
 
 
 async def send_body(send: Send, body: bytes, more: bool = True) -> None:
-    """Send a part of an answer's body; an empty one only where it is the last."""
+    """Send a part of an answer's body. An empty part is sent only as the last one."""
     if body or not more:
         await send({"type": "http.response.body", "body": body, "more_body": more})

@@ -1,4 +1,4 @@
-"""Endpoints of vLLM that render prompts to token ids, and one that takes and gives token ids."""
+"""Endpoints of vLLM that render prompts to token ids, and that complete token ids."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxserve.errors import InvalidRequest
 from jaxserve.request import SamplingParams
 from jaxserve.server.api import anthropic, chat, completions
 from jaxserve.server.api.endpoint_request import EndpointRequest
-from jaxserve.server.api.generation import Choice, Generation, Part
+from jaxserve.server.api.generation import Choice, ChoicePart, Generation
 from jaxserve.server.api.streaming import DONE, event, json_response, respond
 from jaxserve.server.schema.anthropic import MessagesRequest
 from jaxserve.server.schema.decode import to_schema
@@ -29,12 +29,7 @@ from jaxserve.server.schema.generate import (
 )
 from jaxserve.server.schema.logprobs import ChatLogprobs, TokenTexts, rows
 from jaxserve.server.schema.openai import ChatRequest, CompletionRequest
-from jaxserve.server.schema.sampling import (
-    check_sizes,
-    form_field,
-    most_tokens,
-    sampling_params,
-)
+from jaxserve.server.schema.sampling import check_sizes, form_field, most_tokens, sampling_params
 from jaxserve.settings.checks import exact_int
 from jaxserve.settings.compat import endpoint_fields, refuse_unsupported
 
@@ -42,7 +37,7 @@ _SAMPLING = {field.name for field in fields(SamplingParams)}
 
 
 async def render_completions(http_request: Request) -> Response:
-    """Answer with the token ids and settings of each prompt of a completion.
+    """Answer with the token ids and settings of each prompt of a completion request.
 
     Raises: as `completions.completions`.
     """
@@ -57,7 +52,7 @@ async def render_completions(http_request: Request) -> Response:
 
 
 async def render_chat(http_request: Request) -> Response:
-    """Answer with the token ids and settings of a conversation.
+    """Answer with the token ids and settings of a chat request.
 
     Raises: as `chat.chat_completions`.
     """
@@ -68,7 +63,7 @@ async def render_chat(http_request: Request) -> Response:
 
 
 async def render_messages(http_request: Request) -> Response:
-    """Answer with the token ids and settings of a conversation in Anthropic's form.
+    """Answer with the token ids and settings of a request in Anthropic's form.
 
     Raises: as `anthropic.messages`.
     """
@@ -80,28 +75,28 @@ async def render_messages(http_request: Request) -> Response:
 async def _render(request: EndpointRequest, body: ChatRequest, request_id: str | None) -> Response:
     generation = await chat.prepare(request, body)
     name = request.answer_id("chatcmpl", request_id)
-    made = rendered(generation.requests[0], name, body)
-    made.return_token_ids = body.return_token_ids
-    return json_response(made)
+    response = rendered(generation.requests[0], name, body)
+    response.return_token_ids = body.return_token_ids
+    return json_response(response)
 
 
 async def generate(http_request: Request) -> Response:
-    """Complete token ids, and answer with token ids.
+    """Complete a prompt of token ids, and answer with token ids.
 
     Raises:
         ApiError: the body is malformed, there is no such model, or the server is stopping.
-        InvalidRequest: naming the field, or `sampling_params`.
+        InvalidRequest: a field, or a field of `sampling_params`, is wrong.
         Overloaded: the queue is full.
     """
     request = EndpointRequest(http_request)
     body = request.parse(GenerateRequest, endpoint_fields("generate"))
     request.renamed["prompt"] = "token_ids"
     model = request.find_model(body.model)
-    own = body.sampling_params
-    refuse_unsupported(own, endpoint_fields("sampling_params"), " by this server")
+    sent = body.sampling_params
+    refuse_unsupported(sent, endpoint_fields("sampling_params"), " by this server")
     names = {*CompletionRequest.__struct_encode_fields__, *_SAMPLING}
-    request.check_fields(own, names, "sampling_params")
-    inner = {name: own[name] for name in own.keys() - {"prompt", "model", "stream", "suffix"}}
+    request.check_fields(sent, names, "sampling_params")
+    inner = {name: sent[name] for name in sent.keys() - {"prompt", "model", "stream", "suffix"}}
     shared = {"cache_salt": body.cache_salt, "priority": body.priority}
     settings = to_schema({**inner, **shared, "prompt": body.token_ids}, CompletionRequest)
     check_sizes(settings, model.limits.vocab_size)
@@ -113,7 +108,7 @@ async def generate(http_request: Request) -> Response:
         settings.logprobs,
         settings.prompt_logprobs,
     )
-    budget = own.get("thinking_token_budget")
+    budget = sent.get("thinking_token_budget")
     if budget not in (None, -1):
         exact_int(budget, "thinking_token_budget", 0, 2**31 - 1)
         sampling = replace(sampling, thinking_token_budget=budget)
@@ -121,21 +116,23 @@ async def generate(http_request: Request) -> Response:
         raise InvalidRequest("token_ids must hold at least one token", "token_ids")
     request.admit(model, sampling.n)
     marks = model.dialect.marks(body.token_ids)
-    made = await request.engine_request(model, body.token_ids, sampling, settings, marks)
+    engine_request = await request.engine_request(model, body.token_ids, sampling, settings, marks)
     formatter = GenerateFormatter(
         body, request.answer_id(None, body.request_id), model.llm.get_tokenizer(), settings
     )
-    return await respond(http_request, Generation(model, [made]), formatter, bool(body.stream))
+    return await respond(
+        http_request, Generation(model, [engine_request]), formatter, bool(body.stream)
+    )
 
 
 class GenerateFormatter:
-    """Formatter of completions as token ids.
+    """Formatter of completions as token ids, as one document or as the events of a stream.
 
     Args:
         body: the request.
-        request_id: of the answer.
-        tokenizer: spells tokens in text; None where there is none.
-        settings: of the request.
+        request_id: id of the answer.
+        tokenizer: spells tokens in log-probabilities. None for a model without a tokenizer.
+        settings: the fields of the request's `sampling_params`.
     """
 
     def __init__(
@@ -147,7 +144,7 @@ class GenerateFormatter:
         self._texts = TokenTexts(tokenizer, False)
         self._sent: list[int] = []
 
-    def _choice(self, part: Part | Choice) -> GenerateChoice:
+    def _choice(self, part: ChoicePart | Choice) -> GenerateChoice:
         choice = GenerateChoice(part.index, part.token_ids)
         choice.finish_reason, choice.stop_reason = part.finish_reason, part.stop_reason
         if self._body.output_mode == "text":
@@ -182,7 +179,7 @@ class GenerateFormatter:
         response.prompt_token_ids = generation.choices[0].prompt_token_ids
         return event(response)
 
-    def parts(self, generation: Generation, parts: list[Part]) -> bytes:
+    def parts(self, generation: Generation, parts: list[ChoicePart]) -> bytes:
         options, events = self._body.stream_options, []
         for part in parts:
             self._sent[part.index] += len(part.token_ids)
@@ -204,12 +201,11 @@ class GenerateFormatter:
         return event(error.body()) + DONE
 
 
-def _scores(part: Part | Choice) -> GenerateLogprobs:
-    """Return log-probabilities by ids: the drawn token first, then the others by their rank."""
+def _scores(part: ChoicePart | Choice) -> GenerateLogprobs:
     content = []
     for row in rows(part.token_ids, part.logprobs):
-        own = ScoredToken(row.token, row.logprob, row.rank)
+        drawn = ScoredToken(row.token, row.logprob, row.rank)
         best = [ScoredToken(token, value, n) for n, (token, value) in enumerate(row.best, 1)]
         others = [scored for scored in best if scored.token_id != row.token]
-        content.append(DrawnToken(row.token, row.logprob, row.rank, [own, *others]))
+        content.append(DrawnToken(row.token, row.logprob, row.rank, [drawn, *others]))
     return GenerateLogprobs(content)

@@ -1,4 +1,4 @@
-"""Endpoints POST /tokenize and /detokenize."""
+"""Endpoints POST /tokenize and /detokenize, and GET /tokenizer_info."""
 
 from __future__ import annotations
 
@@ -69,11 +69,11 @@ class TokenizerInfo(msgspec.Struct):
 
 
 async def tokenize(http_request: Request) -> Response:
-    """Answer with the token ids of a prompt, or of a conversation through the chat template.
+    """Answer with the token ids of a prompt, or of messages rendered by the chat template.
 
     Raises:
         ApiError: the body is malformed, or there is no such model.
-        InvalidRequest: naming the field; or the server has no tokenizer.
+        InvalidRequest: a field is wrong, or the server has no tokenizer.
     """
     request = EndpointRequest(http_request)
     body = request.parse(TokenizeRequest)
@@ -101,10 +101,10 @@ async def tokenize(http_request: Request) -> Response:
 
 
 async def tokenizer_info(http_request: Request) -> Response:
-    """Answer with what tokenizer_config.json says, as vLLM does; of the model in `?model=`.
+    """Answer with special tokens and chat template of the model in `?model=`, in vLLM's form.
 
     Raises:
-        ApiError: 404, the server does not show it, or there is no such model.
+        ApiError: 404, the server does not show them, or there is no such model.
         InvalidRequest: the server has no tokenizer.
     """
     request = EndpointRequest(http_request)
@@ -125,7 +125,7 @@ async def tokenizer_info(http_request: Request) -> Response:
 
 
 async def detokenize(http_request: Request) -> Response:
-    """Answer with the text of token ids, special tokens included.
+    """Answer with the text of token ids, including special tokens.
 
     Raises: as `tokenize`.
     """

@@ -1,4 +1,4 @@
-"""Forms with a file (multipart/form-data), read piece by piece onto the disk."""
+"""Parser of forms with a file (multipart/form-data), whose file is written to disk on arrival."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from jaxserve.server.kept.files import Upload
 from jaxserve.server.schema.errors import ApiError
 
 MAX_PARTS, MAX_FIELD_BYTES, MAX_FILENAME = 16, 1024, 255
-# A client that sends a file more slowly than this gives up its place, in bytes a second.
+# The least rate of an upload, in bytes per second. A slower upload is refused.
 MIN_RATE = 64 << 10
 
 
 @dataclass
 class _Part:
-    """Part of a form: a field, or the file."""
+    """A part of a form: a field, or the file."""
 
     headers: dict[bytes, bytes] = field(default_factory=dict)
     name: str = ""
@@ -30,16 +30,16 @@ class _Part:
 
 
 class Form:
-    """A form that arrives: its fields, and its file, which goes to disk.
+    """A form as it arrives. Its file is written to `upload`.
 
     Args:
-        boundary: between parts.
-        upload: receives the file.
+        boundary: the boundary between parts.
+        upload: receives the bytes of the file.
 
     Attributes:
-        fields: by name.
-        filename: the file's label; None where there is no file yet.
-        is_whole: whether the form's end has come.
+        fields: texts of the fields by name.
+        filename: name of the file, or None until the file begins.
+        is_whole: whether the end of the form has been parsed.
     """
 
     def __init__(self, boundary: bytes, upload: Upload) -> None:
@@ -65,10 +65,10 @@ class Form:
         )
 
     def feed(self, data: bytes) -> None:
-        """Take more of the form.
+        """Parse the next bytes of the form.
 
         Raises:
-            ApiError: it is malformed, or something in it is too large.
+            ApiError: the form is malformed, or a part of it is too large.
         """
         try:
             self._parser.write(data)
@@ -124,16 +124,16 @@ class Form:
 
 
 async def read_form(request: Request, upload: Upload, seconds: float) -> Form:
-    """Read a form to its end.
+    """Read the form in a request's body to its end, and return it.
 
     Args:
-        request: whose body has not been read.
-        upload: receives the file.
-        seconds: that a client may take, besides those at `MIN_RATE`.
+        request: the HTTP request, whose body is unread.
+        upload: receives the bytes of the file.
+        seconds: time limit, to which the time of the file's bytes at MIN_RATE is added.
 
     Raises:
-        ApiError: it is malformed, too large or too slow.
-        ClientGone: the client went away.
+        ApiError: the form is malformed, too large or too slow.
+        ClientGone: the client disconnected.
     """
     _, options = parse_options_header(request.headers.get("content-type", ""))
     boundary = options.get(b"boundary", b"")
@@ -154,7 +154,7 @@ async def read_form(request: Request, upload: Upload, seconds: float) -> Form:
         form.feed(data)
         if not message.get("more_body", False):
             break
-    request.scope["jaxserve.body"] = b""  # it has been read, so that the connection may stay
+    request.scope["jaxserve.body"] = b""  # marks the body as read, so that the connection stays
     if not form.is_whole:
         raise ApiError(400, "the form has no end", code="bad_form")
     return form

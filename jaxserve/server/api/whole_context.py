@@ -1,8 +1,8 @@
-"""WholeContextGeneration: prompts that fill the context, scored without an answer.
+"""WholeContextGeneration: log-probabilities of prompts as long as the context.
 
-The engine draws at least one token within the context. Of a prompt that fills it, the engine gets
-all tokens but the last, and draws this one, as the only token that is allowed. Its log-probability
-is the model's own, as those of the prompt are.
+The engine samples at least one token within the context. Of a prompt that fills the context, it
+gets all tokens except the last, and then samples the last token as the only allowed token. The
+log-probability of this token is the model's own, like the log-probabilities of the prompt.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from jaxserve.engine.delta import Delta
 from jaxserve.engine.request_factory import check_token_ids
 from jaxserve.request import Request, SamplingParams
 from jaxserve.scheduling.logprobs import TokenLogprobs
-from jaxserve.server.api.generation import Generation, Part
+from jaxserve.server.api.generation import ChoicePart, Generation
 from jaxserve.server.schema.openai import Usage
 from jaxserve.server.served.models import ServedModel
 
 
 def fills_context(model: ServedModel, prompt: list[int]) -> bool:
-    """Return whether a prompt fills the context, and can be scored for all that.
+    """Return whether a prompt is as long as the context and the engine can score all of it.
 
     Raises:
-        InvalidRequest: it holds a value that is no token.
+        InvalidRequest: the prompt has a value that is not a token id.
     """
-    # Log-probabilities of another mode depend on which tokens are allowed.
+    # Processed log-probabilities depend on the allowed tokens.
     if len(prompt) != model.limits.max_model_len or len(prompt) < 2:
         return False
     check_token_ids(prompt, model.limits.vocab_size)
@@ -35,7 +35,7 @@ def fills_context(model: ServedModel, prompt: list[int]) -> bool:
 
 
 def draw_last(prompt: list[int], sampling: SamplingParams) -> SamplingParams:
-    """Return settings that draw the last token of a prompt behind the others, and score it."""
+    """Return sampling parameters that generate and score the last token of a prompt."""
     return SamplingParams(
         n=sampling.n,
         temperature=0.0,
@@ -48,13 +48,13 @@ def draw_last(prompt: list[int], sampling: SamplingParams) -> SamplingParams:
 
 
 class WholeContextGeneration(Generation):
-    """Generation whose answers are the scores of prompts alone.
+    """Generation for requests that only score their prompts.
 
     Args:
-        model: scores them.
-        requests: one for each prompt.
-        filling: prompts that fill the context, by their places among the requests, which lack
-            their last tokens.
+        model: the model.
+        requests: the engine's requests, one for each prompt.
+        filling: prompts as long as the context, by the numbers of their requests. The requests have
+            these prompts without their last tokens.
     """
 
     def __init__(
@@ -68,14 +68,14 @@ class WholeContextGeneration(Generation):
         for choice in self.choices:
             choice.prompt_token_ids = filling.get(choice.prompt, choice.prompt_token_ids)
 
-    def _apply(self, delta: Delta, parts: dict[int, Part]) -> None:
+    def _apply(self, delta: Delta, parts: dict[int, ChoicePart]) -> None:
         is_filling = self.choices[self._first[delta.request_id]].prompt in self._filling
         if is_filling and delta.prompt_logprobs is not None and delta.logprobs is not None:
             delta.prompt_logprobs = _joined(delta.prompt_logprobs, delta.logprobs)
         super()._apply(delta, parts)
 
     def usage(self, sent: Listing[int] | None = None) -> Usage:
-        """Count tokens, the last ones of the prompts among them."""
+        """Return the numbers of tokens, including the last tokens of the prompts."""
         usage = super().usage(sent)
         usage.prompt_tokens += len(self._filling)
         usage.total_tokens += len(self._filling)
@@ -83,7 +83,6 @@ class WholeContextGeneration(Generation):
 
 
 def _joined(prompt: TokenLogprobs, last: TokenLogprobs) -> TokenLogprobs:
-    """Return the log-probabilities of a prompt, its last token included."""
     if not len(prompt.rank):
         return last
     pairs = zip(prompt[:4], last[:4], strict=True)

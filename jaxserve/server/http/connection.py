@@ -27,7 +27,7 @@ CROWD_SECONDS = 1.0
 _ABSOLUTE = re.compile(rb"https?://(?P<authority>[^/?#]*)(?P<path>[^#]*).*", re.IGNORECASE)
 
 
-class Parser(h11.Connection):
+class HttpParser(h11.Connection):
     """h11's parser, which refuses bodies that are too large or come in tiny chunks.
 
     A target in absolute form is replaced by its path, and its authority becomes the Host header
@@ -150,7 +150,7 @@ class Connection(H11Protocol):
     def __init__(self, *, limits: ServerConfig, crowd: Crowd, **named: Any) -> None:
         super().__init__(**named)
         form = 0 if limits.files_dir is None else limits.max_file_bytes + FORM_BYTES
-        self.conn = Parser(limits.max_body_bytes, max(limits.max_body_bytes, form))
+        self.conn = HttpParser(limits.max_body_bytes, max(limits.max_body_bytes, form))
         self._limits = limits
         self._crowd = crowd
         self._header_timer: asyncio.TimerHandle | None = None
