@@ -46,8 +46,9 @@ if TYPE_CHECKING:
     from jaxserve.models.rope import CosSin
 
 
-# Most of what tracing a layer takes. The first layer, which `run_layer` traces apart from the
-# others, writes and attends as they do.
+# Tracing attention and cache writes takes most of the time of tracing a layer. The first layer,
+# which `run_layer` traces apart from the others, calls the same jitted functions, so each is traced
+# once.
 decode_attention = jax.jit(paged_decode_attention, static_argnames="implementation")
 ragged_attention = jax.jit(ragged_paged_attention, static_argnames="implementation")
 part_attention = jax.jit(attention_of_part)
@@ -55,10 +56,11 @@ _rope_kv_write = jax.jit(rope_kv_write, static_argnames=("dtype", "implementatio
 
 
 class Attention(nnx.Module):
-    """Project, rotate, write K and V to their pages, attend, project back.
+    """Grouped-query attention: project, rotate, write K and V to the cache, attend, project back.
 
     The fused projection is `[D, K, G + 2, H]`: for each kv head its G query heads, then its key,
-    then its value. Splitting it over the kv heads keeps every head with the pages it reads.
+    then its value. Splitting the projection over the kv heads keeps every head on the device that
+    has the cache pages it reads.
     """
 
     def __init__(
@@ -71,7 +73,8 @@ class Attention(nnx.Module):
     ) -> None:
         embed, kv_heads, head_dim = config.hidden_size, config.num_key_value_heads, config.head_dim
         group = config.num_attention_heads // kv_heads
-        # Of one device, where heads are divided over several; parameters are created whole.
+        # The number of query heads of a kv head on one device, where heads are divided over
+        # several. Parameters are created whole.
         self.group, self.axis, self.split = group_of(config), config.split.axis, config.split
         self.context = config.split.context
         self.window, self.scale = window, config.scales.attention
@@ -98,7 +101,7 @@ class Attention(nnx.Module):
         bias_shape = (kv_heads, group + 2, head_dim)
         self.qkv_bias = constant(0.0, bias_shape, axes, dtype) if config.attention_bias else None
         self.out_bias = constant(0.0, (embed,), ("embed",), dtype) if config.output_bias else None
-        # f32[2, K], what stored keys and values are multiplied by; of a cache in fp8 only.
+        # f32[2, K]: scales of stored keys and of stored values, for a cache in fp8 only.
         self.kv_scales: nnx.Param[Any] | None = nnx.data(None)
         query, key = (shape, axes), (shape[::2], axes[::2])
         if traits.qk_norm == "head":
@@ -120,10 +123,15 @@ class Attention(nnx.Module):
         kv: KVPages,
         kernel: str = "xla",
     ) -> tuple[Float[Array, "*parts T D"], KVPages]:
-        """Attend from every token to its row's cache, this step's tokens included.
+        """Attend from every token to the cache of its row, which includes the tokens of this step.
 
-        Without `cos_sin` nothing is rotated. The result may come in parts, if the kernel that adds
-        it takes those; see `matmul_to_add`.
+        Writes keys and values to the cache first. Queries and keys are rotated only if `cos_sin` is
+        given.
+
+        Returns:
+            The projected result, which may be partial sums [parts, T, D] if the kernel that adds
+                the result to the residual stream accepts them (see `matmul_to_add`), and the
+                updated cache pages.
         """
         num_tokens, group = x.shape[0], self.group
         query, kv, arrivals = self._placed(x, cos_sin, step, kv)
@@ -141,9 +149,11 @@ class Attention(nnx.Module):
     def _placed(
         self, x: Float[Array, "T D"], cos_sin: CosSin | None, step: PagedStep, kv: KVPages
     ) -> tuple[Float[Array, "T N H"], KVPages, Int32[Array, " counters"] | None]:
-        """Compute queries, and write this step's keys and values to their pages.
+        """Compute the queries of this step, and write its keys and values to their cache pages.
 
-        Attention's counters come with them where a kernel has made some.
+        Returns:
+            The queries, the updated pages, and counters for the attention kernel if the fused
+                kernel allocated them (else None).
         """
         can = self.growth is None and (self.query_norm is None or not self.query_norm.is_centered)
         if can:
@@ -172,7 +182,10 @@ class Attention(nnx.Module):
         kv: KVPages,
         kernel: str,
     ) -> tuple[Float[Array, "T N H"], KVPages, Int32[Array, " counters"]]:
-        """Do the same with one kernel, of that name, for all that follows the projection."""
+        """Do the work of `_placed` with the projection and one fused kernel, named `kernel`.
+
+        The fused kernel adds the bias, normalizes, rotates, and writes to the cache.
+        """
         options: dict[str, Any] = {"interleaved": self.interleaved, **self._scales(kv)}
         weights, bias = self.qkv[...], value_of(self.qkv_bias)
         if kernel == "llvm":
@@ -203,7 +216,7 @@ class Attention(nnx.Module):
         step: PagedStep,
         arrivals: Int32[Array, " counters"] | None,
     ) -> Float[Array, "T N H"]:
-        """Attend causally from each token to its row's pages, or to the window's part of them."""
+        """Attend causally from each token to its row's cache pages, within the layer's window."""
         options: Any = {"scale": self.scale, "window": self.window, "soft_cap": self.soft_cap}
         options |= self._scales(kv)
         if self.context > 1:
@@ -229,9 +242,11 @@ class Attention(nnx.Module):
     def _attend_over_devices(
         self, query: Float[Array, "T N H"], kv: KVPages, step: PagedStep, options: dict[str, Any]
     ) -> Float[Array, "T N H"]:
-        """Attend where each of `context` devices has its part of the positions of one kv head.
+        """Attend with the positions of each kv head divided over `context` devices.
 
-        Each computes the queries of all over its part, and merges what all give for its own.
+        Each device computes attention for the query heads of its whole group over its own
+        positions. An exchange then gives every device all partial results for its own heads, which
+        it merges.
         """
         axis, sinks = self.axis, value_of(self.sinks)
         assert axis is not None
@@ -249,14 +264,12 @@ class Attention(nnx.Module):
         return merge_parts(parts, sinks).astype(query.dtype)
 
     def _cells(self, step: PagedStep) -> Int32[Array, " T"]:
-        """Return the cell of each token on this device; -1 where another has its position."""
         if self.context == 1 or self.axis is None:
             return step.slot_mapping
         cell, number = step.slot_mapping, device_index(self.axis) % self.context
         return jnp.where((cell >= 0) & (cell % self.context == number), cell // self.context, -1)
 
     def _scales(self, kv: KVPages) -> dict[str, Any]:
-        """Return the scales of stored keys and values: of tokens, of heads, or none."""
         if self.kv_scales is None or len(kv) == 4:
             return scales_of(kv)
         key, value = self.kv_scales[...]
@@ -264,7 +277,10 @@ class Attention(nnx.Module):
 
 
 def scales_of(kv: KVPages) -> dict[str, Float[Array, "P K S"]]:
-    """Return the scales that lie beside pages of int8, as attention takes them."""
+    """Return the scales stored beside int8 cache pages as keyword arguments of attention.
+
+    The dict is empty for a cache without scales for each token.
+    """
     return {"k_scale": kv[2], "v_scale": kv[3]} if len(kv) == 4 else {}
 
 
@@ -275,7 +291,11 @@ def write_kv(
     implementation: str,
     scales: dict[str, Any],
 ) -> KVPages:
-    """Write keys and values to their pages; `scales` of heads count where pages have none."""
+    """Write keys and values to their cache pages and return the updated pages.
+
+    scales: the scales for each kv head, of an fp8 cache. Unused for int8 pages, which have their
+    own scales for each token.
+    """
     if len(kv) == 4:
         return quantized_kv_write(*new, *kv, slot_mapping, implementation=implementation)
     return kv_write(*new, *kv, slot_mapping, implementation=implementation, **scales)
@@ -288,7 +308,7 @@ def _mean_squares(
     dtype: DTypeLike,
     norms: tuple[Norm, Norm],
 ) -> Float[Array, "T 2"]:
-    """Return the mean squares of each token's queries, and of its keys, of all heads together."""
+    """Return the mean squares over all heads of each token's queries and of its keys, [T, 2]."""
     exact = accumulator(dtype)
     if qkv.ndim == 5:
         qkv = qkv.sum(axis=0)[:num_tokens]
@@ -305,7 +325,6 @@ def _mean_squares(
 def _growth(
     scaling: YarnScaling, positions: Int32[Array, " T"], dtype: DTypeLike
 ) -> Float[Array, "T 1 1"]:
-    """Return what multiplies queries, so that attention stays sharp in long contexts."""
     times = (positions // scaling.original_max_position_embeddings).astype(accumulator(dtype))
     return (1.0 + scaling.query_beta * jnp.log1p(times))[:, None, None].astype(dtype)
 
@@ -313,11 +332,12 @@ def _growth(
 def rotate(
     x: Float[Array, "T N H"], cos_sin: CosSin, interleaved: bool = False
 ) -> Float[Array, "T N H"]:
-    """Rotate pairs of dimensions i and i + pairs, the order that Llama's weights have.
+    """Rotate pairs of dimensions (i, i + pairs), which is the order of Llama's weights.
 
-    Where fewer dimensions than H are rotated they are the first; the rest stays as it is. In
-    weights that are `interleaved` neighbours are pairs. They leave as halves all the same: scores
-    do not change where queries and keys have the same order.
+    If the rotary embedding covers fewer than H dimensions, it rotates the first ones and leaves the
+    rest unchanged. With `interleaved`, the inputs pair neighbouring dimensions (2i, 2i + 1). The
+    result always has the order of halves: scores depend only on queries and keys having the same
+    order.
     """
     cos, sin = (part[:, None] for part in cos_sin)
     pairs = cos.shape[-1]

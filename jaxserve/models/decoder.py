@@ -1,4 +1,4 @@
-"""The decoder that Llama and its many relatives share."""
+"""The decoder that is common to Llama and the families derived from it."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ if TYPE_CHECKING:
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and MLP, each with its norms and inside a residual connection, or side by side.
+    """Transformer layer: attention and MLP with their norms and residual connections.
 
-    A function of its own weights and its own pages and of nothing else, and the same structure for
-    every layer of a model with the same window and the same kind of MLP, so `run_layer` traces one
-    of each kind; and the first one, which nothing comes before.
+    Attention and MLP run one after the other, or in parallel on the same input (`traits.parallel`).
+    A layer depends only on its own weights and cache pages. All layers of a model with the same
+    window and the same kind of MLP have the same structure, so `run_layer` traces each kind once,
+    and the first layer, whose `delta` is None, separately.
     """
 
     def __init__(
@@ -77,15 +78,17 @@ class DecoderLayer(nnx.Module):
         step: PagedStep,
         kv: KVPages,
     ) -> tuple[Float[Array, "T D"], Delta, KVPages, UInt32[Array, "*places"] | None]:
-        """Compute the two blocks.
+        """Compute attention and MLP.
 
         Args:
-            x: the residual stream without the result of the block before.
-            delta: that result, if there is one: adding it belongs to the norm that follows.
+            x: the residual stream, [T, D], without `delta`.
+            delta: the result of the previous layer's MLP, which the next norm adds to `x`, or None
+                in the first layer.
 
         Returns:
-            The same two after this layer, its pages with this step's K and V, and the rows that
-            this device's experts computed, where that is counted.
+            The residual stream and the delta after this layer, the cache pages with the K and V of
+                this step, and the number of rows that the experts of this device computed (None if
+                rows are not counted).
         """
         kernel = self._kernel(x, step)
         is_few = x.shape[0] <= MOST_ROWS_IN_PARTS
@@ -111,12 +114,10 @@ class DecoderLayer(nnx.Module):
         return x, delta, kv, rows
 
     def _kernel(self, x: Float[Array, "T D"], step: PagedStep) -> str:
-        """Return the name of what adds a block's result, after its norm, and norms the sum."""
         is_apart = self.parallel or self.is_centered
         return "xla" if is_apart else add_norm_kernel(x, step.others)
 
     def _delta(self, y: Float[Array, "*parts T D"], norm: Norm | None, is_deferred: bool) -> Delta:
-        """Return what a block's result adds, after its norm and the residual factor."""
         if is_deferred:
             axis = self.split.axis if y.ndim == 3 and self.split.leaves_sums else None
             return Delta(y, None if norm is None else norm.scale[...], self.residual, axis)
@@ -133,16 +134,17 @@ def run_layer(
     step: PagedStep,
     kv: KVPages,
 ) -> tuple[Float[Array, "T D"], Delta, KVPages, UInt32[Array, "*places"] | None]:
-    """Call a layer that `nnx.split` took apart.
+    """Call a transformer layer given as the graph and state that `nnx.split` returned.
 
-    Within a larger program, layers alike are traced and lowered once, and the compiler puts them
-    in line again. In a model of 32 layers that is a ninth of the time before XLA begins.
+    Within a larger program, layers with the same structure are traced and lowered once, and the
+    compiler inlines them again. In a model of 32 layers that reduces the time before XLA begins to
+    a ninth.
     """
     return nnx.merge(graphdef, parameters)(x, delta, cos_sin, step, kv)
 
 
 def scaled(x: Float[Array, "*sizes"], factor: float | Float[Array, ""]) -> Float[Array, "*sizes"]:
-    """Multiply x by a factor, in at least float32, rounded once."""
+    """Multiply x by a factor in at least float32 and round the product to x's dtype."""
     if isinstance(factor, float) and factor == 1.0:
         return x
     return (x.astype(accumulator(x.dtype)) * factor).astype(x.dtype)
@@ -151,9 +153,10 @@ def scaled(x: Float[Array, "*sizes"], factor: float | Float[Array, ""]) -> Float
 class Decoder(nnx.Module):
     """A causal language model over a ragged batch of tokens.
 
-    Leaves: 6 a layer (1 less with parallel blocks, 2 more with norms around each block, 2 more with
-    query and key norms, 1 more with each bias, others with experts or latent attention), the final
-    norm, and the embedding (1 if tied, else 2). Without `rngs` all weights are zero.
+    Parameters: 6 in each layer (1 less with parallel attention and MLP, 2 more with norms before
+    and after each of them, 2 more with query and key norms, 1 more with each bias, others with
+    experts or latent attention), the final norm, and the embedding (1 if tied, else 2). Without
+    `rngs` all weights are zero.
     """
 
     def __init__(
@@ -174,22 +177,21 @@ class Decoder(nnx.Module):
     def __call__(
         self, tokens: Int32[Array, " T"], step: PagedStep, kv: Sequence[KVPages]
     ) -> tuple[Float[Array, "T D"], list[KVPages]]:
-        """Return hidden states after the final norm, and the pages with this step's K and V.
+        """Return hidden states after the final norm, and the cache pages with this step's K and V.
 
-        The pages are one pair a layer.
-
-        The layers are unrolled: a scan would copy the whole cache, or every layer's weights, in
-        each step.
+        kv: the cache pages of each layer. The layers are unrolled: a scan would copy the whole
+        cache, or every layer's weights, in each step.
         """
         return self.counted(tokens, step, kv)[:2]
 
     def counted(
         self, tokens: Int32[Array, " T"], step: PagedStep, kv: Sequence[KVPages]
     ) -> tuple[Float[Array, "T D"], list[KVPages], UInt32[Array, "*places"] | None]:
-        """Return what a call does, and the rows that this device's experts computed.
+        """Return the results of `__call__` and the number of rows of this device's experts.
 
-        Those are counted where each device has whole experts (see `Split`), else None; by layer of
-        experts and place where those have places.
+        The rows that the experts compute are counted if each device has whole experts (see
+        `Split`), else the number is None. With expert places the counts are [layers with experts,
+        places of this device].
         """
         config = self.config
         places = place_tables(config)
@@ -226,10 +228,10 @@ class Decoder(nnx.Module):
     def logits(
         self, hidden: Float[Array, "R D"], num_rows: Int32[Array, ""] | None = None
     ) -> Float[Array, "R V"]:
-        """Return the logits of every token after the given hidden states, in at least float32.
+        """Return the logits of the next token for each hidden state, in at least float32.
 
-        Rows from `num_rows` on are padding; their logits are undefined. Where the vocabulary is
-        divided over devices, they are those of this device's part of it.
+        Rows from `num_rows` on are padding and their logits are undefined. If the vocabulary is
+        sharded over devices, this method returns the logits of this device's shard.
         """
         with jax.named_scope("logits"):
             logits, scales = self.embedding.logits(hidden, num_rows), self.config.scales

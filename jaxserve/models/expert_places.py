@@ -1,9 +1,9 @@
-"""Places of experts on devices: which experts have several, and which one a token goes to.
+"""Places of experts on devices: the replicas of experts, and the routing of tokens to them.
 
-Where experts are divided over devices, the device of the busiest expert is the one that all others
-wait for. An expert that is chosen often gets replicas on other devices, and tokens are divided
-among them (DeepSeek-AI 2024, "DeepSeek-V3", 3.4.2; vLLM's EPLB). Places are chosen before weights
-are cut and never change.
+With experts divided over devices, all devices wait for the one with the busiest expert. An expert
+that is chosen often gets replicas on other devices, and tokens are divided among them (DeepSeek-AI
+2024, "DeepSeek-V3", 3.4.2; vLLM's EPLB). Places are assigned before weights are sharded and never
+change.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ if TYPE_CHECKING:
 
 
 def balanced_places(load: Sequence[float], devices: int, places: int) -> tuple[int, ...]:
-    """Return the expert in each place of a layer, in the devices' order, as many on each.
+    """Return the expert in each place of a layer, ordered by device, with equally many on each.
 
-    Replicas are given out one by one to the expert whose places have most to do, and the heaviest
-    places go first to the device that has least. An expert is never twice on one device.
+    Replicas are given one by one to the expert with the highest load for each of its places. The
+    heaviest places are then assigned first, each to the device with the least load. No device gets
+    the same expert twice.
 
     Args:
-        load: of each expert, in any unit.
-        devices: that experts are divided over.
-        places: on all devices, a multiple of them; from as many as experts to that many on each.
+        load: load of each expert, in any unit.
+        devices: number of devices that the experts are divided over.
+        places: number of places on all devices, a multiple of `devices`, at least the number of
+            experts and at most that number on every device.
     """
     copies = [1] * len(load)
     for _ in range(places - len(load)):
@@ -44,11 +46,11 @@ def balanced_places(load: Sequence[float], devices: int, places: int) -> tuple[i
 def spread(
     each: Sequence[float], copies: Sequence[int], devices: int, room: int
 ) -> list[list[int]]:
-    """Return the experts of each device, as many as it has room for, none twice on one.
+    """Return the experts of each device: exactly `room` on each, without repeats.
 
     Args:
-        each: work of one place of each expert.
-        copies: places of each expert, at most the devices; together as many as there are.
+        each: load of one place of each expert.
+        copies: number of places of each expert, at most `devices`; their sum is `devices * room`.
     """
     held: list[list[int]] = [[] for _ in range(devices)]
 
@@ -62,7 +64,8 @@ def spread(
             if free:
                 held[min(free, key=work)].append(expert)
                 continue
-            # All that have room hold it: a full one passes on its lightest that they lack.
+            # All devices with room already have the expert: a full device takes it, and moves its
+            # lightest expert that the device with room lacks to that device.
             roomy = min((d for d in range(devices) if len(held[d]) < room), key=work)
             full = max(others, key=work)
             passed = min(set(held[full]) - set(held[roomy]), key=lambda other: each[other])
@@ -73,9 +76,9 @@ def spread(
 
 
 def place_tables(config: ModelConfig) -> list[np.ndarray] | None:
-    """Return int32[E, W] of each layer: each expert's number of places, and which those are.
+    """Return a table int32[E, W] for each layer: each expert's number of places, then the places.
 
-    None where experts have no places; of a layer without experts the table is empty.
+    Returns None if experts have no places. The table of a layer without experts is empty.
     """
     split, experts = config.split, config.experts
     if experts is None or not split.places:
@@ -92,7 +95,7 @@ def place_tables(config: ModelConfig) -> list[np.ndarray] | None:
 
 
 def place_counts(config: ModelConfig) -> tuple[int, ...]:
-    """Return the layers of experts and the places of each device; () where they have no places."""
+    """Return the numbers of layers with experts and of places on each device, or ()."""
     split = config.split
     if not split.places:
         return ()
@@ -102,10 +105,11 @@ def place_counts(config: ModelConfig) -> tuple[int, ...]:
 def chosen_places(
     chosen: Int32[Array, "T C"], positions: Int32[Array, " T"], places: Int32[Array, "E W"]
 ) -> Int32[Array, "T C"]:
-    """Return the place of each token's experts, among those that the experts have.
+    """Return the place of each of a token's experts, among the places of that expert.
 
-    It depends on the token alone, on its position and its experts, so that a token's result does
-    not depend on the batch. The experts are counted in because rows of a batch may keep step.
+    The choice depends only on the token's position and its experts, so that a token's result does
+    not depend on the batch. The experts are included because the rows of a batch may advance at the
+    same pace, with equal positions.
     """
     own = places[chosen]
     turn = (positions + chosen.sum(axis=-1, dtype=jnp.int32))[:, None] % own[..., 0]

@@ -1,8 +1,8 @@
-"""A mixture of experts: each token goes to the few that a router chooses for it.
+"""A mixture of experts: a router chooses a few experts for each token.
 
-The tokens of a step are sorted by expert, so that one grouped product does what is needed and no
-more; padding goes to none. What a token gets does not depend on the others (Shazeer et al. 2017;
-dropless, as in Gale et al. 2022).
+The tokens of a step are sorted by expert, so that one grouped product computes exactly the required
+rows. Padding has no expert. The result of a token does not depend on other tokens (Shazeer et al.
+2017, and dropless, as in Gale et al. 2022).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class SparseMLP(nnx.Module):
-    """The weighted sum of the chosen experts, each a gated MLP; and of the shared one, if any."""
+    """The weighted sum of the chosen experts, each a gated MLP, plus the shared MLP, if any."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class SparseMLP(nnx.Module):
             self.down_bias = constant(0.0, (count, embed), ("experts", "embed"), dtype)
         else:
             self.router_bias = self.gate_up_bias = self.down_bias = None
-        # Scores are compared in float32 whatever the model's dtype.
+        # Corrections are float32 for any model dtype, because scores are compared in float32.
         correction = constant(0.0, (count,), ("experts",), accumulator(dtype))
         self.correction = correction if traits.router == "sigmoid" else None
         shared = GatedMLP(config, dtype, rngs, traits, experts.shared) if experts.shared else None
@@ -69,10 +69,12 @@ class SparseMLP(nnx.Module):
     def __call__(
         self, x: Float[Array, "T D"], step: PagedStep
     ) -> tuple[Float[Array, "T D"], UInt32[Array, "*places"] | None]:
-        """Apply its experts to every real token; rows of padding hold anything finite.
+        """Apply the chosen experts to every token. Padding rows get arbitrary finite results.
 
-        Where each device has whole experts, the rows that this one's compute are returned too, by
-        place where experts have places.
+        Returns:
+            The result, and the number of rows that the experts of this device computed, for each
+                place if experts have places. The number is None if devices do not have whole
+                experts.
         """
         with jax.named_scope("router"):
             exact = accumulator(x.dtype)
@@ -85,7 +87,7 @@ class SparseMLP(nnx.Module):
             y, rows = self._experts(x, weights, chosen, real, step.implementation)
         if self.split.axis is None:
             return (y if self.shared is None else y + self.shared(x)), rows
-        # One sum over devices for the experts and the one that all tokens pass.
+        # A single sum over devices for the routed experts and the shared one.
         y = summed(y if self.shared is None else y + self.shared.share(x), self.split)
         bias = None if self.shared is None else value_of(self.shared.down_bias)
         return (y if bias is None else y + bias).astype(x.dtype), rows
@@ -113,10 +115,10 @@ class SparseMLP(nnx.Module):
         hidden = self._activate(_add_bias(rows, self.gate_up_bias, owner))  # of [T * C, 2, M]
         rows = _product(hidden.astype(x.dtype), self.down[...], sizes, implementation)
         rows = self._add_down_bias(rows, owner)[place].reshape(*chosen.shape, -1)
-        if axis is not None:  # rows of other devices' experts, and of padding, may be anything
+        if axis is not None:  # rows of padding and of other devices' experts are arbitrary
             rows = jnp.where(is_own[..., None], rows, 0)
-        # One after the other: in bfloat16 what is added to XLA's sum over this axis has other bits
-        # for few tokens than for many.
+        # Add the experts one by one: in bfloat16, an addition to XLA's sum over this axis has other
+        # bits for few tokens than for many.
         weighted = (rows[:, i].astype(weights.dtype) * weights[:, i, None] for i in range(fanout))
         total = reduce(jnp.add, weighted)
         counted = sizes.sum(dtype=jnp.uint32) if self.split.counts_rows else None
@@ -127,7 +129,6 @@ class SparseMLP(nnx.Module):
     def _add_down_bias(
         self, rows: Float[Array, "A D"], owner: Int32[Array, " A"]
     ) -> Float[Array, "A D"]:
-        """Add the bias of each row's expert; of a device's part of every expert, once."""
         axis = self.split.axis
         biased = _add_bias(rows, self.down_bias, owner)
         if self.down_bias is None or axis is None or self.split.expert_parallel:
@@ -150,9 +151,10 @@ def _product(
     sizes: Int32[Array, " E"],
     implementation: str,
 ) -> Float[Array, "A ..."]:
-    """Multiply rows sorted by expert, each by its expert's matrix; see `grouped_matmul`.
+    """Multiply each row of x, sorted by expert, by its expert's matrix (see `grouped_matmul`).
 
-    The result has x's dtype, that of panels at least float32.
+    sizes: number of rows of each expert. The result has x's dtype, or at least float32 if `w` is in
+    panels.
     """
     if isinstance(w, TokenRounded):
         numbers, scales = rounded_rows(x, w.axis)
@@ -172,12 +174,10 @@ def _product(
 def _add_bias(
     rows: Float[Array, "A ..."], bias: nnx.Param[Array] | None, owner: Int32[Array, " A"]
 ) -> Float[Array, "A ..."]:
-    """Add to each row the bias of its expert."""
     return rows if bias is None else rows + bias[...].at[owner].get(mode="clip")
 
 
 def _stacked(
     rngs: nnx.Rngs | None, shape: tuple[int, ...], axes: LogicalAxes, dtype: DTypeLike
 ) -> nnx.Param[Array]:
-    """Create every expert's matrix, with normal values of variance 1 / inputs."""
     return normal(rngs, shape, axes, dtype, shape[1] ** -0.5)

@@ -1,4 +1,4 @@
-"""Declarations of a family of models; all stand in its file in `jaxserve.models.families`."""
+"""Classes that declare a family of models. Each file in `jaxserve.models.families` declares one."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from jaxserve.models.weight_table import WeightName
 
 @dataclass(frozen=True)
 class FamilyTraits:
-    """Differences between a family's computation and Llama's, whatever its config.json says.
+    """Differences between a family's computation and Llama's that config.json does not state.
 
     Attributes:
-        norms: norms of the residual stream "before" a block (attention, MLP), of the block's result
-            "after" it, or both ("around").
-        parallel: the MLP reads the same norm's result as attention, not the sum with attention's
-            output.
-        qk_norm: queries and keys are normalised before the rotation: each "head", with one scale
-            for all of them or with its "own", or "all" heads together; None for neither.
-        interleaved: the rotary embedding turns neighbours as pairs, not halves of a head.
+        norms: norms of the residual stream "before" attention and MLP, of their results "after"
+            them, or both ("around").
+        parallel: the MLP reads the same normalized input as attention, instead of the sum with
+            attention's output.
+        qk_norm: queries and keys are normalized before the rotation: each "head" with one scale for
+            all heads, or with its "own" scale, or "all" heads together, or None for no norm.
+        interleaved: the rotary embedding pairs neighbouring dimensions instead of halves of a head.
         norm_centered: norms subtract the mean first.
-        norm_offset: number added to the scale of every norm; Gemma stores the distance from 1.
-        norm_rounds_last: norms are scaled before they are rounded to 16 bits, not after.
+        norm_offset: number added to the scale of every norm (Gemma stores the difference from 1).
+        norm_rounds_last: norms are scaled before they are rounded to 16 bits, instead of after.
         activation: activation of the gated MLP.
-        router: how experts are chosen (see `routing.route`); "chosen" also gives biases to router
-            and experts, and gpt-oss's activation.
-        sinks: a logit for each query head joins the softmax of attention.
-        overflows_float16: its activations leave float16's range.
+        router: how experts are chosen (see `routing.route`); "chosen" also adds biases to router
+            and experts, and selects gpt-oss's activation.
+        sinks: the softmax of attention includes one learned logit for each query head.
+        overflows_float16: its activations exceed the range of float16.
     """
 
     norms: Literal["before", "after", "around"] = "before"
@@ -56,13 +56,13 @@ class Architecture:
 
     Attributes:
         config: rules for the fields of config.json.
-        weights: function that lists every tensor of a checkpoint and its place in the model.
+        weights: function that lists every tensor of a checkpoint with its parameter in the model.
         traits: differences between its computation and Llama's.
-        aliases: further names of the same computation in `architectures`.
-        computed_by: Transformers' class for it, where that is another architecture's; it stands in
-            the files that Transformers writes.
-        tensors: patterns of names that the checkpoint has for tensors, and what `weights` calls
-            them; applied one after another.
+        aliases: other names in `architectures` for the same computation.
+        computed_by: name of the class in Transformers, if it is another architecture's. Files
+            written by Transformers have this name.
+        tensors: pairs of a pattern of the checkpoint's tensor names and its replacement, applied in
+            order, that give the names in `weights`.
     """
 
     config: ConfigRules
@@ -73,7 +73,7 @@ class Architecture:
     tensors: tuple[tuple[str, str], ...] = ()
 
     def traits_of(self, config: ModelConfig) -> FamilyTraits:
-        """Return the traits of one model: norms of queries and keys may be switched off."""
+        """Return the traits of one model, whose config may disable query and key norms."""
         if self.config.qk_norm is not None and not config.use_qk_norm:
             return replace(self.traits, qk_norm=None)
         return self.traits
@@ -81,11 +81,11 @@ class Architecture:
 
 @dataclass(frozen=True)
 class Family:
-    """Models that differ little: their architectures and their GGUF files.
+    """Similar models: their architectures and the rules for their GGUF files.
 
     Attributes:
         architectures: architectures by their names in config.json.
-        gguf: rules by llama.cpp's names, which may stand for several architectures.
+        gguf: rules by llama.cpp's names, each of which may cover several architectures.
     """
 
     architectures: Mapping[str, Architecture]

@@ -1,8 +1,8 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
 
-Keys and values are projected up from a latent of low rank; the rotated part of the keys is one for
-all heads. The cache holds the keys and values of every head, as the kernels read them, with the
-shorter of the two padded by zeros.
+Keys and values are projected up from a latent of low rank. All heads share the rotated part of the
+keys. The cache holds the keys and values of every head, as the kernels read them; the shorter of
+the two is padded with zeros.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
     from jaxserve.models.rope import CosSin
 
-NORM_EPS = 1e-6  # eps of the latents' norms, whatever config.json sets for the others
+NORM_EPS = 1e-6  # epsilon of the latents' norms, for any value in config.json
 
 
 class LatentAttention(nnx.Module):
-    """Project to latents, up to heads, rotate a part, write, attend, project back."""
+    """Multi-head latent attention over a paged cache (see the module docstring)."""
 
     def __init__(
         self,
@@ -82,7 +82,10 @@ class LatentAttention(nnx.Module):
     def __call__(
         self, x: Float[Array, "T D"], cos_sin: CosSin | None, step: PagedStep, kv: KVPages
     ) -> tuple[Float[Array, "T D"], KVPages]:
-        """Attend from every token to its row's cache, this step's tokens included."""
+        """Attend from every token to its row's cache, including this step's tokens.
+
+        Writes the keys and values of this step to the cache, and returns the result with the pages.
+        """
         latent = self.latent
         query = self._queries(x)
         joint = matmul(x, self.down[...], bias=value_of(self.down_bias))
@@ -122,7 +125,10 @@ class LatentAttention(nnx.Module):
 
 
 def softmax_scale(latent: Latent, rope: Rope) -> float:
-    """Return the factor of the scores: under YaRN also its square for `mscale_all_dim`."""
+    """Return the factor of attention scores, which is key size ** -0.5 without scaling.
+
+    YaRN multiplies it by (1 + 0.1 * mscale_all_dim * log(factor)) ** 2.
+    """
     scale = latent.key**-0.5
     if isinstance(rope.scaling, YarnScaling) and rope.scaling.mscale_all_dim:
         growth = 0.1 * math.log(max(rope.scaling.factor, 1.0))

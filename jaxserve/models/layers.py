@@ -1,4 +1,4 @@
-"""Layers that families share, apart from attention: norm, embedding, gated MLP."""
+"""Layers that all families share, except attention: norm, embedding, gated MLP."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32
 
 
-# Layers and the norm behind the last one add by the same few programs: within a larger one each is
-# traced and lowered once.
+# All transformer layers and the final norm call these jitted functions. Within a larger program
+# each function is traced and lowered once.
 _STATIC = ("options", "implementation")
 _add_norm = jax.jit(add_norm, static_argnames=_STATIC)
 _add_norm_over_devices = jax.jit(add_norm_over_devices, static_argnames=(*_STATIC, "axis"))
 
 
 def norm_options(eps: float, traits: FamilyTraits) -> NormOptions:
-    """Return a family's norms as kernels compute them."""
+    """Return the options of a family's norms for the kernels."""
     return NormOptions(eps, traits.norm_offset, traits.norm_rounds_last)
 
 
 class Norm(nnx.Module):
     """RMSNorm, x / rms(x) * scale over the last dimensions (Zhang and Sennrich 2019).
 
-    Where the traits center norms, x - mean(x) takes the place of x: LayerNorm without a bias (Ba
-    et al. 2016). All of the scale's dimensions are normalised together, or only its last `over`.
+    If the traits center norms, x - mean(x) replaces x: LayerNorm without a bias (Ba et al. 2016).
+    The norm covers all dimensions of the scale together, or only its last `over` dimensions.
     """
 
     def __init__(
@@ -71,13 +71,16 @@ class Norm(nnx.Module):
     ) -> None:
         self.scale = constant(1.0 - traits.norm_offset, shape, axes, dtype)
         self.eps, self.traits, self.over = eps, traits, over or len(shape)
-        # Set where what is normalised together is divided over devices: their axis, and how many
-        # of them have the same part.
+        # Set by the owner if the normalized dimensions are divided over devices: the mesh axis, and
+        # the number of devices that hold the same part.
         self.axis: str | None = None
         self.copies = 1
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        """Divide by rms(x) in at least float32, round to x's dtype as Llama does, then scale."""
+        """Divide x by rms(x) in at least float32, round to x's dtype as Llama does, then scale.
+
+        With `norm_rounds_last` in the traits, the result is rounded after the scaling instead.
+        """
         scale, exact = self.scale[...], accumulator(x.dtype)
         y = x.astype(exact)
         if self.traits.norm_centered:
@@ -92,30 +95,29 @@ class Norm(nnx.Module):
 
     @property
     def options(self) -> NormOptions:
-        """The norm as kernels compute it, which center nothing."""
+        """The options of this norm for kernels, which do not support centering."""
         return norm_options(self.eps, self.traits)
 
     @property
     def is_per_head(self) -> bool:
-        """Return whether it is a norm over the last dimension alone."""
+        """Whether the norm covers the last dimension only."""
         return self.over == 1
 
     @property
     def is_centered(self) -> bool:
-        """Return whether the mean is subtracted."""
+        """Whether the mean is subtracted."""
         return self.traits.norm_centered
 
     def _mean(
         self, x: Float[Array, "... D"], kind: Literal["numbers", "squares"] = "numbers"
     ) -> Float[Array, "... 1"]:
-        """Return the mean over the last dimensions, in at least float32."""
         size = prod(x.shape[-self.over :])
         sums = row_sums(x.reshape(*x.shape[: -self.over], size), kind)
         means = sums.reshape(*sums.shape, *(1,) * self.over) / size
         return self.over_devices(means)
 
     def over_devices(self, means: Float[Array, "*sizes"]) -> Float[Array, "*sizes"]:
-        """Return the means over all devices, of those of each; of equal parts, one counts."""
+        """Average the means of all devices, counting each group of equal parts once."""
         if self.axis is None:
             return means
         counts = device_index(self.axis) % self.copies == 0
@@ -126,13 +128,13 @@ class Norm(nnx.Module):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Delta:
-    """Result of a block, for the residual stream: as it is, or as its product computed it.
+    """Result of attention or MLP for the residual stream, and the steps that it still needs.
 
     Attributes:
-        value: what is added, perhaps in parts; see `linear.matmul_to_add`.
-        norm_scale: scale of a norm over the value that is yet to be computed; None for no norm.
-        factor: factor of the value that is yet to be applied.
-        axis: of devices over which the value is yet to be summed, before all else; None for none.
+        value: the result, perhaps as partial sums; see `linear.matmul_to_add`.
+        norm_scale: scale of a norm to apply to the value, or None for no norm.
+        factor: factor to apply to the value.
+        axis: mesh axis over which to sum the value first, or None for no sum.
     """
 
     value: Float[Array, "*parts T D"]
@@ -148,12 +150,12 @@ def add(
     options: NormOptions,
     implementation: str,
 ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
-    """Return x + delta and its norm, which one kernel computes where there is one.
+    """Return x + delta and the norm of this sum, computed by one kernel if there is one.
 
     Without a norm the sum is returned twice.
 
     Args:
-        options: of the norm, and of that over delta.
+        options: options of the norm, and of the norm over `delta`.
         implementation: as in `pallas_kernels`.
     """
     is_plain = delta is None or (delta.norm_scale is None and delta.value.ndim == 2)
@@ -172,13 +174,14 @@ def add(
 
 
 class Embedding(nnx.Module):
-    """Token embeddings and the output projection, one array where the model ties them.
+    """Token embeddings and the output projection, a single array if the model ties them.
 
     The projection is `[D, V]`, input-major like every weight. Against `[V, D]` it is 1.1 to 1.6
     times faster at 2 to 16 rows in float32 on CPU, the same at 1 row, and 0.7 to 1.0 times as fast
-    in bfloat16 (D 576-768, V 32-49 thousand). A tied table is therefore `[D, V]` only: looking a
-    token up reads a column, which costs 4 us a token more, 1% to 10% of what the projection gains
-    at those sizes, and spares the memory of a second copy (a fifth of a 135M-parameter model).
+    in bfloat16 (D 576-768, V 32-49 thousand). A tied table is therefore `[D, V]` only. A token
+    lookup reads a column, which costs 4 us more for each token, 1% to 10% of the gain of the
+    projection at these sizes, and saves the memory of a second copy (a fifth of a 135M-parameter
+    model).
     """
 
     def __init__(self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs | None) -> None:
@@ -190,11 +193,14 @@ class Embedding(nnx.Module):
             self.table = weight(rngs, (vocab, embed), ("vocab", "embed"), dtype, contract=0)
 
     def __call__(self, tokens: Int32[Array, " T"]) -> Float[Array, "T D"]:
-        """Look tokens up. Ids outside [0, V) are the caller's to refuse: they clamp here."""
+        """Return the embeddings of the tokens.
+
+        Ids outside [0, V) are clamped, so callers must refuse them.
+        """
         axis = self.split.axis
         if axis is None:
             return self._rows(tokens)
-        # Each device has some of the rows; the others' are zeros to the sum.
+        # Each device has a part of the rows, and adds zeros for all other rows.
         size = -(-self.vocab_size // axis_size(axis))
         own = jnp.clip(tokens, 0, self.vocab_size - 1) - device_index(axis) * size
         is_own = (own >= 0) & (own < size)
@@ -202,7 +208,6 @@ class Embedding(nnx.Module):
         return summed(rows, self.split)
 
     def _rows(self, tokens: Int32[Array, " T"]) -> Float[Array, "T D"]:
-        """Look up the tokens of a device's part of the vocabulary."""
         table = self.project[...] if self.tied else self.table[...]
         if isinstance(table, PanelWeight | BlockPanels):
             return table.columns(tokens)
@@ -213,9 +218,10 @@ class Embedding(nnx.Module):
     def logits(
         self, hidden: Float[Array, "R D"], num_rows: Int32[Array, ""] | None = None
     ) -> Float[Array, "R V"]:
-        """Return every token's logits, in at least float32; undefined from row `num_rows` on.
+        """Return the logits of every token, in at least float32, undefined from row `num_rows` on.
 
-        Where the vocabulary is divided over devices they are those of this device's part.
+        If the vocabulary is sharded over devices, this method returns the logits of this device's
+        shard.
         """
         project = self.project[...]
         if num_rows is not None:
@@ -224,9 +230,9 @@ class Embedding(nnx.Module):
 
 
 class GatedMLP(nnx.Module):
-    """down(silu(gate(x)) * up(x)) (Shazeer 2020, "SwiGLU"), gate and up in one product.
+    """down(silu(gate(x)) * up(x)) (Shazeer 2020, "SwiGLU"), with gate and up in one product.
 
-    Other activations take the place of silu.
+    Some families have another activation instead of silu.
     """
 
     def __init__(
@@ -251,11 +257,11 @@ class GatedMLP(nnx.Module):
     def __call__(
         self, x: Float[Array, "T D"], kernel: str = "xla", implementation: str = "xla"
     ) -> Float[Array, "*parts T D"]:
-        """Return what is to be added to x, perhaps in parts.
+        """Return the result, which the residual stream adds, perhaps as partial sums.
 
         Args:
-            kernel: name of what adds it; see `matmul_to_add`.
-            implementation: of products of few rows.
+            kernel: name of the kernel that adds the result (see `matmul_to_add`).
+            implementation: implementation of products of few rows.
         """
         bias = value_of(self.down_bias)
         return matmul_to_add(
@@ -266,7 +272,7 @@ class GatedMLP(nnx.Module):
         )
 
     def share(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        """Return this device's share of the result, in at least float32, without a bias."""
+        """Return this device's summand of the result, in at least float32, without the bias."""
         return matmul(self._hidden(x, "xla"), self.down[...], out_dtype=accumulator(x.dtype))
 
     def _hidden(self, x: Float[Array, "T D"], implementation: str) -> Float[Array, "T F"]:
@@ -274,7 +280,7 @@ class GatedMLP(nnx.Module):
         is_plain = isinstance(weights, jax.Array) and self.gate_up_bias is None
         if is_plain and has_few_row_product("gated_matmul", x, weights.shape[-1], implementation):
             return gated_matmul(x, weights, self.activation, implementation=implementation)
-        # On CPU the kernel that follows rounds the products; on a GPU that is part of the product.
+        # On CPU the activation kernel rounds the products. On a GPU the product itself rounds them.
         product = x.dtype if target_device().is_gpu else accumulator(x.dtype)
         bias = value_of(self.gate_up_bias)
         gate_up = matmul(x, weights, bias=bias, out_dtype=product)  # [T, 2, F]

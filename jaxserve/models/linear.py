@@ -1,4 +1,4 @@
-"""Parameters and the one matrix product that every layer uses.
+"""Parameters and the matrix product that every layer uses.
 
 Weights are stored input-major, `[in..., out...]`: on CPU this is 1.2 to 1.7 times faster than
 output-major at 2 to 32 rows in float32, and 1.4 to 2 times in bfloat16.
@@ -30,7 +30,7 @@ from pallas_kernels.devices import target_device
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
-# Weights in other arrays than their own: quantized, or laid out for a product of ours.
+# Weights in another form than a plain array: quantized, or in the layout of our own product.
 Stored = (
     QuantizedWeight
     | SplitWeight
@@ -49,14 +49,14 @@ def accumulator(dtype: DTypeLike) -> jnp.dtype:
 
 @dataclass(frozen=True)
 class Normal:
-    """Initial values of a weight: normal with this standard deviation."""
+    """Initial values of a weight: normally distributed with this standard deviation."""
 
     scale: float
 
 
 @dataclass(frozen=True)
 class Constant:
-    """Initial values of a norm's scale (1) or a bias (0)."""
+    """Initial values of a norm's scale (1) or of a bias (0)."""
 
     value: float
 
@@ -68,9 +68,9 @@ def weight(
     dtype: DTypeLike,
     contract: int = 1,
 ) -> nnx.Param[Array]:
-    """Create a parameter of normal values: variance 1 / product of its first `contract` sizes.
+    """Create a parameter with normal values of variance 1 / product of its first `contract` sizes.
 
-    Without `rngs` they are zero.
+    Without `rngs` the values are zero.
     """
     return normal(rngs, shape, axes, dtype, prod(shape[:contract]) ** -0.5)
 
@@ -82,7 +82,10 @@ def normal(
     dtype: DTypeLike,
     scale: float,
 ) -> nnx.Param[Array]:
-    """Create a parameter of normal values with a standard deviation; without `rngs`, of zeros."""
+    """Create a parameter with normal values of standard deviation `scale`.
+
+    Without `rngs` the values are zero.
+    """
     if rngs is None:
         values = jnp.zeros(shape, dtype)
     else:
@@ -98,7 +101,7 @@ def constant(
 
 
 def value_of(parameter: nnx.Param[Array] | None) -> Float[Array, " ..."] | None:
-    """Return the array of a parameter that a model may lack."""
+    """Return the array of a parameter, or None for a parameter that the model lacks."""
     return None if parameter is None else parameter[...]
 
 
@@ -111,13 +114,13 @@ def matmul(
     out_dtype: DTypeLike | None = None,
     split: Split = ONE_DEVICE,
 ) -> Float[Array, " T *outputs"]:
-    """Multiply: the last `contract` dimensions of `x` are contracted with the first ones of `w`.
+    """Contract the last `contract` dimensions of `x` with the first ones of the weight `w`.
 
-    `w` is `[inputs..., outputs...]`; the result is `[T, outputs...]`
-    in `out_dtype` (by default that of `x`). Products accumulate, and the bias is added, in at least
-    float32. Dimensions stay apart up to the compiler, so that sharding one of them (the kv heads of
-    a fused projection, say) needs no reshape of a sharded array. A quantized weight is never
-    dequantized as a whole. Where inputs are divided over devices, `split` is that of the sum.
+    `w` is `[inputs..., outputs...]`. The result is `[T, outputs...]` in `out_dtype` (by default x's
+    dtype). Products accumulate, and the bias is added, in at least float32. Dimensions are not
+    flattened, so that sharding one of them (such as the kv heads of a fused projection) needs no
+    reshape of a sharded array. A quantized weight is never dequantized as a whole. If the inputs
+    are divided over devices, `split` describes the sum over them.
     """
     if isinstance(w, Stored):
         y = w.dot(x.reshape(x.shape[0], -1))
@@ -136,9 +139,9 @@ MOST_ROWS_IN_PARTS = 256
 
 
 def parts_of(num_rows: int, inputs: int, width: int) -> int:
-    """Return into how many parts the inputs of a product of few rows are divided.
+    """Return the number of parts to divide the inputs of a product of few rows into.
 
-    They are about enough for a program of 64 outputs on each multiprocessor of a large card: on an
+    The number gives about one program of 64 outputs for each multiprocessor of a large card. On an
     H200 more parts read the weights no faster, and take longer to sum.
     """
     parts = (8 if num_rows <= 64 else 4) // (1 if width <= 2048 else 2)
@@ -154,12 +157,13 @@ def matmul_in_parts(
     implementation: str = "auto",
     split: Split = ONE_DEVICE,
 ) -> Float[Array, "parts T2 *outputs"]:
-    """Multiply as `matmul` does, in sums over parts of the inputs; in at least float32.
+    """Multiply as `matmul` does, but return partial sums over parts of the inputs, [parts, T, ...].
 
-    Few rows keep few of a GPU's multiprocessors busy, so that XLA divides the inputs itself and
-    adds a launch that sums. Who adds the result to something else can sum it on the way. One row
-    comes twice where XLA multiplies. Where inputs are divided over devices too, all parts are
-    summed, over those of `split`, unless its sum is left to the caller (`Split.leaves_sums`).
+    Few rows occupy few of a GPU's multiprocessors, so XLA divides the inputs itself and adds a
+    launch for the sum. A later kernel that adds the result can sum it without that launch. The
+    partial sums are in at least float32. If T is 1 and XLA multiplies, the row is returned twice.
+    If inputs are also divided over devices, the parts are summed locally and over the devices of
+    `split`, unless that sum is left to the caller (`Split.leaves_sums`).
     """
     num_rows, outputs = x.shape[0], w.shape[contract:]
     inputs, width = prod(w.shape[:contract]), prod(outputs)
@@ -168,7 +172,7 @@ def matmul_in_parts(
     if has_few_row_product("matmul_in_parts", x, width, implementation):
         y = pallas_kernels.matmul_in_parts(x, w, parts, implementation=implementation)
     else:
-        # XLA turns products of one row into reductions, and copies the weight in another order.
+        # XLA turns products of one row into reductions, and transposes the weight in memory.
         x = jnp.repeat(x, 2, axis=0) if num_rows == 1 else x
         divided = x.reshape(len(x), parts, -1), w.reshape(parts, -1, width)
         dims = ((2,), (1,)), ((1,), (0,))
@@ -188,10 +192,10 @@ def matmul_to_add(
     implementation: str = "auto",
     split: Split = ONE_DEVICE,
 ) -> Float[Array, "*parts T *outputs"]:
-    """Multiply as `matmul` does, for an addition that the named kernel computes.
+    """Multiply as `matmul` does, for the named kernel, which adds the result to other values.
 
-    On a GPU that kernel adds the parts of a product of few rows, and on CPU it rounds the product;
-    both come with a dimension of parts in front, in at least float32.
+    On a GPU that kernel sums the parts of a product of few rows, and on CPU it rounds the product.
+    For both, the result has a leading dimension of parts, and at least float32.
     """
     is_few = x.shape[0] <= MOST_ROWS_IN_PARTS
     if kernel.startswith("triton") and is_few and isinstance(w, jax.Array) and bias is None:
@@ -203,11 +207,12 @@ def matmul_to_add(
 
 
 def _one_row(x: Array, w: Array, contract: int) -> Array:
-    """Multiply one row of 16-bit numbers.
+    """Multiply one row of 16-bit numbers by w.
 
-    XLA on CPU turns the product into a float32 one and so converts the whole weight every step: 13
-    to 20 times slower than the same product of two rows. On a GPU before Ampere it does so too, and
-    the copy of an output projection takes gigabytes.
+    XLA on CPU turns this product into a float32 one and converts the whole weight in every step,
+    which is 13 to 20 times slower than the same product with two rows. On a GPU before Ampere it
+    does the same, and the copy of an output projection takes gigabytes. The row is therefore
+    repeated there.
     """
 
     def repeated(x: Array, w: Array) -> Array:
@@ -220,5 +225,5 @@ def _one_row(x: Array, w: Array, contract: int) -> Array:
 
 def _dot(x: Array, w: Array, contract: int) -> Array:
     dims = tuple(range(x.ndim - contract, x.ndim)), tuple(range(contract))
-    # Without this type a bf16 product on CPU converts the whole weight to float32 first.
+    # Without this type a bfloat16 product on CPU converts the whole weight to float32 first.
     return lax.dot_general(x, w, (dims, ((), ())), preferred_element_type=accumulator(x.dtype))

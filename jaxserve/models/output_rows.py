@@ -1,4 +1,4 @@
-"""Quantized weights as GPUs before Ampere multiply them: a row of codes for each output."""
+"""Quantized weights in the layout for GPUs before Ampere: a row of codes for each output."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class QuantizedRows:
-    """A `QuantizedWeight` whose codes, scales and zero points are transposed.
+    """A `QuantizedWeight` with transposed codes, scales and zero points.
 
     Attributes:
-        values: the codes, [O, rows]; two inputs a row for int4.
+        values: the codes, [O, rows], where int4 packs two inputs in one uint8.
         scales: [O, groups].
-        zeros: likewise, where the format has them.
-        order: which input each row is for, where rows have been sorted by group.
+        zeros: zero points or minima, [O, groups], if the format has them.
+        order: the input of each row of codes, if rows have been sorted by group.
         form: "int8", "fp8" or "int4".
-        inputs: how many inputs there are, padding not counted.
-        outputs: the shape that the outputs have in the model; their product is O.
+        inputs: number of inputs, without padding.
+        outputs: the shape of the outputs in the model, with product O.
     """
 
     values: Shaped[Array, "O codes"]
@@ -40,7 +40,7 @@ class QuantizedRows:
 
     @classmethod
     def of(cls, weight: QuantizedWeight) -> QuantizedRows:
-        """Transpose a weight, on its device."""
+        """Transpose a quantized weight on its device."""
         return cls(
             weight.values.T,
             weight.scales.T,
@@ -52,18 +52,18 @@ class QuantizedRows:
         )
 
     def __getitem__(self, index: EllipsisType) -> QuantizedRows:
-        """Return itself, as a QuantizedWeight does."""
+        """Return self, as a QuantizedWeight does."""
         return self
 
     def dot(self, x: Float[Array, "T I"]) -> Float[Array, " T *outputs"]:
-        """Multiply x, in at least float32."""
+        """Multiply x by the weight. Returns at least float32."""
         x = in_order(x, self.order, self.values.shape[1], self.form)
         y = output_major_matmul(x, self.values, self.scales, self.zeros, form=self.form)
         return y.reshape(x.shape[0], *self.outputs)
 
 
 def with_output_rows(value: Any) -> Any:
-    """Transpose a parameter where it is a quantized matrix; experts' stay as they are."""
+    """Convert a quantized matrix to `QuantizedRows`; return other values unchanged."""
     if isinstance(value, QuantizedWeight):
         return QuantizedRows.of(value)
     if isinstance(value, SplitWeight):

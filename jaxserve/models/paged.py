@@ -1,7 +1,7 @@
-"""A step as a layer sees it: where its tokens are, and which cache cells are theirs.
+"""The paged batch of a step, as transformer layers see it, and the names of parameter axes.
 
-Also the logical axes that name the dimensions of parameters; `jaxserve.execution` maps them to mesh
-axes. A parameter carries its axes as metadata, set where it is created (`linear.weight`).
+`jaxserve.execution` maps the logical axes of parameters to mesh axes. A parameter carries its axes
+as metadata, set when it is created (`linear.weight`).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
     Pages = Shaped[Array, "P K S H"]
     Scales = Float32[Array, "P K S"]
-    # One layer's k_pages and v_pages, and the scales of each where pages are int8.
+    # One layer's k_pages and v_pages, and the scales of each if pages are int8.
     KVPages = tuple[Pages, Pages] | tuple[Pages, Pages, Scales, Scales]
-else:  # named by modules that run without jaxtyping
+else:  # for modules that run without jaxtyping
     KVPages = tuple[jax.Array, ...]
 
-# "group": the query heads that share a kv head (plus, in the fused projection, its k and its v).
+# "group": the query heads that share a kv head (in the fused projection also its key and value).
 LogicalAxis = Literal[
     "vocab", "embed", "kv_heads", "group", "head_dim", "gate_up", "mlp", "experts", "latent"
 ]
@@ -34,27 +34,31 @@ LogicalAxes = tuple[LogicalAxis, ...]
 class PagedStep:
     """One step's ragged batch as attention sees it: T tokens in R rows.
 
-    Rows own consecutive tokens, in row order; padding follows the real tokens and the real rows.
+    Each row has consecutive tokens, in row order. Padding follows the real tokens and the real
+    rows.
     """
 
     positions: Int32[Array, " T"]  # absolute position of each token in its sequence
-    # page * S + offset of the cell that takes each token's K and V; -1 writes nothing (padding).
+    # page * S + offset of the cell for each token's K and V; -1 writes no cell (padding).
     slot_mapping: Int32[Array, " T"]
     page_table: Int32[Array, "R M"]
-    # Row r owns tokens query_start[r]:query_start[r + 1].
+    # Row r has tokens query_start[r]:query_start[r + 1].
     query_start: Int32[Array, " R_plus_1"]
-    # Tokens of each row in the cache after this step's write; 0 for a padded row.
+    # Tokens of each row in the cache after this step's write, or 0 for a padded row.
     kv_len: Int32[Array, " R"]
-    # Promises T == R and that row r owns token r or is padding, so the decode kernel applies.
+    # Promises that T == R and that row r is token r or padding, so that the decode kernel applies.
     decode_only: bool = field(metadata={"static": True})
-    # Attention implementation that runs: "auto" | "xla" | "triton" | "mosaic_gpu".
+    # Attention implementation: "auto" | "xla" | "triton" | "mosaic_gpu" | "llvm".
     implementation: str = field(metadata={"static": True})
-    # Of a layer whose experts have places: each expert's number of them, and which those are.
+    # For a layer whose experts have places: the number of places of each expert, then the places.
     places: Int32[Array, "E W"] | None = None
 
     @property
     def others(self) -> str:
-        """Implementation of all but attention, for which alone Mosaic and LLVM have all kernels."""
+        """Implementation of all kernels except attention.
+
+        It is "auto" for Mosaic and LLVM, which do not have all of these kernels.
+        """
         is_special = self.implementation in ("mosaic_gpu", "llvm")
         return "auto" if is_special else self.implementation
 

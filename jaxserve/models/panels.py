@@ -1,6 +1,6 @@
-"""Weights as the CPU's own product reads them: in panels of a few outputs, one after the other.
+"""Weights in the layout of our CPU product: panels of a few output columns, one after another.
 
-Those of experts are a matrix for each, side by side along a dimension in front.
+Weights of experts have a leading dimension with one matrix for each expert.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from pallas_kernels.quantized_codes import codes_a_row
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32, Shaped, UInt8
 
-ALIGNMENT = 64  # JAX takes arrays over without a copy where they begin at such an address
+ALIGNMENT = 64  # JAX takes over arrays with this alignment without a copy
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PanelWeight:
-    """A matrix of I inputs and O outputs, or experts', as `pallas_kernels.cpu.product` takes them.
+    """A matrix of I inputs and O outputs, or one for each expert, for `pallas_kernels.cpu.product`.
 
     Attributes:
-        panels: the weights; `pallas_kernels.cpu.panels.panel_shape` says how they lie, those of
-            experts [E, ...].
-        dtype: the weights' own.
-        outputs: the shape that the outputs have in the model; their product is O.
+        panels: the weights, in the shape of `pallas_kernels.cpu.panels.panel_shape`, after a
+            dimension E for experts.
+        dtype: dtype of the weights.
+        outputs: the shape of the outputs in the model, with product O.
         inputs: I.
-        num_rows: how many rows of a product, or of each expert's, count; those behind are padding.
-            None for all.
+        num_rows: number of real rows of a product, or of rows of each expert, and later rows are
+            padding. None for all rows.
     """
 
     panels: Shaped[Array, " ..."]
@@ -64,7 +64,7 @@ class PanelWeight:
 
     @classmethod
     def of_experts(cls, weight: np.ndarray) -> PanelWeight:
-        """Lay out every expert's weight, [E, in, out...]."""
+        """Lay out the weights of experts, [E, in, out...]."""
         count, inputs, *outputs = weight.shape
         shape, stored = panel_shape(inputs, prod(outputs), weight.dtype)
         panels = aligned_empty((count, *shape), stored)
@@ -73,26 +73,26 @@ class PanelWeight:
         return cls(jax.device_put(panels), weight.dtype.name, tuple(outputs), inputs)
 
     def __getitem__(self, index: EllipsisType) -> PanelWeight:
-        """Return itself: a parameter's value is read as `parameter[...]`, whatever it is."""
+        """Return self: any value of a parameter is read as `parameter[...]`."""
         return self
 
     def dot(self, x: Float[Array, "T I"]) -> Float[Array, " T *outputs"]:
-        """Multiply x, in at least float32. A row's result depends on no other row."""
+        """Multiply x by the weight, in at least float32. Rows do not affect each other."""
         y = panel_product(x, self.panels, self.dtype, self.num_rows)
         return y[:, : prod(self.outputs)].reshape(x.shape[0], *self.outputs)
 
     def grouped(
         self, x: Float[Array, "A I"], sizes: Int32[Array, " E"]
     ) -> Float[Array, " A *outputs"]:
-        """Multiply rows sorted by expert, each by its expert's matrix, in at least float32.
+        """Multiply rows of x, sorted by expert, by their expert's matrix, in at least float32.
 
-        `sizes` counts each expert's rows. A row's result depends on no other row; those behind the
-        last expert's are zeros.
+        sizes: the number of rows of each expert. Rows do not affect each other. Rows after the last
+        expert's rows are zeros.
         """
         return replace(self, num_rows=sizes).dot(x)
 
     def columns(self, outputs: Int32[Array, " T"]) -> Float[Array, "T I"]:
-        """Return the weights of some outputs, in their own dtype; ids beyond the last one clamp."""
+        """Return the weights of the given outputs, in their dtype. Output ids are clamped."""
         found = jnp.clip(outputs, 0, prod(self.outputs) - 1)
         return columns(self.panels, found, self.inputs, self.dtype)
 
@@ -103,15 +103,15 @@ class QuantizedPanels:
     """A `QuantizedWeight` or `QuantizedExperts` in panels; see `cpu.quantized_product`.
 
     Attributes:
-        codes: [panels, rows of codes, PANEL]; these arrays of experts are [E, ...].
-        scales: [panels, groups, PANEL]; those of 16 bits as their bits.
-        zeros: likewise, where the format has them.
-        order: which input each row is for, where rows have been sorted by group.
+        codes: [panels, rows of codes, PANEL]. For experts, all arrays have a leading dimension E.
+        scales: [panels, groups, PANEL]; 16-bit scales as their bits in uint16.
+        zeros: zero points, in the shape of `scales`, if the format has them.
+        order: the input of each row of codes, if rows have been sorted by group.
         form: "int8", "fp8" or "int4".
-        scales_dtype: what the scales are.
-        inputs: how many inputs there are, padding not counted.
-        outputs: the shape that the outputs have in the model.
-        num_rows: as of a PanelWeight.
+        scales_dtype: dtype of the scales.
+        inputs: number of inputs, without padding.
+        outputs: the shape of the outputs in the model.
+        num_rows: as in a PanelWeight.
     """
 
     codes: Shaped[Array, "... panels rows PANEL"]
@@ -126,7 +126,7 @@ class QuantizedPanels:
 
     @classmethod
     def of(cls, weight: QuantizedWeight | QuantizedExperts) -> QuantizedPanels:
-        """Lay out a quantized weight."""
+        """Lay out a quantized weight in panels."""
         scales = np.asarray(weight.scales)
         bits = scales.view(np.uint16) if scales.dtype.itemsize == 2 else scales
 
@@ -145,11 +145,11 @@ class QuantizedPanels:
         )
 
     def __getitem__(self, index: EllipsisType) -> QuantizedPanels:
-        """Return itself, as a PanelWeight does."""
+        """Return self, as a PanelWeight does."""
         return self
 
     def dot(self, x: Float[Array, "T I"]) -> Float[Array, " T *outputs"]:
-        """Multiply x, in at least float32. A row's result depends on no other row."""
+        """Multiply x by the weight, in at least float32. Rows do not affect each other."""
         y = quantized_panel_product(
             *(in_order(x, self.order, self.codes.shape[-2], self.form), self.codes),
             *(self.scales, self.zeros),
@@ -162,21 +162,21 @@ class QuantizedPanels:
     def grouped(
         self, x: Float[Array, "A I"], sizes: Int32[Array, " E"]
     ) -> Float[Array, " A *outputs"]:
-        """Multiply rows sorted by expert, as a PanelWeight does."""
+        """Multiply rows of x, sorted by expert, by their expert's matrix, as a PanelWeight does."""
         return replace(self, num_rows=sizes).dot(x)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class BlockPanels:
-    """A matrix in blocks as a GGUF file has them, or experts', as `cpu.block_product` takes them.
+    """A matrix in GGUF blocks, or one for each expert, in the layout of `cpu.block_product`.
 
     Attributes:
-        panels: uint8, see `pallas_kernels.cpu.blocks.panel_shape`; those of experts [E, ...].
-        form: name of the blocks' format.
-        dtype: of the weights that `columns` returns.
-        outputs: the shape that the outputs have in the model.
-        num_rows: as of a PanelWeight.
+        panels: uint8, see `pallas_kernels.cpu.blocks.panel_shape`, after a dimension E for experts.
+        form: name of the GGUF block format.
+        dtype: dtype of the weights that `columns` returns.
+        outputs: the shape of the outputs in the model.
+        num_rows: as in a PanelWeight.
     """
 
     panels: UInt8[Array, "... panels blocks bytes"]
@@ -187,7 +187,7 @@ class BlockPanels:
 
     @classmethod
     def of(cls, rows: np.ndarray, form: str, dtype: str, outputs: tuple[int, ...]) -> BlockPanels:
-        """Lay out rows of blocks, uint8 [O, blocks, bytes of one], of the format `form`."""
+        """Lay out rows of GGUF blocks of the format `form`, uint8 [O, blocks, block bytes]."""
         made = blocks.FORMATS[form]
         shape = blocks.panel_shape(form, rows.shape[1] * made.size, len(rows))
         panels = aligned_empty(shape, np.dtype(np.uint8))
@@ -203,7 +203,7 @@ class BlockPanels:
         dtype: str,
         outputs: tuple[int, ...],
     ) -> BlockPanels:
-        """Lay out the rows of the matrices of so many experts, one after the other."""
+        """Lay out the matrices of `count` experts, each as rows of GGUF blocks."""
         panels: np.ndarray | None = None
         for index, own in enumerate(rows):
             if panels is None:
@@ -214,11 +214,11 @@ class BlockPanels:
         return cls(jax.device_put(panels), form, dtype, outputs)
 
     def __getitem__(self, index: EllipsisType) -> BlockPanels:
-        """Return itself, as a PanelWeight does."""
+        """Return self, as a PanelWeight does."""
         return self
 
     def dot(self, x: Float[Array, "T I"]) -> Float[Array, " T *outputs"]:
-        """Multiply x, in float32. A row's result depends on no other row."""
+        """Multiply x by the weight, in float32. Rows do not affect each other."""
         x = padded(x, self.panels.shape[-2] * blocks.FORMATS[self.form].size)
         y = block_product(x, self.panels, self.form, self.num_rows)
         return y[:, : prod(self.outputs)].reshape(x.shape[0], *self.outputs)
@@ -226,17 +226,17 @@ class BlockPanels:
     def grouped(
         self, x: Float[Array, "A I"], sizes: Int32[Array, " E"]
     ) -> Float[Array, " A *outputs"]:
-        """Multiply rows sorted by expert, as a PanelWeight does."""
+        """Multiply rows of x, sorted by expert, by their expert's matrix, as a PanelWeight does."""
         return replace(self, num_rows=sizes).dot(x)
 
     def columns(self, outputs: Int32[Array, " T"]) -> Float[Array, "T I"]:
-        """Return the weights of some outputs; ids beyond the last one clamp."""
+        """Return the weights of the given outputs, in `dtype`. Output ids are clamped."""
         found = jnp.clip(outputs, 0, prod(self.outputs) - 1)
         return blocks.columns(self.panels, found, self.form).astype(self.dtype)
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Allocate an array whose memory JAX takes over as it is."""
+    """Allocate an array with the alignment that lets JAX take it over without a copy."""
     size = prod(shape) * dtype.itemsize
     memory = np.empty(size + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
@@ -244,7 +244,7 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def with_panels(value: Any) -> Any:
-    """Lay a parameter's codes out in panels where it is a quantized matrix, or experts'."""
+    """Convert a quantized matrix, or experts, to panels; return other values unchanged."""
     if isinstance(value, QuantizedWeight | QuantizedExperts):
         return _as_blocks(value) or QuantizedPanels.of(value)
     if isinstance(value, SplitWeight):
@@ -253,7 +253,7 @@ def with_panels(value: Any) -> Any:
 
 
 def _as_blocks(weight: QuantizedWeight | QuantizedExperts) -> BlockPanels | None:
-    """Lay codes out as blocks that hold the same numbers; None where there are no such."""
+    """Convert codes to a GGUF block format with equal numbers, or None without such a format."""
     rows = weight.values.shape[-2] * codes_a_row(weight.form)
     form = blocks.format_of(weight.form, rows, weight.scales, weight.zeros)
     if form is None or getattr(weight, "order", None) is not None:
@@ -267,7 +267,7 @@ def _as_blocks(weight: QuantizedWeight | QuantizedExperts) -> BlockPanels | None
 
 
 def with_num_rows(tree: Any, num_rows: Int32[Array, ""]) -> Any:
-    """Return a tree of parameters whose panels multiply `num_rows` rows and leave padding alone."""
+    """Return a parameter tree whose panels multiply only the first `num_rows` rows of x."""
 
     def has_panels(leaf: Any) -> bool:
         return isinstance(leaf, PanelWeight | QuantizedPanels | BlockPanels)

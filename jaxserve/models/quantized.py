@@ -1,9 +1,9 @@
-"""Weights that are stored quantized and multiplied as they are.
+"""Weights that are stored and multiplied in a quantized form.
 
-Quantized are the matrices of the blocks: the projections of attention, latent or not, of the gated
-MLP and of every expert. The embedding, the output projection, routers, norms and biases keep their
-dtype, as they do in vLLM: a tied table serves two purposes, the output projection decides between
-close logits, and a router between close experts.
+The matrices of the transformer layers are quantized: the projections of attention (plain or
+latent), of the gated MLP and of every expert. The embedding, the output projection, routers, norms
+and biases keep their dtype, as in vLLM: a tied table serves two purposes, the output projection
+decides between close logits, and a router between close experts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pallas_kernels.quantized_matmul import IMPLEMENTATIONS as QUANTIZED_IMPLEME
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32, Shaped, UInt8
 
-# The parameters that may be quantized, by their axes, and how many of those are inputs.
+# The axes of parameters that may be quantized, and the number of their input dimensions.
 PROJECTIONS: Mapping[LogicalAxes, int] = MappingProxyType(
     {
         ("embed", "kv_heads", "group", "head_dim"): 1,
@@ -39,7 +39,7 @@ PROJECTIONS: Mapping[LogicalAxes, int] = MappingProxyType(
         ("kv_heads", "head_dim", "embed"): 2,
     }
 )
-# Likewise; the first dimension is the expert, the second the input of its matrix.
+# The same for experts. The first dimension is the expert, the second the input of its matrix.
 EXPERTS: frozenset[LogicalAxes] = frozenset(
     {("experts", "embed", "gate_up", "mlp"), ("experts", "mlp", "embed")}
 )
@@ -48,18 +48,18 @@ EXPERTS: frozenset[LogicalAxes] = frozenset(
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """A matrix of I inputs and O outputs as `pallas_kernels.quantized_matmul` takes it.
+    """A matrix of I inputs and O outputs, in the layout of `pallas_kernels.quantized_matmul`.
 
     Attributes:
-        values: the codes, [I, O], or uint8 [I / 2, O] for int4; I is a whole number of groups,
-            whose last rows may be padding that stands for zeros.
+        values: the codes, [I, O], or uint8 [I / 2, O] for int4. I is padded to a whole number of
+            groups, whose codes stand for zeros.
         scales: [groups, O].
-        zeros: zero points, or minima where they are floats, if the format has them.
-        order: which input each row is for, where rows have been sorted by group.
+        zeros: zero points, or minima if their dtype is a float, if the format has them.
+        order: the input of each row of codes, if rows have been sorted by group.
         form: "int8", "fp8" or "int4".
-        inputs: how many inputs there are, padding not counted.
-        outputs: the shape that the outputs have in the model; their product is O.
-        implementation: of the product; see `with_implementation`.
+        inputs: number of inputs, without padding.
+        outputs: the shape of the outputs in the model, with product O.
+        implementation: implementation of the product (see `with_implementation`).
     """
 
     values: Shaped[Array, "codes O"]
@@ -72,11 +72,11 @@ class QuantizedWeight:
     implementation: str = field(default="auto", metadata={"static": True})
 
     def __getitem__(self, index: EllipsisType) -> QuantizedWeight:
-        """Return itself: a parameter's value is read as `parameter[...]`, whatever it is."""
+        """Return self: any value of a parameter is read as `parameter[...]`."""
         return self
 
     def dot(self, x: Float[Array, "T I"]) -> Float[Array, " T *outputs"]:
-        """Multiply x, in at least float32."""
+        """Multiply x by the quantized weight. Returns at least float32."""
         x = in_order(x, self.order, self.values.shape[0], self.form)
         y = quantized_matmul(
             *(x, self.values, self.scales, self.zeros),
@@ -89,22 +89,22 @@ class QuantizedWeight:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SplitWeight:
-    """A fused projection whose parts are stored apart, each with its share of the outputs.
+    """A fused projection stored as several weights, each for a part of the outputs.
 
-    They are apart where each has an order of inputs of its own.
+    The weights are separate because each has a different order of inputs.
     """
 
-    weights: tuple[Any, ...]  # QuantizedWeight, or the same in panels or in rows of outputs
-    # Which outputs each part gives, as starts and sizes along every dimension of `outputs`.
+    weights: tuple[Any, ...]  # QuantizedWeight, or the same as panels or output rows
+    # The outputs of each weight, as (start, size) along every dimension of `outputs`.
     places: tuple[tuple[tuple[int, int], ...], ...] = field(metadata={"static": True})
     outputs: tuple[int, ...] = field(metadata={"static": True})
 
     def __getitem__(self, index: EllipsisType) -> SplitWeight:
-        """Return itself, as a QuantizedWeight does."""
+        """Return self, as a QuantizedWeight does."""
         return self
 
     def dot(self, x: Float[Array, "T I"]) -> Float[Array, " T *outputs"]:
-        """Multiply x, in at least float32."""
+        """Multiply x by each weight, and join the outputs. Returns at least float32."""
         parts = [weight.dot(x) for weight in self.weights]
         out = jnp.zeros((x.shape[0], *self.outputs), parts[0].dtype)
         for part, place in zip(parts, self.places, strict=True):
@@ -117,15 +117,15 @@ class SplitWeight:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class QuantizedExperts:
-    """A matrix for each of E experts, as `pallas_kernels.quantized_grouped_matmul` takes them.
+    """A matrix for each of E experts, in the layout of `pallas_kernels.quantized_grouped_matmul`.
 
     Attributes:
-        values: the codes, [E, I, O], or uint8 [E, I / 2, O] for int4; see `QuantizedWeight`.
+        values: the codes, [E, I, O], or uint8 [E, I / 2, O] for int4 (see `QuantizedWeight`).
         scales: [E, groups, O].
-        zeros: zero points, or minima where they are floats, if the format has them.
+        zeros: zero points, or minima if their dtype is a float, if the format has them.
         form: "int8", "fp8" or "int4".
-        inputs: how many inputs there are, padding not counted.
-        outputs: the shape that the outputs have in the model; their product is O.
+        inputs: number of inputs, without padding.
+        outputs: the shape of the outputs in the model, with product O.
     """
 
     values: Shaped[Array, "E codes O"]
@@ -136,13 +136,16 @@ class QuantizedExperts:
     outputs: tuple[int, ...] = field(metadata={"static": True})
 
     def __getitem__(self, index: EllipsisType) -> QuantizedExperts:
-        """Return itself, as a QuantizedWeight does."""
+        """Return self, as a QuantizedWeight does."""
         return self
 
     def grouped(
         self, x: Float[Array, "A I"], sizes: Int32[Array, " E"], implementation: str
     ) -> Float[Array, " A *outputs"]:
-        """Multiply rows sorted by expert, each by its expert's matrix, in x's dtype."""
+        """Multiply rows of x, sorted by expert, by their expert's matrix, in x's dtype.
+
+        sizes: the number of rows of each expert.
+        """
         x = padded(x, self.values.shape[1] * codes_a_row(self.form))
         y = quantized_grouped_matmul(
             *(x, self.values, self.scales, self.zeros, sizes),
@@ -156,9 +159,9 @@ Quantized = QuantizedWeight | SplitWeight
 
 
 def with_implementation(tree: Any, implementation: str) -> Any:
-    """Return a tree of parameters whose quantized products run as attention does.
+    """Return a parameter tree whose quantized products use the implementation of attention.
 
-    They have no kernel of Mosaic's; beside its attention they run as "auto".
+    Quantized products have no Mosaic kernel, and use "auto" when attention is a Mosaic kernel.
     """
     name = implementation if implementation in QUANTIZED_IMPLEMENTATIONS else "auto"
 
@@ -174,17 +177,17 @@ def with_implementation(tree: Any, implementation: str) -> Any:
 def in_order(
     x: Float[Array, "T I"], order: Int32[Array, " I"] | None, rows: int, form: str
 ) -> Float[Array, "T J"]:
-    """Return inputs in the order of the rows of codes, with zeros for rows that are padding."""
+    """Return x with its inputs in the order of the rows of codes, and zeros for rows of padding."""
     if order is not None:
         x = jnp.take(x, order, axis=1)
     return padded(x, rows * codes_a_row(form))
 
 
 def padded(x: Float[Array, "T I"], inputs: int) -> Float[Array, "T J"]:
-    """Return x with zeros for the inputs that it lacks."""
+    """Return x padded with zeros to `inputs` columns."""
     return x if x.shape[1] == inputs else jnp.pad(x, ((0, 0), (0, inputs - x.shape[1])))
 
 
 def flat_shape(shape: tuple[int, ...], contract: int) -> tuple[int, int]:
-    """Count inputs and outputs of a parameter whose first `contract` dimensions are inputs."""
+    """Return the numbers of inputs and outputs of a parameter with `contract` input dimensions."""
     return prod(shape[:contract]), prod(shape[contract:])

@@ -1,4 +1,4 @@
-"""Every family in one table, and what is looked up in it."""
+"""The table of all families, and functions that look up a model's architecture in it."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -37,7 +37,7 @@ from jaxserve.models.weight_table import WeightName
 
 MAX_CONFIG_BYTES = 1 << 20
 CONFIG = "config.json"
-# Classes beside those of language models, by what their names end in.
+# Suffixes of class names in Transformers that are not language models.
 HEADLESS: Mapping[str, str] = MappingProxyType(
     {
         "ForSequenceClassification": "it classifies, and gives no next token",
@@ -56,7 +56,7 @@ FAMILIES = (
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {name: rules for family in FAMILIES for name, rules in family.architectures.items()}
 )
-# Names of architectures by those, and by further ones that stand for the same computation.
+# Names of architectures by name and by alias.
 NAMES: Mapping[str, str] = MappingProxyType(
     {
         alias: name
@@ -79,7 +79,7 @@ GGUF_RULES: Mapping[str, GgufRules] = MappingProxyType(
 
 
 def read_model_config(directory: str | Path) -> ModelConfig:
-    """Read `config.json` in a checkpoint's folder, and what modelopt wrote beside it.
+    """Read `config.json` in a checkpoint's folder, and modelopt's quantization file beside it.
 
     Raises:
         CheckpointError, UnsupportedModel: see `read_config_fields` and `parse_model_config`.
@@ -88,7 +88,9 @@ def read_model_config(directory: str | Path) -> ModelConfig:
 
 
 def read_config_fields(directory: str | Path) -> dict[str, Any]:
-    """Return the object in a folder's config.json, with what modelopt wrote beside it.
+    """Return the object in a folder's config.json.
+
+    If it has no `quantization_config`, the one in modelopt's `hf_quant_config.json` is added.
 
     Raises:
         CheckpointError: a file is absent or not a JSON object.
@@ -97,7 +99,7 @@ def read_config_fields(directory: str | Path) -> dict[str, Any]:
     raw, beside = read_object(path, MAX_CONFIG_BYTES), path.with_name(MODELOPT_FILE)
     if raw.get(QUANTIZATION) is None and beside.exists():
         found = modelopt_fields(read_object(beside, MAX_CONFIG_BYTES))
-        if found.get("quant_algo", "") is not None:  # null: its weights are as they were
+        if found.get("quant_algo", "") is not None:  # null: the weights are not quantized
             raw = raw | {QUANTIZATION: found}
     return raw
 
@@ -105,16 +107,16 @@ def read_config_fields(directory: str | Path) -> dict[str, Any]:
 def parse_model_config(raw: Mapping[str, Any], where: str = CONFIG) -> ModelConfig:
     """Read the contents of a config.json.
 
-    The first of `architectures` that jaxserve computes decides how; without any, `model_type` does.
-    Of a wrapper the text model is read, as its own `model_type` says.
+    The first supported name in `architectures` selects the architecture, or `model_type` if there
+    is no `architectures`. For a wrapper, the text model is read by its own `model_type`.
 
     Args:
         raw: the parsed object.
-        where: names the source in errors.
+        where: the source of `raw`, for errors.
 
     Raises:
-        UnsupportedModel: an unknown architecture, or else one error that lists every field that is
-            malformed, out of bounds, unknown, or not computed by jaxserve.
+        UnsupportedModel: an unknown architecture, or an error that lists every field that is
+            malformed, out of bounds, unknown, or not supported by jaxserve.
     """
     named = _named(raw, where)
     wrapper = wrapper_of(raw, named)
@@ -137,7 +139,7 @@ def parse_model_config(raw: Mapping[str, Any], where: str = CONFIG) -> ModelConf
 
 
 def _named(raw: Mapping[str, Any], where: str) -> str | None:
-    """Return the architecture or wrapper that `architectures` names; None where it names none."""
+    """Return the first supported architecture or wrapper in `architectures`, if any."""
     names = raw.get("architectures")
     names = [] if names is None else names
     if not isinstance(names, list) or any(not isinstance(name, str) for name in names):
@@ -160,7 +162,7 @@ def _model_type(raw: Mapping[str, Any]) -> str:
 
 
 def _unknown(raw: Mapping[str, Any]) -> str:
-    """Say which architecture is not computed, and what is."""
+    """Return the error text for an unsupported architecture, with the supported names."""
     names = raw.get("architectures") or []
     family = MODEL_TYPES.get(_model_type(raw))
     for name in names:
@@ -177,14 +179,13 @@ def _unknown(raw: Mapping[str, Any]) -> str:
 
 
 def _without_head(name: str) -> str | None:
-    """Return what a class that gives no next token is; None for any other."""
     if name.endswith("LMHeadModel"):
         return None
     return next((what for ending, what in HEADLESS.items() if name.endswith(ending)), None)
 
 
 def overflows_float16(config: ModelConfig) -> bool:
-    """Return whether a model's activations leave float16's range."""
+    """Return whether a model's activations exceed the range of float16."""
     return ARCHITECTURES[config.architecture].traits.overflows_float16
 
 
@@ -197,17 +198,17 @@ def build_model(
 
 
 def abstract_model(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Decoder:
-    """Build a model's structure, with shapes and dtypes in place of arrays."""
+    """Build the structure of a model, with shapes and dtypes instead of arrays."""
     traits = ARCHITECTURES[config.architecture].traits_of(config)
-    # Without random numbers: tracing them takes longer than all the rest.
+    # Without random numbers, because tracing them takes longer than the rest of the model.
     return nnx.eval_shape(lambda: Decoder(config, dtype, None, traits))
 
 
 def checkpoint_weights(config: ModelConfig) -> list[WeightName]:
-    """List every tensor that a checkpoint of this model holds."""
+    """Return the names of all tensors that a checkpoint of this model holds."""
     return ARCHITECTURES[config.architecture].weights(config)
 
 
 def tensor_names(config: ModelConfig) -> tuple[tuple[str, str], ...]:
-    """Return patterns of the names that a checkpoint has for tensors, and what replaces them."""
+    """Return pairs of a pattern of a checkpoint's tensor names and its replacement."""
     return ARCHITECTURES[config.architecture].tensors

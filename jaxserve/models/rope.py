@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864) and its stretchings, as numbers."""
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864): frequencies, scalings, cosines."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ if TYPE_CHECKING:
 
 
 def rope_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
-    """Return each rotated pair's angle per position, float64: theta ** (-2i / d), then stretched.
+    """Return the angle per position of each rotated pair, float64: theta ** (-2i / d), scaled.
 
-    d is the number of rotated dimensions, `head_dim` unless the rotation is partial. A dynamic
-    scaling has these frequencies within the original context; see `rope_cos_sin` beyond it.
+    d is the number of rotated dimensions: `head_dim`, or less if only part of a head is rotated.
+    For a dynamic scaling these are the frequencies within the original context (see
+    `rope_cos_sin`).
     """
     size = rope.dimensions(head_dim)
     frequencies = rope.theta ** -(np.arange(0, size, 2, dtype=np.float64) / size)
@@ -49,12 +50,8 @@ def rope_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
 
 
 def _llama3(frequencies: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
-    """Slow down slow pairs by `factor`, keep fast ones, interpolate those between.
-
-    A pair is slow if its wavelength exceeds the original context over `low_freq_factor`, and fast
-    if it is below the original context over `high_freq_factor` (llama-models, `apply_scaling`).
-    """
-    # Turns made over the original context, mapped to 1 (keep) .. 0 (slow down by the factor).
+    # As in llama-models (`apply_scaling`): map the turns over the original context to 1 (keep the
+    # frequency, from `high_freq_factor` turns on) .. 0 (divide it, up to `low_freq_factor` turns).
     turns = scaling.original_max_position_embeddings * frequencies / (2 * np.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
@@ -62,21 +59,22 @@ def _llama3(frequencies: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
 
 
 def _yarn(frequencies: np.ndarray, scaling: YarnScaling, theta: float, size: int) -> np.ndarray:
-    """Scale as Llama 3 does, but interpolate over the pair's index (Peng et al. 2023, section 3.2).
+    """Scale as Llama 3 does, but interpolate over the index of the pair (Peng et al. 2023, 3.2).
 
-    Pairs that make more than `beta_fast` turns over the original context keep their frequency,
-    those that make fewer than `beta_slow` are slowed down (arXiv:2309.00071).
+    Pairs with more than `beta_fast` turns over the original context keep their frequency. The
+    frequency of pairs with fewer than `beta_slow` turns is divided by the factor
+    (arXiv:2309.00071).
     """
 
     def index_with(turns: float) -> float:
-        """Return the (fractional) index of the pair that makes so many turns."""
+        """Return the (fractional) index of the pair that makes `turns` turns."""
         wavelength = scaling.original_max_position_embeddings / turns
         return size * math.log(wavelength / (2 * math.pi)) / (2 * math.log(theta))
 
     low, high = index_with(scaling.beta_fast), index_with(scaling.beta_slow)
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
-    # The bound is the last dimension and not the last pair, in the paper's code and everywhere.
+    # The bound is the last dimension, not the last pair, as in the paper's code and all others.
     low, high = max(low, 0), min(high, size - 1)
     if low == high:
         high += 0.001
@@ -87,11 +85,12 @@ def _yarn(frequencies: np.ndarray, scaling: YarnScaling, theta: float, size: int
 def rope_cos_sin(
     positions: Int32[Array, " T"], rope: Rope, head_dim: int, dtype: DTypeLike
 ) -> CosSin:
-    """Compute cosines and sines for one step, in at least float32, once for all layers.
+    """Compute the cosines and sines of a step, [T, pairs], in at least float32.
 
-    YaRN and LongRoPE multiply both by an attention factor. Under dynamic scaling the token at
-    position p is rotated as the last of p + 1 tokens: what a model that reads one token at a time
-    does, and the one rule by which a cached key does not depend on how its prompt was chunked.
+    All layers with the same `rope` share them. YaRN and LongRoPE multiply both by an attention
+    factor. Under dynamic scaling the token at position p is rotated as the last of p + 1 tokens. A
+    model that reads one token at a time does the same, and it is the only rule by which a cached
+    key does not depend on the chunking of its prompt.
     """
     exact = accumulator(dtype)
     frequencies = jnp.asarray(rope_frequencies(rope, head_dim), exact)
@@ -114,10 +113,11 @@ def rope_cos_sin(
 def _growth(
     positions: Int32[Array, " T"], scaling: DynamicScaling, size: int, dtype: DTypeLike
 ) -> Float[Array, "T pairs"]:
-    """Return what multiplies the frequencies at each position: 1 within the original context.
+    """Return the factor of each frequency at each position, 1 within the original context.
 
-    The base grows by g ** (d / (d - 2)), g = factor * length / original - (factor - 1), that is,
-    frequency i by g ** (-2i / (d - 2)) (NTK-aware scaling; Peng et al. 2023, appendix B).
+    The base grows by g ** (d / (d - 2)), g = factor * length / original - (factor - 1), so that
+    frequency i is multiplied by g ** (-2i / (d - 2)) (NTK-aware scaling; Peng et al. 2023, appendix
+    B).
     """
     original = scaling.original_max_position_embeddings
     beyond = jnp.maximum(positions + 1 - original, 0).astype(dtype)

@@ -1,5 +1,5 @@
 # pyright: reportUnknownMemberType=false
-"""Values that are rounded once, and the same whatever reads them."""
+"""Values that are rounded once, so that all their uses have the same bits."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ Values = TypeVar("Values")
 def rounded_once(
     compute: Callable[[Array], Values], x: Array, positions: Int32[Array, " T"]
 ) -> Values:
-    """Return compute(x), as a part of the program of its own on CPU.
+    """Return compute(x), compiled as a separate computation on CPU.
 
-    XLA would compute it anew there inside whatever reads it, also past a barrier. That costs time,
-    and where one product is added to another, a fused multiply-add rounds only one of the two: now
-    this one, now that, so that a step of one row and one of two would differ in their last bits.
-    Past a conditional XLA does not reach. This one is always true.
+    Otherwise XLA on CPU would compute it again inside each of its uses, even across an optimization
+    barrier. That costs time. Also, where one product is added to another, a fused multiply-add
+    rounds only one of the two, and not always the same one, so that a step of one row and a step of
+    two rows would differ in their last bits. XLA does not move code across a conditional. The
+    condition here is always true.
 
     Args:
-        positions: of the step's tokens.
+        positions: positions of the step's tokens, from which the condition is computed.
     """
     always = positions[0] > jnp.iinfo(positions.dtype).min
 

@@ -1,4 +1,4 @@
-"""Routers: the experts that a token goes to, and their weights, as each family computes them."""
+"""Routers: choose the experts of each token and their weights, in the way of each family."""
 
 from __future__ import annotations
 
@@ -22,15 +22,18 @@ def route(
     kind: Router,
     correction: Float[Array, " E"] | None = None,
 ) -> tuple[Float[Array, "T C"], Int32[Array, "T C"]]:
-    """Return the weights and numbers of each token's C chosen experts, by its own scores alone.
+    """Return the weights and indices of each token's C chosen experts, both [T, C].
+
+    They depend only on the token's own scores.
 
     Args:
         scores: scores of the router, in at least float32.
-        experts: how many are chosen, out of which groups, and what becomes of their weights.
-        kind: "softmax": the probabilities among all experts (Mixtral, Qwen3-MoE, DeepSeek-V2).
-            "chosen": those among the chosen ones (gpt-oss). "sigmoid": each expert's own
-            (DeepSeek-V3), chosen by their sum with `correction`, weighted without it.
-        correction: what balances the experts; of "sigmoid" only.
+        experts: the number of chosen experts, their groups, and the scaling of weights.
+        kind: "softmax": probabilities among all experts (Mixtral, Qwen3-MoE, DeepSeek-V2).
+            "chosen": probabilities among the chosen experts (gpt-oss). "sigmoid": the sigmoid of
+            each score (DeepSeek-V3); experts are chosen by its sum with `correction` and weighted
+            without it.
+        correction: bias that balances the load of experts, for "sigmoid" only.
     """
     if kind == "chosen":
         best, chosen = lax.top_k(scores, experts.chosen)
@@ -53,7 +56,10 @@ def route(
 def _in_best_groups(
     choice: Float[Array, "T E"], experts: Experts, best: int
 ) -> Float[Array, "T E"]:
-    """Replace by -inf all but the groups with the largest sums of their `best` largest values."""
+    """Set scores outside the best groups to -inf.
+
+    The best groups are the `kept_groups` with the largest sums of their `best` largest scores.
+    """
     if experts.groups == 1:
         return choice
     grouped = choice.reshape(choice.shape[0], experts.groups, -1)

@@ -1,7 +1,7 @@
-"""Division of every parameter over several devices: index arithmetic alone.
+"""The shard of every parameter on each of several devices, by index arithmetic alone.
 
 Tensor parallelism (Shoeybi et al. 2019, "Megatron-LM"): each device has some of the heads, of the
-MLP's width and of the vocabulary, and results that are sums over those are added over the devices.
+MLP's width and of the vocabulary. Results that sum over these dimensions are added over devices.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 __all__ = ["AXIS", "ONE_DEVICE", "Part", "Split"]
 
-# Consecutive indices, as first and end.
+# Consecutive indices, as (first, end).
 Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Part:
-    """The part of an array that lies on one device.
+    """The shard of an array on one device.
 
     Attributes:
-        shape: of the whole array.
-        spans: by dimension, the indices of it, in their order; those past the end are padding,
-            which is zeros.
+        shape: shape of the whole array.
+        spans: for each dimension, the index ranges of the shard, in their order. Indices past the
+            end are padding with zeros.
     """
 
     shape: tuple[int, ...]
@@ -40,18 +40,18 @@ class Part:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether it is the whole array, as every device has it."""
+        """Whether the shard is the whole array, as on every device."""
         return all(
             spans == ((0, size),) for size, spans in zip(self.shape, self.spans, strict=True)
         )
 
     @property
     def own_shape(self) -> tuple[int, ...]:
-        """Shape of the part."""
+        """Shape of the shard."""
         return tuple(sum(end - start for start, end in spans) for spans in self.spans)
 
     def cut(self, values: np.ndarray) -> np.ndarray:
-        """Return the part of an array of the whole's shape; a view of it where that can be."""
+        """Return this shard of an array of the whole shape, as a view if possible."""
         if values.shape != self.shape:
             raise ValueError(f"an array is {list(values.shape)}; allowed: {list(self.shape)}")
         for dimension, spans in enumerate(self.spans):
@@ -59,19 +59,19 @@ class Part:
         return values
 
     def outputs(self, contract: int) -> np.ndarray:
-        """Return int64[O]: indices of the part's outputs, among all that are flattened.
+        """Return int64[O]: the indices of the shard's outputs among all outputs, flattened.
 
         Args:
-            contract: number of dimensions in front that are inputs.
+            contract: number of leading dimensions that are inputs.
         """
         return self._indices(slice(contract, None))
 
     def inputs(self, contract: int) -> np.ndarray:
-        """Return int64[I]: indices of the part's inputs, among all that are flattened."""
+        """Return int64[I]: the indices of the shard's inputs among all inputs, flattened."""
         return self._indices(slice(contract))
 
     def _indices(self, dimensions: slice) -> np.ndarray:
-        """Return flat indices into some dimensions; of padding, the number of all indices."""
+        # Flat indices into `dimensions`. Padding gets the number of all indices.
         shape, flat = self.shape[dimensions], np.zeros((), np.int64)
         is_real = np.ones((), np.bool_)
         for size, spans in zip(shape, self.spans[dimensions], strict=True):
@@ -82,7 +82,7 @@ class Part:
 
 
 def _cut(values: np.ndarray, dimension: int, spans: tuple[Span, ...]) -> np.ndarray:
-    """Take the indices of one dimension."""
+    """Select the index ranges `spans` of one dimension, with zeros for indices past its end."""
     size, before = values.shape[dimension], (slice(None),) * dimension
     if spans == ((0, size),):
         return values
@@ -98,19 +98,21 @@ def _cut(values: np.ndarray, dimension: int, spans: tuple[Span, ...]) -> np.ndar
 def part_of(
     config: ModelConfig, axes: Any, shape: tuple[int, ...], device: int, path: str = ""
 ) -> Part:
-    """Return which part of a parameter a device has.
+    """Return the shard of a parameter on one device.
 
-    kv heads, the MLP's width and the vocabulary are divided; with `expert_parallel` experts are, in
-    place of their width. Where there are fewer kv heads than devices several have the same, and the
-    query heads that share it are divided among those. A vocabulary that does not divide is padded.
-    Where experts have places, a device has those of its places, in their order.
+    kv heads, the MLP's width and the vocabulary are divided. With `expert_parallel` experts are
+    divided instead of their width. If there are fewer kv heads than devices, several devices have
+    the same kv head, and its query heads are divided among them. The vocabulary is padded to a
+    multiple of the devices. If experts have places, a device has the experts of its places, in
+    order.
 
     Args:
-        config: of the model, with its `split`; see `check_split`.
+        config: configuration of the model, including its `split` (see `check_split`).
         axes: logical axes of the parameter.
-        shape: of all of it.
+        shape: shape of the whole parameter.
         device: number of the device.
-        path: of the parameter; without it the experts of a part are any, as many as there are.
+        path: path of the parameter, which gives the layer of expert places. Without it the experts
+            of the shard are arbitrary, in the right number.
     """
     split = config.split
     if split.devices == 1:
@@ -134,23 +136,22 @@ def part_of(
 
 
 def parts_of(config: ModelConfig, axes: Any, shape: tuple[int, ...], path: str = "") -> list[Part]:
-    """Return every device's part of a parameter, in the devices' order."""
+    """Return every device's shard of a parameter, in the order of devices."""
     return [part_of(config, axes, shape, device, path) for device in range(config.split.devices)]
 
 
 def _experts(split: Split, device: int, path: str) -> Iterator[Span]:
-    """Yield the experts in a device's places, each a span."""
     each = split.places // split.devices
     own = range(each)
     if path:
-        layer = int(path.split(".")[1])  # of layers.N.mlp.x
+        layer = int(path.split(".")[1])  # path is layers.N.mlp.x
         own = split.placement[layer][device * each : (device + 1) * each]
     for expert in own:
         yield expert, expert + 1
 
 
 def kv_copies(config: ModelConfig) -> int:
-    """Return how many devices have each kv head."""
+    """Return the number of devices that have the same kv head."""
     return max(1, config.split.devices // config.num_key_value_heads)
 
 
@@ -161,7 +162,7 @@ def _kv_heads(config: ModelConfig, device: int) -> Span:
 
 
 def _group(config: ModelConfig, size: int, device: int) -> Iterator[Span]:
-    """Yield the query heads of a group that a device has; then the key and the value, if any."""
+    # The ranges of the query heads of this device, and of the key and value, if any.
     group, copies = config.num_attention_heads // config.num_key_value_heads, kv_copies(config)
     share = group // copies
     first = device % copies * share
@@ -174,12 +175,12 @@ def _group(config: ModelConfig, size: int, device: int) -> Iterator[Span]:
 
 
 def group_of(config: ModelConfig) -> int:
-    """Return the query heads that share a kv head on one device."""
+    """Return the number of query heads that share a kv head on one device."""
     return config.num_attention_heads // config.num_key_value_heads // kv_copies(config)
 
 
 def local_kv_heads(config: ModelConfig) -> int:
-    """Return the kv heads that each device has."""
+    """Return the number of kv heads on each device."""
     return max(1, config.num_key_value_heads // config.split.devices)
 
 
@@ -190,10 +191,11 @@ def padded_vocab(config: ModelConfig) -> int:
 
 
 def check_split(config: ModelConfig) -> None:
-    """Refuse a division that the model's sizes do not allow.
+    """Raise if the sizes of the model do not allow the division in `config.split`.
 
     Raises:
-        UnsupportedModel: names every size that does not divide, and what is allowed.
+        UnsupportedModel: names every size that is not divisible, with allowed values; or else an
+            unsupported `decode_context_parallel_size`.
     """
     devices, problems = config.split.devices, list(_problems(config))
     if problems:
@@ -224,7 +226,10 @@ def _problems(config: ModelConfig) -> Iterator[str]:
 
 
 def _check_context(config: ModelConfig) -> None:
-    """Refuse to divide positions where no kv head is repeated: that would save nothing."""
+    """Raise if positions are divided over devices that do not share a kv head.
+
+    Such a division would save no memory.
+    """
     context, copies = config.split.context, kv_copies(config)
     if copies % context == 0:
         return

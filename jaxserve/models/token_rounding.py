@@ -1,8 +1,8 @@
-"""Products whose activations are rounded to int8, each row with a scale of its own.
+"""Products whose activations are rounded to int8, each row with its own scale.
 
-Checkpoints of compressed-tensors with `input_activations` of int8, dynamic and a token each, are
-made for this: with a the largest magnitude of a row, x becomes the whole number nearest x * 127 / a
-and stands for that times a / 127, as in vLLM. A row's numbers depend on no other row.
+Checkpoints of compressed-tensors with dynamic int8 `input_activations` for each token require it.
+With a the largest magnitude of a row, x is rounded to the integer nearest x * 127 / a, which stands
+for that integer times a / 127, as in vLLM. Rows do not affect each other.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int8, Int32
 
 LARGEST = 127
-TINY = 1e-36  # a row below it is zeros: 127 / a would overflow
+TINY = 1e-36  # a row below it becomes zeros: 127 / a would overflow
 ROWS_OF_INTEGERS = 512
 """Rows from which products of int8 by int8 take the place of widened codes where Triton runs.
 
@@ -35,26 +35,30 @@ this number."""
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TokenRounded:
-    """A quantized matrix, or experts', by which rounded activations are multiplied.
+    """A quantized matrix, or one for each expert, whose input activations are rounded to int8.
 
-    On CPU the product is that of the weight by whole numbers times their scale. On a GPU it is of
-    whole numbers, int8 by int8 with sums in int32, or of the same numbers in the activations' dtype
-    with sums in float32, which are the same below 2^24; scales come last.
+    On CPU the weight is multiplied by the rounded integers times their scale. On a GPU it is
+    multiplied by the integers (int8 by int8 with sums in int32), or by the same integers in the
+    activations' dtype with float32 sums, which are equal below 2^24. The scales are applied last.
 
     Attributes:
-        weight: a QuantizedWeight, SplitWeight or QuantizedExperts, or those in another layout.
-        axis: of the devices that have a row's other inputs; None where each has all of them.
+        weight: a QuantizedWeight, SplitWeight or QuantizedExperts, or one of them in another
+            layout.
+        axis: mesh axis of the devices that have the other inputs of a row, or None if each has all.
     """
 
     weight: Any
     axis: str | None = field(default=None, metadata={"static": True})
 
     def __getitem__(self, index: EllipsisType) -> TokenRounded:
-        """Return itself, as a QuantizedWeight does."""
+        """Return self, as a QuantizedWeight does."""
         return self
 
     def dot(self, x: Float[Array, "T I"]) -> Float[Array, " T *outputs"]:
-        """Round x and multiply, in at least float32."""
+        """Round each row of x to int8 with its own scale, and multiply it by the quantized weight.
+
+        Returns [T, *outputs], at least float32.
+        """
         numbers, scales = rounded_rows(x, self.axis)
         device = target_device()
         if not device.is_gpu:
@@ -69,26 +73,26 @@ class TokenRounded:
 def rounded_rows(
     x: Float[Array, "T I"], axis: str | None = None
 ) -> tuple[Float[Array, "T I"], Float[Array, "T 1"]]:
-    """Return the whole numbers that x is rounded to, and the scale of each row.
+    """Round x to integers, each row with its own scale. Returns the integers and the scales.
 
-    Both are in at least float32. A row that holds NaN or infinity gives NaN. Where inputs lie on
-    several devices, along `axis`, the scale is that of the whole row.
+    Both are in at least float32. A row with NaN or infinity gives NaN. If the inputs are divided
+    over devices along `axis`, the scale is that of the whole row.
     """
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     largest = jnp.max(jnp.abs(wide), axis=1, keepdims=True)
     if axis is not None:
         largest = lax.pmax(largest, axis)
     steps = jnp.where(largest > TINY, LARGEST / largest, 0)
-    # XLA makes a product of a quotient by a constant here, and not there.
+    # Multiply by the reciprocal: XLA replaces a division by a constant in some programs only.
     return jnp.round(wide * steps), largest * (1 / LARGEST)
 
 
 def multiplies_integers(weight: Any, rows: int, device: DeviceLimits) -> bool:
-    """Return whether a product is of int8 by int8 on a GPU.
+    """Return whether a GPU multiplies the rounded activations by the codes as int8 by int8.
 
-    Cards multiply int8 from compute capability 7.5 on. Before Ampere codes would be widened to
-    floats in memory, a block at a time, and lie output-major; later ones are widened in registers,
-    which is as fast for few rows.
+    GPUs support this from compute capability 7.5 on. Before Ampere, the alternative would widen
+    codes to floats in memory, one column block at a time, and codes are output-major there. Later
+    GPUs widen codes in registers, which is as fast for few rows.
     """
     if not isinstance(weight, QuantizedWeight | QuantizedRows) or device.capability < (7, 5):
         return False
@@ -101,7 +105,11 @@ def multiplies_integers(weight: Any, rows: int, device: DeviceLimits) -> bool:
 def integer_product(
     numbers: Float[Array, "T I"], weight: QuantizedWeight | QuantizedRows
 ) -> Float[Array, " T *outputs"]:
-    """Multiply whole numbers by the codes of int8, in int32, and then by the weight's scales."""
+    """Multiply integers by int8 codes with sums in int32, then apply the weight's scales.
+
+    The scales of the rows of `numbers` are left to the caller. Returns [T, *outputs] in the dtype
+    of `numbers`.
+    """
     axis = 1 if isinstance(weight, QuantizedRows) else 0
     codes: Int8[Array, "T I"] = numbers.astype(jnp.int8)
     dims = (((1,), (axis,)), ((), ()))
@@ -113,7 +121,7 @@ def integer_product(
 
 
 def with_weight(value: Any, change: Any) -> Any:
-    """Return a parameter whose matrix `change` has laid out anew, rounded or not."""
+    """Return the parameter with its matrix replaced by `change(matrix)`, rounded or not."""
     if isinstance(value, TokenRounded):
         return replace(value, weight=change(value.weight))
     return change(value)

@@ -18,12 +18,12 @@ QK_NORMS = (
     WeightName("self_attn.q_norm.weight", "H -> H", "attention.query_norm.scale"),
     WeightName("self_attn.k_norm.weight", "H -> H", "attention.key_norm.scale"),
 )
-# The parts of the fused parameter that gates and upward projections fill.
+# The parts of the fused parameter for gate and up projections.
 GATE, UP = np.s_[..., 0, :], np.s_[..., 1, :]
 
 
 def embedding_weights(config: ModelConfig) -> list[WeightName]:
-    """List the tensors of the embedding and the output projection."""
+    """Return the tensors of the embedding and the output projection."""
     embedding = "model.embed_tokens.weight"
     if config.tie_word_embeddings:
         return [WeightName(embedding, "V D -> D V", "embedding.project")]
@@ -36,12 +36,12 @@ def embedding_weights(config: ModelConfig) -> list[WeightName]:
 def every_layer(
     layer: Sequence[WeightName], config: ModelConfig, sparse: bool | None = None
 ) -> list[WeightName]:
-    """Repeat one layer's tensors for every layer, under its prefix.
+    """Return one layer's tensors repeated for every layer, under its prefix.
 
     Args:
         layer: the tensors of one layer.
         config: configuration of the model.
-        sparse: True for the layers with experts only, False for those without only, None for all.
+        sparse: True selects the layers with experts, False the layers without, None all layers.
     """
     return [
         replace(
@@ -54,12 +54,12 @@ def every_layer(
 
 
 def projections(config: ModelConfig) -> list[WeightName]:
-    """List one layer's matrices and biases."""
+    """Return the matrices and biases of one layer."""
     return [*attention_projections(config), *mlp_projections(config)]
 
 
 def attention_projections(config: ModelConfig) -> list[WeightName]:
-    """List one layer's matrices and biases of attention."""
+    """Return the matrices and biases of attention of one layer."""
     q, k, v = fused_qkv(config)
     layer = [
         WeightName("self_attn.q_proj.weight", "(K G H) D -> D K G H", "attention.qkv", q),
@@ -79,7 +79,7 @@ def attention_projections(config: ModelConfig) -> list[WeightName]:
 
 
 def mlp_projections(config: ModelConfig) -> list[WeightName]:
-    """List one layer's matrices and biases of a dense MLP."""
+    """Return the matrices and biases of a dense MLP of one layer."""
     layer = [
         WeightName("mlp.gate_proj.weight", "F D -> D F", "mlp.gate_up", GATE),
         WeightName("mlp.up_proj.weight", "F D -> D F", "mlp.gate_up", UP),
@@ -95,7 +95,7 @@ def mlp_projections(config: ModelConfig) -> list[WeightName]:
 
 
 def fused_mlp() -> list[WeightName]:
-    """List one layer's matrices of a dense MLP whose gate and upward projection are one tensor."""
+    """Return the matrices of one layer's dense MLP with fused gate and up projections."""
     gate_up = "mlp.gate_up_proj.weight"
     return [
         WeightName(gate_up, "(F | F) D -> D F", "mlp.gate_up", GATE, part=0),
@@ -105,7 +105,7 @@ def fused_mlp() -> list[WeightName]:
 
 
 def fused_qkv(config: ModelConfig) -> tuple[Index, Index, Index]:
-    """Return the parts of the fused parameter that queries, keys and values fill."""
+    """Return the indices of queries, keys and values in the fused parameter."""
     group = config.num_attention_heads // config.num_key_value_heads
     return np.s_[..., :group, :], np.s_[..., group, :], np.s_[..., group + 1, :]
 
@@ -115,12 +115,12 @@ def expert_weights(
     block: str = "mlp",
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> list[WeightName]:
-    """List one layer's router and experts, each matrix a tensor of its own.
+    """Return one layer's router and experts, with a separate tensor for each matrix.
 
     Args:
         config: configuration of a model with experts.
-        block: what the block is called in the checkpoint.
-        names: names of an expert's gate, upward and downward projections.
+        block: the checkpoint's name of the MLP.
+        names: names of an expert's gate, up and down projections.
     """
     gate, up, down = names
     layer = [WeightName(f"{block}.gate.weight", "E D -> D E", "mlp.router")]

@@ -1,4 +1,4 @@
-"""Tensors of a Hugging Face checkpoint and their places in a model's parameters, as data."""
+"""A data description of the tensors of a Hugging Face checkpoint and their model parameters."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Index = tuple[int | slice | EllipsisType, ...]
 
 @dataclass(frozen=True)
 class Block:
-    """Rows of a tensor, and the part of a parameter that they fill.
+    """A range of rows of a tensor, and the part of a parameter that it fills.
 
     Attributes:
-        rows: first and end, along the tensor's first dimension.
-        sizes: sizes of the rows' dimensions once those that are fused into one are split.
+        rows: (first, end) along the tensor's first dimension.
+        sizes: sizes of the rows' dimensions, after splitting fused dimensions.
         order: order of these dimensions in the parameter.
-        index: index of the values that these rows fill, within the tensor's part of the parameter.
+        index: index of these rows' values within the tensor's part of the parameter.
     """
 
     rows: tuple[int, int]
@@ -42,13 +42,14 @@ class WeightName:
 
     Attributes:
         name: the tensor's name in the checkpoint.
-        layout: how to rearrange it, "(N H) D -> D N H": the left side is its shape there, with
-            the dimensions that are fused into one in brackets; the right side their order here.
-            Bars divide a bracket in front into parts that are stacked: "(K G H | K H | K H) D".
-        path: the parameter it belongs to.
-        index: the part of the parameter that it fills; all of it unless several tensors are fused.
-        part: which part of a stacked tensor this is; each has a WeightName of its own.
-        other: a layout that some checkpoints have instead, told by the tensor's shape.
+        layout: its rearrangement, such as "(N H) D -> D N H". The left side is the tensor's shape
+            in the checkpoint, with fused dimensions in brackets, and the right side the order of
+            dimensions in the parameter. Bars divide the first bracket into stacked parts: "(K G H |
+            K H | K H) D".
+        path: the path of its parameter.
+        index: the part of the parameter that it fills: all of it, unless several tensors are fused.
+        part: the index of this part of a stacked tensor, each with its own WeightName.
+        other: a layout of some checkpoints, recognized by the tensor's shape.
     """
 
     name: str
@@ -59,7 +60,7 @@ class WeightName:
     other: str = ""
 
     def stored_as(self, shape: tuple[int, ...] | None, dims: Mapping[str, int]) -> WeightName:
-        """Return this tensor with the layout that a shape in the checkpoint tells."""
+        """Return this tensor with the layout that matches its shape in the checkpoint."""
         if not self.other or shape is None or shape == self.shape(dims):
             return self
         return replace(self, layout=self.other, other="")
@@ -74,10 +75,10 @@ class WeightName:
         return whole.arrange(tensor[slice(*whole.rows)])
 
     def blocks(self, dims: Mapping[str, int], max_values: int) -> Iterator[Block]:
-        """Cut the tensor, or its part, along its first dimension.
+        """Cut the tensor, or its part, along its first dimension, and yield the pieces.
 
-        Blocks have at most `max_values` values, but at least one entry of the outermost of the
-        dimensions that are fused into the first.
+        Each piece has at most `max_values` values, but at least one entry of the outermost
+        dimension that is fused into the first.
         """
         sizes = self._sizes(dims)
         names = [parts[self.part if len(parts) > 1 else 0] for parts in self._source()]
@@ -85,7 +86,7 @@ class WeightName:
         order = tuple(source.index(name) for name in self._side(1).split())
         shape = tuple(dims[name] for name in source)
         first = sum(sizes[0][: self.part]) if len(sizes[0]) > 1 else 0
-        step = prod(dims[name] for name in names[0][1:])  # rows to an entry of the outermost
+        step = prod(dims[name] for name in names[0][1:])  # rows of an outermost entry
         count = max(1, max_values // max(1, prod(shape[1:])))
         outer = (slice(None),) * order.index(0)
         for start in range(0, shape[0], count):
@@ -98,11 +99,10 @@ class WeightName:
             )
 
     def _sizes(self, dims: Mapping[str, int]) -> list[list[int]]:
-        """Return the sizes of the parts of each dimension of the tensor."""
         return [[prod(dims[name] for name in part) for part in parts] for parts in self._source()]
 
     def _source(self) -> list[list[list[str]]]:
-        """Return the names that are fused in each part of each dimension of the tensor."""
+        # For each dimension of the tensor and each of its stacked parts, the names that are fused.
         dimensions = re.findall(r"\(([^)]*)\)|(\S+)", self._side(0))
         return [
             [part.split() for part in (fused or single).split("|")] for fused, single in dimensions
@@ -115,10 +115,10 @@ class WeightName:
 def dimensions(config: ModelConfig) -> dict[str, int]:
     """Return the sizes of the letters in `WeightName.layout`.
 
-    G is the number of query heads per kv head. E experts of width M and a shared one of width S;
-    gates and upward projections are a pair P. Latent attention has latents of ranks L (queries) and
-    C, joint with the rotated part J; heads of A (queries, keys), B (what keys and values take from
-    their latent) and U (values).
+    G is the number of query heads of each kv head. There are E experts of width M and a shared one
+    of width S. P is the pair of gate and up projections. Latent attention has latents of ranks L
+    (queries) and C (keys and values); J is C plus the rotated part. Its heads have sizes A (queries
+    and keys), B (the part of keys and values that is projected from their latent) and U (values).
     """
     sizes = {
         "V": config.vocab_size,

@@ -1,8 +1,8 @@
 """`quantization_config` of the library compressed-tensors, which llm-compressor writes.
 
-Read are its formats float-quantized, int-quantized, naive-quantized, pack-quantized,
-nvfp4-pack-quantized and mxfp4-pack-quantized. Activations are rounded where the format says int8,
-dynamically, a scale for each token, as vLLM rounds them; where it says floats they stay in their
+Supported formats: float-quantized, int-quantized, naive-quantized, pack-quantized,
+nvfp4-pack-quantized and mxfp4-pack-quantized. Activations with an int8 format are rounded
+dynamically, with a scale for each token, as in vLLM. Activations with a float format stay in their
 dtype, which is more exact.
 """
 
@@ -30,10 +30,10 @@ _MADE_BY = frozenset({"observer", "observer_kwargs", "scale_dtype", "zp_dtype"})
 def read_compressed_tensors(fields: Fields) -> StoredQuantization:
     """Read the quantization of a config.json whose method is compressed-tensors.
 
-    Everything unsupported is noted in `fields.problems`.
+    Unsupported values are appended to `fields.problems`.
     """
     form = fields.choice("format", FORMATS)
-    # A transform is a product of its own before or after the quantized one.
+    # A transform is a separate product before or after the quantized one.
     fields.neutral({"transform_config": (None, {}), "moe_sparsity_config": (None, {})})
     sparsity = fields.take("sparsity_config")
     if sparsity not in (None, {}) and (
@@ -61,9 +61,10 @@ def read_compressed_tensors(fields: Fields) -> StoredQuantization:
 
 
 def _scheme(fields: Fields, form: str) -> dict[str, Any] | None:
-    """Return how all quantized layers are stored; None where that is not one way.
+    """Return the scheme that all groups of quantized layers share.
 
-    Which layers those are is seen from the tensors.
+    If the groups differ, append a problem and return None. The names of the layers in each group
+    are ignored: the tensors show which layers are quantized.
     """
     groups = fields.take("config_groups")
     schemes = list(groups.values()) if isinstance(groups, dict) else []
@@ -134,7 +135,10 @@ def _integers(
 
 
 def _rounds_rows(activations: Any, fields: Fields) -> bool:
-    """Return whether activations are rounded to int8 a token; refuse other roundings by name."""
+    """Return whether rows of activations are rounded to int8, each with its own scale.
+
+    Any other rounding is appended to the problems.
+    """
     if activations is None:
         return False
     prefix = f"{FIELD}.config_groups.input_activations."

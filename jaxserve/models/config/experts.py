@@ -1,4 +1,4 @@
-"""Mixture of experts in config.json: their number, their layers and how they are chosen."""
+"""Mixture of experts in config.json: the number of experts, their layers and their routing."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,19 +12,20 @@ MAX_SCALE = 1e4
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts, as far as it differs from model to model of a family.
+    """Settings of a mixture of experts that differ between the models of a family.
 
     Attributes:
-        count, size: experts in a layer, and the width of each.
-        chosen: experts that each token goes to.
-        layers: which layers have them; the others have one dense MLP.
-        normalize: the chosen experts' weights are divided by their sum.
-        scaling: multiplies the weights after that.
-        groups, kept_groups: experts are chosen from the best groups only.
-        shared: width of the MLP that every token passes besides; 0 for none.
-        alpha, limit: of the clamped activation that gpt-oss has.
-        packed: the checkpoint's experts are MXFP4.
-        stacked: the checkpoint holds the matrices of all experts of a layer as one tensor.
+        count, size: number of experts in a layer, and the width of each.
+        chosen: number of experts that each token is routed to.
+        layers: for each layer, whether it has experts; the other layers have one dense MLP.
+        normalize: divide the weights of the chosen experts by their sum.
+        scaling: factor of the weights after `normalize`.
+        groups, kept_groups: number of groups of experts, and of groups with the best scores from
+            which experts are chosen.
+        shared: width of an additional MLP that every token passes, or 0 without one.
+        alpha, limit: constants of gpt-oss's clamped activation.
+        packed: the experts in the checkpoint are MXFP4.
+        stacked: the checkpoint stores a matrix of all experts of a layer as one tensor.
     """
 
     count: int
@@ -42,7 +43,7 @@ class Experts:
     stacked: bool = False
 
 
-# Reads the experts of a model of so many layers.
+# Reads the experts of a model, given its fields and its number of layers.
 ReadExperts = Callable[[Fields, int], Experts | None]
 
 
@@ -52,7 +53,10 @@ def no_experts(fields: Fields, layers: int) -> Experts | None:
 
 
 def expert_counts(fields: Fields, names: tuple[str, ...]) -> tuple[int, int]:
-    """Read the number of experts, under any of these names, and how many each token uses."""
+    """Read the number of experts in a layer, and the number chosen for each token.
+
+    names: alternative fields of the first number. If several are present, they must agree.
+    """
     given = [name for name in names if fields.has(name)] or [names[0]]
     counts = [fields.integer(name, 1, MAX_EXPERTS) for name in given]
     if len(set(counts)) > 1:

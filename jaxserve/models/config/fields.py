@@ -1,4 +1,4 @@
-"""Read fields out of a mapping strictly, and report everything wrong with it at once."""
+"""Read fields of a mapping strictly, and report all invalid fields at once."""
 
 import json
 import math
@@ -14,10 +14,10 @@ _ABSENT: Final = object()
 
 
 class Fields:
-    """The fields of one JSON object, each taken at most once.
+    """The fields of one JSON object, each read at most once.
 
-    A method that finds a bad value notes it in `problems` and returns a harmless one, so that the
-    reader can go on and find the rest. None of its methods raises.
+    A method that finds an invalid value appends a message to `problems` and returns a valid
+    substitute, so that the reader can continue and find further problems. No method raises.
     """
 
     def __init__(self, raw: Mapping[str, Any], problems: list[str], prefix: str = "") -> None:
@@ -27,7 +27,7 @@ class Fields:
         self._left = set(raw)
 
     def refuse(self, key: str, allowed: str) -> None:
-        """Note that the value of `key` is not allowed, and what is."""
+        """Append to `problems` that the value of `key` is not allowed, with the allowed values."""
         value = self._raw.get(key, _ABSENT)
         got = "missing" if value is _ABSENT else f"is {shown(value)}"
         self.problems.append(f"{self._prefix}{key} {got}; allowed: {allowed}")
@@ -41,12 +41,12 @@ class Fields:
         return key in self._raw
 
     def take(self, key: str) -> Any:
-        """Return the value unchecked; None if absent."""
+        """Return the value without checking it, or None if absent, and mark the key as read."""
         self._left.discard(key)
         return self._raw.get(key)
 
     def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
-        """Read an exact integer in [low, high]; `default`, if given, stands for absent or null."""
+        """Read an exact integer in [low, high]. A `default` replaces an absent or null value."""
         value = self.take(key)
         if value is None and default is not None:
             return default
@@ -56,11 +56,11 @@ class Fields:
         return value
 
     def number(self, key: str, above: float, upto: float, default: float | None = None) -> float:
-        """Read a finite number in (above, upto]; `default`, if given, stands for absent or null."""
+        """Read a finite number in (above, upto]. A `default` replaces an absent or null value."""
         value = self.take(key)
         if value is None and default is not None:
             return default
-        # The range is tested before the conversion, which a huge integer would overflow.
+        # Test the range before the conversion to float, which a huge integer would overflow.
         if isinstance(value, int | float) and type(value) is not bool and above < value <= upto:
             return float(value)
         self.refuse(key, f"a number above {above:g} and at most {upto:g}")
@@ -78,7 +78,7 @@ class Fields:
         value = self.take(key)
         numbers: list[float] = []
         for number in value if isinstance(value, list) and len(value) == length else ():
-            # The range is tested before the conversion, which a huge integer would overflow.
+            # Test the range before the conversion to float, which a huge integer would overflow.
             if type(number) in (int, float) and above < number <= upto:
                 numbers.append(float(number))
         if len(numbers) == length:
@@ -87,7 +87,7 @@ class Fields:
         return (upto,) * length
 
     def flag(self, key: str, default: bool) -> bool:
-        """Read exactly true or false; `default` stands for absent or null."""
+        """Read exactly true or false. `default` replaces an absent or null value."""
         value = self.take(key)
         if value is None:
             return default
@@ -97,7 +97,7 @@ class Fields:
         return value
 
     def choice(self, key: str, allowed: Iterable[str], default: str | None = None) -> str:
-        """Read one of a few strings; `default`, if given, stands for absent or null."""
+        """Read one of the strings `allowed`. A `default` replaces an absent or null value."""
         options = tuple(allowed)
         value = self.take(key)
         if value is None and default is not None:
@@ -108,9 +108,9 @@ class Fields:
         return value
 
     def neutral(self, rules: Mapping[str, Any]) -> None:
-        """Accept each key of `rules` if absent or null, or with the given value of the same type.
+        """Require each key of `rules` to be absent, null, or equal to the rule's value and type.
 
-        A tuple stands for several values that mean the same.
+        A rule that is a tuple lists several allowed values of the same meaning.
         """
         for key, allowed in rules.items():
             value = self.take(key)
@@ -122,7 +122,7 @@ class Fields:
                 self.refuse(key, f"{text} (anything else is not supported)")
 
     def finish(self, ignored: frozenset[str] = frozenset()) -> None:
-        """Note all keys with a value that were not taken and are not known to be harmless."""
+        """Append a problem that names all keys with a value, neither read nor `ignored`."""
         unknown = sorted((key for key in self._left - ignored if self.has(key)), key=str)
         if not unknown:
             return
@@ -136,7 +136,6 @@ class Fields:
         )
 
     def _override(self, keys: list[str]) -> str:
-        """Return the sentence on how a user leaves keys out."""
         path = self._prefix.split(".")[:-1]
         if not all(map(is_nested, path)):
             return f"--hf-overrides can replace {self._prefix[:-1]} as a whole"
@@ -148,7 +147,7 @@ class Fields:
 
 
 def shown(value: Any) -> str:
-    """Format any value in at most about 80 characters."""
+    """Format any value for an error message in at most about 80 characters."""
     if isinstance(value, int) and value.bit_length() > 200:
         return f"an integer of {value.bit_length()} bits"
     if isinstance(value, float) and not math.isfinite(value):
@@ -157,6 +156,6 @@ def shown(value: Any) -> str:
         return f"a {'mapping' if isinstance(value, dict) else 'list'} of {len(value)} items"
     try:
         text = "null" if value is None else repr(value)
-    except (ValueError, RecursionError):  # integers of thousands of digits; deep nesting
+    except (ValueError, RecursionError):  # integers of thousands of digits, deep nesting
         text = f"a {type(value).__name__}"
     return text if len(text) <= 80 else text[:77] + "..."

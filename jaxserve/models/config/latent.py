@@ -11,14 +11,14 @@ MAX_SIZE = 1 << 12
 
 @dataclass(frozen=True)
 class Latent:
-    """Sizes of latent attention.
+    """Sizes of multi-head latent attention.
 
     Attributes:
-        query_rank: rank of the latent queries; None where queries are projected at once.
+        query_rank: rank of the latent queries, or None if queries are projected directly.
         rank: rank of the latent keys and values.
-        plain, rotary: parts of a query or key head that are not and that are rotated.
+        plain, rotary: number of dimensions of a query or key head without and with rotation.
         value: size of a value head.
-        interleaved: neighbours are rotated as pairs in the checkpoint's order.
+        interleaved: the checkpoint pairs neighbouring dimensions for the rotation.
     """
 
     query_rank: int | None
@@ -35,7 +35,7 @@ class Latent:
 
     @property
     def cached(self) -> int:
-        """Size of a head in the cache, where keys and values share one."""
+        """Size of a head in the cache, where the shorter of key and value is padded."""
         return max(self.key, self.value)
 
 

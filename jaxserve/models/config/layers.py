@@ -1,4 +1,4 @@
-"""Layers in config.json: those that attend through a window, and those that rotate."""
+"""Attention windows and rotation of each layer, as given in config.json."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ MAX_LAYERS = 1 << 10
 
 @dataclass(frozen=True)
 class LayerTable:
-    """One entry a layer.
+    """The window and the rotation of each layer.
 
     Attributes:
-        windows: positions that a query sees, its own included; None for all.
+        windows: number of positions that a query sees, including its own, or None for all.
         rotary: whether queries and keys are rotated.
     """
 
@@ -23,22 +23,22 @@ class LayerTable:
 
     @property
     def window(self) -> int | None:
-        """The widest window; None where a layer has none, and so sees every position."""
+        """The widest window, or None if some layer has no window, and so sees every position."""
         windows = [window for window in self.windows if window is not None]
         return max(windows) if len(windows) == len(self.windows) else None
 
 
-# Reads a LayerTable for a number of layers.
+# Reads a LayerTable, given the fields and the number of layers.
 ReadLayers = Callable[[Fields, int], LayerTable]
 
 
 def full_attention(fields: Fields, layers: int) -> LayerTable:
-    """Read layers without a window; `layer_types`, if present, must agree."""
+    """Read layers without a window. `layer_types`, if present, must agree."""
     return _table(fields, None, [False] * layers)
 
 
 def one_window(fields: Fields, layers: int) -> LayerTable:
-    """Read layers with `sliding_window` on each, or on none where it is null."""
+    """Read layers that all have the window `sliding_window`, which null disables."""
     window = _window(fields)
     sliding = [window is not None] * layers
     kinds = _kinds(fields, sliding)
@@ -48,17 +48,17 @@ def one_window(fields: Fields, layers: int) -> LayerTable:
 
 
 def by_type(fields: Fields, layers: int) -> LayerTable:
-    """Read `layer_types`; by default, every layer has the window, if there is one."""
+    """Read `layer_types`. By default every layer has the window `sliding_window`, if any."""
     window = _window(fields)
     return _table(fields, window, [window is not None] * layers)
 
 
 def every(period: int, *, field: str | None = None) -> ReadLayers:
-    """Return a reader of `layer_types`; by default all but every `period`-th layer have a window.
+    """Return a reader of `layer_types`, by default each `period`-th layer has no window.
 
     Args:
-        period: layers from one without a window to the next.
-        field: the field of config.json that gives another period.
+        period: distance between layers without a window.
+        field: the field of config.json that overrides `period`.
     """
 
     def read(fields: Fields, layers: int) -> LayerTable:
@@ -72,21 +72,22 @@ def every(period: int, *, field: str | None = None) -> ReadLayers:
 
 
 def rotated_windows(fields: Fields, layers: int) -> LayerTable:
-    """Read Cohere 2's layers, of which only those with a window rotate.
+    """Read the layers of Cohere 2, which rotates only in layers with a window.
 
-    Without `layer_types`, every n-th has none; n is `sliding_window_pattern`, by default 4.
+    Without `layer_types`, every n-th layer has no window. n is `sliding_window_pattern`, by default
+    4.
     """
     table = every(4, field="sliding_window_pattern")(fields, layers)
     return LayerTable(table.windows, tuple(window is not None for window in table.windows))
 
 
 def by_switch(fields: Fields, layers: int) -> LayerTable:
-    """Read windows by `layer_types`, or else from layer `max_window_layers` on.
+    """Read windows from `layer_types`, or else from layer `max_window_layers` on.
 
-    No layer has one unless `use_sliding_window` is true.
+    No layer has a window unless `use_sliding_window` is true.
     """
     if not fields.flag("use_sliding_window", default=False):
-        # Both size a window that is off.
+        # Both fields describe a window that is switched off.
         fields.take("sliding_window")
         fields.take("max_window_layers")
         return _table(fields, None, [False] * layers)
@@ -98,18 +99,19 @@ def by_switch(fields: Fields, layers: int) -> LayerTable:
 
 
 def one_switched_window(fields: Fields, layers: int) -> LayerTable:
-    """Read layers with `sliding_window` on each, if `use_sliding_window` is true."""
+    """Read layers that all have the window `sliding_window`, if `use_sliding_window` is true."""
     if fields.flag("use_sliding_window", default=False):
         return one_window(fields, layers)
-    fields.take("sliding_window")  # sizes a window that is off
+    fields.take("sliding_window")  # the size of a window that is switched off
     return _table(fields, None, [False] * layers)
 
 
 def no_rope(fields: Fields, layers: int) -> LayerTable:
-    """Read layers of which some do not rotate: zeros of `no_rope_layers`, or else every n-th.
+    """Read layers of which some do not rotate.
 
-    n is `no_rope_layer_interval`. With `use_sliding_window`, these layers or those that
-    `layer_types` lists have the window.
+    Layers with a zero in `no_rope_layers` do not rotate. Without that field, every n-th layer does
+    not, where n is `no_rope_layer_interval`. With `use_sliding_window`, the layers without
+    rotation, or the layers that `layer_types` lists, have the window.
     """
     interval = fields.integer("no_rope_layer_interval", 1, MAX_LAYERS, default=4)
     rotary = [(index + 1) % interval != 0 for index in range(layers)]
@@ -132,7 +134,6 @@ def no_rope(fields: Fields, layers: int) -> LayerTable:
 
 
 def _window(fields: Fields) -> int | None:
-    """Read `sliding_window`, which must be present; null stands for no window."""
     if fields.take("sliding_window") is None:
         if not fields.mentions("sliding_window"):
             fields.refuse("sliding_window", "a number of positions, or null for no window")
@@ -141,7 +142,7 @@ def _window(fields: Fields) -> int | None:
 
 
 def _kinds(fields: Fields, default: Sequence[bool]) -> list[bool]:
-    """Return, for each layer, whether it has a window: by `layer_types`, or else `default`."""
+    """Return whether each layer has a window, from `layer_types`, or else from `default`."""
     kinds = fields.take("layer_types")
     if kinds is None:
         return list(default)

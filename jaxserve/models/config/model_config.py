@@ -1,7 +1,7 @@
-"""Configuration of a model before a weight is read: config.json, read strictly.
+"""Model configuration, read strictly from config.json before any weight is read.
 
-A field that changes what the model computes is read, or refused. An unknown field is refused too,
-because it may change the result.
+Each field that changes the computation is either read or refused. Unknown fields are refused,
+because they may change the result.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ MAX_HEAD_DIM = 1 << 12
 MAX_VOCAB = 1 << 22
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
-# Fields of `PretrainedConfig` in Transformers 4 that every config.json may have, beside those that
-# are read: heads of other tasks, settings of the library, and settings of generation, for which
-# generation_config.json is read.
+# Fields of `PretrainedConfig` in Transformers 4 that any config.json may have and that inference
+# does not need: heads of other tasks, settings of the library, and settings of generation, which
+# are read from generation_config.json.
 _PRETRAINED = frozenset({
     "_attn_implementation", "_attn_implementation_autoset", "_attn_implementation_internal",
     "_commit_hash", "_experts_implementation", "_experts_implementation_internal",
@@ -59,9 +59,9 @@ _GENERATION = frozenset({
     "sequence_bias", "stop_strings", "suppress_tokens", "target_lookbehind", "temperature",
     "token_healing", "top_k", "top_p", "typical_p",
 })  # fmt: skip
-# Fields of config.json that do not change what inference computes. `auto_map` names code that ships
-# with the checkpoint: none of it is ever run, and what is computed is what the architecture's own
-# name says, as in Transformers without trust_remote_code. Every published DeepSeek has the field.
+# Fields of config.json that do not change inference. `auto_map` names code that ships with the
+# checkpoint. This code is never run: the computation follows the name of the architecture, as in
+# Transformers without trust_remote_code. Every published DeepSeek has the field.
 IGNORED = _PRETRAINED | _GENERATION | {
     "_use_flash_attention_2", "attention_dropout", "attention_probs_dropout_prob", "attn_pdrop",
     "auto_map", "classifier_dropout", "embd_pdrop", "hidden_dropout", "hidden_dropout_prob",
@@ -70,7 +70,7 @@ IGNORED = _PRETRAINED | _GENERATION | {
     "unsloth_version", "use_flash_attention_2", "use_flash_attn",
 }  # fmt: skip
 
-# Fields that change what is computed, with the one value that jaxserve computes.
+# Fields that would change the computation, with the one value that jaxserve supports.
 NEUTRAL: Mapping[str, Any] = MappingProxyType(
     {
         "add_cross_attention": False,
@@ -85,16 +85,16 @@ NEUTRAL: Mapping[str, Any] = MappingProxyType(
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A model's shape and constants, under the names of config.json.
+    """Shapes and constants of a model, under the names of config.json.
 
-    `rms_norm_eps` is that of every norm, whatever the family calls it; `use_qk_norm` is the switch
-    of families that have one. `dtype` is the one the checkpoint declares ("float32" if it declares
-    none). `local_rope` is that of layers with a window, where it differs. `attention_bias` is of
-    queries, keys and values, `output_bias` of the projection after attention. `head_dim` is that of
-    the cache. `experts` and `latent` are None for models without them; `extra_layers` of the
-    checkpoint are not the model's. `wrapper` is the model of images or sound that this is the text
-    of. `split` is how an engine divides the model over devices. Hashable, so that modules can
-    hold it.
+    `rms_norm_eps` is the epsilon of every norm, under any name in the family's config.json.
+    `use_qk_norm` is the switch of families that have one. `dtype` is the dtype that the checkpoint
+    declares, by default "float32". `local_rope` is the rotary embedding of layers with a window, if
+    it differs. `attention_bias` applies to queries, keys and values, `output_bias` to the
+    projection after attention. `head_dim` is the size of a head in the cache. `experts` and
+    `latent` are None for models without them. `extra_layers` counts layers of the checkpoint that
+    are not read. `wrapper` names the multimodal architecture that contains this text model. `split`
+    is the division over devices. The class is hashable, so that modules can hold it.
     """
 
     architecture: str
@@ -135,13 +135,13 @@ class ModelConfig:
         Args:
             raw: the parsed object.
             name: the architecture.
-            rules: how its fields are read.
-            where: names the source in errors.
-            prefix: what the names of fields begin with in errors.
+            rules: the rules for reading its fields.
+            where: the source of `raw`, for errors.
+            prefix: prefix of the names of fields, for errors.
 
         Raises:
             UnsupportedModel: lists every field that is malformed, out of bounds, unknown, or not
-                computed by jaxserve.
+                supported by jaxserve.
         """
         fields = _fields(raw, rules, prefix)
         fields.take("architectures")
@@ -189,7 +189,7 @@ class ModelConfig:
         return config
 
     def rope_of(self, layer: int) -> Rope | None:
-        """Return a layer's rotary embedding; None where queries and keys are not rotated."""
+        """Return the rotary embedding of a layer, or None if it does not rotate."""
         if not self.layers.rotary[layer]:
             return None
         local = self.local_rope if self.layers.windows[layer] is not None else None
@@ -197,19 +197,19 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Size of what the rotary embedding turns, or turns a part of: a head, or its own part."""
+        """Size of a head, or of the rotary part of a head of latent attention."""
         return self.head_dim if self.latent is None else self.latent.rotary
 
     @property
     def context_length(self) -> int:
-        """Most positions of a sequence, stretched as the rotary embedding says."""
+        """Maximum number of positions of a sequence, after the scaling of the rotary embedding."""
         positions = self.max_position_embeddings
         return positions if self.local_rope is not None else self.rope.reach(positions)
 
     def for_length(self, length: int) -> ModelConfig:
         """Return the same model for sequences of at most `length` positions.
 
-        LongRoPE has factors for short contexts and others for long ones; see `LongRopeScaling`.
+        LongRoPE has separate factors for short and long contexts (see `LongRopeScaling`).
         """
         local = self.local_rope
         return replace(
@@ -220,7 +220,7 @@ class ModelConfig:
 
 
 def _fields(raw: Mapping[str, Any], rules: ConfigRules, prefix: str) -> Fields:
-    """Return the fields, each under its common name."""
+    """Rename fields to their common names. Refuse a field whose two names have different values."""
     renamed = [name for name in rules.renamed if raw.get(name) is not None]
     own = {rules.renamed[name]: raw[name] for name in renamed}
     plain = {
@@ -263,7 +263,6 @@ def _sizes(fields: Fields, rules: ConfigRules, latent: Latent | None) -> dict[st
 
 
 def _quantization(fields: Fields, rules: ConfigRules) -> StoredQuantization | None:
-    """Read how the weights are stored, unless the architecture has its own way."""
     return None if QUANTIZATION in rules.ignored else read_quantization(fields)
 
 
@@ -290,7 +289,6 @@ def _dtype(fields: Fields) -> str:
 
 
 def _token_ids(fields: Fields, key: str) -> tuple[int, ...]:
-    """Read an id, a list of ids or null; every id must lie within the vocabulary."""
     vocab = fields.take("vocab_size")
     value = fields.take(key)
     ids = [] if value is None else value if isinstance(value, list) else [value]

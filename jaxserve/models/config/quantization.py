@@ -1,11 +1,12 @@
-"""`quantization_config` in config.json: how a checkpoint's weights are stored.
+"""`quantization_config` in config.json: the quantized format of a checkpoint's weights.
 
-Read: `fp8` (Hugging Face's, DeepSeek's and Qwen's: one scale a tensor or one a block) and
-`fbgemm_fp8`, `awq` (gemm and gemv), `gptq` (of 4 and 8 bits), `auto-round` where it packs as one
-of these, `bitsandbytes` (nf4, fp4, int8), `modelopt` (FP8, NVFP4), and what
-`compressed_tensors.py` reads. Which layers are left as they were is seen from the tensors
-themselves, so lists of them are checked and no more. Activations stay in their dtype, whatever the
-checkpoint was calibrated for: more exact, not less; compressed-tensors' int8 alone is rounded.
+Supported: `fp8` (of Hugging Face, DeepSeek and Qwen: one scale for each tensor or each block of the
+matrix), `fbgemm_fp8`, `awq` (gemm and gemv), `gptq` (4 and 8 bits), `auto-round` if it packs like
+one of these, `bitsandbytes` (nf4, fp4, int8), `modelopt` (FP8, NVFP4), and the formats in
+`compressed_tensors.py`. The tensors show which layers are not quantized, so lists of such layers
+are checked for their type only. Activations stay in their dtype, even if the checkpoint was
+calibrated for rounded ones, which is more exact. The exception is int8 of compressed-tensors, where
+activations are rounded.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from jaxserve.models.config.stored_quantization import (
     group_size,
 )
 
-# Fields of how the file was made, which do not change its meaning.
+# Fields that describe how the file was produced, and do not change its meaning.
 IGNORED: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "fp8": frozenset({
@@ -73,7 +74,7 @@ IGNORED: Mapping[str, frozenset[str]] = MappingProxyType(
 )  # fmt: skip
 MODELOPT_FILE = "hf_quant_config.json"
 UNTOUCHED = ("modules_to_not_convert", "ignored_layers", "ignore")
-# Methods that are refused, as people call them.
+# Methods that are refused, with their usual names.
 UNREAD: Mapping[str, str] = MappingProxyType(
     {
         "aqlm": "AQLM (additive codebooks)",
@@ -93,9 +94,9 @@ UNREAD: Mapping[str, str] = MappingProxyType(
 
 
 def read_quantization(fields: Fields) -> StoredQuantization | None:
-    """Read the quantization of a config.json; return None if weights are not quantized.
+    """Read the quantization of a config.json, or return None if the weights are not quantized.
 
-    Everything unsupported is noted in `fields.problems`, each with its name.
+    Each unsupported value is appended to `fields.problems`.
     """
     raw = fields.take(FIELD)
     if raw is None:
@@ -125,7 +126,7 @@ def read_quantization(fields: Fields) -> StoredQuantization | None:
 
 
 def modelopt_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the contents of modelopt's own file as a `quantization_config`."""
+    """Convert the contents of modelopt's `hf_quant_config.json` to a `quantization_config`."""
     inner = raw.get("quantization")
     inner = inner if isinstance(inner, dict) else {}
     return {"quant_method": "modelopt", "producer": raw.get("producer"), **inner}
@@ -134,7 +135,7 @@ def modelopt_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
 def _fp8(fields: Fields) -> StoredQuantization:
     fields.choice("fmt", ["e4m3", "float8_e4m3fn"], default="e4m3")
     fields.neutral({"expert_dtype": (None, "fp8")})
-    # "ue8m0" (DeepSeek-V3.1): every scale is a power of two, stored as the float32 that it is.
+    # "ue8m0" (DeepSeek-V3.1): every scale is a power of two, stored as float32.
     fields.choice("scale_fmt", ["ue8m0", "float"], default="float")
     return StoredQuantization("fp8", "fp8", "fp8", block=block_sizes(fields, "weight_block_size"))
 
@@ -165,11 +166,10 @@ def _gptq(fields: Fields) -> StoredQuantization:
 
 
 def _words(fields: Fields, method: str, zero_offset: int) -> StoredQuantization:
-    """Read the fields of codes that are packed as AutoGPTQ packs them."""
     bits = fields.integer("bits", 4, 8)
     if bits not in (4, 8):
         fields.refuse("bits", "4 or 8")
-    # Codes of 8 bits with zero points of their own have no form here.
+    # There is no form for codes of 8 bits with zero points.
     symmetric = fields.flag("sym", default=True)
     form = "int4" if bits == 4 else "int8" if symmetric else "full"
     group = group_size(fields, "group_size")
@@ -190,7 +190,6 @@ def _auto_round(fields: Fields) -> StoredQuantization:
 
 
 def _check_layers(fields: Fields) -> None:
-    """Refuse settings of single layers, but those of layers in full."""
     layers = fields.take("extra_config")
     entries = list(layers.values()) if isinstance(layers, dict) else [] if layers is None else [0]
     widths = [entry.get("bits") if isinstance(entry, dict) else None for entry in entries]
@@ -203,7 +202,7 @@ def _bitsandbytes(fields: Fields) -> StoredQuantization:
     if four == eight:
         fields.refuse("load_in_4bit", "true, or load_in_8bit: exactly one of the two")
     fields.neutral({"bnb_4bit_quant_storage": (None, "uint8"), "llm_int8_has_fp16_weight": False})
-    if four:  # its 16 numbers are no multiples of a scale
+    if four:  # its 16 numbers are not multiples of a scale
         return StoredQuantization("bitsandbytes", "bnb4", "full", 4)
     return StoredQuantization("bitsandbytes", "bnb8", "int8")
 

@@ -1,6 +1,6 @@
-"""The rotary embedding as config.json describes it, in both of its spellings.
+"""The rotary embedding as described in config.json, in an older and a newer spelling.
 
-The older is `rope_theta` beside `rope_scaling`; the newer (2025) holds everything in
+The older spelling is `rope_theta` beside `rope_scaling`. The newer one (2025) has all values in
 `rope_parameters`, once, or once for each type of layer.
 """
 
@@ -22,14 +22,14 @@ ORIGINAL = "original_max_position_embeddings"
 
 @dataclass(frozen=True)
 class LinearScaling:
-    """Positions divided by a factor."""
+    """Linear scaling: positions are divided by `factor`."""
 
     factor: float
 
 
 @dataclass(frozen=True)
 class DynamicScaling:
-    """A base that grows with the position, beyond the original context."""
+    """Dynamic NTK scaling: the base grows with positions beyond the original context."""
 
     factor: float
     original_max_position_embeddings: int
@@ -37,7 +37,7 @@ class DynamicScaling:
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Llama 3.1's stretching of the rotary embedding to longer contexts."""
+    """Llama 3.1's scaling of the rotary embedding to longer contexts."""
 
     factor: float
     low_freq_factor: float
@@ -47,10 +47,10 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """YaRN; `attention_factor` multiplies cosines and sines.
+    """YaRN scaling. `attention_factor` multiplies cosines and sines.
 
-    Latent attention scales its scores by `mscale_all_dim` besides; 0 where it is absent. Queries at
-    position p are multiplied by 1 + `query_beta` * log(1 + p // original), as in Llama 4.
+    Latent attention also scales its scores by `mscale_all_dim` (0 if absent). Queries at position p
+    are multiplied by 1 + `query_beta` * log(1 + p // original), as in Llama 4.
     """
 
     factor: float
@@ -65,10 +65,10 @@ class YarnScaling:
 
 @dataclass(frozen=True)
 class LongRopeScaling:
-    """LongRoPE: a divisor for each pair, one set for short contexts and one for long.
+    """LongRoPE: a divisor for each rotated pair, one set for short contexts and one for long ones.
 
-    `stretched` says which set is in use. Keys in the cache cannot be turned again, so it is one for
-    all requests: the long one if they may exceed the original context.
+    `stretched` selects the long set. Keys in the cache cannot be rotated again, so one set serves
+    all requests: the long set if a request may exceed the original context.
     """
 
     short: tuple[float, ...]
@@ -83,18 +83,18 @@ Scaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRop
 
 @dataclass(frozen=True)
 class Rope:
-    """The rotary position embedding; `partial` is the share of each head that is rotated."""
+    """The rotary position embedding. `partial` is the share of each head that is rotated."""
 
     theta: float
     scaling: Scaling | None = None
     partial: float = 1.0
 
     def dimensions(self, head_dim: int) -> int:
-        """Return the rotated dimensions of a head; an odd number is rounded up to whole pairs."""
+        """Return the number of rotated dimensions of a head; callers round it up to pairs."""
         return int(head_dim * self.partial)
 
     def reach(self, positions: int) -> int:
-        """Return the positions that can be served if a model declares `positions`, as in vLLM."""
+        """Return the context length to serve if a model declares `positions`, as in vLLM."""
         match self.scaling:
             case LinearScaling(factor) | DynamicScaling(factor):
                 return min(int(positions * factor), MAX_POSITIONS)
@@ -104,7 +104,7 @@ class Rope:
                 return positions
 
     def for_length(self, length: int) -> Rope:
-        """Return the embedding for at most `length` positions; see `LongRopeScaling`."""
+        """Return the embedding for at most `length` positions (see `LongRopeScaling`)."""
         scaling = self.scaling
         if not isinstance(scaling, LongRopeScaling):
             return self
@@ -114,22 +114,21 @@ class Rope:
 
 @dataclass(frozen=True)
 class RopeRules:
-    """Spelling of a family's rotary embedding in config.json.
+    """The spelling of a family's rotary embedding in config.json.
 
     Attributes:
-        theta: the base where config.json has none.
-        kinds: supported values of `rope_type`; by default all.
-        by_layer_type: whether layers with a window have their own embedding, which only the newer
-            spelling can scale.
-        local_theta: base of those layers where `rope_local_base_freq` is absent; None: that of
-            the others.
-        partial: the default of `partial_rotary_factor`, in families that have it.
-        original_outside: whether `original_max_position_embeddings` is a field of config.json
-            itself.
+        theta: the default base.
+        kinds: supported values of `rope_type`, by default all.
+        by_layer_type: whether layers with a window have their own embedding. Only the newer
+            spelling can scale it.
+        local_theta: default base of layers with a window, read from `rope_local_base_freq`, or None
+            to use the base of the other layers.
+        partial: the default of `partial_rotary_factor`, in families that have this field.
+        original_outside: whether `original_max_position_embeddings` is a top-level field.
         query_growth: whether the family has `llama_4_scaling_beta`.
         sections: whether the family has `mrope_section`, which divides the pairs of a head among
-            the time, height and width of an image's tokens. Tokens of text have one position for
-            all three, and so rotate as if nothing were divided.
+            the time, height and width of an image's tokens. A text token has the same position on
+            all three, so that the division does not change its rotation.
     """
 
     theta: float = 10_000.0
@@ -144,7 +143,7 @@ class RopeRules:
 
 @dataclass(frozen=True)
 class _Case:
-    """Inputs from which a scaling is read: its own fields and the model's."""
+    """The inputs of a reader of a scaling: its fields and values of the model."""
 
     fields: Fields
     positions: int  # max_position_embeddings
@@ -156,13 +155,13 @@ class _Case:
 def read_ropes(
     fields: Fields, rules: RopeRules, positions: int, head_dim: int
 ) -> tuple[Rope, Rope | None]:
-    """Read the rotary embedding, and that of layers with a window where it differs.
+    """Read the rotary embedding, and the one of layers with a window if it differs (else None).
 
     Args:
         fields: fields of config.json.
         rules: the family's spelling.
         positions: max_position_embeddings.
-        head_dim: a head's size.
+        head_dim: size of a head.
     """
     theta = fields.number("rope_theta", 1.0, 1e12, default=rules.theta)
     local_theta = rules.local_theta or theta
@@ -189,7 +188,7 @@ def read_ropes(
 
 @dataclass(frozen=True)
 class _Outer:
-    """The fields around a rope's own."""
+    """The top-level fields that surround the mapping of a rotary embedding."""
 
     fields: Fields
     rules: RopeRules
@@ -197,12 +196,15 @@ class _Outer:
     head_dim: int
 
     def read(self, raw: object, key: str, theta: float) -> Rope:
-        """Read one embedding from its mapping; `theta` is the base in the fields around it."""
+        """Read one rotary embedding from the value `raw` of the field `key`.
+
+        theta: the base given at the top level, or the family's default.
+        """
         fields, kinds = self.fields, self.rules.kinds
         partial, original = self.rules.partial or 1.0, None
         if self.rules.partial is not None:
             partial = fields.number("partial_rotary_factor", 0.0, 1.0, default=partial)
-        else:  # vLLM would rotate that part of a head, Transformers all of it or, scaled, fail.
+        else:  # vLLM rotates this part of a head. Transformers rotates all, or fails if scaled.
             fields.neutral(WHOLE_HEADS)
         if self.rules.original_outside and fields.take(ORIGINAL) is not None:
             original = fields.integer(ORIGINAL, 2, MAX_POSITIONS)
@@ -243,7 +245,6 @@ class _Outer:
 
 
 def _sections(fields: Fields, kinds: tuple[str, ...]) -> tuple[str, ...]:
-    """Take how pairs are divided; return the kinds of scaling, of which "mrope" is none."""
     fields.take("mrope_section")
     fields.flag("mrope_interleaved", default=False)
     return (*kinds, "mrope")
@@ -254,7 +255,6 @@ def _either(kinds: tuple[str, ...]) -> str:
 
 
 def _kind(fields: Fields, kinds: tuple[str, ...]) -> str:
-    """Read `rope_type`, or `type`, its former name."""
     kind = fields.choice("rope_type", kinds, default="")
     older = fields.choice("type", kinds, default=kind)
     if not kind and not older:
@@ -298,7 +298,8 @@ def _yarn(case: _Case) -> Scaling:
     of_all = _or_zero(fields, "mscale_all_dim")
     attention = fields.optional("attention_factor", 0.0, 100.0)
     if attention is None:
-        # How much longer contexts flatten attention, as fitted in the paper's section 3.4.
+        # Growth of the logits that offsets the flatter attention of longer contexts, as fitted in
+        # section 3.4 of the paper.
         growth = 0.1 * math.log(max(factor, 1.0))
         attention = 1.0 + growth
         if mscale and of_all:
@@ -316,14 +317,13 @@ def _yarn(case: _Case) -> Scaling:
         query_beta=_query_beta(case),
     )
     if case.query_growth:
-        fields.take("max_position_embeddings")  # repeated there; nothing reads it
+        fields.take("max_position_embeddings")  # repeated in these parameters, and unused
     if scaling.beta_fast < scaling.beta_slow:
         fields.refuse("beta_fast", f"at least beta_slow ({scaling.beta_slow:g})")
     return scaling
 
 
 def _or_zero(fields: Fields, key: str) -> float:
-    """Read a positive number; return 0, for none, if it is 0, absent or null."""
     value = fields.take(key)
     if value is None or (type(value) in (int, float) and value == 0):
         return 0.0

@@ -1,4 +1,4 @@
-"""Rules by which an architecture's config.json is read: how it differs from the common one."""
+"""Rules for reading the config.json of an architecture: its differences from the common form."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,15 +18,15 @@ ROUTING = frozenset({"output_router_logits", "router_aux_loss_coef", "router_jit
 
 @dataclass(frozen=True)
 class Scales:
-    """Numbers that multiply or bound what flows through a model.
+    """Factors and bounds of values within a model.
 
     Attributes:
-        attention: multiplies the scores; None for head_dim ** -0.5.
-        attention_cap, logit_cap: bound scores and logits: cap * tanh(x / cap).
-        embedding: multiplies the embeddings.
-        residual: multiplies what each block adds to the residual stream.
-        logit_divisor, logit_factor: divides, multiplies the logits. (Two, since a quotient is not
-            the product with a rounded reciprocal.)
+        attention: factor of the scores, or None for head_dim ** -0.5.
+        attention_cap, logit_cap: bounds of scores and of logits: cap * tanh(x / cap).
+        embedding: factor of the embeddings.
+        residual: factor of each attention or MLP result that is added to the residual stream.
+        logit_divisor, logit_factor: divisor and factor of the logits. (Both exist because a
+            quotient differs from the product with a rounded reciprocal.)
     """
 
     attention: float | None = None
@@ -48,28 +48,28 @@ class ConfigRules:
     """Rules for the fields of one architecture's config.json.
 
     Attributes:
-        model_type: its value of the field of this name.
-        aliases: further values of it, of models that compute the same.
-        renamed: fields with names of their own, to what all others call them.
-        neutral: fields that change what is computed, with the value that jaxserve computes; a
-            tuple holds several.
-        ignored: fields that change nothing.
-        explicit: fields that must be there, because Transformers would fill them in with the
+        model_type: the value of the field `model_type`.
+        aliases: other accepted values, of models with the same computation.
+        renamed: maps the family's names of fields to the common names.
+        neutral: fields that would change the computation, with the value that jaxserve supports, or
+            a tuple of such values.
+        ignored: fields without effect.
+        explicit: fields that must be present, because Transformers would fill them in with the
             value of one particular model.
-        norm_eps: the field that holds what norms add to the mean square.
-        qk_norm: the field that turns the family's norms of queries and keys on, where there is one.
-        length: the field that holds the number of positions served, in place of
+        norm_eps: the field with the epsilon of the norms.
+        qk_norm: the field that enables the family's norms of queries and keys, if it has one.
+        length: the field with the number of positions to serve, instead of
             `max_position_embeddings`.
-        layers: reads windows and rotation, layer by layer.
+        layers: reads the window and rotation of each layer.
         rope: rules for the fields of the rotary embedding.
-        scales: reads multipliers and caps.
+        scales: reads factors and caps.
         experts: reads the mixture of experts.
         latent: reads the sizes of latent attention.
-        extra_layers: the field that counts layers which the checkpoint holds after the model's own,
-            to predict further tokens; they are not read.
+        extra_layers: the field that counts additional layers at the end of the checkpoint, which
+            predict further tokens, which are not read.
         tied: the default of `tie_word_embeddings`.
-        qkv_bias, output_bias, mlp_bias: fixed for the family, or None to read `attention_bias`
-            (the first two) or `mlp_bias`.
+        qkv_bias, output_bias, mlp_bias: fixed for the family, or None to read `attention_bias` (the
+            first two) or `mlp_bias`.
         biased: the default of `attention_bias`.
     """
 
@@ -96,5 +96,5 @@ class ConfigRules:
 
     @property
     def model_types(self) -> tuple[str, ...]:
-        """The values of `model_type` that are read."""
+        """The accepted values of `model_type`."""
         return (self.model_type, *sorted(self.aliases))

@@ -1,4 +1,4 @@
-"""Split: the division of a model over devices, as a configuration has it."""
+"""The division of a model over devices."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ class Split:
     """Division of a model over devices.
 
     Attributes:
-        devices: how many there are.
-        expert_parallel: each device has whole experts, and not a part of every expert's width.
-        placement: by layer, the expert in each place of the devices, in their order, as many on
-            each; experts may have several places. Empty where each has the one of its own number.
-        context: devices, next to one another, that have the positions of a kv head divided among
-            them; position p lies on that of number p % context.
-        sum_kernel: sums over the devices are a kernel's of our own where it can.
+        devices: the number of devices.
+        expert_parallel: each device has whole experts, instead of a part of every expert's width.
+        placement: for each layer, the expert in each place, in the order of the devices, with the
+            same number of places on every device. An expert may have several places. Empty if each
+            expert has the one place of its own number.
+        context: number of adjacent devices that share the positions of a kv head. Position p is on
+            device p % context of the group.
+        sum_kernel: sum over devices with our own kernel where it is supported.
     """
 
     devices: int = 1
@@ -30,22 +31,22 @@ class Split:
 
     @property
     def places(self) -> int:
-        """Places of a layer's experts on all devices; 0 where `placement` is empty."""
+        """Number of places of a layer's experts on all devices, or 0 if `placement` is empty."""
         return max(map(len, self.placement), default=0)
 
     @property
     def axis(self) -> str | None:
-        """Name of the axis that sums run over; None on one device."""
+        """Name of the mesh axis for sums over devices; None on one device."""
         return AXIS if self.devices > 1 else None
 
     @property
     def leaves_sums(self) -> bool:
-        """Return whether products in parts leave their sum to what adds and norms it."""
+        """Whether partial products are summed by the later kernel that adds and normalizes them."""
         return self.sum_kernel and self.axis is not None
 
     @property
     def counts_rows(self) -> bool:
-        """Return whether each device counts the rows that its experts compute."""
+        """Whether each device counts the rows that its experts compute."""
         return self.expert_parallel and self.devices > 1
 
 

@@ -1,4 +1,4 @@
-"""Meaning of a checkpoint's `quantization_config`, and the fields that several methods share."""
+"""The meaning of a checkpoint's `quantization_config`, and fields that several methods share."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class StoredQuantization:
 
     Attributes:
         method: value of `quant_method`.
-        layout: which tensors hold a matrix, and how; see `weights/quantized_tensors.py`.
-        form: form of the codes in jaxserve; "full" where there is none that holds them exactly, so
-            that they are widened to the model's dtype as they are read.
-        bits: of a code.
-        group: number of inputs that share a scale; None where a channel or a tensor has one.
-        block: [outputs, inputs] that share a scale in fp8; None where there are no blocks.
-        zero_offset: number added to a stored zero point.
-        rounds_rows: whether activations are rounded to int8, each row with a scale of its own.
+        layout: the tensors that hold a matrix and their format; see `weights/quantized_tensors.py`.
+        form: form of the codes in jaxserve; "full" if no form holds them exactly, so that they are
+            dequantized to the model's dtype when they are read.
+        bits: bits of a code.
+        group: number of inputs that share a scale, or None if a channel or tensor has one scale.
+        block: [outputs, inputs] that share a scale in fp8, or None without such blocks.
+        zero_offset: number to add to a stored zero point.
+        rounds_rows: whether activations are rounded to int8, each row with its own scale.
     """
 
     method: str
@@ -52,7 +52,7 @@ class StoredQuantization:
 
 
 def block_sizes(fields: Fields, key: str) -> tuple[int, int] | None:
-    """Read [outputs, inputs] that share a scale; None if absent or null."""
+    """Read [outputs, inputs] of a block that shares a scale, or return None if absent or null."""
     block = fields.take(key)
     if block is None:
         return None
@@ -64,7 +64,7 @@ def block_sizes(fields: Fields, key: str) -> tuple[int, int] | None:
 
 
 def group_size(fields: Fields, key: str) -> int | None:
-    """Read the number of inputs that share a scale; None for -1, which means all."""
+    """Read the number of inputs that share a scale; -1, which means all inputs, gives None."""
     size = fields.take(key)
     if size == -1 and type(size) is int:
         return None

@@ -1,7 +1,7 @@
-"""JSON objects from files that nobody vouches for.
+"""Strict parsing of JSON objects in untrusted files.
 
-The standard parser accepts three things that a checkpoint must not hold: a key written twice (the
-last one silently wins), NaN and Infinity, and files of any size or depth.
+The standard parser accepts three things that a checkpoint must not hold: duplicate keys (the last
+one silently wins), NaN and Infinity, and files of any size or depth.
 """
 
 import json
@@ -49,10 +49,10 @@ def parse_object(text: bytes, where: str) -> dict[str, Any]:
 
     Args:
         text: the bytes of the object.
-        where: names the source in errors.
+        where: the source of `text`, for errors.
 
     Raises:
-        CheckpointError: `text` is anything else.
+        CheckpointError: `text` is not such an object.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

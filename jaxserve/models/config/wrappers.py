@@ -1,13 +1,13 @@
-"""Text models inside models of images and sound, as their config.json nests them.
+"""Text models nested in the config.json of multimodal models.
 
-A wrapper (`Gemma3ForConditionalGeneration`) holds a text model of some family beside a tower that
-turns images or sound into embeddings. Its text alone is what the family computes: `text_config` is
-read by the family's own rules. The fields beside it describe the other parts and are left aside,
-but for a few that concern the text too.
+A wrapper (`Gemma3ForConditionalGeneration`) contains a text model of some family and an encoder
+that turns images or sound into embeddings. jaxserve computes the text model only: `text_config` is
+read by the rules of the family. The other fields of the wrapper describe the encoder and are
+ignored, except for a few that concern the text too.
 
-Listed are wrappers whose forward pass over text is that of the text model in Transformers (three of
-which leave out its factor of the logits there, and not in vLLM). Not among them: PaliGemma, whose
-prompts attend in both directions.
+Wrappers are listed if their forward pass over text is that of the text model in Transformers (for
+three of them Transformers omits the text model's factor of the logits, and vLLM does not).
+PaliGemma is not among them, because its prompts attend in both directions.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Raw = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Wrapper:
-    """A model around a text model.
+    """A model that contains a text model.
 
     Attributes:
-        model_type: its value of the field of this name.
-        text: `model_type` of a text model that names none.
-        path: fields that lead to the text model's own.
-        flat: without that field, the text model's fields stand among the wrapper's.
+        model_type: the value of the field `model_type`.
+        text: the default `model_type` of the text model.
+        path: the nested fields that lead to the text model's fields.
+        flat: if `path` is absent, the text model's fields are among the wrapper's own.
     """
 
     model_type: str
@@ -87,8 +87,8 @@ WRAPPERS: Mapping[str, Wrapper] = MappingProxyType(
     }
 )
 
-# Values of fields that a nested configuration leaves out, which is written as what differs from
-# them: the defaults of Transformers' configuration classes.
+# Defaults of Transformers' configuration classes. A nested configuration is written as its
+# differences from them.
 _LLAMA: Raw = {
     "vocab_size": 32000,
     "hidden_size": 4096,
@@ -178,9 +178,9 @@ DEFAULTS: Mapping[str, Raw] = MappingProxyType(
     }
 )
 
-# Fields of a wrapper that concern its text, and win over the text model's own.
+# Fields of a wrapper that concern its text, and take precedence over the text model's own.
 OUTER = ("torch_dtype", "dtype", "quantization_config", "tie_word_embeddings", "bos_token_id")
-# Fields of nested configurations that describe a resampler of images.
+# Fields of nested configurations that describe an image resampler.
 NESTED = frozenset({"perceiver_config", "pixel_shuffle_factor", "use_resampler"})
 # Fields of a flat wrapper that describe its other parts.
 TOWER = frozenset({
@@ -190,11 +190,11 @@ TOWER = frozenset({
 
 
 def wrapper_of(raw: Raw, architecture: str | None) -> str | None:
-    """Return the name of the wrapper that a config.json describes; None where it is none.
+    """Return the name of the wrapper that a config.json describes, or None.
 
     Args:
         raw: the parsed object.
-        architecture: the name in `architectures`; None to go by `model_type`.
+        architecture: the name in `architectures`, or None to look up `model_type`.
     """
     if architecture is not None:
         return architecture if architecture in WRAPPERS else None
@@ -203,14 +203,14 @@ def wrapper_of(raw: Raw, architecture: str | None) -> str | None:
 
 
 def text_fields(raw: Raw, wrapper: Wrapper) -> tuple[dict[str, Any], str]:
-    """Return the fields of a wrapper's text model, as its own config.json would have them.
+    """Return the fields of a wrapper's text model, in the form of a plain config.json.
 
     Args:
         raw: the wrapper's fields.
-        wrapper: how it nests them.
+        wrapper: describes where they are nested.
 
     Returns:
-        The fields, `model_type` among them, and what the names of those begin with in `raw`.
+        The fields, including `model_type`, and the prefix of their names in `raw`.
     """
     found: Any = raw
     for key in wrapper.path:
@@ -224,7 +224,7 @@ def text_fields(raw: Raw, wrapper: Wrapper) -> tuple[dict[str, Any], str]:
             found["model_type"] = wrapper.text
     own = {key: value for key, value in found.items() if key not in NESTED}
     own["model_type"] = own.get("model_type") or wrapper.text
-    # An outer name of a dtype takes the place of either spelling.
+    # A dtype of the wrapper replaces either spelling of the field.
     if raw.get("dtype") or raw.get("torch_dtype"):
         own.pop("dtype", None)
         own.pop("torch_dtype", None)
@@ -241,7 +241,6 @@ def text_fields(raw: Raw, wrapper: Wrapper) -> tuple[dict[str, Any], str]:
 
 
 def _ends(raw: Raw, own: Raw) -> Any:
-    """Return the ids that either configuration calls an end."""
     outer, inner = raw.get("eos_token_id"), own.get("eos_token_id")
     if outer is None or inner is None:
         return inner if outer is None else outer

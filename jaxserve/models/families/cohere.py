@@ -1,10 +1,10 @@
-"""Command R and R+ and Aya (Cohere 2024), and Command R7B and A (2024, 2025; "Cohere 2").
+"""Command R, Command R+ and Aya (Cohere 2024), and Command R7B and A (2024, 2025; "Cohere 2").
 
-Attention and MLP read one norm's result, side by side; norms subtract the mean, the rotary
-embedding turns neighbours as pairs, and the logits are multiplied. Command R+ normalises each query
-and key head, with a scale for each. Cohere 2 has a window on three layers of four, and rotates in
-those alone. Reference implementations: `CohereForCausalLM` and `Cohere2ForCausalLM` in Hugging Face
-Transformers.
+Attention and MLP run in parallel on the result of one norm. Norms subtract the mean, the rotary
+embedding pairs neighbouring dimensions, and the logits have a factor. Command R+ normalizes each
+query and key head, with a separate scale for each. Cohere 2 has a window in three of four layers,
+and rotates only in these layers. Reference implementations: `CohereForCausalLM` and
+`Cohere2ForCausalLM` in Hugging Face Transformers.
 """
 
 from collections.abc import Mapping
@@ -51,19 +51,17 @@ HEAD_NORMS = (
 
 
 def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
-    """Add the fields of Command R; R+ has norms of queries and keys."""
     read_rope(gguf, raw)
     raw["attention_bias"] = "blk.0.attn_q.bias" in gguf.tensors
     raw["use_qk_norm"] = "blk.0.attn_q_norm.weight" in gguf.tensors
 
 
 def _finish_gguf2(gguf: GgufMetadata, raw: Raw) -> None:
-    """Add the fields of Command R7B: every fourth layer has no window unless the file differs."""
     _finish_gguf(gguf, raw)
     read_windows(gguf, raw)
 
 
-# Transformers reads none of these, and computes as if they had these values.
+# Transformers ignores these fields and computes as with these values.
 _NEUTRAL2: Mapping[str, Any] = MappingProxyType(
     {
         "order_of_interleaved_layers": "local_attn_first",
@@ -97,8 +95,8 @@ COHERE = Family(
             ConfigRules(
                 "cohere2",
                 neutral=_NEUTRAL2,
-                # The first is a period that another field repeats, the next two are how programs of
-                # Cohere's own split the embedding.
+                # The first is a period that another field repeats. The next two describe how
+                # Cohere's own programs split the embedding.
                 ignored=frozenset({
                     "_sliding_window_pattern", "layer_switch", "use_parallel_embedding",
                     "cache_implementation",

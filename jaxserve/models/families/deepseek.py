@@ -1,7 +1,7 @@
 """DeepSeek-V2 and V3 (2024, arXiv:2405.04434 and 2412.19437): latent attention, shared experts.
 
-V2 chooses experts by probability, V3 by scores of their own and a correction; the first layers are
-dense. Reference implementations: `DeepseekV2ForCausalLM` and `DeepseekV3ForCausalLM` in Hugging
+V2 chooses experts by softmax probability, V3 by sigmoid scores plus a correction. The first layers
+are dense. Reference implementations: `DeepseekV2ForCausalLM` and `DeepseekV3ForCausalLM` in Hugging
 Face Transformers. The modules that predict further tokens are not used.
 """
 
@@ -36,7 +36,6 @@ SOFTMAX, SIGMOID = 1, 2  # values of llama.cpp's expert_gating_func
 
 
 def _v2_experts(fields: Fields, layers: int) -> Experts:
-    """Read the experts of the layers after the first few, in groups if `topk_method` says so."""
     method = fields.choice("topk_method", ("greedy", "group_limited_greedy"), default="greedy")
     if method == "greedy":
         fields.take("n_group")
@@ -45,7 +44,6 @@ def _v2_experts(fields: Fields, layers: int) -> Experts:
 
 
 def _v3_experts(fields: Fields, layers: int) -> Experts:
-    """Read the experts of the layers after the first few, in groups."""
     normalize = fields.flag("norm_topk_prob", default=True)
     return _experts(fields, layers, True, normalize=normalize)
 
@@ -78,12 +76,10 @@ def _experts(fields: Fields, layers: int, grouped: bool, normalize: bool) -> Exp
 
 
 def _v2_latent(fields: Fields) -> Latent:
-    """Read the sizes; rotated pairs are neighbours."""
     return _latent(fields, True)
 
 
 def _v3_latent(fields: Fields) -> Latent:
-    """Read the sizes; rotated pairs are neighbours unless `rope_interleave` is false."""
     return _latent(fields, fields.flag("rope_interleave", default=True))
 
 
@@ -99,7 +95,7 @@ def _latent(fields: Fields, interleaved: bool) -> Latent:
         value=fields.integer("v_head_dim", 1, MAX_SIZE),
         interleaved=interleaved,
     )
-    # Both are derived; Transformers calls the rotated part the head.
+    # Both fields are derived. Transformers stores the size of the rotated part as head_dim.
     for name, size in (("head_dim", latent.rotary), ("qk_head_dim", latent.key)):
         if fields.has(name) and fields.take(name) != size:
             fields.refuse(name, f"{size}, or nothing")
@@ -156,11 +152,11 @@ def _attention(config: ModelConfig) -> list[WeightName]:
 
 
 def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
-    """Add the fields of DeepSeek-V2, or of V3, whose router has sigmoids.
+    """Add the fields of DeepSeek-V2 or V3 (if the router uses sigmoids) to `raw`.
 
-    Older files hold the sizes of a head under the usual keys. In newer ones these keys hold the
-    sizes of the one head that latent attention amounts to where the upward projection is part of
-    the queries, and keys with `_mla` those of a head.
+    Older files have the sizes of a head under the usual keys. In newer files the keys with `_mla`
+    have these sizes, and the usual keys describe the single head that latent attention is
+    equivalent to when the upward projection is absorbed into the queries.
     """
     size = gguf.get("attention.key_length_mla") or raw.get("head_dim")
     raw["v_head_dim"] = gguf.get("attention.value_length_mla") or raw.get("v_head_dim")
@@ -182,7 +178,8 @@ def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
         if type(growth) is not float or not growth > 0:
             key = gguf.key("rope.scaling.yarn_log_multiplier")
             raise UnsupportedModel(f"{gguf.path}: {key} is {shown(growth)}; allowed: above 0")
-        # Stored as a tenth. With both alike, cosines and sines are not scaled, but scores are.
+        # The file stores a tenth of the value. Equal values scale the scores, but not cosines and
+        # sines.
         scale = round(10 * growth, 6)
         scaling |= {"mscale": scale, "mscale_all_dim": scale}
 
@@ -211,7 +208,7 @@ def _latent_shape(shapes: Sequence[Shape]) -> Shape:
 
 
 def _join_latent(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Return [N (A + U), C]: each head's keys, [N, C, A], and its values, [N, U, C]."""
+    # Join the keys [N, C, A] and the values [N, U, C] of each head to [N (A + U), C].
     keys, values = parts
     rows = np.concatenate([keys.swapaxes(1, 2), values], axis=1)
     return rows.reshape(-1, rows.shape[-1])

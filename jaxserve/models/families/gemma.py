@@ -1,10 +1,10 @@
 """Gemma and Gemma 2 (Google 2024) and the text model of Gemma 3 (2025).
 
-Embeddings are multiplied by the root of their size, norms scale by 1 + weight, the MLP is gated by
-GELU. From Gemma 2 on norms stand before and after each block. Gemma 2 caps scores and logits; Gemma
-3 normalises query and key heads instead, and rotates layers with a window by a base of their own.
-Reference implementations: `GemmaForCausalLM`, `Gemma2ForCausalLM` and `Gemma3ForCausalLM` in
-Hugging Face Transformers.
+Embeddings are multiplied by the square root of their size, norms scale by 1 + weight, and GELU
+gates the MLP. From Gemma 2 on there are norms before and after both attention and MLP. Gemma 2 caps
+scores and logits. Gemma 3 normalizes query and key heads instead, and has a separate rotary base in
+layers with a window. Reference implementations: `GemmaForCausalLM`, `Gemma2ForCausalLM` and
+`Gemma3ForCausalLM` in Hugging Face Transformers.
 """
 
 from collections.abc import Mapping
@@ -70,9 +70,9 @@ NORMS = (
 
 
 def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
-    """Add what llama.cpp's code fixes: the scale of attention scores, special in the 27B models."""
     read_rope(gguf, raw)
     read_pattern(gguf, raw)
+    # Fixed in llama.cpp's code: the scale of attention scores, which differs in the 27B models.
     raw["query_pre_attn_scalar"] = raw.get("head_dim")
     if raw.get("num_hidden_layers") == LAYERS_OF_27B[gguf.architecture]:
         heads = raw.get("num_attention_heads") or 1
@@ -93,7 +93,7 @@ _GGUF_FIELDS: Names = MappingProxyType(
 _GGUF_LOCAL: Names = MappingProxyType({"rope.freq_base_swa": "rope_local_base_freq"})
 _NEUTRAL: Mapping[str, Any] = MappingProxyType(
     {
-        "hidden_act": "gelu_pytorch_tanh",  # Transformers reads the other
+        "hidden_act": "gelu_pytorch_tanh",  # Transformers reads `hidden_activation` instead
         "hidden_activation": "gelu_pytorch_tanh",
         "use_bidirectional_attention": (None, False),
     }
@@ -103,8 +103,8 @@ GEMMA = Family(
         "GemmaForCausalLM": Architecture(
             ConfigRules(
                 "gemma",
-                # The first files say "gelu", and Transformers computes the other all the same;
-                # `hidden_activation`, added to say so, is read by nobody.
+                # The first files say "gelu", but Transformers computes gelu_pytorch_tanh for them
+                # too. `hidden_activation`, which was added to declare it, is unused.
                 neutral=MappingProxyType(
                     {
                         **_NEUTRAL,
@@ -123,8 +123,7 @@ GEMMA = Family(
             ConfigRules(
                 "gemma2",
                 neutral=_NEUTRAL,
-                # The 9B and 27B repeat sliding_window as sliding_window_size; only the former is
-                # read.
+                # The 9B and 27B repeat sliding_window as sliding_window_size, which is not read.
                 ignored=frozenset({"cache_implementation", "sliding_window_size"}),
                 explicit=HEADS,
                 layers=every(2),
@@ -137,7 +136,7 @@ GEMMA = Family(
         "Gemma3ForCausalLM": Architecture(
             ConfigRules(
                 "gemma3_text",
-                # Transformers reads no cap of the scores in Gemma 3 and applies none.
+                # Transformers ignores a cap of the scores in Gemma 3.
                 neutral=MappingProxyType({**_NEUTRAL, "attn_logit_softcapping": None}),
                 ignored=frozenset({"_sliding_window_pattern", "cache_implementation"}),
                 explicit=HEADS,

@@ -1,7 +1,7 @@
-"""GLM-4 9B (Zhipu AI 2024) and GLM-4-0414 (2025): part of each head rotated, in neighbouring pairs.
+"""GLM-4 9B (Zhipu AI 2024) and GLM-4-0414 (2025): rotates part of each head, in adjacent pairs.
 
-Queries, keys and values have biases, gates and upward projections are one tensor. GLM-4-0414 has
-norms after each block too. Reference implementations: `GlmForCausalLM` and `Glm4ForCausalLM` in
+Queries, keys and values have biases. Gate and up projections are one tensor. GLM-4-0414 also has
+norms after attention and MLP. Reference implementations: `GlmForCausalLM` and `Glm4ForCausalLM` in
 Hugging Face Transformers.
 """
 
@@ -44,7 +44,6 @@ def _glm4_weights(config: ModelConfig) -> list[WeightName]:
 
 
 def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
-    """Add the share of a head that is rotated, and whether there are biases."""
     heads = raw.get("num_attention_heads") or 1
     size = raw.get("head_dim") or (raw.get("hidden_size") or 0) // heads
     raw["head_dim"] = size

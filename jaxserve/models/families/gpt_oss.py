@@ -1,8 +1,9 @@
-"""gpt-oss (OpenAI 2025): experts with biases, attention with sinks, windows in every other layer.
+"""gpt-oss (OpenAI 2025): experts with biases, attention sinks, windows in every other layer.
 
 The model card is arXiv:2508.10925. Reference implementation: `GptOssForCausalLM` in Hugging Face
-Transformers. Experts come stacked, gates and upward projections taking turns; where they are MXFP4,
-`jaxserve.weights` keeps their blocks on CPU and unpacks them elsewhere; their inputs come last.
+Transformers. The checkpoint stacks the experts, with alternating gate and up columns. For MXFP4
+checkpoints, whose inputs are the last axis, `jaxserve.weights` keeps the quantized blocks on CPU
+and dequantizes them on other devices.
 """
 
 from collections.abc import Sequence
@@ -36,7 +37,7 @@ from jaxserve.models.weight_table import WeightName
 
 
 def _experts(fields: Fields, layers: int) -> Experts:
-    """Read the experts of every layer, with their clamped activation; in MXFP4 or in full."""
+    """Read the experts of every layer, with their clamped activation, in MXFP4 or unquantized."""
     if not fields.has("rope_scaling") and not fields.has("rope_parameters"):
         fields.refuse("rope_parameters", "a mapping; it has no default")
     count, chosen = expert_counts(fields, ("num_local_experts",))
@@ -83,7 +84,7 @@ def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
     raw["attention_bias"] = "blk.0.attn_q.bias" in gguf.tensors
     scaling = raw.setdefault("rope_scaling", {"rope_type": "default"})
     if scaling["rope_type"] == "yarn":
-        scaling["truncate"] = False  # as every gpt-oss has it; no metadata holds it
+        scaling["truncate"] = False  # true of every gpt-oss, and absent from the metadata
 
 
 def _alternating_shape(shapes: Sequence[Shape]) -> Shape:
@@ -94,7 +95,7 @@ def _alternating_shape(shapes: Sequence[Shape]) -> Shape:
 
 
 def _alternate(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Return [E, D, 2 M]: gates and upward projections, [E, M, D] each; biases as [E, 2 M]."""
+    # Alternate gates and up projections: [E, M, D] each to [E, D, 2 M], biases to [E, 2 M].
     stacked = np.stack(list(parts), axis=2)
     return stacked.reshape(len(stacked), -1, *stacked.shape[3:]).swapaxes(1, -1)
 

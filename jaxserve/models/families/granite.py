@@ -1,4 +1,4 @@
-"""Granite 3 (IBM 2024): Llama with multipliers.
+"""Granite 3 (IBM 2024): Llama with additional factors.
 
 Reference implementation: `GraniteForCausalLM` in Hugging Face Transformers.
 """
@@ -26,9 +26,9 @@ def _scales(fields: Fields, hidden_size: int) -> Scales:
 def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
     read_rope(gguf, raw)
     read_biases(gguf, raw)
-    if not gguf.get("rope.scaling.finetuned", True):  # llama.cpp's switch for Granite's rotation
+    if not gguf.get("rope.scaling.finetuned", True):  # llama.cpp's switch of Granite's rotation
         raise UnsupportedModel(f"{gguf.path}: queries and keys are not rotated")
-    for name in ("attention.scale", "logit_scale"):  # config.json and llama.cpp differ on absence
+    for name in ("attention.scale", "logit_scale"):  # defaults of config.json and llama.cpp differ
         if not gguf.get(name):
             raise CheckpointError(f"{gguf.path}: {gguf.key(name)} is missing")
 

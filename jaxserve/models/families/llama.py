@@ -1,4 +1,4 @@
-"""Llama (Touvron et al. 2023; Llama 3 herd 2024), which every other family is a variation of.
+"""Llama (Touvron et al. 2023; Llama 3 herd 2024), the base of all other families.
 
 EXAONE 3 (LG AI Research 2024) is Llama with other names of fields and tensors. Reference
 implementation of both: `LlamaForCausalLM` in Hugging Face Transformers.
@@ -26,13 +26,12 @@ from jaxserve.models.weight_table import WeightName
 
 
 def llama_weights(config: ModelConfig) -> list[WeightName]:
-    """List every tensor of a checkpoint and its place in the model."""
+    """Return the name of every tensor of a checkpoint, with its parameter in the model."""
     layer = [*PRE_NORMS, *projections(config)]
     return [*embedding_weights(config), *every_layer(layer, config), FINAL_NORM]
 
 
 def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
-    """Add the fields of Llama and Mistral; with experts, of Mixtral."""
     read_rope(gguf, raw)
     if raw.get("num_local_experts"):
         raw |= {"architectures": ["MixtralForCausalLM"], "sliding_window": None}

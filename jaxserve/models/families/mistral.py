@@ -1,8 +1,8 @@
 """Mistral (Mistral AI 2023), Ministral (2024) and Ministral 3 (2025): Llama with windows.
 
-Ministral 3 has none, and queries that grow with their positions. Older GGUF files of Mistral are
-Llama's. Reference implementations: `MistralForCausalLM`, `MinistralForCausalLM` and
-`Ministral3ForCausalLM` in Hugging Face Transformers.
+Ministral 3 has no window, and a factor of the queries that grows with the position. Older GGUF
+files of Mistral are declared as Llama. Reference implementations: `MistralForCausalLM`,
+`MinistralForCausalLM` and `Ministral3ForCausalLM` in Hugging Face Transformers.
 """
 
 from jaxserve.errors import UnsupportedModel
@@ -16,7 +16,7 @@ from jaxserve.models.gguf.rules import GgufRules
 
 
 def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
-    """Add the fields of Ministral 3, or of Mistral Small 3.1's text model, which has no YaRN."""
+    """Add the fields of Ministral 3 or, without YaRN, of the text model of Mistral Small 3.1."""
     read_rope(gguf, raw)
     raw["sliding_window"] = None
     scaling = raw.get("rope_scaling", {})

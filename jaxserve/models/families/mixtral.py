@@ -1,7 +1,8 @@
 """Mixtral (Mistral AI 2024, arXiv:2401.04088): Llama with experts in place of the MLP.
 
-Reference implementation: `MixtralForCausalLM` in Hugging Face Transformers. llama.cpp calls its
-files Llama's, so the rules of both are in `families.llama`, with the names below.
+Reference implementation: `MixtralForCausalLM` in Hugging Face Transformers. GGUF files of Mixtral
+declare the architecture llama, so `families.llama` has the rules for both, which use the names
+below.
 """
 
 from types import MappingProxyType
@@ -26,7 +27,6 @@ from jaxserve.models.weight_table import WeightName
 
 
 def _experts(fields: Fields, layers: int) -> Experts:
-    """Read the experts of every layer; `intermediate_size` is the width of each."""
     count, chosen = expert_counts(fields, ("num_local_experts",))
     return Experts(count, expert_width(fields, "intermediate_size"), chosen, (True,) * layers)
 

@@ -1,9 +1,9 @@
-"""OLMo 2 and 3 (Allen Institute for AI 2024, 2025): norms after the blocks, not before.
+"""OLMo 2 and 3 (Allen Institute for AI 2024, 2025): norms after attention and MLP, not before.
 
-Queries and keys are normalised over all heads together. OLMo 3 has a window on three layers of
-four, which scaling of the rotary embedding leaves alone. An older `rope_theta` of its config.json
-is the base of layers with a window too. Reference implementations: `Olmo2ForCausalLM` and
-`Olmo3ForCausalLM` in Hugging Face Transformers.
+Queries and keys are normalized over all heads together. OLMo 3 has a window in three of four
+layers, to which the scaling of the rotary embedding does not apply. An older `rope_theta` of its
+config.json is also the base of layers with a window. Reference implementations: `Olmo2ForCausalLM`
+and `Olmo3ForCausalLM` in Hugging Face Transformers.
 """
 
 from types import MappingProxyType
@@ -39,7 +39,6 @@ def _weights(config: ModelConfig) -> list[WeightName]:
 
 
 def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
-    """Add the fields of OLMo 2, or of OLMo 3, which has windows."""
     read_rope(gguf, raw)
     if not raw.get("sliding_window"):
         raw.pop("sliding_window", None)

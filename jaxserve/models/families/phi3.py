@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4 (Microsoft 2024): Llama with fused tensors, part of each head rotated.
+"""Phi-3 and Phi-4 (Microsoft 2024): Llama with fused tensors that rotates part of each head.
 
 Reference implementation: `Phi3ForCausalLM` in Hugging Face Transformers.
 """

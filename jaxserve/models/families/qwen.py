@@ -1,10 +1,10 @@
 """Qwen2 and 2.5 (Qwen team 2024) and Qwen3 (2025), dense and with experts.
 
-Qwen2 is Llama with biases on queries, keys and values; Qwen3 has none, and a norm on each query and
-key head before the rotation. The text models of Qwen2-VL, 2.5-VL, 2.5-Omni and Qwen3-VL are these,
-over text, where the three positions of a token are one. Reference implementations:
+Qwen2 is Llama with biases on queries, keys and values. Qwen3 has no biases, and a norm on each
+query and key head before the rotation. The text models of Qwen2-VL, 2.5-VL, 2.5-Omni and Qwen3-VL
+are the same models: the three positions of a text token are equal. Reference implementations:
 `Qwen2ForCausalLM`, `Qwen3ForCausalLM`, `Qwen3MoeForCausalLM`, and the text models of
-`Qwen2_5_VLForConditionalGeneration` and its kin in Hugging Face Transformers.
+`Qwen2_5_VLForConditionalGeneration` and similar classes in Hugging Face Transformers.
 """
 
 from dataclasses import replace
@@ -34,7 +34,7 @@ from jaxserve.models.weight_table import WeightName
 
 
 def _experts(fields: Fields, layers: int) -> Experts:
-    """Read the experts of every `decoder_sparse_step`-th layer but those of `mlp_only_layers`."""
+    """Read the experts of every `decoder_sparse_step`-th layer, except for `mlp_only_layers`."""
     count, chosen = expert_counts(fields, ("num_experts", "num_local_experts"))
     step = fields.integer("decoder_sparse_step", 1, 1 << 20, default=1)
     dense = fields.take("mlp_only_layers")
@@ -46,7 +46,7 @@ def _experts(fields: Fields, layers: int) -> Experts:
         dense = []
     kind = fields.take("model_type")
     stacked = kind == VL_MOE
-    if stacked:  # its router always does
+    if stacked:  # its router always normalizes
         fields.neutral({"norm_topk_prob": True})
     return Experts(
         count,
@@ -76,7 +76,7 @@ def _qwen3_moe_weights(config: ModelConfig) -> list[WeightName]:
 
 
 VL_MOE, OMNI_MOE = "qwen3_vl_moe_text", "qwen3_omni_moe_text"
-# The other layouts are those of the published checkpoints.
+# Published checkpoints have the layouts in `other`.
 STACKED_EXPERTS = (
     WeightName("mlp.gate.weight", "E D -> D E", "mlp.router"),
     WeightName(
@@ -90,8 +90,8 @@ STACKED_EXPERTS = (
 
 
 def _finish_moe_gguf(gguf: GgufMetadata, raw: Raw) -> None:
-    """Add what llama.cpp's code fixes: the chosen experts' weights sum to one."""
     read_rope(gguf, raw)
+    # Fixed in llama.cpp's code: the weights of the chosen experts are divided by their sum.
     raw["norm_topk_prob"] = True
 
 

@@ -1,4 +1,4 @@
-"""SmolLM3 (Hugging Face 2025): Llama with layers that rotate nothing.
+"""SmolLM3 (Hugging Face 2025): Llama with some layers without rotation.
 
 Reference implementation: `SmolLM3ForCausalLM` in Hugging Face Transformers.
 """
@@ -13,9 +13,9 @@ from jaxserve.models.gguf.rules import GgufRules
 
 
 def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
-    """Add what llama.cpp's code fixes: every fourth layer rotates nothing."""
     read_rope(gguf, raw)
     read_biases(gguf, raw)
+    # Fixed in llama.cpp's code: every fourth layer does not rotate.
     raw["no_rope_layer_interval"] = 4
 
 

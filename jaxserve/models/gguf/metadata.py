@@ -1,4 +1,4 @@
-"""Metadata of a GGUF file, and the fields of config.json that several families find there alike."""
+"""Metadata of a GGUF file, and readers of fields that several families share."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from jaxserve.models.config.layers import FULL, SLIDING
 
 Raw = dict[str, Any]  # the fields of a config.json
 PATTERN = "attention.sliding_window_pattern"
-# How pairs are divided among the dimensions of an image, which is nothing to text; and the layers
-# that a tower of images adds to, of which none is read.
+# Division of pairs among the dimensions of an image, which does not affect text, and the layers of
+# an image encoder, which is not read.
 VISION_KEYS = frozenset({"rope.dimension_sections", "n_deepstack_layers"})
-WINDOW_KEYS = frozenset({PATTERN, "rope.freq_base_swa"})  # which `read_windows` reads
+WINDOW_KEYS = frozenset({PATTERN, "rope.freq_base_swa"})  # read by `read_windows`
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class GgufMetadata:
 
     Attributes:
         path: path of the file, for errors.
-        architecture: llama.cpp's name for it, with which its keys begin.
-        values: values of all keys, those of other prefixes too.
-        tensors: their names.
-        read_factors: reads a tensor that is part of the configuration; raises CheckpointError where
-            it is no short vector.
+        architecture: llama.cpp's name of the architecture, the prefix of its keys.
+        values: values of all keys, including keys with other prefixes.
+        tensors: names of the tensors.
+        read_factors: reads a tensor that is part of the configuration, and raises CheckpointError
+            if it is not a short vector.
     """
 
     path: Path
@@ -41,7 +41,7 @@ class GgufMetadata:
     read_factors: Callable[[str], list[float]]
 
     def key(self, name: str) -> str:
-        """Return the whole key of a name, with the architecture in front."""
+        """Return the full key of a name, with the architecture as prefix."""
         return f"{self.architecture}.{name}"
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -50,10 +50,10 @@ class GgufMetadata:
 
 
 def read_rope(gguf: GgufMetadata, raw: Raw) -> None:
-    """Add the rotary embedding of whole heads, scaled or not.
+    """Add the rotary embedding of whole heads, scaled or not, to `raw`.
 
     Raises:
-        UnsupportedModel: only part of each head is rotated; see also `read_rope_scaling`.
+        UnsupportedModel: only part of each head is rotated (see also `read_rope_scaling`).
     """
     heads = raw.get("num_attention_heads") or 1
     size = raw.get("head_dim") or (raw.get("hidden_size") or 0) // heads
@@ -63,7 +63,7 @@ def read_rope(gguf: GgufMetadata, raw: Raw) -> None:
 
 
 def read_rope_scaling(gguf: GgufMetadata, raw: Raw) -> None:
-    """Add `rope_scaling` as `rope.scaling` has it, or Llama 3's factors of each pair.
+    """Add `rope_scaling` to `raw`, from `rope.scaling` or from Llama 3's factors of each pair.
 
     Raises:
         UnsupportedModel: another kind of scaling, or YaRN with an extrapolation factor.
@@ -77,7 +77,7 @@ def read_rope_scaling(gguf: GgufMetadata, raw: Raw) -> None:
                 f"{gguf.path}: {gguf.key('rope.scaling.type')} is {shown(kind)}, beside the tensor "
                 "rope_freqs.weight; allowed: one of the two scalings"
             )
-        # Llama 3's scaling, worked out: a divisor for each pair, whatever the position.
+        # Llama 3's scaling, precomputed: a divisor for each pair, independent of the position.
         factors = gguf.read_factors("rope_freqs.weight")
         raw["rope_scaling"] = {
             "rope_type": "longrope",
@@ -95,10 +95,10 @@ def read_rope_scaling(gguf: GgufMetadata, raw: Raw) -> None:
 
 
 def scaling_of(gguf: GgufMetadata) -> tuple[Any, Any]:
-    """Return the kind of scaling and its factor.
+    """Return the kind of scaling and its factor, ("none", None) without scaling.
 
     As in llama.cpp, `rope.scale_linear` is the older name of the factor, and a factor without a
-    type divides positions.
+    type means linear scaling.
     """
     factor = gguf.get("rope.scaling.factor") or gguf.get("rope.scale_linear")
     kind = gguf.get("rope.scaling.type", "linear" if factor else "none")
@@ -121,17 +121,17 @@ def _yarn(gguf: GgufMetadata) -> Raw:
 
 
 def read_biases(gguf: GgufMetadata, raw: Raw) -> None:
-    """Add whether attention and MLP have biases: no metadata says it, but the tensors do."""
+    """Add `attention_bias` and `mlp_bias` to `raw`, from the names of the tensors."""
     raw["attention_bias"] = "blk.0.attn_q.bias" in gguf.tensors
     raw["mlp_bias"] = "blk.0.ffn_up.bias" in gguf.tensors
 
 
 def read_windows(gguf: GgufMetadata, raw: Raw) -> None:
-    """Add the layers with a window, which rotate by the base of all others.
+    """Add the layers with a window, whose rotary base is that of all other layers, to `raw`.
 
     Raises:
-        UnsupportedModel: layers with a window rotate by a base of their own; see also
-            `read_pattern`.
+        UnsupportedModel: layers with a window have a separate rotary base (see also
+            `read_pattern`).
     """
     if gguf.get("rope.freq_base_swa", raw["rope_theta"]) != raw["rope_theta"]:
         raise UnsupportedModel(f"{gguf.path}: rope.freq_base_swa must be rope.freq_base")
@@ -139,7 +139,9 @@ def read_windows(gguf: GgufMetadata, raw: Raw) -> None:
 
 
 def read_pattern(gguf: GgufMetadata, raw: Raw) -> None:
-    """Add `layer_types` where the file has a pattern: a period, or true for each layer's window.
+    """Add `layer_types` to `raw` if the file has a pattern of windows.
+
+    The pattern is a period, or a list with true for each layer that has a window.
 
     Raises:
         UnsupportedModel: a pattern of another form.

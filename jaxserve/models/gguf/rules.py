@@ -1,7 +1,6 @@
-"""Rules of one architecture's GGUF files, and the names that most architectures share.
+"""Rules for the GGUF files of an architecture, and names that most architectures share.
 
-llama.cpp's names and their meaning: its `gguf-py/gguf/constants.py`, and `conversion/`, which
-writes the files.
+llama.cpp defines these names in `gguf-py/gguf/constants.py` and writes the files in `conversion/`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from jaxserve.models.gguf.metadata import GgufMetadata, Raw
 Names = Mapping[str, str]
 Shape = tuple[int, ...]
 
-# llama.cpp's names of tensors before the last dot, or whole ones; {} is a layer's number.
+# llama.cpp's tensor names up to the last dot, or whole names. {} is the number of a layer.
 TENSORS: Names = MappingProxyType(
     {
         "token_embd": "model.embed_tokens",
@@ -45,7 +44,7 @@ POST_NORMS: Names = MappingProxyType(
     }
 )
 ROUTER: Names = MappingProxyType({"blk.{}.ffn_gate_inp": "model.layers.{}.mlp.gate"})
-# Matrices of which every expert has one, to what an expert's is called; {} are layer and expert.
+# Matrices stacked over experts, with the name of one expert's matrix. {} are layer and expert.
 EXPERTS: Names = MappingProxyType(
     {
         "ffn_gate": "model.layers.{}.mlp.experts.{}.gate_proj.weight",
@@ -54,7 +53,7 @@ EXPERTS: Names = MappingProxyType(
     }
 )
 
-# Field of config.json by llama.cpp's name after "<architecture>.".
+# Fields of config.json by llama.cpp's key after "<architecture>.".
 FIELDS: Names = MappingProxyType(
     {
         "context_length": "max_position_embeddings",
@@ -69,20 +68,20 @@ FIELDS: Names = MappingProxyType(
     }
 )
 WINDOW: Names = MappingProxyType({"attention.sliding_window": "sliding_window"})
-# Keys that may hold a list with the size of each layer.
+# Keys that may hold a list with one size for each layer.
 PER_LAYER = frozenset({
     "feed_forward_length", "attention.head_count", "attention.head_count_kv",
 })  # fmt: skip
-# Keys that hold text. llama.cpp reads no tensor_data_layout: its order of rows follows from the
-# architecture.
+# Keys with text. llama.cpp ignores tensor_data_layout: the architecture determines the order of
+# rows.
 TEXTS = frozenset({"rope.scaling.type", "tensor_data_layout"})
-# Neutral values of keys that most architectures have no field for. Other values do,
-# false among them.
+# Neutral values of keys without a field in most architectures. Other values, including false,
+# change the computation.
 COMPUTED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {"attention.causal": (True,), "swin_norm": (False,), "rope.scaling.attn_factor": (1.0,)}
 )
-# The same for experts. Their weights sum to one, so that a softmax over all experts (1) and one
-# over the chosen experts (3) are equal.
+# The same for experts. Their weights sum to one, so that a softmax over all experts (1) and a
+# softmax over the chosen experts (3) give equal weights.
 COMPUTED_BY_EXPERTS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "expert_weights_norm": (True,),
@@ -90,7 +89,7 @@ COMPUTED_BY_EXPERTS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "expert_gating_func": (0, 1, 3),
     }
 )
-# Read beside these fields, by every architecture, or without effect.
+# Further keys that every architecture reads or that have no effect.
 READ = TEXTS | frozenset({
     "vocab_size", "attention.value_length", "rope.dimension_count", "rope.scale_linear",
     "rope.scaling.factor", "rope.scaling.original_context_length",
@@ -104,16 +103,16 @@ FACTORS = frozenset({"rope_freqs.weight"})
 
 @dataclass(frozen=True)
 class Join:
-    """A tensor that the file holds in parts with equally many rows, or transposed.
+    """A tensor that the file stores as parts with equally many rows, or transposed.
 
     Attributes:
-        name: name of the tensor, after its layer.
-        parts: their names, after the block.
-        shape: computes the tensor's from those of its parts; raises ValueError where they do not
-            fit.
-        arrange: makes rows of the tensor from rows of its parts.
-        of_experts: parts hold a matrix [outputs, inputs] for each expert, and outputs of the tensor
-            are those of the parts in turn.
+        name: name of the tensor, without the prefix of its layer.
+        parts: names of the parts, without the prefix of their layer.
+        shape: computes the tensor's shape from the shapes of its parts, and raises ValueError if
+            they do not fit.
+        arrange: computes rows of the tensor from rows of its parts.
+        of_experts: each part holds a matrix [outputs, inputs] for each expert, and outputs of the
+            tensor alternate between the parts.
     """
 
     name: str
@@ -129,18 +128,20 @@ class GgufRules:
 
     Attributes:
         name: name of the architecture in config.json, unless `finish` sets another.
-        finish: adds the fields that follow from the metadata in some other way than by name.
-        tensors: their names.
-        fields: fields of config.json, by the metadata that only this architecture has.
-        read: further metadata that `finish` reads.
-        parallel: attention and MLP are computed side by side.
-        experts: matrices of which every expert has one, stacked or apart.
-        joins: tensors that the file holds in parts.
+        finish: adds the fields that are not a plain copy of one metadata value.
+        tensors: Hugging Face's names of tensors, by llama.cpp's names.
+        fields: additional fields of config.json, by metadata keys of this architecture.
+        read: additional metadata keys that `finish` reads.
+        parallel: attention and MLP run in parallel.
+        experts: matrices of the experts, stored stacked or separately.
+        joins: tensors that the file stores in parts.
         paired: rows of queries and keys are permuted.
         fused: queries, keys and values may be one tensor.
-        latent: attention is latent, and sizes of heads mean something else.
-        norm_offset: what scales of norms are stored with.
-        factors: tensors that the configuration is made of, all of them or none.
+        latent: attention is latent, so that the usual keys for the size of a head have another
+            meaning.
+        norm_offset: number that is added to the stored scales of norms.
+        factors: tensors that belong to the configuration, which are present all together or not at
+            all.
     """
 
     name: str
