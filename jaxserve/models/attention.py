@@ -130,8 +130,8 @@ class Attention(nnx.Module):
 
         Returns:
             The projected result, which may be partial sums [parts, T, D] if the kernel that adds
-                the result to the residual stream accepts them (see `matmul_to_add`), and the
-                updated cache pages.
+            the result to the residual stream accepts them (see `matmul_to_add`), and the updated
+            cache pages.
         """
         num_tokens, group = x.shape[0], self.group
         query, kv, arrivals = self._placed(x, cos_sin, step, kv)
@@ -153,7 +153,7 @@ class Attention(nnx.Module):
 
         Returns:
             The queries, the updated pages, and counters for the attention kernel if the fused
-                kernel allocated them (else None).
+            kernel allocated them (else None).
         """
         can = self.growth is None and (self.query_norm is None or not self.query_norm.is_centered)
         if can:

@@ -87,8 +87,8 @@ class DecoderLayer(nnx.Module):
 
         Returns:
             The residual stream and the delta after this layer, the cache pages with the K and V of
-                this step, and the number of rows that the experts of this device computed (None if
-                rows are not counted).
+            this step, and the number of rows that the experts of this device computed (None if rows
+            are not counted).
         """
         kernel = self._kernel(x, step)
         is_few = x.shape[0] <= MOST_ROWS_IN_PARTS
@@ -187,11 +187,10 @@ class Decoder(nnx.Module):
     def counted(
         self, tokens: Int32[Array, " T"], step: PagedStep, kv: Sequence[KVPages]
     ) -> tuple[Float[Array, "T D"], list[KVPages], UInt32[Array, "*places"] | None]:
-        """Return the results of `__call__` and the number of rows of this device's experts.
+        """Return the results of `__call__`, and counts of the rows of this device's experts.
 
-        The rows that the experts compute are counted if each device has whole experts (see
-        `Split`), else the number is None. With expert places the counts are [layers with experts,
-        places of this device].
+        The counts are None unless each device has whole experts (see `Split`). With expert places
+        they are [layers with experts, places of this device], else a single number.
         """
         config = self.config
         places = place_tables(config)

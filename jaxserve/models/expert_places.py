@@ -64,8 +64,8 @@ def spread(
             if free:
                 held[min(free, key=work)].append(expert)
                 continue
-            # All devices with room already have the expert: a full device takes it, and moves its
-            # lightest expert that the device with room lacks to that device.
+            # All devices with room already have the expert. A full device takes it, and passes on
+            # to `roomy` its lightest expert that `roomy` lacks.
             roomy = min((d for d in range(devices) if len(held[d]) < room), key=work)
             full = max(others, key=work)
             passed = min(set(held[full]) - set(held[roomy]), key=lambda other: each[other])

@@ -1,8 +1,8 @@
 """A mixture of experts: a router chooses a few experts for each token.
 
 The tokens of a step are sorted by expert, so that one grouped product computes exactly the required
-rows. Padding has no expert. The result of a token does not depend on other tokens (Shazeer et al.
-2017, and dropless, as in Gale et al. 2022).
+rows. Padding has no expert. The result of a token does not depend on other tokens. References:
+Shazeer et al. 2017, and Gale et al. 2022 ("dropless").
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class SparseMLP(nnx.Module):
             self.down_bias = constant(0.0, (count, embed), ("experts", "embed"), dtype)
         else:
             self.router_bias = self.gate_up_bias = self.down_bias = None
-        # Corrections are float32 for any model dtype, because scores are compared in float32.
+        # Corrections have at least float32, because scores are compared in at least float32.
         correction = constant(0.0, (count,), ("experts",), accumulator(dtype))
         self.correction = correction if traits.router == "sigmoid" else None
         shared = GatedMLP(config, dtype, rngs, traits, experts.shared) if experts.shared else None
@@ -73,8 +73,7 @@ class SparseMLP(nnx.Module):
 
         Returns:
             The result, and the number of rows that the experts of this device computed, for each
-                place if experts have places. The number is None if devices do not have whole
-                experts.
+            place if experts have places. The number is None if devices do not have whole experts.
         """
         with jax.named_scope("router"):
             exact = accumulator(x.dtype)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from jaxserve.models.rope import CosSin
 
-NORM_EPS = 1e-6  # epsilon of the latents' norms, for any value in config.json
+NORM_EPS = 1e-6  # epsilon of the latents' norms, independent of config.json
 
 
 class LatentAttention(nnx.Module):

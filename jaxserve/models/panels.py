@@ -44,8 +44,8 @@ class PanelWeight:
         dtype: dtype of the weights.
         outputs: the shape of the outputs in the model, with product O.
         inputs: I.
-        num_rows: number of real rows of a product, or of rows of each expert, and later rows are
-            padding. None for all rows.
+        num_rows: number of real rows of a product, or of each expert. Later rows are padding. None
+            if all rows are real.
     """
 
     panels: Shaped[Array, " ..."]
@@ -187,7 +187,7 @@ class BlockPanels:
 
     @classmethod
     def of(cls, rows: np.ndarray, form: str, dtype: str, outputs: tuple[int, ...]) -> BlockPanels:
-        """Lay out rows of GGUF blocks of the format `form`, uint8 [O, blocks, block bytes]."""
+        """Lay out rows of GGUF blocks of the format `form`, uint8 [O, blocks, bytes], in panels."""
         made = blocks.FORMATS[form]
         shape = blocks.panel_shape(form, rows.shape[1] * made.size, len(rows))
         panels = aligned_empty(shape, np.dtype(np.uint8))

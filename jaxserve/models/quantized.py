@@ -52,7 +52,7 @@ class QuantizedWeight:
 
     Attributes:
         values: the codes, [I, O], or uint8 [I / 2, O] for int4. I is padded to a whole number of
-            groups, whose codes stand for zeros.
+            groups with codes that stand for zeros.
         scales: [groups, O].
         zeros: zero points, or minima if their dtype is a float, if the format has them.
         order: the input of each row of codes, if rows have been sorted by group.

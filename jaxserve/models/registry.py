@@ -37,7 +37,7 @@ from jaxserve.models.weight_table import WeightName
 
 MAX_CONFIG_BYTES = 1 << 20
 CONFIG = "config.json"
-# Suffixes of class names in Transformers that are not language models.
+# Suffixes of Transformers' classes that are not language models, with the reason for errors.
 HEADLESS: Mapping[str, str] = MappingProxyType(
     {
         "ForSequenceClassification": "it classifies, and gives no next token",
@@ -205,7 +205,7 @@ def abstract_model(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Decod
 
 
 def checkpoint_weights(config: ModelConfig) -> list[WeightName]:
-    """Return the names of all tensors that a checkpoint of this model holds."""
+    """Return every tensor in a checkpoint of this model, with its parameter in the model."""
     return ARCHITECTURES[config.architecture].weights(config)
 
 

@@ -1,8 +1,9 @@
 """Products whose activations are rounded to int8, each row with its own scale.
 
-Checkpoints of compressed-tensors with dynamic int8 `input_activations` for each token require it.
-With a the largest magnitude of a row, x is rounded to the integer nearest x * 127 / a, which stands
-for that integer times a / 127, as in vLLM. Rows do not affect each other.
+Checkpoints of compressed-tensors with dynamic int8 `input_activations` for each token are made for
+these products. With a as the largest magnitude of a row, x is rounded to the integer nearest to x *
+127 / a, and the product multiplies that integer by a / 127, as in vLLM. Rows do not affect each
+other.
 """
 
 from __future__ import annotations

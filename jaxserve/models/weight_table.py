@@ -48,7 +48,7 @@ class WeightName:
             K H | K H) D".
         path: the path of its parameter.
         index: the part of the parameter that it fills: all of it, unless several tensors are fused.
-        part: the index of this part of a stacked tensor, each with its own WeightName.
+        part: the index of this part of a stacked tensor, whose parts have separate WeightNames.
         other: a layout of some checkpoints, recognized by the tensor's shape.
     """
 
@@ -75,7 +75,7 @@ class WeightName:
         return whole.arrange(tensor[slice(*whole.rows)])
 
     def blocks(self, dims: Mapping[str, int], max_values: int) -> Iterator[Block]:
-        """Cut the tensor, or its part, along its first dimension, and yield the pieces.
+        """Cut the tensor, or its part, along its first dimension, and yield a Block for each piece.
 
         Each piece has at most `max_values` values, but at least one entry of the outermost
         dimension that is fused into the first.

@@ -122,7 +122,7 @@ class Fields:
                 self.refuse(key, f"{text} (anything else is not supported)")
 
     def finish(self, ignored: frozenset[str] = frozenset()) -> None:
-        """Append a problem that names all keys with a value, neither read nor `ignored`."""
+        """Append a problem with all keys that have a value and were neither read nor ignored."""
         unknown = sorted((key for key in self._left - ignored if self.has(key)), key=str)
         if not unknown:
             return

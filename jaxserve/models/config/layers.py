@@ -54,7 +54,7 @@ def by_type(fields: Fields, layers: int) -> LayerTable:
 
 
 def every(period: int, *, field: str | None = None) -> ReadLayers:
-    """Return a reader of `layer_types`, by default each `period`-th layer has no window.
+    """Return a reader of `layer_types`. By default each `period`-th layer has no window.
 
     Args:
         period: distance between layers without a window.

@@ -65,8 +65,8 @@ class ConfigRules:
         scales: reads factors and caps.
         experts: reads the mixture of experts.
         latent: reads the sizes of latent attention.
-        extra_layers: the field that counts additional layers at the end of the checkpoint, which
-            predict further tokens, which are not read.
+        extra_layers: the field that counts additional layers at the end of the checkpoint. They
+            predict further tokens and are not read.
         tied: the default of `tie_word_embeddings`.
         qkv_bias, output_bias, mlp_bias: fixed for the family, or None to read `attention_bias` (the
             first two) or `mlp_bias`.

@@ -15,8 +15,8 @@ from jaxserve.models.config.layers import FULL, SLIDING
 
 Raw = dict[str, Any]  # the fields of a config.json
 PATTERN = "attention.sliding_window_pattern"
-# Division of pairs among the dimensions of an image, which does not affect text, and the layers of
-# an image encoder, which is not read.
+# The division of pairs among the dimensions of an image, which does not affect text, and the number
+# of layers to which an image encoder adds features. The encoder is not read.
 VISION_KEYS = frozenset({"rope.dimension_sections", "n_deepstack_layers"})
 WINDOW_KEYS = frozenset({PATTERN, "rope.freq_base_swa"})  # read by `read_windows`
 
