@@ -138,7 +138,9 @@ class Attention(nnx.Module):
         attended = self._attend(query, kv, step, arrivals)
         attended = attended.reshape(num_tokens, -1, group, attended.shape[-1])  # [T, K, G, H]
         y = matmul_to_add(
-            *(attended, self.out[...], kernel),
+            attended,
+            self.out[...],
+            kernel,
             bias=value_of(self.out_bias),
             contract=3,
             implementation=step.others,
@@ -203,7 +205,11 @@ class Attention(nnx.Module):
                 norms = self.query_norm, self.key_norm
                 options["mean_squares"] = _mean_squares(qkv, bias, x.shape[0], x.dtype, norms)
         query, keys, values, arrivals = _rope_kv_write(
-            *(qkv, cos_sin, *kv[:2], self._cells(step), QkvOptions(**options)),
+            qkv,
+            cos_sin,
+            *kv[:2],
+            self._cells(step),
+            QkvOptions(**options),
             dtype=x.dtype,
             implementation=step.others,
         )
@@ -343,10 +349,10 @@ def rotate(
     pairs = cos.shape[-1]
     turned, rest = jnp.split(x.astype(cos.dtype), [2 * pairs], axis=-1)
     if interleaved:
-        left, right = turned[..., ::2], turned[..., 1::2]
+        first, second = turned[..., ::2], turned[..., 1::2]
     else:
-        left, right = jnp.split(turned, 2, axis=-1)
-    parts = [left * cos - right * sin, right * cos + left * sin]
+        first, second = jnp.split(turned, 2, axis=-1)
+    parts = [first * cos - second * sin, second * cos + first * sin]
     if rest.shape[-1]:
         parts.append(rest)
     return jnp.concatenate(parts, axis=-1).astype(x.dtype)

@@ -214,8 +214,10 @@ class Decoder(nnx.Module):
                 rope = ropes[index]
                 cos_sin = None if rope is None else angles[rope]
                 parts = nnx.split(layer)
-                own = step if places is None else replace(step, places=jnp.asarray(places[index]))
-                x, delta, pages, rows = run_layer(*parts, x, delta, cos_sin, own, pages)
+                layer_step = (
+                    step if places is None else replace(step, places=jnp.asarray(places[index]))
+                )
+                x, delta, pages, rows = run_layer(*parts, x, delta, cos_sin, layer_step, pages)
             written.append(pages)
             if rows is not None:
                 counts.append(rows)

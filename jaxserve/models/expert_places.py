@@ -39,8 +39,8 @@ def balanced_places(load: Sequence[float], devices: int, places: int) -> tuple[i
         least = [expert for expert, count in enumerate(copies) if count < devices]
         copies[max(least, key=lambda expert: load[expert] / copies[expert])] += 1
     each = [share / count for share, count in zip(load, copies, strict=True)]
-    held = spread(each, copies, devices, places // devices)
-    return tuple(expert for own in held for expert in sorted(own))
+    assigned = spread(each, copies, devices, places // devices)
+    return tuple(expert for experts in assigned for expert in sorted(experts))
 
 
 def spread(
@@ -52,27 +52,27 @@ def spread(
         each: load of one place of each expert.
         copies: number of places of each expert, at most `devices`; their sum is `devices * room`.
     """
-    held: list[list[int]] = [[] for _ in range(devices)]
+    assigned: list[list[int]] = [[] for _ in range(devices)]
 
     def work(device: int) -> float:
-        return sum(each[expert] for expert in held[device])
+        return sum(each[expert] for expert in assigned[device])
 
     for expert in sorted(range(len(each)), key=lambda expert: -each[expert]):
         for _ in range(copies[expert]):
-            others = [device for device in range(devices) if expert not in held[device]]
-            free = [device for device in others if len(held[device]) < room]
+            others = [device for device in range(devices) if expert not in assigned[device]]
+            free = [device for device in others if len(assigned[device]) < room]
             if free:
-                held[min(free, key=work)].append(expert)
+                assigned[min(free, key=work)].append(expert)
                 continue
             # All devices with room already have the expert. A full device takes it, and passes on
             # to `roomy` its lightest expert that `roomy` lacks.
-            roomy = min((d for d in range(devices) if len(held[d]) < room), key=work)
+            roomy = min((d for d in range(devices) if len(assigned[d]) < room), key=work)
             full = max(others, key=work)
-            passed = min(set(held[full]) - set(held[roomy]), key=lambda other: each[other])
-            held[full].remove(passed)
-            held[roomy].append(passed)
-            held[full].append(expert)
-    return held
+            passed = min(set(assigned[full]) - set(assigned[roomy]), key=lambda other: each[other])
+            assigned[full].remove(passed)
+            assigned[roomy].append(passed)
+            assigned[full].append(expert)
+    return assigned
 
 
 def place_tables(config: ModelConfig) -> list[np.ndarray] | None:
@@ -83,11 +83,11 @@ def place_tables(config: ModelConfig) -> list[np.ndarray] | None:
     split, experts = config.split, config.experts
     if experts is None or not split.places:
         return None
-    width = 1 + max(max(Counter(own).values(), default=0) for own in split.placement)
+    width = 1 + max(max(Counter(placement).values(), default=0) for placement in split.placement)
     tables: list[np.ndarray] = []
-    for own in split.placement:
-        table = np.zeros((experts.count if own else 0, width), np.int32)
-        for place, expert in enumerate(own):
+    for placement in split.placement:
+        table = np.zeros((experts.count if placement else 0, width), np.int32)
+        for place, expert in enumerate(placement):
             table[expert, 0] += 1
             table[expert, table[expert, 0]] = place
         tables.append(table)
@@ -111,6 +111,6 @@ def chosen_places(
     not depend on the batch. The experts are included because the rows of a batch may advance at the
     same pace, with equal positions.
     """
-    own = places[chosen]
-    turn = (positions + chosen.sum(axis=-1, dtype=jnp.int32))[:, None] % own[..., 0]
-    return jnp.take_along_axis(own, 1 + turn[..., None], axis=-1)[..., 0]
+    rows = places[chosen]
+    turn = (positions + chosen.sum(axis=-1, dtype=jnp.int32))[:, None] % rows[..., 0]
+    return jnp.take_along_axis(rows, 1 + turn[..., None], axis=-1)[..., 0]

@@ -92,11 +92,11 @@ class LatentAttention(nnx.Module):
         rotary = joint[:, None, latent.rank :]  # [T, 1, rotary]
         parts = matmul(self.norm(joint[:, : latent.rank]), self.up[...])
         key, val = parts[..., : latent.plain], parts[..., latent.plain :]
-        left, right = query[..., : latent.plain], query[..., latent.plain :]
+        query_plain, query_rotary = query[..., : latent.plain], query[..., latent.plain :]
         if cos_sin is not None:
-            right = rotate(right, cos_sin, latent.interleaved)
+            query_rotary = rotate(query_rotary, cos_sin, latent.interleaved)
             rotary = rotate(rotary, cos_sin, latent.interleaved)
-        query = jnp.concatenate([left, right], axis=-1)
+        query = jnp.concatenate([query_plain, query_rotary], axis=-1)
         rotary = jnp.broadcast_to(rotary, (*key.shape[:2], latent.rotary))
         key = jnp.concatenate([key, rotary], axis=-1)
         query, key, val = (_padded(part, latent.cached) for part in (query, key, val))

@@ -202,9 +202,9 @@ class Embedding(nnx.Module):
             return self._rows(tokens)
         # Each device has a part of the rows, and adds zeros for all other rows.
         size = -(-self.vocab_size // axis_size(axis))
-        own = jnp.clip(tokens, 0, self.vocab_size - 1) - device_index(axis) * size
-        is_own = (own >= 0) & (own < size)
-        rows = jnp.where(is_own[:, None], self._rows(jnp.clip(own, 0, size - 1)), 0)
+        row = jnp.clip(tokens, 0, self.vocab_size - 1) - device_index(axis) * size
+        is_own = (row >= 0) & (row < size)
+        rows = jnp.where(is_own[:, None], self._rows(jnp.clip(row, 0, size - 1)), 0)
         return summed(rows, self.split)
 
     def _rows(self, tokens: Int32[Array, " T"]) -> Float[Array, "T D"]:
@@ -265,7 +265,9 @@ class GatedMLP(nnx.Module):
         """
         bias = value_of(self.down_bias)
         return matmul_to_add(
-            *(self._hidden(x, implementation), self.down[...], kernel),
+            self._hidden(x, implementation),
+            self.down[...],
+            kernel,
             bias=bias,
             implementation=implementation,
             split=self.split,

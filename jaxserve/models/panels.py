@@ -93,8 +93,8 @@ class PanelWeight:
 
     def columns(self, outputs: Int32[Array, " T"]) -> Float[Array, "T I"]:
         """Return the weights of the given outputs, in their dtype. Output ids are clamped."""
-        found = jnp.clip(outputs, 0, prod(self.outputs) - 1)
-        return columns(self.panels, found, self.inputs, self.dtype)
+        ids = jnp.clip(outputs, 0, prod(self.outputs) - 1)
+        return columns(self.panels, ids, self.inputs, self.dtype)
 
 
 @jax.tree_util.register_dataclass
@@ -151,8 +151,10 @@ class QuantizedPanels:
     def dot(self, x: Float[Array, "T I"]) -> Float[Array, " T *outputs"]:
         """Multiply x by the weight, in at least float32. Rows do not affect each other."""
         y = quantized_panel_product(
-            *(in_order(x, self.order, self.codes.shape[-2], self.form), self.codes),
-            *(self.scales, self.zeros),
+            in_order(x, self.order, self.codes.shape[-2], self.form),
+            self.codes,
+            self.scales,
+            self.zeros,
             form=self.form,
             scales_dtype=self.scales_dtype,
             num_rows=self.num_rows,
@@ -188,8 +190,8 @@ class BlockPanels:
     @classmethod
     def of(cls, rows: np.ndarray, form: str, dtype: str, outputs: tuple[int, ...]) -> BlockPanels:
         """Lay out rows of GGUF blocks of the format `form`, uint8 [O, blocks, bytes], in panels."""
-        made = blocks.FORMATS[form]
-        shape = blocks.panel_shape(form, rows.shape[1] * made.size, len(rows))
+        block_format = blocks.FORMATS[form]
+        shape = blocks.panel_shape(form, rows.shape[1] * block_format.size, len(rows))
         panels = aligned_empty(shape, np.dtype(np.uint8))
         blocks.in_panels(rows, form, panels)
         return cls(jax.device_put(panels), form, dtype, outputs)
@@ -205,12 +207,12 @@ class BlockPanels:
     ) -> BlockPanels:
         """Lay out the matrices of `count` experts, each as rows of GGUF blocks."""
         panels: np.ndarray | None = None
-        for index, own in enumerate(rows):
+        for index, matrix in enumerate(rows):
             if panels is None:
-                inputs = own.shape[1] * blocks.FORMATS[form].size
-                shape = blocks.panel_shape(form, inputs, len(own))
+                inputs = matrix.shape[1] * blocks.FORMATS[form].size
+                shape = blocks.panel_shape(form, inputs, len(matrix))
                 panels = aligned_empty((count, *shape), np.dtype(np.uint8))
-            blocks.in_panels(own, form, panels[index])
+            blocks.in_panels(matrix, form, panels[index])
         return cls(jax.device_put(panels), form, dtype, outputs)
 
     def __getitem__(self, index: EllipsisType) -> BlockPanels:
@@ -231,8 +233,8 @@ class BlockPanels:
 
     def columns(self, outputs: Int32[Array, " T"]) -> Float[Array, "T I"]:
         """Return the weights of the given outputs, in `dtype`. Output ids are clamped."""
-        found = jnp.clip(outputs, 0, prod(self.outputs) - 1)
-        return blocks.columns(self.panels, found, self.form).astype(self.dtype)
+        ids = jnp.clip(outputs, 0, prod(self.outputs) - 1)
+        return blocks.columns(self.panels, ids, self.form).astype(self.dtype)
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

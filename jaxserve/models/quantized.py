@@ -79,7 +79,10 @@ class QuantizedWeight:
         """Multiply x by the quantized weight. Returns at least float32."""
         x = in_order(x, self.order, self.values.shape[0], self.form)
         y = quantized_matmul(
-            *(x, self.values, self.scales, self.zeros),
+            x,
+            self.values,
+            self.scales,
+            self.zeros,
             form=self.form,
             implementation=self.implementation,
         )
@@ -148,7 +151,11 @@ class QuantizedExperts:
         """
         x = padded(x, self.values.shape[1] * codes_a_row(self.form))
         y = quantized_grouped_matmul(
-            *(x, self.values, self.scales, self.zeros, sizes),
+            x,
+            self.values,
+            self.scales,
+            self.zeros,
+            sizes,
             form=self.form,
             implementation=implementation,
         )

@@ -49,8 +49,19 @@ HEADLESS: Mapping[str, str] = MappingProxyType(
 )
 
 FAMILIES = (
-    *(LLAMA, MISTRAL, MIXTRAL, QWEN, GPT_OSS, DEEPSEEK, PHI3, SMOLLM3, OLMO, GRANITE, COHERE),
-    *(GEMMA, GLM),
+    LLAMA,
+    MISTRAL,
+    MIXTRAL,
+    QWEN,
+    GPT_OSS,
+    DEEPSEEK,
+    PHI3,
+    SMOLLM3,
+    OLMO,
+    GRANITE,
+    COHERE,
+    GEMMA,
+    GLM,
 )
 # Architectures by their names in config.json.
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
@@ -98,9 +109,9 @@ def read_config_fields(directory: str | Path) -> dict[str, Any]:
     path = Path(directory) / CONFIG
     raw, beside = read_object(path, MAX_CONFIG_BYTES), path.with_name(MODELOPT_FILE)
     if raw.get(QUANTIZATION) is None and beside.exists():
-        found = modelopt_fields(read_object(beside, MAX_CONFIG_BYTES))
-        if found.get("quant_algo", "") is not None:  # null: the weights are not quantized
-            raw = raw | {QUANTIZATION: found}
+        modelopt = modelopt_fields(read_object(beside, MAX_CONFIG_BYTES))
+        if modelopt.get("quant_algo", "") is not None:  # null: the weights are not quantized
+            raw = raw | {QUANTIZATION: modelopt}
     return raw
 
 

@@ -64,6 +64,6 @@ def _in_best_groups(
         return choice
     grouped = choice.reshape(choice.shape[0], experts.groups, -1)
     group = lax.top_k(grouped, best)[0].sum(axis=-1)
-    _, kept = lax.top_k(group, experts.kept_groups)
-    inside = (kept[:, :, None] == jnp.arange(experts.groups)).any(axis=1)
+    _, best_groups = lax.top_k(group, experts.kept_groups)
+    inside = (best_groups[:, :, None] == jnp.arange(experts.groups)).any(axis=1)
     return jnp.where(inside[:, :, None], grouped, -jnp.inf).reshape(choice.shape)

@@ -142,11 +142,11 @@ def parts_of(config: ModelConfig, axes: Any, shape: tuple[int, ...], path: str =
 
 def _experts(split: Split, device: int, path: str) -> Iterator[Span]:
     each = split.places // split.devices
-    own = range(each)
+    experts = range(each)
     if path:
         layer = int(path.split(".")[1])  # path is layers.N.mlp.x
-        own = split.placement[layer][device * each : (device + 1) * each]
-    for expert in own:
+        experts = split.placement[layer][device * each : (device + 1) * each]
+    for expert in experts:
         yield expert, expert + 1
 
 

@@ -57,10 +57,10 @@ def expert_counts(fields: Fields, names: tuple[str, ...]) -> tuple[int, int]:
 
     names: alternative fields of the first number. If several are present, they must agree.
     """
-    given = [name for name in names if fields.has(name)] or [names[0]]
-    counts = [fields.integer(name, 1, MAX_EXPERTS) for name in given]
+    present = [name for name in names if fields.has(name)] or [names[0]]
+    counts = [fields.integer(name, 1, MAX_EXPERTS) for name in present]
     if len(set(counts)) > 1:
-        fields.refuse(given[1], f"the same as {given[0]} ({counts[0]})")
+        fields.refuse(present[1], f"the same as {present[0]} ({counts[0]})")
     for name in names:
         fields.take(name)
     return counts[0], fields.integer("num_experts_per_tok", 1, counts[0])

@@ -222,16 +222,16 @@ class ModelConfig:
 def _fields(raw: Mapping[str, Any], rules: ConfigRules, prefix: str) -> Fields:
     """Rename fields to their common names. Refuse a field whose two names have different values."""
     renamed = [name for name in rules.renamed if raw.get(name) is not None]
-    own = {rules.renamed[name]: raw[name] for name in renamed}
+    common = {rules.renamed[name]: raw[name] for name in renamed}
     plain = {
         name: value
         for name, value in raw.items()
-        if name not in rules.renamed and (value is not None or name not in own)
+        if name not in rules.renamed and (value is not None or name not in common)
     }
-    fields = Fields(own | plain, [], prefix)
-    for name in sorted(own.keys() & plain.keys()):
-        if own[name] != plain[name]:
-            fields.refuse(name, f"the same as under its other name ({shown(own[name])})")
+    fields = Fields(common | plain, [], prefix)
+    for name in sorted(common.keys() & plain.keys()):
+        if common[name] != plain[name]:
+            fields.refuse(name, f"the same as under its other name ({shown(common[name])})")
     return fields
 
 

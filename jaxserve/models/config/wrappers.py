@@ -212,36 +212,36 @@ def text_fields(raw: Raw, wrapper: Wrapper) -> tuple[dict[str, Any], str]:
     Returns:
         The fields, including `model_type`, and the prefix of their names in `raw`.
     """
-    found: Any = raw
+    text: Any = raw
     for key in wrapper.path:
-        found = found.get(key) if isinstance(found, Mapping) else None
+        text = text.get(key) if isinstance(text, Mapping) else None
     prefix = ".".join((*wrapper.path, ""))
-    if not isinstance(found, Mapping):
+    if not isinstance(text, Mapping):
         prefix = ""
-        found = {}
+        text = {}
         if wrapper.flat:
-            found = {key: value for key, value in raw.items() if key not in TOWER}
-            found["model_type"] = wrapper.text
-    own = {key: value for key, value in found.items() if key not in NESTED}
-    own["model_type"] = own.get("model_type") or wrapper.text
+            text = {key: value for key, value in raw.items() if key not in TOWER}
+            text["model_type"] = wrapper.text
+    fields = {key: value for key, value in text.items() if key not in NESTED}
+    fields["model_type"] = fields.get("model_type") or wrapper.text
     # A dtype of the wrapper replaces either spelling of the field.
     if raw.get("dtype") or raw.get("torch_dtype"):
-        own.pop("dtype", None)
-        own.pop("torch_dtype", None)
-    own |= {key: raw[key] for key in OUTER if raw.get(key) is not None}
-    if (ends := _ends(raw, own)) is not None:
-        own["eos_token_id"] = ends
+        fields.pop("dtype", None)
+        fields.pop("torch_dtype", None)
+    fields |= {key: raw[key] for key in OUTER if raw.get(key) is not None}
+    if (ends := _ends(raw, fields)) is not None:
+        fields["eos_token_id"] = ends
     else:
-        own.pop("eos_token_id", None)
-    kind = own["model_type"]
+        fields.pop("eos_token_id", None)
+    kind = fields["model_type"]
     defaults = dict(DEFAULTS.get(kind, {})) if isinstance(kind, str) else {}
-    if "rope_parameters" in own:
+    if "rope_parameters" in fields:
         defaults.pop("rope_theta", None)
-    return defaults | own, prefix
+    return defaults | fields, prefix
 
 
-def _ends(raw: Raw, own: Raw) -> Any:
-    outer, inner = raw.get("eos_token_id"), own.get("eos_token_id")
+def _ends(raw: Raw, fields: Raw) -> Any:
+    outer, inner = raw.get("eos_token_id"), fields.get("eos_token_id")
     if outer is None or inner is None:
         return inner if outer is None else outer
     both = [*(outer if isinstance(outer, list) else [outer])]

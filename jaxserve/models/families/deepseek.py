@@ -52,13 +52,13 @@ def _experts(fields: Fields, layers: int, grouped: bool, normalize: bool) -> Exp
     count, chosen = expert_counts(fields, ("n_routed_experts",))
     width = expert_width(fields, "moe_intermediate_size")
     first = fields.integer("first_k_dense_replace", 0, 1 << 20)
-    groups = kept = 1
+    groups = kept_groups = 1
     if grouped:
         groups = fields.integer("n_group", 1, count)
-        kept = fields.integer("topk_group", 1, groups)
+        kept_groups = fields.integer("topk_group", 1, groups)
         if count % groups:
             fields.refuse("n_group", f"a divisor of n_routed_experts ({count})")
-        elif chosen > kept * (count // groups):
+        elif chosen > kept_groups * (count // groups):
             fields.refuse("num_experts_per_tok", "no more than the kept groups hold")
         elif count // groups < 2:
             fields.refuse("n_group", "groups of two experts or more")
@@ -70,7 +70,7 @@ def _experts(fields: Fields, layers: int, grouped: bool, normalize: bool) -> Exp
         normalize=normalize,
         scaling=fields.number("routed_scaling_factor", 0.0, MAX_SCALE),
         groups=groups,
-        kept_groups=kept,
+        kept_groups=kept_groups,
         shared=width * fields.integer("n_shared_experts", 1, 64),
     )
 
