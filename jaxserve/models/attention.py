@@ -272,6 +272,7 @@ class Attention(nnx.Module):
     def _cells(self, step: PagedStep) -> Int32[Array, " T"]:
         if self.context == 1 or self.axis is None:
             return step.slot_mapping
+        # Numbers of cells on this device, or -1 for positions on other devices.
         cell, number = step.slot_mapping, device_index(self.axis) % self.context
         return jnp.where((cell >= 0) & (cell % self.context == number), cell // self.context, -1)
 

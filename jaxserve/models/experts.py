@@ -132,6 +132,7 @@ class SparseMLP(nnx.Module):
         biased = _add_bias(rows, self.down_bias, owner)
         if self.down_bias is None or axis is None or self.split.expert_parallel:
             return biased
+        # Each device has a part of every expert: only one of them adds the bias to the sum.
         return jnp.where(device_index(axis) == 0, biased, rows)
 
     def _activate(self, rows: Float[Array, "A two M"]) -> Float[Array, "A M"]:

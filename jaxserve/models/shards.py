@@ -40,7 +40,7 @@ class Part:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the shard is the whole array, as on every device."""
+        """Whether this is the whole array, which every device then has."""
         return all(
             spans == ((0, size),) for size, spans in zip(self.shape, self.spans, strict=True)
         )

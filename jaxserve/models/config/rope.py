@@ -245,6 +245,7 @@ class _Outer:
 
 
 def _sections(fields: Fields, kinds: tuple[str, ...]) -> tuple[str, ...]:
+    # Text tokens rotate alike with and without sections, so "mrope" is an accepted kind.
     fields.take("mrope_section")
     fields.flag("mrope_interleaved", default=False)
     return (*kinds, "mrope")

@@ -41,7 +41,7 @@ class Split:
 
     @property
     def leaves_sums(self) -> bool:
-        """Whether partial products are summed by the later kernel that adds and normalizes them."""
+        """Whether the sum over devices is left to the kernel that adds and normalizes it."""
         return self.sum_kernel and self.axis is not None
 
     @property

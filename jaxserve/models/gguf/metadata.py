@@ -127,7 +127,7 @@ def read_biases(gguf: GgufMetadata, raw: Raw) -> None:
 
 
 def read_windows(gguf: GgufMetadata, raw: Raw) -> None:
-    """Add the layers with a window, whose rotary base is that of all other layers, to `raw`.
+    """Add `layer_types` to `raw`, for files with one rotary base for all layers.
 
     Raises:
         UnsupportedModel: layers with a window have a separate rotary base (see also
