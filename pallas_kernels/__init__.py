@@ -1,35 +1,41 @@
-"""Paged attention kernels: arrays in, arrays out, without a notion of requests or serving.
+"""Kernels for LLM inference: functions over arrays, independent of requests and of the server.
 
-Three operations over a paged KV cache whose arrays are laid out ``[P, K, S, H]`` (pages, kv heads,
-tokens of a page, head dim), so that one (page, kv head) block is ``S * H`` contiguous values:
+Attention reads a paged KV cache. Its two arrays have the layout ``[P, K, S, H]`` (pages, kv heads,
+tokens of a page, head dim), so each pair (page, kv head) is one contiguous run of ``S * H`` values.
 
-* ``ragged_paged_attention``: rows of any number of queries (prompt chunks, decodes, drafts);
-* ``paged_decode_attention``: one query per row, the KV of a row split over programs and merged;
-* ``kv_write``: store a step's keys and values in their pages, in place; ``rope_kv_write`` norms
-  and rotates queries and keys before; ``quantized_kv_write`` stores int8 with a scale a token and
-  kv head.
+* ``ragged_paged_attention``: rows with any number of queries (prompt chunks, decodes, drafts).
+* ``paged_decode_attention``: one query per row. On a GPU the KV of a row is split over programs.
+* ``kv_write``: store the keys and values of a step in their pages, in place.
+* ``rope_kv_write``: normalize and rotate queries and keys, then store keys and values.
+* ``quantized_kv_write``: store int8 keys and values, with one scale per token and kv head.
+* ``attention_of_part`` and ``merge_parts``: attention over a cache that is sharded over devices by
+  position. The first computes one shard, the second combines all shards.
+* ``sum_over_devices`` and ``add_norm_over_devices``: sums over the devices of a mesh.
 
-``sum_over_devices`` and ``add_norm_over_devices`` sum over the devices of a mesh.
+Products with weights:
 
-``attention_of_part`` is the first over some positions of every row, and ``merge_parts`` joins what
-all parts gave, for caches over several devices.
+* ``quantized_matmul``: dequantizes the weight piece by piece, never as a whole.
+* ``grouped_matmul`` and ``quantized_grouped_matmul``: rows sorted by group times the matrix of
+  their group (mixtures of experts).
+* ``matmul_in_parts`` and ``gated_matmul``: products of few rows on a GPU.
+* ``output_major_matmul``: transposed quantized weights, for a GPU without Triton.
+* ``panel_product``, ``quantized_panel_product`` and ``block_product`` (GGUF blocks): products on
+  CPU whose weights have a layout that is read at the speed of the memory.
 
-Operations over weights: ``quantized_matmul``, which never makes a quantized weight whole;
-``grouped_matmul`` and ``quantized_grouped_matmul``, rows sorted by group times each group's matrix,
-for mixtures of experts; ``matmul_in_parts`` and ``gated_matmul``, for few rows on a GPU; on one
-without Triton ``output_major_matmul``, whose quantized weight is transposed; and on CPU
-``panel_product``, ``quantized_panel_product`` and ``block_product``, for the blocks of GGUF files,
-which read weights in an order of their own at the memory's speed. Operations over rows:
-``add_norm``, which adds to the residual stream and norms the sum; ``greatest``, for tokens;
-``row_sums``, for norms, ``softmax`` and ``sigmoid``, for routers; on CPU a row's result does not
-depend on how many others there are.
+Operations over rows:
 
-Every operation has a plain specification in ``reference`` and several implementations; which one
-runs, the tables in ``implementation`` decide.
+* ``add_norm``: add to the residual stream and normalize the sum.
+* ``greatest``: argmax of logits.
+* ``draw``: sample tokens on CPU.
+* ``row_sums``, ``softmax``, ``sigmoid`` and ``gated``. On CPU the result of a row does not depend
+  on the number of rows.
+
+Every operation has a specification in plain JAX (``reference``) and several implementations. The
+tables in ``implementation`` decide which implementation runs.
 """
 
-from pallas_kernels.arguments import check_page_table
-from pallas_kernels.context_parts import attention_of_part, merge_parts
+from pallas_kernels.arguments import AttentionOptions, check_page_table
+from pallas_kernels.context_parts import PartPositions, attention_of_part, merge_parts
 from pallas_kernels.device_sums import (
     add_norm_over_devices,
     device_sum_limit,
@@ -69,12 +75,15 @@ from pallas_kernels.quantized_matmul import (
     output_major_matmul,
     quantized_matmul,
 )
-from pallas_kernels.row_ops import draw, gated, has_draw, row_sums, sigmoid, softmax
+from pallas_kernels.row_ops import DrawSettings, draw, gated, has_draw, row_sums, sigmoid, softmax
 
 __all__ = [
     "IMPLEMENTATIONS",
     "Activation",
+    "AttentionOptions",
+    "DrawSettings",
     "NormOptions",
+    "PartPositions",
     "QkvOptions",
     "add_norm",
     "add_norm_kernel",

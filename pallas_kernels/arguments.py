@@ -1,35 +1,49 @@
-"""Checks of arguments, made once while tracing; and a numpy check of page ids for debug mode.
+"""Checks of the arguments of attention, KV writes and grouped products.
 
-Indexing in XLA never fails: an index out of range is clamped into another row's page. So every
-fault that shapes and dtypes show is refused here, with the name of the argument at fault.
+They run once, while JAX traces the call. Indexing in XLA never fails: XLA clamps an index that is
+out of range, and the kernel would read the page of another row. So every error that shapes and
+dtypes can show is raised here, with the name of the argument. ``check_page_table`` checks page ids
+in NumPy, for debug mode.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.devices import DeviceLimits
+from pallas_kernels.devices import DeviceLimits, target_device
 
 FP8 = jnp.dtype(jnp.float8_e4m3fn)
 QUERY_DTYPES = tuple(jnp.dtype(d) for d in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64))
-FP8_BITS = jnp.dtype(jnp.uint8)  # pages that XLA on CPU does not convert to float32 as a whole
-INT8 = jnp.dtype(jnp.int8)  # pages of codes, with a scale for every token and kv head
+FP8_BITS = jnp.dtype(jnp.uint8)  # bits of float8: XLA on CPU would convert whole float arrays
+INT8 = jnp.dtype(jnp.int8)  # quantized pages, with a scale per token and kv head
 PAGE_DTYPES = (*QUERY_DTYPES, FP8, FP8_BITS, INT8)
 ARRIVALS = 4096
-"""Counters that attention takes: of the programs that share a row's KV, who comes last."""
+"""Number of counters with which the programs that share a row's KV find out which one is last."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Shapes and dtypes of a call, by which the implementation that runs is chosen.
+    """Shapes and dtypes of an attention call or a KV write, by which the implementation is chosen.
 
-    ``op`` is "ragged", "decode" or "kv_write"; sizes are named as everywhere else: T tokens, R
-    rows, P pages, S page size, M pages per row, N query heads, K kv heads, H head dim. For
-    ``kv_write`` R and M are 0 and N equals K.
+    Attributes:
+        op: "ragged", "decode", "kv_write" or "rope_kv_write".
+        device: the device that the code is compiled for.
+        query_dtype: dtype of the queries, or of the keys to be written.
+        page_dtype: dtype of the pages.
+        T: tokens.
+        R: rows of the page table. 0 for writes.
+        P: pages.
+        S: tokens of a page.
+        M: columns of the page table. 0 for writes.
+        N: query heads. Equal to K for ``kv_write``.
+        K: kv heads.
+        H: head dim.
     """
 
     op: str
@@ -47,7 +61,6 @@ class Case:
 
     @property
     def platform(self) -> str:
-        """The device's platform."""
         return self.device.platform
 
     @property
@@ -63,7 +76,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class GroupedCase:
-    """A call of ``grouped_matmul``: A rows of D inputs, E groups, F outputs."""
+    """Shapes and dtype of a ``grouped_matmul`` call: A rows of D inputs, E groups, F outputs."""
 
     device: DeviceLimits
     dtype: jnp.dtype
@@ -75,22 +88,56 @@ class GroupedCase:
 
     @property
     def platform(self) -> str:
-        """The device's platform."""
         return self.device.platform
 
 
+class AttentionArrays(NamedTuple):
+    """Arrays of an attention call, as ``ragged_paged_attention`` takes them.
+
+    Without `query_start`, row r has only query r.
+    """
+
+    q: jax.Array
+    k_pages: jax.Array
+    v_pages: jax.Array
+    page_table: jax.Array
+    query_start: jax.Array | None
+    kv_len: jax.Array
+
+    @classmethod
+    def of(cls, *arrays: jax.Array) -> AttentionArrays:
+        """Return the arrays of an operation, in its order: six, or five without `query_start`."""
+        listed = [jnp.asarray(array) for array in arrays]
+        query_start = listed.pop(4) if len(listed) == 6 else None
+        q, k_pages, v_pages, page_table, kv_len = listed
+        return cls(q, k_pages, v_pages, page_table, query_start, kv_len)
+
+    @property
+    def starts(self) -> jax.Array:
+        """The array `query_start`, if rows can have several queries."""
+        assert self.query_start is not None
+        return self.query_start
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["arrivals", "k_scale", "sinks", "v_scale"],
+    meta_fields=["scale", "window", "soft_cap"],
+)
 @dataclasses.dataclass(frozen=True, eq=False)
 class AttentionOptions:
-    """Options of an attention call; ``scale``, ``window`` and ``soft_cap`` are static, not arrays.
+    """Options of an attention call. ``scale``, ``window`` and ``soft_cap`` are static, not arrays.
 
     Attributes:
-        scale: factor of the scores; None means ``H ** -0.5``.
+        scale: factor of the scores. None means ``H ** -0.5``.
         window: a query at position p sees only positions greater than ``p - window``.
         soft_cap: scores become ``soft_cap * tanh(score / soft_cap)``.
-        sinks: [N] logits that join the softmax's denominator, neither scaled nor capped.
-        k_scale: f32[K]; a stored key times this is the real one. Given together with v_scale. With
-            pages of int8 it is f32[P,K,S], one of each token and kv head, and must be there.
-        v_scale: likewise for values.
+        sinks: [N] logits that are added to the denominator of the softmax, without scale or cap.
+        k_scale: f32[K] factors of the stored keys, given together with `v_scale`. Pages of int8
+            require it as f32[P,K,S], one factor per token and kv head.
+        v_scale: the same for the stored values.
+        arrivals: the counters that ``rope_kv_write`` returns, or None to allocate counters if the
+            kernel needs them. The call overwrites them.
     """
 
     scale: float | None = None
@@ -99,13 +146,14 @@ class AttentionOptions:
     sinks: jax.Array | None = None
     k_scale: jax.Array | None = None
     v_scale: jax.Array | None = None
+    arrivals: jax.Array | None = None
 
     def score_scale(self, head_dim: int) -> float:
-        """Return the factor of the scores for heads of a size."""
+        """Return the factor of the scores: `scale`, or ``head_dim ** -0.5`` if it is None."""
         return head_dim**-0.5 if self.scale is None else self.scale
 
     def check(self, num_heads: int, k_pages: jax.Array) -> None:
-        """Raise ValueError for an option that a call with so many heads and pages cannot have."""
+        """Raise ValueError if an option does not fit the number of query heads or the pages."""
         window, soft_cap, scale = self.window, self.soft_cap, self.scale
         if window is not None and (not isinstance(window, int) or window < 1):
             raise ValueError(f"window is {window!r}; expected None or a positive int of positions")
@@ -119,13 +167,16 @@ class AttentionOptions:
             _check_dtype("sinks", self.sinks, QUERY_DTYPES)
             _check_shape("sinks", self.sinks, (num_heads,), "[N]")
         _check_scales(self.k_scale, self.v_scale, k_pages)
+        if self.arrivals is not None:
+            _check_dtype("arrivals", self.arrivals, (jnp.dtype(jnp.int32),))
+            _check_shape("arrivals", self.arrivals, (ARRIVALS,), "[ARRIVALS]")
 
 
 NO_OPTIONS = AttentionOptions()
 
 
 def number_dtype(pages: jnp.dtype) -> jnp.dtype:
-    """Return the dtype of the numbers in pages: uint8 pages hold the bits of float8_e4m3fn."""
+    """Return the dtype of the numbers in pages: float8_e4m3fn for uint8, which stores its bits."""
     return FP8 if pages == FP8_BITS else jnp.dtype(pages)
 
 
@@ -152,7 +203,7 @@ def _check_rank(name: str, array: jax.Array, letters: str) -> None:
 
 
 def _check_pages(k_pages: jax.Array, v_pages: jax.Array) -> None:
-    """Raise ValueError unless both are [P,K,S,H] of one dtype, with slots that fit int32."""
+    """Raise ValueError unless both page arrays are [P,K,S,H] of one dtype and slots fit int32."""
     _check_rank("k_pages", k_pages, "[P,K,S,H]")
     _check_dtype("k_pages", k_pages, PAGE_DTYPES)
     _check_shape("v_pages", v_pages, tuple(k_pages.shape), "[P,K,S,H]")
@@ -184,22 +235,9 @@ def _check_scales(k_scale: jax.Array | None, v_scale: jax.Array | None, k_pages:
             _check_shape(name, scale, shape, letters)
 
 
-def attention_case(
-    op: str,
-    device: DeviceLimits,
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    page_table: jax.Array,
-    query_start: jax.Array | None,
-    kv_len: jax.Array,
-    options: AttentionOptions,
-) -> Case:
-    """Check an attention call and describe it.
-
-    Raises:
-        ValueError: naming the argument at fault and what is allowed.
-    """
+def attention_case(op: str, arrays: AttentionArrays, options: AttentionOptions) -> Case:
+    """Return the `Case` of an attention call on the target device, or raise ValueError."""
+    q, k_pages, v_pages, page_table, query_start, kv_len = arrays
     _check_rank("q", q, "[T,N,H]" if op == "ragged" else "[R,N,H]")
     _check_dtype("q", q, QUERY_DTYPES)
     _check_pages(k_pages, v_pages)
@@ -232,7 +270,7 @@ def attention_case(
     options.check(num_heads, k_pages)
     return Case(
         op=op,
-        device=device,
+        device=target_device(),
         query_dtype=jnp.dtype(q.dtype),
         page_dtype=jnp.dtype(k_pages.dtype),
         T=tokens,
@@ -257,11 +295,7 @@ def kv_write_case(
     k_scale: jax.Array | None,
     v_scale: jax.Array | None,
 ) -> Case:
-    """Check a ``kv_write`` call and describe it.
-
-    Raises:
-        ValueError: naming the argument at fault and what is allowed.
-    """
+    """Return the `Case` of a ``kv_write`` call, or raise ValueError."""
     _check_pages(k_pages, v_pages)
     num_pages, num_kv_heads, page_size, head_dim = k_pages.shape
     _check_rank("k", k, "[T,K,H]")
@@ -295,11 +329,7 @@ def kv_write_case(
 def grouped_case(
     device: DeviceLimits, x: jax.Array, w: jax.Array, group_sizes: jax.Array
 ) -> GroupedCase:
-    """Check a ``grouped_matmul`` call and describe it.
-
-    Raises:
-        ValueError: naming the argument at fault and what is allowed.
-    """
+    """Return the `GroupedCase` of a ``grouped_matmul`` call, or raise ValueError."""
     _check_rank("x", x, "[A,D]")
     _check_dtype("x", x, QUERY_DTYPES)
     _check_rank("w", w, "[E,D,F]")
@@ -323,18 +353,18 @@ def check_page_table(
     page_size: int,
     query_start: np.ndarray | None = None,
 ) -> None:
-    """Check on the host that every page a row will read exists. For debug mode: numpy, no device.
+    """Check that every page that a row will read exists. Runs on the host in NumPy, for debug mode.
 
     Args:
-        page_table: i32[R, M] page ids; entries past a row's pages are not checked.
+        page_table: i32[R, M] page ids. Entries after the last page of a row are ignored.
         kv_len: i32[R] positions per row.
         num_pages: P.
         page_size: S.
-        query_start: i32[R+1], which must start at 0, never fall, and give no row more queries than
-            it has positions; or None.
+        query_start: i32[R+1] or None. It must start at 0, never decrease, and give no row more
+            queries than positions.
 
     Raises:
-        ValueError: naming the first row at fault.
+        ValueError: names the first wrong row.
     """
     table, lengths = np.asarray(page_table), np.asarray(kv_len)
     rows, pages_per_row = table.shape

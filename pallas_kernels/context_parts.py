@@ -1,52 +1,63 @@
-"""Attention over a part of each row's positions, and the sum of parts: for caches over devices.
+"""Attention over a part of the positions of each row, for caches that are sharded over devices.
 
-Positions are dealt like cards: part p of n has the positions p, p + n, p + 2n and so on, and the
-pages of a part hold those alone, S of them a page, where a page of all parts holds S * n. What a
-part gives is not divided yet: values weighted and summed, the greatest score, the sum of weights.
-From those of all parts the result follows exactly (Flash-Decoding, Dao et al. 2023; Ring Attention,
-Liu et al. 2023, has the same sum).
+Positions are dealt round-robin: part p of n holds the positions p, p + n, p + 2n and so on. A page
+of a part holds S of its positions, which span S * n positions of the row. A part returns an
+unnormalized result: the weighted sum of the values, the greatest score and the sum of the weights.
+The exact result follows from the results of all parts (Flash-Decoding, Dao et al. 2023; Ring
+Attention, Liu et al. 2023, has the same sum).
 
-In plain JAX on every platform: causal masks of the other kernels know no positions left out.
-Queries of a row go in tiles of as many positions, whose first is a multiple of that, and keys in
-chunks counted from position 0. So a query stands in one place of its tile whatever else a step
-computes, and every sum has one order.
+The code is plain JAX on every platform, because the causal masks of the other kernels have no gaps
+between positions. The queries of a row are cut into tiles that begin at multiples of the tile size,
+and the keys into chunks that are counted from position 0. So the order of every sum is independent
+of the other rows and of where a prompt was cut.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.arguments import AttentionOptions, attention_case
-from pallas_kernels.devices import target_device
+from pallas_kernels.arguments import (
+    NO_OPTIONS,
+    AttentionArrays,
+    AttentionOptions,
+    attention_case,
+)
 from pallas_kernels.xla import LOWEST, PageRows, capped, gather_chunks, page_rows
 
 QUERIES, CHUNK_TOKENS = 8, 128
 """Positions of a tile of queries, and positions of a part in a chunk of keys."""
 
 
-class Positions(NamedTuple):
-    """The positions that a part has: `first`, i32[], and from there every `stride`-th."""
+@partial(jax.tree_util.register_dataclass, data_fields=["first"], meta_fields=["stride"])
+@dataclasses.dataclass(frozen=True, eq=False)
+class PartPositions:
+    """The positions of a part of the cache: `first`, i32[], and every `stride`-th one after it.
+
+    `stride` is the number of parts.
+    """
 
     first: jax.Array
     stride: int
 
     def count_below(self, position: jax.Array) -> jax.Array:
-        """Return how many of them lie below a position."""
+        """Return the number of positions of the part that lie below `position`."""
         return jnp.maximum(position - self.first + self.stride - 1, 0) // self.stride
 
 
-class Rows(NamedTuple):
-    """Rows of queries: where their tokens begin, and how many positions each has."""
+class QueryRows(NamedTuple):
+    """Rows of a step: where their tokens start, and their numbers of positions."""
 
     query_start: jax.Array  # i32[R + 1]
     kv_len: jax.Array  # i32[R]
 
     def tiles(self) -> tuple[jax.Array, jax.Array]:
-        """Return i32[R] each: the position of a row's first query, and its number of tiles."""
+        """Return the position of each row's first query, and its number of tiles: i32[R] each."""
         lengths = self.query_start[1:] - self.query_start[:-1]
         first = self.kv_len - lengths
         count = (self.kv_len - 1) // QUERIES - first // QUERIES + 1
@@ -60,57 +71,51 @@ def attention_of_part(
     page_table: jax.Array,
     query_start: jax.Array,
     kv_len: jax.Array,
-    first: jax.Array,
-    *,
-    stride: int,
-    scale: float | None = None,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    k_scale: jax.Array | None = None,
-    v_scale: jax.Array | None = None,
+    positions: PartPositions,
+    options: AttentionOptions = NO_OPTIONS,
 ) -> jax.Array:
-    """Compute ``ragged_paged_attention`` over some of each row's positions.
+    """Compute causal attention over the positions of one part, without the final division.
 
     Args:
-        q: [T,N,H]; queries are the last of all of a row's positions, of this part or not.
-        k_pages, v_pages: [P,K,S,H]: positions of the part alone.
-        kv_len: i32[R] positions per row, of all parts.
-        first: i32[], first position of the part, which has every `stride`-th from there.
-        stride: how many parts there are.
-        Others as in ``ragged_paged_attention``; sinks join in ``merge_parts``.
+        q: [T,N,H] queries. They are the last positions of each row, whether the part has them or
+            not.
+        k_pages, v_pages: [P,K,S,H] keys and values of the part.
+        kv_len: i32[R] positions per row, in all parts together.
+        positions: the positions of the part.
+        options: as in ``ragged_paged_attention``, without sinks, which `merge_parts` adds.
+        Others: as in ``ragged_paged_attention``.
 
     Returns:
-        [T,N,H+2] in float32, or float64 for float64: the weighted sum of values, the greatest
-        score, and the sum of weights, which are relative to that score. Zeros for padding.
+        [T,N,H+2] in float32 (float64 for float64): the weighted sum of the values, the greatest
+        score, and the sum of the weights relative to that score. Zeros for padding.
 
     Raises:
-        ValueError: naming the argument at fault and what is allowed.
+        ValueError: names the wrong argument and the allowed values.
     """
-    options = AttentionOptions(scale, window, soft_cap, None, k_scale, v_scale)
-    arrays = (q, k_pages, v_pages, page_table, query_start, kv_len)
-    attention_case("ragged", target_device(), *arrays, options)
+    arrays = AttentionArrays(q, k_pages, v_pages, page_table, query_start, kv_len)
+    attention_case("ragged", arrays, options)
     (T, N, H), K, exact = q.shape, k_pages.shape[1], jnp.promote_types(q.dtype, jnp.float32)
     pages = max(1, CHUNK_TOKENS // k_pages.shape[2])
-    cache = page_rows(k_pages, v_pages, page_table, pages, options)
+    cache = page_rows(arrays, pages, options)
     grouped = q.reshape(T, K, N // K, H).astype(exact) * options.score_scale(H)
+    k_scale, v_scale = options.k_scale, options.v_scale
     if k_scale is not None and k_scale.ndim == 1:
         grouped *= k_scale[:, None, None].astype(exact)
-    positions = Positions(first, stride)
-    found = _all_tiles(grouped, cache, Rows(query_start, kv_len), positions, options)
+    result = _all_tiles(grouped, cache, QueryRows(query_start, kv_len), positions, options)
     if v_scale is not None and v_scale.ndim == 1:
-        found = found.at[..., :H].multiply(v_scale[:, None, None].astype(exact))
-    return found.reshape(T, N, H + 2)
+        result = result.at[..., :H].multiply(v_scale[:, None, None].astype(exact))
+    return result.reshape(T, N, H + 2)
 
 
 def merge_parts(parts: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
-    """Compute attention over all positions from what every part of them gave.
+    """Combine the results of `attention_of_part` of all parts into attention over all positions.
 
     Args:
-        parts: [n,T,N,H+2], of ``attention_of_part``.
-        sinks: [N] logits that join the softmax's denominator.
+        parts: [n,T,N,H+2], the results of the n parts.
+        sinks: [N] logits that are added to the denominator of the softmax.
 
     Returns:
-        [T,N,H], of the dtype of the parts.
+        [T,N,H], of the dtype of `parts`.
     """
     sums, tops, totals = parts[..., :-2], parts[..., -2], parts[..., -1]
     top = tops.max(axis=0)
@@ -124,9 +129,13 @@ def merge_parts(parts: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
 
 
 def _all_tiles(
-    q: jax.Array, cache: PageRows, rows: Rows, positions: Positions, options: AttentionOptions
+    q: jax.Array,
+    cache: PageRows,
+    rows: QueryRows,
+    positions: PartPositions,
+    options: AttentionOptions,
 ) -> jax.Array:
-    """Compute all queries [T,K,G,H], scaled; as [T,K,G,H+2]."""
+    """Compute attention of all scaled queries [T,K,G,H], tile by tile. Return [T,K,G,H+2]."""
     T, K, G, H = q.shape
     first, count = rows.tiles()
     end = jnp.cumsum(count)
@@ -134,20 +143,20 @@ def _all_tiles(
     q = jnp.pad(q, around)
 
     def tile_body(tile: jax.Array, out: jax.Array) -> jax.Array:
-        """Write the queries of a tile that are its row's to `out` [T + 2 * QUERIES, K, G, H+2]."""
+        """Write the queries of a tile to `out` [T + 2 * QUERIES, K, G, H+2], except padding."""
         row = (end <= tile).sum()
         start = (first[row] // QUERIES + tile - (end[row] - count[row])) * QUERIES
         position = start + jnp.arange(QUERIES)
-        own = (position >= first[row]) & (position < rows.kv_len[row])
-        # What the row's own queries do not see may be another request's NaN.
+        is_query = (position >= first[row]) & (position < rows.kv_len[row])
+        # PartPositions outside the row could see NaN of another request.
         position = jnp.clip(position, first[row], rows.kv_len[row] - 1)
         place = rows.query_start[row] + start - first[row] + QUERIES
         here = lax.dynamic_slice_in_dim(q, place, QUERIES)
         table = lax.dynamic_index_in_dim(cache.page_table, row)
-        found = _tile(here, cache._replace(page_table=table), position, positions, options)
+        result = _tile(here, cache._replace(page_table=table), position, positions, options)
         before = lax.dynamic_slice_in_dim(out, place, QUERIES)
-        found = jnp.where(own[:, None, None, None], found, before)
-        return lax.dynamic_update_slice_in_dim(out, found, place, 0)
+        result = jnp.where(is_query[:, None, None, None], result, before)
+        return lax.dynamic_update_slice_in_dim(out, result, place, 0)
 
     none = jnp.zeros((T + 2 * QUERIES, K, G, H + 2), q.dtype)
     return lax.fori_loop(0, end[-1], tile_body, none)[QUERIES:-QUERIES]
@@ -157,10 +166,21 @@ def _tile(
     q: jax.Array,
     cache: PageRows,
     position: jax.Array,
-    positions: Positions,
+    positions: PartPositions,
     options: AttentionOptions,
 ) -> jax.Array:
-    """Compute a tile's queries [QUERIES,K,G,H], at some positions, over the pages of one row."""
+    """Compute attention of a tile of queries over the pages of one row.
+
+    Args:
+        q: [QUERIES,K,G,H], scaled.
+        cache: pages, and the one row of the page table.
+        position: i32[QUERIES] positions of the queries.
+        positions: the positions of the part.
+        options: of the call.
+
+    Returns:
+        [QUERIES,K,G,H+2], as in `attention_of_part`.
+    """
     (Q, K, G, H), S = q.shape, cache.shape[1]
     pages = max(1, CHUNK_TOKENS // S)
     C = pages * S
@@ -176,7 +196,7 @@ def _tile(
         k, v = (part[0] for part in gather_chunks(cache, page, q.dtype))
         key = positions.first + (chunk * C + jnp.arange(C)) * positions.stride
         seen = (key <= position[:, None]) & (key >= oldest[:, None])
-        # A product with zero does not remove a NaN that lies where nothing was written.
+        # Zero times NaN is NaN, so unwritten values are replaced before the product.
         v = jnp.where(seen.any(axis=0)[:, None], v, 0)
         scores = jnp.einsum("kqh,kch->kqc", operand, k, precision=lax.Precision.HIGHEST)
         scores = capped(scores, options.soft_cap).reshape(K, G, Q, C)
@@ -195,5 +215,5 @@ def _tile(
     carry = (jnp.zeros_like(operand), *empty)
     sums, top, total = lax.fori_loop(begin, stop, chunk_body, carry)
     sums = sums.reshape(K, G, Q, H)
-    found = jnp.concatenate([sums, top[..., None], total[..., None]], axis=-1)
-    return found.transpose(2, 0, 1, 3)
+    result = jnp.concatenate([sums, top[..., None], total[..., None]], axis=-1)
+    return result.transpose(2, 0, 1, 3)

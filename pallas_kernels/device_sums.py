@@ -1,6 +1,6 @@
-"""Sums over the devices of a mesh, by XLA or by the kernel for Hopper.
+"""Sums over the devices of a mesh, by XLA or by a kernel for Hopper.
 
-Called where the devices' parts are mapped (`jax.shard_map`), over the mesh's only axis.
+The functions are called inside `jax.shard_map`, over the only axis of the mesh.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from pallas_kernels.norm_arguments import NormOptions
 from pallas_kernels.ops import add_norm
 
 OLDEST_JAX = (0, 11, 2)
-"""Launches a barrier over the devices ahead of a kernel that reads other devices' memory."""
+"""From this version on, XLA launches a barrier over the devices before the kernel."""
 MOST_DEVICES = 8
 MOST_LINK_BYTES = 8 << 20
-"""What a device may read of the others: at 450 GB/s 19 us, as long as NCCL takes for few bytes by
-others' figures. Predicted, not timed; a ring moves less where there are more rows."""
+"""Most bytes that a device reads of the others: 19 us at 450 GB/s, the time of a small NCCL sum by
+published figures. Predicted, not timed. For more rows, a ring moves less."""
 WIDTHS = 128
 
 _kernel = deferred("pallas_kernels.gpu.hopper_all_reduce", "sum_over_devices")
 
 
 def device_sum_limit(device: DeviceLimits, rows: int, width: int, devices: int) -> str | None:
-    """Return the reason why the kernel cannot sum [rows, width]; None when it can."""
+    """Return why the Hopper kernel cannot sum [rows, width] over `devices`, or None if it can."""
     if not device.has_wgmma:
         return f"it needs capability 9.0 and the device is {device}"
     if jax.__version_info__ < OLDEST_JAX:
@@ -44,7 +44,7 @@ def device_sum_limit(device: DeviceLimits, rows: int, width: int, devices: int) 
 
 
 def sum_in_order(parts: jax.Array) -> jax.Array:
-    """Sum parts [devices, ...] one after another: the specification."""
+    """Sum `parts` [devices, ...] in the order of the devices, as the Hopper kernel must."""
     first, *others = parts
     return functools.reduce(jnp.add, others, first)
 
@@ -54,15 +54,16 @@ def _has_kernel(rows: int, width: int, axis: str) -> bool:
 
 
 def sum_over_devices(x: jax.Array, axis: str) -> jax.Array:
-    """Sum over the devices of an axis, in their order, so that each gets the same bits.
+    """Sum x over the devices of an axis. Every device gets the same bits.
 
-    Where the kernel cannot, XLA sums, in an order of its own.
+    The Hopper kernel adds in the order of the devices. If it cannot run, XLA adds in its own order.
 
     Args:
-        x: [..., D], each device's part; bfloat16, float16, float32 or float64.
+        x: [..., D], the part of this device. Bfloat16, float16, float32 or float64.
+        axis: name of the mesh axis.
 
     Returns:
-        [..., D] of x's dtype; the kernel sums in float32.
+        [..., D] of x's dtype. The kernel sums in float32.
     """
     rows, width = x.size // x.shape[-1], x.shape[-1]
     if x.dtype.itemsize > 4 or not _has_kernel(rows, width, axis):
@@ -78,32 +79,29 @@ def add_norm_over_devices(
     delta_scale: jax.Array | None = None,
     *,
     axis: str,
-    eps: float,
-    offset: float = 0.0,
-    rounds_last: bool = False,
-    factor: float = 1.0,
+    options: NormOptions,
     implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
-    """Sum a block's result over devices, then compute ``add_norm``, in one launch on Hopper.
+    """Sum the result of a layer's block over devices, then compute ``add_norm``.
+
+    On Hopper one launch does both.
 
     Args:
-        x: [T,D] the residual stream, the same on each device; bfloat16, float16 or float32.
-        delta: [parts,T,D] float32, whose sum over parts and devices is added; it may have more
+        x: [T,D] the residual stream, equal on all devices. Bfloat16, float16 or float32.
+        delta: [parts,T,D] float32. Its sum over parts and devices is added to x. It may have more
             rows than x.
-        scale, delta_scale, eps, offset, rounds_last, factor: as in ``add_norm``.
-        axis: of the devices.
-        implementation: of ``add_norm`` where the kernel for Hopper cannot compute all.
+        scale, delta_scale, options: as in ``add_norm``.
+        axis: name of the mesh axis.
+        implementation: of ``add_norm``, if the Hopper kernel cannot run.
 
     Returns:
         The sum and its norm, [T,D] of x's dtype.
 
     Raises:
-        ValueError: naming the argument at fault and what is allowed.
+        ValueError: names the wrong argument and the allowed values.
     """
-    own = delta.sum(axis=0)[: len(x)]
+    part = delta.sum(axis=0)[: len(x)]
     if _has_kernel(x.shape[0], x.shape[1], axis):
-        options = NormOptions(eps, offset, rounds_last, factor)
-        return _kernel(own, axis, x, scale, delta_scale, options)
-    total = lax.psum(own, axis)[None]
-    named = {"eps": eps, "offset": offset, "rounds_last": rounds_last, "factor": factor}
-    return add_norm(x, total, scale, delta_scale, **named, implementation=implementation)
+        return _kernel(part, axis, x, scale, delta_scale, options)
+    total = lax.psum(part, axis)[None]
+    return add_norm(x, total, scale, delta_scale, options=options, implementation=implementation)

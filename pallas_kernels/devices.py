@@ -1,8 +1,9 @@
-"""Limits of the device that code is compiled for, and one table of NVIDIA's cards.
+"""Limits of the device that code is compiled for, and a table of NVIDIA's cards.
 
-Everything that depends on a card is decided by `DeviceLimits`: from the driver where there is a
-card, from this table where code is compiled or planned for another one. The numbers are NVIDIA's
-(CUDA C++ programming guide, "Technical specifications per compute capability"; data sheets).
+`DeviceLimits` decides everything that depends on a card. It comes from the driver if the card is
+present, and from this table if code is compiled or planned for an absent card. The numbers are
+NVIDIA's (CUDA C++ programming guide, "Technical specifications per compute capability"; data
+sheets).
 """
 
 from __future__ import annotations
@@ -32,20 +33,20 @@ SHARED_MEMORY: dict[Capability, int] = {
     (12, 0): 99 * KIB,
     (12, 1): 99 * KIB,
 }
-"""Bytes of shared memory that one block may take, by compute capability."""
+"""Bytes of shared memory that one thread block can use, by compute capability."""
 SMALLEST_SHARED_MEMORY = 99 * KIB
-"""For a capability that the table does not have: what every card from 8.0 on has."""
+"""For a capability outside the table: every card from 8.0 on has as much."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DeviceLimits:
-    """The limits of a device, as far as compiled code depends on them.
+    """Properties of a device that compiled code depends on.
 
     Attributes:
-        platform: "gpu" (NVIDIA's alone), "cpu" or another name of XLA's.
-        kind: the device's name as its driver gives it.
-        capability: compute capability; (0, 0) where the device is no NVIDIA card.
-        num_sms: streaming multiprocessors; 0 likewise.
+        platform: "gpu" (NVIDIA only), "cpu" or another platform name of XLA.
+        kind: the device's name, as the driver reports it.
+        capability: compute capability. (0, 0) if the device is not an NVIDIA card.
+        num_sms: number of streaming multiprocessors. 0 if the device is not an NVIDIA card.
     """
 
     platform: str
@@ -60,50 +61,50 @@ class DeviceLimits:
 
     @property
     def shared_memory(self) -> int:
-        """Bytes of shared memory that one block may take."""
+        """Bytes of shared memory that one thread block can use."""
         return SHARED_MEMORY.get(self.capability, SMALLEST_SHARED_MEMORY)
 
     @property
     def runs_triton(self) -> bool:
-        """Whether Triton compiles for it.
+        """Whether Triton compiles for this device.
 
-        XLA's has dropped everything before Ampere, and Pallas refuses names of newer cards that do
-        not begin so: Orin, and slices of a card that a hypervisor calls GRID.
+        XLA's Triton needs Ampere or newer. Pallas also refuses newer cards whose name does not
+        begin with "NVIDIA": Orin, and slices of a card that a hypervisor calls GRID.
         """
         return self.capability >= (8, 0) and self.kind.startswith("NVIDIA")
 
     @property
     def has_bfloat16(self) -> bool:
-        """Whether products of bfloat16 are native; elsewhere XLA widens every weight first."""
+        """Whether the device multiplies bfloat16. If not, XLA converts every weight first."""
         return not self.is_gpu or self.capability >= (8, 0)
 
     @property
     def widens_one_row(self) -> bool:
-        """Whether XLA widens a whole 16-bit weight for a product of one row, but not of two."""
+        """Whether XLA converts a whole 16-bit weight for a product of one row (not of two)."""
         return self.is_gpu and self.capability < (8, 0)
 
     @property
     def widens_fp8(self) -> bool:
-        """Whether Triton widens float8_e4m3fn with the card's own instructions."""
+        """Whether Triton converts float8_e4m3fn to wider dtypes with an instruction of the card."""
         return self.capability >= (8, 9)
 
     @property
     def rounds_to_fp8(self) -> bool:
-        """Whether Triton rounds float32 to float8_e4m3fn once, with the card's own instruction.
+        """Whether Triton rounds float32 to float8_e4m3fn once, with an instruction of the card.
 
-        On 8.9 it rounds to float16 first, towards zero: a number little above the middle of two
-        codes gets the lower one.
+        On 8.9 it first rounds to float16, towards zero. A number slightly above the midpoint of two
+        codes then gets the lower one.
         """
         return self.capability >= (9, 0)
 
     @property
     def has_wgmma(self) -> bool:
-        """Whether products of warpgroups run: on Hopper alone, neither before nor after."""
+        """Whether the device has the warpgroup products of Hopper. Only capability 9.0 has them."""
         return self.capability == (9, 0)
 
     @property
     def shares_host_memory(self) -> bool:
-        """Whether the card has no memory of its own: Xavier, Orin, Thor and GB10 (DGX Spark)."""
+        """Whether the card uses the host's memory: Xavier, Orin, Thor and GB10 (DGX Spark)."""
         return self.capability in ((7, 2), (8, 7), (11, 0), (12, 1))
 
     def __str__(self) -> str:
@@ -114,14 +115,14 @@ class DeviceLimits:
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """A card that people own, for plans and for compiling without it.
+    """A card of the table, for plans and for compiling without the card.
 
     Attributes:
-        name: as its driver gives it.
+        name: as the driver reports it.
         capability: compute capability.
-        num_sms: streaming multiprocessors.
-        memory: bytes that CUDA reports in all.
-        bandwidth: bytes a second of its memory, by the data sheet.
+        num_sms: number of streaming multiprocessors.
+        memory: total bytes that CUDA reports.
+        bandwidth: memory bandwidth in bytes per second, from the data sheet.
     """
 
     name: str
@@ -132,7 +133,7 @@ class Card:
 
     @property
     def limits(self) -> DeviceLimits:
-        """The card's limits."""
+        """The `DeviceLimits` of this card."""
         return DeviceLimits("gpu", self.name, self.capability, self.num_sms)
 
 
@@ -198,7 +199,7 @@ CARDS = (
     _card("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", (12, 0), 188, 94.9, 1792),
     _card("NVIDIA GB10", (12, 1), 48, 119.0, 273),
 )
-"""The commonest variant of a name comes first: `find_card` takes it."""
+"""The commonest variant of a name comes first, because `find_card` returns the first match."""
 
 _ALIASES = {"spark": "gb10", "dgx": "", "rtx pro 6000": "rtx pro 6000 blackwell"}
 _BRANDS = {"nvidia", "geforce", "tesla", "quadro", "generation", "edition", "jetson", "agx", ""}
@@ -213,21 +214,21 @@ def _words(name: str) -> set[str]:
 
 
 def find_card(name: str) -> Card:
-    """Find a card by its name, whole or in part: "RTX 4090", "NVIDIA H100", "t4".
+    """Find a card in the table by its name or a part of it: "RTX 4090", "NVIDIA H100", "t4".
 
     Raises:
-        ValueError: there is none, with those that there are.
+        ValueError: the table has no such card. The message lists its cards.
     """
     lower = " ".join(name.lower().split())
     mig = _MIG.search(lower)
     words = _words(_MIG.sub("", lower))
-    # Of equals the first: its name has nothing beside the words, or is the commonest.
-    found = [card for card in CARDS if words and words <= _words(card.name.lower())]
-    exact = [card for card in found if words == _words(card.name.lower())]
-    if not found:
+    # If several names match, the first one is the commonest variant.
+    matches = [card for card in CARDS if words and words <= _words(card.name.lower())]
+    exact = [card for card in matches if words == _words(card.name.lower())]
+    if not matches:
         names = ", ".join(card.name.removeprefix("NVIDIA ") for card in CARDS)
         raise ValueError(f"there is no card {name!r} in the table; it has: {names}")
-    card = (exact or found)[0]
+    card = (exact or matches)[0]
     if mig is None:
         return card
     share = int(mig["share"])
@@ -241,10 +242,10 @@ def find_card(name: str) -> Card:
 
 
 def limits_of(device: Any) -> DeviceLimits:
-    """Return the limits of a device of JAX's, real or abstract.
+    """Return the limits of a JAX device, real or abstract.
 
     Raises:
-        ValueError: it is an abstract GPU whose name the table does not have.
+        ValueError: the device is an abstract GPU whose name is not in the table.
     """
     platform, kind = device.platform, device.device_kind
     if platform not in ("gpu", "cuda"):
@@ -255,18 +256,18 @@ def limits_of(device: Any) -> DeviceLimits:
         sms = getattr(device, "num_cores", None) or limits.num_sms
         return dataclasses.replace(limits, num_sms=int(sms))
     major, _, minor = str(reported).partition(".")
-    if not major.isdecimal():  # AMD's: "gfx942"
+    if not major.isdecimal():  # an AMD device, such as "gfx942"
         return DeviceLimits("rocm", kind)
     sms = getattr(device, "core_count", 0)
     return DeviceLimits("gpu", kind, (int(major), int(minor or 0)), int(sms))
 
 
 def target_device() -> DeviceLimits:
-    """Return the limits of the device being compiled for.
+    """Return the limits of the device that code is being compiled for.
 
-    An abstract device in the current mesh wins (that is how code is compiled for a GPU on a machine
-    without one), then ``jax.default_device``, then the default backend. The abstract device of a
-    mesh of real ones has their name; the driver says the rest, of cards without a table too.
+    An abstract device of the current mesh comes first: this is how code is compiled for an absent
+    GPU. ``jax.default_device`` is next, then the default backend. If a real device has the name of
+    the abstract one, its driver supplies the limits, so cards outside the table work too.
     """
     device: Any = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if device is not None:

@@ -1,7 +1,7 @@
-"""Conversion of float8_e4m3fn by integers, for compilers and cards that have none of their own.
+"""Conversion of float8_e4m3fn by integer operations, for cards without such instructions.
 
-Both directions are exact: equal to a cast for every code and for every float32, NaN and the signs
-of zeros among them. Nothing here depends on whether float32 subnormals are flushed to zero.
+Both directions are exact: equal to a cast for every code and for every float32, including NaN and
+signed zeros. The results do not depend on whether float32 subnormals are flushed to zero.
 """
 
 from __future__ import annotations
@@ -28,35 +28,36 @@ def _left(bits: jax.Array, count: int) -> jax.Array:
 
 
 def small_halves(bits: jax.Array, nan: bool) -> jax.Array:
-    """Convert codes, uint8, to float16 that are 256 times smaller than the numbers.
+    """Convert uint8 codes of float8_e4m3fn to float16 numbers, divided by 256.
 
-    Shifted into place, exponent and mantissa are those of such a float16, for zero and subnormal
-    numbers too.
+    After a shift, exponent and mantissa of a code are exponent and mantissa of that float16, also
+    for zero and subnormal numbers.
 
     Args:
         bits: the codes.
-        nan: keep NaN; without it its codes become 480 / 256.
+        nan: keep NaN. Without it, codes of NaN become 480 / 256.
     """
     wide = bits.astype(jnp.int32)
     number = _left(_and(wide, NUMBER), 7)
     if nan:
-        # NaN's code alone carries into the highest bit of the exponent, which makes it a NaN here.
+        # Only the code of NaN carries into the highest bit of the exponent, which makes the float16
+        # a NaN.
         number = lax.bitwise_or(number, _and(number + (1 << 7), 0x4000))
     half = lax.bitwise_or(_left(_and(wide, SIGN), 8), number).astype(jnp.uint16)
     return lax.bitcast_convert_type(half, jnp.float16)
 
 
 def widen(bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Convert codes, uint8, to numbers of a float dtype of at least 16 bits."""
+    """Convert uint8 codes of float8_e4m3fn to a float dtype of at least 16 bits."""
     if dtype == jnp.float16:
         return small_halves(bits, nan=True) * jnp.float16(256)
     return (small_halves(bits, nan=True).astype(jnp.float32) * 256).astype(dtype)
 
 
 def narrow(x: jax.Array) -> jax.Array:
-    """Round float32 to the nearest code, uint8, ties to even; beyond 448 it is that of 448.
+    """Round float32 numbers to the nearest uint8 codes of float8_e4m3fn, ties to even.
 
-    Equal to a cast of `clip(x, -448, 448)`; a NaN stays one.
+    Numbers beyond 448 become 448 and NaN stays NaN, as in a cast of `clip(x, -448, 448)`.
     """
     bits = lax.bitcast_convert_type(x, jnp.int32)
     size = _and(bits, 0x7FFFFFFF)
@@ -64,7 +65,7 @@ def narrow(x: jax.Array) -> jax.Array:
     even = _and(_right(size, 20), 1)
     code = _right(size + (0x7FFFF + even), 20) - (120 << 3)
     code = jnp.minimum(code, jnp.full_like(code, LARGEST))
-    # Subnormal codes count units of 2^-9, which is the distance of float32 numbers from 2^14 on.
+    # Subnormal codes count units of 2^-9, the spacing of float32 numbers from 2^14 on.
     base = jnp.full_like(x, 2.0**14)
     unit = lax.bitcast_convert_type(jnp.abs(x) + base, jnp.int32)
     unit = unit - lax.bitcast_convert_type(base, jnp.int32)

@@ -1,14 +1,16 @@
-"""Choice of the implementation that runs: one table of preferences and one of limits.
+"""Choice of the implementation of an operation: a table of modules, and their limits.
 
-``implementation="auto"`` takes the first name in ``PREFERENCE`` whose limits admit the call. A name
-that the caller gives is used or refused with the reason; it never falls through to another one.
+``implementation="auto"`` selects the first name in ``KERNELS`` whose limits admit the call. If
+the caller gives a name, that implementation runs, or a ValueError states why it cannot.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.util import find_spec
+from types import MappingProxyType
 from typing import Any
 
 from pallas_kernels.arguments import FP8, FP8_BITS, INT8, Case, GroupedCase
@@ -19,66 +21,108 @@ from pallas_kernels.product_arguments import ProductCase
 IMPLEMENTATIONS = ("auto", "mosaic_gpu", "triton", "triton_interpret", "llvm", "xla")
 """Names accepted everywhere. "triton_interpret" runs the Triton kernels on any device, slowly."""
 
-PREFERENCE: dict[tuple[str, str], tuple[str, ...]] = {
-    # (operation, platform) -> what "auto" tries, best first.
-    ("ragged", "gpu"): ("mosaic_gpu", "triton", "xla"),
-    ("decode", "gpu"): ("triton", "xla"),
-    ("kv_write", "gpu"): ("triton", "xla"),
-    ("grouped_matmul", "gpu"): ("triton", "xla"),
-    ("add_norm", "gpu"): ("triton", "xla"),
-    ("rope_kv_write", "gpu"): ("triton", "xla"),
-    ("matmul_in_parts", "gpu"): ("triton", "xla"),
-    ("gated_matmul", "gpu"): ("triton", "xla"),
-    ("greatest", "gpu"): ("triton", "xla"),
-    ("ragged", "cpu"): ("llvm", "xla"),
-    ("decode", "cpu"): ("llvm", "xla"),
-    ("add_norm", "cpu"): ("llvm", "xla"),
-    ("rope_kv_write", "cpu"): ("llvm", "xla"),
-}
-FALLBACK = ("xla",)
-"""Implementations that "auto" tries on every other platform."""
+KERNELS: Mapping[tuple[str, str], Mapping[str, str]] = MappingProxyType(
+    {
+        # (operation, platform) -> module of each implementation, in the order "auto" tries them
+        ("ragged", "cpu"): {"llvm": "cpu.attention", "xla": "xla"},
+        ("ragged", "gpu"): {
+            "mosaic_gpu": "gpu.hopper_ragged",
+            "triton": "gpu.triton_ragged",
+            "xla": "gpu.xla_attention",
+        },
+        ("decode", "cpu"): {"llvm": "cpu.attention", "xla": "xla"},
+        ("decode", "gpu"): {"triton": "gpu.triton_decode", "xla": "gpu.xla_attention"},
+        ("kv_write", "cpu"): {"xla": "xla"},
+        ("kv_write", "gpu"): {"triton": "gpu.triton_kv_write", "xla": "xla"},
+        ("rope_kv_write", "cpu"): {"llvm": "cpu.rope_kv_write", "xla": "reference"},
+        ("rope_kv_write", "gpu"): {"triton": "gpu.triton_rope_kv_write", "xla": "reference"},
+        ("add_norm", "cpu"): {"llvm": "cpu.add_norm", "xla": "ops"},
+        ("add_norm", "gpu"): {"triton": "gpu.triton_add_norm", "xla": "ops"},
+        ("grouped_matmul", "cpu"): {"xla": "xla_grouped_matmul"},
+        ("grouped_matmul", "gpu"): {
+            "triton": "gpu.triton_grouped_matmul",
+            "xla": "xla_grouped_matmul",
+        },
+        ("matmul_in_parts", "cpu"): {"xla": "reference"},
+        ("matmul_in_parts", "gpu"): {"triton": "gpu.triton_few_rows", "xla": "reference"},
+        ("gated_matmul", "cpu"): {"xla": "reference"},
+        ("gated_matmul", "gpu"): {"triton": "gpu.triton_few_rows", "xla": "reference"},
+        ("greatest", "cpu"): {"xla": "reference"},
+        ("greatest", "gpu"): {"triton": "gpu.triton_greatest", "xla": "reference"},
+    }
+)
+FUNCTIONS = {"ragged": "ragged_paged_attention", "decode": "paged_decode_attention"}
+"""Names of the functions in these modules, if they differ from the name of the operation."""
 
 AnyCase = Case | GroupedCase | RowsCase | ProductCase
 
 KERNEL_PAGE_SIZES = (16, 32, 64, 128)
 LLVM_PAGE_SIZE = 256
 LLVM_WRITES = (
-    *((dtype, dtype) for dtype in ("bfloat16", "float32", "float64")),
-    *(("float32", "bfloat16"), ("bfloat16", "float32")),
+    ("bfloat16", "bfloat16"),
+    ("float32", "float32"),
+    ("float64", "float64"),
+    ("float32", "bfloat16"),
+    ("bfloat16", "float32"),
 )
-"""Dtypes of queries and pages that the CPU kernel of ``rope_kv_write`` knows."""
+"""Dtypes of queries and pages that the CPU kernel of ``rope_kv_write`` supports."""
 MAX_GROUP = 16
-MAX_NORM_WIDTH = 32768  # a program keeps a row in its registers
+MAX_NORM_WIDTH = 32768  # a program holds a row in registers
 MOST_ROWS, FEW_ROWS, FEW_OUTPUTS = 256, 64, 2048
-"""Rows beyond which XLA's products are the faster ones; with many outputs, in parts."""
+"""From more rows on, XLA's products are faster. FEW_ROWS applies to products in parts with many
+outputs."""
 TWO_GIB, FOUR_GIB = 2**31, 2**32
 
 
 def has_llvm() -> bool:
-    """Return whether the code being compiled can call the kernels for CPU."""
+    """Return whether code is being compiled for a CPU and llvmlite is installed."""
     return target_device().platform == "cpu" and find_spec("llvmlite") is not None
 
 
 def deferred(module: str, function: str, **options: bool) -> Callable[..., Any]:
-    """Return a stand-in for a function whose module is imported at the first call.
+    """Return a function that imports `module` at its first call and calls `function` of it.
 
-    Pallas takes 0.4 s to import, an eighth of a start on CPU, where no kernel of it runs; LLVM is
-    not needed on a GPU.
+    Importing Pallas takes 0.4 s, an eighth of a start on CPU, where its kernels never run. A GPU
+    does not need llvmlite.
 
     Args:
-        module: its full name.
-        function: the function's name in the module.
-        options: keywords that every call adds to its own.
+        module: full name of the module.
+        function: name of the function in the module.
+        options: keyword arguments that are added to every call.
     """
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return getattr(importlib.import_module(module), function)(*args, **kwargs, **options)
+    return partial(_run, module, function, **options)
 
-    return run
+
+def _run(module: str, function: str, *args: Any, **kwargs: Any) -> Any:
+    return getattr(importlib.import_module(module), function)(*args, **kwargs)
+
+
+def module_of(op: str, name: str, platform: str) -> str:
+    """Return the module of an implementation of an operation, such as "gpu.triton_ragged".
+
+    The Triton kernels run interpreted on every platform. An unknown platform runs what a CPU does.
+    """
+    if name.startswith("triton"):
+        return KERNELS[op, "gpu"]["triton"]
+    return KERNELS[op, "gpu" if platform == "gpu" else "cpu"][name]
+
+
+def kernel(op: str, name: str, platform: str) -> Callable[..., Any]:
+    """Return the function that implements an operation. Its module is imported at the first call.
+
+    Args:
+        op: name of the operation.
+        name: name of the implementation, as `choose` returns it.
+        platform: platform of the device.
+    """
+    options = {"interpret": True} if name == "triton_interpret" else {}
+    module = f"pallas_kernels.{module_of(op, name, platform)}"
+    return deferred(module, FUNCTIONS.get(op, op), **options)
 
 
 def device_limit(name: str, device: DeviceLimits) -> str | None:
-    """Return the reason why an implementation runs no call on a device; None when it runs some."""
+    """Return why an implementation cannot run on a device at all, or None if it can."""
     if name == "llvm" and device.platform != "cpu":
         return f"llvm needs a CPU and the platform is {device.platform}; allowed: triton or xla"
     if name not in ("triton", "mosaic_gpu"):
@@ -94,7 +138,7 @@ def device_limit(name: str, device: DeviceLimits) -> str | None:
 
 
 def _triton_limit(case: AnyCase) -> str | None:
-    """Return the reason why the Triton kernels cannot compute a call; None when they can."""
+    """Return why the Triton kernels cannot compute a call, or None if they can."""
     if isinstance(case, ProductCase):
         if case.dtype.itemsize != 2:
             return f"x has dtype {case.dtype}; allowed: bfloat16 or float16"
@@ -131,7 +175,7 @@ def _triton_limit(case: AnyCase) -> str | None:
 
 
 def _mosaic_limit(case: AnyCase) -> str | None:
-    """Return the reason why the Hopper kernel cannot compute a call; None when it can."""
+    """Return why the Hopper kernel cannot compute a call, or None if it can."""
     if not isinstance(case, Case) or case.op != "ragged":
         return f"there is no mosaic_gpu kernel for {case.op}; allowed: triton or xla"
     if case.S not in KERNEL_PAGE_SIZES:
@@ -149,7 +193,7 @@ def _mosaic_limit(case: AnyCase) -> str | None:
 
 
 def _llvm_limit(case: AnyCase) -> str | None:
-    """Return the reason why the CPU kernels cannot compute a call; None when they can."""
+    """Return why the CPU kernels cannot compute a call, or None if they can."""
     if case.op not in ("ragged", "decode", "add_norm", "rope_kv_write"):
         return f"there is no llvm kernel for {case.op}; allowed: xla"
     if find_spec("llvmlite") is None:
@@ -181,7 +225,7 @@ def _llvm_limit(case: AnyCase) -> str | None:
 
 
 def limit(name: str, case: AnyCase) -> str | None:
-    """Return the reason why implementation ``name`` cannot do ``case``; None when it can."""
+    """Return why the implementation `name` cannot compute the call `case`, or None if it can."""
     limits = {
         "llvm": _llvm_limit,
         "triton": _triton_limit,
@@ -194,14 +238,14 @@ def limit(name: str, case: AnyCase) -> str | None:
 
 
 def choose(requested: str, case: AnyCase) -> str:
-    """Return the implementation that will run ``case``.
+    """Return the name of the implementation that will run a call.
 
     Args:
         requested: "auto", or the name of an implementation.
-        case: the call.
+        case: shapes and dtypes of the call.
 
     Raises:
-        ValueError: ``requested`` is no name, or names an implementation that cannot do the case.
+        ValueError: `requested` is unknown, or names an implementation that cannot run the call.
     """
     if requested not in IMPLEMENTATIONS:
         raise ValueError(f"implementation is {requested!r}; allowed: {', '.join(IMPLEMENTATIONS)}")
@@ -210,12 +254,12 @@ def choose(requested: str, case: AnyCase) -> str:
         if reason is not None:
             raise ValueError(f"implementation {requested!r} cannot do this call: {reason}")
         return requested
-    names = PREFERENCE.get((case.op, case.platform), FALLBACK)
+    names = KERNELS.get((case.op, case.platform), ("xla",))
     return next(n for n in names if limit(n, case) is None and not _is_untimed(n, case))
 
 
 def _is_untimed(name: str, case: AnyCase) -> bool:
-    """Return whether it is the Hopper kernel, at a head size that it was not timed at."""
+    # The Hopper kernel was not timed at other head sizes.
     return name == "mosaic_gpu" and isinstance(case, Case) and case.H not in (64, 128)
 
 

@@ -1,4 +1,4 @@
-"""Arguments of ``add_norm``: their checks, made once while tracing."""
+"""Options of ``add_norm``, and checks of its arguments, which run while JAX traces the call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pallas_kernels.devices import DeviceLimits
 
 @dataclasses.dataclass(frozen=True)
 class RowsCase:
-    """A call of ``add_norm`` or ``greatest``: T rows of D numbers."""
+    """Shape and dtype of an ``add_norm`` or ``greatest`` call: T rows of D numbers."""
 
     op: str
     device: DeviceLimits
@@ -23,19 +23,19 @@ class RowsCase:
 
     @property
     def platform(self) -> str:
-        """The device's platform."""
         return self.device.platform
 
 
 @dataclasses.dataclass(frozen=True)
 class NormOptions:
-    """Options of an RMSNorm, and of a sum before it; static, not arrays.
+    """Static options of ``add_norm``: of its RMSNorms, and of the sum before them.
 
     Attributes:
-        eps: added to the mean of squares.
+        eps: added to the mean of the squares.
         offset: added to the scale.
-        rounds_last: round once, after the scale, as Gemma does; else before it and after it.
-        factor: of what is added, which is rounded after it.
+        rounds_last: round once, after the scale, as Gemma does. Otherwise round before and after
+            the scale.
+        factor: factor of the added array. The product is rounded.
     """
 
     eps: float
@@ -55,11 +55,7 @@ def norm_case(
     delta_scale: jax.Array | None,
     options: NormOptions,
 ) -> RowsCase:
-    """Check an ``add_norm`` call and describe it.
-
-    Raises:
-        ValueError: naming the argument at fault and what is allowed.
-    """
+    """Return the `RowsCase` of an ``add_norm`` call, or raise ValueError."""
     if x.ndim != 2 or 0 in x.shape:
         raise ValueError(f"x has shape {x.shape}; expected [T,D], both at least 1")
     if x.dtype not in QUERY_DTYPES:

@@ -1,89 +1,35 @@
-"""The public operations: check the arguments, choose an implementation, call it."""
+"""The public operations. Each checks its arguments, chooses an implementation and calls it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels import reference, xla, xla_grouped_matmul
+from pallas_kernels import reference, xla
 from pallas_kernels.arguments import (
-    ARRIVALS,
     INT8,
+    NO_OPTIONS,
+    AttentionArrays,
     AttentionOptions,
-    Case,
     attention_case,
     grouped_case,
     kv_write_case,
 )
 from pallas_kernels.devices import target_device
-from pallas_kernels.implementation import choose, deferred, limit
+from pallas_kernels.implementation import AnyCase, choose, deferred, kernel, limit
 from pallas_kernels.norm_arguments import NormOptions, RowsCase, norm_case
 from pallas_kernels.product_arguments import ACTIVATIONS, Activation, ProductCase, product_case
 from pallas_kernels.qkv_arguments import QkvOptions, check_qkv, qkv_case
 from pallas_kernels.row_ops import row_sums
 
 NO_QKV_OPTIONS = QkvOptions()
-RAGGED: Mapping[str, Callable[..., jax.Array]] = {
-    "mosaic_gpu": deferred("pallas_kernels.gpu.hopper_ragged", "ragged_paged_attention"),
-    "triton": deferred("pallas_kernels.gpu.triton_ragged", "ragged_paged_attention"),
-    "triton_interpret": deferred(
-        "pallas_kernels.gpu.triton_ragged", "ragged_paged_attention", interpret=True
-    ),
-    "llvm": deferred("pallas_kernels.cpu.attention", "ragged_paged_attention"),
-    "xla": xla.ragged_paged_attention,
-    "xla_gpu": deferred("pallas_kernels.gpu.xla_attention", "ragged_paged_attention"),
-}
-DECODE: Mapping[str, Callable[..., jax.Array]] = {
-    "triton": deferred("pallas_kernels.gpu.triton_decode", "paged_decode_attention"),
-    "triton_interpret": deferred(
-        "pallas_kernels.gpu.triton_decode", "paged_decode_attention", interpret=True
-    ),
-    "llvm": deferred("pallas_kernels.cpu.attention", "paged_decode_attention"),
-    "xla": xla.paged_decode_attention,
-    "xla_gpu": deferred("pallas_kernels.gpu.xla_attention", "paged_decode_attention"),
-}
-KV_WRITE: Mapping[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
-    "triton": deferred("pallas_kernels.gpu.triton_kv_write", "kv_write"),
-    "triton_interpret": deferred("pallas_kernels.gpu.triton_kv_write", "kv_write", interpret=True),
-    "xla": xla.kv_write,
-}
-GROUPED: Mapping[str, Callable[..., jax.Array]] = {
-    "triton": deferred("pallas_kernels.gpu.triton_grouped_matmul", "grouped_matmul"),
-    "triton_interpret": deferred(
-        "pallas_kernels.gpu.triton_grouped_matmul", "grouped_matmul", interpret=True
-    ),
-    "xla": xla_grouped_matmul.grouped_matmul,
-}
-ADD_NORM: Mapping[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
-    "triton": deferred("pallas_kernels.gpu.triton_add_norm", "add_norm"),
-    "triton_interpret": deferred("pallas_kernels.gpu.triton_add_norm", "add_norm", interpret=True),
-    "llvm": deferred("pallas_kernels.cpu.add_norm", "add_norm"),
-}
-ROPE_KV_WRITE: Mapping[str, Callable[..., tuple[jax.Array, ...]]] = {
-    "triton": deferred("pallas_kernels.gpu.triton_rope_kv_write", "rope_kv_write"),
-    "triton_interpret": deferred(
-        "pallas_kernels.gpu.triton_rope_kv_write", "rope_kv_write", interpret=True
-    ),
-    "llvm": deferred("pallas_kernels.cpu.rope_kv_write", "rope_kv_write"),
-}
-FEW_ROWS: Mapping[tuple[str, str], Callable[..., jax.Array]] = {
-    (op, name): deferred(
-        "pallas_kernels.gpu.triton_few_rows", op, interpret=name == "triton_interpret"
-    )
-    for op in ("matmul_in_parts", "gated_matmul")
-    for name in ("triton", "triton_interpret")
-}
-GREATEST: Mapping[str, Callable[..., jax.Array]] = {
-    "triton": deferred("pallas_kernels.gpu.triton_greatest", "greatest"),
-    "triton_interpret": deferred("pallas_kernels.gpu.triton_greatest", "greatest", interpret=True),
-    "xla": reference.greatest,
-}
 
-# On CPU only: products with weights in panels, and the machine code of kernels, to keep and to
-# restore.
+# Only on CPU: products with weights in panels, and functions that store and restore the machine
+# code of kernels.
 panel_product = deferred("pallas_kernels.cpu.product", "panel_product")
 block_product = deferred("pallas_kernels.cpu.block_product", "block_product")
 quantized_panel_product = deferred(
@@ -103,61 +49,38 @@ def ragged_paged_attention(
     page_table: jax.Array,
     query_start: jax.Array,
     kv_len: jax.Array,
+    options: AttentionOptions = NO_OPTIONS,
     *,
-    scale: float | None = None,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
-    k_scale: jax.Array | None = None,
-    v_scale: jax.Array | None = None,
-    arrivals: jax.Array | None = None,
     implementation: str = "auto",
 ) -> jax.Array:
-    """Compute causal attention of rows of any length over their pages of KV cache.
+    """Compute causal attention of rows of any length over their pages of the KV cache.
 
-    Row r owns the tokens ``query_start[r]:query_start[r+1]`` of q, and they are the last of its
-    ``kv_len[r]`` positions: query i of n is at position ``kv_len[r] - n + i`` and sees positions
-    up to its own. Keys and values of all positions, the queries' own included, are
-    already in the pages. Tokens at and after ``query_start[R]`` are padding. Padding, and queries
-    that see nothing, yield zeros. Nothing that a row does not own reaches its output: not other
-    rows' pages, not the unwritten end of its last page, be they NaN.
+    Row r has the tokens ``query_start[r]:query_start[r+1]`` of q. They are the last of its
+    ``kv_len[r]`` positions: query i of n is at position ``kv_len[r] - n + i`` and sees all
+    positions up to its own. The pages already hold the keys and values of all these positions.
+    Tokens from ``query_start[R]`` on are padding. The result is zero for padding and for queries
+    that see no position. Pages of other rows, and the unwritten end of the last page, never affect
+    a row, even if they hold NaN.
 
     Args:
         q: [T,N,H] queries, bfloat16, float16, float32 or float64.
-        k_pages: [P,K,S,H] keys, of q's dtype, a narrower one, float8_e4m3fn or, but on a GPU, its
-            bits as uint8, or int8; N % K == 0.
+        k_pages: [P,K,S,H] keys. Their dtype is that of q, a narrower one, float8_e4m3fn or int8. On
+            a CPU also uint8, the bits of float8_e4m3fn. N must be a multiple of K.
         v_pages: [P,K,S,H] values, of the dtype of k_pages.
-        page_table: i32[R,M] page ids; entries past a row's pages may be anything in [0, P).
-        query_start: i32[R+1], starting at 0 and never falling.
+        page_table: i32[R,M] page ids. Entries after the last page of a row can be any id in [0, P).
+        query_start: i32[R+1]. It starts at 0 and never decreases.
         kv_len: i32[R] positions per row, at most M*S.
-        scale: multiplies the scores; None means ``H ** -0.5``.
-        window: a query at position p sees only positions greater than ``p - window``.
-        soft_cap: scores become ``soft_cap * tanh(score / soft_cap)``.
-        sinks: [N] logits that join the softmax's denominator, neither scaled nor capped.
-        k_scale: f32[K]; a stored key times this is the real one. Given together with v_scale. For
-            pages of int8 f32[P,K,S], as ``quantized_kv_write`` returns them.
-        v_scale: likewise for values.
-        arrivals: the counters of ``rope_kv_write``, used up where a kernel needs some; None makes
-            new ones there.
-        implementation: "auto", or one of ``IMPLEMENTATIONS`` which is then used or refused.
+        options: scale, window, soft cap, sinks, and scales of the pages.
+        implementation: "auto", or one of ``IMPLEMENTATIONS``.
 
     Returns:
-        [T,N,H] of q's dtype; accumulated in float32 (float64 for float64).
+        [T,N,H] of q's dtype, accumulated in float32 (float64 for float64).
 
     Raises:
-        ValueError: naming the argument at fault and what is allowed.
+        ValueError: names the wrong argument and the allowed values.
     """
-    arrays = (q, k_pages, v_pages, page_table, query_start, kv_len)
-    q, k_pages, v_pages, page_table, query_start, kv_len = map(jnp.asarray, arrays)
-    options = AttentionOptions(scale, window, soft_cap, sinks, k_scale, v_scale)
-    device = target_device()
-    case = attention_case(
-        "ragged", device, q, k_pages, v_pages, page_table, query_start, kv_len, options
-    )
-    name = choose(implementation, case)
-    counters = _counters(arrivals, name)
-    run = RAGGED[_shaped(name, case)]
-    return run(q, k_pages, v_pages, page_table, query_start, kv_len, options, **counters)
+    arrays = AttentionArrays.of(q, k_pages, v_pages, page_table, query_start, kv_len)
+    return _attention("ragged", arrays, options, implementation)
 
 
 def paged_decode_attention(
@@ -166,57 +89,36 @@ def paged_decode_attention(
     v_pages: jax.Array,
     page_table: jax.Array,
     kv_len: jax.Array,
+    options: AttentionOptions = NO_OPTIONS,
     *,
-    scale: float | None = None,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
-    k_scale: jax.Array | None = None,
-    v_scale: jax.Array | None = None,
-    arrivals: jax.Array | None = None,
     implementation: str = "auto",
 ) -> jax.Array:
-    """Compute ``ragged_paged_attention`` where every row has one query, its last position.
+    """Compute attention of one query per row, its last position, over its pages of the KV cache.
 
     Args:
-        q: [R,N,H]; row r is the query at position ``kv_len[r] - 1``.
-        kv_len: i32[R]; a row of 0 positions is padding and yields zeros.
-        Others as in ``ragged_paged_attention``.
+        q: [R,N,H]. Row r is the query at position ``kv_len[r] - 1``.
+        kv_len: i32[R] positions per row. The result of a row without positions is zero.
+        Others: as in ``ragged_paged_attention``.
 
     Returns:
         [R,N,H] of q's dtype.
 
     Raises:
-        ValueError: naming the argument at fault and what is allowed.
+        ValueError: names the wrong argument and the allowed values.
     """
-    arrays = (q, k_pages, v_pages, page_table, kv_len)
-    q, k_pages, v_pages, page_table, kv_len = map(jnp.asarray, arrays)
-    options = AttentionOptions(scale, window, soft_cap, sinks, k_scale, v_scale)
-    device = target_device()
-    case = attention_case("decode", device, q, k_pages, v_pages, page_table, None, kv_len, options)
-    name = choose(implementation, case)
-    run = DECODE[_shaped(name, case)]
-    return run(q, k_pages, v_pages, page_table, kv_len, options, **_counters(arrivals, name))
+    arrays = AttentionArrays.of(q, k_pages, v_pages, page_table, kv_len)
+    return _attention("decode", arrays, options, implementation)
 
 
-def _counters(arrivals: jax.Array | None, name: str) -> dict[str, jax.Array]:
-    """Return the option that the Triton kernels have.
-
-    Raises:
-        ValueError: these are no counters.
-    """
-    if arrivals is None:
-        return {}
-    if arrivals.shape != (ARRIVALS,) or arrivals.dtype != jnp.int32:
-        raise ValueError(
-            f"arrivals is {arrivals.dtype}{list(arrivals.shape)}; expected int32[{ARRIVALS}]"
-        )
-    return {"arrivals": arrivals} if name.startswith(("triton", "mosaic")) else {}
+def _attention(
+    op: str, arrays: AttentionArrays, options: AttentionOptions, implementation: str
+) -> jax.Array:
+    case = attention_case(op, arrays, options)
+    return _chosen(implementation, case)(arrays, options)
 
 
-def _shaped(name: str, case: Case) -> str:
-    """Return the key of an implementation in the tables: plain JAX has another shape on a GPU."""
-    return "xla_gpu" if name == "xla" and case.device.is_gpu else name
+def _chosen(implementation: str, case: AnyCase) -> Callable[..., Any]:
+    return kernel(case.op, choose(implementation, case), case.platform)
 
 
 def kv_write(
@@ -230,24 +132,24 @@ def kv_write(
     v_scale: jax.Array | None = None,
     implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
-    """Store keys and values of a step in their pages; in place when the pages are donated.
+    """Store the keys and values of a step in their pages. In place if the pages are donated.
 
     Args:
         k: [T,K,H] keys.
         v: [T,K,H] values, of the dtype of k.
         k_pages: [P,K,S,H].
         v_pages: [P,K,S,H], of the dtype of k_pages.
-        slot_mapping: i32[T]; token t goes to page ``slot // S`` at offset ``slot % S``. A value
-            outside [0, P*S), such as -1, stores nothing. A slot may occur once.
-        k_scale: f32[K]; what is stored is the key divided by this. float8 saturates at 448.
-        v_scale: f32[K], likewise for values.
-        implementation: "auto", or one of ``IMPLEMENTATIONS`` which is then used or refused.
+        slot_mapping: i32[T]. Token t is stored in page ``slot // S`` at offset ``slot % S``. Tokens
+            with a slot outside [0, P*S), such as -1, are not stored. A slot may occur once.
+        k_scale: f32[K]. Keys are divided by it before they are stored. float8 saturates at 448.
+        v_scale: f32[K], the same for values.
+        implementation: "auto", or one of ``IMPLEMENTATIONS``.
 
     Returns:
         The new (k_pages, v_pages).
 
     Raises:
-        ValueError: naming the argument at fault and what is allowed.
+        ValueError: names the wrong argument and the allowed values.
     """
     arrays = (k, v, k_pages, v_pages, slot_mapping)
     k, v, k_pages, v_pages, slot_mapping = map(jnp.asarray, arrays)
@@ -255,8 +157,7 @@ def kv_write(
     case = kv_write_case(target_device(), k, v, k_pages, v_pages, slot_mapping, **scales)
     if k_pages.dtype == INT8:
         raise ValueError("k_pages has dtype int8; quantized_kv_write stores in those")
-    run = KV_WRITE[choose(implementation, case)]
-    return run(k, v, k_pages, v_pages, slot_mapping, **scales)
+    return _chosen(implementation, case)(k, v, k_pages, v_pages, slot_mapping, **scales)
 
 
 def quantized_kv_write(
@@ -270,21 +171,21 @@ def quantized_kv_write(
     *,
     implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Store keys and values of a step as int8, with a scale for each token and kv head.
+    """Store the keys and values of a step as int8, with a scale for each token and kv head.
 
-    All four arrays are written in place when they are donated.
+    All four arrays are written in place if they are donated.
 
     Args:
         k, v, slot_mapping: as in ``kv_write``.
         k_pages, v_pages: i8[P,K,S,H] codes, from -127 to 127.
-        k_scale, v_scale: f32[P,K,S]; a code times this is the stored number.
+        k_scale, v_scale: f32[P,K,S]. The stored number is the code times its scale.
         implementation: "auto" or "xla".
 
     Returns:
         The new (k_pages, v_pages, k_scale, v_scale).
 
     Raises:
-        ValueError: naming the argument at fault and what is allowed.
+        ValueError: names the wrong argument and the allowed values.
     """
     arrays = (k, v, k_pages, v_pages, k_scale, v_scale, slot_mapping)
     k, v, k_pages, v_pages, k_scale, v_scale, slot_mapping = map(jnp.asarray, arrays)
@@ -292,7 +193,7 @@ def quantized_kv_write(
         raise ValueError(f"k_pages has dtype {k_pages.dtype}; allowed: int8")
     scales = {"k_scale": k_scale, "v_scale": v_scale}
     case = kv_write_case(target_device(), k, v, k_pages, v_pages, slot_mapping, **scales)
-    choose(implementation, case)  # plain JAX is all there is
+    choose(implementation, case)  # refuses any name but "auto" and "xla"
     return xla.quantized_kv_write(k, v, k_pages, v_pages, k_scale, v_scale, slot_mapping)
 
 
@@ -307,28 +208,28 @@ def rope_kv_write(
     dtype: DTypeLike | None = None,
     implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Rotate a step's queries and keys, after their norms, and store keys and values in pages.
+    """Normalize and rotate the queries and keys of a step, and store keys and values in pages.
 
-    The pages are written in place when they are donated.
+    The pages are written in place if they are donated.
 
     Args:
-        qkv: [T,K,G+2,H] for each kv head its G query heads, its key and its value; of ``dtype``.
-            Or [parts,T,K,G+2,H], float32 at least, whose sum over the parts is rounded to
-            ``dtype`` first, and which may have more tokens than T.
-        cos_sin: f32[T,pairs] cosines and sines of the tokens' positions, for the first 2 * pairs
-            numbers of a head; the rest stays as it is. None rotates nothing.
+        qkv: [T,K,G+2,H] of `dtype`: for each kv head its G query heads, its key and its value. Or
+            [parts,T,K,G+2,H], float32 or wider: its sum over the parts is rounded to `dtype` first,
+            and it may have more tokens than T.
+        cos_sin: f32[T,pairs] cosines and sines of the tokens' positions. They rotate the first 2 *
+            pairs numbers of a head. None disables the rotation.
         k_pages, v_pages, slot_mapping: as in ``kv_write``.
-        options: norms, bias, order of pairs and scales of what is stored.
-        dtype: of the queries; None means that of qkv.
-        implementation: "auto", or one of ``IMPLEMENTATIONS`` which is then used or refused.
+        options: norms, bias, order of the pairs, and scales of the stored numbers.
+        dtype: dtype of the queries. None means the dtype of qkv.
+        implementation: "auto", or one of ``IMPLEMENTATIONS``.
 
     Returns:
-        Queries [T,N,H], the new k_pages and v_pages, and i32 counters at zero, which attention over
-        those pages may use up. Computed in float32 at least, and rounded to ``dtype`` after a sum
-        of parts, after a norm and after the rotation.
+        Queries [T,N,H], the new k_pages and v_pages, and i32 counters that are zero. Attention over
+        these pages can use the counters as its `arrivals`. The computation is in float32 or wider,
+        rounded to `dtype` after a sum of parts, after a norm and after the rotation.
 
     Raises:
-        ValueError: naming the argument at fault and what is allowed.
+        ValueError: names the wrong argument and the allowed values.
     """
     qkv, slot_mapping = jnp.asarray(qkv), jnp.asarray(slot_mapping)
     dtype = jnp.dtype(qkv.dtype if dtype is None else dtype)
@@ -337,20 +238,19 @@ def rope_kv_write(
     name = choose(implementation, case)
     if name == "xla":
         return reference.rope_kv_write(*operands, dtype)
-    query, keys, values, arrivals = ROPE_KV_WRITE[name](*operands, case)
-    return query, keys, values, arrivals
+    return kernel(case.op, name, case.platform)(*operands, case)
 
 
 def rope_kv_write_kernel(
     dtype: DTypeLike, k_pages: jax.Array, tokens: int, group: int, implementation: str
 ) -> str:
-    """Return the name of what computes ``rope_kv_write``; "xla" for none.
+    """Return the name of the implementation that would compute ``rope_kv_write``.
 
     Args:
-        dtype: of the queries.
+        dtype: dtype of the queries.
         k_pages: [P,K,S,H].
-        tokens: how many there are.
-        group: queries of a key.
+        tokens: number of tokens.
+        group: query heads per kv head.
         implementation: as in ``rope_kv_write``.
     """
     case = qkv_case(target_device(), jnp.dtype(dtype), k_pages, tokens, group)
@@ -360,27 +260,27 @@ def rope_kv_write_kernel(
 def grouped_matmul(
     x: jax.Array, w: jax.Array, group_sizes: jax.Array, *, implementation: str = "auto"
 ) -> jax.Array:
-    """Multiply rows, sorted by group, each by the matrix of its group.
+    """Multiply rows, which are sorted by group, each by the matrix of its group.
 
     The first ``group_sizes[0]`` rows of x belong to group 0, the next ``group_sizes[1]`` to group 1
-    and so on; rows after the last group yield zeros. Cost follows the rows, not the groups: the
-    matrix of a group without rows is not read.
+    and so on. Rows after the last group yield zeros. The cost depends on the rows, not on the
+    groups: the matrix of a group without rows is not read.
 
     Args:
         x: [A,D], bfloat16, float16, float32 or float64.
         w: [E,D,F], of the dtype of x.
-        group_sizes: i32[E], none negative, together at most A.
-        implementation: "auto", or one of ``IMPLEMENTATIONS`` which is then used or refused.
+        group_sizes: i32[E], not negative, with a sum of at most A.
+        implementation: "auto", or one of ``IMPLEMENTATIONS``.
 
     Returns:
-        [A,F] of x's dtype; accumulated in float32 (float64 for float64).
+        [A,F] of x's dtype. Accumulated in float32 (float64 for float64).
 
     Raises:
-        ValueError: naming the argument at fault and what is allowed.
+        ValueError: names the wrong argument and the allowed values.
     """
     x, w, group_sizes = map(jnp.asarray, (x, w, group_sizes))
-    run = GROUPED[choose(implementation, grouped_case(target_device(), x, w, group_sizes))]
-    return run(x, w, group_sizes)
+    case = grouped_case(target_device(), x, w, group_sizes)
+    return _chosen(implementation, case)(x, w, group_sizes)
 
 
 def add_norm(
@@ -389,45 +289,38 @@ def add_norm(
     scale: jax.Array | None,
     delta_scale: jax.Array | None = None,
     *,
-    eps: float,
-    offset: float = 0.0,
-    rounds_last: bool = False,
-    factor: float = 1.0,
+    options: NormOptions,
     implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
-    """Add a block's result to the residual stream, and norm the sum for the block that follows.
+    """Add the result of a block (attention or MLP) to the residual stream, and normalize the sum.
 
     The norm is RMSNorm (Zhang and Sennrich 2019): ``s / rms(s) * (scale + offset)``.
 
     Args:
         x: [T,D] the residual stream, bfloat16, float16, float32 or float64.
-        delta: [T,D] of x's dtype; or [parts,T,D], float32 at least, whose sum over the parts is
-            rounded to x's dtype and then added, and which may have more rows than x; or None, and x
-            is the sum.
-        scale: [D] of x's dtype, or None for no norm of the sum, which then is returned twice.
-        delta_scale: [D] of x's dtype; delta is normed before it is added. None for no norm.
-        eps: added to the mean of squares.
-        offset: added to the scale.
-        rounds_last: round once, after the scale, as Gemma does; else before it and after it.
-        factor: of delta, whose product with it is rounded.
-        implementation: "auto", or one of ``IMPLEMENTATIONS`` which is then used or refused.
+        delta: the array to add. [T,D] of x's dtype. Or [parts,T,D], float32 or wider, possibly with
+            more rows than x: its sum over the parts is rounded to x's dtype. None adds no array.
+        scale: [D] of x's dtype, or None for no norm of the sum. The sum is then returned twice.
+        delta_scale: [D] of x's dtype: delta is normalized before it is added. None for no norm.
+        options: of the norms and of the sum.
+        implementation: "auto", or one of ``IMPLEMENTATIONS``.
 
     Returns:
-        The sum and its norm, [T,D] of x's dtype; computed in float32 at least.
+        The sum and its norm, [T,D] of x's dtype. Computed in float32 or wider.
 
     Raises:
-        ValueError: naming the argument at fault and what is allowed.
+        ValueError: names the wrong argument and the allowed values.
     """
     x = jnp.asarray(x)
-    options = NormOptions(eps, offset, rounds_last, factor)
     operands = x, delta, scale, delta_scale
-    name = choose(implementation, norm_case(target_device(), *operands, options))
-    run = _plain_add_norm if name == "xla" else ADD_NORM[name]
+    case = norm_case(target_device(), *operands, options)
+    name = choose(implementation, case)
+    run = _plain_add_norm if name == "xla" else kernel("add_norm", name, case.platform)
     return run(*operands, options)
 
 
 def add_norm_kernel(x: jax.Array, implementation: str) -> str:
-    """Return the name of what computes ``add_norm`` over rows like x, [T,D]; "xla" for none."""
+    """Return the name of the implementation that would compute ``add_norm`` of rows x [T,D]."""
     return choose(
         implementation, RowsCase("add_norm", target_device(), jnp.dtype(x.dtype), *x.shape)
     )
@@ -463,47 +356,47 @@ def _plain_norm(x: jax.Array, scale: jax.Array, options: NormOptions) -> jax.Arr
 def matmul_in_parts(
     x: jax.Array, w: jax.Array, parts: int, *, implementation: str = "auto"
 ) -> jax.Array:
-    """Multiply few rows by a matrix, in sums over equal parts of the inputs.
+    """Multiply few rows by a matrix, as separate products over equal parts of the inputs.
 
     Args:
         x: [T,D], bfloat16, float16, float32 or float64.
         w: [D,F], of the dtype of x.
-        parts: into how many parts D is divided.
-        implementation: "auto", or one of ``IMPLEMENTATIONS`` which is then used or refused.
+        parts: number of parts of D.
+        implementation: "auto", or one of ``IMPLEMENTATIONS``.
 
     Returns:
-        [parts,T,F], float32 at least, whose sum over the parts is the product.
+        [parts,T,F], float32 or wider. The sum over the parts is the product x @ w.
 
     Raises:
-        ValueError: naming the argument at fault and what is allowed.
+        ValueError: names the wrong argument and the allowed values.
     """
     x, w = jnp.asarray(x), jnp.asarray(w)
     case = product_case("matmul_in_parts", target_device(), x, w, parts)
     name = choose(implementation, case)
     if name == "xla":
         return reference.matmul_in_parts(x, w, parts)
-    return FEW_ROWS["matmul_in_parts", name](x, w, case)
+    return kernel(case.op, name, case.platform)(x, w, case)
 
 
 def gated_matmul(
     x: jax.Array, w: jax.Array, activation: Activation = "silu", *, implementation: str = "auto"
 ) -> jax.Array:
-    """Multiply few rows by two matrices, and combine: ``activation(x @ gate) * (x @ up)``.
+    """Multiply few rows by two matrices and combine: ``activation(x @ gate) * (x @ up)``.
 
-    It is the first half of a gated MLP (Shazeer 2020), without its results in memory.
+    This is the first half of a gated MLP (Shazeer 2020). The two products are not stored in memory.
 
     Args:
         x: [T,D], bfloat16, float16, float32 or float64.
         w: [D,2,F] gate and up, of the dtype of x.
-        activation: "silu", or "gelu_tanh", which is GELU by its approximation with tanh.
-        implementation: "auto", or one of ``IMPLEMENTATIONS`` which is then used or refused.
+        activation: "silu", or "gelu_tanh", the approximation of GELU with tanh.
+        implementation: "auto", or one of ``IMPLEMENTATIONS``.
 
     Returns:
-        [T,F] of x's dtype; computed in float32 at least, both products rounded to x's dtype before
-        the activation.
+        [T,F] of x's dtype. The computation is in float32 or wider. Both products are rounded to x's
+        dtype before the activation.
 
     Raises:
-        ValueError: naming the argument at fault and what is allowed.
+        ValueError: names the wrong argument and the allowed values.
     """
     x, w = jnp.asarray(x), jnp.asarray(w)
     if activation not in ACTIVATIONS:
@@ -512,47 +405,48 @@ def gated_matmul(
     name = choose(implementation, case)
     if name == "xla":
         return reference.gated_matmul(x, w, activation)
-    return FEW_ROWS["gated_matmul", name](x, w, case, activation)
+    return kernel(case.op, name, case.platform)(x, w, case, activation)
 
 
 def has_few_row_product(op: str, x: jax.Array, outputs: int, implementation: str) -> bool:
-    """Return whether a kernel computes "matmul_in_parts" or "gated_matmul" of rows like x, [T,D].
+    """Return whether a kernel computes "matmul_in_parts" or "gated_matmul" (`op`) of rows x [T,D].
 
-    One that is named and cannot compute a call is not refused here: products have no other name.
+    If `implementation` names a kernel that cannot run the call, the result is False.
+    `implementation` may name a kernel of another operation, because products have no option of
+    their own.
     """
     case = ProductCase(op, target_device(), jnp.dtype(x.dtype), x.shape[0], x.shape[1], outputs)
     return _kernel_runs(implementation, case)
 
 
 def _kernel_runs(implementation: str, case: ProductCase | RowsCase) -> bool:
-    """Return whether a kernel computes a call, under a name that may be another operation's."""
     named = implementation in ("triton", "triton_interpret")
     return limit(implementation, case) is None if named else choose(implementation, case) != "xla"
 
 
 def greatest(x: jax.Array, *, implementation: str = "auto") -> jax.Array:
-    """Find the first greatest number of each row, where all are finite.
+    """Return the argmax of each row: the first index of its greatest number.
 
     Args:
         x: [R,V] float32 or float64.
-        implementation: "auto", or one of ``IMPLEMENTATIONS`` which is then used or refused.
+        implementation: "auto", or one of ``IMPLEMENTATIONS``.
 
     Returns:
-        i32[R] indices; -1 for a row that holds a NaN or an infinity.
+        i32[R] indices. -1 for a row that contains a NaN or an infinity.
 
     Raises:
-        ValueError: naming the argument at fault and what is allowed.
+        ValueError: names the wrong argument and the allowed values.
     """
     x = jnp.asarray(x)
     if x.ndim != 2 or 0 in x.shape:
         raise ValueError(f"x has shape {x.shape}; expected [R,V], both at least 1")
     if x.dtype not in (jnp.float32, jnp.float64):
         raise ValueError(f"x has dtype {x.dtype}; allowed: float32, float64")
-    return GREATEST[choose(implementation, _greatest_case(x))](x)
+    return _chosen(implementation, _greatest_case(x))(x)
 
 
 def has_greatest(x: jax.Array, implementation: str) -> bool:
-    """Return whether a kernel computes ``greatest`` of rows like x, [R,V]."""
+    """Return whether a kernel computes the argmax (``greatest``) of rows x [R,V]."""
     return _kernel_runs(implementation, _greatest_case(x))
 
 

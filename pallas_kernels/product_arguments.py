@@ -1,4 +1,4 @@
-"""Arguments of products of few rows: their checks, made once while tracing."""
+"""Checks of the arguments of products of few rows, which run while JAX traces the call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ ACTIVATIONS = ("silu", "gelu_tanh")
 
 @dataclasses.dataclass(frozen=True)
 class ProductCase:
-    """A call of ``matmul_in_parts`` or ``gated_matmul``: T rows of D inputs, F outputs."""
+    """Shapes and dtype of a ``matmul_in_parts`` or ``gated_matmul`` call.
+
+    x has T rows of D inputs, and the product F outputs.
+    """
 
     op: str
     device: DeviceLimits
@@ -29,23 +32,18 @@ class ProductCase:
 
     @property
     def platform(self) -> str:
-        """The device's platform."""
         return self.device.platform
 
     @property
     def is_gated(self) -> bool:
-        """Whether a matrix of gates comes with the other."""
+        """Whether the weight holds two matrices: gate and up."""
         return self.op == "gated_matmul"
 
 
 def product_case(
     op: str, device: DeviceLimits, x: jax.Array, w: jax.Array, parts: int = 1
 ) -> ProductCase:
-    """Check a call and describe it.
-
-    Raises:
-        ValueError: naming the argument at fault and what is allowed.
-    """
+    """Return the `ProductCase` of a product of few rows, or raise ValueError."""
     letters = "[D,2,F]" if op == "gated_matmul" else "[D,F]"
     if x.ndim != 2 or 0 in x.shape:
         raise ValueError(f"x has shape {x.shape}; expected [T,D], both at least 1")

@@ -1,4 +1,4 @@
-"""Arguments of ``rope_kv_write``: their checks, made once while tracing."""
+"""Options of ``rope_kv_write``, and checks of its arguments while JAX traces the call."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ from pallas_kernels.norm_arguments import NO_NORM, NormOptions
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class QkvOptions:
-    """Options of what becomes of queries and keys, and of what is stored.
+    """Options of ``rope_kv_write``: changes to queries and keys, and scales of the stored numbers.
 
     Attributes:
         bias: [K,G+2,H] added to sums of parts before they are rounded, or None.
-        query_norm: [H] or [K,G,H] scales of the RMSNorm over each query head, or None for no norm.
-        key_norm: [H] or [K,H] scales of that over each key; given together with query_norm.
+        query_norm: [H] or [K,G,H] scales of the RMSNorm of each query head, or None for no norm.
+        key_norm: [H] or [K,H] scales of the RMSNorm of each key. Given together with query_norm.
         norm: eps, offset and rounding of both norms.
-        mean_squares: f32[T,2] of all queries and of all keys of each token, where norms are over
-            all heads together; None where each head has its own.
-        interleaved: neighbours are pairs, not halves of a head; halves leave all the same.
-        k_scale: f32[K]; what is stored is the key divided by this. Given together with v_scale.
-        v_scale: f32[K], likewise for values.
+        mean_squares: f32[T,2] mean squares of all queries and of all keys of each token, for norms
+            over all heads together. None if each head has its own norm.
+        interleaved: pairs to rotate are neighbours instead of halves of a head. The rotated heads
+            are stored as halves in both cases.
+        k_scale: f32[K]. Keys are divided by it before they are stored. Given together with v_scale.
+        v_scale: f32[K], the same for values.
     """
 
     bias: jax.Array | None = None
@@ -52,7 +53,7 @@ def qkv_case(
     tokens: int,
     group: int,
 ) -> Case:
-    """Describe a call by what its implementation depends on."""
+    """Return the `Case` of a ``rope_kv_write`` call, by which its implementation is chosen."""
     num_pages, num_kv_heads, page_size, head_dim = k_pages.shape
     return Case(
         op="rope_kv_write",
@@ -80,11 +81,7 @@ def check_qkv(
     dtype: jnp.dtype,
     device: DeviceLimits,
 ) -> Case:
-    """Check a ``rope_kv_write`` call and describe it.
-
-    Raises:
-        ValueError: naming the argument at fault and what is allowed.
-    """
+    """Return the `Case` of a ``rope_kv_write`` call, or raise ValueError."""
     if k_pages.dtype == INT8:
         raise ValueError("k_pages has dtype int8; quantized_kv_write stores in those")
     if dtype not in QUERY_DTYPES:

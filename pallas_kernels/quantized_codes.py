@@ -1,4 +1,4 @@
-"""Conversion of quantized weights' codes to numbers, in XLA and inside Triton kernels alike."""
+"""Conversion of the codes of quantized weights to numbers, for XLA and for Triton kernels."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from pallas_kernels.fp8_bits import small_halves
 
 FORMS = ("int8", "fp8", "int4")
 GPU_BLOCK_BYTES = 64 << 20
-"""Bytes in floats of a block of weights that plain JAX dequantizes at a time on a GPU."""
+"""Bytes of the column block of a weight that plain JAX dequantizes at a time on a GPU."""
 
 
 def codes_a_row(form: str) -> int:
-    """Return how many codes one element of the stored array holds."""
+    """Return the number of codes that one element of the stored array holds: 2 for int4, else 1."""
     return 2 if form == "int4" else 1
 
 
 def halves(x: jax.Array, form: str) -> list[jax.Array]:
-    """Split x [T,I] as `decode` splits weights: all of it, or for int4 even and odd inputs."""
+    """Split x [T,I] like `decode` splits weights: into even and odd inputs for int4, else [x]."""
     return [x[:, half :: codes_a_row(form)] for half in range(codes_a_row(form))]
 
 
 def decode(values: jax.Array, form: str, dtype: jnp.dtype) -> list[jax.Array]:
-    """Convert codes [R,C] to numbers, not yet scaled: parts [R,C] of `dtype`.
+    """Convert codes [R,C] to unscaled numbers: a list of arrays [R,C] of `dtype`.
 
-    int4 has two parts, the low halves and the high halves, each less 8. The conversion is exact in
-    every dtype that activations have.
+    The list has two arrays for int4, the low and the high half bytes, each minus 8. The conversion
+    is exact in every dtype of activations.
     """
     if form == "int8":
         return [values.astype(dtype)]
     if form == "fp8":
-        # NaN, which no weight is, becomes 480.
+        # NaN would become 480. Weights are never NaN.
         return [(small_halves(values, nan=False).astype(jnp.float32) * 256).astype(dtype)]
     low = lax.bitwise_and(values, jnp.full_like(values, 15))
     high = lax.shift_right_logical(values, jnp.full_like(values, 4))
@@ -47,19 +47,19 @@ def code_offset(form: str) -> int:
 
 
 def is_minimum(zeros: Any) -> bool:
-    """Return whether `zeros` are minima, which are floats, and not zero points."""
+    """Return whether `zeros` holds minima, which are floats, rather than zero points."""
     return zeros is not None and jnp.issubdtype(zeros.dtype, jnp.floating)
 
 
 def scaled(weight: jax.Array, scale: jax.Array, zero: jax.Array | None, form: str) -> jax.Array:
-    """Turn what `decode` gives into weights, in its dtype.
+    """Convert the numbers that `decode` returns to weights, in their dtype.
 
     Args:
-        weight: a part of the codes, less their offset.
-        scale: as the weight, or to be broadcast to it.
-        zero: likewise: an integer is a zero point, subtracted from codes before they are scaled; a
-            float is a minimum, added to them thereafter; or None.
-        form: of the codes.
+        weight: one array of the list that `decode` returns.
+        scale: of the shape of `weight`, or broadcastable to it.
+        zero: the same. Integers are zero points, subtracted from the codes before the scale is
+            applied. Floats are minima, added after it. Or None.
+        form: form of the codes.
     """
     offset, scale = code_offset(form), scale.astype(weight.dtype)
     if zero is None:

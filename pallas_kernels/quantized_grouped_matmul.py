@@ -1,9 +1,9 @@
-"""The grouped matrix product where every group's matrix stays quantized in memory.
+"""The grouped matrix product with quantized matrices.
 
-Codes, scales and zero points are those of ``quantized_matmul`` with one more dimension in front,
-the groups of rows: values [E,rows,O], scales and zeros [E,groups,O]. On CPU a loop over tiles of
-rows dequantizes a block of one matrix's outputs at a time, in float32; on a GPU the kernel in
-``gpu/triton_quantized_grouped_matmul.py`` does it in registers. Matrices without rows are never
+Codes, scales and zero points are as in ``quantized_matmul``, with a leading dimension for the
+group: values [E,rows,O], scales and zeros [E,groups,O]. On CPU a loop over tiles of rows
+dequantizes a block of columns of one matrix at a time, in float32. On a GPU the kernel of
+``gpu/triton_quantized_grouped_matmul.py`` dequantizes in registers. A matrix without rows is never
 read.
 """
 
@@ -22,9 +22,8 @@ from pallas_kernels.quantized_matmul import block_product, block_width, check, c
 from pallas_kernels.xla_grouped_matmul import row_tiles, tile_rows
 
 BLOCK_COLUMNS: Mapping[str, int] = MappingProxyType({"int8": 256, "fp8": 128, "int4": 128})
-"""Outputs of a turn of the loop on CPU, by form. The two forms that take longer to decode run in
-0.6 to 0.8 of the time with blocks that stay in a nearer cache, at 768 inputs and 2 to 32 rows a
-tile."""
+"""Outputs per turn of the loop on CPU, by form. fp8 and int4 take longer to decode, and run in 0.6
+to 0.8 of the time with blocks that fit a nearer cache (768 inputs, 2 to 32 rows per tile)."""
 
 _triton = deferred("pallas_kernels.gpu.triton_quantized_grouped_matmul", "quantized_grouped_matmul")
 
@@ -39,30 +38,35 @@ def quantized_grouped_matmul(
     form: str,
     implementation: str = "auto",
 ) -> jax.Array:
-    """Multiply rows, sorted by group, each by the matrix of its group; see ``grouped_matmul``.
+    """Multiply rows, which are sorted by group, each by the quantized matrix of its group.
 
     Args:
         x: [A,I], bfloat16, float16, float32 or float64.
-        values: the codes, see above and ``quantized_matmul``.
+        values: [E,rows,O], the codes. See ``quantized_matmul``.
         scales: [E,groups,O], any float.
-        zeros: [E,groups,O], zero points or minima as of ``quantized_matmul``; or None.
-        group_sizes: i32[E], none negative, together at most A; rows after the last yield zeros.
+        zeros: [E,groups,O], zero points or minima as in ``quantized_matmul``, or None.
+        group_sizes: i32[E], not negative, with a sum of at most A. Rows after the last group yield
+            zeros.
         form: "int8", "fp8" or "int4".
-        implementation: "auto" takes Triton on a GPU, if x is not float64 and the codes are
+        implementation: "auto" selects Triton on a GPU if x is not float64 and the codes are
             addressable, and XLA elsewhere.
 
     Returns:
-        [A,O] of x's dtype; accumulated in float32 (float64 for float64).
+        [A,O] of x's dtype. Accumulated in float32 (float64 for float64).
 
     Raises:
-        ValueError: naming the argument at fault and what is allowed.
+        ValueError: names the wrong argument and the allowed values.
     """
     _check(x, values, scales, zeros, group_sizes, form, implementation)
     implementation = choose(implementation, x, values)
     if implementation == "xla":
         return _in_tiles(x, values, scales, zeros, group_sizes, form)
     return _triton(
-        *(x, values, scales, zeros, group_sizes),
+        x,
+        values,
+        scales,
+        zeros,
+        group_sizes,
         form=form,
         interpret=implementation == "triton_interpret",
     )
@@ -76,7 +80,10 @@ def _in_tiles(
     group_sizes: jax.Array,
     form: str,
 ) -> jax.Array:
-    """Multiply each tile of rows by a block of columns at a time; the last may overlap."""
+    """Compute `quantized_grouped_matmul` in plain JAX: one tile of rows times one block of columns.
+
+    All column blocks have one width, so the last block may overlap the one before.
+    """
     rows, columns = x.shape[0], values.shape[2]
     wide = jnp.promote_types(x.dtype, jnp.float32)
     size = tile_rows(rows, values.shape[0])
@@ -86,7 +93,7 @@ def _in_tiles(
     inputs = halves(jnp.pad(x, ((0, size), (0, 0))), form)
 
     def body(turn: jax.Array, out: jax.Array) -> jax.Array:
-        """Multiply a tile by a block and write it to out [A + size, O]."""
+        """Multiply a tile of rows by a block of columns. Write the product to out [A + size, O]."""
         tile = turn // blocks
         column = jnp.minimum(turn % blocks * width, columns - width)
 
@@ -100,7 +107,8 @@ def _in_tiles(
         ]
         block_zeros = None if zeros is None else cut(zeros)
         y = block_product(tile_inputs, cut(values), cut(scales), block_zeros, form)
-        # What a tile writes past the end of its group, the next group's tile overwrites.
+        # Rows that a tile writes past the end of its group are overwritten by the next group's
+        # tile.
         return lax.dynamic_update_slice(out, y, (first[tile], column))
 
     out = jnp.zeros((rows + size, columns), wide)
@@ -118,7 +126,7 @@ def _check(
     form: str,
     implementation: str,
 ) -> None:
-    """Raise ValueError, naming the argument at fault, for a call that cannot be."""
+    """Raise ValueError, with the name of the argument, if shapes or dtypes do not fit."""
     if values.ndim != 3 or values.shape[0] < 1:
         raise ValueError(f"values have shape {values.shape}; expected [E, rows, O]")
     many = values.shape[0]

@@ -1,20 +1,20 @@
-"""The product of activations with a weight that stays quantized in memory.
+"""The product of activations with a quantized weight, which is never dequantized as a whole.
 
-A weight of I inputs and O outputs is stored as codes, one scale for each group of inputs and each
-output, and where the format has them zero points: ``(code - zero) * scale``. Groups divide the rows
-evenly; one group is one scale an output channel. Zero points that are floats are minima, as blocks
-of GGUF files have them: ``code * scale + minimum``. Codes are
+A weight of I inputs and O outputs is stored as codes, with a scale for each group of inputs and
+each output, and optionally zero points: ``(code - zero) * scale``. The groups divide the rows
+evenly. With one group there is one scale per output. Zero points that are floats are minima, as in
+GGUF blocks: ``code * scale + minimum``. The forms of codes are
 
-* ``int8``: int8 [I,O];
-* ``fp8``: the bits of float8_e4m3fn, as uint8 [I,O]. If they were floats, XLA on CPU would convert
-  the whole weight before it takes a part of it; and float8 is not native before Hopper;
-* ``int4``: uint8 [I/2,O], input 2i in the low half of a byte and 2i + 1 in the high half. Without
-  zero points a code of 8 is zero.
+* ``int8``: int8 [I,O].
+* ``fp8``: the bits of float8_e4m3fn, as uint8 [I,O]. If the array were float8, XLA on CPU would
+  convert the whole weight before it slices it. float8 is also not native before Hopper.
+* ``int4``: uint8 [I/2,O], with input 2i in the low half of a byte and 2i + 1 in the high half.
+  Without zero points, code 8 means zero.
 
-No weight is ever in full precision as a whole: on CPU a loop dequantizes a block of outputs and
-multiplies by it (without the loop XLA dequantizes everything first, and is 6 times slower), on a
-GPU the kernel in ``gpu/triton_quantized_matmul.py`` dequantizes in registers, and where Triton does
-not compile ``gpu/xla_quantized_matmul.py`` takes transposed codes.
+On CPU a loop dequantizes a block of columns and multiplies by it. Without the loop, XLA dequantizes
+the whole weight first and is 6 times slower. On a GPU the kernel of
+``gpu/triton_quantized_matmul.py`` dequantizes in registers. Where Triton does not compile,
+``gpu/xla_quantized_matmul.py`` reads transposed codes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from pallas_kernels.quantized_codes import (
 )
 
 BLOCK_COLUMNS = 256
-"""Outputs of a turn of the loop on CPU: its overhead outweighs fewer, and more leave the cache."""
+"""Outputs per turn of the loop on CPU. Fewer add overhead, and more do not fit the cache."""
 
 Described = jax.Array | jax.ShapeDtypeStruct
 
@@ -49,7 +49,7 @@ _output_major = deferred("pallas_kernels.gpu.xla_quantized_matmul", "output_majo
 def dequantize(
     values: jax.Array, scales: jax.Array, zeros: jax.Array | None, form: str, dtype: jnp.dtype
 ) -> jax.Array:
-    """Compute the weight in full, [I,O] of `dtype`: the specification."""
+    """Compute the whole weight, [I,O] of `dtype`. Specification of the quantized products."""
     groups = scales.shape[0]
     parts = [part.reshape(groups, -1, part.shape[1]) for part in decode(values, form, dtype)]
     zero = None if zeros is None else zeros[:, None]
@@ -67,22 +67,23 @@ def quantized_matmul(
     form: str,
     implementation: str = "auto",
 ) -> jax.Array:
-    """Multiply x by the weight.
+    """Multiply x by a quantized weight.
 
     Args:
         x: [T,I], bfloat16, float16, float32 or float64.
-        values: the codes, see above.
+        values: the codes. See the module's docstring.
         scales: [groups,O], any float.
-        zeros: [groups,O]: zero points, uint8, of int4 only; or minima, floats, of int4 and int8.
+        zeros: [groups,O]: zero points (uint8, only int4), or minima (floats, int4 and int8), or
+            None.
         form: "int8", "fp8" or "int4".
-        implementation: "auto" takes Triton on a GPU, if x is not float64 and the codes are
+        implementation: "auto" selects Triton on a GPU if x is not float64 and the codes are
             addressable, and XLA elsewhere.
 
     Returns:
-        [T,O] in float32 (float64 for float64), in which products accumulate.
+        [T,O] in float32 (float64 for float64), the dtype in which products accumulate.
 
     Raises:
-        ValueError: naming the argument at fault and what is allowed.
+        ValueError: names the wrong argument and the allowed values.
     """
     check(x, values, scales, zeros, form, implementation)
     implementation = choose(implementation, x, values)
@@ -101,20 +102,20 @@ def output_major_matmul(
     *,
     form: str,
 ) -> jax.Array:
-    """Multiply x by a weight whose codes, scales and zero points are transposed, in plain JAX.
+    """Multiply x by a quantized weight whose arrays are transposed, in plain JAX.
 
     Args:
         x: [T,I], bfloat16, float16, float32 or float64.
-        values: [O,rows], the codes of ``quantized_matmul``, transposed.
+        values: [O,rows], the transposed codes of ``quantized_matmul``.
         scales: [O,groups], any float.
-        zeros: [O,groups]: zero points or minima, as above.
+        zeros: [O,groups]: zero points or minima, or None.
         form: "int8", "fp8" or "int4".
 
     Returns:
-        [T,O] in float32 (float64 for float64), in which products accumulate.
+        [T,O] in float32 (float64 for float64), the dtype in which products accumulate.
 
     Raises:
-        ValueError: naming the argument at fault and what is allowed.
+        ValueError: names the wrong argument and the allowed values.
     """
 
     def turned(array: jax.Array) -> jax.ShapeDtypeStruct:
@@ -126,10 +127,10 @@ def output_major_matmul(
 
 
 def choose(implementation: str, x: jax.Array, values: jax.Array) -> str:
-    """Return the implementation that multiplies x by codes: one of `IMPLEMENTATIONS`, not "auto".
+    """Return the implementation that multiplies x by codes: "triton", "triton_interpret" or "xla".
 
     Raises:
-        ValueError: Triton is named, and cannot address the codes.
+        ValueError: `implementation` names Triton, which cannot address the codes.
     """
     # Triton's offsets are 32-bit signed unless the array is larger than 4 GiB.
     is_addressable = not TWO_GIB <= values.size <= FOUR_GIB
@@ -144,7 +145,11 @@ def choose(implementation: str, x: jax.Array, values: jax.Array) -> str:
 def _in_blocks(
     x: jax.Array, values: jax.Array, scales: jax.Array, zeros: jax.Array | None, form: str
 ) -> jax.Array:
-    """Multiply by a block of columns at a time; the last may overlap the one before it."""
+    """Multiply x by the quantized weight in plain JAX, dequantizing one block of columns at a time.
+
+    All blocks have one width, so the last may overlap the one before. Returns [T,O], float32 or
+    wider.
+    """
     wide = jnp.promote_types(x.dtype, jnp.float32)
     columns = values.shape[1]
     width = block_width(BLOCK_COLUMNS, x.shape[1], columns)
@@ -170,7 +175,7 @@ def _in_blocks(
 
 
 def block_width(on_cpu: int, inputs: int, outputs: int) -> int:
-    """Return how many outputs of a weight a turn of the loop multiplies by."""
+    """Return the number of columns of a weight that one turn of the loop dequantizes."""
     width = on_cpu
     if target_device().is_gpu:
         width = max(128, GPU_BLOCK_BYTES // (4 * inputs))
@@ -184,14 +189,14 @@ def block_product(
     zeros: jax.Array | None,
     form: str,
 ) -> jax.Array:
-    """Multiply activations by a block of outputs, [T,C].
+    """Dequantize a block of columns of a weight and multiply activations by it: [T,C].
 
     Args:
         inputs: the activations as `halves` splits them, in the dtype in which products accumulate.
-        values: codes [rows,C] of the block.
+        values: codes [rows,C] of the column block.
         scales: [groups,C].
         zeros: [groups,C], or None.
-        form: of the codes.
+        form: form of the codes.
     """
     wide = inputs[0].dtype
     weights, scale = decode(values, form, wide), scales.astype(wide)
@@ -214,7 +219,7 @@ def check(
     form: str,
     implementation: str,
 ) -> None:
-    """Raise ValueError, naming the argument at fault, for shapes or dtypes that do not fit."""
+    """Raise ValueError, with the name of the argument, if shapes or dtypes do not fit."""
     if form not in FORMS:
         raise ValueError(f"form is {form!r}; allowed: {', '.join(FORMS)}")
     if implementation not in IMPLEMENTATIONS:

@@ -1,9 +1,9 @@
-"""Every operation in plain jnp, one token at a time: the specification and the test oracle.
+"""Every operation in plain JAX, one token at a time: the specification and the test oracle.
 
-Slow and short on purpose. Accumulates in float64 for float64 inputs and in float32 otherwise.
-Follows the softmax attention of Vaswani et al. 2017 over the pages of Kwon et al. 2023
-(PagedAttention), with soft capping as in Gemma 2 and attention sinks as in Xiao et al. 2023, where
-a per-head logit joins the denominator and contributes no value.
+The code is slow and short on purpose. It accumulates in float64 for float64 inputs and in float32
+otherwise. Attention is that of Vaswani et al. 2017 over the pages of Kwon et al. 2023
+(PagedAttention), with the soft capping of Gemma 2 and the attention sinks of Xiao et al. 2023: a
+logit per head is added to the denominator of the softmax and contributes no value.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pallas_kernels.arguments import (
     FP8_BITS,
     INT8,
     NO_OPTIONS,
+    AttentionArrays,
     AttentionOptions,
     number_dtype,
 )
@@ -25,9 +26,9 @@ from pallas_kernels.product_arguments import Activation
 from pallas_kernels.qkv_arguments import QkvOptions
 
 FP8_MAX = 448.0
-"""Largest finite float8_e4m3fn; anything larger is clipped to it when stored."""
+"""Largest finite float8_e4m3fn. Larger numbers are clipped to it when they are stored."""
 INT8_MAX = 127
-"""Largest code of int8 pages, which is that of the head's largest magnitude."""
+"""Code of the largest magnitude of a head in int8 pages."""
 
 
 def _attend_one(
@@ -37,10 +38,20 @@ def _attend_one(
     visible: jax.Array,
     options: AttentionOptions,
 ) -> jax.Array:
-    """Compute attention of one scaled query [N,H] to keys and values [C,K,H]; visible: bool[C]."""
+    """Compute attention of one scaled query [N,H] to the visible keys and values.
+
+    Args:
+        query: [N,H].
+        keys, values: [C,K,H].
+        visible: bool[C].
+        options: of the call.
+
+    Returns:
+        [N,H], zeros if no position is visible.
+    """
     num_heads, head_dim = query.shape
     num_kv_heads = keys.shape[1]
-    # A product with zero does not remove a NaN, so what is not visible is replaced, not multiplied.
+    # Zero times NaN is NaN, so invisible positions are replaced before the product.
     keys = jnp.where(visible[:, None, None], keys, 0)
     values = jnp.where(visible[:, None, None], values, 0)
     grouped = query.reshape(num_kv_heads, num_heads // num_kv_heads, head_dim)
@@ -63,15 +74,11 @@ def _attend_one(
 
 
 def ragged_paged_attention(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    page_table: jax.Array,
-    query_start: jax.Array,
-    kv_len: jax.Array,
-    options: AttentionOptions = NO_OPTIONS,
+    arrays: AttentionArrays, options: AttentionOptions = NO_OPTIONS
 ) -> jax.Array:
-    """Compute ``pallas_kernels.ragged_paged_attention``: [T,N,H]."""
+    """Compute causal attention over the KV cache, token by token: [T,N,H]."""
+    q, k_pages, v_pages, page_table, _, kv_len = arrays
+    query_start = arrays.starts
     tokens, _, head_dim = q.shape
     _, num_kv_heads, page_size, _ = k_pages.shape
     rows, pages_per_row = page_table.shape
@@ -80,19 +87,19 @@ def ragged_paged_attention(
     position = jnp.arange(pages_per_row * page_size)
 
     def gather(pages: jax.Array, row: jax.Array, factor: jax.Array | None) -> jax.Array:
-        """Return the row's pages in order, as [M*S, K, H] real values."""
-        own = pages[page_table[row]]
-        if own.dtype == FP8_BITS:
-            own = jax.lax.bitcast_convert_type(own, FP8)
-        own = own.astype(dtype)
+        """Return the pages of a row in order, as [M*S, K, H] numbers with their scales applied."""
+        numbers = pages[page_table[row]]
+        if numbers.dtype == FP8_BITS:
+            numbers = jax.lax.bitcast_convert_type(numbers, FP8)
+        numbers = numbers.astype(dtype)
         if k_pages.dtype == INT8 and factor is not None:
-            own = own * factor[page_table[row]].astype(dtype)[..., None]
+            numbers = numbers * factor[page_table[row]].astype(dtype)[..., None]
             factor = None
-        own = own.transpose(0, 2, 1, 3).reshape(-1, num_kv_heads, head_dim)
-        return own if factor is None else own * factor.astype(dtype)[:, None]
+        numbers = numbers.transpose(0, 2, 1, 3).reshape(-1, num_kv_heads, head_dim)
+        return numbers if factor is None else numbers * factor.astype(dtype)[:, None]
 
     def attend_token(token: jax.Array) -> jax.Array:
-        """Compute [N,H] for a token: zeros for padding."""
+        """Compute attention of a token of q: [N,H], zeros for padding."""
         row = jnp.searchsorted(query_start, token, side="right") - 1
         is_padding = row >= rows
         row = jnp.clip(row, 0, rows - 1)
@@ -108,20 +115,15 @@ def ragged_paged_attention(
 
 
 def paged_decode_attention(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    page_table: jax.Array,
-    kv_len: jax.Array,
-    options: AttentionOptions = NO_OPTIONS,
+    arrays: AttentionArrays, options: AttentionOptions = NO_OPTIONS
 ) -> jax.Array:
-    """Compute ``pallas_kernels.paged_decode_attention``: [R,N,H]."""
-    query_start = jnp.arange(q.shape[0] + 1, dtype=jnp.int32)
-    return ragged_paged_attention(q, k_pages, v_pages, page_table, query_start, kv_len, options)
+    """Compute attention of one query per row over the KV cache: [R,N,H]."""
+    query_start = jnp.arange(len(arrays.q) + 1, dtype=jnp.int32)
+    return ragged_paged_attention(arrays._replace(query_start=query_start), options)
 
 
 def store_cast(values: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
-    """Convert values [T,K,H] to what pages store: divide by scale [K], clip for fp8, cast."""
+    """Convert values [T,K,H] to the dtype of pages: divide by scale [K], clip for float8, cast."""
     wide = values.astype(jnp.promote_types(values.dtype, jnp.float32))
     if scale is not None:
         wide = wide / scale[:, None]
@@ -141,10 +143,10 @@ def kv_write(
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute ``pallas_kernels.kv_write``: the new (k_pages, v_pages)."""
+    """Store keys and values of a step in their pages. Return the new (k_pages, v_pages)."""
     num_pages, _, page_size, _ = k_pages.shape
     in_range = (slot_mapping >= 0) & (slot_mapping < num_pages * page_size)
-    # A negative index would wrap around; one past the end is dropped.
+    # A negative index would wrap around. The index num_pages is out of range, so it is dropped.
     page = jnp.where(in_range, slot_mapping // page_size, num_pages)
     offset = jnp.where(in_range, slot_mapping % page_size, 0)
 
@@ -155,10 +157,10 @@ def kv_write(
 
 
 def to_codes(values: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Round values [T,K,H] to int8 codes [T,K,H] times scales f32[T,K].
+    """Quantize values [T,K,H] to int8: return codes [T,K,H] and scales f32[T,K].
 
-    A head's scale is its largest magnitude over 127, and codes are rounded half to even, as vLLM's
-    `int8_per_token_head` has them, but that zeros have a scale of zero.
+    The scale of a head is its largest magnitude over 127. Codes are rounded half to even, as in
+    vLLM's `int8_per_token_head`. A head of zeros gets scale 0, unlike in vLLM.
     """
     wide = values.astype(jnp.promote_types(values.dtype, jnp.float32))
     scales = (jnp.abs(wide).max(axis=-1) / INT8_MAX).astype(jnp.float32)
@@ -176,7 +178,7 @@ def quantized_kv_write(
     v_scale: jax.Array,
     slot_mapping: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Compute ``pallas_kernels.quantized_kv_write``: the new pages and scales."""
+    """Store keys and values as int8 codes and their scales. Return the new pages and scales."""
     num_pages, _, page_size, _ = k_pages.shape
     in_range = (slot_mapping >= 0) & (slot_mapping < num_pages * page_size)
     page = jnp.where(in_range, slot_mapping // page_size, num_pages)
@@ -191,7 +193,7 @@ def quantized_kv_write(
 
 
 def grouped_matmul(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """Compute ``pallas_kernels.grouped_matmul`` with a copy of its group's matrix for every row."""
+    """Multiply rows, sorted by group, by a copy of the matrix of their group: [A,F]."""
     row = jnp.arange(x.shape[0])
     group = (jnp.cumsum(group_sizes)[None, :] <= row[:, None]).sum(axis=1)
     exact = jnp.promote_types(x.dtype, jnp.float32)
@@ -202,7 +204,7 @@ def grouped_matmul(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Ar
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, options: NormOptions) -> jax.Array:
-    """Compute RMSNorm over the rows of [T,D]."""
+    """Compute the RMSNorm of each row of x [T,D]."""
     exact = jnp.promote_types(x.dtype, jnp.float32)
     wide = x.astype(exact)
     y = wide / jnp.sqrt((wide * wide).mean(axis=1, keepdims=True) + options.eps)
@@ -219,7 +221,7 @@ def add_norm(
     delta_scale: jax.Array | None,
     options: NormOptions,
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute ``pallas_kernels.add_norm``: the sum and its norm."""
+    """Add delta to x and normalize: return the sum and its norm, both [T,D]."""
     exact = jnp.promote_types(x.dtype, jnp.float32)
     if delta is not None:
         parts = delta[None] if delta.ndim == 2 else delta
@@ -240,7 +242,10 @@ def rope_kv_write(
     options: QkvOptions,
     dtype: jnp.dtype,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Compute ``pallas_kernels.rope_kv_write``: queries, the new pages, and counters."""
+    """Normalize and rotate queries and keys, and store keys and values in pages.
+
+    Returns the queries, the new pages and zeroed counters.
+    """
     exact = jnp.promote_types(dtype, jnp.float32)
     tokens = len(slot_mapping)
     if qkv.ndim == 5:
@@ -270,10 +275,10 @@ def rope_kv_write(
         cos, sin = (part.reshape(tokens, *(1,) * (x.ndim - 2), -1) for part in cos_sin)
         pairs = cos.shape[-1]
         turned = x[..., : 2 * pairs].astype(exact)
-        left, right = turned[..., :pairs], turned[..., pairs:]
+        first, second = turned[..., :pairs], turned[..., pairs:]
         if options.interleaved:
-            left, right = turned[..., ::2], turned[..., 1::2]
-        parts = [left * cos - right * sin, right * cos + left * sin, x[..., 2 * pairs :]]
+            first, second = turned[..., ::2], turned[..., 1::2]
+        parts = [first * cos - second * sin, second * cos + first * sin, x[..., 2 * pairs :]]
         return jnp.concatenate(parts, axis=-1).astype(dtype)
 
     query = rotated(normed(query, options.query_norm))
@@ -284,14 +289,14 @@ def rope_kv_write(
 
 
 def matmul_in_parts(x: jax.Array, w: jax.Array, parts: int) -> jax.Array:
-    """Compute ``pallas_kernels.matmul_in_parts``: [parts,T,F]."""
+    """Compute the products of equal parts of the inputs of x and w: [parts,T,F]."""
     exact, highest = jnp.promote_types(x.dtype, jnp.float32), jax.lax.Precision.HIGHEST
     divided = x.reshape(len(x), parts, -1).astype(exact), w.reshape(parts, -1, w.shape[1])
     return jnp.einsum("tpd,pdf->ptf", divided[0], divided[1].astype(exact), precision=highest)
 
 
 def gated_matmul(x: jax.Array, w: jax.Array, activation: Activation) -> jax.Array:
-    """Compute ``pallas_kernels.gated_matmul``: [T,F]."""
+    """Compute ``activation(x @ gate) * (x @ up)``: [T,F]."""
     exact, highest = jnp.promote_types(x.dtype, jnp.float32), jax.lax.Precision.HIGHEST
     both = jnp.einsum("td,dgf->gtf", x.astype(exact), w.astype(exact), precision=highest)
     gate, up = both.astype(x.dtype).astype(exact)
@@ -300,6 +305,6 @@ def gated_matmul(x: jax.Array, w: jax.Array, activation: Activation) -> jax.Arra
 
 
 def greatest(x: jax.Array) -> jax.Array:
-    """Compute ``pallas_kernels.greatest``: i32[R]."""
+    """Return the argmax of each row, i32[R]. -1 if the row has a NaN or an infinity."""
     is_finite = jnp.isfinite(x).all(axis=1)
     return jnp.where(is_finite, jnp.argmax(x, axis=1), -1).astype(jnp.int32)

@@ -1,12 +1,12 @@
-"""Operations over rows that a CPU computes by kernels of its own, and others in plain JAX.
+"""Operations over rows that have a kernel on CPU, and are plain JAX elsewhere.
 
-On CPU a row's result is the same to the bit however many rows there are, which XLA does not
-promise.
+On CPU the result of a row is the same to the bit for any number of rows. XLA does not guarantee
+this.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,16 +22,16 @@ _row_shares = deferred("pallas_kernels.cpu.row_sums", "row_shares")
 
 
 def row_sums(x: jax.Array, term: Literal["numbers", "squares", "exps"] = "numbers") -> jax.Array:
-    """Sum over the last axis; on CPU in an order that depends on its length alone.
+    """Sum each row (the last axis) of x. On CPU the order of the sum depends only on its length.
 
-    So a row's sum is the same to the bit however many rows there are, which XLA does not promise.
+    So the sum of a row is the same to the bit for any number of rows, which XLA does not guarantee.
 
     Args:
         x: [..., D], bfloat16, float16, float32 or float64.
-        term: what is summed: the numbers, their squares, or exp(number - greatest of the row).
+        term: the summand: the numbers, their squares, or exp(number - maximum of the row).
 
     Returns:
-        [...] of x's dtype, float32 at least.
+        [...] of x's dtype, float32 or wider.
     """
     if has_llvm() and x.size:
         return _row_sums(x, term)
@@ -44,10 +44,10 @@ def row_sums(x: jax.Array, term: Literal["numbers", "squares", "exps"] = "number
 def softmax(x: jax.Array) -> jax.Array:
     """Compute the softmax over the last axis of [..., D], float32 or float64.
 
-    On CPU a row's result is the same to the bit however many rows there are.
+    On CPU the result of a row is the same to the bit for any number of rows.
 
     Raises:
-        ValueError: x is of another type.
+        ValueError: x has another dtype.
     """
     return _row_shares(x, "softmax") if _has_kernel(x) else jax.nn.softmax(x, axis=-1)
 
@@ -55,10 +55,10 @@ def softmax(x: jax.Array) -> jax.Array:
 def sigmoid(x: jax.Array) -> jax.Array:
     """Compute 1 / (1 + exp(-x)) of every number of [..., D], float32 or float64.
 
-    On CPU a number's result is the same to the bit wherever it stands.
+    On CPU the result of a number is the same to the bit at any place of the array.
 
     Raises:
-        ValueError: x is of another type.
+        ValueError: x has another dtype.
     """
     return _row_shares(x, "sigmoid") if _has_kernel(x) else jax.nn.sigmoid(x)
 
@@ -70,18 +70,18 @@ def _has_kernel(x: jax.Array) -> bool:
 
 
 def gated(x: jax.Array, activation: Activation, dtype: DTypeLike | None = None) -> jax.Array:
-    """Compute activation(gate) * up, in at least float32.
+    """Compute activation(gate) * up, in float32 or wider.
 
     Args:
-        x: [T,2,F] gates and what they multiply, any float.
-        activation: "silu", or "gelu_tanh", which is GELU by its approximation with tanh.
-        dtype: what both are rounded to before, and what the result is; None for x's.
+        x: [T,2,F] gate and up, any float.
+        activation: "silu", or "gelu_tanh", the approximation of GELU with tanh.
+        dtype: of the result. Gate and up are rounded to it first. None means the dtype of x.
 
     Returns:
         [T,F].
 
     Raises:
-        ValueError: naming the argument at fault and what is allowed.
+        ValueError: names the wrong argument and the allowed values.
     """
     if x.ndim != 3 or x.shape[1] != 2:
         raise ValueError(f"x has shape {x.shape}; expected [T,2,F]")
@@ -92,46 +92,58 @@ def gated(x: jax.Array, activation: Activation, dtype: DTypeLike | None = None) 
     if has_llvm() and x.size and dtype != jnp.float16 and x.dtype in (dtype, exact):
         return _gated(x, activation, dtype)
     gate, up = x[:, 0].astype(dtype), x[:, 1].astype(dtype)
-    # In 16 bits each operation would round, which costs more.
+    # In 16 bits every operation would round, which costs more.
     wide = gate.astype(exact)
     active = jax.nn.silu(wide) if activation == "silu" else jax.nn.gelu(wide)
     return (active * up).astype(dtype)
 
 
 def has_draw(logits: jax.Array) -> bool:
-    """Return whether a kernel computes ``draw`` of rows like these, [R,V]."""
+    """Return whether the function `draw` supports these logits [R,V] on this device.
+
+    It needs the CPU kernels, and float32 or float64 logits that are not empty.
+    """
     return has_llvm() and logits.size > 0 and logits.dtype in (jnp.float32, jnp.float64)
 
 
-def draw(
-    logits: jax.Array,
-    highest: jax.Array,
-    greedy: jax.Array,
-    temperature: jax.Array,
-    min_p: jax.Array,
-    top_k: jax.Array,
-    top_p: jax.Array,
-    seed: jax.Array,
-    position: jax.Array,
-) -> jax.Array:
-    """Draw a token of each row; where ``has_draw`` holds.
+class DrawSettings(NamedTuple):
+    """Settings of the draw of each row's token. 0 disables min_p and top_k, 1 disables top_p.
 
-    Tokens have probabilities exp((logit - highest) / temperature). Those below min_p times the
-    likeliest's are left out, then all but the top_k likeliest (equals of the last stay), then all
-    but the smallest set of likely ones whose share of the rest reaches top_p. The likeliest stays.
+    Attributes:
+        temperature: f32[R]. 0 selects the argmax.
+        min_p: f32[R].
+        top_k: i32[R].
+        top_p: f32[R].
+        seed: u32[R,2] the words of a threefry key.
+        position: i32[R] of the token. Seed and position determine the random number.
+    """
+
+    temperature: jax.Array
+    min_p: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+    seed: jax.Array
+    position: jax.Array
+
+
+def draw(
+    logits: jax.Array, highest: jax.Array, greedy: jax.Array, settings: DrawSettings
+) -> jax.Array:
+    """Sample a token for each row. Requires that ``has_draw`` is true.
+
+    Tokens have probabilities exp((logit - highest) / temperature). Three filters follow. Tokens
+    below min_p times the probability of the likeliest token are removed. Of the rest, all but the
+    top_k likeliest are removed (ties with the last one stay). Of the rest, all but the smallest set
+    of likeliest tokens with a share of at least top_p are removed. The likeliest token always
+    stays.
 
     Args:
         logits: [R,V] float32 or float64.
-        highest: [R] each row's greatest logit, of the dtype of logits.
-        greedy: i32[R] the first token that has it, which a row without a temperature gets.
-        temperature: f32[R]; 0 draws nothing.
-        min_p: f32[R]; 0 leaves nothing out.
-        top_k: i32[R]; 0 leaves nothing out.
-        top_p: f32[R]; 1 leaves nothing out.
-        seed: u32[R,2] the words of a threefry key.
-        position: i32[R] of the token; with the seed it determines the number that draws.
+        highest: [R] greatest logit of each row, of the dtype of logits.
+        greedy: i32[R] argmax of each row, the result for rows with temperature 0.
+        settings: of each row.
 
     Returns:
-        i32[R]; of a row that is not finite, any token.
+        i32[R] tokens. The token of a row with a NaN or an infinity is arbitrary.
     """
-    return _draw(logits, highest, greedy, temperature, min_p, top_k, top_p, seed, position)
+    return _draw(logits, highest, greedy, *settings)

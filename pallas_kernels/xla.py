@@ -1,15 +1,15 @@
-"""The operations in plain JAX, made for CPU: nothing is computed for padding or absent pages.
+"""Attention and KV writes in plain JAX, optimized for CPU: padding and absent pages cost no time.
 
-The specification is `reference.py`; this is the fast way. Decodes are a flat list of (row, chunk of
-pages) items, so that the cost follows the total number of cached tokens and not the longest row
-(Flash-Decoding, Dao et al. 2023, with XLA loops for programs). Longer rows are cut into tiles of
-queries, each with its own number of chunks (FlashAttention-2, Dao 2023). All trip counts are
-dynamic, so one compiled program serves every context length.
+`reference.py` is the specification. Decodes are a flat list of (row, chunk of pages) items, so the
+cost depends on the total number of cached tokens and not on the longest row (Flash-Decoding, Dao et
+al. 2023, with XLA loops instead of programs). Longer rows are cut into tiles of queries, each with
+its own number of chunks (FlashAttention-2, Dao 2023). All trip counts are dynamic, so one compiled
+program serves every context length.
 
-Two facts about XLA on CPU shape the code. Gathering `[P, K, S, H]` pages as `[P * K, S * H]` rows
-brings the tokens of a head together while copying, which the dots would otherwise do again. And
-XLA converts a 16-bit or 8-bit float array to float32 as a whole before a loop gathers from it or a
-scatter writes to it; it does not convert the same bits as integers.
+The code depends on two properties of XLA on CPU. Gathering `[P, K, S, H]` pages as `[P * K, S * H]`
+rows collects the tokens of a head during the copy, which the dots would otherwise repeat. XLA
+converts a whole 16-bit or 8-bit float array to float32 before a loop gathers from it or a scatter
+writes to it, but it does not convert the same bits as integers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.arguments import INT8, NO_OPTIONS, AttentionOptions, number_dtype
+from pallas_kernels.arguments import (
+    INT8,
+    NO_OPTIONS,
+    AttentionArrays,
+    AttentionOptions,
+    number_dtype,
+)
 from pallas_kernels.reference import to_codes
 
 CHUNK_TOKENS = 64
@@ -40,13 +46,13 @@ class PageRows(NamedTuple):
 
 
 class TileSizes(NamedTuple):
-    """Sizes of the tiles of rows of two queries or more.
+    """Sizes of the tiles of rows with two queries or more.
 
     Attributes:
         queries: queries of a tile.
         chunk_tokens: tokens of a chunk of keys and values.
-        one_chunk: no row has more than a chunk, so there is no loop over chunks.
-        dtype: dtype of a product's operands, if it is not the accumulator's.
+        one_chunk: no row is longer than a chunk, so there is no loop over chunks.
+        dtype: dtype of the operands of products, if it differs from the accumulator's.
     """
 
     queries: int
@@ -56,23 +62,15 @@ class TileSizes(NamedTuple):
 
 
 TILE_SIZES = TileSizes(queries=32, chunk_tokens=256)
-Pages = tuple[jax.Array, jax.Array]
-Decode = Callable[[jax.Array, Pages, jax.Array, jax.Array, AttentionOptions], jax.Array]
-"""Attention of rows of one query: (q, (k_pages, v_pages), page_table, kv_len, options) -> like q.
+Attend = Callable[[AttentionArrays, AttentionOptions], jax.Array]
+"""Attention of the rows of a step, or of some of them: (arrays, options) -> array like q.
 
-q is [R, K, G, H] in the accumulator's dtype. The caller applies `k_scale` and `v_scale`, unless
+q is [., K, G, H] in the accumulator's dtype. The caller applies `k_scale` and `v_scale`, unless
 pages are int8.
-"""
-Tiles = Callable[[jax.Array, Pages, jax.Array, jax.Array, jax.Array, AttentionOptions], jax.Array]
-"""Attention of rows of two queries or more; results of other rows' tokens mean nothing.
-
-(q, (k_pages, v_pages), page_table, query_start, kv_len, options) -> like q, which is [T, K, G, H]
-in the accumulator's dtype. The caller applies `k_scale` and `v_scale`, unless pages are int8.
 """
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    """Return the bits of floats narrower than 32 bits as integers, and others as they are."""
     unsigned = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize)
     return x if unsigned is None or x.dtype == INT8 else lax.bitcast_convert_type(x, unsigned)
 
@@ -83,13 +81,10 @@ def _floats(bits: jax.Array, dtype: jnp.dtype, out: jnp.dtype) -> jax.Array:
 
 
 def page_rows(
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    page_table: jax.Array,
-    pages: int,
-    options: AttentionOptions = NO_OPTIONS,
+    arrays: AttentionArrays, pages: int, options: AttentionOptions = NO_OPTIONS
 ) -> PageRows:
-    """Return pages and table as gathers need them, for chunks of so many pages."""
+    """Return pages and page table in the layout for gathers of chunks of `pages` pages."""
+    _, k_pages, v_pages, page_table, *_ = arrays
     P, K, S, H = k_pages.shape
     scales = None
     if k_pages.dtype == INT8 and options.k_scale is not None and options.v_scale is not None:
@@ -106,7 +101,10 @@ def page_rows(
 
 
 def gather_chunks(cache: PageRows, page: jax.Array, out: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-    """Gather K and V, each [W, K, C, H], of W chunks; `page`: i32[W, .], the pages of each."""
+    """Gather keys and values of W chunks from pages: two arrays [W, K, C, H] of dtype `out`.
+
+    `page`, i32[W, pages of a chunk], holds the page ids of each chunk.
+    """
     K, S, H = cache.shape
     index = page[:, None, :] * K + jnp.arange(K)[None, :, None]  # [W, K, pages]
     shape = (page.shape[0], K, page.shape[1] * S, H)
@@ -123,11 +121,10 @@ def gather_chunks(cache: PageRows, page: jax.Array, out: jnp.dtype) -> tuple[jax
 
 
 class Items(NamedTuple):
-    """A flat list of the (row, chunk) pairs of a step's decodes: `count` of them, then padding.
+    """A flat list of the (row, chunk) pairs of the decodes of a step: `count` pairs, then padding.
 
-    It is the same for every layer of a step, so that XLA computes it once. Inside the loop XLA
-    would inline it into the gathers, and do its index arithmetic again for every element of the
-    cache.
+    The list is the same for every layer of a step, so XLA computes it once. Inside the loop XLA
+    would inline it into the gathers and repeat its index arithmetic for every element of the cache.
     """
 
     owner: jax.Array  # i32[I], the row; R for padding
@@ -140,7 +137,10 @@ class Items(NamedTuple):
 def list_items(
     cache: PageRows, kv_len: jax.Array, window: int | None, pages: int, group: int
 ) -> Items:
-    """List items of chunks of `pages` pages, padded to a multiple of `group` items."""
+    """List the (row, chunk) items of a step, in chunks of `pages` pages.
+
+    The list is padded to a multiple of `group` items.
+    """
     R, columns = kv_len.shape[0], -(-cache.page_table.shape[1] // pages)
     C = pages * cache.shape[1]
     oldest = jnp.zeros_like(kv_len) if window is None else jnp.maximum(kv_len - window, 0)
@@ -170,24 +170,19 @@ def _accumulator(dtype: jnp.dtype) -> jnp.dtype:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def _decode(
-    q: jax.Array,
-    kv_pages: Pages,
-    page_table: jax.Array,
-    kv_len: jax.Array,
-    options: AttentionOptions,
-) -> jax.Array:
-    """Compute rows of one query, at position kv_len - 1; see `Decode`."""
+def _decode(arrays: AttentionArrays, options: AttentionOptions) -> jax.Array:
+    """Compute attention of rows of one query, at position kv_len - 1, as an `Attend`."""
+    q, kv_len = arrays.q, arrays.kv_len
     R, K, G, H = q.shape
-    pages = max(1, CHUNK_TOKENS // kv_pages[0].shape[2])
-    cache = page_rows(*kv_pages, page_table, pages, options)
+    pages = max(1, CHUNK_TOKENS // arrays.k_pages.shape[2])
+    cache = page_rows(arrays, pages, options)
     cell = jnp.arange(pages * cache.shape[1])
     W = min(max(4, R // 2), 32)
     items = list_items(cache, kv_len, options.window, pages, W)
     q = q * options.score_scale(H)
 
     def body(step: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """Add a turn of W items to acc [R, K, G, H + 1] and the peaks top [R, K, G]."""
+        """Add W items to the sums acc [R, K, G, H + 1] and the maxima top [R, K, G]."""
         acc, top = carry
         owner, page, first, stop = (lax.dynamic_slice_in_dim(x, step * W, W) for x in items[:4])
         row = jnp.minimum(owner, R - 1)
@@ -201,9 +196,9 @@ def _decode(
         weights = jnp.where(seen[:, None, None], jnp.exp(scores - peak[..., None]), 0)
         v = jnp.where(seen[:, None, :, None], v, 0)
         part = jnp.einsum("wkgc,wkch->wkgh", weights, v)
-        # Partial results go to their rows through a one-hot product: a scatter runs on one core.
-        # Zero times NaN is NaN there, so an item that is not finite goes in as zeros, and makes its
-        # own row NaN through the peak, which is selected and not multiplied.
+        # A one-hot product sums the items of each row, because a scatter runs on one core. Zero
+        # times NaN is NaN there, so an item that is not finite enters as zeros. It makes its own
+        # row NaN through the maximum, which is selected and not multiplied.
         peak = jnp.where(jnp.isfinite(part.sum(axis=-1)), peak, jnp.nan)
         mine = owner[None, :] == jnp.arange(R)[:, None]
         peaks = jnp.where(mine[:, :, None, None], peak[None], LOWEST).max(axis=1)
@@ -214,7 +209,8 @@ def _decode(
         summed = jnp.einsum("rw,wkgh->rkgh", mine.astype(q.dtype), part)
         return acc * shrink[..., None] + summed, new_top
 
-    # Besides the weighted sum of values, the last column of `acc` sums the weights.
+    # The last column of `acc` is the sum of the weights, the others are the weighted sum of the
+    # values.
     top, total = empty_softmax((R, K, G), options.sinks, q.dtype)
     acc = jnp.concatenate([jnp.zeros_like(q), total[..., None]], axis=-1)
     acc, _ = lax.fori_loop(0, (items.count + W - 1) // W, body, (acc, top))
@@ -226,7 +222,7 @@ def _decode(
 def empty_softmax(
     shape: tuple[int, ...], sinks: jax.Array | None, dtype: jnp.dtype
 ) -> tuple[jax.Array, jax.Array]:
-    """Return peak and total of a softmax over the sinks alone; `shape` ends in K, G."""
+    """Return maximum and total of a softmax over the sinks alone. `shape` ends in K, G."""
     if sinks is None:
         return jnp.full(shape, LOWEST, dtype), jnp.zeros(shape, dtype)
     peak = jnp.broadcast_to(sinks.reshape(shape[-2:]).astype(dtype), shape)
@@ -234,24 +230,19 @@ def empty_softmax(
 
 
 def attend_tiles(
-    q: jax.Array,
-    kv_pages: Pages,
-    page_table: jax.Array,
-    query_start: jax.Array,
-    kv_len: jax.Array,
-    options: AttentionOptions,
-    sizes: TileSizes = TILE_SIZES,
+    arrays: AttentionArrays, options: AttentionOptions, sizes: TileSizes = TILE_SIZES
 ) -> jax.Array:
-    """Compute rows of two queries or more, tile by tile; see `Tiles`.
+    """Compute attention of rows of two queries or more, tile by tile, as an `Attend`.
 
-    Tiles follow in the order of their tokens: what a tile writes past the end of its row, the next
-    row's tile overwrites.
+    Results of other tokens are undefined. Tiles follow the order of their tokens. Rows that a tile
+    writes past the end of its row are overwritten by the next row's tile.
     """
+    q, kv_len, query_start = arrays.q, arrays.kv_len, arrays.starts
     T, K, G, H = q.shape
     R = kv_len.shape[0]
-    S = kv_pages[0].shape[2]
+    S = arrays.k_pages.shape[2]
     pages = max(1, sizes.chunk_tokens // S)
-    cache = page_rows(*kv_pages, page_table, pages, options)
+    cache = page_rows(arrays, pages, options)
     C = pages * S
     Q = min(sizes.queries, T)
     product = q.dtype if sizes.dtype is None else sizes.dtype
@@ -276,7 +267,7 @@ def attend_tiles(
         operand = here.astype(product)
 
         def chunk_body(chunk: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            """Add a chunk of keys to acc [K, G * Q, H], peaks and totals [K, G, Q]."""
+            """Add a chunk of keys to acc [K, G * Q, H], maxima and totals [K, G, Q]."""
             acc, top, total = carry
             page = lax.dynamic_slice(cache.page_table, (row, chunk * pages), (1, pages))
             k, v = gather_chunks(cache, page, product)
@@ -312,13 +303,16 @@ def attend_tiles(
     return lax.fori_loop(0, end[-1], tile_body, jnp.zeros_like(q))[:T]
 
 
-def _grouped(q: jax.Array, k_scale: jax.Array | None, K: int) -> jax.Array:
-    """Return queries by kv head, [., K, G, H], in the accumulator's dtype and times `k_scale`.
+def _grouped(arrays: AttentionArrays, k_scale: jax.Array | None) -> AttentionArrays:
+    """Return arrays whose q is [., K, G, H], in the accumulator's dtype and times `k_scale`.
 
-    Scales of tokens are applied to scores and weights instead.
+    Scales per token are applied to scores and weights instead.
     """
+    q, K = arrays.q, arrays.k_pages.shape[1]
     q = q.reshape(q.shape[0], K, -1, q.shape[-1]).astype(_accumulator(q.dtype))
-    return q if k_scale is None or k_scale.ndim > 1 else q * k_scale[:, None, None].astype(q.dtype)
+    if k_scale is not None and k_scale.ndim == 1:
+        q = q * k_scale[:, None, None].astype(q.dtype)
+    return arrays._replace(q=q)
 
 
 def _finished(out: jax.Array, q: jax.Array, v_scale: jax.Array | None) -> jax.Array:
@@ -328,46 +322,33 @@ def _finished(out: jax.Array, q: jax.Array, v_scale: jax.Array | None) -> jax.Ar
 
 
 def paged_decode_attention(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    page_table: jax.Array,
-    kv_len: jax.Array,
-    options: AttentionOptions = NO_OPTIONS,
-    *,
-    decode: Decode = _decode,
+    arrays: AttentionArrays, options: AttentionOptions = NO_OPTIONS, *, decode: Attend = _decode
 ) -> jax.Array:
-    """Compute ``pallas_kernels.paged_decode_attention``: [R,N,H]; rows go through `decode`."""
-    grouped = _grouped(q, options.k_scale, k_pages.shape[1])
-    out = decode(grouped, (k_pages, v_pages), page_table, kv_len, options)
-    return _finished(out, q, options.v_scale)
+    """Compute attention of one query per row in plain JAX: [R,N,H]. `decode` computes the rows."""
+    out = decode(_grouped(arrays, options.k_scale), options)
+    return _finished(out, arrays.q, options.v_scale)
 
 
 def ragged_paged_attention(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    page_table: jax.Array,
-    query_start: jax.Array,
-    kv_len: jax.Array,
+    arrays: AttentionArrays,
     options: AttentionOptions = NO_OPTIONS,
     *,
-    decode: Decode = _decode,
-    tiles: Tiles = attend_tiles,
+    decode: Attend = _decode,
+    tiles: Attend = attend_tiles,
 ) -> jax.Array:
-    """Compute ``pallas_kernels.ragged_paged_attention``: [T,N,H].
+    """Compute causal attention of rows of any length in plain JAX: [T,N,H].
 
-    Rows of one query go through `decode` and others through `tiles`, so that in a step which mixes
-    prompts' chunks with decodes each costs what it costs alone.
+    `decode` computes rows of one query and `tiles` all others, so in a step of prompt chunks and
+    decodes each kind costs the same as alone.
     """
+    q, query_start = arrays.q, arrays.starts
     T = q.shape[0]
-    grouped = _grouped(q, options.k_scale, k_pages.shape[1])
-    cache = (k_pages, v_pages), page_table
-    out = tiles(grouped, *cache, query_start, kv_len, options)
+    grouped = _grouped(arrays, options.k_scale)
+    out = tiles(grouped, options)
     single = query_start[1:] - query_start[:-1] == 1
-    single_queries = grouped.at[query_start[:-1]].get(mode="clip")
-    single_len = jnp.where(single, kv_len, 0)
-    decoded = decode(single_queries, *cache, single_len, options)
+    single_queries = grouped.q.at[query_start[:-1]].get(mode="clip")
+    single_len = jnp.where(single, arrays.kv_len, 0)
+    decoded = decode(grouped._replace(q=single_queries, kv_len=single_len), options)
     out = out.at[jnp.where(single, query_start[:-1], T)].set(decoded, mode="drop")
     real = jnp.arange(T) < query_start[-1]
     return _finished(jnp.where(real[:, None, None, None], out, 0), q, options.v_scale)
@@ -383,14 +364,14 @@ def kv_write(
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute ``pallas_kernels.kv_write``: the new (k_pages, v_pages)."""
+    """Store keys and values of a step in their pages. Return the new (k_pages, v_pages)."""
     P, K, S, H = k_pages.shape
     cell = _cells(k_pages, slot_mapping)
 
     def write(x: jax.Array, pages: jax.Array, scale: jax.Array | None) -> jax.Array:
         """Return pages with x [T, K, H] written to the cells."""
         stored = number_dtype(pages.dtype)
-        if stored.itemsize == 1:  # beyond the largest float8 lies NaN, not infinity
+        if stored.itemsize == 1:  # numbers beyond the largest float8 would become NaN
             scaled = x.astype(jnp.float32)
             scaled = scaled if scale is None else scaled / scale[:, None]
             limit = float(jnp.finfo(stored).max)
@@ -411,7 +392,10 @@ def quantized_kv_write(
     v_scale: jax.Array,
     slot_mapping: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Compute ``pallas_kernels.quantized_kv_write``: the new pages and scales."""
+    """Store keys and values as int8 codes and their scales. Return the new pages and scales.
+
+    The only implementation of ``pallas_kernels.quantized_kv_write``.
+    """
     cell = _cells(k_pages, slot_mapping)
 
     def write(x: jax.Array, pages: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -425,7 +409,6 @@ def quantized_kv_write(
 
 
 def _cells(pages: jax.Array, slot_mapping: jax.Array) -> jax.Array:
-    """Return the cell of each token and kv head among all P * K * S, i32[T, K]; no cell for -1."""
     P, K, S, _ = pages.shape
     inside = (slot_mapping >= 0) & (slot_mapping < P * S)
     page, offset = slot_mapping // S, slot_mapping % S

@@ -1,8 +1,8 @@
-"""The grouped matrix product in plain JAX, made for CPU: cost follows the rows, not the groups.
+"""The grouped matrix product in plain JAX, for CPU: cost depends on the rows, not on the groups.
 
-Rows are cut into tiles of one group each, and a loop with as many turns as there are tiles reads
-the group's matrix and multiplies. The matrix of a group without rows is never read.
-`lax.ragged_dot` would multiply every row by every group's matrix, on CPU and on GPU.
+Rows are cut into tiles of one group each. A loop over the tiles reads the matrix of the group and
+multiplies. The matrix of a group without rows is never read. `lax.ragged_dot` would multiply every
+row by the matrix of every group, on CPU and on GPU.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ MOST_ROWS = 32
 def tile_rows(rows: int, groups: int) -> int:
     """Return the rows of a tile: a power of two near twice the mean rows of a group, 2 to 32.
 
-    Half a tile of padding costs what reading a matrix twice costs. One row of 16-bit numbers would
-    make XLA convert the matrix to float32 in a pass of its own.
+    Half a tile of padding costs as much as reading a matrix twice. With one row of 16-bit numbers,
+    XLA would convert the matrix to float32 in a separate pass.
     """
     fitting = 1 << max(1, (2 * rows // groups).bit_length() - 1)
     return min(fitting, MOST_ROWS)
@@ -27,11 +27,11 @@ def tile_rows(rows: int, groups: int) -> int:
 def row_tiles(
     group_sizes: jax.Array, rows: int, size: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Cut the groups' rows into tiles of at most ``size`` rows of one group.
+    """Cut the rows of the groups into tiles of at most `size` rows of one group.
 
     Returns:
-        i32[tiles] the group and i32[tiles] the first row of each tile, and how many tiles there
-        are; entries past that number mean nothing.
+        i32[tiles] group of each tile, i32[tiles] first row of each tile, and the number of tiles.
+        Entries after that number are undefined.
     """
     groups = group_sizes.shape[0]
     end = jnp.cumsum(group_sizes)
@@ -46,7 +46,7 @@ def row_tiles(
 
 
 def grouped_matmul(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """Compute ``pallas_kernels.grouped_matmul``: [A,F]."""
+    """Multiply rows, which are sorted by group, each by the matrix of its group: [A,F]."""
     rows, inputs = x.shape
     groups, _, outputs = w.shape
     exact = jnp.promote_types(x.dtype, jnp.float32)
@@ -56,16 +56,17 @@ def grouped_matmul(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Ar
     x = jnp.pad(x, ((0, size), (0, 0)))
 
     def body(tile: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """Multiply a tile of rows and write it to out [A + size, F]; w is carried unchanged."""
+        """Multiply a tile of rows and write it to out [A + size, F]. w is carried unchanged."""
         out, w = carry
         if w.dtype != exact:
-            # A dot converts 16-bit weights to float32. If they were not carried through this
-            # barrier, XLA would move that out of the loop and convert the weights of all groups.
+            # A dot converts 16-bit weights to float32. Without this barrier, XLA would move the
+            # conversion out of the loop and convert the weights of all groups.
             w = lax.optimization_barrier(w)
         tile_x = lax.dynamic_slice(x, (first[tile], zero), (size, inputs))
         matrix = lax.dynamic_slice(w, (group[tile], zero, zero), (1, inputs, outputs))[0]
         y = lax.dot(tile_x, matrix, preferred_element_type=exact)
-        # What a tile writes past the end of its group, the next group's tile overwrites.
+        # Rows that a tile writes past the end of its group are overwritten by the next group's
+        # tile.
         return lax.dynamic_update_slice(out, y, (first[tile], zero)), w
 
     out = jnp.zeros((rows + size, outputs), exact)

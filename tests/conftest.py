@@ -23,6 +23,7 @@ from tests.support.kept_programs import (
     keep_objects,
     keep_programs,
     kept_folder,
+    kernels_kept_folder,
     users_kept_folder,
     users_objects,
 )
@@ -39,6 +40,7 @@ settings.load_profile("jaxserve")
 
 NEED_GPU = Path(__file__).parent / "gpu"
 SELECTED = "selected"  # in a run's folder: how many tests were selected, and why others were not
+KERNELS = "kernels"  # in that folder: the machine code of CPU kernels
 LEFT_OUT = "left-out-"  # in that folder, by a path of tests: why some of them were left out
 # Their tests share servers, a browser or checkpoints, which are costly to make. The longest first:
 # a process goes through such a folder alone, and at the end no other shall wait for it.
@@ -59,6 +61,7 @@ def make_folder() -> None:
     objects = users_objects(Path(folder))
     objects.parent.mkdir(mode=0o700, parents=True)  # code is read from no folder open to others
     borrow_programs(objects, users_kept_folder())
+    borrow_programs(Path(folder, KERNELS), kernels_kept_folder())
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{folder}/compiled")
     # Otherwise the folder's name is in every key.
     os.environ.setdefault("JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES", "none")
@@ -74,6 +77,7 @@ def remove_folder() -> None:
     folder = Path(os.environ[FOLDER])
     keep_programs(folder / "compiled", kept_folder())
     keep_objects(users_objects(folder), users_kept_folder())
+    keep_objects(folder / KERNELS, kernels_kept_folder())
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -234,11 +238,14 @@ def pytest_configure(config: pytest.Config) -> None:
         if config.option.schedule_seed is None:
             config.option.schedule_seed = secrets.randbits(32)
         config.add_cleanup(remove_folder)
-    if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):
+    runs_tests = hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None)
+    if runs_tests and Path("jaxserve").is_dir():  # tests/test_bootstrap.py runs this file alone
         # Imported here: JAX reads the variables above when it is imported.
         from tests.support import shared_engine
+        from tests.support.kept_kernels import keep_machine_code
         from tests.support.quick_code import QuickCode
 
+        keep_machine_code(Path(os.environ[FOLDER], KERNELS))
         config.pluginmanager.register(shared_engine, "jaxserve-shared-engine")
         config.pluginmanager.register(QuickCode(), "jaxserve-quick-code")
     run_costs.pytest_configure(config)

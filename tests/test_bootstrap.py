@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -482,13 +483,15 @@ def test_platform(): assert os.environ.get("JAX_PLATFORMS") == {expected!r}
 def test_tests_run_on_cpu_but_for_those_of_a_gpu(
     tmp_path: Path, arguments: str, expected: str
 ) -> None:
-    for folder in ("gpu", "weights", "support"):
-        (tmp_path / "tests" / folder).mkdir(parents=True)
+    for folder in ("tests/support", "scripts/lib"):  # what tests/conftest.py imports
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    for folder in ("gpu", "weights"):
+        (tmp_path / "tests" / folder).mkdir()
     for folder in ("gpu", "weights"):
         mark = "import pytest\npytestmark = pytest.mark.gpu\n" if folder == "gpu" else ""
         test = tmp_path / "tests" / folder / f"test_{'x' if folder == 'gpu' else 'y'}.py"
         test.write_text(mark + PLATFORM_TEST.format(expected=expected))
-    for name in ("tests/conftest.py", "tests/support/kept_programs.py", "pyproject.toml"):
+    for name in ("tests/conftest.py", "pyproject.toml"):
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", *arguments.split()],

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from jaxserve.settings.config import user_cache_dir
+from pallas_kernels.cpu import ffi
+from tests.support.kept_kernels import keep_machine_code
 from tests.support.kept_programs import (
     FOLDER,
     borrow_programs,
@@ -47,6 +50,24 @@ def test_what_jaxserve_keeps_lies_where_it_is_taken_from(
     (run / f".{'b' * 64}.1.2").write_bytes(b"ha")
     keep_objects(run, kept)
     assert [path.name for path in kept.iterdir()] == ["a" * 64]
+
+
+def test_machine_code_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, ...]] = []
+
+    def compile_module(module: str, cpu: str, thorough: bool = False) -> bytes:
+        asked.append((module, cpu, str(thorough)))
+        return f"{module} for {cpu} {thorough}".encode()
+
+    for _ in range(2):  # two processes
+        monkeypatch.setattr(ffi, "machine_code", compile_module)
+        keep_machine_code(tmp_path)
+        code: Any = ffi.machine_code
+        assert code("a", "x86") == b"a for x86 False"
+        assert code("a", "x86", thorough=True) == b"a for x86 True"
+        assert code("a", "arm") == b"a for arm False"
+        assert code("b", "x86") == b"b for x86 False"
+    assert len(asked) == 4 == len(list(tmp_path.iterdir()))
 
 
 def test_what_has_grown_too_large_is_forgotten(tmp_path: Path, monkeypatch) -> None:

@@ -12,15 +12,10 @@ from pathlib import Path
 import pytest
 from jaxlib import xla_client
 
-from jaxserve.settings import config, machine
+from jaxserve.settings import cards, config, machine
+from jaxserve.settings.cards import DriverCard, VisibleCard, driver_cards, visible_card
 from jaxserve.settings.config import card_to_open, claimed, memory_fraction
-from jaxserve.settings.machine import (
-    DriverCard,
-    VisibleCard,
-    driver_cards,
-    host_memory,
-    visible_card,
-)
+from jaxserve.settings.machine import host_memory
 from tests.support.host_files import (
     UNLIMITED_V1,
     V1_MOUNT,
@@ -46,7 +41,7 @@ def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 LIST = """
 import dataclasses, json
-from jaxserve.settings.machine import driver_cards
+from jaxserve.settings.cards import driver_cards
 print(json.dumps([list(dataclasses.astuple(card)) for card in driver_cards()]))
 """
 
@@ -75,7 +70,7 @@ def test_a_driver_that_fails_or_is_absent_lists_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert listed(play_driver(tmp_path, T4, init=9)) == []
-    monkeypatch.setattr(machine, "LIBRARY", "libnone-such.so.1")
+    monkeypatch.setattr(cards, "LIBRARY", "libnone-such.so.1")
     assert driver_cards() == []
 
 

@@ -13,6 +13,7 @@ from jaxserve.commands.cli import main, make_parser
 from jaxserve.commands.options import engine_settings
 from jaxserve.errors import InvalidRequest
 from jaxserve.settings.compat import (
+    BENCH,
     ENGINE,
     SERVER,
     check_fields,
@@ -123,6 +124,17 @@ def test_an_option_is_refused_in_one_line(
     assert main([*command.split(), *flag.split()]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith(f"jaxserve: error: {name}") and err.count("\n") == 1
+
+
+def test_an_option_of_a_benchmark_is_refused_with_a_suggestion(
+    capsys: pytest.CaptureFixture,
+) -> None:
+    for name in ("lora_modules", "no_stream"):
+        flag = "--" + name.replace("_", "-")
+        with pytest.raises(SystemExit, match="2"):
+            main(["bench", "serve", flag, "x"])
+        suggestion = unserved(BENCH)[name].instead
+        assert f"error: {flag} is not supported: {suggestion} (see" in capsys.readouterr().err
 
 
 def test_options_that_ask_for_nothing_pass() -> None:

@@ -31,9 +31,9 @@ from jaxserve.outputs import RequestOutput
 from jaxserve.request import SamplingParams
 from jaxserve.settings.config import EngineConfig, check_devices
 from jaxserve.settings.model_name import check_model
-from jaxserve.text.template_names import HOW_TO_GIVE
+from jaxserve.text import HOW_TO_GIVE
 
-TEMPLATES = "jaxserve.text.named_templates"  # imports Jinja
+TEMPLATES = "jaxserve.text.template"  # imports Jinja
 # Options that vLLM's server has, too.
 OWN = ("chat_template",)
 # Fields of SamplingParams that are options of this command.

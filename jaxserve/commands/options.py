@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from jaxserve.commands.argument_types import json_object
 from jaxserve.errors import InvalidRequest
-from jaxserve.settings.compat import ENGINE, served, unserved
+from jaxserve.settings.compat import BENCH, ENGINE, served, unserved
 from jaxserve.settings.config import EngineConfig, usual_value
 
 BAD_INPUT = 2
@@ -44,7 +44,7 @@ ENGINE_FIELDS = [
 ]
 
 
-class Parser(argparse.ArgumentParser):
+class OneLineParser(argparse.ArgumentParser):
     """A parser that reports a bad argument in one line, without the whole usage."""
 
     def error(self, message: str) -> NoReturn:
@@ -111,6 +111,15 @@ class Switch(argparse.BooleanOptionalAction):
         self, parser: Any, namespace: Any, values: Any, option_string: str | None = None
     ) -> None:
         setattr(namespace, self.dest, option_string not in self.negative)
+
+
+class Refused(argparse.Action):
+    """An option that ends the command with an error. `const` is the suggestion."""
+
+    def __call__(
+        self, parser: Any, namespace: Any, values: Any, option_string: str | None = None
+    ) -> None:
+        parser.error(f"{option_string} is not supported: {self.const}")
 
 
 class Entries(argparse.Action):
@@ -248,7 +257,9 @@ def declare_unserved(parser: argparse.ArgumentParser) -> None:
                 continue  # the other form of a flag
             neutral = row.neutral or ()
             arguments: dict[str, Any] = {"type": _plain_value}
-            if any(isinstance(value, bool) for value in neutral):
+            if kind == BENCH:
+                arguments = {"action": Refused, "nargs": "*", "const": row.instead}
+            elif any(isinstance(value, bool) for value in neutral):
                 arguments = {"action": Switch}
             elif [] in neutral:
                 arguments["nargs"] = "+"

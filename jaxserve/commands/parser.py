@@ -16,7 +16,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from jaxserve.commands.options import CommandError, Entries, Parser, Switch, declare_unserved
+from jaxserve.commands.options import CommandError, Entries, OneLineParser, Switch, declare_unserved
 from jaxserve.fleet.options import FleetConfig
 from jaxserve.request import SamplingParams
 from jaxserve.server.settings import ServerConfig
@@ -54,7 +54,7 @@ class Setting(NamedTuple):
         return self.origin.startswith(VARIABLE_PREFIX)
 
 
-class CommandParser(Parser):
+class CommandParser(OneLineParser):
     """Parser of a command that accepts vLLM's spellings, the environment and a file of options.
 
     Its defaults (`set_defaults`) configure it: `settings` has the options that the environment can
@@ -145,7 +145,7 @@ class CommandParser(Parser):
         return formatter.format_help()
 
 
-class _SingleOption(Parser):
+class _SingleOption(OneLineParser):
     """Parser of an option from a file or variable, with the origin as `prog`."""
 
     def error(self, message: str) -> NoReturn:

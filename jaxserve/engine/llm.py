@@ -32,8 +32,8 @@ from jaxserve.settings.checks import exact_int
 from jaxserve.settings.compat import served
 from jaxserve.settings.config import EngineConfig
 from jaxserve.start.loading import Loaded
+from jaxserve.text import HOW_TO_GIVE
 from jaxserve.text.messages import plain_messages
-from jaxserve.text.template_names import HOW_TO_GIVE
 from jaxserve.text.tokenizer import NO_TEMPLATE
 
 
@@ -153,7 +153,7 @@ class LLM:
 
         Args:
             chat_template: instead of the model's: a template, a file, or the name of a shipped one
-                (`text.named_templates`).
+                (`text.template.find_template`).
             chat_template_kwargs: further inputs of the template, which it may leave unread; they
                 take precedence over `template_options`.
             **template_options: further inputs, such as tools; one that the template does not read

@@ -27,11 +27,11 @@ from jaxserve.execution.typed_jax import cond, fori_loop
 from jaxserve.request import SamplerFeature
 from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.slot_table import NO_TOKEN, SlotTable
-from pallas_kernels import draw, greatest, has_draw, has_greatest
+from pallas_kernels import DrawSettings, draw, greatest, has_draw, has_greatest
 from pallas_kernels.devices import target_device
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int, Int32, UInt, UInt32
+    from jaxtyping import Array, Bool, Float, Int, Int32, UInt
 
 
 def _ordered_bits(x: Float[Array, "*sizes"]) -> UInt[Array, "*sizes"]:
@@ -141,12 +141,7 @@ def plain_draw(
     logits: Float[Array, "R V"],
     highest: Float[Array, " R"],
     greedy: Int32[Array, " R"],
-    temperature: Float[Array, " R"],
-    min_p: Float[Array, " R"],
-    top_k: Int32[Array, " R"],
-    top_p: Float[Array, " R"],
-    seed: UInt32[Array, "R 2"],
-    position: Int32[Array, " R"],
+    settings: DrawSettings,
 ) -> Int32[Array, " R"]:
     """Sample tokens in plain JAX. This is the specification of the kernel `pallas_kernels.draw`.
 
@@ -154,10 +149,9 @@ def plain_draw(
         logits: the logits.
         highest: each row's greatest logit.
         greedy: each row's most likely token, the result of rows with temperature 0.
-        temperature, min_p, top_k, top_p: the settings of each row.
-        seed: the words of each row's threefry key.
-        position: the position of each row's new token.
+        settings: the settings of each row, with its threefry key and the new token's position.
     """
+    temperature, min_p, top_k, top_p, seed, position = settings
     warm = temperature > 0
     divisor = jnp.where(warm, temperature, 1).astype(logits.dtype)
     # Subtract first: the quotient of a large logit and a small temperature may overflow, and is
@@ -186,9 +180,11 @@ def _sampled(
         greedy: each row's most likely token.
         highest: the logit of that token.
     """
-    settings = batch.temperature, batch.min_p, batch.top_k, batch.top_p
+    settings = DrawSettings(
+        batch.temperature, batch.min_p, batch.top_k, batch.top_p, batch.seed, batch.kv_len
+    )
     run = draw if has_draw(logits) else plain_draw
-    return run(logits, highest, greedy, *settings, batch.seed, batch.kv_len)
+    return run(logits, highest, greedy, settings)
 
 
 def is_greedy(plan: LaunchPlan, slots: SlotTable) -> bool:

@@ -34,7 +34,7 @@ class Front:
         if scope["type"] != "http" or scope["path"].startswith(_OWN):
             await self._app(scope, receive, send)
             return
-        body, answer = _Body(receive), _ConvertedAnswer(send)
+        body, answer = _StoredBody(receive), _FrontAnswer(send)
         for _ in range(2):
             # A copy, because Serve changes the scope.
             await self._app(dict(scope), body.receive, answer.send)
@@ -48,7 +48,7 @@ class Front:
             await error_response(error)(scope, receive, send)
 
 
-class _Body:
+class _StoredBody:
     """The body of a request, stored until the answer begins.
 
     Attributes:
@@ -90,7 +90,7 @@ class _Body:
         self._next = 0
 
 
-class _ConvertedAnswer:
+class _FrontAnswer:
     """The answer of a request. Errors of Serve itself are converted to OpenAI's form.
 
     Attributes:

@@ -27,6 +27,8 @@ from jaxserve.models.linear import (
 from jaxserve.models.paged import KVPages, LogicalAxes, PagedStep
 from jaxserve.models.shards import group_of, kv_copies
 from pallas_kernels import (
+    AttentionOptions,
+    PartPositions,
     QkvOptions,
     attention_of_part,
     kv_write,
@@ -46,10 +48,9 @@ if TYPE_CHECKING:
 
 # Most of what tracing a layer takes. The first layer, which `run_layer` traces apart from the
 # others, writes and attends as they do.
-_STATIC = ("scale", "window", "soft_cap", "implementation")
-decode_attention = jax.jit(paged_decode_attention, static_argnames=_STATIC)
-ragged_attention = jax.jit(ragged_paged_attention, static_argnames=_STATIC)
-part_attention = jax.jit(attention_of_part, static_argnames=("stride", *_STATIC[:3]))
+decode_attention = jax.jit(paged_decode_attention, static_argnames="implementation")
+ragged_attention = jax.jit(ragged_paged_attention, static_argnames="implementation")
+part_attention = jax.jit(attention_of_part)
 _rope_kv_write = jax.jit(rope_kv_write, static_argnames=("dtype", "implementation"))
 
 
@@ -207,17 +208,22 @@ class Attention(nnx.Module):
         options |= self._scales(kv)
         if self.context > 1:
             return self._attend_over_devices(query, kv, step, options)
-        options["arrivals"] = arrivals
         if self.sinks is not None:
             options["sinks"] = self.sinks[...].reshape(-1)
+        described = AttentionOptions(arrivals=arrivals, **options)
+        table, lengths = step.page_table, step.kv_len
         if step.decode_only:
             return decode_attention(
-                query, *kv[:2], step.page_table, step.kv_len, implementation=step.others, **options
+                query, *kv[:2], table, lengths, described, implementation=step.others
             )
         return ragged_attention(
-            *(query, *kv[:2], step.page_table, step.query_start, step.kv_len),
+            query,
+            *kv[:2],
+            table,
+            step.query_start,
+            lengths,
+            described,
             implementation=step.implementation,
-            **options,
         )
 
     def _attend_over_devices(
@@ -230,11 +236,13 @@ class Attention(nnx.Module):
         axis, sinks = self.axis, value_of(self.sinks)
         assert axis is not None
         part = part_attention(
-            *(heads_of_group(query, axis, self.context), *kv[:2]),
-            *(step.page_table, step.query_start, step.kv_len),
-            device_index(axis) % self.context,
-            stride=self.context,
-            **options,
+            heads_of_group(query, axis, self.context),
+            *kv[:2],
+            step.page_table,
+            step.query_start,
+            step.kv_len,
+            PartPositions(device_index(axis) % self.context, self.context),
+            AttentionOptions(**options),
         )
         parts = parts_of_group(part, axis, self.context)
         sinks = None if sinks is None else sinks.reshape(-1)

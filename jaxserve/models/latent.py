@@ -28,6 +28,7 @@ from jaxserve.models.family import FamilyTraits
 from jaxserve.models.layers import Norm
 from jaxserve.models.linear import constant, matmul, value_of, weight
 from jaxserve.models.paged import KVPages, PagedStep
+from pallas_kernels import AttentionOptions
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -110,12 +111,13 @@ class LatentAttention(nnx.Module):
     def _attend(
         self, query: Float[Array, "T N H"], kv: KVPages, step: PagedStep
     ) -> Float[Array, "T N H"]:
-        options: Any = {"scale": self.scale, "implementation": step.implementation}
-        options |= scales_of(kv)
+        scales: Any = scales_of(kv)
+        options = AttentionOptions(scale=self.scale, **scales)
+        table, lengths, name = step.page_table, step.kv_len, step.implementation
         if step.decode_only:
-            return decode_attention(query, *kv[:2], step.page_table, step.kv_len, **options)
+            return decode_attention(query, *kv[:2], table, lengths, options, implementation=name)
         return ragged_attention(
-            query, *kv[:2], step.page_table, step.query_start, step.kv_len, **options
+            query, *kv[:2], table, step.query_start, lengths, options, implementation=name
         )
 
 

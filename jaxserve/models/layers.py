@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 # Layers and the norm behind the last one add by the same few programs: within a larger one each is
 # traced and lowered once.
-_STATIC = ("eps", "offset", "rounds_last", "factor", "implementation")
+_STATIC = ("options", "implementation")
 _add_norm = jax.jit(add_norm, static_argnames=_STATIC)
 _add_norm_over_devices = jax.jit(add_norm_over_devices, static_argnames=(*_STATIC, "axis"))
 
@@ -161,11 +161,10 @@ def add(
         x = x if delta is None else x + delta.value
         return x, x if norm is None else norm(x)
     scale = None if norm is None else norm.scale[...]
-    named: dict[str, Any] = dataclasses.asdict(options)
-    named["implementation"] = implementation
+    named: dict[str, Any] = {"options": options, "implementation": implementation}
     if delta is None:
         return _add_norm(x, None, scale, **named)
-    named["factor"] = delta.factor
+    named["options"] = dataclasses.replace(options, factor=delta.factor)
     if delta.axis is not None:
         operands = x, delta.value, scale, delta.norm_scale
         return _add_norm_over_devices(*operands, axis=delta.axis, **named)

@@ -77,6 +77,11 @@ def within(value: Any, name: str, low: float, high: float) -> float:
     return number
 
 
+def is_equal(value: Any, other: Any) -> bool:
+    """Return whether two values are equal, where a flag is not equal to a number."""
+    return isinstance(value, bool) == isinstance(other, bool) and value == other
+
+
 def is_neutral(value: Any, neutral: Iterable[Any]) -> bool:
     """Return whether a value equals one of `neutral` and has its type."""
     return any(type(value) is type(other) and value == other for other in neutral)

@@ -1,22 +1,21 @@
 """Reader of `compat.toml`: names that other servers have and jaxserve does not serve.
 
-The file is read on first use, since that takes about 10 ms: not by `import jaxserve`, by `--help`,
-or by a start without such names.
+Parsing the file takes about 10 ms. It is read on first use, not by `--help` or a plain start.
 """
 
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Collection, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxserve.errors import InvalidRequest
-from jaxserve.settings.checks import is_neutral
+from jaxserve.settings.checks import is_equal, is_neutral
 
-ENGINE, SERVER, FIELDS = "engine_arguments", "server_options", "request_fields"
+ENGINE, SERVER, BENCH = "engine_arguments", "server_options", "bench_options"
+FIELDS = "request_fields"
 
 
 class Unserved(NamedTuple):
@@ -39,28 +38,26 @@ class Unserved(NamedTuple):
 
     def passes(self, value: Any, fields: Mapping[str, Any] | None = None) -> bool:
         """Return whether a value has no effect, beside the other `fields` of its request."""
-        if value is None or self.neutral is None or any(_is_same(value, x) for x in self.neutral):
+        if value is None or self.neutral is None or any(is_equal(value, x) for x in self.neutral):
             return True
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if is_number and (value < self.below or value > self.above):
             return True
         sent = [((fields or {}).get(name), x) for name, x in (self.needs or {}).items()]
-        return bool(sent) and all(x is None or _is_same(x, neutral) for x, neutral in sent)
-
-
-def _is_same(value: Any, other: Any) -> bool:
-    return isinstance(value, bool) == isinstance(other, bool) and value == other
+        return bool(sent) and all(x is None or is_equal(x, neutral) for x, neutral in sent)
 
 
 @cache
 def table() -> dict[str, Any]:
     """Return the contents of `compat.toml`."""
+    import tomllib  # takes 4 ms, and most processes do not need it
+
     return tomllib.loads(Path(__file__).with_name("compat.toml").read_text(encoding="utf-8"))
 
 
 @cache
 def unserved(kind: str) -> dict[str, Unserved]:
-    """Return the rows of ENGINE, SERVER or FIELDS, by name."""
+    """Return the rows of ENGINE, SERVER, BENCH or FIELDS, by name."""
     rows = {}
     for name, row in table()[kind].items():
         neutral = row.get("neutral", ())

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from jaxserve.errors import InvalidRequest
+from jaxserve.settings.cards import VisibleCard, driver_cards, visible_card
 from jaxserve.settings.checks import (
     ContentFormat,
     check_content_format,
@@ -24,13 +25,7 @@ from jaxserve.settings.compat import suggestion, table
 from jaxserve.settings.eplb import ExpertsConfig, check_eplb
 from jaxserve.settings.hosts import HostsConfig, check_hosts, too_few
 from jaxserve.settings.kv_events import KVEventsConfig, events_config
-from jaxserve.settings.machine import (
-    VisibleCard,
-    allocate_from_heap,
-    driver_cards,
-    visible_card,
-    with_gpu_flags,
-)
+from jaxserve.settings.machine import allocate_from_heap, with_gpu_flags
 from jaxserve.settings.overrides import json_object
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")

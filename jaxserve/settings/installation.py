@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 
 import jaxserve
+from jaxserve.settings.cards import driver_cards, driver_version
 from jaxserve.settings.config import (
     card_to_open,
     cpu_threads,
@@ -16,7 +17,7 @@ from jaxserve.settings.config import (
     own_variables,
     user_cache_dir,
 )
-from jaxserve.settings.machine import driver_cards, driver_version, host_memory
+from jaxserve.settings.machine import host_memory
 
 _CHECKOUT = Path(__file__).parent.parent.parent
 GIB = 2**30

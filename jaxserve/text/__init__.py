@@ -1,1 +1,13 @@
-"""Text to token ids and back, chat templates, and the forms that an answer may be bound to."""
+"""Tokenizers, chat templates and grammars.
+
+The names of the shipped chat templates are here, since the command line lists them without
+importing Jinja.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+TEMPLATE_FOLDER = Path(__file__).parent / "templates"
+NAMED_TEMPLATES = tuple(sorted(path.stem for path in TEMPLATE_FOLDER.glob("*.jinja")))
+HOW_TO_GIVE = f"a file, or a name of {', '.join(NAMED_TEMPLATES)}"

@@ -1,4 +1,4 @@
-"""AddedTexts: the texts of tokens that are found whole in any text, kept out of data."""
+"""AddedTexts: texts of added tokens, which must not be recognized within untrusted data."""
 
 from __future__ import annotations
 
@@ -7,53 +7,55 @@ from collections.abc import Collection, Mapping
 from itertools import groupby
 from typing import Any
 
-_MOST_NESTED = 40  # groups in a pattern; Python's compiler of patterns is recursive too
+_MOST_NESTED = 40  # limit on nested groups, since the `re` compiler is recursive
 _NOTHING = r"(?!)"
 
 
 def pattern_of_any(texts: Collection[str]) -> str:
-    """Return a pattern that finds any of some texts, the longest of those in one place.
+    """Return a pattern that matches any of some texts, the longest one at each position.
 
-    What texts have in common is in it once. Gemma 3 has 6,414 added tokens, nearly all of which
-    begin with "<": as alternatives, all of them would be tried wherever a text has that letter.
+    Common prefixes are factored out. Gemma 3 has 6,414 added tokens, nearly all of which begin with
+    "<". As plain alternatives, all of them would be tried at each "<".
     """
     return _alternatives(sorted({text for text in texts if text}), _MOST_NESTED) or _NOTHING
 
 
 def _alternatives(texts: list[str], deepest: int) -> str:
-    """Return a pattern of sorted texts, in which groups are nested at most so deep."""
+    """Return a pattern of sorted texts with at most `deepest` nested groups."""
     if not deepest:
         return "|".join(map(re.escape, sorted(texts, key=len, reverse=True)))
-    found: list[str] = []
+    alternatives: list[str] = []
     for _, group in groupby(texts, key=lambda text: text[0]):
         members = list(group)
-        first, last = members[0], members[-1]  # sorted: no two differ earlier than these
+        first, last = (
+            members[0],
+            members[-1],
+        )  # sorted: all share the prefix of these two
         pairs = enumerate(zip(first, last, strict=False))
-        size = next((place for place, (left, right) in pairs if left != right), len(first))
+        size = next((place for place, (a, b) in pairs if a != b), len(first))
         shared, longer = first[:size], [text[size:] for text in members if text[size:]]
         rest = f"(?:{_alternatives(longer, deepest - 1)})" if longer else ""
-        found.append(re.escape(shared) + rest + "?" * (0 < len(longer) < len(members)))
-    return "|".join(found)
+        alternatives.append(re.escape(shared) + rest + "?" * (0 < len(longer) < len(members)))
+    return "|".join(alternatives)
 
 
 class AddedTexts:
-    """Texts of added tokens, which data may hold and must not say.
-
-    Args:
-        texts: of the tokens.
-    """
+    """Texts of added tokens, which untrusted data may contain as plain text."""
 
     def __init__(self, texts: Collection[str]) -> None:
-        # Runs of spaces mark nothing.
+        # Runs of spaces are not markers.
         added = [text for text in texts if len(text.strip()) > 1]
         self._pattern = re.compile(pattern_of_any(added))
         self._beginnings = {text[:end] for text in added for end in range(1, len(text))}
         self._longest = max(map(len, added), default=1)
 
     def cut(self, value: Any, mark: str) -> Any:
-        """Put a mark into every added text in a value, so that none is left whole."""
+        """Return a value with `mark` inserted into each added text in it.
+
+        Strings within lists and mappings are changed too.
+        """
         if isinstance(value, Mapping):
-            # Templates look for names that are identifiers, and no added text is one.
+            # Templates look up identifiers as names, and added texts are never identifiers.
             return {
                 name if name.isidentifier() else self.cut(name, mark): self.cut(inner, mark)
                 for name, inner in ((str(name), inner) for name, inner in value.items())
@@ -64,7 +66,7 @@ class AddedTexts:
             return value
         value = str(value)
         while self._pattern.search(value):
-            value = self._pattern.sub(lambda found: found[0][0] + mark + found[0][1:], value)
-        # The text after it may be data too, and would make an added text whole.
+            value = self._pattern.sub(lambda match: match[0][0] + mark + match[0][1:], value)
+        # The next text may also be data and complete an added text.
         ends = (value[-size:] for size in range(1, self._longest))
         return value + mark if any(end in self._beginnings for end in ends) else value

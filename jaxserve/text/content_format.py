@@ -1,6 +1,6 @@
-"""The form in which a chat template reads content: as text, or as a list of parts.
+"""Detection of the form in which a chat template expects content: a string or a list of parts.
 
-Templates of models that read images loop over parts, and leave out content that is one text.
+Templates of models that read images loop over parts, and ignore content that is a string.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 from jaxserve.text.messages import PartedText
 from jaxserve.text.template_budget import TemplateTooLong
 
-# Roles whose messages have content as text; None for all.
+# Roles whose messages have strings as content, None for all roles.
 TextRoles = frozenset[str] | None
 _FORCED: dict[str, TextRoles] = {"string": None, "openai": frozenset()}
-# The forms that are tried, in the order of preference. Some templates read the system message, or
-# all messages but the user's, as text beside parts.
+# Forms in the order in which they are tried. Some templates expect strings for the system message,
+# or for all messages except the user's, and lists of parts otherwise.
 _FORMS: tuple[TextRoles, ...] = (
     None,
     frozenset(),
@@ -27,7 +27,7 @@ _SYSTEM = {"role": "system", "content": "Vexkumsystem"}
 _FIRST = {"role": "user", "content": "Vexkumfirst"}
 _ANSWER = {"role": "assistant", "content": "Vexkumanswer"}
 _SECOND = {"role": "user", "content": "Vexkumsecond"}
-# Conversations of which a template may refuse some.
+# Test conversations. A template may refuse some of them.
 _TALKS = (
     (_FIRST,),
     (_SYSTEM, _FIRST),
@@ -35,18 +35,18 @@ _TALKS = (
     (_SYSTEM, _FIRST, _ANSWER, _SECOND),
 )
 _MAX_ROLES = 100
-# Roles that no template has in place of the user's.
+# Roles that never replace "user".
 _OTHER_ROLES = frozenset(("assistant", "developer", "system", "tool"))
 
 
 class _Score(NamedTuple):
-    """Contents that a template shows.
+    """Number of marked contents that appear in the rendered texts.
 
     Attributes:
-        plain: without quotation marks, which Python and JSON put around texts in parts.
-        shown: in any way.
-        users: of users, in any way.
-        rendered: conversations that the template took.
+        plain: contents without quotation marks, which Python and JSON add when they print a list.
+        shown: contents in any form.
+        users: user contents in any form.
+        rendered: conversations that the template accepted.
     """
 
     plain: int
@@ -56,7 +56,7 @@ class _Score(NamedTuple):
 
 
 class WordsLost(ValueError):
-    """Refusal of a template that shows the user's words in no form."""
+    """Refusal of a template that does not show user messages in any form."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -68,16 +68,16 @@ class WordsLost(ValueError):
 def find_form(
     render: Callable[[list[Any]], str], content_format: str, roles: Iterable[str]
 ) -> TextRoles:
-    """Return the form in which a template shows the most of marked messages.
+    """Return the form of content with which a template shows most of the test messages.
 
     Args:
-        render: returns the text of a conversation, or raises.
-        content_format: "string" and "openai" are taken, "auto" renders.
-        roles: further roles that the template may have in place of the user's.
+        render: function that renders a conversation or raises.
+        content_format: "string" or "openai" for a fixed form, "auto" to detect it.
+        roles: other roles that the template may use in place of "user".
 
     Raises:
-        WordsLost: the template takes a conversation, and shows no user's message in any form.
-        TemplateTooLong: it does not end.
+        WordsLost: the template accepts conversations but does not show user messages in any form.
+        TemplateTooLong: the template does not end.
     """
     if content_format in _FORCED:
         _score(render, _FORCED[content_format], _TALKS[:1])
@@ -106,7 +106,7 @@ def _score(
             text = render(in_form(talk, form)).lower()
         except TemplateTooLong:
             raise
-        except Exception:  # a template may refuse a role, or so short a conversation
+        except Exception:  # a template may refuse a role or a short conversation
             continue
         rendered += 1
         for message in talk:
@@ -119,7 +119,7 @@ def _score(
 
 
 def in_form(messages: Listing[Mapping[str, Any]], form: TextRoles) -> list[Mapping[str, Any]]:
-    """Return messages with their content in a template's form."""
+    """Return messages with their content in the form `form`."""
     if form is None:
         return list(messages)
     return [
@@ -131,13 +131,12 @@ def in_form(messages: Listing[Mapping[str, Any]], form: TextRoles) -> list[Mappi
 
 
 def _parts(content: str) -> list[dict[str, str]]:
-    """Return content as parts: none for an empty text, which templates take for no content."""
     texts = content.parts if isinstance(content, PartedText) else (content,)
     return [{"type": "text", "text": text} for text in texts if text]
 
 
 def with_ending(content: Any, ending: str) -> Any:
-    """Return content with an ending behind its last text."""
+    """Return content with `ending` appended to its last text."""
     if isinstance(content, list):
         last = content[-1]["text"] if content else ""
         return [*content[:-1], {"type": "text", "text": f"{last}{ending}"}]

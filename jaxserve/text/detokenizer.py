@@ -1,4 +1,4 @@
-"""Detokenizer: token ids to text, incrementally."""
+"""Detokenizer: incremental conversion of token ids to text."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _SURROGATE = re.compile(rb"\xed[\xa0-\xbf]")
 
 
 class Detokenizer:
-    """Text of one sequence, made token by token.
+    """Text of one sequence, decoded token by token.
 
-    It never emits half a character: bytes that do not make one yet wait for the next token, and are
-    left out where none comes. It never emits text that may turn out to begin a stop string.
+    Incomplete characters and text that may begin a stop string are held back. Bytes that never
+    become a character are handled by `finish`.
 
     Attributes:
-        text: everything decoded, cut at the stop string once one was found.
+        text: all decoded text, cut at the stop string once it is found.
         stop: the stop string that was found, or None.
     """
 
@@ -37,8 +37,8 @@ class Detokenizer:
         self._run = tokenizer.calls.run
         self._stream = self._run(DecodeStream, self._context, self._skip_special)
         self._before = self._decode(self._context)
-        # The stream begins with the context itself, where that ends in U+FFFD: it may be a
-        # character that is not whole yet, and what completes it would change the context's text.
+        # If the context ends with U+FFFD, the stream returns the context first: it may end with an
+        # incomplete character, whose completion would change the text of the context.
         self._repeats_context = self._before.endswith("\ufffd")
         self._added: dict[int, str] = {}
         if not (sampling.skip_special_tokens or sampling.spaces_between_special_tokens):
@@ -49,15 +49,15 @@ class Detokenizer:
         self._include_stop = sampling.include_stop_str_in_output
         self._min_tokens = sampling.min_tokens
         self._num_tokens = 0
-        self._waiting: list[int] = []  # tokens that have made no text yet
-        self._search_from = 0  # where a stop string may begin
-        self._held_from = 0  # where the text that may begin one was held back last
+        self._waiting: list[int] = []  # tokens that have not produced text yet
+        self._search_from = 0  # index from which a stop string may begin
+        self._held_from = 0  # index at which text was last held back
         self._num_emitted = 0
         self.text = ""
         self.stop: str | None = None
 
     def add(self, token_id: int) -> bool:
-        """Take one more token; return whether its text completes a stop string."""
+        """Decode one more token. Return whether its text completes a stop string."""
         self._num_tokens += 1
         piece = self._run(self._stream.step, self._backend, token_id)
         if self._added:
@@ -73,16 +73,16 @@ class Detokenizer:
         return self._extend(piece)
 
     def finish(self) -> None:
-        """End the text, since no more tokens will come.
+        """End the text after the last token.
 
-        Bytes that make no character become U+FFFD. The beginning of a character without its end is
-        left out.
+        Invalid bytes become U+FFFD. An incomplete character at the end is dropped.
         """
         if self._waiting and self.stop is None:
             context = self._bytes(self._context if self._repeats_context else ())
             decoder = codecs.getincrementaldecoder("utf-8")("replace")
             whole = decoder.decode(context + self._bytes(self._waiting))
-            # Python waits for a third byte of what would be a surrogate, which begins no character.
+            # Python waits for the third byte of a surrogate, but surrogates are not valid
+            # characters.
             if _SURROGATE.fullmatch(decoder.getstate()[0]):
                 whole += 2 * "\ufffd"
             self._extend(_after(context.decode(errors="replace"), whole))
@@ -104,15 +104,15 @@ class Detokenizer:
         if self._num_tokens <= self._min_tokens:
             self._search_from = len(self.text)
             return False
-        found = self._stops.find(self.text, self._search_from, before)
-        if found is None:
+        stop = self._stops.find(self.text, self._search_from, before)
+        if stop is None:
             return False
-        place, self.stop = found
+        place, self.stop = stop
         self.text = self.text[: place + len(self.stop) if self._include_stop else place]
         return True
 
     def take(self) -> str:
-        """Return the text that is certain by now and was not taken before."""
+        """Return the text that is certain by now and was not returned before."""
         end = len(self.text)
         if self.stop is None and self._stops is not None:
             start = max(self._held_from, self._search_from)
@@ -123,10 +123,10 @@ class Detokenizer:
 
 
 def _after(before: str, whole: str) -> str:
-    """Return the rest of a whole text after the text that it begins with.
+    """Return the rest of `whole` after its common prefix with `before`.
 
-    A character that the first text began and further tokens completed belongs to the rest.
+    A character that was incomplete in `before` belongs to the rest.
     """
     pairs = enumerate(zip(before, whole, strict=False))
     same = min(len(before), len(whole))
-    return whole[next((index for index, (left, right) in pairs if left != right), same) :]
+    return whole[next((index for index, (a, b) in pairs if a != b), same) :]

@@ -1,4 +1,4 @@
-"""Recommendations of a checkpoint's generation_config.json: how tokens are drawn, and how many."""
+"""Sampling settings and lengths that a checkpoint recommends in generation_config.json."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _log = logging.getLogger(__name__)
 
 
 def read_generation_config(directory: str | Path) -> dict[str, Any]:
-    """Read generation_config.json of a checkpoint, or return an empty dict where there is none.
+    """Read a checkpoint's generation_config.json. Return {} if the file is missing.
 
-    Recommendations with a wrong value are left out, with one warning.
+    Invalid recommendations are dropped with one warning.
 
     Raises:
         CheckpointError: the file is not a JSON object.
@@ -45,7 +45,7 @@ def read_generation_config(directory: str | Path) -> dict[str, Any]:
 
 
 def _fault(name: str, value: Any) -> str | None:
-    """Return the reason why a value is refused, as in a request; None for a good one or null."""
+    """Return the error for a recommended value, or None if it is valid or null."""
     if value is None:
         return None
     try:
@@ -61,7 +61,7 @@ def _fault(name: str, value: Any) -> str | None:
 
 
 def recommends_sampling(generation_config: Mapping[str, Any]) -> bool:
-    """Return whether a checkpoint says how tokens are drawn, be it as they are by default."""
+    """Return whether a checkpoint recommends sampling settings, even if they equal the defaults."""
     names = (*_SAMPLING, "do_sample")
     values = [generation_config.get(name) for name in names]
     return any(value is not None and value is not True for value in values)
@@ -71,7 +71,7 @@ def default_sampling(generation_config: Mapping[str, Any]) -> SamplingParams:
     """Return the sampling settings that a checkpoint recommends.
 
     Args:
-        generation_config: as `read_generation_config` returns it.
+        generation_config: result of `read_generation_config`.
     """
     chosen = {n: generation_config[n] for n in _SAMPLING if generation_config.get(n) is not None}
     if generation_config.get("max_new_tokens") is not None:

@@ -1,8 +1,8 @@
-"""The tokenizer of a GGUF file.
+"""Construction of a tokenizer from the metadata of a GGUF file.
 
-Only what a file holds is in its tokenizer: it is built from the metadata here, as llama.cpp and the
-tokenizer.json of such models have it, and not by Transformers' classes, which bring special tokens
-of their own.
+The tokenizer contains only the tokens in the file. It is built here as llama.cpp and the
+tokenizer.json of such models define it, not by Transformers' classes, which add special tokens of
+their own.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers.processors import TemplateProcessing
 
 from jaxserve.errors import CheckpointError
-from jaxserve.text.gguf_ends import end_texts
-from jaxserve.text.gguf_splits import IN_CHARACTERS, SPLITS, Split
+from jaxserve.text.gguf_vocabulary import IN_CHARACTERS, SPLITS, TextSplit, end_texts
 from jaxserve.text.plain_tokenizer import PlainTokenizer
 from jaxserve.text.tokenizer import byte_letters
 from jaxserve.text.tokenizer_calls import LibraryCalls
@@ -29,7 +28,7 @@ from jaxserve.text.tokenizer_limits import check_listed_words
 
 _log = logging.getLogger(__name__)
 
-# Kinds that llama.cpp reads and this module does not, each with what it would need.
+# Vocabulary kinds that llama.cpp supports and this module does not, with the missing feature.
 _MISSING = MappingProxyType(
     {
         "t5": "a vocabulary of unigrams",
@@ -41,7 +40,7 @@ _MISSING = MappingProxyType(
         "whitespace": "whole words between blanks",
     }
 )
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # types of tokens that are found as they are
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # token types that are recognized as whole texts
 _WHOLE = (_UNKNOWN, _CONTROL, _USER_DEFINED)
 _PER_TOKEN = ("tokens", "scores", "token_type")
 SPECIAL = {
@@ -51,33 +50,31 @@ SPECIAL = {
     "pad_token": "padding_token_id",
 }
 MAX_TEMPLATE_CHARS = 1 << 20
-_BLANK = "▁"  # how vocabularies of characters write it
+_BLANK = "▁"  # how SentencePiece vocabularies write a space
 
 
 def gguf_tokenizer(
     metadata: Mapping[str, Any], where: str, vocab_size: int | None = None
 ) -> PlainTokenizer:
-    """Return the tokenizer that a GGUF file's metadata describes.
+    """Return the tokenizer described by the metadata of a GGUF file.
 
     Args:
-        metadata: of the file.
-        where: names the file in errors.
-        vocab_size: width of the model's logits, if it is known.
+        where: name of the file in errors.
 
     Raises:
-        CheckpointError: there is none, one of an unknown kind, or one that contradicts itself.
+        CheckpointError: the tokenizer is missing, of an unknown kind, or inconsistent.
     """
     try:
         with LibraryCalls():
             return _tokenizer(metadata, vocab_size)
-    except Exception as error:  # whatever a vocabulary that contradicts itself leads to
+    except Exception as error:  # inconsistent vocabularies lead to various errors
         raise CheckpointError(
             f"{where}: its tokenizer cannot be built ({str(error)[:500]}); pass tokenizer=DIR"
         ) from error
 
 
 def save_tokenizer(metadata: Mapping[str, Any], where: str, folder: Path) -> None:
-    """Write the tokenizer of a GGUF file as Transformers' own files.
+    """Write the tokenizer of a GGUF file to a folder, in Transformers' file format.
 
     Raises:
         CheckpointError: see `gguf_tokenizer`.
@@ -95,20 +92,20 @@ def _tokenizer(metadata: Mapping[str, Any], vocab_size: int | None) -> PlainToke
     kind, tokens = _kind(metadata), _plain(metadata["tokenizer.ggml.tokens"])
     types, split = _types(metadata, tokens, kind), _split(metadata) if kind == "gpt2" else None
     names = _special(metadata, tokens)
-    whole = [token for token, found in zip(tokens, types, strict=True) if found in _WHOLE]
+    whole = [token for token, token_type in zip(tokens, types, strict=True) if token_type in _WHOLE]
     merges = metadata.get("tokenizer.ggml.merges") if kind == "gpt2" else ()
     if merges is None:
         raise CheckpointError(
             'tokenizer.ggml.merges is missing, which a vocabulary of model "gpt2" needs'
         )
-    # With few merges, the parts of every token are looked up.
+    # Vocabularies with scores have no merges, so all prefixes of every token are looked up.
     check_listed_words(tokens, whole if kind == "gpt2" else tokens, len(merges), vocab_size)
     if split is not None:
         backend = _byte_level(merges, tokens, types, split)
     else:
         backend, tokens = _with_scores(metadata, tokens, names.get("unk_token"))
     begins = split is None or split.begins
-    # Phi-3's templates write a line's end after each special token; its tokenizer removes it.
+    # Phi-3's templates write a line break after each special token, and its tokenizer removes it.
     strips = kind == "llama" and metadata["general.architecture"] == "phi3"
     _add_whole(backend, tokens, types, set(names.values()), strips=strips)
     ends = [
@@ -132,10 +129,10 @@ def _tokenizer(metadata: Mapping[str, Any], vocab_size: int | None) -> PlainToke
 
 
 def _kind(metadata: Mapping[str, Any]) -> str:
-    """Return the kind of vocabulary.
+    """Return the kind of the vocabulary.
 
     Raises:
-        CheckpointError: it is none that can be built, or there are no tokens.
+        CheckpointError: the kind is not supported, or there are no tokens.
     """
     kind: Any = metadata.get("tokenizer.ggml.model")
     if kind in _MISSING:
@@ -152,10 +149,12 @@ def _kind(metadata: Mapping[str, Any]) -> str:
 
 
 def _types(metadata: Mapping[str, Any], tokens: list[str], kind: str) -> list[int]:
-    """Return each token's type; ends of answers, which files mark wrongly, are control tokens.
+    """Return the type of each token. Tokens that end answers count as control tokens.
+
+    Files often give them a wrong type.
 
     Raises:
-        CheckpointError: types, scores and tokens are not of one length.
+        CheckpointError: types, scores and tokens have different lengths.
     """
     lists = {name: _plain(metadata.get(f"tokenizer.ggml.{name}")) for name in _PER_TOKEN}
     sizes = {name: len(value) for name, value in lists.items() if isinstance(value, list)}
@@ -164,15 +163,16 @@ def _types(metadata: Mapping[str, Any], tokens: list[str], kind: str) -> list[in
     types = lists["token_type"] or [1] * len(tokens)
     ends = end_texts(dict(zip(tokens, types, strict=True)))
     return [
-        _CONTROL if token in ends else found for token, found in zip(tokens, types, strict=True)
+        _CONTROL if token in ends else token_type
+        for token, token_type in zip(tokens, types, strict=True)
     ]
 
 
-def _split(metadata: Mapping[str, Any]) -> Split:
-    """Find out how a byte-level vocabulary splits text before merging.
+def _split(metadata: Mapping[str, Any]) -> TextSplit:
+    """Return how a byte-level vocabulary splits text before merging.
 
     Raises:
-        CheckpointError: the file names no split that is built here.
+        CheckpointError: the split that the file names is not supported.
     """
     name = metadata.get("tokenizer.ggml.pre")
     if not name:
@@ -191,11 +191,11 @@ def _split(metadata: Mapping[str, Any]) -> Split:
     return split
 
 
-def _byte_level(merges: Any, tokens: list[str], types: list[int], split: Split) -> Tokenizer:
-    """Return a vocabulary of merges, spelled in letters that stand for bytes.
+def _byte_level(merges: Any, tokens: list[str], types: list[int], split: TextSplit) -> Tokenizer:
+    """Return a tokenizer of a byte-level BPE vocabulary.
 
-    Tokens that are found whole are spelled as they are. Others in foreign letters, which no text
-    leads to, are respelled, so that they decode to what they say.
+    Whole tokens keep their spelling. Other tokens with characters outside the byte alphabet, which
+    encoding never produces, are respelled in bytes so that they decode correctly.
     """
     letters = byte_letters()
     alphabet = set(letters)
@@ -220,11 +220,12 @@ def _byte_level(merges: Any, tokens: list[str], types: list[int], split: Split) 
 def _with_scores(
     metadata: Mapping[str, Any], tokens: list[str], unknown: str | None
 ) -> tuple[Tokenizer, list[str]]:
-    """Return a vocabulary of characters with scores, and its tokens as they are spelled in it.
+    """Return a tokenizer of a SentencePiece vocabulary, and its tokens in their internal spelling.
 
-    Files list no merges: a token is made of any two others, the best token first. Gemma's scores do
-    not say which that is: it is the first in the file, but of Gemma 3 the longest runs of blanks
-    come before all. Files hold these runs in real blanks, and tokenizer.json in their sign.
+    Files contain scores instead of merges: a token can be merged from any two others, the best
+    score first. Gemma's scores are not usable: its order is that of the file, except that in Gemma
+    3 the longest runs of spaces come first. Files contain these runs as real spaces, and
+    tokenizer.json as U+2581.
     """
     scores: list[float] = _plain(metadata["tokenizer.ggml.scores"])
     architecture = str(metadata["general.architecture"])
@@ -244,7 +245,7 @@ def _with_scores(
     prefix = metadata.get("tokenizer.ggml.add_space_prefix", not is_gemma)
     steps = [decoders.Replace(_BLANK, " "), decoders.ByteFallback(), decoders.Fuse()]
     if prefix:
-        # Every part between whole tokens begins with a blank.
+        # Each part between whole tokens begins with a space.
         backend.normalizer = normalizers.Sequence(
             [normalizers.Prepend(_BLANK), normalizers.Replace(" ", _BLANK)]
         )
@@ -256,28 +257,30 @@ def _with_scores(
 
 
 def _merges(vocab: Mapping[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """Return every pair of tokens that makes a token, best first, then longest left part first."""
-    # Sorting takes little time where the tokens come in order.
+    """Return all pairs of tokens that form a token, best score first, then longest left part
+    first.
+    """
+    # Tokens are usually in order, so sorting is fast.
     tokens = sorted(zip(scores, vocab, strict=True), key=itemgetter(0), reverse=True)
-    found = [
-        (score, end, (left, right))
+    merges = [
+        (score, end, (first, second))
         for score, token in tokens
         for end in range(len(token) - 1, 0, -1)
-        if (left := token[:end]) in vocab and (right := token[end:]) in vocab
+        if (first := token[:end]) in vocab and (second := token[end:]) in vocab
     ]
-    found.sort(key=itemgetter(0, 1), reverse=True)
-    return [pair for _, _, pair in found]
+    merges.sort(key=itemgetter(0, 1), reverse=True)
+    return [pair for _, _, pair in merges]
 
 
 def _add_whole(
     backend: Tokenizer, tokens: list[str], types: list[int], named: set[str], *, strips: bool
 ) -> None:
-    """Add tokens that are found whole: special ones, and those that a file's author defined.
+    """Add the tokens that are recognized as whole texts: special and user-defined ones.
 
     Args:
-        named: tokens that a file names as a sequence's beginning, end and so on, which are special
-            whatever their type.
-        strips: whether special tokens take the blanks after them, except the ends of texts.
+        named: tokens that the file names as beginning of sequence and so on, which are special
+            regardless of their type.
+        strips: True if special tokens absorb white space after them, except tokens that end a text.
     """
     ends = ("<unk>", "<s>", "<|endoftext|>")
     added = [
@@ -295,7 +298,7 @@ def _add_whole(
 
 
 def _special(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, str]:
-    found = {}
+    special = {}
     for name, key in SPECIAL.items():
         token = metadata.get(f"tokenizer.ggml.{key}")
         if token is None:
@@ -304,8 +307,8 @@ def _special(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, str]:
             raise CheckpointError(
                 f"tokenizer.ggml.{key} is {str(token)[:80]}; allowed: an id below {len(tokens)}"
             )
-        found[name] = tokens[token]
-    return found
+        special[name] = tokens[token]
+    return special
 
 
 def _plain(value: Any) -> Any:

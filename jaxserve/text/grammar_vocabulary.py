@@ -1,10 +1,10 @@
-"""The vocabulary as grammars need it, in the JSON of the tokenizers library.
+"""Conversion of a tokenizer.json to the vocabulary that llguidance needs.
 
-A tokenizer turns the texts of its added tokens into those tokens wherever they stand. In a form
-that must hold such a text, that goes wrong: llguidance takes special tokens, and added ones of the
-form `<...>`, for signs that are no text, tokenizes the text into them, and then finds that they do
-not spell it. So here text never becomes a special token, and every other token is the text that it
-adds to an answer.
+A tokenizer recognizes added tokens in any text. llguidance treats special tokens, and added tokens
+of the form `<...>`, as signs without text. If a constrained answer must contain such a text, it
+tokenizes the text into these tokens, and then finds that they do not spell it. In the converted
+vocabulary, text never becomes a special token, and every other token has the text that it adds to
+an answer.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from typing import Any
 
 from jaxserve.text.tokenizer import byte_letters
 
-# Stands for the blank in vocabularies of pieces instead of theirs, U+2581, which a text may hold.
+# Replacement for U+2581, with which SentencePiece vocabularies write spaces, but which may also
+# occur in text.
 _BLANK = "\ufdd0"
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 
 
 def vocabulary_for_grammars(source: str, vocab_size: int) -> tuple[str, dict[str, int]]:
-    """Return a tokenizer whose tokens keep their ids, and spell what they add to an answer.
+    """Return a tokenizer.json whose tokens keep their ids, and spell the text that they add.
 
-    Special tokens get names that no text holds; a grammar writes one as `<[id]>`. Other added
-    tokens become entries of the vocabulary. Normalizers go, since a form's text stands as it is.
+    Special tokens get random names, and a grammar writes them as `<[id]>`. Other added tokens
+    become vocabulary entries. Normalizers are removed, since constrained text must stay unchanged.
 
     Args:
-        source: a tokenizer.json.
-        vocab_size: width of the logits. Ids from there on go; ids without a token get a special
-            one.
+        source: text of a tokenizer.json.
+        vocab_size: number of logits. Higher ids are removed, and missing ids become special tokens.
 
     Returns:
-        The other tokenizer.json, and the ids of the added tokens by their texts.
+        The converted tokenizer.json, and the ids of the added tokens by text.
     """
     tokenizer = json.loads(source)
     entries = _Entries(tokenizer["model"])
@@ -48,7 +48,7 @@ def vocabulary_for_grammars(source: str, vocab_size: int) -> tuple[str, dict[str
     entries.cut(vocab_size)
     special = [number for number in special if number < vocab_size]
     special += [number for number in range(vocab_size) if number not in entries.names]
-    # These names are secret, so that no text of a request holds one.
+    # Random names, so that requests cannot contain one.
     secret = secrets.token_hex(8)
     names = {number: f"<{secret} {number}>" for number in sorted(set(special))}
     for number, name in names.items():
@@ -68,10 +68,11 @@ def vocabulary_for_grammars(source: str, vocab_size: int) -> tuple[str, dict[str
 
 
 class _Entries:
-    """The entries of a model's vocabulary, by id.
+    """Vocabulary entries of a model, by id.
 
     Args:
-        model: of a tokenizer.json; BPE has a mapping, Unigram a list of pieces and scores.
+        model: `model` object of a tokenizer.json. BPE has a mapping, Unigram a list of pieces and
+            scores.
     """
 
     def __init__(self, model: dict[str, Any]) -> None:
@@ -87,7 +88,7 @@ class _Entries:
         self._lost: set[str] = set()
 
     def rename(self, number: int, before: str, after: str) -> bool:
-        """Give an entry another name, or add it; False where another entry has that name."""
+        """Rename or add an entry. Return False if another entry has that name."""
         if self._numbers.get(after, number) != number:
             return False
         if self._numbers.get(before) == number and before != after:
@@ -101,12 +102,12 @@ class _Entries:
         self._lost.add(name)
 
     def cut(self, size: int) -> None:
-        """Forget the entries whose ids are `size` or more."""
+        """Remove the entries with ids of `size` or more."""
         for number in [number for number in self.names if number >= size]:
             self._forget(number)
 
     def write(self) -> None:
-        """Put the entries back, without the merges of those that are gone."""
+        """Write the entries back to the model, without the merges of removed entries."""
         if isinstance(self._model["vocab"], list):
             worst = min(self._scores.values(), default=0.0) - 100.0
             self._model["vocab"] = [
@@ -121,30 +122,28 @@ class _Entries:
             self._model["merges"] = [merge for merge in merges if not self._is_lost(merge)]
 
     def _is_lost(self, merge: str | list[str]) -> bool:
-        left, right = merge.split(" ") if isinstance(merge, str) else merge
-        return not self._lost.isdisjoint((left, right, left + right))
+        first, second = merge.split(" ") if isinstance(merge, str) else merge
+        return not self._lost.isdisjoint((first, second, first + second))
 
 
 def _spell(text: str, is_byte_level: bool) -> str:
-    """Return how the vocabulary writes what decoding makes of an added token's text."""
+    """Return the vocabulary spelling of an added token's decoded text."""
     if not is_byte_level:
         return text.replace(" ", "\u2581")
     letters = byte_letters()
-    # The decoder takes letters of bytes for these bytes in added tokens, too.
+    # The decoder maps byte letters to bytes in added tokens too.
     if set(text) <= set(letters):
         return text
     return "".join(letters[byte] for byte in text.encode())
 
 
 def _only_blanks(normalizer: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the part of a normalizer that writes blanks as the vocabulary does."""
     parts = [] if normalizer is None else normalizer.get("normalizers", [normalizer])
-    kept = [part for part in parts if part.get("pattern") == {"String": " "}]
-    return {"type": "Sequence", "normalizers": kept} if kept else None
+    steps = [part for part in parts if part.get("pattern") == {"String": " "}]
+    return {"type": "Sequence", "normalizers": steps} if steps else None
 
 
 def _without_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the pre-tokenizer without blanks that it puts before a text."""
     if part is None:
         return None
     inner = part.get("pretokenizers")

@@ -1,8 +1,8 @@
-"""Grammars: forms of answers, compiled to masks over the vocabulary.
+"""Grammars: structured output formats, compiled to masks over the vocabulary.
 
-The parsing is llguidance's, which finds the tokens that a lexer and an Earley parser allow next in
-some tens of microseconds for a vocabulary of 128k (github.com/guidance-ai/llguidance). It is
-imported only where a request has a form.
+llguidance does the parsing: its lexer and Earley parser find the allowed next tokens in tens of
+microseconds for a vocabulary of 128k (github.com/guidance-ai/llguidance). It is imported only when
+a request has a format.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ if TYPE_CHECKING:
 
 MAX_CACHED = 256
 MAX_CACHED_BYTES = 4 << 20
-# CPU time that was spent on the forms that are kept. The memory that a form takes grows with
-# the work on it, while it is compiled and whenever a text comes to a new state: mostly by 50 to
-# 150 MB a second, by 450 at most (those of scripts/bench/structured.py), up to 24 MB for one form.
+# Limit on the CPU time spent on cached formats. The memory of a format grows with the work on it,
+# when it is compiled and whenever a text reaches a new state: usually by 50 to 150 MB per second,
+# at most by 450 (measured by scripts/bench/structured.py), up to 24 MB for one format.
 MAX_CACHED_SECONDS = 0.5
-# Between the parts of a JSON text; without a bound small models go on with spaces for ever.
+# White space between JSON tokens. Without a bound, small models generate it endlessly.
 _SPACE = r"[ \n]{0,16}"
 
-# How a rule begins in GBNF, which Lark writes with a colon.
+# Beginning of a rule in GBNF. Lark uses a colon instead.
 _GBNF = re.compile(r"^[ \t]*[A-Za-z_][\w-]*\s*::=", re.MULTILINE)
-# Where a token is named in Lark: outside of texts, comments and regular expressions.
+# Name of a token in Lark, outside strings, comments and regular expressions.
 _LARK_NAMES = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/|(?P<name><[^<>\s\[]+>)')
-# Translation of GBNF takes time by the square of its length: 0.4 s for this.
+# Translating GBNF takes quadratic time: 0.4 s for this length.
 _MAX_GBNF_CHARS = 8192
 
-# Tokens that are let through together where any such text may stand. For words in a regex that is
-# two thirds of the time of a mask, beside the library's own groups for JSON.
+# Tokens matching this slice are allowed together where any such text is allowed. For words in a
+# regex this saves two thirds of the mask time, in addition to the library's slices for JSON.
 _WORDS = r"[a-zA-Z0-9]{1,30}"
 
 
-# CPU time of the engine's thread that a request's masks may take. Ordinary schemas take 0.05 ms a
-# token, and 2 ms for one now and then; forms that can be read in very many ways take 20 to 140.
+# Limit on CPU time for the masks of a request, in the engine's thread. Ordinary schemas take 0.05
+# ms per token, sometimes 2 ms. Very ambiguous formats take 20 to 140 ms.
 _SECONDS = 0.25
 _SECONDS_A_TOKEN = 0.005
 
@@ -59,26 +59,26 @@ Clock = Callable[[], float]
 
 
 class GrammarError(RuntimeError):
-    """Failure of a sequence to go on in the form of its request."""
+    """A sequence cannot continue in the format of its request."""
 
     def as_refusal(self) -> InvalidRequest:
-        """Return the error as a refusal of the request."""
+        """Return this error as a refusal of the request."""
         return InvalidRequest(f"{NAME}: {self}", NAME)
 
 
 @dataclass
 class _Work:
-    """The CPU time that was spent on a form, in all requests."""
+    """CPU time spent on a format, by all requests together."""
 
     seconds: float = 0.0
 
 
 class _Account:
-    """CPU time that the masks of one request have cost, shared by its completions.
+    """CPU time spent on the masks of one request, shared by its completions.
 
     Args:
-        clock: seconds of CPU time.
-        work: on the form, to which the cost is added.
+        clock: function that returns the CPU time of the calling thread in seconds.
+        work: total of the format, to which the time is added.
     """
 
     def __init__(self, clock: Clock, work: _Work) -> None:
@@ -88,10 +88,10 @@ class _Account:
         self._num_tokens = 0
 
     def charge(self, seconds: float) -> None:
-        """Charge one more token.
+        """Add the CPU time of one more token.
 
         Raises:
-            GrammarError: the tokens have cost too much.
+            GrammarError: the tokens took too much time in total.
         """
         self._seconds += seconds
         self.work.seconds += seconds
@@ -101,17 +101,16 @@ class _Account:
 
 
 class Constraint:
-    """Constraint of one sequence to its form. Its state follows the tokens that it was given.
+    """Constraint of one sequence to a format. Its state follows the tokens of the sequence.
 
     Args:
-        matcher: of llguidance, at the start, and of no other constraint.
-        vocab_size: width of the logits.
-        clock: seconds of CPU time of the thread that calls.
+        matcher: llguidance matcher in its initial state, used by this constraint only.
+        clock: function that returns the CPU time of the calling thread in seconds.
 
     Attributes:
-        is_guided: true: what may come after the next token depends on it.
-        words: u32[W], bit i % 32 of word i // 32 is set where token i may come next; ends of the
-            sequence are among them where the text is complete. Never written to again.
+        is_guided: True: the tokens allowed after the next token depend on that token.
+        words: u32[W]. Bit i % 32 of word i // 32 is set if token i is allowed next, including
+            tokens that end the sequence once the text is complete. The array is never modified.
 
     Raises:
         GrammarError: the grammar is too complex to begin.
@@ -135,13 +134,13 @@ class Constraint:
         return mask[0].view(np.uint32)
 
     def advance(self, token: int) -> bool:
-        """Take a token that the sequence got.
+        """Update the state with a token of the sequence.
 
         Returns:
-            Whether the text is complete, and nothing can follow but the end.
+            True if the text is complete and only an end token may follow.
 
         Raises:
-            GrammarError: the form did not allow it, or is too complex to go on.
+            GrammarError: the format does not allow the token, or is too complex to continue.
         """
         before = self._account.clock()
         is_complete = self._take(token)
@@ -172,18 +171,17 @@ class Constraint:
 
     @property
     def work(self) -> _Work:
-        """CPU time that was spent on its form, shared with all constraints that began from it."""
+        """CPU time spent on the format, shared with all constraints of the same format."""
         return self._account.work
 
 
 class Grammars:
-    """Compiler of forms for one tokenizer, which caches them. It is safe from any thread.
+    """Compiler of formats for one tokenizer, with a cache. It is thread-safe.
 
     Args:
-        tokenizer: returns it in the JSON of the tokenizers library; called once it is needed.
-        vocab_size: width of the logits.
+        tokenizer: function that returns the text of a tokenizer.json, called when first needed.
         ends: token ids that end a sequence.
-        clock: seconds of CPU time of the thread that calls.
+        clock: function that returns the CPU time of the calling thread in seconds.
     """
 
     def __init__(
@@ -197,14 +195,14 @@ class Grammars:
         self._clock = clock
         self._ends = list(ends)
         self._made: Any = None
-        self._named: dict[str, int] = {}  # added tokens, once `_made` is there
+        self._named: dict[str, int] = {}  # ids of added tokens, set together with `_made`
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
         self._known: OrderedDict[tuple[Any, ...], Constraint | str] = OrderedDict()
         self._bytes = 0
 
     def tokenizer(self) -> Any:
-        """Return the vocabulary as llguidance's trie; for a large one it takes a second to make."""
+        """Return llguidance's trie of the vocabulary. Building a large one takes a second, once."""
         import llguidance
 
         with self._lock:
@@ -219,29 +217,29 @@ class Grammars:
             return self._made
 
     def compile(self, params: StructuredOutputsParams) -> Constraint:
-        """Return a constraint of the caller's own, at its start.
+        """Return a new constraint in its initial state.
 
-        This takes milliseconds where the form is new, so it belongs on the caller's thread. Forms
-        that do not compile are remembered too.
+        Compiling a new format takes milliseconds, so callers do it on their own thread. Failures
+        are cached too.
 
         Raises:
-            InvalidRequest: the form has no meaning, or no text of this vocabulary satisfies it.
+            InvalidRequest: the format is invalid, or no text in this vocabulary satisfies it.
         """
         closes = params.disable_additional_properties
         key = (params.form, params.text, closes, params.lenient, *_space(params).items())
         with self._lock:
-            found = self._known.get(key)
-            if found is not None:
+            compiled = self._known.get(key)
+            if compiled is not None:
                 self._known.move_to_end(key)
-        if found is None:
-            found = self._compiled(params)
-        self._remember(key, found)
-        if isinstance(found, str):
-            raise InvalidRequest(f"{NAME}.{params.form}: {found}", NAME)
-        return found.begin()
+        if compiled is None:
+            compiled = self._compiled(params)
+        self._remember(key, compiled)
+        if isinstance(compiled, str):
+            raise InvalidRequest(f"{NAME}.{params.form}: {compiled}", NAME)
+        return compiled.begin()
 
     def _compiled(self, params: StructuredOutputsParams) -> Constraint | str:
-        """Return the compiled form, or a text of what is wrong with it."""
+        """Return the initial constraint of a format, or the error message of compiling it."""
         import llguidance
 
         try:
@@ -257,29 +255,29 @@ class Grammars:
         constraint.work.seconds += self._clock() - started
         return constraint if constraint.words.any() else "no text satisfies it"
 
-    def _remember(self, key: tuple[Any, ...], found: Constraint | str) -> None:
+    def _remember(self, key: tuple[Any, ...], compiled: Constraint | str) -> None:
         with self._lock:
             if key not in self._known:
-                self._known[key] = found
+                self._known[key] = compiled
                 self._bytes += len(key[1])
             while self._known and self._is_full():
                 key, _ = self._known.popitem(last=False)
                 self._bytes -= len(key[1])
 
     def _is_full(self) -> bool:
-        """Return whether a form has to go; even a single one goes, and is compiled anew."""
-        kept = (form for form in self._known.values() if isinstance(form, Constraint))
+        """Return whether a format must be evicted. Even a single format may exceed the limits."""
+        constraints = (form for form in self._known.values() if isinstance(form, Constraint))
         return (
             len(self._known) > MAX_CACHED
             or self._bytes > MAX_CACHED_BYTES
-            or sum(form.work.seconds for form in kept) > MAX_CACHED_SECONDS
+            or sum(form.work.seconds for form in constraints) > MAX_CACHED_SECONDS
         )
 
 
 def grammars_of(
     tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: tuple[int, ...]
 ) -> Grammars | None:
-    """Return the compiler for a model; None without a tokenizer, or tokens that end a sequence."""
+    """Return the compiler for a model, or None without a tokenizer or end tokens."""
     if tokenizer is None or not eos_token_ids:
         return None
     return Grammars(tokenizer.backend.to_str, vocab_size, eos_token_ids)
@@ -289,8 +287,7 @@ def schema_problem(schema: dict[str, Any], lenient: bool) -> str | None:
     """Return the error of compiling a JSON schema, or None.
 
     Args:
-        schema: JSON values only.
-        lenient: whether keywords that are not supported are ignored.
+        lenient: True if unsupported keywords are ignored.
     """
     from llguidance import LLMatcher
 
@@ -312,7 +309,6 @@ def lark_problem(text: str) -> str | None:
 
 
 def _space(params: StructuredOutputsParams) -> JsonCompileOptions:
-    """Return the space allowed between the parts of a JSON text, as options of llguidance."""
     if params.disable_any_whitespace:
         return {"whitespace_flexible": False}
     pattern = params.whitespace_pattern
@@ -320,11 +316,10 @@ def _space(params: StructuredOutputsParams) -> JsonCompileOptions:
 
 
 def _with_ids(grammar: str, named: Mapping[str, int]) -> str:
-    """Replace names of added tokens, like `<think>`, in a Lark grammar by their ids."""
 
-    def spell(found: re.Match[str]) -> str:
-        number = named.get(found["name"] or "")
-        return found[0] if number is None else f"<[{number}]>"
+    def spell(match: re.Match[str]) -> str:
+        number = named.get(match["name"] or "")
+        return match[0] if number is None else f"<[{number}]>"
 
     return _LARK_NAMES.sub(spell, grammar)
 
@@ -332,15 +327,14 @@ def _with_ids(grammar: str, named: Mapping[str, int]) -> str:
 def grammar_source(
     params: StructuredOutputsParams, named: Mapping[str, int], is_special: Callable[[int], bool]
 ) -> str:
-    """Return the form in llguidance's language.
+    """Return a format in llguidance's grammar language.
 
     Args:
-        params: the form.
-        named: ids of added tokens by their texts.
-        is_special: whether no text spells a token.
+        named: ids of added tokens by text.
+        is_special: function that tells whether a token is special.
 
     Raises:
-        ValueError: the form is not one of that language.
+        ValueError: the format is invalid.
     """
     from llguidance import LLMatcher, grammar_from
 
@@ -350,7 +344,7 @@ def grammar_source(
             is_strict = not params.lenient
             schema = enforceable(json.loads(params.text), is_strict, "an answer", schema_problem)
             options["lenient"] = not is_strict
-        # As text, since the library takes no objects with large integers.
+        # As text, since the library does not accept objects with large integers.
         return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
     if params.form == "regex":
         return LLMatcher.grammar_from_regex(params.text)
@@ -372,10 +366,10 @@ def _small_gbnf(text: str) -> str:
 
 
 def _structural_tag(params: StructuredOutputsParams, special: Mapping[str, int]) -> str:
-    """Return a structural tag in Lark.
+    """Return the Lark grammar of a structural tag.
 
     Raises:
-        ValueError: it has no meaning, or one that is not served.
+        ValueError: the tag is invalid or not supported.
     """
     from llguidance import grammar_from
 

@@ -1,7 +1,6 @@
-"""Fill-in-the-middle: prompts of what stands before and behind a gap.
+"""Fill-in-the-middle: prompts made of the text before and after a gap.
 
-Models of code are trained to fill a gap between three marks. Here they are as the cards of the
-models name them.
+Code models are trained to fill a gap between three markers. The markers are from the model cards.
 """
 
 from __future__ import annotations
@@ -12,12 +11,13 @@ from jaxserve.errors import InvalidRequest
 
 
 class Marks(NamedTuple):
-    """Tokens around what stands before and behind a gap.
+    """Marker tokens of a fill-in-the-middle prompt.
 
     Attributes:
-        before, behind: begin these parts.
-        middle: begins what the model writes; empty where nothing does.
-        is_reversed: whether what stands behind the gap comes first.
+        before: marker before the text that precedes the gap.
+        behind: marker before the text that follows the gap.
+        middle: marker before the generated text, "" if there is none.
+        is_reversed: True if the text after the gap comes first.
     """
 
     before: str
@@ -35,22 +35,17 @@ MARKS = (
     Marks("<PRE>", "<SUF>", "<MID>"),
     Marks("[PREFIX]", "[SUFFIX]", "", is_reversed=True),  # Codestral: [SUFFIX]...[PREFIX]...
 )
-ENDS = (
-    *("<|endoftext|>", "<|fim_pad|>", "<|file_separator|>", "<fim_pad>", "<|end_of_text|>"),
-    *("<｜end▁of▁sentence｜>", "▁<EOT>", "<EOT>", "<|file_sep|>", "<file_sep>", "<|repo_name|>"),
+ENDS = tuple(
+    "<|endoftext|> <|fim_pad|> <|file_separator|> <fim_pad> <|end_of_text|> "
+    "<｜end▁of▁sentence｜> ▁<EOT> <EOT> <|file_sep|> <file_sep> <|repo_name|>".split()
 )
 
 
 def infill_prompt(tokenizer: Any, before: str, behind: str) -> list[int]:
     """Return the token ids of a prompt whose continuation fills a gap.
 
-    Args:
-        tokenizer: of the model.
-        before: text that stands before the gap.
-        behind: text that stands behind it.
-
     Raises:
-        InvalidRequest: naming `suffix`, where the model has no marks for gaps.
+        InvalidRequest: the model has no fill-in-the-middle markers; the error names `suffix`.
     """
     token = tokenizer.token_id
     for marks in MARKS:
@@ -71,13 +66,12 @@ def infill_prompt(tokenizer: Any, before: str, behind: str) -> list[int]:
 
 
 def end_tokens(tokenizer: Any) -> list[int]:
-    """Return the tokens by which a model of code ends what fills a gap, besides its own end."""
-    found = [tokenizer.token_id(text) for text in ENDS]
-    return [number for number in found if number is not None]
+    """Return ids of additional tokens with which code models end a filled gap."""
+    ids = [tokenizer.token_id(text) for text in ENDS]
+    return [number for number in ids if number is not None]
 
 
 def _beginning(tokenizer: Any) -> list[int]:
-    """Return the token that begins every prompt of the model, where there is one."""
     begin = tokenizer.special_names.get("bos_token")
     whole = tokenizer.encode("a", True)
     number = None if begin is None else tokenizer.token_id(begin)

@@ -1,4 +1,4 @@
-"""JSON schemas in the form that grammars enforce: without malformed and unsupported keywords."""
+"""JSON schemas in a form that grammars can enforce, without malformed and unsupported keywords."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from urllib.parse import unquote
 
 _log = logging.getLogger(__name__)
 
-# Names of types in other notations; types are compared in lower case.
+# Type names of other notations, in lower case.
 TYPE_NAMES = {
     "str": "string",
     "text": "string",
@@ -27,7 +27,7 @@ TYPE_NAMES = {
     "list": "array",
 }
 _TYPES = frozenset("string number integer boolean object array null".split())
-# Keywords by their values: schemas by name, lists of schemas, one schema.
+# Keywords whose values are schemas by name, lists of schemas, or one schema.
 _NAMED = frozenset(("properties", "patternProperties", "$defs", "definitions"))
 _LISTED = frozenset(("anyOf", "oneOf", "allOf", "prefixItems"))
 _SINGLE = frozenset(("additionalProperties", "items"))
@@ -37,30 +37,30 @@ _UNSUPPORTED = frozenset(
     "dependentSchemas dependencies unevaluatedProperties unevaluatedItems $dynamicRef "
     "$dynamicAnchor $recursiveRef $recursiveAnchor $schema".split()
 )
-# Keywords that remain where a schema contradicts itself: these, or else fewer, or else none.
+# Keywords that remain if a schema contradicts itself: _SHAPE, or else _BONES, or else an empty set.
 _SHAPE = (*_NAMED, *_LISTED, *_SINGLE, "type", "required", "enum", "const", "$ref")
 _BONES = ("properties", "$defs", "definitions", "anyOf", "oneOf", "items", "type", "$ref")
 
-_MAX_PATTERNS = 64  # distinct ones that are compiled by themselves
+_MAX_PATTERNS = 64  # distinct patterns that are compiled separately
 _MAX_TRIES = 64
 _MAX_CACHED = 256
 _MAX_CACHED_CHARS = 1 << 20
-_INDEX = re.compile("[0-9]{1,9}")  # Python refuses to read thousands of digits
+_INDEX = re.compile("[0-9]{1,9}")  # Python refuses to parse thousands of digits
 _GONE = object()
 Path = tuple[str | int, ...]
-# Returns the error of compiling a schema, or None. The second argument is llguidance's `lenient`.
+# Function from a schema and llguidance's `lenient` to the error of compiling it, or None.
 Problem = Callable[[dict[str, Any], bool], str | None]
 
 
 class UnenforceableSchema(ValueError):
-    """A keyword of a schema that no grammar enforces, with its path."""
+    """A schema has a keyword that grammars cannot enforce. The message has its path."""
 
 
 class EnforceableSchemas:
-    """Cache of schemas in their enforceable form. It is safe from any thread.
+    """Cache of results of `enforceable`. It is thread-safe.
 
     Args:
-        problem: of a schema, see `enforceable`.
+        problem: function that returns the error of compiling a schema.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -70,12 +70,7 @@ class EnforceableSchemas:
         self._chars = 0
 
     def get(self, schema: dict[str, Any], is_strict: bool, owner: str) -> dict[str, Any]:
-        """Return the enforceable form of a schema; see `enforceable`.
-
-        Args:
-            schema: JSON values only.
-            is_strict: whether a keyword that cannot be enforced is an error.
-            owner: has the schema; the log names it.
+        """Return the enforceable form of a schema from the cache, or compute it; see `enforceable`.
 
         Raises:
             UnenforceableSchema: the schema is strict, and a keyword cannot be enforced.
@@ -85,14 +80,14 @@ class EnforceableSchemas:
             if text in self._known:
                 self._known.move_to_end(text)
                 return self._known[text]
-        found = enforceable(schema, is_strict, owner, self._problem)
+        form = enforceable(schema, is_strict, owner, self._problem)
         with self._lock:
             if text not in self._known:
-                self._known[text] = found
+                self._known[text] = form
                 self._chars += len(text)
             while len(self._known) > _MAX_CACHED or self._chars > _MAX_CACHED_CHARS:
                 self._chars -= len(self._known.popitem(last=False)[0])
-        return found
+        return form
 
 
 def enforceable(
@@ -100,14 +95,12 @@ def enforceable(
 ) -> dict[str, Any]:
     """Return a schema that compiles with llguidance's option `lenient`.
 
-    Keywords that are malformed or not supported are left out and logged. Names and types of
-    properties remain.
+    Malformed and unsupported keywords are removed and logged. Names and types of properties remain.
 
     Args:
-        schema: JSON values only.
-        is_strict: whether a keyword that cannot be enforced is an error.
-        owner: has the schema; the log names it.
-        problem: compiles a schema.
+        is_strict: True if a keyword that cannot be enforced is an error.
+        owner: name of the schema's owner in the log.
+        problem: function that returns the error of compiling a schema.
 
     Raises:
         UnenforceableSchema: the schema is strict, and a keyword cannot be enforced.
@@ -117,39 +110,39 @@ def enforceable(
         reason = "a reference leads back to itself"
     if reason is None:
         return schema
-    made, left_out = _without_faults(schema, _regex_check(problem))
+    reduced, left_out = _without_faults(schema, _regex_check(problem))
     if is_strict:
-        if problem(made, False) is not None:
-            left_out.insert(0, shown(_culprit(made, problem, False)))
+        if problem(reduced, False) is not None:
+            left_out.insert(0, shown(_culprit(reduced, problem, False)))
         raise UnenforceableSchema(f"{', '.join(left_out[:5])[:300]}: {reason}")
     left_out = left_out or [reason]
-    forms = [made]
-    if problem(made, True) is not None:
-        place = _culprit(made, problem, True)
+    forms = [reduced]
+    if problem(reduced, True) is not None:
+        place = _culprit(reduced, problem, True)
         for path in [place, ()] if place else [()]:
-            forms += [_reduced_at(made, path, keywords) for keywords in (_SHAPE, _BONES, ())]
+            forms += [_reduced_at(reduced, path, keywords) for keywords in (_SHAPE, _BONES, ())]
         left_out.append(f"limits that contradict each other at {shown(place)}")
-    found = next((form for form in forms if problem(form, True) is None), {})
+    form = next((form for form in forms if problem(form, True) is None), {})
     _log.warning("the grammar for %s leaves out: %s", owner[:200], ", ".join(left_out)[:500])
-    return found
+    return form
 
 
 def well_formed(schema: Any) -> Any:
-    """Return a schema without malformed values of keywords, for chat templates that read it."""
+    """Return a schema without malformed keywords, for chat templates that read it."""
     return _without_faults(schema, None)[0]
 
 
 def first_line(message: str) -> str:
-    """Return the first line of a message and the line of the reason, if that is another."""
+    """Return the first line of an error message, with the line that gives the reason."""
     lines = [line.strip() for line in message.strip().splitlines()] or ["it cannot be compiled"]
-    if lines[0] == "NoExtensionBias":  # llguidance's word
+    if lines[0] == "NoExtensionBias":  # llguidance's term
         return "no text satisfies it"
     reasons = [line for line in lines[1:] if line.startswith("error:")]
     return " ".join([lines[0], *reasons[:1]])[:200]
 
 
 def _regex_check(problem: Problem) -> Callable[[Any], bool]:
-    """Return a check of patterns, which compiles each of them once, and a number at most."""
+    """Return a function that checks patterns, with a cache and a limit on compilations."""
     verdicts: dict[str, bool] = {}
 
     def check(pattern: Any) -> bool:
@@ -163,15 +156,14 @@ def _regex_check(problem: Problem) -> Callable[[Any], bool]:
 
 
 def _without_faults(schema: Any, is_regex: Callable[[Any], bool] | None) -> tuple[Any, list[str]]:
-    """Return a schema without its faults, and their paths.
+    """Return a copy of a schema without its faults, and their paths.
 
     Args:
-        schema: any JSON value.
-        is_regex: checks a pattern; None: faults are malformed values only, not keywords that
-            grammars do not support.
+        is_regex: function that checks a pattern. With None, only malformed values are faults, not
+            keywords that grammars do not support.
     """
     left_out: list[str] = []
-    # A fault that is removed may be the target of a reference, which becomes one itself.
+    # Removing a fault may leave a reference without target, which is another fault.
     while faults := _Faults(schema, is_regex).found:
         schema = copy.deepcopy(schema)
         left_out += [shown(path) for path, _ in faults]
@@ -181,11 +173,11 @@ def _without_faults(schema: Any, is_regex: Callable[[Any], bool] | None) -> tupl
 
 
 class _Faults:
-    """Finder of keywords in a schema that a grammar cannot follow.
+    """Faults of a schema: malformed keywords, and keywords that grammars cannot enforce.
 
     Attributes:
-        found: path and new value of each; `_GONE` removes the value.
-        places: paths of all schemas that were looked at.
+        found: path and replacement of each fault. `_GONE` removes the value.
+        places: paths of all schemas that were visited.
     """
 
     def __init__(self, root: Any, is_regex: Callable[[Any], bool] | None = None) -> None:
@@ -234,7 +226,7 @@ class _Faults:
             self._waiting.append((place, inner))
 
     def _support(self, path: Path, value: Any, node: dict[str, Any]) -> None:
-        """Find a fault of a well-formed keyword."""
+        """Record a fault of a well-formed keyword that grammars do not support."""
         name = path[-1]
         assert self._is_regex is not None
         if name in _UNSUPPORTED or (name == "pattern" and not self._is_regex(value)):
@@ -247,9 +239,11 @@ class _Faults:
                 self.found.append((path, types if isinstance(value, list) else types[0]))
         elif name == "required" and node.get("additionalProperties") in (False, "false"):
             declared = node.get("properties")
-            kept = [key for key in value if isinstance(declared, dict) and key in declared]
-            if kept != value and not node.get("patternProperties"):
-                self.found.append((path, kept))
+            declared_names = [
+                key for key in value if isinstance(declared, dict) and key in declared
+            ]
+            if declared_names != value and not node.get("patternProperties"):
+                self.found.append((path, declared_names))
         elif name == "$ref":
             self._reference(path, value)
 
@@ -265,7 +259,7 @@ class _Faults:
         self.found.append((path, _GONE))
 
     def is_loop(self, start: Path) -> bool:
-        """Return whether the reference at a path leads back to itself: it names no schema then."""
+        """Return whether the reference at a path leads back to itself."""
         chain: dict[Path, None] = {}
         place: Path | None = start
         while place is not None and place not in self._loops and place not in chain:
@@ -278,7 +272,6 @@ class _Faults:
         return is_loop
 
     def _names(self) -> set[str]:
-        """Return the names that schemas within the root give themselves."""
         names, level = set[str](), [self._root]
         while level:
             node = level.pop()
@@ -290,14 +283,14 @@ class _Faults:
 
 
 def _fits(name: str, value: Any, node: dict[str, Any]) -> bool:
-    """Return whether a keyword's value has the form that JSON Schema defines."""
+    """Return whether the value of a keyword has the form that JSON Schema defines."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if name.startswith(("min", "max")) and name.endswith(("Length", "Items", "Properties")):
         return is_number and isinstance(value, int) and value >= 0
     if name in ("minimum", "maximum"):
         return is_number
     if name in ("exclusiveMinimum", "exclusiveMaximum"):
-        return isinstance(value, int | float)  # true and false in older drafts
+        return isinstance(value, int | float)  # booleans in older drafts
     if name == "multipleOf":
         return is_number and value > 0
     if name in ("pattern", "format", "$ref"):
@@ -316,7 +309,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def value_at(root: Any, path: Path) -> Any:
-    """Return the value at a path of names and numbers; None where there is none."""
+    """Return the value at a path of names and indices, or None."""
     for key in path:
         if isinstance(root, dict):
             root = root.get(key)
@@ -328,7 +321,7 @@ def value_at(root: Any, path: Path) -> Any:
 
 
 def place_of(reference: str) -> Path | None:
-    """Return the path that a reference names; None where it is no JSON pointer."""
+    """Return the path that a reference names, or None if it is not a JSON pointer."""
     if reference != "#" and not reference.startswith("#/"):
         return None
     keys = reference.removeprefix("#").split("/")[1:]
@@ -336,7 +329,6 @@ def place_of(reference: str) -> Path | None:
 
 
 def _put(root: Any, path: Path, value: Any) -> None:
-    """Put a value at a path, or remove the value there."""
     holder = value_at(root, path[:-1])
     if isinstance(holder, list):
         holder[int(path[-1])] = value
@@ -362,22 +354,21 @@ def _culprit(schema: dict[str, Any], problem: Problem, lenient: bool) -> Path:
 
 
 def _reduced_at(schema: dict[str, Any], path: Path, keywords: tuple[str, ...]) -> dict[str, Any]:
-    """Return a schema in which the one at a path has these keywords alone."""
     part = _reduced(value_at(schema, path), keywords)
     if not path:
         return part
-    made = copy.deepcopy(schema)
-    _put(made, path, part)
-    return made
+    reduced = copy.deepcopy(schema)
+    _put(reduced, path, part)
+    return reduced
 
 
 def _reduced(schema: Any, keywords: tuple[str, ...]) -> Any:
-    """Return a schema with these keywords alone, at all depths."""
+    """Return a schema with only the given keywords, at all depths."""
     if isinstance(schema, list):
         return [_reduced(item, keywords) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    made: dict[str, Any] = {}
+    reduced: dict[str, Any] = {}
     for name in keywords:
         if name in schema:
             value = schema[name]
@@ -385,5 +376,5 @@ def _reduced(schema: Any, keywords: tuple[str, ...]) -> Any:
                 value = {key: _reduced(inner, keywords) for key, inner in value.items()}
             elif name in _LISTED or name in _SINGLE:
                 value = _reduced(value, keywords)
-            made[name] = value
-    return made
+            reduced[name] = value
+    return reduced

@@ -1,4 +1,4 @@
-"""Messages and inputs of chat templates, as they come from Python and over HTTP."""
+"""Checks and conversion of messages and inputs for chat templates, from Python and over HTTP."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from jaxserve.errors import InvalidRequest
 
 MAX_ROLE_CHARS = 64
-# Names that are no inputs of a caller's choice to a template: arguments of the rendering itself,
+# Names that callers cannot use for their own template inputs: arguments of the rendering call,
 RENDERING_ARGUMENTS = frozenset(("messages", "chat_template", "tokenize", "seconds", "self"))
 # inputs that every template receives,
 COMMON_INPUTS = frozenset(("tools", "documents", "add_generation_prompt", "continue_final_message"))
-# and, over HTTP, other arguments of Transformers' apply_chat_template besides.
+# and, over HTTP, further arguments of Transformers' apply_chat_template.
 RESERVED_INPUTS = (
     RENDERING_ARGUMENTS
     | COMMON_INPUTS
@@ -22,7 +22,7 @@ RESERVED_INPUTS = (
     )
 )
 _TEXT = ("text", "input_text", "output_text")
-# Kinds of content by a word that occurs in the names of their types.
+# Names of kinds of content, by a word in the type.
 _KINDS = {
     "image": "An image",
     "audio": "An audio recording",
@@ -33,37 +33,33 @@ _KINDS = {
 
 
 class RefusedMessages(InvalidRequest):
-    """Refusal of a conversation by the chat template that renders it."""
+    """Refusal of a conversation by its chat template."""
 
 
 class PartedText(str):
-    """A text of several parts, joined by line breaks.
-
-    Attributes:
-        parts: the texts.
-    """
+    """String made of several parts, joined by line breaks."""
 
     parts: tuple[str, ...]
 
     @classmethod
     def of(cls, parts: Iterable[str]) -> str:
-        """Return the text of parts. Empty parts are left out."""
-        found = tuple(filter(None, parts))
-        if len(found) < 2:
-            return "".join(found)
-        made = cls("\n".join(found))
-        made.parts = found
-        return made
+        """Join non-empty parts with line breaks. Return a plain str if there are fewer than two."""
+        texts = tuple(filter(None, parts))
+        if len(texts) < 2:
+            return "".join(texts)
+        text = cls("\n".join(texts))
+        text.parts = texts
+        return text
 
 
 def plain_messages(messages: Any) -> Any:
-    """Return a conversation with the content of each message as one text.
+    """Return a conversation with the content of each message as one string.
 
-    A value that is no list stays as it is; `Tokenizer.render_chat` refuses it.
+    A value that is not a list is returned unchanged, and `Tokenizer.render_chat` refuses it.
 
-    Clients send the whole conversation each time, so a refused message would end it for ever. Only
-    the newest message of a user is refused for its content, unless results of tools follow it:
-    then the model has answered it before.
+    Clients send the whole conversation each time, so one refused message would block it
+    permanently. Only the newest user message is refused for its content, and only if no tool
+    results follow it (otherwise the model has already answered it).
 
     Raises:
         InvalidRequest: see `plain_message`.
@@ -78,18 +74,17 @@ def plain_messages(messages: Any) -> Any:
 
 
 def plain_message(message: Any, is_newest: bool = True) -> dict[str, Any]:
-    """Return a message with its content as one text; its other fields stay.
+    """Return a message with its content as one string and its other fields unchanged.
 
-    Content is text or a list of parts, {"type": "text", "text": ...}, which line breaks join.
+    Content is a string or a list of parts, {"type": "text", "text": ...}, joined by line breaks.
 
     Args:
-        message: a mapping.
-        is_newest: whether this is the user's newest message, which must hold text and no other
-            content. Elsewhere missing content is an empty text, and a part that is not text
-            becomes a sentence in brackets.
+        is_newest: True for the newest message. If its role is user, it must have text and no other
+            content. In other messages, missing content is "" and a part of another type becomes a
+            sentence in brackets.
 
     Raises:
-        InvalidRequest: no role, or content that is missing or no text.
+        InvalidRequest: the role is missing, or the content is missing or not text.
     """
     role = message.get("role") if isinstance(message, Mapping) else None
     if not isinstance(role, str):
@@ -100,12 +95,12 @@ def plain_message(message: Any, is_newest: bool = True) -> dict[str, Any]:
     text = _text(message.get("content"), is_strict)
     if not text and is_strict:
         raise InvalidRequest("the content of a user's message is empty", "messages")
-    # Templates have the older name of the role.
+    # Templates know only the older name of the role.
     return {**message, "role": "system" if role == "developer" else role, "content": text}
 
 
 def left_out(kind: Any) -> str:
-    """Return the sentence that stands for content of a type that the model does not read."""
+    """Return the sentence that replaces content of a type that the model cannot read."""
     name = str(kind)[:40]
     what = next((said for word, said in _KINDS.items() if word in name), f"Content of type {name}")
     return f"[{what} is left out here: this model reads only text.]"
@@ -123,7 +118,7 @@ def _text(content: Any, is_strict: bool) -> str:
 
 
 def _words(part: Any, is_strict: bool) -> str:
-    """Return the text of a part, a refusal's included, or the sentence that stands for it."""
+    """Return the text of a part (for a refusal, its text), or the sentence that replaces it."""
     if isinstance(part, str):
         return part
     if not isinstance(part, Mapping):

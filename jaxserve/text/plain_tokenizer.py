@@ -1,8 +1,7 @@
 """PlainTokenizer: the common case of Transformers' tokenizers without importing Transformers.
 
-That import takes longer than starting the engine. So where tokenizer.json defines a checkpoint's
-tokenizer completely, the tokenizers library alone reads that file. Where other files or settings
-would change what Transformers does, Transformers reads them. Tests compare the two.
+That import takes longer than starting the engine. If tokenizer.json completely defines a tokenizer,
+the tokenizers library alone reads it. Otherwise Transformers reads the folder. Tests compare both.
 """
 
 from __future__ import annotations
@@ -18,34 +17,29 @@ from tokenizers import Tokenizer as Backend
 from jaxserve.errors import CheckpointError
 
 _CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
-_NAMED = (
-    *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token"),
-    "mask_token",
-)
-_KNOWN = (
-    *("tokenizer_class", "backend", "model_max_length", "chat_template", "is_local"),
-    *("added_tokens_decoder", "model_input_names", "name_or_path", "local_files_only"),
-    *("clean_up_tokenization_spaces", "extra_special_tokens"),
+_NAMED = tuple("bos_token eos_token unk_token sep_token pad_token cls_token mask_token".split())
+_KNOWN = tuple(
+    "tokenizer_class backend model_max_length chat_template is_local added_tokens_decoder "
+    "model_input_names name_or_path local_files_only clean_up_tokenization_spaces "
+    "extra_special_tokens".split()
 )
 _ADDED_FLAGS = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
-# Files beside tokenizer.json that Transformers reads too.
-_OTHER_FILES = (
-    *("special_tokens_map.json", "added_tokens.json", "additional_chat_templates"),
-    *("tokenizer.model", "tekken.json"),
+# Other files that Transformers reads.
+_OTHER_FILES = tuple(
+    "special_tokens_map.json added_tokens.json additional_chat_templates tokenizer.model "
+    "tekken.json".split()
 )
-# Above this many entries Transformers looks at the model's family too.
+# With more entries, Transformers also considers the model family.
 _MOST_ENTRIES = 100_000
 _MOST_JSON_BYTES = 16 << 20
 
 
 class PlainTokenizer:
-    """The part of Transformers' tokenizers that `Tokenizer` uses.
+    """Subset of the interface of Transformers' tokenizers that `Tokenizer` uses.
 
     Args:
-        backend: of the tokenizers library.
-        named: names like "eos_token" and their texts.
+        named: texts of special tokens by names such as "eos_token".
         extra: texts of other special tokens.
-        chat_template: None where there is none.
     """
 
     def __init__(
@@ -67,8 +61,8 @@ class PlainTokenizer:
         return self.backend_tokenizer.get_vocab(with_added_tokens=True)
 
     def get_added_vocab(self) -> dict[str, int]:
-        found = self.backend_tokenizer.get_added_tokens_decoder()
-        return {token.content: number for number, token in found.items()}
+        added = self.backend_tokenizer.get_added_tokens_decoder()
+        return {token.content: number for number, token in added.items()}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
@@ -77,17 +71,18 @@ class PlainTokenizer:
         return [self.backend_tokenizer.id_to_token(token) for token in token_ids]
 
     def get_chat_template(self, tools: Any = None) -> str | None:
-        """Return the template for all uses: where there are several, Transformers reads them."""
+        """Return the chat template, which is the same with and without tools."""
         return self.chat_template
 
 
 def read_tokenizer(directory: Path) -> Any:
-    """Return a folder's tokenizer, read with Transformers where `read_plain` does not read it.
+    """Return the tokenizer of a folder, read by Transformers if `read_plain` cannot read it.
 
-    That import is late: it takes longer than the rest of a start, and few tokenizers need it.
+    Transformers is imported only then: few tokenizers need it, and the import takes longer than the
+    rest of a start.
 
     Raises:
-        Exception: of either library, for corrupt files.
+        Exception: either library failed to read corrupt files.
     """
     plain = read_plain(directory)
     if plain is not None:
@@ -99,10 +94,10 @@ def read_tokenizer(directory: Path) -> Any:
 
 
 def read_plain(directory: Path) -> PlainTokenizer | None:
-    """Return a folder's tokenizer, or None where only Transformers should read it.
+    """Return the tokenizer of a folder, or None if Transformers must read it.
 
     Raises:
-        Exception: of the tokenizers library, bare ones, for a corrupt tokenizer.json.
+        Exception: the tokenizers library failed to read a corrupt tokenizer.json.
     """
     if any((directory / name).exists() for name in _OTHER_FILES):
         return None
@@ -137,36 +132,39 @@ def read_plain(directory: Path) -> PlainTokenizer | None:
 
 
 def _chat_template(directory: Path, config: Mapping[str, Any]) -> Any:
-    """Return the chat template; its own file comes before tokenizer_config.json."""
     path = directory / "chat_template.jinja"
     return path.read_text() if path.is_file() else config.get("chat_template")
 
 
 def processor_template(directory: Path) -> str | None:
-    """Return the template of a processor of images, which may be a folder's only one.
+    """Return the chat template of an image processor (chat_template.json), or None without the
+    file.
 
     Raises:
-        CheckpointError: chat_template.json holds none.
+        CheckpointError: the file contains no template.
     """
     path = directory / "chat_template.json"
     if not path.exists():
         return None
-    found = (_json(path) or {}).get("chat_template")
-    if isinstance(found, list):  # of templates with names
-        found = {each.get("name"): each.get("template") for each in found if type(each) is dict}
-    if isinstance(found, dict):
-        found = found.get("default")
-    if not isinstance(found, str):
+    template = (_json(path) or {}).get("chat_template")
+    if isinstance(template, list):  # list of named templates
+        template = {
+            each.get("name"): each.get("template") for each in template if type(each) is dict
+        }
+    if isinstance(template, dict):
+        template = template.get("default")
+    if not isinstance(template, str):
         raise CheckpointError(f"{path}: there is no chat_template, which must be text")
-    return found
+    return template
 
 
 def _agrees(listed: Any, added: Mapping[int, Any]) -> bool:
-    """Return whether the tokens that tokenizer_config.json lists are those of tokenizer.json."""
     if not isinstance(listed, Mapping):
         return False
-    found = {str(n): {flag: getattr(t, flag) for flag in _ADDED_FLAGS} for n, t in added.items()}
-    return _items(listed) <= _items(found)
+    added_tokens = {
+        str(n): {flag: getattr(t, flag) for flag in _ADDED_FLAGS} for n, t in added.items()
+    }
+    return _items(listed) <= _items(added_tokens)
 
 
 def _items(tokens: Mapping[str, Any]) -> set[str]:
@@ -180,5 +178,5 @@ def _json(path: Path) -> dict[str, Any] | None:
             return None
         loaded = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError):
-        return None  # Transformers reports what is wrong with it
+        return None  # Transformers reports the error
     return loaded if isinstance(loaded, dict) else None

@@ -1,8 +1,8 @@
-"""PromptEncoder: token ids of prompts, in which texts of data never become added tokens.
+"""PromptEncoder: tokenizes prompts so that untrusted text never becomes added tokens.
 
-The tokenizers library finds added tokens, such as `<s>`, wherever their text stands. A second
-tokenizer over the same model, without added tokens, encodes the parts of a prompt where data holds
-such a text. Both share the vocabulary, so the second one takes no memory.
+The tokenizers library recognizes the text of added tokens, such as `<s>`, anywhere. Where untrusted
+data contains such text, a second tokenizer without added tokens encodes that part of the prompt.
+Both share the model's vocabulary, so the second one takes no extra memory.
 """
 
 from __future__ import annotations
@@ -20,20 +20,18 @@ from tokenizers import Tokenizer as Backend
 
 from jaxserve.text.tokenizer_calls import LibraryCalls, TokenizerFailure
 
-_BLANK = "\u2581"  # how vocabularies of pieces write a blank
-# Longer texts are encoded by the library's function for batches, which releases Python's lock.
+_BLANK = "\u2581"  # how SentencePiece vocabularies write a space
+# Longer texts use the library's batch function, which releases the GIL.
 _SHORT_CHARS = 8192
-_UNASSIGNED = "\U0010fffd"  # a character that no vocabulary holds
+_UNASSIGNED = "\U0010fffd"  # a character that vocabularies do not contain
 
 
 class PromptEncoder:
-    """Encoder of texts, and of rendered conversations.
+    """Tokenizer of texts, and of rendered conversations.
 
     Args:
-        backend: of the tokenizers library.
-        added: ids of added tokens by their texts.
-        special: ids of the special ones.
-        calls: runs the library's functions.
+        added: ids of added tokens by text.
+        special: ids of special tokens.
     """
 
     def __init__(
@@ -44,10 +42,10 @@ class PromptEncoder:
         calls: LibraryCalls,
     ) -> None:
         self._backend, self._calls = backend, calls
-        # Files may have settings for training, such as a padding to a length.
+        # Files may contain training settings, such as padding to a fixed length.
         backend.no_padding()
         backend.no_truncation()
-        # Blanks and single characters are no markers, and vocabularies hold them as words too.
+        # Added tokens that are spaces or single characters are ordinary words, not markers.
         marks = {number: text.strip() for text, number in added.items()}
         self._marks = {
             number: text
@@ -64,55 +62,57 @@ class PromptEncoder:
         self._unknown = self._unknown_id()
 
     def _unknown_id(self) -> int | None:
-        """Return the id that the model gives unknown text, if it is that of an added token."""
+        """Return the id that the model gives to unknown text, if it is the id of an added token."""
         text: str | None = getattr(self._backend.model, "unk_token", None)
         if text is not None:
             return self._backend.token_to_id(text)
         try:
-            found = LibraryCalls(may_panic=True).run(self._inner.encode, _UNASSIGNED).ids
-        except TokenizerFailure:  # a model without such a token
+            ids = LibraryCalls(may_panic=True).run(self._inner.encode, _UNASSIGNED).ids
+        except TokenizerFailure:  # the model has no unknown token
             return None
-        return next((token for token in found if token in self._marks), None)
+        return next((token for token in ids if token in self._marks), None)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text, in which added tokens are found.
+        """Return the token ids of a text, in which the text of added tokens is recognized.
 
         Raises:
-            TokenizerFailure: the library cannot encode it.
+            TokenizerFailure: the library cannot encode the text.
         """
         return self._encoded(self._backend, text, add_special_tokens).ids
 
     def encode_data(self, text: str) -> list[int]:
-        """Return the token ids of a text, in which no added token is found.
+        """Return the token ids of a text without recognizing added tokens in it.
 
         Raises:
-            TokenizerFailure: the library cannot encode it.
+            TokenizerFailure: the library cannot encode the text.
         """
         return self._spelled(text, self._plain)
 
     def encode_pieces(self, pieces: Listing[str]) -> list[int]:
-        """Return the token ids of a text in pieces; no added token is found across their ends.
+        """Return the token ids of a text in pieces.
 
-        Words are found across them: "<" and "s>" are tokenized as "<s>" is by a model that has no
-        such added token.
+        Added tokens are recognized only within a piece.
+
+        Ordinary words may cross piece boundaries: the pieces "<" and "s>" are tokenized as "<s>"
+        would be without this added token.
 
         Raises:
-            TokenizerFailure: the library cannot encode it.
+            TokenizerFailure: the library cannot encode the text.
         """
         if len(pieces) == 1:
             return self._joined(pieces[0], "")
         mark = f"\ue000{secrets.token_hex(8)}\ue001"
         try:
             return self._joined(mark.join(pieces), mark)
-        except TokenizerFailure:  # the mark itself may be unknown to the model
+        except TokenizerFailure:  # the model may not be able to encode the mark
             return [token for piece in pieces for token in self.encode(piece, False)]
 
     def _joined(self, text: str, mark: str) -> list[int]:
-        """Return the token ids of a text without a mark in it; no added token holds the mark.
+        """Return the token ids of `text` after `mark` is removed from it.
 
         Args:
-            text: with the mark.
-            mark: empty where there is none.
+            text: pieces, joined by the mark.
+            mark: separator that prevents added tokens across pieces, "" for a single piece.
         """
         encoding = self._encoded(self._backend, text)
         ids = encoding.ids
@@ -124,7 +124,7 @@ class PromptEncoder:
             start, end = encoding.token_to_chars(place) or (0, 0)
             if text[start:end].strip() == self._marks[token]:
                 whole.append((place, start, end))
-            elif token != self._unknown:  # data became it by a normalizer
+            elif token != self._unknown:  # a normalizer turned data into this token
                 mistaken.append(place)
         if not (mark or mistaken):
             return ids
@@ -153,7 +153,8 @@ class PromptEncoder:
     def _spelled(self, text: str, backend: Backend) -> list[int]:
         """Return the token ids of a text without added tokens.
 
-        Some models have them as words too. There the text is cut within each such word.
+        Some models also have the text of added tokens as ordinary words. The text is cut within
+        such a word.
         """
         if not text:
             return []
@@ -172,30 +173,33 @@ class PromptEncoder:
         return result
 
     def _cut(self, token: int, word: str, start: int) -> list[tuple[int, int]]:
-        """Return where a text is cut in place of an added token: ends of parts, and next starts.
+        """Return where to cut the text in place of an added token: (end of a part, start of the
+        next).
 
         Args:
             token: id of the token.
-            word: the part of the text that became it.
-            start: place of this part.
+            word: text that became this token.
+            start: index of this text.
         """
         place = word.find(self._marks[token])
         if place < 0 and (token == self._unknown or token not in self._special):
-            return []  # unknown text, or a word with blanks around it
-        if len(word) < 2:  # a normalizer made a token of one character: it is left out
+            return []  # unknown text, or a word with spaces around it
+        if len(word) < 2:  # a normalizer turned one character into the token, so it is dropped
             return [(start, start + len(word))]
         place = start + max(place, 0) + 1
         return [(place, place)]
 
 
 def _without_prefix(backend: Backend) -> tuple[Backend, bool]:
-    """Return a tokenizer that puts no blank before a text, and whether the other one does so once.
+    """Return a tokenizer that does not put a space before a text.
 
-    Once is at the beginning of a whole text only, instead of after each added token.
+    Returns:
+        The tokenizer, and whether `backend` puts a space only before the whole text, not after each
+            added token.
     """
     try:
         parts = [_state(backend.normalizer), _state(backend.pre_tokenizer)]
-    except Exception:  # parts in Python, which have no JSON
+    except Exception:  # parts implemented in Python have no JSON form
         return backend, False
     bare = [_bare(part) for part in parts]
     if bare == parts:
@@ -217,7 +221,7 @@ def _state(part: Any) -> Any:
 
 
 def _bare(part: Any) -> Any:
-    """Return a normalizer or pre-tokenizer without the blank that it puts before a text."""
+    """Return a normalizer or pre-tokenizer without the space that it puts before a text."""
     if part is None or part["type"] == "Prepend":
         return None
     if part["type"] == "Metaspace":
@@ -226,6 +230,6 @@ def _bare(part: Any) -> Any:
         return {**part, "add_prefix_space": False}
     for name in ("normalizers", "pretokenizers"):
         if name in part:
-            kept = [bare for inner in part[name] if (bare := _bare(inner)) is not None]
-            return {**part, name: kept}
+            steps = [bare for inner in part[name] if (bare := _bare(inner)) is not None]
+            return {**part, name: steps}
     return part

@@ -1,4 +1,4 @@
-"""Fields of structural tags, checked as they are read; what is wrong is a ValueError."""
+"""Typed access to the fields of structural tags. Invalid fields raise ValueError."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def from_older(tag: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the format that the older form of a tag stands for."""
+    """Convert the older form of a structural tag (`structures`, `triggers`) to a format."""
     structures = list_field(tag, "structures")
     if not structures or not all(isinstance(entry, Mapping) for entry in structures):
         raise ValueError("structures must be a list of objects with begin, schema and end")
@@ -24,7 +24,7 @@ def from_older(tag: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def text_field(form: Mapping[str, Any], name: str, default: str | None = None) -> str:
-    """Return a text."""
+    """Return the string field `name`."""
     value = form.get(name, default)
     if not isinstance(value, str):
         raise ValueError(f"{name} must be a text")
@@ -32,7 +32,7 @@ def text_field(form: Mapping[str, Any], name: str, default: str | None = None) -
 
 
 def list_field(form: Mapping[str, Any], name: str) -> list[Any]:
-    """Return a list."""
+    """Return the list field `name`."""
     value = form.get(name)
     if not isinstance(value, list):
         raise ValueError(f"{name} must be a list")
@@ -40,7 +40,7 @@ def list_field(form: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def texts_field(form: Mapping[str, Any], name: str) -> list[str]:
-    """Return a list of texts, empty by default."""
+    """Return the field `name`, a list of non-empty strings, [] by default."""
     value = form.get(name, [])
     if not isinstance(value, list) or not all(isinstance(text, str) and text for text in value):
         raise ValueError(f"{name} must be a list of texts that are not empty")
@@ -48,7 +48,7 @@ def texts_field(form: Mapping[str, Any], name: str) -> list[str]:
 
 
 def flag_field(form: Mapping[str, Any], name: str) -> bool:
-    """Return true or false, which is the default."""
+    """Return the boolean field `name`, False by default."""
     value = form.get(name, False)
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be true or false")
@@ -56,7 +56,7 @@ def flag_field(form: Mapping[str, Any], name: str) -> bool:
 
 
 def number_field(form: Mapping[str, Any], name: str, low: int, high: int) -> int:
-    """Return an integer of a range."""
+    """Return the integer field `name`, which must be from `low` to `high`."""
     value = form.get(name)
     if type(value) is not int or not low <= value <= high:
         raise ValueError(f"{name} must be an integer of {low} to {high}")
@@ -64,7 +64,7 @@ def number_field(form: Mapping[str, Any], name: str, low: int, high: int) -> int
 
 
 def content_field(form: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the one format in a format."""
+    """Return the format in the field `content`."""
     content = form.get("content")
     if not isinstance(content, Mapping):
         raise ValueError("content must be a format, an object with a type")
@@ -72,7 +72,7 @@ def content_field(form: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def elements_field(form: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the formats in a format."""
+    """Return the formats in the field `elements`, at least one."""
     elements = list_field(form, "elements")
     if not elements or not all(isinstance(element, Mapping) for element in elements):
         raise ValueError("elements must be a list of formats, at least one")
@@ -80,7 +80,7 @@ def elements_field(form: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def tags_field(form: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the tags in a format."""
+    """Return the tags in the field `tags`, at least one."""
     tags = list_field(form, "tags")
     if not tags or not all(isinstance(t, Mapping) and t.get("type", "tag") == "tag" for t in tags):
         raise ValueError("tags must be a list of tags, at least one")

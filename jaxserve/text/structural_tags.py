@@ -1,10 +1,11 @@
-"""Structural tags: free text that takes a form where a trigger begins a tag, as a grammar.
+"""Structural tags as grammars: free text in which a trigger begins a tag with a constrained format.
 
-The language is that of xgrammar 0.2 (structural_tag.py there), which vLLM takes in
-`structured_outputs.structural_tag` and in `response_format`; so is its older form, of `structures`
-and `triggers`. What comes out is llguidance's dialect of Lark. Its lexer is greedy, so whatever is
-regular (texts, patterns, free text up to an end) becomes a single terminal, within which every way
-to read a text counts; rules are left for JSON, for grammars and for what holds these.
+The language is that of xgrammar 0.2 (structural_tag.py), which vLLM accepts in
+`structured_outputs.structural_tag` and `response_format`, including the older form with
+`structures` and `triggers`. The result is in llguidance's dialect of Lark. Its lexer is greedy, so
+every regular part (texts, patterns, free text up to an end) becomes a single terminal, which
+considers all ways to match a text. Rules are used only for JSON, grammars, and formats that contain
+them.
 """
 
 from __future__ import annotations
@@ -28,28 +29,27 @@ from jaxserve.text.structural_tag_fields import (
     texts_field,
 )
 
-# Any text, and any text but the empty one.
+# Any text, and any non-empty text.
 _BASIS = ("ANY: /(?s:.*)/", "SOME: /(?s:.+)/")
-_MAX_CHARS = 4096  # of a region whose length a terminal counts
+_MAX_CHARS = 4096  # maximum length that a terminal counts
 _MAX_REPEAT = 1000
 _MAX_SIZE = 1 << 20
-_PIECE = re.compile(r"\\.|.", re.DOTALL)  # of a regular expression
+_PIECE = re.compile(r"\\.|.", re.DOTALL)  # one element of a regular expression
 _REPEATED = {"optional": "?", "star": "*", "plus": "+"}
-TYPES = (
-    *("any_text", "const_string", "json_schema", "regex", "grammar", "token", "tag", "sequence"),
-    *("or", "optional", "star", "plus", "repeat", "triggered_tags", "tags_with_separator"),
-    "dispatch",
+TYPES = tuple(
+    "any_text const_string json_schema regex grammar token tag sequence or optional star plus "
+    "repeat triggered_tags tags_with_separator dispatch".split()
 )
 
 
 @dataclass(frozen=True)
 class _Ending:
-    """Text or token that closes a tag, and with it the free text that stands before.
+    """Text or token that closes a tag, and thereby the free text before it.
 
     Attributes:
-        stop: terminal of the texts that end free text wherever they stand; None for none.
-        prefix: terminal of the text before a special token; only where `token` is one.
-        token: rule from the special token on.
+        stop: terminal of the texts that end free text, or None.
+        prefix: terminal of the text before a special token, or None.
+        token: Lark term of the special token and the text after it, or "".
     """
 
     stop: str | None = None
@@ -58,7 +58,7 @@ class _Ending:
 
     @property
     def rule(self) -> str:
-        """The ending behind what is no free text."""
+        """Lark terms of the ending, for use after anything except free text."""
         return " ".join(filter(None, (self.stop, self.prefix, self.token)))
 
 
@@ -71,17 +71,17 @@ def structural_tag_grammar(
     schema_rule: Callable[[Any, int | None], str],
     grammar_rule: Callable[[str], str],
 ) -> str:
-    """Return a grammar in Lark whose texts are those of a structural tag.
+    """Return a Lark grammar of the texts that a structural tag allows.
 
     Args:
         tag: {"type": "structural_tag", "format": ...}, or the older {"structures", "triggers"}.
-        specials: ids of special tokens by their texts, which no text spells otherwise.
-        schema_rule: the right-hand side of a rule for a JSON schema, with at most so many
-            characters of white space at one place, or None for the default.
-        grammar_rule: likewise for a grammar.
+        specials: ids of special tokens by text.
+        schema_rule: function that returns the right side of a rule for a JSON schema. Its second
+            argument is the maximum length of white space, None for the default.
+        grammar_rule: function that returns the right side of a rule for a grammar.
 
     Raises:
-        ValueError: the tag has no meaning, or one that is not served.
+        ValueError: the tag is invalid or not supported.
     """
     if "structures" in tag or "triggers" in tag:
         form = from_older(tag)
@@ -99,12 +99,10 @@ def _any_of(texts: list[str]) -> str:
 
 
 def _without(text: str, *parts: str | None) -> str:
-    """Return the terminal of a text that holds none of some parts."""
     return "(" + " & ".join([text, *(f"~(ANY {part} ANY)" for part in parts if part)]) + ")"
 
 
 def _pattern(form: Mapping[str, Any]) -> str:
-    """Return a regular expression as a terminal; it cannot end the terminal itself."""
     spelled = {"/": r"\x2f", r"\/": r"\x2f", "\n": r"\n", "\r": r"\r"}
     return (
         "/(?:" + _PIECE.sub(lambda m: spelled.get(m[0], m[0]), text_field(form, "pattern")) + ")/"
@@ -115,7 +113,7 @@ class _Writer:
     """Writer of the rules and terminals of one grammar; see `structural_tag_grammar`.
 
     Attributes:
-        lines: those written so far.
+        lines: rules and terminals written so far.
     """
 
     def __init__(
@@ -132,7 +130,9 @@ class _Writer:
         self._size = 0
 
     def _put(self, name: str, right: str) -> str:
-        """Write a rule or a terminal, as the case of the name's letter says; return its name."""
+        """Write a rule (lower-case `name`) or terminal (upper-case), and return its numbered
+        name.
+        """
         named = f"{name}{len(self.lines)}"
         self._size += len(right)
         if self._size > _MAX_SIZE:
@@ -141,7 +141,6 @@ class _Writer:
         return named
 
     def _literal(self, text: str) -> str:
-        """Return a text for a rule, with the special tokens in it."""
         parts = self._special.split(text)
         return " ".join(
             f"<[{self._specials[part]}]>" if index % 2 else json.dumps(part)
@@ -153,7 +152,7 @@ class _Writer:
         return self._special.search(text) is None
 
     def write(self, form: Any, ending: _Ending) -> str:
-        """Write a format and what ends it. Return the names that stand for both in a rule.
+        """Write the rules of a format and its ending. Return the terms that match both.
 
         Raises:
             ValueError: see `structural_tag_grammar`.
@@ -174,7 +173,9 @@ class _Writer:
         return getattr(self, f"_write_{kind}")(form, ending)
 
     def _regular(self, form: Mapping[str, Any], stop: str | None = None) -> str | None:
-        """Return the terminal of a format and of what stops it; None where there is none."""
+        """Return the terminal of a format and its end `stop`, or None if the format is not
+        regular.
+        """
         kind, behind = form.get("type"), f" {stop}" if stop else ""
         if kind == "const_string":
             value = text_field(form, "value")
@@ -202,7 +203,7 @@ class _Writer:
         return None
 
     def _free(self, form: Mapping[str, Any], *stops: str | None) -> str:
-        """Return the terminal of free text without what stops it or is excluded from it."""
+        """Return the terminal of free text that contains neither `stops` nor excluded texts."""
         excluded = texts_field(form, "excludes")
         if form.get("max_tokens") is not None:
             raise ValueError("max_tokens is not supported; max_chars is")
@@ -221,7 +222,6 @@ class _Writer:
         return f"{{{least},{number_field(form, 'max', max(least, 1), _MAX_REPEAT)}}}"
 
     def _token(self, form: Mapping[str, Any]) -> str:
-        """Return a token for a rule, by its id or its text."""
         token = form.get("token")
         number = self._specials.get(token) if isinstance(token, str) else token
         if type(number) is not int or number < 0:
@@ -229,7 +229,7 @@ class _Writer:
         return f"<[{number}]>"
 
     def _ending(self, form: Mapping[str, Any]) -> _Ending:
-        """Return what ends a tag."""
+        """Return the ending of a tag."""
         end = form.get("end")
         if isinstance(end, Mapping):
             return _Ending(token=self._token(end))
@@ -282,7 +282,9 @@ class _Writer:
     def _write_behind(
         self, run: list[Mapping[str, Any]], element: Mapping[str, Any], ending: _Ending
     ) -> str:
-        """Write regular formats and what follows them, which free text among them ends at."""
+        """Write the regular formats of `run` and the format after them, which ends free text
+        in `run`.
+        """
         if not run:
             return self.write(element, ending)
         if run[-1].get("type") != "any_text":
@@ -315,11 +317,9 @@ class _Writer:
         return self._inside(form, text_field(form, "begin"), ending)
 
     def _inside(self, tag: Mapping[str, Any], begin: str, ending: _Ending) -> str:
-        """Write a tag from some point of its beginning on."""
         return self._around(begin, self._content(tag), ending)
 
     def _content(self, tag: Mapping[str, Any]) -> str:
-        """Write what stands in a tag, and its end."""
         return self.write(content_field(tag), self._ending(tag))
 
     def _around(self, begin: str, content: str, ending: _Ending) -> str:
@@ -341,17 +341,17 @@ class _Writer:
         for tag in tags:
             begin, content = text_field(tag, "begin"), self._content(tag)
             written.append((begin, content))
-            found = [trigger for trigger in inside if begin.startswith(trigger)]
-            if len(found) != 1:
+            matching = [trigger for trigger in inside if begin.startswith(trigger)]
+            if len(matching) != 1:
                 raise ValueError(
                     f"the tag that begins with {begin[:60]!r} must begin with one of the triggers, "
-                    f"and begins with {len(found)}"
+                    f"and begins with {len(matching)}"
                 )
-            inside[found[0]].append(self._around(begin[len(found[0]) :], content, _OPEN))
+            inside[matching[0]].append(self._around(begin[len(matching[0]) :], content, _OPEN))
         rules = {trigger: ways for trigger, ways in inside.items() if ways}
         first, loops = "", not flag_field(form, "stop_after_first")
         if flag_field(form, "at_least_one"):
-            # Written once: tags within tags would double with each level.
+            # Each content is written once. Otherwise nested tags would double at each level.
             ways = [self._around(begin, content, _OPEN) for begin, content in written]
             first = self._put("r", " | ".join(ways))
             if not loops:
@@ -372,7 +372,7 @@ class _Writer:
     def _dispatch(
         self, form: Mapping[str, Any], rules: dict[str, list[str]], loops: bool, ending: _Ending
     ) -> str:
-        """Write free text in which each trigger is followed by one of its forms."""
+        """Write free text in which each trigger is followed by one of its formats."""
         texts = [trigger for trigger in rules if self._is_text(trigger)]
         mixed = [trigger for trigger in rules if trigger not in texts]
         for trigger in mixed:
@@ -383,10 +383,10 @@ class _Writer:
         stops = [_any_of(texts) if texts else None, ending.stop]
         free = self._free(form, *stops)
         ways = []
-        kept, first = self._free(form, ending.stop), f"~(ANY {stops[0]} SOME)"
+        allowed, first = self._free(form, ending.stop), f"~(ANY {stops[0]} SOME)"
         for trigger in texts:
-            # Free text up to the first trigger in it, and the trigger.
-            hit = self._put("T", f"(({kept} {json.dumps(trigger)}) & {first})")
+            # Free text up to its first trigger, and the trigger.
+            hit = self._put("T", f"(({allowed} {json.dumps(trigger)}) & {first})")
             ways.append((hit, rules[trigger]))
         if mixed:
             before = self._put("T", free)

@@ -1,42 +1,47 @@
-"""ChatTemplate: a checkpoint's Jinja template, rendered in a sandbox that counts its work.
+"""Chat templates of checkpoints, settings and requests, rendered in a sandbox with a work budget.
 
-A template comes with a checkpoint, so it is a foreign program. Jinja has no loop without an end,
-but loops in loops, macros and doubled texts come close. No thread can be stopped from outside, so
-every step that can repeat or enlarge anything pays from one budget, before it runs.
+A template comes with a checkpoint, so its code is untrusted. Jinja has no endless loops, but nested
+loops, macros and repeated doubling of strings can take nearly as long. A thread cannot be stopped
+from outside, so every step that can repeat or grow is charged to one budget before it runs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from jinja2 import nodes
 
+from jaxserve.errors import CheckpointError, InvalidRequest
+from jaxserve.text import HOW_TO_GIVE, NAMED_TEMPLATES, TEMPLATE_FOLDER
 from jaxserve.text.content_format import TextRoles
 from jaxserve.text.template_budget import Budget, TemplateTooLong, weigh
 from jaxserve.text.template_sandbox import Sandbox
 
 MAX_SOURCE_CHARS = 1 << 20
-# Nodes of a template's syntax tree; the largest that models have hold a thousand.
+# Maximum nodes in the syntax tree of a template. The largest published templates have a thousand.
 MAX_NODES = 50_000
-# The bound of a template's output is four times its input, and this much.
+# The output of a template is limited to four times its input plus this many characters.
 MORE_CHARS = 1 << 20
-# The bound of all texts and lists made on the way, in multiples of the output's.
+# Limit on all intermediate strings and lists, as a multiple of the output limit.
 WORK_OF_OUTPUT = 16
 
 
 class ChatTemplate:
-    """A compiled template. It is safe from any thread.
+    """Compiled chat template. It is thread-safe.
 
     Args:
-        source: in Jinja.
-        max_nodes: of its syntax tree.
+        max_nodes: maximum nodes in its syntax tree.
 
     Attributes:
-        text_roles: roles whose messages it reads with content as text; None for all, as most do.
-        constants: the texts that it compares with or prints.
+        text_roles: roles whose messages have text as content; the other roles have lists of parts.
+            None means text for all roles, as for most templates.
+        constants: strings that the template compares with or prints.
 
     Raises:
-        jinja2.TemplateError, ValueError: it has no meaning, or is too large.
+        jinja2.TemplateError, ValueError: the source is invalid or too large.
     """
 
     def __init__(self, source: str, max_nodes: int = MAX_NODES) -> None:
@@ -48,26 +53,26 @@ class ChatTemplate:
         try:
             parsed = self._sandbox.parse(source)
             self._names = {node.name for node in parsed.find_all(nodes.Name)}
-            found = (node.value for node in parsed.find_all(nodes.Const))
-            self.constants = {text for text in found if isinstance(text, str)}
+            constants = (node.value for node in parsed.find_all(nodes.Const))
+            self.constants = {text for text in constants if isinstance(text, str)}
             self._template = self._sandbox.from_string(parsed)
         except (RecursionError, MemoryError):
             raise ValueError("the chat template is nested too deep") from None
 
     def reads(self, name: str) -> bool:
-        """Return whether the name of a variable occurs in it."""
+        """Return whether the variable `name` occurs in the template."""
         return name in self._names
 
     def render(self, variables: dict[str, Any], seconds: float = 1.0) -> str:
-        """Return the text.
+        """Render and return the text.
 
         Args:
-            variables: plain values, which the template cannot change.
-            seconds: of CPU time that it may take.
+            variables: plain values. The template cannot change them.
+            seconds: limit on CPU time.
 
         Raises:
-            TemplateTooLong: it takes longer, or makes more than four times its input and 1 MiB.
-            Exception: whatever the template raises.
+            TemplateTooLong: the time or the output limit was exceeded.
+            Exception: any error raised by the template.
         """
         most = 4 * weigh(variables, 1 << 30) + MORE_CHARS
         self._sandbox.budget = Budget(WORK_OF_OUTPUT * most, seconds)
@@ -84,3 +89,111 @@ class ChatTemplate:
         finally:
             self._sandbox.budget = None
         return "".join(parts)
+
+
+# Characters by which vLLM distinguishes a template from a path.
+_JINJA = "{}\n"
+
+
+def find_template(
+    name: str | Path, may_read: bool = True, max_nodes: int = MAX_NODES
+) -> ChatTemplate:
+    """Return the chat template that a setting or a request names.
+
+    Args:
+        name: path of a file, name of a shipped template, or Jinja source.
+        may_read: True if files may be read. Requests never read files.
+
+    Raises:
+        InvalidRequest: the value is not one of these, or the template is invalid.
+    """
+    text = str(name)
+    if may_read and not isinstance(name, Path) and any(sign in text for sign in _JINJA):
+        may_read = False  # Jinja source, unless it was passed as a Path
+    if may_read:
+        is_file = False
+        with suppress(OSError, ValueError):  # too long for a path, or contains a NUL
+            is_file = Path(text).is_file()
+        if is_file:
+            return compile_template(_read(Path(text)), text)
+    if text in NAMED_TEMPLATES:
+        return compile_template((TEMPLATE_FOLDER / f"{text}.jinja").read_text(), text)
+    if not any(sign in text for sign in _JINJA):
+        raise InvalidRequest(
+            f"chat_template: {text[:200]!r} is neither a template nor {HOW_TO_GIVE}",
+            "chat_template",
+        )
+    return compile_template(text, max_nodes=max_nodes)
+
+
+def _read(path: Path) -> str:
+    """Return the text of a file.
+
+    Raises:
+        InvalidRequest: the file cannot be read, or is not UTF-8.
+    """
+    try:
+        with path.open("rb") as file:
+            return file.read(4 * MAX_SOURCE_CHARS + 1).decode()
+    except OSError as error:
+        message = f"chat_template: cannot read {path}: {error.strerror}"
+        raise InvalidRequest(message, "chat_template") from error
+    except UnicodeDecodeError:
+        raise InvalidRequest(
+            f"chat_template: {path} is no text in UTF-8", "chat_template"
+        ) from None
+
+
+def compile_template(source: str, where: str = "", max_nodes: int = MAX_NODES) -> ChatTemplate:
+    """Return a compiled template that does not come from a checkpoint.
+
+    Raises:
+        InvalidRequest: the template is invalid or too large.
+    """
+    try:
+        return ChatTemplate(source, max_nodes)
+    except Exception as error:  # from Jinja, Python, or a size check
+        at_file = f" {where}" if where else ""
+        message = " ".join(str(error).split())[:300]
+        raise InvalidRequest(f"chat_template{at_file}: {message}", "chat_template") from error
+
+
+# Tools to test templates that render only conversations with tools.
+_TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "f", "description": "f", "parameters": {"type": "object"}},
+    }
+]
+
+
+def read_templates(
+    tokenizer: Any, where: str, fit: Callable[[ChatTemplate, Any], ChatTemplate]
+) -> dict[bool, ChatTemplate]:
+    """Return the chat templates for conversations without tools (False) and with tools (True).
+
+    Args:
+        tokenizer: tokenizer of Transformers, or an object with the same methods.
+        where: path that errors name.
+        fit: function that sets the form of content that a template expects.
+
+    Raises:
+        CheckpointError: a template is invalid, does not end, or does not show user messages.
+    """
+    if tokenizer.chat_template is None:
+        return {}
+    sources: dict[bool, str] = {}
+    for with_tools in (False, True):
+        # Named templates without a default serve only one kind of conversation.
+        with suppress(ValueError):
+            sources[with_tools] = tokenizer.get_chat_template(tools=_TOOLS if with_tools else None)
+    templates: dict[bool, ChatTemplate] = {}
+    try:
+        for with_tools, source in sources.items():
+            same = [template for template in templates.values() if template.source == source]
+            templates[with_tools] = same[0] if same else ChatTemplate(source)
+            if not same:
+                fit(templates[with_tools], _TOOLS if with_tools else None)
+    except Exception as error:
+        raise CheckpointError(f"{where}: the chat template is not usable: {error}") from error
+    return templates

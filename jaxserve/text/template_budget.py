@@ -1,4 +1,4 @@
-"""Budget: the work and the CPU time that the rendering of a chat template may take."""
+"""Budget: limits on the work and CPU time of rendering a chat template."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from typing import Any
 
 from jaxserve.errors import InvalidRequest
 
-# Elements of a list that a template makes, and the largest number that a call may take.
+# Maximum elements of a list that a template creates, and largest number as an argument.
 MAX_ITEMS = MAX_NUMBER = 100_000
-# Characters of one step. No call of C code can be stopped, so each is bounded by itself.
+# Maximum characters of one step. A call of C code cannot be interrupted, so each has a limit.
 _MAX_STEP = 1 << 24
-# Values within the one value that a step reads, and their nesting.
+# Maximum number and nesting of values within one value that a step reads.
 _MAX_VALUES = 500_000
 _MAX_DEPTH = 256
-# Bits of a whole number.
+# Maximum bits of an integer.
 _MAX_BITS = 2048
-# The clock is read after this many steps, or steps of this many characters.
+# The clock is read after _CHECK_EVERY steps. A step of n characters counts n >> _CHECK_BITS more.
 _CHECK_EVERY = 64
 _CHECK_BITS = 12
-# The weight of a list or a mapping by itself: about the time that it takes, in characters.
+# Weight of a list or mapping without its elements: its time, expressed in characters.
 _ENTRY = 64
-# The weight of an element that is copied into a list: the size of a reference.
+# Weight of an element copied into a list: the size of a reference.
 ELEMENT = 8
 _VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
 _LISTS = (list, tuple, set, frozenset, *_VIEWS)
 
 
 class TemplateTooLong(InvalidRequest):
-    """Refusal of a template that did more work, or made more text, than it may."""
+    """Refusal of a template that exceeded its limit on work or output."""
 
     def __init__(self, message: str) -> None:
         super().__init__(f"the chat template was stopped: {message}", "messages")
 
 
 def weigh(value: Any, most: int) -> int:
-    """Weigh a value: count its characters, and `_ENTRY` for each list or mapping.
+    """Return the weight of a value: its characters, plus `_ENTRY` for each list or mapping.
 
-    Nested values count as often as they occur. The count stops above `most`.
+    Nested values count as often as they occur. Counting stops once the weight exceeds `most`.
     """
     total, pending = 0, [value]
     while pending and total <= most:
@@ -50,7 +50,6 @@ def weigh(value: Any, most: int) -> int:
 
 
 def _parts(value: Any) -> tuple[int, Iterable[Any]]:
-    """Return the weight of a value by itself, and the values within it."""
     if isinstance(value, str | bytes):
         return len(value) + 1, ()
     if isinstance(value, dict):
@@ -63,7 +62,12 @@ def _parts(value: Any) -> tuple[int, Iterable[Any]]:
 
 
 class Budget:
-    """Budget of a rendering: the characters and steps, and seconds of CPU time, that are left."""
+    """Remaining work and CPU time of one rendering.
+
+    Args:
+        size: maximum characters and steps.
+        seconds: maximum CPU time of this thread.
+    """
 
     def __init__(self, size: int, seconds: float) -> None:
         self._left = size
@@ -72,7 +76,11 @@ class Budget:
         self._until_check = _CHECK_EVERY
 
     def spend(self, size: int = 1) -> None:
-        """Charge an amount and a step; raise TemplateTooLong when the budget is spent."""
+        """Charge one step and `size` characters.
+
+        Raises:
+            TemplateTooLong: the budget is exhausted.
+        """
         self._left -= size + 1
         if self._left < 0 or size > _MAX_STEP:
             raise TemplateTooLong("it makes too much text")
@@ -81,15 +89,23 @@ class Budget:
             self.check()
 
     def check(self) -> None:
-        """Read the clock; raise TemplateTooLong when no time is left."""
+        """Read the clock.
+
+        Raises:
+            TemplateTooLong: the CPU time is used up.
+        """
         self._until_check = _CHECK_EVERY
         if time.thread_time() > self._end:
             raise TemplateTooLong(f"it takes more than {self._seconds:g} s")
 
     def read(self, value: Any) -> int:
-        """Take the weight of a value, which is about to be read as a whole, and return it.
+        """Charge for reading a whole value, and return its weight.
 
-        It is counted level by level: C code compares, hashes and writes nested values by recursion.
+        The value is counted level by level, since C code compares, hashes and prints nested values
+        by recursion.
+
+        Raises:
+            TemplateTooLong: the value is too large or nested too deeply.
         """
         if type(value) is str:
             self.spend(len(value))
@@ -113,10 +129,10 @@ class Budget:
         raise TemplateTooLong("it nests values too deep")
 
     def listed(self, values: Any) -> Any:
-        """Return values as a list or a tuple, paid for.
+        """Return an iterable as a list or tuple, after charging for its elements.
 
         Raises:
-            TemplateTooLong: there are more than MAX_ITEMS.
+            TemplateTooLong: it has more than MAX_ITEMS elements.
         """
         if not isinstance(values, list | tuple):
             values = list(itertools.islice(values, MAX_ITEMS + 1))
@@ -124,17 +140,17 @@ class Budget:
         return values
 
     def items(self, count: int) -> None:
-        """Charge for a list of so many elements.
+        """Charge for a list of `count` elements.
 
         Raises:
-            TemplateTooLong: it is more than MAX_ITEMS.
+            TemplateTooLong: `count` exceeds MAX_ITEMS.
         """
         if count > MAX_ITEMS:
             raise TemplateTooLong(f"it makes a list of more than {MAX_ITEMS} elements")
         self.spend(ELEMENT * count)
 
     def settle(self, result: Any) -> Any:
-        """Return the result of a step, paid for; one that makes its values later pays for each."""
+        """Charge for the result of a step, and return it. A lazy iterator is wrapped in `Paid`."""
         if isinstance(result, str):
             self.spend(len(result))
         elif isinstance(result, list | tuple | dict):
@@ -148,9 +164,10 @@ class Budget:
 
 
 class Paid:
-    """Iterator that pays for each of its values.
+    """Iterator that charges for each of its values.
 
-    A class and no generator: Python frees a long chain of generators by recursion, without a limit.
+    It is a class, not a generator, because Python frees a long chain of generators by unlimited
+    recursion.
     """
 
     def __init__(self, values: Iterable[Any], budget: Budget) -> None:

@@ -1,6 +1,6 @@
-"""Costs of the filters, tests and methods that chat templates may use, and of calling them.
+"""Costs of filters, tests and methods in chat templates, and of calls.
 
-Each pays before it runs for the time that it takes and the memory that it fills.
+Each is charged before it runs, for its time and for the memory of its result.
 """
 
 from __future__ import annotations
@@ -13,33 +13,32 @@ from jinja2.exceptions import SecurityError
 
 from jaxserve.text.template_budget import MAX_ITEMS, MAX_NUMBER, Budget, TemplateTooLong
 
-# `%99999999d`, `{:99999999}` and `%*d` make long texts from short ones, as widths do that
-# arguments give.
+# Formats such as `%99999999d`, `{:99999999}` and `%*d` produce long texts from short arguments.
 _WIDE = re.compile(r"\d{6,}|%[^a-zA-Z%]*\*|\{[^{}]*:[^{}]*\{")
 _NUMBERS = re.compile(r"\d+")
 _NAMED = re.compile(r"%\(|\{[^{}:!]")
 _MAX_FORMAT = 100_000
-# Filters that no chat template needs, or whose time has no good bound.
+# Disabled filters: chat templates do not need them, or their time is hard to bound.
 NO_FILTERS = (
     "center filesizeformat forceescape pprint random striptags sum urlize wordwrap xmlattr".split()
 )
-# Filters that read all of a list before they return.
+# Filters that read a whole list before they return.
 _LISTING = frozenset("batch groupby join list max min slice sort unique".split())
-# Filters that pass over a value one by one, as their result is read.
+# Lazy filters, which read one element at a time.
 _PASSING = frozenset("dictsort items map reject rejectattr select selectattr".split())
-# Filters that look at no more than a value itself: a list, but not at the values within it.
+# Filters that read a value without the values nested in it.
 _SHALLOW = frozenset("attr batch count d default first last length list reverse slice".split())
 _SHALLOW |= _PASSING - {"dictsort"}
 _SORTING = frozenset("dictsort groupby sort".split())
-# Filters that run Python, or slow C code, for each character.
+# Filters that run Python or slow C code for each character.
 _SLOW = frozenset("float int title urlencode wordcount".split())
 _SHALLOW_TESTS = frozenset(
     "boolean callable defined escaped false float integer iterable mapping none number sameas "
     "sequence string true undefined".split()
 )
 _NUMBER_TESTS = frozenset("divisibleby even odd".split())
-# Attributes of values. All others are out of reach: methods that change a value, lead into Python,
-# or take more than linear time.
+# Attributes that templates may read. Excluded are methods that modify a value, give access to
+# Python internals, or take more than linear time.
 ATTRIBUTES: tuple[tuple[type | tuple[type, ...], frozenset[str]], ...] = tuple(
     (types, frozenset(names.split()))
     for types, names in (
@@ -59,7 +58,7 @@ ATTRIBUTES: tuple[tuple[type | tuple[type, ...], frozenset[str]], ...] = tuple(
     )
 )
 _WIDTHS = frozenset("center ljust rjust zfill".split())
-# Methods that compare every character with every character of their argument.
+# Methods that compare each character with each character of their argument.
 _SQUARE = frozenset("lstrip rfind rindex rpartition rsplit rstrip strip".split())
 _LINE_ENDS = "\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
 
@@ -67,16 +66,14 @@ _LINE_ENDS = "\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
 def pay_for_filter(
     budget: Budget, name: str, data: tuple[Any, ...], more: dict[str, Any]
 ) -> tuple[Any, ...]:
-    """Charge for a filter before it runs, and return its arguments.
+    """Charge for a filter before it runs, and return its positional arguments.
 
     Args:
-        budget: pays.
-        name: of the filter.
-        data: its arguments, beginning with the filtered value.
-        more: its arguments by name.
+        data: positional arguments, the filtered value first.
+        more: keyword arguments.
 
     Raises:
-        TemplateTooLong: it costs too much.
+        TemplateTooLong: the cost exceeds the budget.
         jinja2.SecurityError: an argument is out of range.
     """
     check_numbers(data[1:], more)
@@ -116,8 +113,8 @@ def pay_for_test(budget: Budget, name: str, data: tuple[Any, ...]) -> None:
     """Charge for a test before it runs.
 
     Raises:
-        TemplateTooLong: it costs too much.
-        TypeError: it is of numbers, and a value is none; texts have a `%` of their own.
+        TemplateTooLong: the cost exceeds the budget.
+        TypeError: a numeric test got a value that is not a number (for strings, `%` would format).
     """
     budget.spend(len(data))
     if name in _NUMBER_TESTS:
@@ -131,7 +128,7 @@ def pay_for_test(budget: Budget, name: str, data: tuple[Any, ...]) -> None:
 
 
 def pay_for_search(budget: Budget, values: Any) -> None:
-    """Charge for a search in a value."""
+    """Charge for a membership test in a value."""
     if isinstance(values, dict):
         budget.spend()
     else:
@@ -141,10 +138,10 @@ def pay_for_search(budget: Budget, values: Any) -> None:
 def pay_for_method(
     budget: Budget, name: str, text: str, data: tuple[Any, ...], more: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Charge for a method of a text before it runs, and return its arguments.
+    """Charge for a string method before it runs, and return its arguments.
 
     Raises:
-        TemplateTooLong: it costs too much.
+        TemplateTooLong: the cost exceeds the budget.
         jinja2.SecurityError: an argument is out of range.
     """
     check_numbers(data, more)
@@ -184,28 +181,28 @@ def _lines(text: Any) -> int:
     return sum(map(text.count, _LINE_ENDS)) + 1 if isinstance(text, str) else 0
 
 
-def pay_for_format(budget: Budget, form: str, given: Any) -> None:
-    """Charge for filling in a format.
+def pay_for_format(budget: Budget, form: str, values: Any) -> None:
+    """Charge for filling in a format string.
 
     Raises:
-        TemplateTooLong: it costs too much.
-        jinja2.SecurityError: it asks for too wide a text.
+        TemplateTooLong: the cost exceeds the budget.
+        jinja2.SecurityError: a field is too wide.
     """
     check_widths(form)
-    size = budget.read(given) + sum(map(int, _NUMBERS.findall(form)))
-    # A value that has a name may stand in the text more than once.
-    is_named = isinstance(given, Mapping) or _NAMED.search(form) is not None
+    size = budget.read(values) + sum(map(int, _NUMBERS.findall(form)))
+    # A named value may be used several times.
+    is_named = isinstance(values, Mapping) or _NAMED.search(form) is not None
     budget.spend(size * (form.count("%") + form.count("{")) if is_named else size)
 
 
 def check_widths(form: str) -> None:
-    """Raise SecurityError for a format that asks for too wide a text, or is long itself."""
+    """Raise SecurityError if a format string is too long, or has too wide a field."""
     if len(form) > _MAX_FORMAT or _WIDE.search(form):
         raise SecurityError("a format asks for too wide a text")
 
 
 def check_numbers(data: tuple[Any, ...], more: Mapping[str, Any]) -> None:
-    """Raise SecurityError for large widths and counts, by which a short call makes a long text."""
+    """Raise SecurityError if an argument is a number above MAX_NUMBER, such as a width or count."""
     for value in (*data, *more.values()):
         if isinstance(value, int) and abs(value) > MAX_NUMBER:
             raise SecurityError(f"numbers given to functions are {MAX_NUMBER} at most")

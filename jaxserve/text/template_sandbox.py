@@ -1,7 +1,7 @@
-"""Sandbox: Jinja as Transformers sets it up, with a budget for all that a chat template does.
+"""Sandbox: Jinja as Transformers configures it, with a budget for all work of a chat template.
 
-Loops, literals, comparisons and slices of a template are rewritten to call filters, so that they
-pay too. No other operation of a template takes more than a bounded time.
+Loops, literals, comparisons and slices are rewritten to call filters, which charge for them. All
+other operations of a template take bounded time.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from jaxserve.text.template_costs import (
     pay_for_test,
 )
 
-# Literals of more elements pay for them.
+# Literals with more elements are charged.
 _SMALL = 16
 _MAX_PAIRS = 4096
 _MAX_MESSAGE = _MAX_TIME_FORMAT = 1000
 _NUMBER_BITS = 1024
-# Tokens of a template's source for each node.
+# Maximum source tokens per node.
 _TOKENS_OF_NODE = 4
-# Nodes that a block counts for whose code copies all variables.
+# Nodes charged for a scoped block, whose code copies all variables.
 _SCOPED = 100
 _AROUND = ("_loop_vars", "_block_vars")
 _OTHERS = (nodes.Extends, nodes.FromImport, nodes.Import, nodes.Include)
 
 
 class _Metered(NodeTransformer):
-    """Transformer that sends whatever may take long through filters that spend.
+    """Transformer that routes expensive operations through filters that charge for them.
 
-    Their names hold a space, so no template can write them.
+    The names of these filters contain a space, so templates cannot use them.
     """
 
     def visit_For(self, node: nodes.For) -> nodes.For:
@@ -81,8 +81,8 @@ class _Metered(NodeTransformer):
         if not isinstance(node.arg, nodes.Slice):
             return node
         ends = [node.arg.start, node.arg.stop, node.arg.step]
-        given = [nodes.Const(None) if end is None else end for end in ends]
-        return _through("slice of", node.node, node.lineno, given)
+        bounds = [nodes.Const(None) if end is None else end for end in ends]
+        return _through("slice of", node.node, node.lineno, bounds)
 
     def visit_List(self, node: nodes.List) -> nodes.Expr:
         self.generic_visit(node)
@@ -109,11 +109,11 @@ class _Metered(NodeTransformer):
 
 
 def _through(
-    name: str, node: Any, line: int | None = None, given: list[nodes.Expr] | None = None
+    name: str, node: Any, line: int | None = None, arguments: list[nodes.Expr] | None = None
 ) -> nodes.Filter:
-    made = nodes.Filter(node, name, given or [], [], None, None)
-    made.set_lineno(node.lineno or line or 1)
-    return made
+    filter_node = nodes.Filter(node, name, arguments or [], [], None, None)
+    filter_node.set_lineno(node.lineno or line or 1)
+    return filter_node
 
 
 def _read(node: nodes.Expr) -> nodes.Expr:
@@ -121,7 +121,10 @@ def _read(node: nodes.Expr) -> nodes.Expr:
 
 
 class _Generation(Extension):
-    """Tag `{% generation %}`: it marks an assistant's text for training, and has no effect here."""
+    """Tag `{% generation %}`, which marks an assistant's text for training.
+
+    It has no effect here.
+    """
 
     tags = {"generation"}  # noqa: RUF012, as Jinja declares it
 
@@ -130,7 +133,7 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
     def filter_stream(self, stream: Any) -> Any:
-        """Yield tokens, as many as the sandbox allows."""
+        """Yield the tokens of the source, up to the limit of the sandbox."""
         for count, token in enumerate(stream):
             if count > _TOKENS_OF_NODE * self.environment.max_nodes:  # type: ignore[attr-defined]
                 raise ValueError(_too_large(self.environment))
@@ -142,10 +145,10 @@ def _too_large(sandbox: Any) -> str:
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja as Transformers sets it up for chat templates, with a budget.
+    """Jinja environment as Transformers configures it for chat templates, with a budget.
 
     Args:
-        max_nodes: of a template's syntax tree. Compiling takes up to 0.1 ms for each.
+        max_nodes: maximum nodes in the syntax tree. Compiling takes up to 0.1 ms per node.
     """
 
     intercepted_binops = frozenset(["*", "**", "+", "%", "-", "/", "//"])
@@ -156,7 +159,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             lstrip_blocks=True,
             extensions=[_Generation, "jinja2.ext.loopcontrols"],
             finalize=self._value,
-            # Constants would be folded before there is a budget, in quadratic time.
+            # Constants would be folded without a budget, in quadratic time.
             optimized=False,
         )
         self.max_nodes = max_nodes
@@ -169,9 +172,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.filters["tojson"] = self._to_json
         self.filters = {name: self._paid(name, run) for name, run in self.filters.items()}
         self.tests = {name: self._paid_test(name, run) for name, run in self.tests.items()}
-        own = {"each": self._each, "step": self._step, "text": self._text, "value": self._value}
-        own |= {"search": self._search, "slice": self._slice, "list": self._list}
-        self.filters |= {f"{name} of": run for name, run in own.items()}
+        metered = {"each": self._each, "step": self._step, "text": self._text, "value": self._value}
+        metered |= {"search": self._search, "slice": self._slice, "list": self._list}
+        self.filters |= {f"{name} of": run for name, run in metered.items()}
 
     @property
     def budget(self) -> Budget:
@@ -180,6 +183,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     @budget.setter
     def budget(self, budget: Budget | None) -> None:
+        """Budget of the rendering in this thread."""
         self._now.budget = budget
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
@@ -226,12 +230,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return value[part]
 
     @pass_context
-    def _list(self, _: Context, made: Any) -> Any:
-        self.budget.items(len(made))
-        return made
+    def _list(self, _: Context, values: Any) -> Any:
+        self.budget.items(len(values))
+        return values
 
     def _dict(self, *pairs: Any, **more: Any) -> dict[Any, Any]:
-        """Make a dictionary. Keys may be chosen to collide, in quadratic time, so they are few."""
+        """Return a dict. The number of pairs is limited, since keys may be chosen to collide."""
         if pairs and not isinstance(pairs[0], Mapping):
             listed = self.budget.listed(pairs[0])
             if len(listed) > _MAX_PAIRS:
@@ -247,8 +251,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         def paid(context: Context, *data: Any, **more: Any) -> Any:
             budget = self.budget
             data = pay_for_filter(budget, name, data, more)
-            given = {"context": context, "environment": self, "eval_context": context.eval_ctx}
-            result = run(given[passed], *data, **more) if passed else run(*data, **more)
+            passable = {"context": context, "environment": self, "eval_context": context.eval_ctx}
+            result = run(passable[passed], *data, **more) if passed else run(*data, **more)
             result = budget.settle(result)
             budget.check()
             return result
@@ -267,7 +271,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return paid
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        """Return an element, paid for as a step."""
+        """Return an element, and charge one step."""
         if isinstance(argument, str | int):
             self.budget.spend()
         else:
@@ -275,7 +279,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().getitem(obj, argument)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """Return an attribute, paid for as a step."""
+        """Return an attribute, and charge one step."""
         self.budget.spend()
         return super().getattr(obj, attribute)
 
@@ -284,7 +288,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         for kinds, names in ATTRIBUTES:
             if isinstance(obj, kinds):
                 return attr in names
-        # Classes have methods that change their arguments; iterators and views lead elsewhere.
+        # Methods of classes may modify arguments. Iterators and views give access to other objects.
         if isinstance(obj, type | AnySet):
             return False
         if hasattr(obj, "__next__") and not isinstance(obj, LoopContext):
@@ -292,7 +296,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().is_safe_attribute(obj, attr, value)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Return the result of an operator, paid for."""
+        """Return the result of a binary operator, after charging for it."""
         budget = self.budget
         if operator == "**":
             if not all(isinstance(n, int | float) and abs(n) <= 64 for n in (left, right)):
@@ -313,14 +317,14 @@ class Sandbox(ImmutableSandboxedEnvironment):
             raise SecurityError(f"{operator} takes no keys or items of a mapping")
         return budget.settle(super().call_binop(context, operator, left, right))
 
-    # Named so that no keyword of the called function is taken.
+    # Parameter names that do not collide with keywords of the called function.
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the result of a call, paid for."""
+        """Return the result of a call, after charging for it."""
         budget = __self.budget
-        # Calls in loops and blocks carry variables around them, for Jinja's own use.
+        # Jinja passes variables of the surrounding loop or block along with calls.
         around = {name: kwargs.pop(name) for name in _AROUND if name in kwargs}
         budget.items(len(args) + len(kwargs))
-        # Jinja puts a function of its own around `str.format`.
+        # Jinja wraps `str.format` in its own function.
         method = getattr(__obj, "__wrapped__", __obj)
         owner = getattr(method, "__self__", None)
         if isinstance(owner, str):
@@ -345,7 +349,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         separators: Any = None,
         sort_keys: bool = False,
     ) -> str:
-        """Write JSON as Transformers does, without HTML escapes."""
+        """Return JSON as Transformers' `tojson` writes it, without HTML escapes."""
         if isinstance(value, Undefined):
             raise TemplateError("tojson of something undefined")
         encoder = json.JSONEncoder(
@@ -353,7 +357,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         )
         if indent is None and separators is None:
             return encoder.encode(value)
-        # Both may be long, and stand between all values.
+        # Both may be long, and are repeated between all values.
         return "".join(Paid(_spent(encoder.iterencode(value), self.budget), self.budget))
 
 
@@ -364,7 +368,9 @@ def _spent(parts: Iterator[str], budget: Budget) -> Iterator[str]:
 
 
 class _Namespace(Namespace):
-    """Jinja's namespace without names that begin with an underscore, which lead into Python."""
+    """Jinja's namespace without names that begin with an underscore, which give access to
+    Python.
+    """
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # `self` may be a name
         for name in dict(*args[1:], **kwargs):

@@ -1,4 +1,4 @@
-"""ThinkingConstraint: the tokens that a sequence may draw while it thinks, and its forced end."""
+"""ThinkingConstraint: limits the thinking tokens of a sequence, and forces the end of thoughts."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ import numpy as np
 
 from jaxserve.scheduling.slot_table import NO_TOKEN
 
-# Tokens in which a marker that is several of them is looked for, as text.
+# Number of recent tokens in whose text a marker of several tokens is searched.
 _TAIL = 16
-# Tokens that may stand before the mark which begins the thoughts: blank lines.
+# Maximum tokens (blank lines) before the marker that begins the thoughts.
 _BEFORE_START = 3
 
 
 @dataclass(frozen=True)
 class ThinkingMarks:
-    """The marks around a sequence's thoughts.
+    """Markers around the thoughts of a sequence.
 
     Args:
-        start: the text that begins them; `end` is the text that ends them.
-        end_token_ids: the end in tokens, as it is forced.
-        decode: token ids to text.
-        start_token_id: of the start where it is one token; else NO_TOKEN.
-        is_open: whether the prompt has begun them.
-        is_closed: whether the prompt has ended them.
-        end_pattern: what ends them, where `end` is not all that does.
+        start: text that begins the thoughts.
+        end: text that ends the thoughts.
+        end_token_ids: tokens that are forced to end the thoughts.
+        decode: function from token ids to text.
+        start_token_id: token of `start` if it is a single token, otherwise NO_TOKEN.
+        is_open: True if the prompt has begun the thoughts.
+        is_closed: True if the prompt has ended the thoughts.
+        end_pattern: pattern that ends the thoughts, if `end` is not their only end.
     """
 
     start: str
@@ -42,7 +43,7 @@ class ThinkingMarks:
 
 
 class Inner(Protocol):
-    """Constraint on the text after the thoughts; see `text.grammars.Constraint`."""
+    """Constraint on the text after the thoughts, such as `text.grammars.Constraint`."""
 
     words: np.ndarray
 
@@ -52,20 +53,18 @@ class Inner(Protocol):
 
 
 class ThinkingConstraint:
-    """Constraint that leaves thoughts free until their budget is spent, and then forces their end.
+    """Constraint that allows any thoughts up to a budget, and then forces their end.
 
     Args:
-        marks: where thoughts begin and end.
-        budget: tokens that may be thought; None for any number.
-        inner: constraint on the text after the thoughts; None leaves it free.
-        vocab_size: width of the logits.
-        ends: token ids that end a sequence. Thoughts may not draw them where `inner` must follow.
-        ahead: tokens that may be drawn before the host has seen the newest. From there to the end
-            of the budget the row waits for each token.
+        budget: maximum thinking tokens, None for no limit.
+        inner: constraint on the text after the thoughts, None for free text.
+        ends: token ids that end a sequence, which thoughts must not contain if `inner` must follow.
+        ahead: number of tokens that may be sampled before the host has seen the newest one. When
+            the budget is that close to its end, each step waits for the token before it.
 
     Attributes:
-        words: u32[W], as those of `Constraint`.
-        is_guided: whether what may come after the next token depends on it.
+        words: u32[W], allowed tokens as in `Constraint`.
+        is_guided: True if the tokens allowed after the next token depend on that token.
     """
 
     def __init__(
@@ -87,18 +86,18 @@ class ThinkingConstraint:
         self._anything = _bits(vocab_size)
         self._forced = [_bits(vocab_size, [token]) for token in marks.end_token_ids]
         self._tail: list[int] = []
-        self._num_tokens = 0  # thought, or drawn before a thought
+        self._num_tokens = 0  # thinking tokens, or tokens before the thoughts
         self._num_forced = 0
         self._start_id = [] if marks.start_token_id == NO_TOKEN else [marks.start_token_id]
         self._phase = "thinking" if marks.is_open else "before"
         if marks.is_closed:
             self._phase = "after"
-        # Beside what may begin the form, a thought may begin; after any other token none can.
+        # Thoughts may begin instead of the constrained text, but not after its first token.
         self._may_start = _bits(vocab_size, self._start_id)
         self._settle()
 
     def copy(self) -> ThinkingConstraint:
-        """Return another constraint in the same state."""
+        """Return an independent constraint in the same state."""
         copied = ThinkingConstraint.__new__(ThinkingConstraint)
         copied.__dict__.update(self.__dict__)
         copied._tail = list(self._tail)
@@ -106,10 +105,7 @@ class ThinkingConstraint:
         return copied
 
     def advance(self, token: int) -> bool:
-        """Take a token that the sequence got.
-
-        Returns:
-            Whether the text is complete.
+        """Update the state with a token of the sequence. Return whether the text is complete.
 
         Raises:
             GrammarError: see `Constraint.advance`.
@@ -118,7 +114,7 @@ class ThinkingConstraint:
         if self._phase == "after":
             complete = self._inner is not None and self._inner.advance(token)
         elif self._phase == "forcing":
-            # After any other token the end begins anew.
+            # Any other token restarts the forced end.
             is_forced = token == self._marks.end_token_ids[self._num_forced]
             self._num_forced = self._num_forced + 1 if is_forced else 0
             if self._num_forced == len(self._forced):
@@ -144,7 +140,6 @@ class ThinkingConstraint:
         return False
 
     def _has_end(self, token: int) -> bool:
-        """Return whether the thoughts have just ended."""
         pattern = self._marks.end_pattern
         if pattern is None:
             return self._has(token, self._marks.end, self._marks.end_token_ids)
@@ -152,24 +147,23 @@ class ThinkingConstraint:
         return pattern.search(self._marks.decode(self._tail)) is not None
 
     def _has(self, token: int, mark: str, ids: Sequence[int]) -> bool:
-        """Return whether a mark has just been completed."""
         if len(ids) == 1:
             return token == ids[0]
         self._tail = [*self._tail[1 - _TAIL :], token]
         return mark in self._marks.decode(self._tail)
 
     def _settle(self) -> None:
-        """Set the words that the phase allows next."""
+        """Set the allowed tokens according to the phase."""
         budget = self._budget
         if self._phase == "thinking" and budget is not None and self._num_tokens >= budget:
             self._phase = "forcing"
-        inner, left = self._inner, (1 << 30 if budget is None else budget - self._num_tokens)
+        inner, remaining = self._inner, (1 << 30 if budget is None else budget - self._num_tokens)
         if self._phase == "forcing":
             self.words, self.is_guided = self._forced[self._num_forced], True
         elif self._phase == "thinking":
-            self.words, self.is_guided = self._free, inner is not None or left <= self._ahead
+            self.words, self.is_guided = self._free, inner is not None or remaining <= self._ahead
         elif self._phase == "before":
-            self.is_guided = inner is not None or left <= self._ahead
+            self.is_guided = inner is not None or remaining <= self._ahead
             self.words = self._anything if inner is None else inner.words | self._may_start
         else:
             self.is_guided = inner is not None
@@ -177,7 +171,6 @@ class ThinkingConstraint:
 
 
 def _bits(vocab_size: int, tokens: Sequence[int] | None = None) -> np.ndarray:
-    """Return u32[W] with a bit set for each of the tokens, or for all ids."""
     bits = np.zeros(-(-vocab_size // 32) * 32, np.bool_)
     if tokens is None:
         bits[:vocab_size] = True

@@ -1,4 +1,4 @@
-"""Tokenizer: text to token ids and back, and the chat template."""
+"""Tokenizer: conversion between text and token ids, and rendering of chat templates."""
 
 from __future__ import annotations
 
@@ -16,29 +16,27 @@ from jaxserve.errors import CheckpointError, InvalidRequest
 from jaxserve.text.added_texts import AddedTexts
 from jaxserve.text.content_format import find_form, in_form, with_ending
 from jaxserve.text.messages import RefusedMessages
-from jaxserve.text.model_templates import read_templates
 from jaxserve.text.plain_tokenizer import processor_template, read_tokenizer
 from jaxserve.text.prompt_encoder import PromptEncoder
-from jaxserve.text.template import ChatTemplate
+from jaxserve.text.template import ChatTemplate, read_templates
 from jaxserve.text.tokenizer_calls import LibraryCalls, TokenizerFailure
 from jaxserve.text.tokenizer_limits import MAX_TOKENS_BEYOND, check_tokenizer_files
 
 NO_TEMPLATE = "this model has no chat template"
 _log = logging.getLogger(__name__)
-# A byte of no known character, in vocabularies that are made of characters.
+# Token of a single byte in SentencePiece vocabularies.
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer and chat template.
+    """Tokenizer and chat template of a checkpoint.
 
     Args:
-        directory: holds tokenizer.json and what belongs to it.
-        vocab_size: width of the model's logits; every word's id must be below it.
-        content_format: of chat templates: "string", "openai", or "auto" for what each shows.
+        directory: folder with tokenizer.json and related files.
+        content_format: form of content that chat templates expect: "string", "openai", or "auto".
 
     Raises:
-        CheckpointError: no tokenizer there, or one that does not fit the model.
+        CheckpointError: the tokenizer is missing, unreadable, or does not match the model.
     """
 
     def __init__(
@@ -54,22 +52,26 @@ class Tokenizer:
         try:
             self.calls = LibraryCalls(may_panic)
             with self.calls:
-                made = read_tokenizer(Path(directory))
-                if made.chat_template is None:
-                    made.chat_template = processor_template(Path(directory))
-                self._take(made, str(path), vocab_size, content_format)
+                tokenizer = read_tokenizer(Path(directory))
+                if tokenizer.chat_template is None:
+                    tokenizer.chat_template = processor_template(Path(directory))
+                self._take(tokenizer, str(path), vocab_size, content_format)
         except CheckpointError:
             raise
-        except Exception as error:  # the library raises bare Exceptions for a corrupt file
+        except Exception as error:  # the library raises bare Exceptions for corrupt files
             raise CheckpointError(f"{path}: not a readable tokenizer ({error})") from error
 
     @classmethod
     def of(cls, tokenizer: Any, where: str, vocab_size: int, content_format: str = "auto") -> Self:
-        """Wrap a tokenizer of Transformers; CheckpointError where it does not fit the model."""
-        made = cls.__new__(cls)
-        made.calls = LibraryCalls()
-        made._take(tokenizer, where, vocab_size, content_format)
-        return made
+        """Wrap a tokenizer of Transformers.
+
+        Raises:
+            CheckpointError: the tokenizer does not match the model.
+        """
+        wrapped = cls.__new__(cls)
+        wrapped.calls = LibraryCalls()
+        wrapped._take(tokenizer, where, vocab_size, content_format)
+        return wrapped
 
     def _take(self, tokenizer: Any, where: str, vocab_size: int, content_format: str) -> None:
         self._tokenizer = tokenizer
@@ -83,7 +85,7 @@ class Tokenizer:
         self.longest_token = max(map(len, vocab), default=1)
         self._is_byte_level = "ByteLevel" in str(self.backend.decoder)
         self._bytes = {letter: byte for byte, letter in enumerate(byte_letters())}
-        # The flag that decoding goes by; lists of special tokens by name rarely hold all of them.
+        # Decoding uses this flag. Lists of special tokens by name are rarely complete.
         flagged = self.backend.get_added_tokens_decoder()
         self.special_ids = frozenset(number for number, token in flagged.items() if token.special)
         self._added_texts = {number: text for text, number in self._added_ids.items()}
@@ -92,19 +94,20 @@ class Tokenizer:
         self._templates = read_templates(tokenizer, where, self.fit)
 
     def _tokens_beyond(self, vocab: Mapping[str, int], where: str) -> dict[int, str]:
-        """Return added tokens without logits, such as the marks of images beside a model of text.
+        """Return the added tokens without logits, such as image markers beside a text model.
 
         Raises:
-            CheckpointError: words have none either, so the tokenizer is another model's.
+            CheckpointError: ordinary words have no logits either, so the tokenizer belongs to
+                another model.
         """
         size, added = self._vocab_size, self._added_ids
-        found = {token: text for text, token in vocab.items() if token >= size}
-        if any(text not in added for text in found.values()) or len(found) > MAX_TOKENS_BEYOND:
+        beyond = {token: text for text, token in vocab.items() if token >= size}
+        if any(text not in added for text in beyond.values()) or len(beyond) > MAX_TOKENS_BEYOND:
             raise CheckpointError(
-                f"{where}: holds token id {max(found)}, and the model has logits for {size}"
+                f"{where}: holds token id {max(beyond)}, and the model has logits for {size}"
             )
-        if found:
-            listed = ", ".join(f"{text!r} ({token})" for token, text in sorted(found.items()))
+        if beyond:
+            listed = ", ".join(f"{text!r} ({token})" for token, text in sorted(beyond.items()))
             _log.warning(
                 "%s: the model has logits for %d tokens, so these are never drawn, and refused in "
                 "prompts: %s",
@@ -112,10 +115,14 @@ class Tokenizer:
                 size,
                 listed,
             )
-        return found
+        return beyond
 
     def _within(self, ids: list[int], param: str) -> list[int]:
-        """Return the ids again; InvalidRequest where the model has no logits for one."""
+        """Return the ids unchanged.
+
+        Raises:
+            InvalidRequest: the model has no logits for one of them.
+        """
         if self._beyond:
             for token in ids:
                 if token in self._beyond:
@@ -127,11 +134,11 @@ class Tokenizer:
         return ids
 
     def fit(self, template: ChatTemplate, tools: Any = None, seconds: float = 1.0) -> ChatTemplate:
-        """Return a template that receives content in the form that it shows.
+        """Set and return a template's form of content, detected by test conversations.
 
         Raises:
-            WordsLost: it shows a user's words in no form.
-            TemplateTooLong: it does not end.
+            WordsLost: the template does not show user messages in any form.
+            TemplateTooLong: the template does not end.
         """
         inputs = {"tools": tools}
         template.text_roles = find_form(
@@ -142,21 +149,23 @@ class Tokenizer:
         return template
 
     def with_template(self, template: ChatTemplate) -> Self:
-        """Return this tokenizer with another chat template, for conversations with tools too."""
+        """Return a copy of this tokenizer with another chat template, with and without tools."""
         other = copy.copy(self)
         other._templates = {False: template, True: template}
         return other
 
     def with_content_format(self, content_format: str) -> Self:
-        """Return this tokenizer with chat templates that receive content so: "string", "openai"."""
+        """Return a copy of this tokenizer whose chat templates receive content in the given
+        form.
+        """
         other = copy.copy(self)
         other._content_format = content_format
-        found = self._templates.items()
-        other._templates = {tools: other.fit(copy.copy(template)) for tools, template in found}
+        templates = self._templates.items()
+        other._templates = {tools: other.fit(copy.copy(template)) for tools, template in templates}
         return other
 
     def has_template(self, tools: bool) -> bool:
-        """Return whether there is a chat template for conversations with tools, or without."""
+        """Return whether there is a chat template for conversations with (or without) tools."""
         return self._template(tools) is not None
 
     def _template(self, tools: bool) -> ChatTemplate | None:
@@ -164,17 +173,17 @@ class Tokenizer:
 
     @property
     def template_source(self) -> str:
-        """The chat template's text, that for tools where there are two; empty without one."""
-        found = self._templates.get(True) or self._templates.get(False)
-        return found.source if found else ""
+        """Source of the chat template, of the one with tools if there are two, "" without one."""
+        template = self._templates.get(True) or self._templates.get(False)
+        return template.source if template else ""
 
     @property
     def special_names(self) -> dict[str, str]:
-        """Texts of special tokens by names like eos_token."""
+        """Texts of special tokens by names such as eos_token."""
         return dict(self._tokenizer.special_tokens_map)
 
     def template_reads(self, name: str) -> bool:
-        """Return whether a chat template looks at a variable of this name."""
+        """Return whether a chat template uses the variable `name`."""
         return any(template.reads(name) for template in self._templates.values())
 
     def token_id(self, text: str) -> int | None:
@@ -182,31 +191,33 @@ class Tokenizer:
         return self._added_ids.get(text)
 
     def is_special(self, text: str) -> bool:
-        """Return whether a text is that of a special token, which decoding usually leaves out."""
+        """Return whether a text is that of a special token, which decoding usually omits."""
         return self.token_id(text) in self.special_ids
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return token ids of a prompt, with the special tokens that the model expects.
+        """Return the token ids of a prompt, with the special tokens that the model expects.
 
         Raises:
-            InvalidRequest: it is no text, or holds a token that the model has no logits for.
+            InvalidRequest: the prompt is not valid text, or contains a token without logits.
         """
         return self._within(self._encode(text, add_special_tokens), "prompt")
 
     def encode_data(self, text: str) -> list[int]:
-        """Return token ids of a text in which the texts of added tokens stay text.
+        """Return the token ids of a text in which added tokens are not recognized.
 
         Raises:
-            InvalidRequest: it is no text, or the tokenizer cannot encode it.
+            InvalidRequest: the text is invalid, or the tokenizer cannot encode it.
         """
         return self._encode(text, None)
 
     def encode_word(self, text: str) -> list[int]:
-        """Return token ids of a piece of text, with nothing around it and without checks."""
+        """Return the token ids of a text without surrounding special tokens and without
+        checks of ids.
+        """
         return self._encode(text, False)
 
     def _encode(self, text: str, add_special_tokens: bool | None) -> list[int]:
-        """Return token ids; without any added token for None."""
+        """Return token ids. With None for `add_special_tokens`, added tokens are not recognized."""
         if not isinstance(text, str):
             raise InvalidRequest(f"prompt must be text, got {type(text).__name__}", "prompt")
         try:
@@ -221,7 +232,7 @@ class Tokenizer:
             raise _not_encoded("prompt", error) from None
 
     def decode(self, token_ids: Listing[int], skip_special_tokens: bool = True) -> str:
-        """Return text of token ids.
+        """Return the text of token ids.
 
         Raises:
             InvalidRequest: the tokenizer cannot decode them.
@@ -232,22 +243,22 @@ class Tokenizer:
             raise InvalidRequest(f"the tokenizer cannot decode the tokens: {error}") from None
 
     def token_strings(self, token_ids: Listing[int]) -> list[str]:
-        """Return each token as the vocabulary spells it."""
+        """Return each token in the spelling of the vocabulary."""
         return self._tokenizer.convert_ids_to_tokens(list(token_ids))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the UTF-8 that one token adds to a text; possibly part of a character."""
+        """Return the UTF-8 bytes that a token adds to a text, which may be part of a character."""
         text = self._added_texts.get(token_id)
-        if text is not None:  # runs of blanks are such tokens too
+        if text is not None:  # runs of spaces may be added tokens
             return (text if self._is_byte_level else text.replace("\u2581", " ")).encode()
         text = self.backend.id_to_token(token_id)
-        if text is None:  # the model has more logits than there are tokens
+        if text is None:  # the model has more logits than tokens
             return b""
         if self._is_byte_level:
             return bytes(self._bytes[letter] for letter in text if letter in self._bytes)
-        if found := _BYTE_TOKEN.fullmatch(text):
-            return bytes((int(found[1], 16),))
-        return text.replace("\u2581", " ").encode()  # how such vocabularies write a blank
+        if match := _BYTE_TOKEN.fullmatch(text):
+            return bytes((int(match[1], 16),))
+        return text.replace("\u2581", " ").encode()  # how these vocabularies write a space
 
     def render_chat(
         self,
@@ -256,20 +267,18 @@ class Tokenizer:
         chat_template: ChatTemplate | None = None,
         **options: Any,
     ) -> list[int]:
-        """Return token ids of a conversation through a chat template.
+        """Return the token ids of a conversation, rendered by a chat template.
 
-        Messages and tools are data: where one holds the text of a special token, that is encoded as
-        text.
+        Messages and tools are untrusted: special tokens are not recognized in them.
 
         Args:
-            messages: each a dict with a role and content.
-            seconds: of CPU time that the template may take.
-            chat_template: the model's by default.
-            options: further variables of the template, such as tools.
+            seconds: limit on the CPU time of the template.
+            chat_template: template to use, the model's own by default.
+            options: further template variables, such as tools.
 
         Raises:
             InvalidRequest: there is no template, or it refuses the messages.
-            TemplateTooLong: it took longer, or made too much text.
+            TemplateTooLong: the template exceeded its limits.
         """
         if not isinstance(messages, list | tuple) or not messages:
             raise InvalidRequest("messages must be a non-empty list", "messages")
@@ -285,7 +294,7 @@ class Tokenizer:
             pieces = self._render(template, messages, options, seconds)
         except InvalidRequest:
             raise
-        except Exception as error:  # whatever a template raises is about its input
+        except Exception as error:  # templates raise errors about their input
             raise RefusedMessages(
                 f"the chat template refuses the messages: {error}", "messages"
             ) from error
@@ -302,8 +311,10 @@ class Tokenizer:
         options: Mapping[str, Any],
         seconds: float,
     ) -> list[str]:
-        """Return the rendered text, in pieces that are to be encoded one by one."""
-        # No text can hold the mark by design or by chance; it is where text is cut for encoding.
+        """Return the rendered text in pieces, which are cut within added tokens in untrusted
+        data.
+        """
+        # The mark is random, so input cannot contain it. The text is split at it for encoding.
         mark = f"\ue000{secrets.token_hex(8)}\ue001"
         end = f"\ue002{mark[1:-1]}"
         variables: dict[str, Any] = {"add_generation_prompt": True, "tools": None}
@@ -316,8 +327,8 @@ class Tokenizer:
             conversation[-1]["content"] = with_ending(conversation[-1].get("content"), f"{end} ")
         text = template.render({**variables, "messages": conversation}, seconds)
         if continued:
-            text, found, after = text.rpartition(end)
-            if not found:
+            text, marker, after = text.rpartition(end)
+            if not marker:
                 raise InvalidRequest(
                     "the chat template leaves out the message to continue", "continue_final_message"
                 )
@@ -326,17 +337,20 @@ class Tokenizer:
 
 
 def _not_encoded(param: str, error: TokenizerFailure) -> InvalidRequest:
-    """Return the refusal of a text; it is logged, since it may be the checkpoint's fault."""
+    """Return the error for a text that cannot be encoded, and log it.
+
+    The checkpoint may be at fault.
+    """
     message = f"this model's tokenizer cannot encode {param}: {error}"
     _log.warning("a request is refused: %s", message)
     return InvalidRequest(message, param)
 
 
 def byte_letters() -> list[str]:
-    """Return the letter that a vocabulary of bytes (GPT-2's) writes for each byte.
+    """Return the letter that a byte-level vocabulary (GPT-2) uses for each byte.
 
-    It is the byte itself where that is a visible letter of Latin-1, else the next letter from
-    U+0100 on.
+    It is the byte's Latin-1 character if that is visible, otherwise the next character from U+0100
+    on.
     """
     visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = itertools.count(256)

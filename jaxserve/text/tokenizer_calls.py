@@ -1,7 +1,7 @@
-"""Calls of the tokenizers library, whose failures belong to one request or one file.
+"""LibraryCalls: calls of the tokenizers library that turn its failures into ordinary errors.
 
-The library raises bare Exceptions. Where its Rust code panics, it raises a PanicException, which is
-no Exception, so `except Exception` would let it end a thread.
+The library raises bare Exceptions. If its Rust code panics, it raises a PanicException, which does
+not derive from Exception, so `except Exception` would let it end a thread.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ class TokenizerFailure(Exception):
 
 
 class LibraryCalls:
-    """Calls of the library; as a context, of whatever runs in it.
+    """Wrapper for calls of the library. As a context manager it translates failures of its body.
 
     Attributes:
-        may_panic: whether calls run with standard error set aside, since a panic prints a dozen
-            lines or more there, which no setting prevents. It is set by the first panic too.
+        may_panic: True if standard error is redirected during calls, since a panic prints a dozen
+            lines there or more, which cannot be disabled. The first panic sets it.
     """
 
     def __init__(self, may_panic: bool = False) -> None:
         self.may_panic = may_panic
 
     def run(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Call a function of the library that holds Python's lock throughout.
+        """Call a function of the library that holds the GIL throughout, and return its result.
 
         Raises:
-            TokenizerFailure: it failed or panicked.
+            TokenizerFailure: the call failed or panicked.
         """
         try:
             if self.may_panic:
@@ -73,31 +73,34 @@ class LibraryCalls:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Return whether an error is the panic of a library in Rust; its class cannot be imported."""
+    """Return whether an error is a panic of a Rust library. Its class cannot be imported."""
     kind = type(error)
     return (kind.__module__, kind.__name__) == ("pyo3_runtime", "PanicException")
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, which may quote a whole text."""
+    """Return the first line of an error's message, shortened.
+
+    The message may quote a whole text.
+    """
     lines = str(error).splitlines() or [type(error).__name__]
     return lines[0][:_MOST_CHARS]
 
 
 def _without_stderr(call: Callable[[], T]) -> T:
-    """Call a function, and suppress the output of a panic in it.
+    """Call a function without the output of a panic in it, and return its result.
 
-    Standard error is the whole process's. So it is replaced, and put back, by functions that keep
-    Python's lock, as the call does, in one step of a `map`: no other thread of Python runs in
-    between. Output of threads without the lock is written afterwards.
+    Standard error belongs to the whole process. It is redirected and restored by functions that
+    keep the GIL, as the call does, within one step of a `map`, so that no other Python thread runs
+    in between. Output of other threads is written afterwards.
     """
     dup2 = ctypes.PyDLL(None).dup2
     try:
-        kept = os.dup(_STDERR)
-    except OSError:  # the process has none
+        saved = os.dup(_STDERR)
+    except OSError:  # the process has no standard error
         return call()
     with tempfile.TemporaryFile() as aside:
-        hide, show = partial(dup2, aside.fileno(), _STDERR), partial(dup2, kept, _STDERR)
+        hide, show = partial(dup2, aside.fileno(), _STDERR), partial(dup2, saved, _STDERR)
         message = ""
         try:
             _, result, _ = map(operator.call, (hide, call, show))
@@ -106,7 +109,7 @@ def _without_stderr(call: Callable[[], T]) -> T:
             message = str(error)
             raise
         finally:
-            os.close(kept)
+            os.close(saved)
             aside.seek(0)
             if written := _without_panic(aside.read(), message):
                 os.write(_STDERR, written)
@@ -114,7 +117,6 @@ def _without_stderr(call: Callable[[], T]) -> T:
 
 
 def _without_panic(written: bytes, message: str) -> bytes:
-    """Return the output to standard error without the lines of a panic."""
     if b"panicked at" not in written:
         return written
     said = message.encode().splitlines()

@@ -1,8 +1,8 @@
-"""Limits of tokenizer files, which are checked before a library builds anything of them.
+"""Size limits of tokenizer files, checked before a library loads them.
 
 A short file may describe a tokenizer that takes gigabytes or minutes: long tokens, rules that
-multiply a text, millions of words. Only sizes are checked here, and what lets the tokenizers
-library panic. The libraries check the rest.
+multiply a text, millions of words. Only sizes, and rules that make the tokenizers library panic,
+are checked here. The libraries check the rest.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from jaxserve.text.tokenizer_parts import num_strings, read_parts
 MAX_TOKENIZER_BYTES = 64 << 20
 MAX_CONFIG_BYTES = 16 << 20
 MAX_TEMPLATE_BYTES = 4 << 20
-# With more tokens without logits, the tokenizer is another model's.
+# With more tokens without logits, the tokenizer belongs to another model.
 MAX_TOKENS_BEYOND = 64
-# Characters of an added token, and the sum of their squares: all beginnings of tokens are kept.
+# Limits on the length of an added token, and on the sum of squared lengths: all prefixes of added
+# tokens are stored.
 MAX_TOKEN_CHARS = 1024
 MAX_TOKEN_SQUARES = 1 << 27
-# The factor by which normalizers or decoders may lengthen a text, or the text of a token.
+# Maximum factor by which normalizers or decoders lengthen a text.
 MAX_GROWTH = 64
 MAX_NORMALIZED_CHARS = 16 << 20
 MAX_STEPS = 256
@@ -36,12 +37,12 @@ MAX_WORD_CHARS = 1000
 _MAX_STRING_CHARS = 16 << 10
 _MAX_CHARSMAP_CHARS = 8 << 20
 _SMALLEST_TRIE = 4 * 256
-# Merges for each word; the largest published vocabularies have three.
+# Limit on merges per word. Published vocabularies have at most three.
 _MERGES_PER_WORD, _MORE_MERGES = 16, 100_000
 _BYTES_PER_WORD, _MORE_BYTES = 256, 1 << 20
-# A repetition of repetitions, whose search the library may give up with a panic.
+# Nested repetitions, which can make the library's search panic.
 _NESTED = re.compile(r"(?:[*+]|\{\d*,\d*\})[^(]*\)[*+{]")
-# A pattern with such signs may match empty text, in any place.
+# Signs with which a pattern may match empty text at any position.
 _MAY_BE_EMPTY = re.compile(r"[*?|^$]|\\[bBAzZG]|\{0?,")
 _CONFIGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _TEMPLATES = ("chat_template.jinja", "additional_chat_templates/*.jinja")
@@ -51,14 +52,10 @@ def check_tokenizer_files(directory: Path, vocab_size: int) -> bool:
     """Check the sizes of the values in a folder's tokenizer files.
 
     Returns:
-        Whether tokenizer.json has rules by which a text may let the library panic.
-
-    Args:
-        directory: holds tokenizer.json and what belongs to it.
-        vocab_size: width of the model's logits.
+        Whether tokenizer.json has rules with which a text may make the library panic.
 
     Raises:
-        CheckpointError: a size is beyond its limit, or tokenizer.json is no JSON object.
+        CheckpointError: a size exceeds its limit, or tokenizer.json is not a JSON object.
     """
     most = vocab_size + MAX_TOKENS_BEYOND
     for pattern in _TEMPLATES:
@@ -75,7 +72,7 @@ def check_tokenizer_files(directory: Path, vocab_size: int) -> bool:
         return _check_tokenizer(path.read_bytes(), most)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
-    except Exception as error:  # whatever a value of another type leads to
+    except Exception as error:  # values of other types lead to various errors
         detail = str(error)[:200] or type(error).__name__
         raise CheckpointError(f"{path}: not a readable tokenizer ({detail})") from None
 
@@ -83,16 +80,15 @@ def check_tokenizer_files(directory: Path, vocab_size: int) -> bool:
 def check_listed_words(
     words: Listing[str], added: Iterable[str], num_merges: int, vocab_size: int | None
 ) -> None:
-    """Check the sizes of a vocabulary that a GGUF file lists.
+    """Check the sizes of a vocabulary listed in a GGUF file.
 
     Args:
-        words: of the vocabulary.
-        added: texts whose parts are looked up or kept, so that the squares of their lengths count.
-        num_merges: of the file.
-        vocab_size: width of the model's logits; None where it is unknown.
+        added: texts whose prefixes are looked up or stored, so that the sum of squared lengths is
+            limited.
+        vocab_size: number of the model's logits, None if unknown.
 
     Raises:
-        CheckpointError: a size is beyond its limit.
+        CheckpointError: a size exceeds its limit.
     """
     most = len(words) if vocab_size is None else vocab_size + MAX_TOKENS_BEYOND
     if len(words) > most:
@@ -109,7 +105,7 @@ def _check_bytes(path: Path, most: int) -> None:
 
 
 def _check_config(path: Path, most: int) -> None:
-    """Check a file beside tokenizer.json; one that is no JSON is left to Transformers."""
+    """Check a file other than tokenizer.json. Transformers reports errors if it is not JSON."""
     try:
         loaded = json.loads(path.read_bytes())
     except (ValueError, RecursionError):
@@ -125,7 +121,7 @@ def _check_config(path: Path, most: int) -> None:
 
 
 def _texts_of(config: dict[str, Any]) -> Iterator[str]:
-    """Yield the texts of the tokens that a configuration adds."""
+    """Yield the texts of tokens that a configuration adds."""
     listed = config.get("added_tokens_decoder")
     values = list(listed.values()) if isinstance(listed, dict) else []
     for name, value in config.items():
@@ -140,15 +136,19 @@ def _texts_of(config: dict[str, Any]) -> Iterator[str]:
 
 
 def _check_tokenizer(raw: bytes, most: int) -> bool:
-    """Check a tokenizer.json of a model with so many words; return whether a text may panic.
+    """Check the content of a tokenizer.json. Return whether a text may make the library panic.
+
+    Args:
+        raw: content of the file.
+        most: maximum number of words.
 
     Raises:
-        CheckpointError: a size is beyond its limit; the message names no file.
-        ValueError, RecursionError: it is no JSON.
+        CheckpointError: a size exceeds its limit. The message does not name the file.
+        ValueError, RecursionError: the content is not JSON.
     """
     parts = read_parts(raw)
     _check_words(parts.vocab, most)
-    # A merge is a string, or a pair of them.
+    # A merge is a string or a pair of strings.
     most_merges = _most_merges(most)
     _check_merges(num_strings(parts.merges, 2 * most_merges) // 2, most)
     small = parts.small
@@ -209,7 +209,6 @@ def _check_added(tokens: Iterable[str], most: int) -> None:
 
 
 def _nodes(part: Any) -> Iterator[Any]:
-    """Yield a value of JSON and all values in it, in their order."""
     pending = [part]
     while pending:
         value = pending.pop()
@@ -221,7 +220,7 @@ def _nodes(part: Any) -> Iterator[Any]:
 
 
 def _check_part(name: str, part: Any, steps: int = MAX_STEPS) -> None:
-    """Check the number of a part's steps, and the length of their texts."""
+    """Check the number of steps of a part, and the length of the texts in it."""
     num_steps = 0
     for value in _nodes(part):
         if isinstance(value, dict):
@@ -240,7 +239,7 @@ def _check_part(name: str, part: Any, steps: int = MAX_STEPS) -> None:
 
 
 def _check_charsmap(name: str, charsmap: Any) -> None:
-    """Check the form of SentencePiece's table of characters: a trie's size, the trie, UTF-8."""
+    """Check the structure of SentencePiece's character table: size of the trie, the trie, UTF-8."""
     try:
         if not isinstance(charsmap, str) or len(charsmap) > _MAX_CHARSMAP_CHARS:
             raise ValueError(f"no text of at most {_MAX_CHARSMAP_CHARS} characters")
@@ -256,7 +255,6 @@ def _check_charsmap(name: str, charsmap: Any) -> None:
 
 
 def _may_panic(rule: Any) -> bool:
-    """Return whether a rule panics for some texts or tokens."""
     if not isinstance(rule, dict):
         return False
     strips = rule.get("type") == "Strip" and rule.get("stop")
@@ -264,7 +262,7 @@ def _may_panic(rule: Any) -> bool:
 
 
 def _check_template(part: Any) -> None:
-    """Check how many tokens a template of prompts puts around a text."""
+    """Check the number of tokens that a post-processor template adds around a text."""
     for value in _nodes(part):
         if not isinstance(value, dict) or not isinstance(value.get("special_tokens"), dict):
             continue
@@ -286,7 +284,7 @@ def _check_template(part: Any) -> None:
 def _growth(part: Any) -> float:
     """Return the factor by which the rules of a normalizer or decoder may lengthen a text.
 
-    Rules of Unicode are left out: Unicode bounds their result for one character.
+    Unicode normalization forms are ignored: Unicode bounds their growth per character.
     """
     factor = 1.0
     for value in _nodes(part):
@@ -307,7 +305,7 @@ def _growth(part: Any) -> float:
 
 
 def _check_model(model: dict[str, Any], merges: memoryview) -> None:
-    """Check the settings of a model."""
+    """Check the settings and merges of a model."""
     _check_part("model", model)
     longest = model.get("max_input_chars_per_word")
     if isinstance(longest, int) and longest > MAX_WORD_CHARS:
@@ -321,7 +319,8 @@ def _check_model(model: dict[str, Any], merges: memoryview) -> None:
     for merge in json.loads(bytes(merges)) or ():
         right = merge.split(" ")[-1] if isinstance(merge, str) else merge[-1]
         encoded = str(right).encode()
-        # The library cuts the prefix off the second part, whether it is there or not.
+        # The library removes the prefix length from the second part without checking for the
+        # prefix.
         if len(encoded) < start or (encoded[start : start + 1] > b"\x7f" and encoded[start] < 0xC0):
             raise CheckpointError(
                 f"the merge {str(merge)[:80]!r} is shorter than continuing_subword_prefix "

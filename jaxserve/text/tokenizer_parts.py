@@ -1,4 +1,4 @@
-"""TokenizerParts: the parts of a tokenizer.json, with vocabulary and merges left unparsed."""
+"""TokenizerParts: the parts of a tokenizer.json, with vocabulary and merges unparsed."""
 
 from __future__ import annotations
 
@@ -10,23 +10,20 @@ from typing import Any, NamedTuple
 
 _CHUNK = 1 << 18
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
-_PARTS = (
-    *("normalizer", "pre_tokenizer", "post_processor", "decoder"),
-    *("truncation", "padding"),
-)
+_PARTS = tuple("normalizer pre_tokenizer post_processor decoder truncation padding".split())
 _BIG = ("vocab", "merges")
 _SETTINGS = ("continuing_subword_prefix", "end_of_word_suffix", "max_input_chars_per_word")
 
 
 class TokenizerParts(NamedTuple):
-    """Content of a tokenizer.json, part by part.
+    """Content of a tokenizer.json.
 
     Attributes:
-        small: the parts that prepare texts and tokens.
-        added: texts of the added tokens, and whether they are normalized.
+        small: normalizer, pre-tokenizer, post-processor, decoder, truncation and padding.
+        added: texts of added tokens, and whether they are normalized.
         model: settings of the model.
-        vocab: JSON of its vocabulary.
-        merges: JSON of its merges.
+        vocab: JSON text of the vocabulary.
+        merges: JSON text of the merges.
     """
 
     small: dict[str, Any]
@@ -39,15 +36,15 @@ class TokenizerParts(NamedTuple):
 def read_parts(raw: bytes) -> TokenizerParts:
     """Return the parts of a tokenizer.json.
 
-    Vocabulary and merges are most of a file. Parsing them would take half as long as the library
-    takes to read it, so they stay JSON.
+    Vocabulary and merges are most of the file. Parsing them would take half as long as loading the
+    tokenizer, so they stay JSON text.
 
     Raises:
-        ValueError, TypeError, RecursionError: the file has another form.
+        ValueError, TypeError, RecursionError: the file has another structure.
     """
     try:
         import msgspec
-    except ImportError:  # it belongs to the server; the standard library takes ten times as long
+    except ImportError:  # a dependency of the server; the standard library takes ten times as long
         parts = _object(json.loads(raw))
         model = _object(parts.pop("model", {}))
         big = [memoryview(json.dumps(model.pop(name, [])).encode()) for name in _BIG]
@@ -61,9 +58,9 @@ def read_parts(raw: bytes) -> TokenizerParts:
 
     token = define("Token", [("content", Any, None), ("normalized", Any, None)])
     model = define("Model", fields((*_SETTINGS, *_BIG)))
-    own: list[Any] = [("model", model), ("added_tokens", list[token] | None, None)]
+    own_fields: list[Any] = [("model", model), ("added_tokens", list[token] | None, None)]
     try:
-        file: Any = msgspec.json.decode(raw, type=define("File", [*own, *fields(_PARTS)]))
+        file: Any = msgspec.json.decode(raw, type=define("File", [*own_fields, *fields(_PARTS)]))
     except msgspec.MsgspecError as error:
         raise ValueError(str(error)) from None
     big = [memoryview(getattr(file.model, name)) for name in _BIG]
@@ -84,12 +81,12 @@ def _object(value: Any) -> dict[str, Any]:
 
 
 def num_strings(source: memoryview, most: int) -> int:
-    """Count the strings in JSON, up to a few more than `most`.
+    """Return the number of strings in JSON text, counting at most slightly beyond `most`.
 
-    Quotation marks in strings count as well where there are few, since counting exactly takes as
-    long as parsing.
+    If there are few, quotation marks within strings also count, since exact counting takes as long
+    as parsing.
     """
-    if len(source) // 3 <= most:  # two quotation marks and a comma at least
+    if len(source) // 3 <= most:  # each takes at least two quotes and a comma
         return 0
     starts = range(0, len(source), _CHUNK)
     pairs = sum(bytes(source[start : start + _CHUNK]).count(b'"') for start in starts) // 2

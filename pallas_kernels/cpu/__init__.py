@@ -1,1 +1,1 @@
-"""The kernels for CPU: LLVM IR, written in Python and compiled for the host."""
+"""Kernels for CPU: LLVM IR that Python builds and LLVM compiles for the host."""

@@ -1,8 +1,8 @@
-"""Addition to the residual stream and RMSNorm on CPU, in one operation instead of five of XLA's.
+"""Addition to the residual stream and RMSNorm on CPU, in one operation instead of five of XLA.
 
-Each row is computed alone, its squares added in the order of `row_sums.py`: the same to the bit
-whatever is beside it. A program of fewer operations is compiled sooner and takes less memory, which
-in a model of many layers is what a start waits for.
+Each row is computed alone, and its squares are added in the order of `row_sums.py`. So the result
+of a row is the same to the bit for any other rows. A program of fewer operations compiles faster
+and takes less memory. In a model of many layers, a start waits for these compilations.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class AddNorm(NormKernel):
     """Kernel for a sum and its norm.
 
     Attributes:
-        dtype: "float64", "float32" or "bfloat16"; computed in float32 at least.
+        dtype: "float64", "float32" or "bfloat16". The computation is in float32 or wider.
         options: of the norms and of the sum.
-        adds: whether something is added.
-        norms_delta: whether that is normed first.
-        norms: whether the sum is normed.
-        delta: dtype of what is added: `dtype`, or a wider one, from which it is rounded first.
+        adds: whether an array is added.
+        norms_delta: whether the added array is normalized first.
+        norms: whether the sum is normalized.
+        delta: dtype of the added array: `dtype`, or a wider one that is rounded first.
     """
 
     adds: bool
@@ -43,7 +43,6 @@ class AddNorm(NormKernel):
 
     @property
     def name(self) -> str:
-        """Name of the operation."""
         form = "".join(str(int(flag)) for flag in (self.adds, self.norms_delta, self.norms))
         numbers = [self.options.eps, self.options.factor]
         if self.options.rounds_last:
@@ -53,21 +52,21 @@ class AddNorm(NormKernel):
 
     @property
     def operands(self) -> int:
-        """Number of operands."""
         return 1 + self.adds + self.norms_delta + self.norms
 
     @property
     def fields(self) -> Sequence[Field]:
-        """Arguments: rows, numbers of a row; x, delta, scales of delta and of x; results."""
+        """Arguments of the code: rows, numbers per row, x, delta, scales of delta and of x,
+        results.
+        """
         buffers = self.operands + self.adds + self.norms
         return Field(0, 0), Field(0, 1), *map(Field, range(buffers))
 
     def parts(self, code: Code, fields: Sequence[Any]) -> Any:
-        """Generate the number of parts."""
         return self.parts_of(code, *fields[:2])
 
     def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
-        """Generate part `index`'s rows."""
+        """Generate code that computes the rows of part `index`."""
         rows, size, *buffers = fields
         x, *others = buffers
         delta = others.pop(0) if self.adds else None
@@ -77,16 +76,16 @@ class AddNorm(NormKernel):
         begin, end = part_bounds(code, rows, index, parts)
         with code.loop(begin, end) as (row, _):
             first = code.mul(row, size)
-            own = code.at(x, first, stored)
-            numbers = self.read(code, own)
+            source = code.at(x, first, stored)
+            numbers = self.read(code, source)
             if self.adds:
-                own = code.at(others[0], first, stored)
+                source = code.at(others[0], first, stored)
                 change = code.at(delta, first, stored_type(self.delta))
-                numbers = self._summed(code, size, numbers, change, delta_scale, own)
+                numbers = self._summed(code, size, numbers, change, delta_scale, source)
             if self.norms:
-                # Squares are taken while the sum is written.
+                # The squares are added in the loop that writes the sum.
                 inverse = self.inverse(code, self.mean_square(code, numbers, size))
-                normed = self.normed(code, inverse, self.read(code, own), scale)
+                normed = self.normed(code, inverse, self.read(code, source), scale)
                 target = code.at(others[-1], first, stored)
 
                 def write(index: Any, lanes: int) -> None:
@@ -99,7 +98,9 @@ class AddNorm(NormKernel):
     def _summed(
         self, code: Code, size: Any, numbers: Vectors, delta: Any, delta_scale: Any, total: Any
     ) -> Vectors:
-        """Return what computes and writes the numbers of a row + delta."""
+        """Return a function that generates code to compute row + delta and store the sum at
+        `total`.
+        """
         change = self.read_rounded(code, delta, self.delta)
         if self.norms_delta:
             inverse = self.inverse(code, self.mean_square(code, change, size))
@@ -130,12 +131,12 @@ def add_norm(
     delta_scale: jax.Array | None,
     options: NormOptions,
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute ``pallas_kernels.add_norm``: the sum and its norm."""
+    """Add delta to x and normalize the sum, on CPU. Return the sum and its norm, [T,D]."""
     if delta is not None and delta.ndim == 3:
         delta = (delta[0] if len(delta) == 1 else delta.sum(axis=0))[: len(x)]
-    given = tuple(array is not None for array in (delta, delta_scale, scale))
+    flags = tuple(array is not None for array in (delta, delta_scale, scale))
     dtypes = (np.dtype(array.dtype).name for array in (x, x if delta is None else delta))
-    kernel = _for_this_host(next(dtypes), options, *given, next(dtypes))
+    kernel = _for_this_host(next(dtypes), options, *flags, next(dtypes))
     return run(kernel, x, delta, scale, delta_scale)
 
 
@@ -146,10 +147,10 @@ def run(
     scale: jax.Array | None,
     delta_scale: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute `add_norm` by this kernel."""
+    """Compute ``add_norm`` with `kernel`. Return the sum and its norm, [T,D]."""
     arrays = [array for array in (x, delta, delta_scale, scale) if array is not None]
     shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    # Both operands of a sum are needed no more: in their places the results stay in the cache.
+    # The results replace the operands of the sum, which are not needed any more, in the cache.
     alike = 2 if kernel.delta == kernel.dtype else 1
     count = min(alike, kernel.adds + kernel.norms) if kernel.adds else 0
     places = {nth: nth for nth in range(count)}

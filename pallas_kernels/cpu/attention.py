@@ -1,16 +1,14 @@
-"""Attention over pages on CPU: calls of its two kernels, of `decode.py` and `ragged.py`."""
+"""Attention over the paged KV cache on CPU: calls of the kernels of `decode.py` and `ragged.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import xla
-from pallas_kernels.arguments import NO_OPTIONS, AttentionOptions
+from pallas_kernels.arguments import NO_OPTIONS, AttentionArrays, AttentionOptions
 from pallas_kernels.cpu.decode import PagedDecode, PagedKernel
 from pallas_kernels.cpu.ffi import registered
 from pallas_kernels.cpu.ir_builder import LOG2_E
@@ -21,25 +19,24 @@ ENDLESS = 2**31 - 1
 
 def attend(
     kind: type[PagedKernel],
-    q: jax.Array,
-    kv_pages: xla.Pages,
-    rows: tuple[jax.Array, ...],
+    arrays: AttentionArrays,
     options: AttentionOptions,
-    among: Sequence[jax.Array] = (),
+    others: jax.Array | None = None,
 ) -> jax.Array:
-    """Call a kernel of a kind.
+    """Compute attention with the kernel class `kind`.
 
     Args:
-        kind: the kernel's class.
-        q: [T,K,G,H] queries, or [R,K,G,H] of decodes.
-        kv_pages: the pages.
-        rows: the page table, and for `PagedTiles` query_start, and kv_len.
+        kind: `PagedDecode` or `PagedTiles`.
+        arrays: q is [T,K,G,H], or [R,K,G,H] for decodes without longer rows.
         options: of the call.
-        among: of decodes among longer rows: query_start, and those rows' results.
+        others: for decodes among longer rows: the results of the longer rows.
 
     Returns:
-        Like q.
+        The attention, of the shape of q.
     """
+    q, *kv_pages, page_table, query_start, kv_len = arrays
+    rows = [page_table, kv_len] if kind is PagedDecode else [page_table, query_start, kv_len]
+    among = [] if others is None else [query_start, others]
     _, K, G, H = q.shape
     scale, window, cap = options.score_scale(H), options.window, options.soft_cap
     page_size, exact = kv_pages[0].shape[2], jnp.promote_types(q.dtype, jnp.float32)
@@ -47,15 +44,18 @@ def attend(
     kernel: Any = kind(*form, *([True] if among else []))
     scales = (options.k_scale, options.v_scale) if kernel.is_scaled else ()
     sinks = jnp.full(K * G, -jnp.inf) if options.sinks is None else options.sinks
-    # The kernel computes powers of 2, so exponents are multiplied by log2(e) here.
+    # The kernel computes powers of 2, so log2(e) is part of the factor.
     factor = scale * LOG2_E if cap is None else scale / cap
-    operands = (
-        *(q, *kv_pages, *rows),
+    operands = [
+        q,
+        *kv_pages,
+        *rows,
         sinks.astype(exact) * LOG2_E,
         np.array([ENDLESS if window is None else min(window, ENDLESS)], np.int32),
         np.array([factor, 0.0 if cap is None else cap * LOG2_E], exact),
-        *(*scales, *among),
-    )
+        *scales,
+        *among,
+    ]
     return jax.ffi.ffi_call(
         registered(kernel),
         jax.ShapeDtypeStruct(q.shape, q.dtype),
@@ -63,53 +63,40 @@ def attend(
     )(*operands)
 
 
-def grouped(q: jax.Array, k_pages: jax.Array, k_scale: jax.Array | None) -> jax.Array:
-    """Return queries by kv head, [.,K,G,H], times `k_scale` where that is one of each head."""
-    q = q.reshape(len(q), k_pages.shape[1], -1, q.shape[-1])
-    exact = jnp.promote_types(q.dtype, jnp.float32)
+def grouped(arrays: AttentionArrays, k_scale: jax.Array | None) -> AttentionArrays:
+    """Return arrays whose q is [.,K,G,H], times `k_scale` if it has one factor per head."""
+    q, exact = arrays.q, jnp.promote_types(arrays.q.dtype, jnp.float32)
+    q = q.reshape(len(q), arrays.k_pages.shape[1], -1, q.shape[-1])
     if k_scale is not None and k_scale.ndim == 1:
-        return q.astype(exact) * k_scale[:, None, None].astype(exact)
-    return q.astype(exact) if q.dtype == jnp.float16 else q
+        q = q.astype(exact) * k_scale[:, None, None].astype(exact)
+    elif q.dtype == jnp.float16:
+        q = q.astype(exact)
+    return arrays._replace(q=q)
 
 
 def finished(out: jax.Array, q: jax.Array, v_scale: jax.Array | None) -> jax.Array:
-    """Return results [.,K,G,H] as queries are, times `v_scale` where that is one of each head."""
+    """Return results [.,K,G,H] in the shape of q, times `v_scale` if it has one factor per head."""
     if v_scale is not None and v_scale.ndim == 1:
         out = out * v_scale[:, None, None].astype(out.dtype)
     return out.reshape(q.shape).astype(q.dtype)
 
 
 def paged_decode_attention(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    page_table: jax.Array,
-    kv_len: jax.Array,
-    options: AttentionOptions = NO_OPTIONS,
+    arrays: AttentionArrays, options: AttentionOptions = NO_OPTIONS
 ) -> jax.Array:
-    """Compute ``pallas_kernels.paged_decode_attention``: [R,N,H]."""
-    queries, rows = grouped(q, k_pages, options.k_scale), (page_table, kv_len)
-    out = attend(PagedDecode, queries, (k_pages, v_pages), rows, options)
-    return finished(out, q, options.v_scale)
+    """Compute attention of one query per row on CPU: [R,N,H]."""
+    out = attend(PagedDecode, grouped(arrays, options.k_scale), options)
+    return finished(out, arrays.q, options.v_scale)
 
 
 def ragged_paged_attention(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    page_table: jax.Array,
-    query_start: jax.Array,
-    kv_len: jax.Array,
-    options: AttentionOptions = NO_OPTIONS,
+    arrays: AttentionArrays, options: AttentionOptions = NO_OPTIONS
 ) -> jax.Array:
-    """Compute ``pallas_kernels.ragged_paged_attention``: [T,N,H].
+    """Compute causal attention of rows of any length on CPU: [T,N,H].
 
-    Rows of one query follow the others and write among their results, so that in a step which mixes
-    prompts' chunks with decodes each costs what it costs alone.
+    Rows of one query are computed after the longer rows and written between their results. So in a
+    step of prompt chunks and decodes each kind costs the same as alone.
     """
-    queries, kv_pages = grouped(q, k_pages, options.k_scale), (k_pages, v_pages)
-    rows = page_table, query_start, kv_len
-    out = attend(PagedTiles, queries, kv_pages, rows, options)
-    rows = page_table, kv_len
-    out = attend(PagedDecode, queries, kv_pages, rows, options, (query_start, out))
-    return finished(out, q, options.v_scale)
+    by_head = grouped(arrays, options.k_scale)
+    out = attend(PagedDecode, by_head, options, attend(PagedTiles, by_head, options))
+    return finished(out, arrays.q, options.v_scale)

@@ -1,8 +1,9 @@
-"""The order of codes in blocks of GGUF files, and that in which our products read them.
+"""Reordering of the codes of GGUF blocks to the order in which the CPU products read them.
 
-A file holds codes of 1, 2 or 4 bits in groups of bytes: the lowest bits of all bytes of a group are
-the codes of as many inputs, the next bits those of the inputs that follow. In our order
-(`blocks.packed`) the inputs of a word follow each other. Codes change places at the memory's speed.
+A GGUF file stores codes of 1, 2 or 4 bits in groups of bytes. The lowest bits of all bytes of a
+group are the codes of as many consecutive inputs, and the next bits the codes of the inputs after
+them. In the order of the products (`blocks.packed`) the inputs of a word are consecutive. The
+kernel reorders codes at the speed of the memory.
 """
 
 from __future__ import annotations
@@ -29,25 +30,26 @@ from pallas_kernels.cpu.ir_builder import (
 )
 
 _COMPILATION = Lock()
-# By the bits of a code: how far it moves to come beside the code two bytes before; the same for two
-# codes and four bytes; and the bytes of a word, of the fewest bytes that make one.
+# By the bits of a code: the shifts that bring a code beside the code two bytes before, and then two
+# codes beside the codes four bytes before. Then the order of the bytes of a word, and the fewest
+# bytes that make a word.
 _STEPS = {4: (12,), 2: (14, 28), 1: (15, 30)}
 _WORD = {8: (0, 2, 1, 3), 4: (0, 4, 1, 5), 2: (0, 8, 1, 9), 1: (0, 16, 1, 17)}
 _BYTES = {8: 4, 4: 8, 2: 16, 1: 32}
 
 
 def reorder(codes: np.ndarray, bits: int, group: int, result: np.ndarray) -> None:
-    """Write the codes of blocks in the order of `blocks.packed`.
+    """Write the codes of GGUF blocks to `result` in the order of `blocks.packed`.
 
     Args:
-        codes: uint8 [outputs, blocks, bytes], a part of each block as a file has it; blocks lie
-            equally far from each other.
-        bits: of a code, 1, 2, 4 or 8.
-        group: bytes of a group: of 1 bit 32, of 8 bits any.
-        result: likewise, to be filled.
+        codes: uint8 [outputs, blocks, bytes], a part of each GGUF block as in a file. The distance
+            between blocks is constant.
+        bits: bits of a code, 1, 2, 4 or 8.
+        group: bytes of a group. It is 32 for codes of 1 bit, and arbitrary for codes of 8 bits.
+        result: array of the same shape to be filled.
 
     Raises:
-        ValueError: a group is no whole number of words, or blocks lie in no order.
+        ValueError: a group is not a whole number of words, or the distance between blocks varies.
     """
     size = codes.shape[-1]
     if size != result.shape[-1] or size % group or group % _BYTES[bits]:
@@ -56,7 +58,7 @@ def reorder(codes: np.ndarray, bits: int, group: int, result: np.ndarray) -> Non
         outputs, blocks, item = array.strides
         if item != 1 or (array.shape[0] > 1 and outputs != blocks * array.shape[1]):
             raise ValueError("blocks must lie equally far from each other")
-    with _COMPILATION:  # threads that load weights call this at the same time
+    with _COMPILATION:  # threads that load weights call this concurrently
         _, order = _function(bits, group)
     places = (part for array in (codes, result) for part in (array.ctypes.data, array.strides[1]))
     order(*places, codes.shape[0] * codes.shape[1], size // group)
@@ -64,7 +66,6 @@ def reorder(codes: np.ndarray, bits: int, group: int, result: np.ndarray) -> Non
 
 @cache
 def _function(bits: int, group: int) -> tuple[Any, Callable[..., None]]:
-    """Return the engine that holds a kernel's code, and a function that frees the GIL."""
     engine = compiled(module_of(bits, group), host())
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     kind = ctypes.CFUNCTYPE(None, pointer, number, pointer, number, number, number)
@@ -73,7 +74,9 @@ def _function(bits: int, group: int) -> tuple[Any, Callable[..., None]]:
 
 
 def module_of(bits: int, group: int) -> ir.Module:
-    """Generate order(codes, their stride, result, its stride, blocks, groups of a block)."""
+    """Return a module with order(codes, stride, result, stride of result, blocks, groups of a
+    block).
+    """
     module = ir.Module("block_order")
     kind = ir.FunctionType(VOID, [POINTER, I64, POINTER, I64, I64, I64])
     function: Any = ir.Function(module, kind, "order")
@@ -95,7 +98,9 @@ def module_of(bits: int, group: int) -> ir.Module:
 
 
 def _words(code: Code, vector: Any, bits: int, shift: int) -> Any:
-    """Return the words of the codes of so many bits at `shift` in each byte."""
+    """Generate code that extracts the codes at bit `shift` of each byte. Return them packed in
+    words.
+    """
     size = vector.type.count
     order = [first + place for first in range(0, size, _BYTES[bits]) for place in _WORD[bits]]
     if bits == 8:
@@ -109,6 +114,7 @@ def _words(code: Code, vector: Any, bits: int, shift: int) -> Any:
     words = code.lanes_of(codes, codes, order)
     if bits > 1:
         return words
-    # Eight bytes make half a byte of each half of a word: those of the next come above it.
+    # Eight bytes make half a byte of each half of a word. The bits of the next eight bytes come
+    # above.
     above = code.lanes_of(codes, codes, [place + 8 for place in order])
     return code.or_(words, code.shl(above, filled(above.type, 4)))

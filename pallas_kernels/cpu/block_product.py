@@ -1,17 +1,18 @@
-"""Products with weights in blocks, on CPU: whole numbers are multiplied, blocks stay packed.
+"""Products with weights in GGUF blocks on CPU: integers are multiplied, and codes stay packed.
 
-Each row of x is written as whole numbers of 16 bits with a scale for 32 inputs, the largest of them
-32,639. So a number is off by at most the largest of 32 over 65,278, which costs nothing that can be
-seen, where 8 bits, as llama.cpp takes them, cost a model 0.3 to 0.4 % of its perplexity. Codes are
-whole numbers too: the sums over a run of inputs are exact, in 32 bits, and only they are multiplied
-by scales. `cpu/block_reader.py` makes of a vector of words pairs of numbers, or quads, which one
-instruction multiplies by as many of x and adds: pairs as they are (vpmaddwd or vpdpwssd, Intel 64
-and IA-32 Architectures Software Developer's Manual), quads once by the upper bytes of x and once by
-the lower (vpdpbusd). Quads take as many products as pairs, and half the instructions that unpack.
+Each row of x is rounded to 16-bit integers with a scale per 32 inputs, the largest integer being
+32,639. So the error of a number is at most the largest of 32 numbers over 65,278, which has no
+visible effect. The 8 bits of llama.cpp increase the perplexity of a model by 0.3 to 0.4 %. Codes
+are integers too, so the sums over a run of inputs are exact, in 32 bits, and only these sums are
+multiplied by scales. `cpu/block_reader.py` converts a vector of words to pairs or quads of numbers.
+One instruction multiplies them by as many numbers of x and adds the products: pairs directly
+(vpmaddwd or vpdpwssd, Intel 64 and IA-32 Architectures Software Developer's Manual), quads once
+with the upper bytes of x and once with the lower bytes (vpdpbusd). Quads need as many product
+instructions as pairs, and half as many instructions that unpack.
 
-Sums over runs are added in the order of the inputs: a row's result does not depend on the others.
-As in `cpu/product.py`, rows that do not count are not multiplied, and groups of rows may have
-weights of their own. `cpu/blocks.py` says how weights lie, and what they are.
+The sums of runs are added in the order of the inputs, so the result of a row does not depend on
+other rows. As in `cpu/product.py`, padding rows are not multiplied, and groups of rows may have
+their own weights. `cpu/blocks.py` describes the layout of the weights and their values.
 """
 
 from __future__ import annotations
@@ -45,18 +46,18 @@ from pallas_kernels.cpu.ir_builder import (
 from pallas_kernels.cpu.panels import PANEL
 from pallas_kernels.cpu.product import TILES_OF_A_CHUNK, each_group, fill, parts_of
 
-# The largest number of 16 bits whose two bytes, the lower one with a sign, are of 8 bits both.
+# The largest 16-bit number whose upper byte and signed lower byte both have 8 bits.
 MOST = 32639.0
-_ROUNDS = 1.5 * 2.0**23  # added to a float, it leaves the nearest whole number in the lowest bits
+_ROUNDS = 1.5 * 2.0**23  # added to a float, it leaves the nearest integer in the lowest bits
 
 
 @dataclass(frozen=True)
 class BlockProduct:
-    """Kernel for a format of blocks; x and sums are float32.
+    """Kernel for a GGUF format. x and sums are float32.
 
     Attributes:
         form: name of the format.
-        cpu: the CPU that the code is generated for.
+        cpu: the CPU that code is generated for.
     """
 
     form: str
@@ -66,13 +67,12 @@ class BlockProduct:
 
     @property
     def name(self) -> str:
-        """Name of the operation."""
         kind = "_quads" if self.cpu.quads else "_pairs" if self.cpu.pairs else ""
         return f"{NAMES}block_product_{self.form}_{self.cpu.vectors}{kind}"
 
     @property
     def format(self) -> BlockFormat:
-        """The format."""
+        """The `BlockFormat`."""
         return FORMATS[self.form]
 
     @property
@@ -82,37 +82,37 @@ class BlockProduct:
 
     @property
     def count(self) -> int:
-        """Inputs of an output that one instruction multiplies."""
+        """Number of inputs that one instruction multiplies for each output."""
         return 4 if self.cpu.quads else 2
 
     @property
     def offset(self) -> int:
-        """The difference of numbers and codes."""
+        """Difference between the unpacked numbers and the codes."""
         return SIGN if self.cpu.quads and self.format.low == 8 else self.format.offset
 
     @property
     def tiles(self) -> list[tuple[int, int]]:
-        """Rows of a tile, and vectors of outputs of a pass; their sums stay in registers."""
-        if self.cpu.quads:  # three sums of each
+        """Pairs of (rows of a tile, vectors of outputs in a pass) whose sums fit in registers."""
+        if self.cpu.quads:  # with three sums of each
             return [(8, 1), (4, 2), (2, 2), (1, 2)]
-        most = self.cpu.registers * 3 // 8  # two sums of each
+        most = self.cpu.registers * 3 // 8  # with two sums of each
         sizes = (6, 4, 2, 1) if most >= 12 else (4, 2, 1)
         widths = [width for width in (8, 4, 2, 1) if width * self.lanes <= PANEL]
         return [(size, next(w for w in widths if w == 1 or w * size <= most)) for size in sizes]
 
     @property
     def fields(self) -> Sequence[Field]:
-        """Arguments: x, panels, rows of each weight, y, x in whole numbers; then sizes.
+        """Arguments of the code: x, panels, rows of each weight, y, integers of x, then sizes.
 
-        The sizes are rows, weights, inputs, a weight's panels, and bytes of a row in whole numbers.
+        The sizes are rows, weights, inputs, panels of a weight, and bytes of an integer row.
         """
         buffers = (Field(buffer) for buffer in range(5))
         return (*buffers, Field(0, 0), Field(1, 0), Field(0, 1), Field(1, 1), Field(4, 1))
 
     def parts(self, code: Code, fields: Sequence[Any]) -> Any:
-        """Generate the number of parts; a weight takes half the time of one in floats.
+        """Generate code that computes the number of parts, and marks all rows of x as not rounded.
 
-        No row of x is in whole numbers yet.
+        A weight in GGUF blocks takes half the time of a weight in floats.
         """
         _, _, counts, _, whole, rows, experts, inputs, panels, between = fields
         with code.loop(const(0), rows) as (row, _):
@@ -120,10 +120,11 @@ class BlockProduct:
         return parts_of(code, (counts, experts, rows), code.ashr(inputs, const(1)), panels)
 
     def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
-        """Generate part `index`'s panels of all weights, then zeros in rows that do not count.
+        """Generate code that computes the panels of part `index` of all weights.
 
-        A part writes the rows of x in whole numbers that no other one has written yet, from another
-        row on than the others. Two may write the same: that takes less time than to wait.
+        Padding rows of y become zero. Each part also rounds rows of x that no other part has
+        rounded yet. Parts start at different rows. Two parts may round the same row, which is
+        faster than waiting.
         """
         x, w, counts, y, whole, rows, experts, inputs, panels, between = fields
         outputs = code.mul(panels, const(PANEL))
@@ -160,7 +161,6 @@ class BlockProduct:
 
 
 def _mark(code: Code, whole: Any, row: Any, between: Any) -> Any:
-    """Return the address of the word that says whether a row is written in whole numbers."""
     after = code.mul(code.add(row, const(1)), between)
     return code.at(whole, code.sub(after, const(4)), I8)
 
@@ -168,32 +168,31 @@ def _mark(code: Code, whole: Any, row: Any, between: Any) -> Any:
 def _round_row(
     code: Code, rounding: Any, buffers: tuple[Any, Any], row: Any, inputs: Any, between: Any
 ) -> None:
-    """Write a row of x in whole numbers unless a part has; `buffers` are x and what is written."""
+    """Generate code that rounds a row of x to integers, unless another part has done it.
+
+    `buffers` are x and the integers.
+    """
     x, whole = buffers
     mark = _mark(code, whole, row, between)
     written = code.load_atomic(mark, "acquire", 4, typ=I32)
     with code.if_then(code.icmp_signed("==", written, ir.Constant(I32, 0))):
         from_ = code.at(x, code.mul(row, inputs), FLOAT)
         code.call(rounding, [from_, code.at(whole, code.mul(row, between), I8), inputs])
-        code.atomic_rmw("xchg", mark, ir.Constant(I32, 1), "release")  # after all that it marks
+        code.atomic_rmw("xchg", mark, ir.Constant(I32, 1), "release")  # after the row is written
 
 
 def row_bytes(inputs: int) -> int:
-    """Return the bytes of a row in whole numbers.
-
-    They are the numbers, their scales, the sums of 16 each, and a mark that they are written.
-    """
+    """Return the bytes of an integer row: integers, their scales, the sums of each 16, a mark."""
     return 2 * inputs + inputs // UNIT * 12 + 4
 
 
 def _places(code: Code, row: Any, inputs: Any) -> tuple[Any, Any]:
-    """Return the addresses of the scales of a row in whole numbers, and of its sums."""
     scales = code.at(row, code.mul(inputs, const(2)), I8)
     return scales, code.at(scales, code.sdiv(inputs, const(UNIT // 4)), I8)
 
 
 def _rounding(module: ir.Module, kernel: BlockProduct) -> ir.Function:
-    """Generate a function of (x, to, inputs), which writes a row of x in whole numbers.
+    """Generate a function (x, to, inputs) that rounds a row of x to integers.
 
     NaN or infinity in x makes the scale NaN.
     """
@@ -246,9 +245,11 @@ def _rounding(module: ir.Module, kernel: BlockProduct) -> ir.Function:
 
 
 def _store_numbers(code: Code, kernel: BlockProduct, numbers: Sequence[Any], to: Any) -> None:
-    """Store the numbers of a unit: of 16 bits in order, or their upper bytes, then their lower.
+    """Generate code that stores 32 rounded inputs (a unit) in the layout that the products read.
 
-    Bytes lie in the order in which steps multiply them, and have a sign, the lower ones too.
+    For pairs (`kernel.count` 2) these are int16 in order. For quads each number is stored as two
+    signed bytes, number = 256 * upper + lower: 32 upper bytes, then 32 lower bytes, in the order of
+    `inputs_of_steps`.
     """
     if kernel.count == 2:
         for nth, vector in enumerate(numbers):
@@ -266,7 +267,6 @@ def _store_numbers(code: Code, kernel: BlockProduct, numbers: Sequence[Any], to:
 
 
 def _folded(values: Sequence[Any], combine: Any) -> Any:
-    """Combine all values, one after the other."""
     first, *rest = values
     for value in rest:
         first = combine(first, value)
@@ -274,7 +274,7 @@ def _folded(values: Sequence[Any], combine: Any) -> Any:
 
 
 def _half_sums(code: Code, vectors: list[Any]) -> list[Any]:
-    """Return the sums of the first and of the second half of the lanes of vectors in a row."""
+    """Generate code that sums the first half and the second half of the lanes of all vectors."""
     if len(vectors) == 1:
         (vector,) = vectors
         count = vector.type.count // 2
@@ -288,12 +288,12 @@ def _half_sums(code: Code, vectors: list[Any]) -> list[Any]:
 
 
 def _tile(module: ir.Module, kernel: BlockProduct, size: int, width: int) -> ir.Function:
-    """Generate a function of (x in whole numbers, panel, y, inputs, between, outputs).
+    """Generate a function (integers of x, panel, y, inputs, between, outputs).
 
-    y[:size, :PANEL] = x[:size] @ panel. Rows of x are `between` bytes apart, those of y `outputs`
-    numbers. A pass over the panel makes `width` vectors of outputs.
+    It computes y[:size, :PANEL] = x[:size] @ panel. Rows of x are `between` bytes apart, rows of y
+    `outputs` numbers. A pass over the panel computes `width` vectors of outputs.
     """
-    made, lanes = kernel.format, kernel.lanes
+    layout, lanes = kernel.format, kernel.lanes
     kind = ir.FunctionType(VOID, [POINTER] * 3 + [I64] * 3)
     function = ir.Function(module, kind, f"tile_{size}")
     function.linkage = "internal"
@@ -303,13 +303,13 @@ def _tile(module: ir.Module, kernel: BlockProduct, size: int, width: int) -> ir.
     rows = [code.at(x, code.mul(const(row), between), I8) for row in range(size)]
     places = [_places(code, row, inputs) for row in rows]
     zero = filled(ir.VectorType(FLOAT, lanes), 0.0)
-    blocks = code.sdiv(inputs, const(made.size))
+    blocks = code.sdiv(inputs, const(layout.size))
     for begin in range(0, PANEL // lanes, width):
         columns = range(begin, begin + width)
         with code.loop(const(0), blocks, carry=[zero] * (size * width)) as (block, totals):
-            here = code.at(panel, code.mul(block, const(PANEL * made.num_bytes)), I8)
-            reader = BlockReader(code, made, kernel.cpu, kernel.count, here, columns)
-            units = made.size // UNIT
+            here = code.at(panel, code.mul(block, const(PANEL * layout.num_bytes)), I8)
+            reader = BlockReader(code, layout, kernel.cpu, kernel.count, here, columns)
+            units = layout.size // UNIT
             with code.loop(const(0), const(units), carry=totals) as (nth, inner):
                 unit = code.add(code.mul(block, const(units)), nth)
                 _add_unit(code, kernel, reader, rows, places, nth, unit, inner)
@@ -332,33 +332,33 @@ def _add_unit(
     unit: Any,
     totals: list[Any],
 ) -> None:
-    """Add the products of a unit to the totals of each row and column.
+    """Generate code that adds the products of a unit to the totals of each row and column.
 
     Args:
-        nth: the unit in its block.
-        unit: in the row.
+        nth: number of the unit in its block.
+        unit: number of the unit in the row.
     """
-    made, lanes, width = kernel.format, kernel.lanes, len(reader.columns)
+    layout, lanes, width = kernel.format, kernel.lanes, len(reader.columns)
     real, zero = ir.VectorType(FLOAT, lanes), filled(ir.VectorType(I32, lanes), 0)
-    if reader.columns.start == 0:  # later passes find the panel in the cache
+    if reader.columns.start == 0:  # in later passes the panel is in the cache
         reader.prefetch(nth)
     numbers = reader.numbers(nth)
     words = [code.at(row, code.mul(unit, const(UNIT // 2)), I32) for row in rows]
-    for run in range(UNIT // made.run):
+    for run in range(UNIT // layout.run):
         where = code.add(code.mul(unit, const(2)), const(run))
         begin = [zero] * len(rows)
         if kernel.offset:
             less = [code.read(of_x, where, I32) for _, of_x in places]
             begin = [code.splat(number, lanes) for number in less]
-        first = run * made.run // kernel.count
-        steps = range(first, first + made.run // kernel.count)
+        first = run * layout.run // kernel.count
+        steps = range(first, first + layout.run // kernel.count)
         sums = _sums_of_run(code, kernel, numbers, words, steps, begin, width)
         scales, minima = reader.scales(nth, run)
         for row, (of_x, sums_of_x) in enumerate(places):
             step = code.splat(code.read(of_x, unit, FLOAT), lanes)
             for column in range(width):
                 index = row * width + column
-                if made.has_minimum:
+                if layout.has_minimum:
                     least = code.splat(code.read(sums_of_x, where, FLOAT), lanes)
                     totals[index] = code.multiply_add(minima[column], least, totals[index])
                 factor = code.fmul(scales[column], step)
@@ -375,15 +375,18 @@ def _sums_of_run(
     begin: Sequence[Any],
     width: int,
 ) -> list[Any]:
-    """Return the sums of a run's products, of each row and column, as whole numbers.
+    """Generate code that multiplies a run and sums the products, for each row and column.
 
     Args:
-        numbers: of the columns, `width` vectors for each of `steps`.
-        words: addresses of the unit's words of x, of each row.
-        begin: what the sums of each row begin with.
+        numbers: iterator over the steps, `width` vectors of weights each.
+        words: for each row, the address of the unit's words of x.
+        begin: initial value of the sums of each row.
+
+    Returns:
+        The integer sums: `width` vectors per row.
     """
-    # A second sum of quads is of the upper bytes of x, which count 256 times. Of pairs as many are
-    # made as hide how long an addition takes: they are exact in any order.
+    # Quads have a second sum, of the upper bytes of x, which is multiplied by 256. Pairs have as
+    # many sums as hide the latency of an addition. Integer sums are exact in any order.
     quads = kernel.count == 4
     chains = 2 if quads else max(1, 8 // (len(words) * width))
     zero = filled(begin[0].type, 0)
@@ -402,14 +405,16 @@ def _sums_of_run(
 
 
 def _add_products(code: Code, total: Any, x: Any, weight: Any, cpu: Host) -> Any:
-    """Add the products of the pairs or quads in words of 32 bits to words."""
     if not cpu.quads:
         return code.add(total, pair_products(code, x, weight, cpu))
     return code.intrinsic("llvm.x86.avx512.vpdpbusd.512", total.type, [total, weight, x])
 
 
 def pair_products(code: Code, a: Any, b: Any, cpu: Host) -> Any:
-    """Multiply pairs of 16-bit numbers in words of 32 bits, and add the products of each pair."""
+    """Generate code that multiplies pairs of 16-bit numbers and adds both products of each pair.
+
+    Each pair is a word of 32 bits.
+    """
     if cpu.pairs:
         shorts = ir.VectorType(I16, 2 * a.type.count)
         name = _MULTIPLY_PAIRS[cpu.vector_bytes]
@@ -430,19 +435,19 @@ _MULTIPLY_PAIRS = {
 def block_product(
     x: jax.Array, panels: jax.Array, form: str, num_rows: jax.Array | None = None
 ) -> jax.Array:
-    """Multiply x by a weight in blocks, or rows sorted by expert each by its weight.
+    """Multiply x by a weight in GGUF blocks, or rows sorted by expert each by its expert's weight.
 
     Args:
         x: [T, I], any float of at most 32 bits.
-        panels: uint8, see `blocks.panel_shape`; for experts [E, ...].
-        form: of the blocks.
+        panels: uint8 of `blocks.panel_shape`. For experts [E, ...].
+        form: name of the GGUF format.
         num_rows: as in `panel_product`.
 
     Returns:
         [T, P * PANEL] in float32.
 
     Raises:
-        ValueError: naming the argument at fault and what is allowed.
+        ValueError: names the wrong argument and the allowed values.
     """
     return run(BlockProduct(form), x, panels, num_rows)
 
@@ -450,18 +455,14 @@ def block_product(
 def run(
     kernel: BlockProduct, x: jax.Array, panels: jax.Array, num_rows: jax.Array | None = None
 ) -> jax.Array:
-    """Compute `block_product` by this kernel.
-
-    Raises:
-        ValueError: naming the argument at fault and what is allowed.
-    """
-    made, inputs = kernel.format, x.shape[1]
-    shape = (inputs // made.size, PANEL * made.num_bytes)
+    """Compute `block_product` with `kernel`: float32 [T, P * PANEL]."""
+    layout, inputs = kernel.format, x.shape[1]
+    shape = (inputs // layout.size, PANEL * layout.num_bytes)
     has_shape = panels.ndim in (3, 4) and panels.shape[-2:] == shape and panels.dtype == np.uint8
-    if inputs % made.size or not inputs or not has_shape:
+    if inputs % layout.size or not inputs or not has_shape:
         raise ValueError(
             f"panels are {panels.dtype}{list(panels.shape)}; expected uint8[P, {shape[0]}, "
-            f"{shape[1]}] of {made.name} for {inputs} inputs, which are blocks of {made.size}"
+            f"{shape[1]}] of {layout.name} for {inputs} inputs, which are blocks of {layout.size}"
         )
     if panels.ndim == 3:
         count = jnp.int32(x.shape[0]) if num_rows is None else num_rows
@@ -474,6 +475,6 @@ def run(
         jax.ShapeDtypeStruct((x.shape[0], panels.shape[1] * PANEL), np.float32),
         jax.ShapeDtypeStruct((x.shape[0], row_bytes(inputs)), np.uint8),
     )
-    # Compiled less thoroughly, the product of one row takes up to a tenth longer.
+    # Without thorough compilation, the product of one row takes up to a tenth longer.
     call = jax.ffi.ffi_call(registered(kernel, thorough=True), results)
     return call(x.astype(np.float32), panels, counts)[0]

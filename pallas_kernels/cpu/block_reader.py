@@ -1,15 +1,15 @@
-"""Codes and scales of blocks, as instructions that read them from a panel.
+"""Generation of code that reads the codes and scales of GGUF blocks from a panel.
 
-A vector of words holds the codes of a few inputs of each of several outputs. Shifts and masks, of
-codes that stand in a table a look-up too, make of it
+A vector of words holds the codes of a few inputs of each of several outputs. Shifts and masks, and
+a table look-up for some formats, convert it to
 
-* pairs: two numbers of 16 bits for each output; or
-* quads: four numbers of 8 bits without a sign, where the processor multiplies these. Codes of 8
-  bits have a sign: 128 is added to each. The further bits of codes are moved to where they belong
-  in all bytes by one instruction (vpmultishiftqb, Intel 64 and IA-32 Architectures Software
-  Developer's Manual), since they lie elsewhere in their words than the others.
+* pairs: two 16-bit numbers for each output, or
+* quads: four unsigned 8-bit numbers for each output, if the processor multiplies them. Codes of 8
+  bits are signed, so 128 is added to each. One instruction (vpmultishiftqb, Intel 64 and IA-32
+  Architectures Software Developer's Manual) moves the high bits of codes, which are in other words
+  than the low bits, to their place in all bytes.
 
-`cpu/blocks.py` says how words lie in a panel, and codes in words.
+`cpu/blocks.py` describes the order of words in a panel, and of codes in words.
 """
 
 from __future__ import annotations
@@ -23,38 +23,44 @@ from pallas_kernels.cpu.blocks import UNIT, WORD, BlockFormat
 from pallas_kernels.cpu.ir_builder import I8, I16, I32, I64, LINE, Code, Host, const, filled
 from pallas_kernels.cpu.panels import PANEL
 
-# Bytes of a panel that prefetches are ahead, and the cache they fetch into, the first (3) or the
-# second (2): of pairs, and of quads. Codes of 8 bits in quads come fastest without any.
+# Distance of prefetches in bytes of a panel, and the target cache, first (3) or second (2). For
+# pairs, then for quads. 8-bit codes in quads are fastest without prefetches.
 AHEAD = {2: ((4608, 3),), 4: ((8192, 2), (1024, 3))}
 FLOAT = ir.FloatType()
-SIGN = 128  # added to codes of 8 bits, it leaves them without a sign
+SIGN = 128  # added to codes of 8 bits to make them unsigned
 
 
-def inputs_of_steps(made: BlockFormat, count: int) -> list[list[int]]:
-    """Return the inputs, 2 or 4, that a step of a unit multiplies, in the order of their lanes."""
+def inputs_of_steps(layout: BlockFormat, count: int) -> list[list[int]]:
+    """Return for each step of a unit the 2 or 4 inputs that it multiplies, in the order of the
+    lanes.
+    """
     if count == 2:
         return [[first, first + 1] for first in range(0, UNIT, 2)]
-    in_word = WORD // made.low
+    in_word = WORD // layout.low
     return [
-        [first + 2 * (nth + half * (8 // made.low)) + upper for upper in (0, 1) for half in (0, 1)]
+        [
+            first + 2 * (nth + half * (8 // layout.low)) + upper
+            for upper in (0, 1)
+            for half in (0, 1)
+        ]
         for first in range(0, UNIT, in_word)
         for nth in range(in_word // 4)
     ]
 
 
 class BlockReader:
-    """Generator of what a block of a panel holds, for some of its columns.
+    """Generator of code that reads some columns of a GGUF block in a panel.
 
-    `count` is the inputs of a word of numbers, 2 or 4.
+    `count` is the number of inputs in a word of numbers, 2 or 4.
     """
 
     def __init__(
-        self, code: Code, made: BlockFormat, cpu: Host, count: int, address: Any, columns: range
+        self, code: Code, layout: BlockFormat, cpu: Host, count: int, address: Any, columns: range
     ) -> None:
-        self.format, self.cpu, self.columns = made, cpu, columns
+        self.format, self.cpu, self.columns = layout, cpu, columns
         self.count, self.lanes = count, cpu.vector_bytes // 4
         self._code, self._address = code, address
-        self._places = made.in_panel
+        self._places = layout.in_panel
         read = self._power if self.format.is_power else self._half
         self._whole = [read("scale", column) for column in columns]
         self._least = []
@@ -62,7 +68,7 @@ class BlockReader:
             self._least = [self._half("minimum", column) for column in columns]
 
     def _read(self, name: str, unit: Any, nth: int, column: int, element: ir.Type) -> Any:
-        """Load item `nth` of a field in a unit, for the outputs of a column."""
+        """Generate code that loads item `nth` of a field in a unit, for the outputs of a column."""
         place, code = self._places[name], self._code
         begin = code.mul(unit, const(PANEL * place.size))
         before = PANEL * (place.first + place.start + nth * place.item)
@@ -74,7 +80,6 @@ class BlockReader:
         return self._code.fpext(halves, ir.VectorType(FLOAT, self.lanes))
 
     def _power(self, name: str, column: int) -> Any:
-        """Load exponents E8M0: halves of powers of two, the least of which are subnormal."""
         code, whole = self._code, ir.VectorType(I32, self.lanes)
         exponents = code.zext(self._read(name, const(0), 0, column, I8), whole)
         usual = code.shl(code.sub(exponents, filled(whole, 1)), filled(whole, 23))
@@ -84,7 +89,11 @@ class BlockReader:
         return code.bitcast(bits, ir.VectorType(FLOAT, self.lanes))
 
     def scales(self, unit: Any, run: int) -> tuple[list[Any], list[Any]]:
-        """Return the scales of a run of a unit, and its minima if it has some."""
+        """Generate code that loads the scales of a run of a unit. Return the scales and the minima.
+
+        Both are lists with a vector per column. The list of minima is empty if the format has no
+        minimum.
+        """
         if not self.format.scaled:
             return self._whole, self._least
         code, whole = self._code, ir.VectorType(I32, self.lanes)
@@ -105,31 +114,36 @@ class BlockReader:
         return scales, [code.fneg(code.fmul(least, factor)) for least, factor in pairs]
 
     def numbers(self, unit: Any) -> Iterator[list[Any]]:
-        """Yield, for each of `inputs_of_steps`, a vector of numbers for each column."""
-        code, made = self._code, self.format
-        steps = inputs_of_steps(made, self.count)
-        in_word = WORD // made.low // self.count
-        in_high = WORD // made.high // self.count if made.high else len(steps)
+        """Generate code that unpacks a unit. Yield the vectors of all columns for each step.
+
+        The steps are in the order of `inputs_of_steps`.
+        """
+        code, layout = self._code, self.format
+        steps = inputs_of_steps(layout, self.count)
+        in_word = WORD // layout.low // self.count
+        in_high = WORD // layout.high // self.count if layout.high else len(steps)
         low: list[Any] = []
         high: list[Any] = []
         for nth, inputs in enumerate(steps):
             if nth % in_word == 0:
                 word = nth // in_word
                 low = [self._read("low", unit, word, column, I32) for column in self.columns]
-            if made.high and nth % in_high == 0:
+            if layout.high and nth % in_high == 0:
                 word = nth // in_high
                 high = [self._read("high", unit, word, column, I32) for column in self.columns]
-            found = [self._lower_bits(words, nth % in_word) for words in low]
-            if made.high:
+            vectors = [self._lower_bits(words, nth % in_word) for words in low]
+            if layout.high:
                 bits = [self._further_bits(words, inputs) for words in high]
-                pairs = zip(found, bits, strict=True)
-                found = [code.or_(number, bit) for number, bit in pairs]
-            if made.numbers:
-                found = [_looked_up(code, words, made.numbers, self.cpu) for words in found]
-            yield found
+                pairs = zip(vectors, bits, strict=True)
+                vectors = [code.or_(number, bit) for number, bit in pairs]
+            if layout.numbers:
+                vectors = [_looked_up(code, words, layout.numbers, self.cpu) for words in vectors]
+            yield vectors
 
     def _lower_bits(self, words: Any, nth: int) -> Any:
-        """Return numbers `nth` of words of codes: of 2 or 4 bits, or of 8, which have a sign."""
+        """Generate code that extracts numbers `nth` from words of codes. Only 8-bit codes are
+        signed.
+        """
         code, bits = self._code, self.format.low
         if bits < 8:
             lanes = 0x00010001 if self.count == 2 else 0x01010101
@@ -144,18 +158,20 @@ class BlockReader:
         return code.bitcast(code.ashr(halves, filled(shorts, 8)), words.type)
 
     def _further_bits(self, words: Any, inputs: Sequence[int]) -> Any:
-        """Return the further bits of some inputs of a unit, where they belong in their numbers."""
-        code, made = self._code, self.format
-        in_word = WORD // made.high
-        # In a word the even inputs lie in the lower half, the odd ones in the upper.
-        places = [place % 2 * 16 + place % in_word // 2 * made.high for place in inputs]
-        ones = (1 << made.high) - 1 << made.low
+        """Generate code that extracts the high bits of the codes of some inputs, at their final
+        position.
+        """
+        code, layout = self._code, self.format
+        in_word = WORD // layout.high
+        # In a word the even inputs are in the lower half and the odd ones in the upper half.
+        places = [place % 2 * 16 + place % in_word // 2 * layout.high for place in inputs]
+        ones = (1 << layout.high) - 1 << layout.low
         if self.count == 2:
-            moved = _shifted(code, words, places[0] - made.low)
+            moved = _shifted(code, words, places[0] - layout.low)
             return code.and_(moved, filled(words.type, ones * 0x00010001))
         eights = ir.VectorType(I64, words.type.count // 2)
         bytes_ = ir.VectorType(I8, 4 * words.type.count)
-        begin = [(word + place - made.low) % 64 for word in (0, WORD) for place in places]
+        begin = [(word + place - layout.low) % 64 for word in (0, WORD) for place in places]
         control = ir.Constant(bytes_, begin * eights.count)
         moved = code.intrinsic(
             "llvm.x86.avx512.pmultishift.qb.512", bytes_, [control, code.bitcast(words, bytes_)]
@@ -163,11 +179,11 @@ class BlockReader:
         return code.and_(code.bitcast(moved, words.type), filled(words.type, ones * 0x01010101))
 
     def prefetch(self, unit: Any) -> None:
-        """Fetch what lies behind a unit of the panel: as many lines as a unit has."""
-        code, made = self._code, self.format
-        if self.count == 4 and made.low == 8:
+        """Generate code that prefetches as many cache lines of the panel as a unit has."""
+        code, layout = self._code, self.format
+        if self.count == 4 and layout.low == 8:
             return
-        size = PANEL * made.num_bytes // made.units
+        size = PANEL * layout.num_bytes // layout.units
         first = code.at(self._address, code.mul(unit, const(size)), I8)
         for ahead, near in AHEAD[self.count]:
             for line in range(ahead, ahead + size, LINE):
@@ -175,7 +191,6 @@ class BlockReader:
 
 
 def _shifted(code: Code, words: Any, right: int) -> Any:
-    """Shift words to the right, or to the left where that is negative."""
     if right == 0:
         return words
     shift = code.lshr if right > 0 else code.shl
@@ -183,16 +198,19 @@ def _shifted(code: Code, words: Any, right: int) -> Any:
 
 
 def _looked_up(code: Code, words: Any, numbers: Sequence[int], cpu: Host) -> Any:
-    """Replace pairs of codes of 4 bits in words by what they stand for in a table.
+    """Generate code that replaces 4-bit codes, two in each word, by the numbers of a table.
 
-    One instruction looks up every byte (pshufb); those above the codes are 0, as is the table's
-    first number. Without it, the steps from number to number that a code has passed are added.
+    One instruction (pshufb) looks up every byte. The bytes above the codes are 0, and the first
+    number of the table is 0 too. Without that instruction, the code adds the differences of
+    consecutive numbers up to the code.
     """
     if cpu.pairs and cpu.vector_bytes in _LOOK_UP:
         size = cpu.vector_bytes
         table = ir.Constant(ir.VectorType(I8, size), [*numbers] * (size // 16))
-        found = code.bitcast(words, table.type)
-        return code.bitcast(code.intrinsic(_LOOK_UP[size], table.type, [table, found]), words.type)
+        vectors = code.bitcast(words, table.type)
+        return code.bitcast(
+            code.intrinsic(_LOOK_UP[size], table.type, [table, vectors]), words.type
+        )
     shorts = ir.VectorType(I16, 2 * words.type.count)
     codes, total = code.bitcast(words, shorts), filled(shorts, 0)
     for least in range(1, len(numbers)):

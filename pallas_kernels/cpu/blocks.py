@@ -1,19 +1,20 @@
 # pyright: reportUnknownMemberType=false
-"""Weights in blocks, as GGUF files hold them: their layout in panels, and their specification.
+"""Weights in GGUF blocks: their layout in panels for the CPU kernel, and their specification.
 
-A block is `size` inputs of one output: codes of a few bits, and what turns them into numbers. The
-same bits are laid out anew, so that a vector of the processor holds a word of codes of each of
+A GGUF block is `size` inputs of one output: codes of a few bits, with scales. A panel stores the
+same bits in another order, so that a vector of the processor holds a word of codes of each of
 several outputs (`cpu/block_product.py`). A number is
 
-* `scale * (code - offset)`, or `scale * code + minimum`, where scale and minimum are float16, for
-  all of the block;
-* or the same with `scale * (an integer for each run of inputs)` in place of the scale, and
-  `-minimum * (another)` in place of the minimum: the K-quants of llama.cpp;
-* or `scale * (number - offset)`, where the code is the place of a number in a table of 16, and the
-  scale float16 or, in MXFP4, half a power of two (E8M0 of Open Compute Project, Microscaling
-  Formats 1.0; so that the table holds whole numbers).
+* `scale * (code - offset)`, or `scale * code + minimum`, with a float16 scale and minimum for the
+  whole GGUF block,
+* or the same with `scale * (an integer per run of inputs)` as the scale, and `-minimum * (another
+  integer)` as the minimum: the K-quants of llama.cpp,
+* or `scale * (number - offset)`, where the code is an index of a table of 16 numbers. The scale is
+  float16 or, in MXFP4, half a power of two (E8M0 of Open Compute Project, Microscaling Formats
+  1.0), so that the table holds whole numbers.
 
-Each is computed in float32, in this order: numbers are to the bit those of the package gguf.
+All is computed in float32, in this order, so the numbers equal the numbers of the package gguf to
+the bit.
 """
 
 from __future__ import annotations
@@ -30,24 +31,25 @@ import numpy as np
 from pallas_kernels.cpu.panels import PANEL
 
 WORD = 32  # bits
-UNIT = 32  # inputs whose codes, and what is theirs alone, lie together in a panel
+UNIT = 32  # inputs whose codes and own fields are stored together in a panel
 
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """A format of blocks.
+    """A format of GGUF blocks.
 
     Attributes:
-        name: as llama.cpp calls it.
+        name: the name in llama.cpp.
         size: inputs of a block.
-        low: bits of a code that lie together, 2, 4 or 8.
-        high: further bits, 0, 1 or 2.
+        low: low bits of a code, which are stored together: 2, 4 or 8.
+        high: high bits of a code, stored apart: 0, 1 or 2.
         run: inputs that share a scale.
-        has_minimum: whether a minimum is added; otherwise `offset` is subtracted from codes.
-        scaled: whether runs have integers that multiply the block's scale and minimum.
-        offset: see `has_minimum`; codes of 8 bits are signed and have none.
-        numbers: what the codes of 4 bits stand for, 0 to 255, the first 0; empty where that is the
-            code itself.
+        has_minimum: whether a minimum is added. Otherwise `offset` is subtracted from codes.
+        scaled: whether each run has integers that multiply the block's scale and minimum.
+        offset: subtracted from codes if there is no minimum. 8-bit codes are signed and have no
+            offset.
+        numbers: the numbers 0 to 255 of the 4-bit codes, the first one 0. Empty if the code itself
+            is the number.
         is_power: whether the scale is the exponent of a power of two.
     """
 
@@ -64,12 +66,12 @@ class BlockFormat:
 
     @property
     def runs(self) -> int:
-        """Number of runs of a block."""
+        """Number of runs in a block."""
         return self.size // self.run
 
     @property
-    def fields(self) -> Mapping[str, Place]:
-        """The places of what a block holds, by name, in the order in which they lie."""
+    def fields(self) -> Mapping[str, FieldPlace]:
+        """Places of the fields of a block of one output, by name, in the stored order."""
         counts = {
             "scale": (1, 1 if self.is_power else 2),
             "minimum": (int(self.has_minimum), 2),
@@ -78,29 +80,29 @@ class BlockFormat:
             "low": (self.size * self.low // WORD, 4),
             "high": (self.size * self.high // WORD, 4),
         }
-        places: dict[str, Place] = {}
+        places: dict[str, FieldPlace] = {}
         start = 0
         for name, (count, item) in counts.items():
             if count:
-                places[name] = Place(start, count, item)
+                places[name] = FieldPlace(start, count, item)
                 start += count * item
         return places
 
     @property
     def units(self) -> int:
-        """Number of units of a block."""
+        """Number of units in a block."""
         return self.size // UNIT
 
     @property
     def in_panel(self) -> Mapping[str, PanelPlace]:
-        """The fields' places in a panel: first those of the block, then one unit after another.
+        """Places of the fields in a block of a panel: fields of the block first, then its units.
 
-        A product reads a panel from its beginning to its end. Read as several streams, of codes, of
-        their high bits and of scales, some formats came at half of the memory's speed.
+        A product reads a panel from beginning to end. With separate streams of codes, high bits and
+        scales, some formats were read at half the speed of the memory.
         """
         of_block, of_unit = (
-            {name: place for name, place in self.fields.items() if (name in OF_BLOCK) is own}
-            for own in (True, False)
+            {name: place for name, place in self.fields.items() if (name in OF_BLOCK) is is_block}
+            for is_block in (True, False)
         )
         first = sum(place.item for place in of_block.values())
         size = (self.num_bytes - first) // self.units
@@ -124,8 +126,8 @@ class BlockFormat:
 OF_BLOCK = ("scale", "minimum")  # fields that a block has once
 
 
-class Place(NamedTuple):
-    """The place of a field in a block of one output: `count` items of `item` bytes."""
+class FieldPlace(NamedTuple):
+    """Place of a field in a block of one output: `count` items of `item` bytes from `start` on."""
 
     start: int
     count: int
@@ -138,17 +140,16 @@ class Place(NamedTuple):
 
 
 class PanelPlace(NamedTuple):
-    """The place of a field in a block of a panel, in bytes of one output.
+    """Place of a field in a block of a panel, in bytes per output.
 
-    Each item is that of all outputs, one after the other, so that it begins at PANEL times its
-    place.
+    Each item is stored for all outputs consecutively, so it begins at PANEL times its place.
 
     Attributes:
-        first: the begin of the units, or of a field that a block has once.
-        units: their number; 1 for such a field.
-        size: of a unit.
-        start: the field's begin in a unit.
-        count: its items in a unit; they follow each other.
+        first: start of the units, or of a field that a block has once.
+        units: number of units. 1 for a field that a block has once.
+        size: bytes of a unit.
+        start: start of the field in a unit.
+        count: items of the field in a unit, stored consecutively.
         item: bytes of an item.
     """
 
@@ -160,9 +161,9 @@ class PanelPlace(NamedTuple):
     item: int
 
     def items_of(self, panels: np.ndarray) -> np.ndarray:
-        """Return the field's items [..., units, count, PANEL] in panels uint8 [..., bytes].
+        """Return a view of the field's items in panels uint8 [..., bytes].
 
-        They are unsigned integers, and no copies.
+        The items are unsigned integers, [..., units, count, PANEL].
         """
         before = panels.shape[:-1]
         whole = panels[..., PANEL * self.first : PANEL * (self.first + self.units * self.size)]
@@ -171,16 +172,16 @@ class PanelPlace(NamedTuple):
         return field.view(f"u{self.item}").reshape(*before, self.units, self.count, PANEL)
 
 
-# llama.cpp's tables (ggml-common.h: kvalues_iq4nl, kvalues_mxfp4) above their least number. Codes
-# of MXFP4 are read with all bits turned, so that its least number comes first.
+# The tables of llama.cpp (ggml-common.h: kvalues_iq4nl, kvalues_mxfp4) minus their least number.
+# All bits of MXFP4 codes are inverted when they are read, so that the least number comes first.
 _IQ4 = tuple(127 + number for number in (-127, -104, -83, -65, -49, -35, -22, -10,
                                          1, 13, 25, 38, 53, 69, 89, 113))  # fmt: skip
 _E2M1 = tuple(12 + number for number in (-12, -8, -6, -4, -3, -2, -1, 0, 12, 8, 6, 4, 3, 2, 1, 0))
 
 FORMATS: Mapping[str, BlockFormat] = MappingProxyType(
     {
-        made.name: made
-        for made in (
+        layout.name: layout
+        for layout in (
             BlockFormat("Q4_0", 32, offset=8),
             BlockFormat("Q4_1", 32, has_minimum=True),
             BlockFormat("Q5_0", 32, high=1, offset=16),
@@ -200,23 +201,25 @@ FORMATS: Mapping[str, BlockFormat] = MappingProxyType(
 
 
 def panel_shape(form: str, inputs: int, outputs: int) -> tuple[int, int, int]:
-    """Return the shape of a weight's panels, uint8 [panels, blocks, bytes]."""
-    made = FORMATS[form]
-    return -(-outputs // PANEL), inputs // made.size, PANEL * made.num_bytes
+    """Return the shape of the panels of a weight in GGUF blocks: uint8 [panels, blocks, bytes]."""
+    layout = FORMATS[form]
+    return -(-outputs // PANEL), inputs // layout.size, PANEL * layout.num_bytes
 
 
 def in_panels(rows: np.ndarray, form: str, panels: np.ndarray) -> None:
-    """Lay rows of blocks, uint8 [outputs, blocks, bytes of one], out as panels; the rest is zero.
+    """Copy rows of GGUF blocks, uint8 [outputs, blocks, bytes of a block], to panels.
+
+    Outputs beyond the last row become zero.
 
     Args:
-        rows: fields one after the other, see `from_gguf`.
+        rows: blocks with the fields of `BlockFormat.fields`.
         form: name of the format.
         panels: of `panel_shape`, to be filled.
     """
     outputs = len(rows)
-    made = FORMATS[form]
-    in_panel = made.in_panel
-    fields = [(place, in_panel[name].items_of(panels)) for name, place in made.fields.items()]
+    layout = FORMATS[form]
+    in_panel = layout.in_panel
+    fields = [(place, in_panel[name].items_of(panels)) for name, place in layout.fields.items()]
     for index in range(len(panels)):
         part = rows[index * PANEL : (index + 1) * PANEL]
         for place, targets in fields:
@@ -229,8 +232,8 @@ def in_panels(rows: np.ndarray, form: str, panels: np.ndarray) -> None:
 
 
 def columns(panels: jax.Array, outputs: jax.Array, form: str) -> jax.Array:
-    """Return the weights of outputs [T], which must be in range: float32 [T, I]."""
-    # Arithmetic on two constants: operations for each byte would be most of a model's program.
+    """Return the dequantized weights of outputs [T], which must be in range: float32 [T, I]."""
+    # Arithmetic on two constants. Operations for each byte would be most of a model's program.
     start, step = _byte_places(form)
     index = (start + step * (outputs % PANEL)[:, None])[:, None, :]
     panel = (outputs // PANEL)[:, None, None]
@@ -239,7 +242,7 @@ def columns(panels: jax.Array, outputs: jax.Array, form: str) -> jax.Array:
 
 
 def _byte_places(form: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return each byte's place in a panel for the first output, and the step to the next one's."""
+    """Return the place of each byte of a block in a panel for output 0, and its step per output."""
     starts: list[int] = []
     steps: list[int] = []
     for place in FORMATS[form].in_panel.values():
@@ -251,25 +254,25 @@ def _byte_places(form: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def numbers(rows: jax.Array, form: str) -> jax.Array:
-    """Compute the weights of rows of blocks [..., blocks, bytes of one]: float32 [..., inputs]."""
-    made = FORMATS[form]
-    found = {
+    """Dequantize rows of GGUF blocks [..., blocks, bytes of a block]: float32 [..., inputs]."""
+    layout = FORMATS[form]
+    parts = {
         name: rows[..., place.start : place.start + place.count * place.item]
-        for name, place in made.fields.items()
+        for name, place in layout.fields.items()
     }
-    codes = _codes(found, made).astype(jnp.float32)
-    codes = codes.reshape(*rows.shape[:-1], made.runs, made.run)
-    scale = (_power if made.is_power else _half)(found["scale"])
-    if made.scaled:
-        factors = found["scales"]
-        if not made.has_minimum:
+    codes = _codes(parts, layout).astype(jnp.float32)
+    codes = codes.reshape(*rows.shape[:-1], layout.runs, layout.run)
+    scale = (_power if layout.is_power else _half)(parts["scale"])
+    if layout.scaled:
+        factors = parts["scales"]
+        if not layout.has_minimum:
             factors = jax.lax.bitcast_convert_type(factors, jnp.int8)
         scale = scale * factors.astype(jnp.float32)
     values = codes * scale[..., None]
-    if made.has_minimum:
-        minimum = _half(found["minimum"])
-        if made.scaled:
-            minimum = -(minimum * found["minima"].astype(jnp.float32))
+    if layout.has_minimum:
+        minimum = _half(parts["minimum"])
+        if layout.scaled:
+            minimum = -(minimum * parts["minima"].astype(jnp.float32))
         values = values + minimum[..., None]
     return values.reshape(*rows.shape[:-2], -1)
 
@@ -285,20 +288,19 @@ def _power(field: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _codes(found: Mapping[str, jax.Array], made: BlockFormat) -> jax.Array:
-    """Return the codes less their offset, in the order of the inputs: int32 [..., size]."""
-    codes = _unpacked(found["low"], made.low)
-    if made.high:
-        codes = codes | _unpacked(found["high"], made.high) << made.low
-    if made.low == 8:
+def _codes(parts: Mapping[str, jax.Array], layout: BlockFormat) -> jax.Array:
+    """Return the codes minus their offset, in the order of the inputs: int32 [..., size]."""
+    codes = _unpacked(parts["low"], layout.low)
+    if layout.high:
+        codes = codes | _unpacked(parts["high"], layout.high) << layout.low
+    if layout.low == 8:
         return codes.astype(jnp.uint8).astype(jnp.int8).astype(jnp.int32)
-    if made.numbers:
-        codes = jnp.asarray(made.numbers, jnp.int32)[codes]
-    return codes - made.offset
+    if layout.numbers:
+        codes = jnp.asarray(layout.numbers, jnp.int32)[codes]
+    return codes - layout.offset
 
 
 def _unpacked(field: jax.Array, bits: int) -> jax.Array:
-    """Return the codes of words: input 2 j of a word in its lower half, 2 j + 1 in its upper."""
     halves = jax.lax.bitcast_convert_type(field.reshape(*field.shape[:-1], -1, 2), jnp.uint16)
     words = halves.astype(jnp.int32).reshape(*halves.shape[:-1], -1, 1, 2)
     shifts = jnp.arange(0, 16, bits)[:, None]
@@ -306,13 +308,13 @@ def _unpacked(field: jax.Array, bits: int) -> jax.Array:
 
 
 def format_of(form: str, inputs: int, scales: jax.Array, zeros: jax.Array | None) -> str | None:
-    """Return the format that holds the numbers of codes, "Q4_1" or "Q8_0"; None if none does.
+    """Return the GGUF format that holds a quantized weight exactly: "Q4_1", "Q8_0" or None.
 
     Args:
-        form: of the codes, see ``pallas_kernels.quantized_matmul``.
-        inputs: of the weight.
+        form: form of the codes, see ``pallas_kernels.quantized_matmul``.
+        inputs: inputs of the weight.
         scales: [..., groups, O].
-        zeros: zero points or minima, if there are any.
+        zeros: zero points or minima, or None.
     """
     if scales.dtype != np.float16 or inputs != 32 * scales.shape[-2]:
         return None
@@ -325,12 +327,14 @@ def format_of(form: str, inputs: int, scales: jax.Array, zeros: jax.Array | None
 def rows_of_codes(
     values: np.ndarray, scales: np.ndarray, minima: np.ndarray | None = None
 ) -> np.ndarray:
-    """Return rows of blocks of Q4_1 that hold the same numbers as codes, of Q8_0 without minima.
+    """Convert a quantized weight to rows of Q4_1 blocks, or of Q8_0 blocks without minima.
+
+    The numbers stay the same. Returns uint8 [outputs, blocks, bytes of a block].
 
     Args:
         values: uint8 [I / 2, O] or int8 [I, O], see ``pallas_kernels.quantized_matmul``.
         scales: float16 [I / 32, O].
-        minima: likewise.
+        minima: float16 [I / 32, O], or None.
     """
     codes, bits, parts = values.view(np.uint8), 8, [scales]
     if minima is not None:
@@ -342,7 +346,7 @@ def rows_of_codes(
 
 
 def unpacked(field: np.ndarray, bits: int) -> np.ndarray:
-    """Return the codes of words, uint8 [..., bytes], as uint8 [..., inputs]; see `packed`."""
+    """Unpack codes from words, uint8 [..., bytes], to uint8 [..., inputs]: inverse of `packed`."""
     halves = np.ascontiguousarray(field).view(np.uint16)
     halves = halves.reshape(*halves.shape[:-1], -1, 1, 2)
     shifts = np.arange(0, 16, bits, dtype=np.uint16)[:, None]
@@ -351,7 +355,10 @@ def unpacked(field: np.ndarray, bits: int) -> np.ndarray:
 
 
 def packed(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Pack codes uint8 [..., inputs] into the bytes of words; see `_unpacked`."""
+    """Pack codes uint8 [..., inputs] into words: uint8 [..., bytes].
+
+    Of each word, even inputs are in the lower half and odd inputs in the upper half.
+    """
     count = 16 // bits
     pairs = codes.reshape(*codes.shape[:-1], -1, count, 2)
     halves = pairs[..., 0, :].astype(np.uint16)

@@ -1,16 +1,16 @@
-"""Decode attention over pages, on CPU: every cached key and value is read once, at memory speed.
+"""Attention of one query per row over the paged KV cache, on CPU, at the speed of the memory.
 
-The work is a list of (row, kv head) pairs. A pair's tokens are processed in blocks: the scores of a
-block, the softmax so far (FlashAttention, Dao et al. 2022), then the weighted sum of the block's
-values, held in registers. Pages lie anywhere in memory, so the processor cannot predict the next
-address; while a page is computed, the kernel prefetches the next, also across the ends of a block
-and of a pair.
+The work is a list of (row, kv head) pairs. The tokens of a pair are processed in blocks of BLOCK
+tokens: the scores of a block, the softmax so far (FlashAttention, Dao et al. 2022), then the
+weighted sum of the block's values in registers. Every cached key and value is read once. Pages are
+anywhere in memory, so the processor cannot predict the next address. While a page is computed, the
+kernel prefetches the next one, also across the end of a block and of a pair.
 
-Keys are transposed in registers, tokens side by side, so that scores of several tokens are summed
-at once, number by number. Every sum is over a pair's own tokens in blocks counted from position 0:
-a row's result is the same to the bit whatever rows are in the batch and however many threads share
-the work. The last query of a longer row has the same result too, because its kernel
-(`cpu/ragged.py`) adds in this order.
+Keys are transposed in registers, tokens side by side, so that the scores of several tokens are
+summed at once. Every sum is over the tokens of one pair, in blocks that are counted from position
+0. So the result of a row is the same to the bit for any other rows and any number of threads. The
+last query of a longer row has the same result too, because its kernel (`cpu/ragged.py`) adds in
+this order.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from pallas_kernels.cpu.ir_builder import (
 BLOCK = 64  # tokens
 MOST_PARTS = 64
 WORK_OF_A_PART = 1 << 17  # numbers in keys
-TOKENS_OF_A_PAIR = 16  # cost of a pair besides its tokens, in tokens
-BYTES_AHEAD = 4096  # between what is computed and what is prefetched
-PAGES_FARTHER = 2  # beyond those: their first line is prefetched, for their address translation
-SCALE = ir.FloatType()  # of pages of codes
+TOKENS_OF_A_PAIR = 16  # cost of a pair in addition to its tokens, in tokens
+BYTES_AHEAD = 4096  # distance of the prefetched address
+PAGES_FARTHER = 2  # a line further on is prefetched for its address translation
+SCALE = ir.FloatType()  # dtype of the scales of int8 pages
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,14 @@ class PagedKernel:
     """Kernel for pages [., K, page_size, head_dim] and `group` query heads per kv head.
 
     Attributes:
-        dtype: of sums: "float32" or "float64".
-        pages: dtype of keys and values: those, "bfloat16", "float16", "uint8", float8's bits, or
-            "int8", codes with a scale for every token.
+        dtype: dtype of sums: "float32" or "float64".
+        pages: dtype of keys and values: "float32", "float64", "bfloat16", "float16", "uint8" (the
+            bits of float8) or "int8" (codes with a scale per token).
         page_size: tokens of a page.
         group: query heads per kv head.
         head_dim: numbers of a head.
         capped: whether scores are soft-capped.
-        query_dtype: of queries and results in memory: `dtype`, or "bfloat16" for "float32".
+        query_dtype: dtype of queries and results in memory: `dtype`, or "bfloat16" for "float32".
     """
 
     dtype: str
@@ -78,23 +78,21 @@ class PagedKernel:
 
     @property
     def is_scaled(self) -> bool:
-        """Return whether pages are codes, whose scales, of keys and of values, are two operands."""
+        """Whether pages are int8 codes. Their scales, of keys and values, are two more operands."""
         return self.pages == "int8"
 
     @property
     def operands(self) -> int:
-        """Number of operands."""
         return self.plain_operands + 2 * self.is_scaled
 
     @property
     def name(self) -> str:
-        """Name of the operation."""
         dtypes = f"{self.dtype}_{self.query_dtype}_{self.pages}"
         kind = f"{dtypes}_{self.page_size}_{self.group}_{self.head_dim}"
         return f"{self.prefix}{kind}{'_capped' if self.capped else ''}"
 
     def stored(self, code: Code, number: Any, address: Any, index: Any) -> None:
-        """Write a vector of results."""
+        """Generate code that writes a vector of results."""
         if self.query_dtype == "bfloat16":
             number = bfloat16_bits(code, number)
         code.write_vector(number, address, index)
@@ -105,8 +103,8 @@ class PagedDecode(PagedKernel):
     """Kernel for rows of one query.
 
     Attributes:
-        among: whether there are longer rows too, whose results are there already. Then
-            `query_start` and those results are two more operands, the last two.
+        among: whether there are longer rows too, whose results exist already. Then `query_start`
+            and these results are the last two operands.
     """
 
     among: bool = False
@@ -116,26 +114,23 @@ class PagedDecode(PagedKernel):
 
     @property
     def operands(self) -> int:
-        """Number of operands."""
         return super().operands + 2 * self.among
 
     @property
     def name(self) -> str:
-        """Name of the operation."""
         return f"{super().name}{'_among' if self.among else ''}"
 
     @property
     def fields(self) -> Sequence[Field]:
-        """Arguments: buffers, then sizes.
+        """Arguments of the code: buffers, then sizes.
 
-        q, k, v, page_table, kv_len, sinks, window, numbers, scales, query_start, results so far,
-        results; R, M, P, K, T.
+        The buffers are q, k, v, page_table, kv_len, sinks, window, numbers, scales, query_start,
+        results so far, results. The sizes are R, M, P, K, T.
         """
         buffers = (Field(buffer) for buffer in range(self.operands + 1))
         return (*buffers, Field(3, 0), Field(3, 1), Field(1, 0), Field(1, 1), Field(0, 0))
 
     def parts(self, code: Code, fields: Sequence[Any]) -> Any:
-        """Generate the number of parts: by the work, at most MOST_PARTS and the pairs."""
         *_, rows, _, _, heads, _ = fields
         total = code.mul(_total(code, self, fields), heads)
         work = code.mul(total, const(self.head_dim))
@@ -143,7 +138,10 @@ class PagedDecode(PagedKernel):
         return code.smaller_int(code.smaller_int(parts, const(MOST_PARTS)), code.mul(rows, heads))
 
     def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
-        """Generate the pairs that begin in this part of all tokens of all heads."""
+        """Generate code that computes the (row, kv head) pairs that begin in part `index`.
+
+        A part is an equal share of the tokens of all pairs and of TOKENS_OF_A_PAIR for each pair.
+        """
         q, k, v, table, _, sinks, _, numbers, *rest = fields
         *rest, out, rows, columns, pages, heads, _ = rest
         scales = rest[: 2 * self.is_scaled]
@@ -158,7 +156,7 @@ class PagedDecode(PagedKernel):
             first, stop = _seen(code, self, fields, row)
             token, is_single = _token(code, self, fields, row)
             tokens = code.add(code.sub(stop, first), const(TOKENS_OF_A_PAIR))
-            own = code.at(table, code.mul(row, columns), I32)
+            row_table = code.at(table, code.mul(row, columns), I32)
             below = code.smaller_int(code.add(row, const(1)), code.sub(rows, const(1)))
             below_first, _ = _seen(code, self, fields, below)
             below_table = code.at(table, code.mul(below, columns), I32)
@@ -173,7 +171,7 @@ class PagedDecode(PagedKernel):
                     more = code.icmp_signed("<", code.add(head, const(1)), heads)
                     after = code.select(more, code.add(head, const(1)), const(0))
                     entry = code.at(
-                        code.select(more, own, below_table),
+                        code.select(more, row_table, below_table),
                         code.sdiv(code.select(more, first, below_first), const(self.page_size)),
                         I32,
                     )
@@ -186,7 +184,7 @@ class PagedDecode(PagedKernel):
                             code.at(q, where, query_type),
                             code.at(k, offset, stored),
                             code.at(v, offset, stored),
-                            own,
+                            row_table,
                             code.at(sinks, code.mul(head, const(self.group)), real),
                             numbers,
                             code.at(out, where, query_type),
@@ -203,7 +201,7 @@ class PagedDecode(PagedKernel):
 
 
 def _seen(code: Code, kernel: PagedDecode, fields: Sequence[Any], row: Any) -> tuple[Any, Any]:
-    """Return the first position that a row's query sees, and the end: the last plus 1."""
+    """Generate code that computes the first position that the query of a row sees, and the end."""
     lengths, window, columns = fields[4], fields[6], fields[-4]
     length = code.sext(code.read(lengths, row, I32), I64)
     length = code.larger_int(length, const(0))
@@ -216,7 +214,7 @@ def _seen(code: Code, kernel: PagedDecode, fields: Sequence[Any], row: Any) -> t
 
 
 def _token(code: Code, kernel: PagedDecode, fields: Sequence[Any], row: Any) -> tuple[Any, Any]:
-    """Return the token of a row's query, and whether it has exactly one."""
+    """Generate code that computes the token of a row's query, and whether the row has only one."""
     if not kernel.among:
         return row, None
     starts, most = fields[8 + 2 * kernel.is_scaled], fields[-1]
@@ -224,12 +222,11 @@ def _token(code: Code, kernel: PagedDecode, fields: Sequence[Any], row: Any) -> 
         code.sext(code.read(starts, index, I32), I64) for index in (row, code.add(row, const(1)))
     )
     is_single = code.icmp_signed("==", code.sub(stop, start), const(1))
-    # As an unsigned number, a negative token is a very large one.
+    # As an unsigned number, a negative token is very large.
     return start, code.and_(is_single, code.icmp_unsigned("<", start, most))
 
 
 def _total(code: Code, kernel: PagedDecode, fields: Sequence[Any]) -> Any:
-    """Return the cost of all rows for one head: their tokens, and TOKENS_OF_A_PAIR for each."""
     with code.loop(const(0), fields[-5], carry=[const(0)]) as (row, sums):
         first, stop = _seen(code, kernel, fields, row)
         tokens = code.add(code.sub(stop, first), const(TOKENS_OF_A_PAIR))
@@ -238,7 +235,7 @@ def _total(code: Code, kernel: PagedDecode, fields: Sequence[Any]) -> Any:
 
 
 class _Pair:
-    """Generator of the function that computes one pair."""
+    """Generator of the function that computes one (row, kv head) pair."""
 
     def __init__(self, kernel: PagedDecode) -> None:
         """Choose the sizes of vectors and squares for a kernel on this host."""
@@ -253,10 +250,10 @@ class _Pair:
         self.width = most  # lanes of scores
         size = element_bytes(self.stored)
         self.packed = math.gcd(self.vectors, element_bytes(self.real) // size)
-        self.word = ir.IntType(8 * size * self.packed)  # several numbers of a key
-        self.tokens = math.gcd(self.S, self.lanes)  # of a square of words
+        self.word = ir.IntType(8 * size * self.packed)  # a word holds several numbers of a key
+        self.tokens = math.gcd(self.S, self.lanes)  # tokens of a square of words
         self.most_scores = self.cpu.registers // 2 - 2  # vectors of scores in registers
-        # The sums of two squares do not wait for one another.
+        # The sums of two squares are independent.
         two = self.S % (2 * self.tokens) == 0 and self.most_scores // 2 >= self.G
         self.squares = 2 if two else 1
         piece = self.S * self.H * size
@@ -264,12 +261,12 @@ class _Pair:
         self.farther = self.ahead + PAGES_FARTHER
 
     def function(self, module: ir.Module) -> ir.Function:
-        """Generate the function "pair".
+        """Generate the function "pair" and return it.
 
         Its arguments are q, k, v, table, sinks, numbers, out, next entry, next k, first, stop,
-        stride, pages, and where there are scales, those of keys and of values. Addresses are those
-        of the row and head; the next entry of the table and the next k give the address of the next
-        pair's first page.
+        stride, pages, and for int8 pages the scales of keys and of values. The addresses point to
+        the row and head. The next entry of the page table and the next k give the address of the
+        first page of the next pair.
         """
         scales = [POINTER] * 2 * self.kernel.is_scaled
         kind = ir.FunctionType(VOID, [POINTER] * 9 + [I64] * 4 + scales)
@@ -297,7 +294,7 @@ class _Pair:
         return function
 
     def _begin(self, code: Code, q: Any, factor: Any, sinks: Any) -> None:
-        """Multiply the queries by the factor; begin with the softmax of the sinks alone.
+        """Generate code that scales the queries and starts the softmax with the sinks alone.
 
         An absent sink is -inf. Sums begin at zero.
         """
@@ -317,29 +314,31 @@ class _Pair:
             code.write_vector(zero, self.sums, index)
 
     def _page(self, code: Code, base: Any, entry: Any) -> Any:
-        """Return the address of the page whose number is at `entry`; of page 0 if out of range."""
+        """Generate code that computes the address of the page whose id is at `entry` (or of page
+        0).
+        """
         page = code.zext(code.load(entry, typ=I32), I64)
         page = code.select(code.icmp_unsigned("<", page, self.pages), page, const(0))
         return code.at(base, code.mul(page, self.stride), self.stored)
 
     def _page_scales(self, code: Code, which: int, column: Any) -> Any:
-        """Return the address of the scales of keys (0) or values (1) in a column of the table."""
+        """Generate code that computes the address of a page's scales of keys (0) or values (1)."""
         page = code.zext(code.read(self.table, column, I32), I64)
         page = code.select(code.icmp_unsigned("<", page, self.pages), page, const(0))
         stride = code.sdiv(self.stride, const(self.H))
         return code.at(self.scales[which], code.mul(page, stride), SCALE)
 
     def _prefetch_scales(self, code: Code, page: Any) -> None:
-        """Generate prefetches of scales: of a page's values, and of keys a block later."""
+        """Generate code that prefetches scales: of a page's values, and of keys one block later."""
         last = code.sdiv(code.sub(self.stop, const(1)), const(self.S))
         later = code.add(page, const(max(1, BLOCK // self.S)))
         code.prefetch(self._page_scales(code, 1, page))
         code.prefetch(self._page_scales(code, 0, code.smaller_int(later, last)))
 
     def _after_key(self, code: Code, page: Any, first: Any, after: Any, distance: int) -> Any:
-        """Return the address of what is read `distance` pages after the keys of a page.
+        """Generate code that computes the address read `distance` pages after a page of keys.
 
-        The keys of a block's pages, from `first` to before `after`, are followed by their values.
+        The keys of a block, in pages from `first` to before `after`, are followed by its values.
         """
         later = code.add(page, const(distance))
         more = code.icmp_signed("<", later, after)
@@ -349,10 +348,10 @@ class _Pair:
         return self._page(code, code.select(more, self.k, self.v), entry)
 
     def _after_value(self, code: Code, page: Any, after: Any, distance: int) -> Any:
-        """Return the address of what is read `distance` pages after the values of a page.
+        """Generate code that computes the address read `distance` pages after a page of values.
 
-        The values of a block are followed by the keys of the next, and the values of a pair's last
-        block by the next pair's first keys.
+        The values of a block are followed by the keys of the next block, and the values of the last
+        block by the first keys of the next pair.
         """
         later = code.add(page, const(distance))
         more = code.icmp_signed("<", later, after)
@@ -362,32 +361,28 @@ class _Pair:
         return self._page(code, base, entry)
 
     def _pages(self, code: Code, begin: Any, end: Any) -> tuple[Any, Any]:
-        """Return the first page of the tokens from `begin` to before `end`, and the page after."""
         after = code.sdiv(code.add(end, const(self.S - 1)), const(self.S))
         return code.sdiv(begin, const(self.S)), after
 
     def _within(self, code: Code, page: Any, begin: Any, end: Any) -> tuple[Any, Any]:
-        """Return a page's tokens from `begin` to before `end`: the first, and the one after."""
         start = code.mul(page, const(self.S))
         low = code.larger_int(code.sub(begin, start), const(0))
         return low, code.smaller_int(code.sub(end, start), const(self.S))
 
     def _prefetch(self, code: Code, address: Any, start: Any, count: int) -> None:
-        """Generate prefetches of `count` numbers from number `start` of a page on."""
         for offset in range(0, count, LINE // element_bytes(self.stored)):
             code.prefetch(code.at(address, code.add(start, const(offset)), self.stored))
 
     def _read(self, code: Code, address: Any, token: Any, vector: int) -> Any:
-        """Load a vector of a token's key or value, as sums have them."""
+        """Generate code that loads a vector of a token's key or value, in the dtype of the sums."""
         place = code.add(code.mul(token, const(self.H)), const(vector * self.lanes))
         return self._number(code, code.read_vector(address, place, self.stored, self.lanes))
 
     def _number(self, code: Code, stored: Any) -> Any:
-        """Convert a vector of stored numbers to the type of the sums."""
         return numbers(code, stored, self.real, self.kernel.is_scaled)
 
     def _scores(self, code: Code, block: Any, begin: Any, end: Any) -> None:
-        """Generate the products of the queries with the keys of a block."""
+        """Generate code that multiplies the queries by a block's keys, and stores the scores."""
         first, after = self._pages(code, begin, end)
         step = self.squares * self.tokens
         with code.loop(first, after) as (page, _):
@@ -416,19 +411,20 @@ class _Pair:
                         code.write_vector(vector, self.scores, to)
 
     def _products(self, code: Code, keys: Any, ahead: Any, token: Any, queries: range) -> list[Any]:
-        """Generate products of queries with the keys of `squares` squares.
+        """Generate code that multiplies queries by the keys of `squares` squares.
 
-        Squares hold words of the keys; transposed, a vector has the same word of all tokens.
+        A square holds words of the keys. After transposition a vector has the same word of all
+        tokens.
 
         Returns:
-            A vector, of a square's tokens, for each square and query.
+            A vector with the scores of a square's tokens, for each square and query.
         """
         zero = filled(ir.VectorType(self.real, self.lanes), 0.0)
         sums = [zero] * (self.squares * len(queries))
         step = self.lanes * self.packed
         tokens = self.squares * self.tokens
         with code.loop(const(0), const(self.H), step, carry=sums) as (index, inner):
-            if queries.start == 0:  # some lines in each turn, so that few are awaited at once
+            if queries.start == 0:  # a few lines per turn, so that few are awaited at once
                 start = code.add(code.mul(token, const(self.H)), code.mul(index, const(tokens)))
                 self._prefetch(code, ahead, start, tokens * step)
             for square in range(self.squares):
@@ -448,7 +444,7 @@ class _Pair:
         return inner
 
     def _transposed(self, code: Code, keys: Any, token: Any, number: Any) -> list[Any]:
-        """Load a square of keys from `number` on: a vector of all tokens for each word."""
+        """Generate code that loads a square of keys, with a vector of all tokens for each word."""
         size = element_bytes(self.stored)
 
         def read(row: int, first: int, count: int) -> Any:
@@ -461,7 +457,6 @@ class _Pair:
         return code.columns(read, element_bytes(self.word), self.lanes)
 
     def _unpacked(self, code: Code, words: Any, part: int) -> Any:
-        """Return number `part` of each word, as sums have them."""
         size = 8 * element_bytes(self.stored)
         bits = ir.VectorType(ir.IntType(size), self.lanes)
         if part:
@@ -472,9 +467,9 @@ class _Pair:
         return self._number(code, code.bitcast(words, stored))
 
     def _softmax(self, code: Code, begin: Any, end: Any) -> None:
-        """Generate the softmax: scores from `begin` to before `end` of a block become weights.
+        """Generate code that replaces the scores [begin, end) of a block by softmax weights.
 
-        Others become zero, or are not read.
+        Other scores become zero, or are not read.
         """
         kind = ir.VectorType(self.real, self.width)
         nothing, zero = filled(kind, -math.inf), filled(kind, 0.0)
@@ -513,7 +508,14 @@ class _Pair:
             code.store(total, code.at(self.totals, g, self.real))
 
     def _values(self, code: Code, block: Any, begin: Any, end: Any) -> None:
-        """Add the block's values, times their weights, to the sums so far."""
+        """Generate code that adds the values of a block, each times its weight, to the sums.
+
+        The code first rescales the attention sums of earlier blocks by `shrinks`.
+
+        Args:
+            block: position of the first token of the block.
+            begin, end: positions [begin, end) of the tokens to add.
+        """
         first, after = self._pages(code, begin, end)
         for queries in _groups(self.G, self.cpu.registers * 3 // 4 // self.vectors):
             places = [
@@ -560,7 +562,10 @@ class _Pair:
                 code.write_vector(total, self.sums, const(place))
 
     def _finish(self, code: Code, out: Any) -> None:
-        """Write the sums over the total weights to the output; zeros where the total is zero."""
+        """Generate code that divides the sums by the total weights and writes the result.
+
+        The result is zero if the total is zero.
+        """
         zero, unit = (ir.Constant(self.real, value) for value in (0.0, 1.0))
         with code.loop(const(0), const(self.G)) as (g, _):
             total = code.read(self.totals, g, self.real)
@@ -573,13 +578,12 @@ class _Pair:
 
 
 def numbers(code: Code, stored: Any, real: ir.Type, is_scaled: bool) -> Any:
-    """Convert a vector of stored numbers to the type of the sums; codes where they are scaled."""
+    """Generate code that converts stored numbers, which are integer codes if scaled, to `real`."""
     if is_scaled:
         return code.sitofp(stored, ir.VectorType(real, stored.type.count))
     return widened(code, stored, real)
 
 
 def _groups(count: int, size: int) -> list[range]:
-    """Split 0 to `count` into ranges of `size`, at least 1."""
     size = max(1, size)
     return [range(start, min(start + size, count)) for start in range(0, count, size)]

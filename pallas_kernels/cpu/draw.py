@@ -1,8 +1,8 @@
-"""Draws of tokens on CPU: exponentials, truncation and the draw itself in one operation.
+"""Sampling of tokens on CPU in one operation: probabilities, min_p, top_k, top_p and the draw.
 
-XLA makes some 80 of it, which in a program of a small model take most of the time that compiling
-takes. Each row is computed alone, and sums have the order of `row_sums.py` or that of the columns:
-a row's token is the same whatever is beside it.
+XLA uses about 80 operations for it, which are most of the compile time of a small model's program.
+Each row is computed alone, and sums have the order of `row_sums.py` or of the columns. So the token
+of a row is the same for any other rows.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from pallas_kernels.cpu.ir_builder import (
 )
 from pallas_kernels.cpu.row_sums import RowKernel, Vectors
 
-BLOCK = 128  # columns whose sum is taken at once
+BLOCK = 128  # columns that are summed at once
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))  # of Threefry
 PARITY, ONE = 0x1BD11BDA, 0x3F800000
 SETTING = ir.FloatType()  # of temperature, min_p and top_p
-WORK_OF_A_COLUMN = 64  # in numbers that are read, of which `parts_of` counts
+WORK_OF_A_COLUMN = 64  # cost of a column relative to reading a number, which `parts_of` counts
 
 
 @dataclass(frozen=True)
@@ -44,21 +44,19 @@ class Draw(RowKernel):
 
     @property
     def name(self) -> str:
-        """Name of the operation."""
         return f"{NAMES}draw_{self.dtype}_{self.cpu.vector_bytes}"
 
     @property
     def fields(self) -> Sequence[Field]:
-        """Arguments: the operands of `run`, tokens, probabilities; rows, columns."""
+        """Arguments of the code: the operands of `run`, tokens, probabilities, rows, columns."""
         return *map(Field, range(self.operands + 2)), Field(0, 0), Field(0, 1)
 
     def parts(self, code: Code, fields: Sequence[Any]) -> Any:
-        """Generate the number of parts."""
         *_, rows, columns = fields
         return self.parts_of(code, rows, code.mul(columns, const(WORK_OF_A_COLUMN)))
 
     def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
-        """Generate part `index`'s rows."""
+        """Generate code that draws the tokens of the rows of part `index`."""
         greedy, temperature, tokens, rows = fields[2], fields[3], fields[-4], fields[-2]
         least = code.room(self.bits)
         begin, end = part_bounds(code, rows, index, parts)
@@ -66,20 +64,20 @@ class Draw(RowKernel):
             code.store(code.read(greedy, row, I32), code.at(tokens, row, I32))
             warmth = code.read(temperature, row, SETTING)
             with code.if_then(code.fcmp_ordered(">", warmth, ir.Constant(SETTING, 0.0))):
-                _Row(self, code, fields, row, least).draw()
+                _RowDraw(self, code, fields, row, least).draw()
 
     @property
     def real(self) -> ir.Type:
-        """Type of logits."""
+        """LLVM type of logits."""
         return float_type(self.sums)
 
     @property
     def bits(self) -> Any:
-        """Type of their bits."""
+        """LLVM integer type of the bits of a logit."""
         return ir.IntType(8 * element_bytes(self.real))
 
     def keys(self, code: Code, x: Any) -> Any:
-        """Return a vector of numbers as unsigned integers of the same order."""
+        """Generate code that converts numbers to unsigned integers of the same order."""
         kind = ir.VectorType(self.bits, x.type.count)
         raw = code.bitcast(x, kind)
         is_negative = code.icmp_signed("<", raw, filled(kind, 0))
@@ -87,13 +85,16 @@ class Draw(RowKernel):
         return code.select(is_negative, code.not_(raw), code.or_(raw, sign))
 
 
-class _Row:
-    """Generator of the code that draws one row's token."""
+class _RowDraw:
+    """Generator of the code that draws the token of one row."""
 
     def __init__(
         self, kernel: Draw, code: Code, fields: Sequence[Any], row: Any, least: Any
     ) -> None:
-        """Read the row's settings; `least` has room for the least key that stays."""
+        """Generate code that reads the settings of the row.
+
+        `least` is the address of the least key that stays.
+        """
         self.kernel, self.code, self.row, self.least = kernel, code, row, least
         logits, highest, _, *settings, tokens, probs, _, self.columns = fields
         temperature, min_p, self.top_k, top_p, seed, position = settings
@@ -113,7 +114,7 @@ class _Row:
         return setting if setting.type == real else self.code.fpext(setting, real)
 
     def draw(self) -> None:
-        """Write the token."""
+        """Generate code that draws the token and stores it."""
         code, kernel = self.code, self.kernel
         kernel.for_each(code, const(0), self.columns, self._write_probability)
         code.store(ir.Constant(kernel.bits, 0), self.least)
@@ -124,7 +125,7 @@ class _Row:
         with code.if_then(code.fcmp_ordered("<", self.top_p, ir.Constant(kernel.real, 1.0))):
             total = kernel.folded(code, self._kept, self.columns, 0.0, code.fadd, code.fadd)
             self._raise_least(self._kept, code.fmul(self.top_p, total))
-        # The likeliest stays, whatever rounding makes of a setting.
+        # The likeliest token stays, whatever rounding does to a setting.
         likeliest = code.extract_element(kernel.keys(code, code.splat(self.highest, 1)), const(0))
         least = code.load(self.least, typ=kernel.bits)
         is_less = code.icmp_unsigned("<", least, likeliest)
@@ -132,9 +133,10 @@ class _Row:
         code.store(self._token(), self.place)
 
     def _write_probability(self, index: Any, lanes: int) -> None:
-        """Write exp of a distance to the highest logit over the temperature; zero if unlikely."""
+        """Generate code that stores exp((logit - highest) / temperature), or zero below min_p."""
         code = self.code
-        # The difference first: a quotient of large logits and a small temperature may overflow.
+        # The difference comes first: a quotient of large logits and a small temperature may
+        # overflow.
         below: Any = code.fsub(self._logits(index, lanes), code.splat(self.highest, lanes))
         zero = filled(below.type, 0.0)
         quotient = code.fdiv(below, code.splat(self.temperature, lanes))
@@ -147,12 +149,11 @@ class _Row:
         return self.code.read_vector(self.logits, index, self.kernel.real, lanes)
 
     def _at_least(self, key: Any, index: Any, lanes: int) -> Any:
-        """Return which columns have at least a key."""
         keys = self.kernel.keys(self.code, self._logits(index, lanes))
         return self.code.icmp_unsigned(">=", keys, self.code.splat(key, lanes))
 
     def _kept(self, index: Any, lanes: int) -> Any:
-        """Return probabilities; zeros below the least key that stays."""
+        """Generate code that loads probabilities, with zero for tokens below the least key."""
         code = self.code
         p = code.read_vector(self.probs, index, self.kernel.real, lanes)
         stays = self._at_least(code.load(self.least, typ=self.kernel.bits), index, lanes)
@@ -162,44 +163,47 @@ class _Row:
         return filled(ir.VectorType(self.kernel.real, lanes), 1.0)
 
     def _raise_least(self, mass: Vectors, target: Any) -> None:
-        """Raise the least key to the greatest t with mass(keys >= t) >= target, never lower it.
+        """Generate code that raises the least key to the greatest t with mass(keys >= t) >= target.
 
-        Exact, and without a sort: built from its highest bit down.
+        The least key never decreases. The search sets the bits of t from the highest to the lowest,
+        so it is exact and needs no sort.
         """
         code, kernel = self.code, self.kernel
         none, unit = ir.Constant(kernel.bits, 0), ir.Constant(kernel.bits, 1)
         width = kernel.bits.width
-        with code.loop(const(0), const(width), carry=[none]) as (step, found):
+        with code.loop(const(0), const(width), carry=[none]) as (step, greatest):
             shift: Any = code.sub(const(width - 1), step)
             shift = shift if kernel.bits == shift.type else code.trunc(shift, kernel.bits)
-            trial = code.or_(found[0], code.shl(unit, shift))
+            trial = code.or_(greatest[0], code.shl(unit, shift))
 
             def reached(index: Any, lanes: int) -> Any:
-                own = mass(index, lanes)
-                return code.select(self._at_least(trial, index, lanes), own, filled(own.type, 0.0))
+                weight = mass(index, lanes)
+                return code.select(
+                    self._at_least(trial, index, lanes), weight, filled(weight.type, 0.0)
+                )
 
             total = kernel.folded(code, reached, self.columns, 0.0, code.fadd, code.fadd)
-            found[0] = code.select(code.fcmp_ordered(">=", total, target), trial, found[0])
+            greatest[0] = code.select(code.fcmp_ordered(">=", total, target), trial, greatest[0])
         least = code.load(self.least, typ=kernel.bits)
-        is_more = code.icmp_unsigned(">", found[0], least)
-        code.store(code.select(is_more, found[0], least), self.least)
+        is_more = code.icmp_unsigned(">", greatest[0], least)
+        code.store(code.select(is_more, greatest[0], least), self.least)
 
     def _token(self) -> Any:
-        """Return the token at which the cumulative mass passes the row's number times the total.
+        """Generate code that finds the token at which the cumulative mass passes u * total.
 
-        Inverse transform sampling, in two levels of sums.
+        This is inverse transform sampling with the row's random number u, in two levels of sums.
         """
         code, real = self.code, self.kernel.real
         zero = ir.Constant(real, 0.0)
         with code.loop(const(0), self.columns, BLOCK, carry=[zero]) as (start, sums):
             sums[0] = code.fadd(sums[0], self._block_sum(start))
         total = sums[0]
-        # Below the total even if the product rounds up to it: past it there is no token to draw.
+        # Less than the total, even if the product rounds up to it: there is no token at the total.
         raw = code.bitcast(total, self.kernel.bits)
         lower = code.bitcast(code.sub(raw, ir.Constant(self.kernel.bits, 1)), real)
         lower = code.select(code.fcmp_ordered(">", total, zero), lower, zero)
         target = code.smaller(code.fmul(self._uniform(), total), lower)
-        carry = [zero, zero, const(0)]  # all so far, all before the target's block, that block
+        carry = [zero, zero, const(0)]  # sum so far, sum before the block, the block
         with code.loop(const(0), self.columns, BLOCK, carry=carry) as (start, values):
             reached = code.fadd(values[0], self._block_sum(start))
             is_before = code.fcmp_ordered("<=", reached, target)
@@ -207,11 +211,12 @@ class _Row:
             values[1] = code.select(is_before, reached, values[1])
             values[2] = code.select(is_before, code.add(start, const(BLOCK)), values[2])
         _, before, begin = values
-        # A row of zeros or NaN has no token to draw: any will do, it is not used.
+        # A row of zeros or NaN has no token to draw. Any token will do, because it is not used.
         begin = code.smaller_int(begin, code.sub(self.columns, const(1)))
         end = code.smaller_int(code.add(begin, const(BLOCK)), self.columns)
         rest = code.fsub(target, before)
-        # Rounding may leave the target at the block's end: then its last possible token is drawn.
+        # Rounding may put the target at the end of the block. Then its last possible token is
+        # drawn.
         with code.loop(begin, end, carry=[zero, begin, begin]) as (index, values):
             p = code.extract_element(self._kept(index, 1), const(0))
             values[0] = code.fadd(values[0], p)
@@ -221,7 +226,6 @@ class _Row:
         return code.trunc(code.smaller_int(values[1], values[2]), I32)
 
     def _block_sum(self, start: Any) -> Any:
-        """Compute the sum of what stays in a block of columns."""
         code = self.code
         end = code.smaller_int(code.add(start, const(BLOCK)), self.columns)
 
@@ -232,7 +236,7 @@ class _Row:
         return self.kernel.folded(code, shifted, size, 0.0, code.fadd, code.fadd)
 
     def _uniform(self) -> Any:
-        """Compute jax.random.uniform(fold_in(key, position)) of the row's key, in [0, 1)."""
+        """Generate code that computes jax.random.uniform(fold_in(key, position)) for the row."""
         code, zero = self.code, ir.Constant(I32, 0)
         key = self._threefry(self.seed, [zero, self.position])
         high, low = self._threefry(key, [zero, zero])
@@ -241,7 +245,7 @@ class _Row:
         return self._widened(code.fsub(number, ir.Constant(SETTING, 1.0)))
 
     def _threefry(self, key: Sequence[Any], count: Sequence[Any]) -> list[Any]:
-        """Compute Threefry-2x32 with 20 rounds (Salmon et al., SC 2011)."""
+        """Generate code that computes Threefry-2x32 with 20 rounds (Salmon et al., SC 2011)."""
         code = self.code
         words = [*key, code.xor(code.xor(*key), ir.Constant(I32, PARITY))]
         x, y = code.add(count[0], words[0]), code.add(count[1], words[1])
@@ -261,14 +265,14 @@ def _for_this_host(dtype: str) -> Draw:
 
 
 def draw(logits: jax.Array, *others: jax.Array) -> jax.Array:
-    """Compute ``pallas_kernels.draw``: i32[R]."""
+    """Sample a token for each row on CPU: i32[R]."""
     return run(_for_this_host(np.dtype(logits.dtype).name), logits, *others)
 
 
 def run(kernel: Draw, logits: jax.Array, *others: jax.Array) -> jax.Array:
-    """Compute `draw` by this kernel.
+    """Sample a token for each row with `kernel`: i32[R].
 
-    The others are highest, greedy, temperature, min_p, top_k, top_p, seed and position.
+    The other arrays are highest, greedy, temperature, min_p, top_k, top_p, seed and position.
     """
     tokens = jax.ShapeDtypeStruct(logits.shape[:1], jnp.int32)
     probs = jax.ShapeDtypeStruct(logits.shape, logits.dtype)

@@ -1,11 +1,12 @@
-"""Kernels of `ir_builder.py` as operations of XLA on CPU, each shared by the threads of its pool.
+"""Kernels of `ir_builder.py` as operations of XLA on CPU, run on the threads of its pool.
 
 An operation is a handler of XLA's foreign function interface, whose binary interface is stable
-(`xla/ffi/api/c_api.h`; the offsets below are of its version 0.3, which later runtimes accept). The
-handler divides its work into parts, schedules helpers on the pool's threads, and takes parts itself
-until none is left: a helper that runs late finds no part, and the result does not depend on helpers
-that never run. Devices of one processor that run a program together divide its threads: with more
-threads at work than cores, each operation would wait for one that has none.
+(`xla/ffi/api/c_api.h`. The offsets below are of its version 0.3, which later runtimes accept). The
+handler divides its work into parts, schedules helper tasks on the threads of the pool, and computes
+parts itself until all are taken. A helper that runs late finds no part, and the result does not
+depend on helpers that never run. If several devices of one processor run a program together, they
+divide its threads. With more working threads than cores, every operation would wait for a thread
+without a core.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ from pallas_kernels.cpu.ir_builder import (
     untyped,
 )
 
-NAMES = "jaxserve_"  # the beginning of every operation's name
+NAMES = "jaxserve_"  # prefix of every operation's name
 API_VERSION = (0, 3)
-# Offsets in bytes of the fields that are read of XLA's structures.
+# Offsets in bytes of the fields of XLA's structures.
 FRAME_EXTENSION, FRAME_API, FRAME_CONTEXT, FRAME_ARGUMENTS, FRAME_RESULTS = 8, 16, 24, 72, 112
 BUFFER_DATA, BUFFER_SIZES = 24, 40
 EXTENSION_METADATA, METADATA_VERSION = 24, 24
 API_SCHEDULE, API_NUM_THREADS = 136, 144
 
-# A job is the state that a call shares with its helpers: int64 words, with the counters on cache
-# lines of their own.
+# A job is the state that a call shares with its helpers: int64 words, with the counters on separate
+# cache lines.
 JOBS = 64
 JOB_WORDS = 64
 BUSY, LEFT, DONE, FIELDS = 0, 8, 16, 24
@@ -55,11 +56,11 @@ _REGISTRATION = Lock()
 
 @dataclass(frozen=True)
 class Field:
-    """An argument of a kernel: the address of an operand or a result, or one of its sizes.
+    """An argument of a kernel: the address of an operand or result, or one of its sizes.
 
     Attributes:
-        buffer: number of the operand; results follow the operands.
-        size: dimension whose size is passed as an i64; None passes the address.
+        buffer: number of the operand. Results follow the operands.
+        size: dimension whose size is passed as an i64. None passes the address.
     """
 
     buffer: int
@@ -70,8 +71,8 @@ class Kernel(Protocol):
     """Generator of the code of an operation.
 
     Attributes:
-        name: the operation's name, which determines the code.
-        operands: number of operands; later buffers are results.
+        name: the name of the operation, which determines the code.
+        operands: number of operands. Later buffers are results.
         fields: arguments of its two functions, pointers and i64s.
     """
 
@@ -83,23 +84,23 @@ class Kernel(Protocol):
     def fields(self) -> Sequence[Field]: ...
 
     def parts(self, code: Code, fields: Sequence[Any]) -> Any:
-        """Generate the number of parts of the work, at least 1; i64."""
+        """Generate code that computes the number of parts of the work, an i64 of at least 1."""
         ...
 
     def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
-        """Generate the computation of part `index` of `parts`."""
+        """Generate code that computes part `index` of `parts`."""
         ...
 
 
 class KernelCodes(Protocol):
-    """Machine codes by the names of their kernels, kept for later processes."""
+    """Store of machine code by kernel name, for later processes."""
 
     def get(self, name: str) -> bytes | None:
-        """Return a kernel's machine code, which is for a host like this one, or None."""
+        """Return the machine code of a kernel for a host like this one, or None."""
         ...
 
     def keep(self, name: str, code: bytes) -> None:
-        """Keep a kernel's machine code, if it is not kept already."""
+        """Store the machine code of a kernel, unless it is stored already."""
         ...
 
 
@@ -107,12 +108,13 @@ _KEPT: ContextVar[KernelCodes | None] = ContextVar("kept", default=None)
 
 
 @contextmanager
-def kernels_from(kept: KernelCodes) -> Generator[None]:
-    """Let programs that this thread traces meanwhile take their kernels from what is kept.
+def kernels_from(store: KernelCodes) -> Generator[None]:
+    """Let the programs that this thread traces in the `with` block load kernels from a store.
 
-    The code runs unchecked: its source must be trusted.
+    Kernels that the store lacks are compiled and added to it. The code runs unchecked, so its
+    source must be trusted.
     """
-    before = _KEPT.set(kept)
+    before = _KEPT.set(store)
     try:
         yield
     finally:
@@ -120,16 +122,16 @@ def kernels_from(kept: KernelCodes) -> Generator[None]:
 
 
 def part_bounds(code: Code, total: Any, index: Any, parts: Any) -> tuple[Any, Any]:
-    """Return the begin and the end of part `index` of `total`, divided evenly; i64s."""
+    """Generate code that computes begin and end of part `index` of `total`, divided evenly."""
     after = code.add(index, const(1))
     begin, end = (code.sdiv(code.mul(total, nth), parts) for nth in (index, after))
     return begin, end
 
 
 def registered(kernel: Kernel, thorough: bool = False) -> str:
-    """Return the name of a kernel in XLA; the first time, compile and register it.
+    """Return the name of a kernel in XLA. The first call loads or compiles it and registers it.
 
-    It is not compiled where `kernels_from` has it.
+    The machine code comes from the store of `kernels_from`, if the store has it.
 
     Args:
         thorough: as in `machine_code`.
@@ -137,29 +139,30 @@ def registered(kernel: Kernel, thorough: bool = False) -> str:
     sharers = _devices_at_work()
     name = kernel.name if sharers == 1 else f"{kernel.name}_of_{sharers}"
     with _REGISTRATION:
-        kept = _KEPT.get()
+        store = _KEPT.get()
         if name not in _machine_codes():
-            code = None if kept is None else kept.get(name)
+            code = None if store is None else store.get(name)
             if code is None:
                 code = machine_code(module_of(kernel, name, sharers), host(), thorough)
             _register(name, code)
-        if kept is not None:
-            kept.keep(name, code_of(name))
+        if store is not None:
+            store.keep(name, code_of(name))
     return name
 
 
 def _devices_at_work() -> int:
-    """Return how many devices of this process run the program that is being traced."""
+    """Return the number of devices of this process that run the program being traced."""
     return max(1, jax.sharding.get_abstract_mesh().size // jax.process_count())
 
 
 def restore(kernels: Mapping[str, bytes]) -> None:
-    """Register the machine code of kernels, by name, that `code_of` returned on a host like this.
+    """Register kernels in XLA from their machine code by name, as `code_of` returned it.
 
-    Kernels that are already registered stay. The code runs unchecked: its source must be trusted.
+    The code must be for a host like this one. Kernels that are registered already stay. The code
+    runs unchecked, so its source must be trusted.
 
     Raises:
-        ValueError: a name is not a kernel's, or its code lacks the kernel.
+        ValueError: a name is not the name of a kernel, or its code lacks the kernel.
     """
     with _REGISTRATION:
         for name, code in kernels.items():
@@ -178,15 +181,15 @@ def code_of(name: str) -> bytes:
 
 @cache
 def _machine_codes() -> dict[str, bytes]:
-    """Return the registered machine codes by name; XLA too keeps them for the whole process."""
+    """Return the dict of machine code by registered name, which lives as long as the process."""
     return {}
 
 
 def _register(name: str, code: bytes) -> None:
     """Load machine code and register it in XLA.
 
-    XLA keeps the code's address for good, so the code is never freed, not even at the end of the
-    process, when threads of the pool may still run `take`.
+    XLA keeps the address of the code, so the code is never freed. Threads of the pool may run
+    `take` even when the process ends.
     """
     engine = loaded(code)
     address: Any = engine.get_function_address(name)
@@ -198,7 +201,7 @@ def _register(name: str, code: bytes) -> None:
 
 
 def module_of(kernel: Kernel, name: str, sharers: int) -> ir.Module:
-    """Return a module with the handler, under a name, for devices that share the threads."""
+    """Return a module with the handler `name`, for `sharers` devices that share the threads."""
     module = ir.Module(name)
     words = ir.ArrayType(I64, JOBS * JOB_WORDS)
     jobs = ir.GlobalVariable(module, words, "jobs")
@@ -219,7 +222,6 @@ def _function(module: ir.Module, name: str, result: ir.Type, kinds: Sequence[ir.
 
 
 def _work_function(module: ir.Module, kernel: Kernel) -> ir.Function:
-    """Generate work(fields, index, parts), which computes one part."""
     function = _function(module, "work", VOID, [POINTER, I64, I64])
     function.linkage = "internal"
     code = Code(function)
@@ -237,10 +239,10 @@ def _fields(code: Code, kernel: Kernel, base: Any) -> list[Any]:
 
 
 def _take_function(module: ir.Module, work: ir.Function) -> ir.Function:
-    """Generate take(job), which computes parts, from the last to the first, until none is left.
+    """Generate the function take(job), which computes parts, last to first, until all are taken.
 
-    A thread that takes from the job of a call that has ended either finds no part left, or helps
-    the next call in the same place: the count of parts left alone decides.
+    A thread may take from the job of a call that has ended. It then finds no part left, or helps
+    the next call in the same place: only the count of parts left decides.
     """
     function = _function(module, "take", VOID, [POINTER])
     function.linkage = "internal"
@@ -249,11 +251,11 @@ def _take_function(module: ir.Module, work: ir.Function) -> ir.Function:
     again, do, end = (function.append_basic_block() for _ in range(3))
     code.branch(again)
     code.position_at_end(again)
-    left = code.atomic_rmw("sub", code.at(job, const(LEFT), I64), const(1), "seq_cst")
-    code.cbranch(code.icmp_signed(">", left, const(0)), do, end)
+    remaining = code.atomic_rmw("sub", code.at(job, const(LEFT), I64), const(1), "seq_cst")
+    code.cbranch(code.icmp_signed(">", remaining, const(0)), do, end)
     code.position_at_end(do)
     parts = code.read(job, const(FIELDS - 1), I64)
-    code.call(work, [code.at(job, const(FIELDS), I64), code.sub(left, const(1)), parts])
+    code.call(work, [code.at(job, const(FIELDS), I64), code.sub(remaining, const(1)), parts])
     code.atomic_rmw("add", code.at(job, const(DONE), I64), const(1), "seq_cst")
     code.branch(again)
     code.position_at_end(end)
@@ -272,8 +274,8 @@ def _handler(
 ) -> None:
     """Generate the handler, which XLA calls with a call frame.
 
-    It answers a request for metadata with the version; otherwise it reads the fields from the
-    frame, computes a single part itself, and shares several with helpers.
+    It answers a request for metadata with the version. Otherwise it reads the fields from the
+    frame. It computes a single part itself, and shares several parts with helpers.
     """
     function = _function(module, module.name, POINTER, [POINTER])
     code = Code(function)
@@ -328,12 +330,12 @@ def _handler(
 
 
 def _publish(code: Code, value: Any, address: Any) -> None:
-    """Write an i64 that other threads see only after all earlier writes."""
+    """Generate code that writes an i64, which other threads see only after all earlier writes."""
     code.atomic_rmw("xchg", address, value, "seq_cst")
 
 
 def _wait(code: Code, unfinished: Any) -> None:
-    """Repeat `unfinished()` until it is false."""
+    """Generate a loop that repeats the code of `unfinished()` until its value is false."""
     again, end = (code.function.append_basic_block() for _ in range(2))
     code.branch(again)
     code.position_at_end(again)
@@ -342,7 +344,7 @@ def _wait(code: Code, unfinished: Any) -> None:
 
 
 def _acquire(code: Code, jobs: Any, cursor: Any) -> Any:
-    """Return a job that no call holds; there are more jobs than threads."""
+    """Generate code that finds a job without a call. There are more jobs than threads."""
     place = code.room(POINTER)
 
     def taken() -> Any:
@@ -360,7 +362,10 @@ def _acquire(code: Code, jobs: Any, cursor: Any) -> Any:
 def _schedule_helpers(
     code: Code, api: Any, context: Any, take: Any, job: Any, parts: Any, sharers: int
 ) -> None:
-    """Schedule `take(job)` on this device's threads, one fewer than can find a part."""
+    """Generate code that schedules `take(job)` on this device's threads.
+
+    It schedules one task fewer than the threads that can find a part.
+    """
     null = ir.Constant(POINTER, None)
     kind = ir.FunctionType(POINTER, [POINTER])
     threads = code.room(I64)
@@ -371,7 +376,7 @@ def _schedule_helpers(
         for index, word in enumerate((const(8 * (len(words) + 2)), null, *words)):
             code.store(word, code.at(arguments, const(index), I64))
         address = code.load(code.at(api, const(function), I8), typ=POINTER)
-        address.type = kind.as_pointer()  # the builder only calls values of a function's type
+        address.type = kind.as_pointer()  # the builder can only call a value of a function type
         code.call(address, [arguments])
 
     request(API_NUM_THREADS, [context, threads])

@@ -1,4 +1,6 @@
-"""Activation of a gated MLP on CPU: one operation, the same to the bit wherever a number stands."""
+"""Activation of a gated MLP on CPU in one operation. The result of a number is always the same
+bits.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ from pallas_kernels.cpu.ir_builder import (
 from pallas_kernels.cpu.row_sums import RowKernel
 from pallas_kernels.product_arguments import Activation
 
-WORK_OF_A_NUMBER = 16  # in numbers that are read, of which `parts_of` counts
+WORK_OF_A_NUMBER = 16  # cost of a number relative to reading one, which `parts_of` counts
 
 
 @dataclass(frozen=True)
@@ -35,9 +37,10 @@ class Gated(RowKernel):
     """Kernel for activation(gate) * up.
 
     Attributes:
-        dtype: of both in memory: "float64", "float32" or "bfloat16"; computed in float32 at least.
+        dtype: dtype of gate and up in memory: "float64", "float32" or "bfloat16". The computation
+            is in float32 or wider.
         activation: "silu" or "gelu_tanh".
-        result: what both are rounded to before, and the result: `dtype`, or "bfloat16".
+        result: dtype of the result, to which gate and up are rounded first: `dtype` or "bfloat16".
     """
 
     activation: Activation
@@ -47,29 +50,27 @@ class Gated(RowKernel):
 
     @property
     def name(self) -> str:
-        """Name of the operation."""
         dtypes = f"{self.dtype}_{self.result}"
         return f"{NAMES}gated_{dtypes}_{self.activation}_{self.cpu.vector_bytes}"
 
     @property
     def fields(self) -> Sequence[Field]:
-        """Arguments: gates and their results; rows, numbers of a row."""
+        """Arguments of the code: gate and up, the results, rows, numbers per row."""
         return Field(0), Field(1), Field(0, 0), Field(0, 2)
 
     def parts(self, code: Code, fields: Sequence[Any]) -> Any:
-        """Generate the number of parts."""
         _, _, rows, size = fields
         return self.parts_of(code, rows, code.mul(size, const(WORK_OF_A_NUMBER)))
 
     def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
-        """Generate part `index`'s rows."""
+        """Generate code that computes the rows of part `index`."""
         gates, results, rows, size = fields
         stored, written = stored_type(self.dtype), stored_type(self.result)
         begin, end = part_bounds(code, rows, index, parts)
         with code.loop(begin, end) as (row, _):
             first = code.mul(row, size)
-            own = code.at(gates, code.mul(first, const(2)), stored)
-            halves = self.read(code, own), self.read(code, code.at(own, size, stored))
+            source = code.at(gates, code.mul(first, const(2)), stored)
+            halves = self.read(code, source), self.read(code, code.at(source, size, stored))
             target = code.at(results, first, written)
 
             def gated(nth: Any, lanes: int) -> None:
@@ -82,7 +83,6 @@ class Gated(RowKernel):
             self.for_each(code, const(0), size, gated)
 
     def _rounded(self, code: Code, number: Any) -> Any:
-        """Round to the result's dtype, as wide as before."""
         if self.result == self.dtype:
             return number
         return widened(code, bfloat16_bits(code, number), float_type(self.sums))
@@ -90,7 +90,7 @@ class Gated(RowKernel):
     def _activated(self, code: Code, x: Any) -> Any:
         kind = x.type
         if self.activation == "silu":
-            # Of -|x|, so that the exponential does not overflow.
+            # The exponential of -|x| does not overflow.
             size = code.intrinsic(f"llvm.fabs.{suffix(kind)}", kind, [x])
             power = code.exp2(code.fmul(size, filled(kind, -LOG2_E)))
             unit, zero = filled(kind, 1.0), filled(kind, 0.0)
@@ -108,7 +108,7 @@ def _for_this_host(dtype: str, activation: Activation, result: str) -> Gated:
 
 
 def gated(x: jax.Array, activation: Activation, dtype: jnp.dtype) -> jax.Array:
-    """Compute ``pallas_kernels.gated``: [T,F] of a dtype."""
+    """Compute activation(gate) * up on CPU: [T,F] of `dtype`."""
     kernel = _for_this_host(np.dtype(x.dtype).name, activation, dtype.name)
     shape = jax.ShapeDtypeStruct((x.shape[0], x.shape[2]), dtype)
     return jax.ffi.ffi_call(registered(kernel), shape)(x)

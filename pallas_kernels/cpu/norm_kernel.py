@@ -1,4 +1,4 @@
-"""Base of the CPU kernels that norm rows: RMSNorm, numbers rounded as they are written."""
+"""Base of the CPU kernels that compute RMSNorm. Numbers are rounded when they are written."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from pallas_kernels.norm_arguments import NormOptions
 
 @dataclass(frozen=True)
 class NormKernel(RowKernel):
-    """Base of the kernels that norm rows.
+    """Base of the kernels that normalize rows.
 
     Attributes:
-        dtype: "float64", "float32" or "bfloat16"; computed in float32 at least.
+        dtype: "float64", "float32" or "bfloat16". The computation is in float32 or wider.
         options: of the norms.
     """
 
     options: NormOptions
 
     def mean_square(self, code: Code, numbers: Vectors, size: Any) -> Any:
-        """Compute the mean of a row's squares."""
+        """Generate code that computes the mean of a row's squares."""
         return code.fdiv(
             self.squares(code, numbers, size), code.sitofp(size, float_type(self.sums))
         )
 
     def inverse(self, code: Code, mean_square: Any) -> Any:
-        """Return one over the root of a mean of squares."""
+        """Generate code that computes 1 / sqrt(mean_square + eps)."""
         real = mean_square.type
         raised = code.fadd(mean_square, ir.Constant(real, self.options.eps))
         root = code.intrinsic(f"llvm.sqrt.{suffix(real)}", real, [raised])
         return code.fdiv(ir.Constant(real, 1.0), root)
 
     def normed(self, code: Code, inverse: Any, numbers: Vectors, scale: Any) -> Vectors:
-        """Return what computes a row's norm, rounded."""
+        """Return a function that generates code to compute numbers of a row's norm, rounded."""
         scales = self.read(code, scale)
 
         def normed(index: Any, lanes: int) -> Any:
@@ -59,14 +59,14 @@ class NormKernel(RowKernel):
         return normed
 
     def read_rounded(self, code: Code, x: Any, dtype: str) -> Vectors:
-        """Return what reads a row's numbers, of a dtype, and rounds them to the kernel's."""
+        """Return a function that generates code to read numbers of a row, rounded to the dtype."""
         numbers = self.read(code, x, dtype)
         if dtype == self.dtype:
             return numbers
         return lambda index, lanes: self.rounded(code, numbers(index, lanes))
 
     def rounded(self, code: Code, number: Any) -> Any:
-        """Round to the dtype, as wide as before."""
+        """Generate code that rounds numbers to the kernel's dtype. They keep their wide type."""
         if self.dtype != "bfloat16":
             return number
         return widened(code, bfloat16_bits(code, number), float_type(self.sums))
@@ -74,7 +74,11 @@ class NormKernel(RowKernel):
     def written(
         self, code: Code, number: Any, address: Any, index: Any, dtype: str | None = None
     ) -> Any:
-        """Write numbers, rounded to a dtype, by default the kernel's; return what was written."""
+        """Generate code that writes numbers, rounded to a dtype. Return the rounded numbers.
+
+        Args:
+            dtype: default is the dtype of the kernel.
+        """
         if (dtype or self.dtype) != "bfloat16":
             code.write_vector(number, address, index)
             return number

@@ -1,6 +1,6 @@
-"""The layout of weights for the product of `cpu/product.py`, and its specification in plain JAX.
+"""Layout of weights for the product of `cpu/product.py`, and its specification in plain JAX.
 
-`panel_shape` defines the layout; no other module depends on it.
+`panel_shape` defines the layout. No other module depends on it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ def panel_shape(inputs: int, outputs: int, dtype: np.dtype) -> tuple[tuple[int, 
     """Return shape and dtype of the panels of a weight of I inputs and O outputs.
 
     - Most dtypes: [ceil(O / PANEL), I, PANEL]. Element [n, i, o] is the weight of input i and
-      output PANEL * n + o. float16 is stored as its bits, uint16, because XLA on CPU converts
-      arrays of 16-bit floats as a whole.
+      output PANEL * n + o. float16 is stored as its bits, uint16, because XLA on CPU converts whole
+      arrays of 16-bit floats.
     - bfloat16: uint32 [ceil(O / PANEL), ceil(I / 2), PANEL]. Word [n, p, o] holds the bits of
       inputs 2 p (lower half) and 2 p + 1 (upper half) of output PANEL * n + o. So a row of a
       checkpoint's [O, I], read as words, is a column of a panel.
 
-    Outputs beyond O, and the second half of the last word where I is odd, are zero.
+    Outputs beyond O are zero, and so is the second half of the last word if I is odd.
     """
     count = -(-outputs // PANEL)
     if in_pairs(dtype.name):
@@ -36,7 +36,7 @@ def panel_shape(inputs: int, outputs: int, dtype: np.dtype) -> tuple[tuple[int, 
 
 
 def in_panels(weight: np.ndarray, panels: np.ndarray | None = None) -> np.ndarray:
-    """Lay a weight [I, O] out in panels, see `panel_shape`: new ones, or `panels`."""
+    """Copy a weight [I, O] to panels: to `panels`, or to a new array if it is None. Return them."""
     inputs, outputs = weight.shape
     shape, dtype = panel_shape(inputs, outputs, weight.dtype)
     panels = np.empty(shape, dtype) if panels is None else panels
@@ -52,7 +52,6 @@ def in_panels(weight: np.ndarray, panels: np.ndarray | None = None) -> np.ndarra
 
 
 def _fill(panels: np.ndarray, weight: np.ndarray) -> None:
-    """Lay [I, O] out as [ceil(O / PANEL), I, PANEL]."""
     inputs, outputs = weight.shape
     whole = outputs // PANEL
     columns = weight[:, : whole * PANEL].reshape(inputs, whole, PANEL)
@@ -63,12 +62,12 @@ def _fill(panels: np.ndarray, weight: np.ndarray) -> None:
 
 
 def rows_as_columns(rows: np.ndarray, panels: np.ndarray, column: int) -> None:
-    """Write rows [R, I] as outputs of panels shared with other rows, from output `column` on.
+    """Write rows [R, I] as outputs of panels that other rows share, from output `column` on.
 
     Args:
         rows: [R, I], contiguous.
-        panels: those that the rows reach.
-        column: the first row's output in the first panel.
+        panels: the panels that these rows reach.
+        column: output of the first row in the first panel.
     """
     words = rows.view(f"u{rows.dtype.itemsize}")
     if in_pairs(rows.dtype.name):
@@ -82,7 +81,7 @@ def rows_as_columns(rows: np.ndarray, panels: np.ndarray, column: int) -> None:
 
 
 def rows_in_order(values: np.ndarray) -> np.ndarray:
-    """Lay codes, scales or zero points [..., R, O] out as [..., ceil(O / PANEL), R, PANEL].
+    """Rearrange codes, scales or zero points [..., R, O] to [..., ceil(O / PANEL), R, PANEL].
 
     Outputs beyond O are zero.
     """
@@ -100,16 +99,15 @@ def columns(panels: jax.Array, outputs: jax.Array, inputs: int, dtype: str) -> j
 
 
 def _weights(columns: jax.Array, inputs: int, dtype: str) -> jax.Array:
-    """Return weights [T, I] from their panels' words."""
     if in_pairs(dtype):
         halves = jax.lax.bitcast_convert_type(columns, jnp.uint16)
         columns = halves.reshape(columns.shape[0], -1)[:, :inputs]
-    kept = jnp.dtype(dtype)
-    return columns if columns.dtype == kept else jax.lax.bitcast_convert_type(columns, kept)
+    target = jnp.dtype(dtype)
+    return columns if columns.dtype == target else jax.lax.bitcast_convert_type(columns, target)
 
 
 def reference(x: jax.Array, panels: jax.Array, weights: str) -> jax.Array:
-    """Compute `panel_product` of all rows, in plain JAX: [T, O]."""
+    """Compute `panel_product` of all rows in plain JAX: [T, O]."""
     outputs = panels.shape[0] * PANEL
     rows = panels.transpose(0, 2, 1).reshape(outputs, -1)
     exact = jnp.promote_types(x.dtype, jnp.float32)

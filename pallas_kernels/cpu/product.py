@@ -1,23 +1,22 @@
-"""Products with weights in panels, on CPU: weights are read once, in order, at the memory's speed.
+"""Products with weights in panels on CPU. Weights are read once, in order, at memory speed.
 
-A weight of I inputs and O outputs is stored as `[O / PANEL, I, PANEL]`: a panel holds PANEL outputs
-of all inputs, input after input, so a thread that computes them reads memory sequentially. (In the
-plain `[I, O]` order those outputs lie in pieces, each in another page of memory.) The sums of a
-tile of rows stay in registers during the loop over a panel (Goto and van de Geijn 2008, with the
-weights packed once). Every sum runs over the inputs in their order, so a row's result does not
-depend on the other rows.
+A weight of I inputs and O outputs is stored as `[O / PANEL, I, PANEL]`. A panel holds PANEL outputs
+of all inputs, input after input, so a thread reads memory sequentially. (In the plain `[I, O]`
+order these outputs are pieces, each in another page of memory.) The sums of a tile of rows stay in
+registers during the loop over a panel (Goto and van de Geijn 2008, with the weights packed once).
+Every sum runs over the inputs in their order, so the result of a row does not depend on other rows.
 
-Weights of bfloat16 are stored in pairs of inputs. If x is bfloat16 too and the processor has dot
+bfloat16 weights are stored in pairs of inputs. If x is bfloat16 too and the processor has dot
 products of such pairs (AVX512-BF16), the kernel uses them: products are exact, the second of a pair
 is added before the first, each addition rounds to float32, and subnormal numbers count as zeros.
-Otherwise weights are widened, and products are added in the order of the inputs, rounded once.
+Otherwise weights are widened, and products are added in the order of the inputs with one rounding.
 
-The number of rows that count is an operand, because a batch is padded to one of few shapes: later
-rows are not multiplied, and their results are zero.
+The number of rows is an operand, because a batch is padded to one of few shapes. Padding rows are
+not multiplied, and their results are zero.
 
-If each group of rows has a weight of its own (the experts of a mixture), the operand is the number
-of rows of each group. A part of the work takes the same panels of all of these weights, so that all
-threads share a few rows; a weight without rows is not read.
+If each group of rows has its own weight (the experts of a mixture), the operand is the number of
+rows per group. A part of the work takes the same panels of all these weights, so all threads share
+the work of a few rows. A weight without rows is not read.
 """
 
 from __future__ import annotations
@@ -56,17 +55,17 @@ MOST_PARTS = 16
 WORK_OF_A_PART = 1 << 16  # weights (or pairs) read, or an eighth of the products
 TILES_OF_A_CHUNK = 8  # their rows of x stay in the cache during the loop over panels
 INPUTS_OF_A_CHUNK = 1024  # or pairs of them
-ROWS_TO_PREFETCH = 6  # from so many rows on, the processor does not read ahead by itself
-AHEAD = 64  # inputs, or pairs of them, that prefetches are ahead
-UNROLLED = 4  # turns of the loop over inputs that are written in a row
+ROWS_TO_PREFETCH = 6  # from this many rows on, the processor does not prefetch by itself
+AHEAD = 64  # distance of prefetches, in inputs or pairs of inputs
+UNROLLED = 4  # unrolled turns of the loop over inputs
 
 
 @dataclass(frozen=True)
 class PanelProduct:
     """Kernel for a dtype of x and a dtype of weights.
 
-    Sums have x's dtype, float32 or float64; those of bfloat16, which only a host with `dots` has
-    and only for weights of bfloat16, are float32.
+    Sums have the dtype of x, float32 or float64. For bfloat16 x, which needs a host with `dots` and
+    bfloat16 weights, sums are float32.
     """
 
     x: str
@@ -77,7 +76,6 @@ class PanelProduct:
 
     @property
     def name(self) -> str:
-        """Name of the operation."""
         dots = "_dots" if self.cpu.dots else ""
         return f"{NAMES}product_{self.x}_{self.weights}_{self.cpu.vectors}{dots}"
 
@@ -88,7 +86,7 @@ class PanelProduct:
 
     @property
     def dots(self) -> bool:
-        """Whether pairs of bfloat16 are multiplied without widening."""
+        """Whether pairs of bfloat16 are multiplied without conversion."""
         return self.x == "bfloat16"
 
     @property
@@ -98,12 +96,12 @@ class PanelProduct:
 
     @property
     def read(self) -> ir.Type:
-        """Type of a read of x: a number, or a pair of bfloat16."""
+        """LLVM type of one read of x: a number, or a pair of bfloat16."""
         return I32 if self.dots else float_type(self.dtype)
 
     @property
     def stored(self) -> ir.Type:
-        """Type of a panel's elements: a weight, or a pair of weights."""
+        """LLVM type of an element of a panel: a weight, or a pair of weights."""
         return I32 if in_pairs(self.weights) else stored_type(self.weights)
 
     @property
@@ -113,27 +111,27 @@ class PanelProduct:
 
     @property
     def sums(self) -> int:
-        """Number of vectors of sums in registers; the other registers are for factors."""
+        """Number of vectors of sums in registers. The other registers hold factors."""
         return self.cpu.registers * 3 // 4
 
     @property
     def fields(self) -> Sequence[Field]:
-        """Arguments: x, panels, each group's rows, y; then sizes.
+        """Arguments of the code: x, panels, rows per group, y, then sizes.
 
-        The sizes are rows, groups, inputs (or pairs), a weight's panels.
+        The sizes are rows, groups, inputs (or pairs of inputs), panels of a weight.
         """
         buffers = (Field(buffer) for buffer in range(self.operands + 1))
         return (*buffers, Field(0, 0), Field(1, 0), Field(1, 2), Field(1, 1))
 
     def parts(self, code: Code, fields: Sequence[Any]) -> Any:
-        """Generate the number of parts."""
         _, _, counts, _, rows, groups, inputs, panels = fields
         return parts_of(code, (counts, groups, rows), inputs, panels)
 
     def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
-        """Generate part `index`'s panels of all groups, then zeros in rows that do not count.
+        """Generate code that computes the panels of part `index` of all groups.
 
-        The loops are over groups, chunks of rows, chunks of inputs, panels, and tiles of rows.
+        Padding rows of y become zero. The loops are over groups, chunks of rows, chunks of inputs,
+        panels, and tiles of rows.
         """
         x, w, counts, y, rows, groups, inputs, panels = fields
         outputs = code.mul(panels, const(PANEL))
@@ -171,11 +169,11 @@ class PanelProduct:
         fill(code, y, (ends[0], rows), (first, last), outputs, float_type(self.dtype), lanes)
 
     def _ahead(self, code: Code, here: Any, panels: Any, below: Any, nth: Any, count: Any) -> Any:
-        """Return the first address that tile `nth` of a chunk prefetches, a line for each input.
+        """Generate code that computes the first address that tile `nth` of a chunk prefetches.
 
-        The first two tiles of full size prefetch a half each of the panel below, which has two
-        lines an input; otherwise memory would be idle while the chunk's other tiles compute. Those
-        prefetch their own panel.
+        A tile prefetches one line per input. The first two tiles of full size each prefetch half of
+        the next panel, which has two lines per input. Otherwise the memory would be idle while the
+        other tiles of the chunk compute. The other tiles prefetch their own panel.
         """
         panel, last = panels
         half = code.mul(code.mul(nth, count), const(LINE // element_bytes(self.stored)))
@@ -190,13 +188,13 @@ class PanelProduct:
 def each_group(
     code: Code, counts: Any, groups: Any, rows: Any, carry: Sequence[Any] = ()
 ) -> Iterator[tuple[Any, Any, list[Any]]]:
-    """Generate a loop over consecutive groups of rows; the body is the `with` block.
+    """Generate a loop over consecutive groups of rows. The body is the `with` block.
 
-    A group has as many rows as its i32 in `counts`, limited to 0 and to the rows left of `rows`.
+    The number of rows of a group is its i32 in `counts`, limited to 0 and to the remaining rows.
 
     Yields:
-        The group, its first row, and a list: the row after its last (after the loop, the row after
-        all groups), then the values of `carry`.
+        The group, its first row, and a list: the row after its last row (after the loop, the row
+        after all groups), then the values of `carry`.
     """
     with code.loop(const(0), groups, carry=[const(0), *carry]) as (group, values):
         begin = values[0]
@@ -206,12 +204,12 @@ def each_group(
 
 
 def place_in_panels(code: Code, panel: Any, rows: Any, row: Any) -> Any:
-    """Return the element at which a row of a panel begins, in panels of so many rows."""
+    """Generate code that computes the first element of a row of a panel of `rows` rows."""
     return code.mul(code.add(code.mul(panel, rows), row), const(PANEL))
 
 
 def parts_of(code: Code, groups: tuple[Any, Any, Any], inputs: Any, panels: Any) -> Any:
-    """Return the number of parts of a product, each of whole panels.
+    """Generate code that computes the number of parts of a product. Each part is whole panels.
 
     `groups` are counts, groups and rows as in `each_group`.
     """
@@ -229,7 +227,7 @@ def parts_of(code: Code, groups: tuple[Any, Any, Any], inputs: Any, panels: Any)
 def fill(
     code: Code, y: Any, rows: Any, panels: Any, outputs: Any, real: ir.Type, lanes: int
 ) -> None:
-    """Write zeros to rows and panels of y, each given as the first and the one after the last."""
+    """Generate code that writes zeros to rows and panels of y, given as (first, end)."""
     zero = filled(ir.VectorType(real, lanes), 0.0)
     low, high = (code.mul(panel, const(PANEL)) for panel in panels)
     with code.loop(*rows) as (row, _), code.loop(low, high, lanes) as (column, _):
@@ -237,17 +235,17 @@ def fill(
 
 
 def row_tiles(sums: int) -> list[int]:
-    """Return the sizes of tiles whose sums fit `sums` vectors in registers, from largest to 1.
+    """Return the sizes of tiles whose sums fit in `sums` vector registers, from the largest to 1.
 
-    A row of the largest has two vectors of sums: then reads of x and of weights are in balance.
+    A row of the largest tile has two vectors of sums, which balances reads of x and of weights.
     """
     return [sums // 2, *(size for size in (8, 4, 2, 1) if size < sums // 2)]
 
 
 def columns_at_once(sums: int, size: int, vectors: int) -> list[range]:
-    """Split a panel's vectors into passes of a tile of `size` rows, whose sums fit in registers.
+    """Split the vectors of a panel into passes of a tile of `size` rows, whose sums fit registers.
 
-    A pass reads all inputs of its columns, so that tiles of few rows read whole panels once.
+    A pass reads all inputs of its columns, so tiles of few rows read whole panels once.
     """
     width = vectors
     while size * width > sums:
@@ -256,11 +254,11 @@ def columns_at_once(sums: int, size: int, vectors: int) -> list[range]:
 
 
 def _tile(module: ir.Module, size: int, kernel: PanelProduct) -> ir.Function:
-    """Generate a function of (x, panel, y, ahead, count, inputs, outputs, begins).
+    """Generate a function (x, panel, y, ahead, count, inputs, outputs, begins).
 
-    y[:size, :PANEL] += x[:size] @ panel, over `count` inputs; rows of x are `inputs` apart, those
-    of y `outputs`. If the sums begin (`begins`), the contents of y are replaced. Lines of memory
-    from `ahead` on are prefetched.
+    It computes y[:size, :PANEL] += x[:size] @ panel over `count` inputs. Rows of x are `inputs`
+    apart and rows of y `outputs`. If `begins`, the previous contents of y are ignored. Lines of
+    memory from `ahead` on are prefetched.
     """
     real, stored = float_type(kernel.dtype), kernel.stored
     lanes = kernel.cpu.vector_bytes // element_bytes(real)
@@ -286,7 +284,7 @@ def _tile(module: ir.Module, size: int, kernel: PanelProduct) -> ir.Function:
             nth: int, k: Any, sums: list[Any], nth_pass: int = nth_pass, columns: range = columns
         ) -> None:
             here = code.at(w, code.mul(k, const(PANEL)), stored)
-            if nth % len(passes) == 0:  # all passes together prefetch one line for each input
+            if nth % len(passes) == 0:  # all passes together prefetch one line per input
                 all_k = code.add(k, code.mul(count, const(nth_pass)))
                 line_ahead = code.ashr(all_k, const(len(passes).bit_length() - 1))
                 code.prefetch(code.at(ahead, code.mul(line_ahead, const(line)), stored), 2)
@@ -314,7 +312,7 @@ def _tile(module: ir.Module, size: int, kernel: PanelProduct) -> ir.Function:
 
 
 def _factors(code: Code, kernel: PanelProduct, stored: Any) -> Sequence[Any]:
-    """Return the factors in a vector of a panel, for each of `kernel.reads`."""
+    """Generate code that converts a vector of a panel to factors, one per `kernel.reads`."""
     if kernel.dots:
         return (stored,)
     real = float_type(kernel.dtype)
@@ -329,13 +327,12 @@ def _factors(code: Code, kernel: PanelProduct, stored: Any) -> Sequence[Any]:
 
 
 def _added(code: Code, kernel: PanelProduct, value: Any, factor: Any, total: Any) -> Any:
-    """Add the products of value and factor to total."""
     add = code.add_pair_products if kernel.dots else code.multiply_add
     return add(value, factor, total)
 
 
 def kernel_for(x: np.dtype, weights: str, cpu: Host | None = None) -> PanelProduct:
-    """Return the kernel for x and weights of these dtypes on a host, by default this machine."""
+    """Return the kernel for the dtypes of x and weights on a host, by default this machine."""
     cpu = cpu or host()
     if not (cpu.dots and x.name == weights == "bfloat16"):
         x = np.promote_types(x, np.float32)
@@ -348,18 +345,18 @@ def panel_product(
     """Multiply x by a weight in panels, or rows sorted by group each by the weight of its group.
 
     Args:
-        x: [T, I], any float; widened to at least float32 unless the processor multiplies pairs of
-            bfloat16 and both x and the weights are that.
-        panels: of one weight, see `panel_shape`, or [E, ...] of a weight for each group.
+        x: [T, I], any float. It is converted to float32 or wider, unless the processor multiplies
+            pairs of bfloat16 and both x and the weights are bfloat16.
+        panels: panels of one weight, see `panel_shape`, or [E, ...] with a weight per group.
         weights: dtype of the weights.
-        num_rows: i32[], rows from this number on are zero. With groups i32[E], required: the rows
-            of each, group after group; rows after the last group are zero.
+        num_rows: i32[] number of rows to multiply. The results of later rows are zero. With groups
+            it is required: i32[E] rows per group, in order.
 
     Returns:
-        [T, O] of the dtype of the sums: x's, but at least float32.
+        [T, O] of the dtype of the sums: that of x, or float32 if x is narrower.
 
     Raises:
-        ValueError: naming the argument at fault and what is allowed.
+        ValueError: names the wrong argument and the allowed values.
     """
     return run(kernel_for(np.dtype(x.dtype), weights), x, panels, num_rows)
 
@@ -367,7 +364,7 @@ def panel_product(
 def run(
     kernel: PanelProduct, x: jax.Array, panels: jax.Array, num_rows: jax.Array | None = None
 ) -> jax.Array:
-    """Compute `panel_product` by this kernel.
+    """Compute `panel_product` with `kernel`: [T, O].
 
     Raises:
         ValueError: panels or num_rows do not fit.
@@ -385,10 +382,10 @@ def run(
 def grouped(
     x: jax.Array, panels: jax.Array, num_rows: jax.Array | None, rows: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Return panels [E, P, rows, PANEL] and row counts i32[E]; one weight is one group.
+    """Return panels [E, P, rows, PANEL] and row counts i32[E]. A single weight is one group.
 
     Raises:
-        ValueError: panels or counts have another shape, or counts are missing.
+        ValueError: panels or counts have a wrong shape, or counts are missing.
     """
     if panels.ndim not in (3, 4) or panels.shape[-2:] != (rows, PANEL):
         raise ValueError(

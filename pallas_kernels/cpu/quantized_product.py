@@ -1,12 +1,12 @@
-"""Products with quantized weights in panels, on CPU: codes are read once, in order, and widened.
+"""Products with quantized weights in panels, on CPU. Codes are read once, in order.
 
-Codes are stored as the weights of `cpu/product.py` are, `[O / PANEL, rows, PANEL]`, scales and zero
-points as `[O / PANEL, groups, PANEL]` (`panels.rows_in_order`). In the loop over a panel, a vector
-of codes becomes numbers in registers, `(code - zero) * scale` as in the specification, by which
-every row of the tile is multiplied. So a quarter or an eighth of the bytes of float32 is read, and
-the rows of a tile share the widening. Sums run over the inputs in their order: a row's result does
-not depend on the other rows. As in `cpu/product.py`, rows that do not count are not multiplied, and
-groups of rows may have weights of their own.
+The layout of codes is that of the weights of `cpu/product.py`, `[O / PANEL, rows, PANEL]`, and of
+scales and zero points `[O / PANEL, groups, PANEL]` (`panels.rows_in_order`). In the loop over a
+panel, a vector of codes is converted in registers to `(code - zero) * scale`, as in the
+specification, and multiplied with every row of the tile. So a quarter or an eighth of the bytes of
+float32 is read, and the rows of a tile share the conversion. Sums run over the inputs in their
+order, so the result of a row does not depend on other rows. As in `cpu/product.py`, padding rows
+are not multiplied, and groups of rows may have their own weights.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from pallas_kernels.cpu.product import (
 )
 from pallas_kernels.quantized_codes import codes_a_row
 
-AHEAD = 32  # rows of codes that prefetches are ahead
+AHEAD = 32  # distance of prefetches in rows of codes
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class QuantizedPanelProduct:
         form: "int8", "fp8" or "int4".
         scales: dtype of the scales.
         zeros: whether the weight has zero points.
-        cpu: the CPU that the code is generated for.
+        cpu: the CPU that code is generated for.
     """
 
     x: str
@@ -75,7 +75,6 @@ class QuantizedPanelProduct:
 
     @property
     def name(self) -> str:
-        """Name of the operation."""
         zeros = "_zeros" if self.zeros else ""
         return (
             f"{NAMES}quantized_product_{self.x}_{self.form}_{self.scales}{zeros}_{self.cpu.vectors}"
@@ -83,12 +82,11 @@ class QuantizedPanelProduct:
 
     @property
     def operands(self) -> int:
-        """Number of operands."""
         return 5 if self.zeros else 4
 
     @property
     def real(self) -> ir.Type:
-        """Type of the sums."""
+        """LLVM type of the sums."""
         return float_type(np.dtype(self.x))
 
     @property
@@ -103,27 +101,27 @@ class QuantizedPanelProduct:
 
     @property
     def sums(self) -> int:
-        """Number of vectors of sums in registers; scales, zeros and codes need the others."""
+        """Number of vectors of sums in registers. Scales, zero points and codes need the others."""
         return self.cpu.registers - 8 if self.form == "int4" else self.cpu.registers * 3 // 4
 
     @property
     def fields(self) -> Sequence[Field]:
-        """Arguments: x, codes, scales, zeros if any, rows of each weight, y; then sizes.
+        """Arguments of the code: x, codes, scales, optional zeros, rows per weight, y, then sizes.
 
-        The sizes are rows, weights, a weight's rows of codes, groups of these, and panels.
+        The sizes are rows, weights, rows of codes of a weight, groups of these rows, and panels.
         """
         buffers = (Field(buffer) for buffer in range(self.operands + 1))
         return (*buffers, Field(0, 0), Field(1, 0), Field(1, 2), Field(2, 2), Field(1, 1))
 
     def parts(self, code: Code, fields: Sequence[Any]) -> Any:
-        """Generate the number of parts."""
         *_, counts, _, rows, experts, inputs, _, panels = fields
         return parts_of(code, (counts, experts, rows), inputs, panels)
 
     def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
-        """Generate part `index`'s panels of all weights, then zeros in rows that do not count.
+        """Generate code that computes the panels of part `index` of all weights.
 
-        The loops are over weights, chunks of rows, chunks of rows of codes, panels, and tiles.
+        Padding rows of y become zero. The loops are over weights, chunks of rows, chunks of rows of
+        codes, panels, and tiles.
         """
         x, codes, *steps, counts, y, rows, experts, inputs, groups, panels = fields
         outputs = code.mul(panels, const(PANEL))
@@ -131,7 +129,7 @@ class QuantizedPanelProduct:
         sizes = row_tiles(self.sums)
         tiles = {size: _tile(code.module, size, self) for size in sizes}
         group = code.sdiv(inputs, groups)
-        # A chunk has whole groups of rows of codes, or lies within a group. A span is the rows of a
+        # A chunk has whole groups of rows of codes, or is part of a group. A span is the rows of a
         # chunk in the first case, and of the group in the second.
         in_chunk = code.sdiv(const(INPUTS_OF_A_CHUNK), group)
         span = code.mul(group, code.larger_int(in_chunk, const(1)))
@@ -173,24 +171,22 @@ class QuantizedPanelProduct:
 
 
 def _input(code: Code, kernel: QuantizedPanelProduct, row: Any, inputs: Any, k: Any) -> Any:
-    """Return the number of x, in a row of x, that row `k` of the codes starts at."""
     return code.mul(code.add(code.mul(row, inputs), k), const(kernel.reads))
 
 
 def _tile(module: ir.Module, size: int, kernel: QuantizedPanelProduct) -> ir.Function:
-    """Generate a function of (x, codes, scales, zeros if any, y, count, run, inputs, outputs,
-    begins).
+    """Generate a function (x, codes, scales, zeros if any, y, count, run, inputs, outputs, begins).
 
-    y[:size, :PANEL] += x[:size] @ weights, over `count` rows of codes, each `run` of which share a
-    row of scales and zero points. Rows of x are `inputs` rows of codes apart, those of y `outputs`.
-    If the sums begin (`begins`), the contents of y are replaced.
+    It computes y[:size, :PANEL] += x[:size] @ weights over `count` rows of codes. Each `run` rows
+    share a row of scales and zero points. Rows of x are `inputs` rows of codes apart, and rows of y
+    `outputs`. If `begins`, the previous contents of y are ignored.
     """
     real, lanes = kernel.real, kernel.lanes
     addresses = 5 if kernel.zeros else 4
     kind = ir.FunctionType(VOID, [POINTER] * addresses + [I64] * 4 + [I1])
     function = ir.Function(module, kind, f"tile_{size}")
     function.linkage = "internal"
-    function.attributes.add("noinline")  # inlined into the loops, it ran out of registers
+    function.attributes.add("noinline")  # when inlined into the loops, it ran out of registers
     code = Code(function)
     x, codes, *steps, y, count, run, inputs, outputs, begins = function.args
     between = code.mul(inputs, const(kernel.reads))
@@ -234,7 +230,10 @@ def _tile(module: ir.Module, size: int, kernel: QuantizedPanelProduct) -> ir.Fun
 def _steps(
     code: Code, kernel: QuantizedPanelProduct, steps: Sequence[Any], place: Any, columns: range
 ) -> tuple[list[Any], list[Any]]:
-    """Load vectors of a group's scales, and of its zero points: 8 if the weight has none."""
+    """Generate code that loads the scales and zero points of a group, one vector per column each.
+
+    Without zero points, the zero point of int4 is 8.
+    """
     real, lanes = kernel.real, kernel.lanes
     whole = ir.VectorType(I32, lanes)
     places = [code.add(place, const(vector * lanes)) for vector in columns]
@@ -242,7 +241,7 @@ def _steps(
         widened(code, code.read_vector(steps[0], start, stored_type(kernel.scales), lanes), real)
         for start in places
     ]
-    if kernel.form == "fp8":  # see `_number`: exact, as a power of two
+    if kernel.form == "fp8":  # exact, as a power of two (see `_number`)
         scales = [code.fmul(scale, filled(scale.type, 256.0)) for scale in scales]
     if kernel.zeros:
         bytes_ = [code.read_vector(steps[1], start, I8, lanes) for start in places]
@@ -253,7 +252,10 @@ def _steps(
 def _number(
     code: Code, kernel: QuantizedPanelProduct, stored: Any, nth: int, scale: Any, offset: Any
 ) -> Any:
-    """Compute (code - zero) * scale of a vector of bytes, or of its half bytes `nth` for int4."""
+    """Generate code that computes (code - zero) * scale of a vector of bytes.
+
+    For int4 `nth` selects the low (0) or high (1) half bytes.
+    """
     lanes = stored.type.count
     real = ir.VectorType(kernel.real, lanes)
     whole = ir.VectorType(I32, lanes)
@@ -281,10 +283,11 @@ def quantized_panel_product(
     """Multiply x by a quantized weight in panels, or rows sorted by expert each by its weight.
 
     Args:
-        x: [T, I], any float; I is the number of inputs of the rows of codes.
-        codes: int8 or uint8 [P, rows, PANEL], see `quantized_matmul`; for experts [E, ...].
-        scales: [P, groups, PANEL], of 16 bits as their bits in uint16; for experts [E, ...].
-        zeros: uint8, of the shape of scales, for int4 only; or None.
+        x: [T, I], any float. I is the number of inputs of the rows of codes.
+        codes: int8 or uint8 [P, rows, PANEL], see `quantized_matmul`. For experts [E, ...].
+        scales: [P, groups, PANEL]. 16-bit scales are given as their bits in uint16. For experts [E,
+            ...].
+        zeros: uint8 of the shape of scales, only for int4, or None.
         form: "int8", "fp8" or "int4".
         scales_dtype: dtype of the scales.
         num_rows: as in `panel_product`.
@@ -293,7 +296,7 @@ def quantized_panel_product(
         [T, P * PANEL] in float32 (float64 for float64).
 
     Raises:
-        ValueError: naming the argument at fault and what is allowed.
+        ValueError: names the wrong argument and the allowed values.
     """
     wide = np.promote_types(x.dtype, np.float32)
     kernel = QuantizedPanelProduct(wide.name, form, scales_dtype, zeros is not None)
@@ -308,11 +311,7 @@ def run(
     zeros: jax.Array | None = None,
     num_rows: jax.Array | None = None,
 ) -> jax.Array:
-    """Compute `quantized_panel_product` by this kernel.
-
-    Raises:
-        ValueError: naming the argument at fault and what is allowed.
-    """
+    """Compute `quantized_panel_product` with `kernel`: [T, P * PANEL]."""
     many, groups = codes.shape[:-2], scales.shape[-2]
     for name, array in (("scales", scales), ("zeros", zeros)):
         if array is not None and array.shape != (*many, groups, PANEL):

@@ -1,12 +1,12 @@
-"""Attention of rows of many queries over pages, on CPU: tiles of queries, blocks of keys.
+"""Causal attention of rows of many queries over pages, on CPU: tiles of queries, blocks of keys.
 
-This is FlashAttention-2 (Dao 2023) for one processor: the unit of work is a (row, tile of queries,
+This is FlashAttention-2 (Dao 2023) for one processor. The unit of work is a (row, tile of queries,
 kv head). A block of keys is gathered from its pages, transposed, and multiplied with all queries of
-the tile; its values follow. Products are computed as in BLIS (Van Zee, van de Geijn 2015): sums of
+the tile. Its values follow. Products are computed as in BLIS (Van Zee, van de Geijn 2015): sums of
 a few queries times a few vectors stay in registers.
 
-Every sum runs over a query's own tokens in their order, in blocks counted from position 0: a result
-is the same to the bit whatever rows are in the batch, and wherever a prompt was cut.
+Every sum runs over the tokens of one query in their order, in blocks that are counted from position
+0. So a result is the same to the bit for any other rows and wherever a prompt was cut.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from pallas_kernels.cpu.ir_builder import (
     widened,
 )
 
-TILE = 96  # queries times heads
-ROWS = 6  # of a product whose sums are in registers
+TILE = 96  # queries times heads of a tile
+ROWS = 6  # rows of a product whose sums are in registers
 MOST_PARTS = 64
-UNROLLED = 4  # turns of the loop of a product that are written in a row
+UNROLLED = 4  # unrolled turns of the loop of a product
 WORK_OF_A_PART = 1 << 21  # products
 
 
@@ -57,9 +57,10 @@ class PagedTiles(PagedKernel):
 
     @property
     def fields(self) -> Sequence[Field]:
-        """Arguments: q, k, v, page_table, query_start, kv_len, sinks, window, numbers, scales, out.
+        """Arguments of the code: buffers, then sizes.
 
-        Then sizes: R, M, P, K, T.
+        The buffers are q, k, v, page_table, query_start, kv_len, sinks, window, numbers, scales,
+        out. The sizes are R, M, P, K, T.
         """
         buffers = (Field(buffer) for buffer in range(self.operands + 1))
         return (*buffers, Field(3, 0), Field(3, 1), Field(1, 0), Field(1, 1), Field(0, 0))
@@ -70,13 +71,12 @@ class PagedTiles(PagedKernel):
         return max(1, TILE // self.group)
 
     def parts(self, code: Code, fields: Sequence[Any]) -> Any:
-        """Generate the number of parts: by the work, at most MOST_PARTS."""
         total = code.mul(_total(code, self, fields), const(self.group * self.head_dim))
         parts = code.add(code.sdiv(total, const(WORK_OF_A_PART)), const(1))
         return code.smaller_int(parts, const(MOST_PARTS))
 
     def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
-        """Generate the tiles that begin in this part of all products."""
+        """Generate code that computes the tiles that begin in part `index` of all products."""
         rows, heads = fields[-5], fields[-2]
         tile = _Tile(self).function(code.module)
         with code.if_then(code.icmp_signed("==", index, const(0))):
@@ -103,7 +103,6 @@ class PagedTiles(PagedKernel):
                         code.call(tile, [*fields, *numbers])
 
     def _clear_padding(self, code: Code, fields: Sequence[Any]) -> None:
-        """Write zeros for the tokens behind the last row's."""
         starts, out, (rows, *_, heads, most) = fields[4], fields[-6], fields[-5:]
         end = code.larger_int(code.sext(code.read(starts, rows, I32), I64), const(0))
         size = code.mul(heads, const(self.group * self.head_dim))
@@ -113,7 +112,10 @@ class PagedTiles(PagedKernel):
 
 
 def _row(code: Code, kernel: PagedTiles, fields: Sequence[Any], row: Any) -> tuple[Any, Any, Any]:
-    """Return a row's first token, its queries if two or more, else 0, and its first position."""
+    """Generate code that computes a row's first token, number of queries and first position.
+
+    The number of queries is 0 for rows of fewer than two queries.
+    """
     starts, lengths, columns, most = fields[4], fields[5], fields[-4], fields[-1]
     start, stop = (
         code.smaller_int(
@@ -131,9 +133,10 @@ def _row(code: Code, kernel: PagedTiles, fields: Sequence[Any], row: Any) -> tup
 def _span(
     code: Code, kernel: PagedTiles, fields: Sequence[Any], count: Any, before: Any, nth: Any
 ) -> tuple[Any, Any, Any]:
-    """Return the number of queries of the tile from query `nth` on, and the positions it sees.
+    """Generate code that computes the number of queries of a tile, and the positions that it sees.
 
-    These are the first position and the one after the last.
+    `nth` is the first query of the tile. The positions are the first one and the one after the
+    last.
     """
     number = code.smaller_int(code.sub(count, nth), const(kernel.queries))
     span = code.sext(code.load(fields[7], typ=I32), I64)
@@ -143,12 +146,11 @@ def _span(
 
 
 def _work(code: Code, number: Any, first: Any, stop: Any) -> Any:
-    """Return the cost of a tile and one head: queries times positions, and BLOCK besides."""
+    """Generate code that computes the cost of a tile: queries times (positions + BLOCK)."""
     return code.mul(number, code.add(code.sub(stop, first), const(BLOCK)))
 
 
 def _total(code: Code, kernel: PagedTiles, fields: Sequence[Any]) -> Any:
-    """Return the cost of all tiles of all heads."""
     with code.loop(const(0), fields[-5], carry=[const(0)]) as (row, sums):
         _, count, before = _row(code, kernel, fields, row)
         with code.loop(const(0), count, kernel.queries, carry=sums) as (nth, inner):
@@ -174,10 +176,11 @@ class _Tile:
         self.rows = -(-kernel.queries * self.G // ROWS) * ROWS
 
     def function(self, module: ir.Module) -> ir.Function:
-        """Generate the function "tile".
+        """Generate the function "tile" and return it.
 
-        Its arguments are the fields, then row, head, token, queries, position, first, stop: `token`
-        and `position` are the first query's; the tile sees positions from `first` to before `stop`.
+        Its arguments are the fields, then row, head, token, queries, position, first, stop. `token`
+        and `position` are of the first query. The tile sees the positions from `first` to before
+        `stop`.
         """
         kinds = [POINTER if field.size is None else I64 for field in self.kernel.fields]
         function = ir.Function(module, ir.FunctionType(VOID, [*kinds, *[I64] * 7]), "tile")
@@ -196,7 +199,7 @@ class _Tile:
         self.stride = code.mul(heads, piece)
         self.k, self.v = (code.at(x, code.mul(head, piece), self.stored) for x in (k, v))
         self.table = code.at(table, code.mul(row, columns), I32)
-        self.between = code.mul(heads, const(self.G * self.H))  # one query and the next
+        self.between = code.mul(heads, const(self.G * self.H))  # distance of consecutive queries
         here = code.mul(head, const(self.G * self.H))
         where = code.add(code.mul(token, self.between), here)
         self.queries, self.sums = (code.room(self.real, self.rows * self.H) for _ in range(2))
@@ -237,7 +240,7 @@ class _Tile:
         return function
 
     def _begin(self, code: Code, q: Any, sinks: Any) -> None:
-        """Gather the queries, times their factor; begin with the softmax of the sinks alone.
+        """Generate code that gathers the scaled queries, and starts the softmax with the sinks.
 
         An absent sink is -inf.
         """
@@ -268,7 +271,7 @@ class _Tile:
                 code.write_vector(code.exp2(code.fsub(sink, top)), self.totals, m)
 
     def _gather(self, code: Code, base: Any, block: Any) -> None:
-        """Gather the block's keys or values, token after token; zeros for tokens not seen."""
+        """Generate code that gathers the keys or values of a block, zero for unseen tokens."""
         begin = code.larger_int(self.first, block)
         end = code.smaller_int(self.stop, code.add(block, const(BLOCK)))
         zero = filled(ir.VectorType(self.real, self.lanes), 0.0)
@@ -294,7 +297,7 @@ class _Tile:
                 code.write_vector(number, target, index)
 
     def _gather_scales(self, code: Code, base: Any, target: Any, block: Any) -> None:
-        """Gather the scales of the block's tokens; zeros for tokens not seen."""
+        """Generate code that gathers the scales of a block's tokens, zero for unseen tokens."""
         begin = code.larger_int(self.first, block)
         end = code.smaller_int(self.stop, code.add(block, const(BLOCK)))
         zero = filled(ir.VectorType(self.real, self.width), 0.0)
@@ -310,7 +313,7 @@ class _Tile:
             code.write_vector(scale, target, code.sub(position, block))
 
     def _transpose(self, code: Code) -> None:
-        """Transpose the gathered keys by squares, so that tokens are side by side."""
+        """Generate code that transposes the gathered keys, so that tokens are side by side."""
         n = self.lanes
         with (
             code.loop(const(0), const(BLOCK), n) as (token, _),
@@ -329,11 +332,11 @@ class _Tile:
     def _product(
         self, module: ir.Module, name: str, vectors: int, lanes: int, across: int, columns: int
     ) -> ir.Function:
-        """Generate a function of (a, b, c, depth, shrinks): c = c * shrinks + a @ b.
+        """Generate a function (a, b, c, depth, shrinks) that computes c = c * shrinks + a @ b.
 
-        a is [ROWS, across], of which `depth` columns count, b is [depth, columns], c is [ROWS,
-        columns]. A row of b and c is `vectors` vectors of `lanes`. The function "scores" ignores
-        `shrinks` and what c holds.
+        a is [ROWS, across], of which the first `depth` columns are used, b is [depth, columns] and
+        c is [ROWS, columns]. A row of b and c is `vectors` vectors of `lanes` lanes. The function
+        "scores" ignores `shrinks` and the previous contents of c.
         """
         kind = ir.FunctionType(VOID, [POINTER, POINTER, POINTER, I64, POINTER])
         function = ir.Function(module, kind, name)
@@ -376,12 +379,12 @@ class _Tile:
         return function
 
     def _softmax(self, code: Code, block: Any) -> None:
-        """Generate the softmax: a block's scores become weights, zero for tokens not seen."""
+        """Generate code that replaces the scores of a block by weights, zero for unseen tokens."""
         kind = ir.VectorType(self.real, self.width)
         nothing, zero = filled(kind, -math.inf), filled(kind, 0.0)
         whole = ir.IntType(8 * element_bytes(self.real))
         numbers = ir.VectorType(whole, self.width)
-        edge = const(2 * BLOCK)  # bounds beyond the block are equivalent, and fit any integer
+        edge = const(2 * BLOCK)  # any bound beyond the block is the same
         with (
             code.loop(const(0), self.number) as (i, _),
             code.loop(const(0), const(self.G)) as (g, _),
@@ -429,7 +432,10 @@ class _Tile:
             code.store(code.fadd(before, code.lane_sum(total)), to)
 
     def _finish(self, code: Code, out: Any) -> None:
-        """Write the sums over the total weights to the output; zeros where the total is zero."""
+        """Generate code that divides the sums by the total weights and writes the result.
+
+        The result is zero if the total is zero.
+        """
         zero, unit = (ir.Constant(self.real, value) for value in (0.0, 1.0))
         with (
             code.loop(const(0), self.number) as (i, _),

@@ -1,8 +1,8 @@
-"""Norms of heads, their rotation and the write of keys and values on CPU, in one operation.
+"""Norms of heads, rotation, and the write of keys and values on CPU, in one operation.
 
-Plain JAX takes some 65 operations of XLA a layer for it, and each is compiled and launched. Each
-head of a token is computed alone, its squares added in the order of `row_sums.py`: the same to the
-bit whatever is beside it.
+Plain JAX uses about 65 operations of XLA per layer for it, and each is compiled and launched. Each
+head of a token is computed alone, and its squares are added in the order of `row_sums.py`. So the
+result is the same to the bit for any other tokens.
 """
 
 from __future__ import annotations
@@ -24,25 +24,26 @@ from pallas_kernels.cpu.norm_kernel import NormKernel
 from pallas_kernels.cpu.row_sums import Vectors
 from pallas_kernels.qkv_arguments import QkvOptions
 
-K_PAGES, V_PAGES, COS = 1, 2, 4  # operands; queries, keys and values are results
-FACTOR = ir.FloatType()  # of what is stored
+K_PAGES, V_PAGES, COS = 1, 2, 4  # numbers of operands. Queries, keys and values are results
+FACTOR = ir.FloatType()  # dtype of the scales of stored numbers
 
 
 @dataclass(frozen=True)
 class RopeKVWrite(NormKernel):
-    """Kernel for what becomes of queries, keys and values before attention.
+    """Kernel for the norm and rotation of queries and keys, and the write of keys and values.
 
     Attributes:
-        dtype: "float64", "float32" or "bfloat16"; computed in float32 at least.
+        dtype: "float64", "float32" or "bfloat16". The computation is in float32 or wider.
         options: of the norms.
-        page_dtype: of the pages: `dtype`, or one of "bfloat16" and "float32" under the other.
-        qkv_dtype: of qkv: `dtype`, or a wider one, from which it is rounded first.
+        page_dtype: dtype of the pages: `dtype`, or "bfloat16" or "float32" for the other of the
+            two.
+        qkv_dtype: dtype of qkv: `dtype`, or a wider one that is rounded first.
         rotates: whether there are cosines and sines.
-        interleaved: whether neighbours are pairs.
-        norms: whether queries and keys are normed.
-        own_scales: whether each head has scales of its own.
-        given_means: whether the mean squares of a token's heads together are an operand.
-        divides: whether what is stored is divided by a scale for each kv head.
+        interleaved: whether pairs are neighbours.
+        norms: whether queries and keys are normalized.
+        own_scales: whether each head has its own norm scales.
+        given_means: whether the mean squares over all heads of a token are an operand.
+        divides: whether stored numbers are divided by a scale per kv head.
     """
 
     page_dtype: str
@@ -56,7 +57,6 @@ class RopeKVWrite(NormKernel):
 
     @property
     def name(self) -> str:
-        """Name of the operation."""
         flags = self.rotates, self.interleaved, self.norms, self.own_scales, self.given_means
         form = "".join(str(int(flag)) for flag in (*flags, self.divides))
         numbers = [self.options.eps] if self.norms else []
@@ -68,24 +68,22 @@ class RopeKVWrite(NormKernel):
 
     @property
     def operands(self) -> int:
-        """Number of operands."""
         return 4 + 2 * (self.rotates + self.norms + self.divides) + self.given_means
 
     @property
     def fields(self) -> Sequence[Field]:
-        """Arguments: sizes of qkv, of the pages, of a row of cosines; operands; results."""
+        """Arguments of the code: sizes of qkv, pages and cosines, then operands and results."""
         pages = Field(K_PAGES, 0), Field(K_PAGES, 2)
         pairs = [Field(COS, 1)] if self.rotates else []
         buffers = map(Field, range(self.operands + 3))
         return *(Field(0, nth) for nth in range(4)), *pages, *pairs, *buffers
 
     def parts(self, code: Code, fields: Sequence[Any]) -> Any:
-        """Generate the number of parts."""
         tokens, kv_heads, heads, width = fields[:4]
         return self.parts_of(code, tokens, code.mul(code.mul(kv_heads, heads), width))
 
     def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
-        """Generate part `index`'s tokens."""
+        """Generate code that computes the tokens of part `index`."""
         tokens, kv_heads, heads, width, num_pages, page_size, *rest = fields
         pairs = rest.pop(0) if self.rotates else None
         qkv, _, _, slots, *rest, queries, keys, values = rest
@@ -94,7 +92,7 @@ class RopeKVWrite(NormKernel):
         means = rest.pop(0) if self.given_means else None
         divisors = [rest.pop(0) if self.divides else None for _ in range(2)]
         stored, paged = stored_type(self.dtype), stored_type(self.page_dtype)
-        given = stored_type(self.qkv_dtype)
+        qkv_type = stored_type(self.qkv_dtype)
         group = code.sub(heads, const(2))
         begin, end = part_bounds(code, tokens, index, parts)
         with code.loop(begin, end) as (token, _):
@@ -109,7 +107,7 @@ class RopeKVWrite(NormKernel):
                     return code.at(base, code.mul(number, width), kind)
 
                 def of_head(nth: Any, number: Any, which: int) -> Vectors:
-                    source = at_head(qkv, code.add(code.mul(first, heads), nth), given)
+                    source = at_head(qkv, code.add(code.mul(first, heads), nth), qkv_type)
                     scale = scales[which]
                     if self.own_scales:
                         scale = at_head(scale, number, stored)
@@ -124,7 +122,7 @@ class RopeKVWrite(NormKernel):
                     query = of_head(nth, code.add(code.mul(kv_head, group), nth), 0)
                     target = at_head(queries, code.add(code.mul(first, group), nth), stored)
                     self._turn(code, query, width, pairs, turns, self._writer(code, target))
-                # As an unsigned number, a negative slot is a very large one.
+                # As an unsigned number, a negative slot is very large.
                 cells = code.mul(num_pages, page_size)
                 with code.if_then(code.icmp_unsigned("<", slot, cells)):
                     row = code.add(code.mul(page, kv_heads), kv_head)
@@ -141,13 +139,12 @@ class RopeKVWrite(NormKernel):
                     key = of_head(group, kv_head, 1)
                     self._turn(code, key, width, pairs, turns, writers[0])
                     last = code.add(code.mul(first, heads), code.add(group, const(1)))
-                    value = self.read_rounded(code, at_head(qkv, last, given), self.qkv_dtype)
+                    value = self.read_rounded(code, at_head(qkv, last, qkv_type), self.qkv_dtype)
                     self._turn(code, value, width, None, [], writers[1])
 
     def _normed_head(
         self, code: Code, numbers: Vectors, width: Any, scale: Any, mean_square: Any
     ) -> Vectors:
-        """Return what computes a head's numbers after their norm, if there is one."""
         if not self.norms:
             return numbers
         if mean_square is None:
@@ -157,7 +154,10 @@ class RopeKVWrite(NormKernel):
     def _turn(
         self, code: Code, numbers: Vectors, width: Any, pairs: Any, turns: Sequence[Any], write: Any
     ) -> None:
-        """Rotate a head's first 2 * pairs numbers, and write all; without turns they stay."""
+        """Generate code that rotates the first 2 * pairs numbers of a head and writes all of it.
+
+        Without `turns` the head is written unchanged.
+        """
         done = const(0)
         if turns:
             real = float_type(self.sums)
@@ -167,14 +167,14 @@ class RopeKVWrite(NormKernel):
                 cos, sin = (code.read_vector(table, index, real, lanes) for table in turns)
                 if self.interleaved:
                     both = numbers(code.mul(index, const(2)), 2 * lanes)
-                    left, right = (
+                    first, second = (
                         code.lanes_of(both, both, range(nth, 2 * lanes, 2)) for nth in (0, 1)
                     )
                 else:
-                    left, right = numbers(index, lanes), numbers(code.add(pairs, index), lanes)
-                turned = code.fsub(code.fmul(left, cos), code.fmul(right, sin))
+                    first, second = numbers(index, lanes), numbers(code.add(pairs, index), lanes)
+                turned = code.fsub(code.fmul(first, cos), code.fmul(second, sin))
                 write(turned, index)
-                turned = code.fadd(code.fmul(right, cos), code.fmul(left, sin))
+                turned = code.fadd(code.fmul(second, cos), code.fmul(first, sin))
                 write(turned, code.add(pairs, index))
 
             self.for_each(code, const(0), pairs, turn)
@@ -183,7 +183,10 @@ class RopeKVWrite(NormKernel):
     def _writer(
         self, code: Code, address: Any, dtype: str | None = None, divisor: Any = None
     ) -> Any:
-        """Return what writes numbers from an index on, divided by a float32 if there is one."""
+        """Return a function that generates code to write numbers from an index on.
+
+        The numbers are divided by `divisor`, a float32, if there is one.
+        """
 
         def write(number: Any, index: Any) -> None:
             if dtype not in (None, self.dtype) or divisor is not None:
@@ -212,7 +215,10 @@ def rope_kv_write(
     options: QkvOptions,
     case: Case,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Compute ``pallas_kernels.rope_kv_write``: queries, the new pages, and counters."""
+    """Normalize and rotate queries and keys, and store keys and values, on CPU.
+
+    Returns the queries, the new pages and zeroed counters.
+    """
     tokens, dtype = len(slot_mapping), case.query_dtype
     if qkv.ndim == 5:
         qkv = (qkv[0] if len(qkv) == 1 else qkv.sum(axis=0))[:tokens]
@@ -221,34 +227,35 @@ def rope_kv_write(
     means = [] if options.mean_squares is None or not norms else [options.mean_squares]
     scales = [] if options.k_scale is None else [options.k_scale, options.v_scale]
     own_scales = bool(norms) and norms[0].ndim == 3
-    if own_scales != (bool(norms) and norms[1].ndim == 2):  # one has a head's scales for all
+    if own_scales != (bool(norms) and norms[1].ndim == 2):  # only one of both has scales per head
         heads, count, width = qkv.shape[1:]
         norms[0] = jnp.broadcast_to(norms[0], (heads, count - 2, width))
         norms[1], own_scales = jnp.broadcast_to(norms[1], (heads, width)), True
     kernel = _for_this_host(
-        *(dtype.name, options.norm, case.page_dtype.name, qkv.dtype.name),
-        *(
-            cos_sin is not None,
-            options.interleaved,
-            bool(norms),
-            own_scales,
-            bool(means),
-            bool(scales),
-        ),
+        dtype.name,
+        options.norm,
+        case.page_dtype.name,
+        qkv.dtype.name,
+        cos_sin is not None,
+        options.interleaved,
+        bool(norms),
+        own_scales,
+        bool(means),
+        bool(scales),
     )
-    given = [qkv, k_pages, v_pages, slot_mapping, *(cos_sin or ()), *norms, *means, *scales]
-    query, keys, values = run(kernel, *given)
+    operands = [qkv, k_pages, v_pages, slot_mapping, *(cos_sin or ()), *norms, *means, *scales]
+    query, keys, values = run(kernel, *operands)
     query = query.reshape(tokens, -1, query.shape[-1])
     return query, keys, values, jnp.zeros(ARRIVALS, jnp.int32)
 
 
-def run(kernel: RopeKVWrite, *given: jax.Array) -> Sequence[jax.Array]:
-    """Compute `rope_kv_write` by this kernel: queries [T,K,G,H], keys and values."""
-    qkv, *pages = given[:3]
+def run(kernel: RopeKVWrite, *operands: jax.Array) -> Sequence[jax.Array]:
+    """Compute `rope_kv_write` with `kernel`: queries [T,K,G,H], and the new pages of K and V."""
+    qkv, *pages = operands[:3]
     tokens, heads, count, width = qkv.shape
     query = jax.ShapeDtypeStruct((tokens, heads, count - 2, width), jnp.dtype(kernel.dtype))
     return jax.ffi.ffi_call(
         registered(kernel),
         [query, *(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in pages)],
         input_output_aliases={K_PAGES: 1, V_PAGES: 2},
-    )(*given)
+    )(*operands)

@@ -1,10 +1,11 @@
-"""Sums of rows on CPU in a fixed order, and softmax and sigmoid that are the same in every row.
+"""Sums of rows on CPU in a fixed order, and softmax and sigmoid that do not depend on other rows.
 
 XLA sums few rows in another order than many, so the last bits of a norm would depend on the number
-of rows; and its exponentials differ in the last bit if a loop does not end at a whole vector, those
-of distances to a row's greatest number even if it does. Here a row's numbers go to the lanes of a
-few vectors in turns, whose sums are added at the end: the order depends on the row's length alone,
-and the additions overlap. Exponentials are the same in vectors and alone.
+of rows. Its exponentials differ in the last bit if a loop does not end at a whole vector, and
+exponentials of distances to the maximum of a row even if it does. Here the numbers of a row are
+added to the lanes of a few vectors in turn, and these are added at the end. So the order depends
+only on the length of the row, and the additions overlap. Exponentials are the same in vectors and
+alone.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from pallas_kernels.cpu.ir_builder import (
 Summed = Literal["numbers", "squares", "exps"]
 Shared = Literal["softmax", "sigmoid"]
 Fold = Callable[[Any, Any], Any]
-Vectors = Callable[[Any, int], Any]  # (index, lanes) to a row's numbers from the index on
+Vectors = Callable[[Any, int], Any]  # (index, lanes) -> numbers of a row from the index on
 
 MOST_EXPONENT = 100.0  # of 2, the largest that `Code.exp2` takes
 CHAINS = 4  # of dependent additions, which overlap
@@ -49,8 +50,8 @@ class RowKernel:
     """Base of the kernels over rows, which compute every row alone.
 
     Attributes:
-        dtype: of the numbers.
-        cpu: the CPU that the code is generated for.
+        dtype: dtype of the numbers.
+        cpu: the CPU that code is generated for.
     """
 
     dtype: str
@@ -62,13 +63,15 @@ class RowKernel:
         return np.dtype(np.float64 if self.dtype == "float64" else np.float32)
 
     def parts_of(self, code: Code, rows: Any, size: Any) -> Any:
-        """Generate the number of parts: by the numbers, at most MOST_PARTS and the rows."""
+        """Generate code that computes the number of parts: at most MOST_PARTS, and at most the
+        rows.
+        """
         parts = code.sdiv(code.mul(rows, size), const(WORK_OF_A_PART))
         parts = code.smaller_int(code.smaller_int(parts, const(MOST_PARTS)), rows)
         return code.larger_int(parts, const(1))
 
     def squares(self, code: Code, numbers: Vectors, size: Any) -> Any:
-        """Compute the sum of a row's squares."""
+        """Generate code that computes the sum of a row's squares."""
 
         def with_square(total: Any, number: Any) -> Any:
             return code.multiply_add(number, number, total)
@@ -76,16 +79,22 @@ class RowKernel:
         return self.folded(code, numbers, size, 0.0, with_square, code.fadd)
 
     def read(self, code: Code, x: Any, dtype: str | None = None) -> Vectors:
-        """Return what reads a row's numbers, by default of the kernel's dtype, and widens them."""
+        """Return a function that generates code to read numbers of a row, in the dtype of the sums.
+
+        The numbers in memory have the dtype of the kernel by default.
+        """
         stored, real = stored_type(dtype or self.dtype), float_type(self.sums)
         return lambda index, lanes: widened(code, code.read_vector(x, index, stored, lanes), real)
 
     def for_each(self, code: Code, begin: Any, end: Any, body: Callable[[Any, int], Any]) -> None:
-        """Call `body(index, lanes)`: for groups of whole vectors, for those left, then for each."""
+        """Generate loops over a row: over groups of vectors, then vectors, then single numbers.
+
+        `body(index, lanes)` generates the code for the numbers from `index` on.
+        """
         lanes = self.cpu.vector_bytes // self.sums.itemsize
         for count, width in ((CHAINS, lanes), (1, lanes), (1, 1)):
-            left = code.srem(code.sub(end, begin), const(count * width))
-            until = code.sub(end, left)
+            rest = code.srem(code.sub(end, begin), const(count * width))
+            until = code.sub(end, rest)
             with code.loop(begin, until, count * width) as (index, _):
                 for nth in range(count):
                     body(code.add(index, const(nth * width)), width)
@@ -100,11 +109,13 @@ class RowKernel:
         with_vector: Fold,
         together: Fold,
     ) -> Any:
-        """Reduce a row to one number.
+        """Generate code that reduces a row to one number, and return the number.
 
-        `with_vector` combines a total with a vector of the row, `together` combines two totals;
-        each lane of a total begins with `start`. `numbers` is called once for each vector, in the
-        order of the row.
+        Args:
+            numbers: called once for each vector, in the order of the row.
+            start: initial value of each lane of a total.
+            with_vector: combines a total with a vector of the row.
+            together: combines two totals.
         """
         lanes = self.cpu.vector_bytes // self.sums.itemsize
         kind = float_type(self.sums)
@@ -131,22 +142,21 @@ class RowKernel:
 
 
 @dataclass(frozen=True)
-class Rows(RowKernel, ABC):
-    """Base of the kernels with one operand and one result, which a row is reduced to or shares."""
+class OneOperandKernel(RowKernel, ABC):
+    """Base of the kernels with one operand and one result."""
 
     operands = 1
 
     @property
     def fields(self) -> Sequence[Field]:
-        """Arguments: x, results; rows, numbers of a row."""
+        """Arguments of the code: x, results, rows, numbers per row."""
         return Field(0), Field(1), Field(0, 0), Field(0, 1)
 
     def parts(self, code: Code, fields: Sequence[Any]) -> Any:
-        """Generate the number of parts."""
         return self.parts_of(code, *fields[2:])
 
     def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
-        """Generate part `index`'s rows."""
+        """Generate code that computes the rows of part `index`."""
         x, results, rows, size = fields
         begin, end = part_bounds(code, rows, index, parts)
         with code.loop(begin, end) as (row, _):
@@ -155,10 +165,10 @@ class Rows(RowKernel, ABC):
 
     @abstractmethod
     def row(self, code: Code, x: Any, size: Any, results: Any, row: Any) -> None:
-        """Write one row's result to its place in the results."""
+        """Generate code that writes the result of one row to its place in the results."""
 
     def exps(self, code: Code, x: Any, size: Any) -> tuple[Any, Any]:
-        """Compute a row's greatest number, and the sum of exp(number - greatest)."""
+        """Generate code that computes the maximum of a row and the sum of exp(number - maximum)."""
         numbers = self.read(code, x)
         top = self.folded(code, numbers, size, -math.inf, code.larger, code.larger)
 
@@ -169,26 +179,23 @@ class Rows(RowKernel, ABC):
 
 
 def _exp(code: Code, x: Any, top: Any) -> Any:
-    """Compute exp(x - top) of a vector x."""
     distance = code.fsub(x, code.splat(top, x.type.count))
     return code.exp2(code.fmul(distance, filled(x.type, LOG2_E)))
 
 
 @dataclass(frozen=True)
-class RowSums(Rows):
+class RowSums(OneOperandKernel):
     """Kernel for sums of rows.
 
     Attributes:
-        dtype: "float64", "float32", "bfloat16" or "float16"; sums of 16-bit numbers are float32.
-        term: what is summed: the "numbers", their "squares", or the "exps" of their distances to
-            the greatest.
+        dtype: "float64", "float32", "bfloat16" or "float16". Sums of 16-bit numbers are float32.
+        term: the summand: "numbers", "squares", or "exps" (of the distances to the maximum).
     """
 
     term: Summed = "numbers"
 
     @property
     def name(self) -> str:
-        """Name of the operation."""
         return f"{NAMES}sums_{self.dtype}_{self.term}_{self.cpu.vector_bytes}"
 
     def row(self, code: Code, x: Any, size: Any, results: Any, row: Any) -> None:
@@ -203,8 +210,8 @@ class RowSums(Rows):
 
 
 @dataclass(frozen=True)
-class RowShares(Rows):
-    """Kernel for softmax of rows, or for the sigmoid of every number.
+class RowShares(OneOperandKernel):
+    """Kernel for the softmax of rows, or for the sigmoid of every number.
 
     Attributes:
         dtype: "float64" or "float32".
@@ -215,11 +222,10 @@ class RowShares(Rows):
 
     @property
     def name(self) -> str:
-        """Name of the operation."""
         return f"{NAMES}shares_{self.dtype}_{self.shared}_{self.cpu.vector_bytes}"
 
     def row(self, code: Code, x: Any, size: Any, results: Any, row: Any) -> None:
-        """Write the row's shares."""
+        """Generate code that writes the softmax of a row, or the sigmoids of its numbers."""
         y = code.at(results, code.mul(row, size), float_type(self.sums))
         top, total = self.exps(code, x, size) if self.shared == "softmax" else (None, None)
 
@@ -240,7 +246,7 @@ class RowShares(Rows):
 
 @cache
 def _for_this_host(dtype: str, term: Summed) -> RowSums:
-    return RowSums(dtype, term)  # cached, since reading the host's features takes a while
+    return RowSums(dtype, term)  # cached, because reading the features of the host takes a while
 
 
 @cache
@@ -249,24 +255,24 @@ def _shares_for_this_host(dtype: str, shared: Shared) -> RowShares:
 
 
 def row_sums(x: jax.Array, term: Summed = "numbers") -> jax.Array:
-    """Compute `pallas_kernels.row_sums`: [...]."""
+    """Sum each row on CPU: [...]. Implementation of ``pallas_kernels.row_sums``."""
     return run(_for_this_host(np.dtype(x.dtype).name, term), x)
 
 
 def run(kernel: RowSums, x: jax.Array) -> jax.Array:
-    """Compute `row_sums` by this kernel."""
+    """Compute `row_sums` with `kernel`: [...]."""
     rows = x.reshape(-1, x.shape[-1])
     shape = jax.ShapeDtypeStruct(rows.shape[:1], kernel.sums)
     return jax.ffi.ffi_call(registered(kernel), shape)(rows).reshape(x.shape[:-1])
 
 
 def row_shares(x: jax.Array, shared: Shared) -> jax.Array:
-    """Compute `pallas_kernels.softmax` or `pallas_kernels.sigmoid`: [..., D]."""
+    """Compute softmax or sigmoid on CPU: [..., D]."""
     return run_shares(_shares_for_this_host(np.dtype(x.dtype).name, shared), x)
 
 
 def run_shares(kernel: RowShares, x: jax.Array) -> jax.Array:
-    """Compute `row_shares` by this kernel."""
+    """Compute `row_shares` with `kernel`: [..., D]."""
     rows = x.reshape(-1, x.shape[-1])
     shape = jax.ShapeDtypeStruct(rows.shape, rows.dtype)
     return jax.ffi.ffi_call(registered(kernel), shape)(rows).reshape(x.shape)

@@ -1,8 +1,8 @@
-"""Transposition of a weight's rows, [O, I] in checkpoints, into panels, at the memory's speed.
+"""Transposition of a weight's rows, [O, I] in checkpoints, to panels, at the speed of the memory.
 
 A panel is the transpose of PANEL rows. Squares of as many rows as a vector has lanes are transposed
-in registers, in steps that swap ever larger parts of two rows (Eklundh 1972), and written past the
-caches, which hold the rows. On the way the kernel finds the largest number's bits, which show
+in registers, in steps that swap ever larger parts of two rows (Eklundh 1972). They are written past
+the caches, which hold the rows. The kernel also finds the largest bits of any number, which show
 whether all numbers are finite. Weights that are stored inputs first, [I, O], need no transposition:
 a row is cut into a line of each panel.
 """
@@ -35,7 +35,7 @@ from pallas_kernels.cpu.ir_builder import (
 )
 from pallas_kernels.cpu.panels import PANEL, in_pairs, in_panels, panel_shape
 
-ALIGNMENT = 64  # of panels
+ALIGNMENT = 64  # of panels, in bytes
 
 _COMPILATION = Lock()
 
@@ -46,9 +46,9 @@ class Transposition:
 
     Attributes:
         word: bytes of a word.
-        number: bytes of a number; a word is one number or several.
-        widens: whether rows hold bfloat16, which become float32.
-        cpu: the CPU that the code is generated for.
+        number: bytes of a number. A word is one number or several.
+        widens: whether rows hold bfloat16, which is converted to float32.
+        cpu: the CPU that code is generated for.
     """
 
     word: int
@@ -58,21 +58,22 @@ class Transposition:
 
     @property
     def lanes(self) -> int:
-        """Words of a vector; a row must have as many."""
+        """Words of a vector. A row must have at least as many."""
         return min(PANEL, self.cpu.vector_bytes // self.word)
 
 
 def rows_in_panels(rows: np.ndarray, panels: np.ndarray, dtype: np.dtype) -> bool:
-    """Lay rows out as panels; return whether all numbers are finite.
+    """Copy rows of a weight to panels. Return whether all numbers are finite.
 
     Args:
-        rows: [R, I] floats of `dtype`, or bfloat16 where that is float32.
-        panels: filled by the rows; of the shape and dtype of `panel_shape`, contiguous, at a
-            multiple of ALIGNMENT bytes. If R is no multiple of PANEL, zeros fill the last panel.
-        dtype: of the weight.
+        rows: [R, I] floats of `dtype`, or bfloat16 if `dtype` is float32.
+        panels: contiguous array of the shape and dtype of `panel_shape`, at a multiple of ALIGNMENT
+            bytes. It is filled with the rows. If R is not a multiple of PANEL, zeros fill the last
+            panel.
+        dtype: dtype of the weight.
 
     Raises:
-        ValueError: rows or panels are not contiguous, or panels not aligned.
+        ValueError: rows or panels are not contiguous, or panels are not aligned.
     """
     words = panels.shape[1]
     kernel = _for_this_host(panels.dtype.itemsize, dtype.itemsize, rows.dtype != dtype)
@@ -88,15 +89,15 @@ def rows_in_panels(rows: np.ndarray, panels: np.ndarray, dtype: np.dtype) -> boo
 
 
 @dataclass(frozen=True)
-class Cut:
-    """Kernel that cuts rows of inputs, [I, M, turns]; output m of turn t is output t * M + m.
+class InputCut:
+    """Kernel that cuts rows of inputs, [I, M, turns]. Output m of turn t is output t * M + m.
 
     Attributes:
         number: bytes of a number in panels.
         turns: number of weights whose outputs alternate.
         pairs: whether a word holds two inputs.
-        widens: whether rows hold bfloat16, which become float32.
-        cpu: the CPU that the code is generated for.
+        widens: whether rows hold bfloat16, which is converted to float32.
+        cpu: the CPU that code is generated for.
     """
 
     number: int
@@ -117,16 +118,16 @@ class Cut:
 
 
 def inputs_in_panels(rows: np.ndarray, panels: np.ndarray, dtype: np.dtype) -> bool:
-    """Lay inputs out as panels; return whether all numbers are finite.
+    """Copy a weight that is stored inputs first to panels. Return whether all numbers are finite.
 
     Args:
-        rows: [I, M, turns] floats of `dtype`, or bfloat16 where that is float32, contiguous;
-            [i, m, t] is the weight of input i and output t * M + m.
-        panels: filled by the rows, as in `rows_in_panels`.
-        dtype: of the weight.
+        rows: [I, M, turns] floats of `dtype`, or bfloat16 if `dtype` is float32, contiguous. [i, m,
+            t] is the weight of input i and output t * M + m.
+        panels: filled with the weight, as in `rows_in_panels`.
+        dtype: dtype of the weight.
 
     Raises:
-        ValueError: panels have another shape; rows or panels are not contiguous, or panels not
+        ValueError: panels have a wrong shape, rows or panels are not contiguous, or panels are not
             aligned.
     """
     inputs, outputs, turns = rows.shape
@@ -145,45 +146,43 @@ def inputs_in_panels(rows: np.ndarray, panels: np.ndarray, dtype: np.dtype) -> b
 
 
 def _largest_bits(values: np.ndarray) -> int:
-    """Return the largest of the numbers' bits without their signs."""
     number = np.dtype(f"u{values.dtype.itemsize}")
     sign = number.type(1 << (8 * number.itemsize - 1))
     return int((values.view(number) & ~sign).max(initial=0))
 
 
 @cache
-def _cut_for_this_host(number: int, turns: int, pairs: bool, widens: bool) -> Cut:
-    return Cut(number, turns, pairs, widens)
+def _cut_for_this_host(number: int, turns: int, pairs: bool, widens: bool) -> InputCut:
+    return InputCut(number, turns, pairs, widens)
 
 
 @cache
 def _for_this_host(word: int, number: int, widens: bool) -> Transposition:
     return Transposition(
         word, number, widens
-    )  # cached, since reading the host's features takes a while
+    )  # cached, because reading the features of the host takes a while
 
 
-def run(kernel: Transposition | Cut, rows: np.ndarray, panels: np.ndarray) -> int:
-    """Fill whole panels [n, words, PANEL] by this kernel; return the largest bits without sign.
+def run(kernel: Transposition | InputCut, rows: np.ndarray, panels: np.ndarray) -> int:
+    """Fill whole panels [n, words, PANEL] with `kernel`. Return the largest bits without sign.
 
     Raises:
-        ValueError: rows or panels are not contiguous, or panels not aligned.
+        ValueError: rows or panels are not contiguous, or panels are not aligned.
     """
     if not rows.flags.c_contiguous or not panels.flags.c_contiguous:
         raise ValueError("rows and panels must be contiguous")
     if panels.ctypes.data % ALIGNMENT:
         raise ValueError(f"panels must begin at a multiple of {ALIGNMENT} bytes")
-    with _COMPILATION:  # threads that load weights call this at the same time
+    with _COMPILATION:  # threads that load weights call this concurrently
         _, transpose = _function(kernel)
     return transpose(rows.ctypes.data, panels.ctypes.data, panels.shape[1], len(panels))
 
 
 @cache
 def _function(
-    kernel: Transposition | Cut,
+    kernel: Transposition | InputCut,
 ) -> tuple[Any, Callable[[int, int, int, int], int]]:
-    """Return the engine that holds a kernel's code, and a function that frees the GIL."""
-    module = cut_module(kernel) if isinstance(kernel, Cut) else module_of(kernel)
+    module = cut_module(kernel) if isinstance(kernel, InputCut) else module_of(kernel)
     engine = compiled(module, kernel.cpu)
     kind = ctypes.CFUNCTYPE(ctypes.c_uint64, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2)
     address: Any = engine.get_function_address("transpose")
@@ -191,7 +190,7 @@ def _function(
 
 
 def module_of(kernel: Transposition) -> ir.Module:
-    """Generate transpose(rows, panels, words of a row, number of panels); see `run`."""
+    """Return a module with transpose(rows, panels, words of a row, number of panels)."""
     module = ir.Module("transpose")
     kind = ir.FunctionType(I64, [POINTER, POINTER, I64, I64])
     function: Any = ir.Function(module, kind, "transpose")
@@ -206,8 +205,8 @@ def module_of(kernel: Transposition) -> ir.Module:
     with code.loop(const(0), count, carry=[filled(numbers, 0)]) as (panel, most):
         first = code.mul(panel, size)
         source, target = code.at(rows, first, stored), code.at(panels, first, element)
-        with code.loop(const(0), words, lanes, carry=most) as (index, found):
-            start = code.smaller_int(index, end)  # the last squares overlap those before
+        with code.loop(const(0), words, lanes, carry=most) as (index, maxima):
+            start = code.smaller_int(index, end)  # the last squares overlap the ones before
             for row in range(0, PANEL, lanes):
                 lines = [code.add(code.mul(words, const(row + i)), start) for i in range(lanes)]
                 square = [code.read_vector(source, line, stored, lanes) for line in lines]
@@ -215,21 +214,21 @@ def module_of(kernel: Transposition) -> ir.Module:
                     square = [_words(code, vector, element) for vector in square]
                 for vector in square:
                     bits = code.and_(code.bitcast(vector, numbers), unsigned)
-                    found[0] = _larger(code, found[0], bits)
+                    maxima[0] = _larger(code, maxima[0], bits)
                 for lane, vector in enumerate(_transposed(code, square)):
                     place = code.add(
                         code.mul(code.add(start, const(lane)), const(PANEL)), const(row)
                     )
                     _write_past_caches(code, vector, code.at(target, place, element))
-        most[0] = found[0]
+        most[0] = maxima[0]
     code.fence("seq_cst")  # writes past the caches arrive in any order
     largest = code.intrinsic(f"llvm.vector.reduce.umax.{suffix(numbers)}", number, most)
     code.ret(largest if kernel.number == 8 else code.zext(largest, I64))
     return module
 
 
-def cut_module(kernel: Cut) -> ir.Module:
-    """Generate transpose(rows, panels, words of an output, number of panels); see `run`."""
+def cut_module(kernel: InputCut) -> ir.Module:
+    """Return a module with transpose(rows, panels, words of an output, number of panels)."""
     module = ir.Module("cut")
     kind = ir.FunctionType(I64, [POINTER, POINTER, I64, I64])
     function: Any = ir.Function(module, kind, "transpose")
@@ -244,7 +243,7 @@ def cut_module(kernel: Cut) -> ir.Module:
     inputs = range(1 + kernel.pairs)  # of a word
     with code.loop(const(0), words, carry=[filled(numbers, 0)]) as (line, most):
         first = code.mul(line, const(len(inputs)))
-        with code.loop(const(0), columns, carry=most) as (column, found):
+        with code.loop(const(0), columns, carry=most) as (column, maxima):
             for start in range(0, PANEL, lanes):
                 read = []
                 for index in inputs:
@@ -259,12 +258,12 @@ def cut_module(kernel: Cut) -> ir.Module:
                     if kernel.pairs:
                         vector = _paired(code, halves, element)
                     bits = code.and_(code.bitcast(vector, numbers), unsigned)
-                    found[0] = _larger(code, found[0], bits)
+                    maxima[0] = _larger(code, maxima[0], bits)
                     panel = code.add(code.mul(columns, const(turn)), column)
                     place = code.mul(code.add(code.mul(panel, words), line), const(PANEL))
                     place = code.add(place, const(start))
                     _write_past_caches(code, vector, code.at(panels, place, element))
-        most[0] = found[0]
+        most[0] = maxima[0]
     code.fence("seq_cst")
     largest = code.intrinsic(f"llvm.vector.reduce.umax.{suffix(numbers)}", number, most)
     code.ret(largest if kernel.number == 8 else code.zext(largest, I64))
@@ -272,7 +271,6 @@ def cut_module(kernel: Cut) -> ir.Module:
 
 
 def _paired(code: Code, halves: Sequence[Any], element: ir.Type) -> Any:
-    """Combine two vectors of numbers as the lower and upper halves of words."""
     kind = ir.VectorType(element, halves[0].type.count)
     low, high = (code.zext(half, kind) for half in halves)
     bits = halves[0].type.element.width
@@ -280,7 +278,6 @@ def _paired(code: Code, halves: Sequence[Any], element: ir.Type) -> Any:
 
 
 def _words(code: Code, vector: Any, element: ir.Type) -> Any:
-    """Convert a vector of bfloat16 to the bits of float32."""
     return code.bitcast(
         widened(code, vector, ir.FloatType()), ir.VectorType(element, vector.type.count)
     )
@@ -297,16 +294,16 @@ def _write_past_caches(code: Code, vector: Any, address: Any) -> None:
 
 
 def _transposed(code: Code, square: Sequence[Any]) -> list[Any]:
-    """Return the columns of as many rows as each has lanes."""
+    """Generate code that transposes as many rows as each has lanes, and return the columns."""
     vectors, lanes = list(square), len(square)
     width = 1
     while width < lanes:
-        left = [lane if not lane & width else lanes + lane - width for lane in range(lanes)]
-        right = [lane + width if not lane & width else lanes + lane for lane in range(lanes)]
+        low_lanes = [lane if not lane & width else lanes + lane - width for lane in range(lanes)]
+        high_lanes = [lane + width if not lane & width else lanes + lane for lane in range(lanes)]
         for low in range(lanes):
             if not low & width:
                 pair = vectors[low], vectors[low + width]
-                vectors[low] = code.lanes_of(*pair, left)
-                vectors[low + width] = code.lanes_of(*pair, right)
+                vectors[low] = code.lanes_of(*pair, low_lanes)
+                vectors[low + width] = code.lanes_of(*pair, high_lanes)
         width *= 2
     return vectors

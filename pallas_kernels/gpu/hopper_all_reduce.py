@@ -1,14 +1,14 @@
-"""Sum over devices, with the addition to the residual stream and the RMSNorm behind it, for Hopper.
+"""Sum over devices, followed by the addition to the residual stream and its RMSNorm, for Hopper.
 
-A program computes one row. It reads that row's part of every device straight from that device's
-memory, in the order of the devices, so that each device gets the same bits (the "one-shot"
-all-reduce of TensorRT-LLM and vLLM). A part crosses a link once for each reader, so this is for few
-rows: see `pallas_kernels.device_sums`.
+A program computes one row. It reads the row's part of every device directly from the memory of that
+device, in the order of the devices, so every device gets the same bits (the "one-shot" all-reduce
+of TensorRT-LLM and vLLM). A part crosses a link once per reader, so the kernel is for few rows: see
+`pallas_kernels.device_sums`.
 
-XLA launches a barrier over the devices ahead of the kernel (jax 0.11.2), behind which all parts are
-written and all semaphores are zero. The kernel itself ends when every device has read its part,
-since what comes next may write there. A row waits for the same row of the other devices alone, and
-programs begin in the order of their rows, so that no number of rows can wait in a circle.
+XLA launches a barrier over the devices before the kernel (jax 0.11.2). After the barrier all parts
+are written and all semaphores are zero. The kernel ends only when every device has read its part,
+because the next operation may overwrite it. A row waits only for the same row of the other devices,
+and programs begin in the order of their rows, so there is no deadlock for any number of rows.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from pallas_kernels.norm_arguments import NO_NORM, NormOptions
 
 THREADS = 128
 MOST_LOADS = 128
-"""Loads of a thread that may be on their way, each of which has a register."""
+"""Most loads of a thread in flight, each of which has a register."""
 
 
 @dataclasses.dataclass(frozen=True)
-class _Shape:
+class _SumShape:
     """Static properties of the kernel.
 
     Attributes:
-        devices: how many there are.
-        names: of the arrays that it is given, in order.
+        devices: number of devices.
+        names: names of the operands and outputs, in order.
         options: of the norms.
-        dtype: of the residual stream; of the sum where there is none.
+        dtype: dtype of the residual stream, or of the sum if there is no residual stream.
     """
 
     devices: int
@@ -51,22 +51,25 @@ class _Shape:
 def round_width(width: int, devices: int) -> int:
     """Return how many numbers of a row are summed at once, a divisor of its width.
 
-    They are as many as a thread's registers hold of all devices: each round takes the latency of a
-    link.
+    A thread holds the loaded numbers of all devices in registers. Fewer rounds are faster, since
+    each takes the latency of a link.
     """
     blocks = width // THREADS
     most = max(1, MOST_LOADS // devices)
     return THREADS * max(count for count in range(1, most + 1) if blocks % count == 0)
 
 
-def _kernel(shape: _Shape, *arrays: Any) -> None:
-    """Compute one row. ``arrays``: those with names, in order, and a semaphore."""
-    *given, have_read = arrays
-    refs = dict(zip(shape.names, given, strict=True))
+def _kernel(shape: _SumShape, *arrays: Any) -> None:
+    """Compute one row.
+
+    `arrays` are the operands and outputs named by `shape.names`, in that order, and a semaphore.
+    """
+    *inputs, have_read = arrays
+    refs = dict(zip(shape.names, inputs, strict=True))
     row, width = lax.axis_index("row"), refs["delta"].shape[1]
     size = round_width(width, shape.devices)
-    # Neighbouring threads read neighbouring numbers. Four of them at once would be loads of four
-    # bytes apart all the same: nothing says how the address of another device's array is aligned.
+    # Neighbouring threads read neighbouring numbers. Reading four numbers at once would still be
+    # loads of four bytes, because the alignment of another device's array is unknown.
     layout = plgpu.Layout.WG_STRIDED((size,), vec_size=1)
     zeros = plgpu.layout_cast(jnp.full((size,), 0, jnp.float32), layout)
 
@@ -77,7 +80,9 @@ def _kernel(shape: _Shape, *arrays: Any) -> None:
         return x.astype(shape.dtype).astype(jnp.float32)
 
     def each_round(compute: Callable[[Any], jax.Array], output: str) -> jax.Array:
-        """Store what is computed of each part of the row; return each thread's squares."""
+        """Store the result of `compute` for each part of the row. Return the sum of squares per
+        thread.
+        """
 
         def take_round(number: Any, squares: jax.Array) -> jax.Array:
             columns = pl.ds(number * size, size)
@@ -91,7 +96,7 @@ def _kernel(shape: _Shape, *arrays: Any) -> None:
         return lax.rsqrt(jnp.sum(squares) / width + shape.options.eps)
 
     def normed(wide: jax.Array, factor: jax.Array, scale: jax.Array) -> jax.Array:
-        """Compute a norm: f32 that is to be rounded to the residual's dtype."""
+        """Compute the RMSNorm of numbers in float32. The caller rounds the result."""
         y, options = wide * factor, shape.options
         return y * (scale + options.offset) if options.rounds_last else scale * rounded(y)
 
@@ -138,18 +143,21 @@ def sum_over_devices(
     delta_scale: jax.Array | None = None,
     options: NormOptions = NO_NORM,
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute ``pallas_kernels.sum_over_devices``; with x ``add_norm_over_devices``.
+    """Sum over devices on Hopper, and with x also compute ``add_norm``. Return the sum and its
+    norm.
+
+    Kernel of ``pallas_kernels.sum_over_devices`` and, with x, of ``add_norm_over_devices``.
 
     Args:
         delta: [T,D] float32, D a multiple of 128.
-        axis: of the mesh that the caller is mapped over, which has no other.
+        axis: name of the only mesh axis that the caller is mapped over.
     """
     rows, width = delta.shape
-    given = {"x": x, "delta": delta, "scale": scale, "delta_scale": delta_scale}
-    operands = {name: array for name, array in given.items() if array is not None}
+    inputs = {"x": x, "delta": delta, "scale": scale, "delta_scale": delta_scale}
+    operands = {name: array for name, array in inputs.items() if array is not None}
     outputs = ["sum"] + ["y"] * (scale is not None)
     dtype = delta.dtype if x is None else x.dtype
-    shape = _Shape(lax.axis_size(axis), (*operands, *outputs), options, jnp.dtype(dtype))
+    shape = _SumShape(lax.axis_size(axis), (*operands, *outputs), options, jnp.dtype(dtype))
 
     def sum_over_devices_hopper(*refs: Any) -> None:
         _kernel(shape, *refs)
@@ -162,5 +170,5 @@ def sum_over_devices(
         scratch_types=[plgpu.SemaphoreType.REGULAR],
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )(*operands.values())
-    found = dict(zip(outputs, results, strict=True))
-    return found["sum"], found.get("y", found["sum"])
+    by_name = dict(zip(outputs, results, strict=True))
+    return by_name["sum"], by_name.get("y", by_name["sum"])

@@ -1,21 +1,21 @@
-"""Attention of rows of any number of queries over paged KV, in Pallas-Mosaic-GPU, for Hopper.
+"""Causal attention of rows of any length over the paged KV cache, in Pallas-Mosaic-GPU, for Hopper.
 
-One warpgroup fetches pages with the TMA unit, following the page table, into a ring of blocks in
-shared memory; the others each hold 64 query rows in registers and multiply them with ``wgmma``
-(warp specialisation as in FlashAttention-3, Shah et al. 2024; pages as in PagedAttention, Kwon et
-al. 2023). Tiles of queries are packed before and unpacked after the kernel, because a TMA store
-cannot leave out rows.
+One warpgroup fetches pages with the TMA unit, following the page table, into a ring of key and
+value blocks in shared memory. Each of the other warpgroups holds 64 query rows in registers and
+multiplies them with ``wgmma`` (warp specialization as in FlashAttention-3, Shah et al. 2024, and
+pages as in PagedAttention, Kwon et al. 2023). Tiles of queries are packed before the kernel and
+unpacked after it, because a TMA store cannot skip rows.
 
-Blocks that all queries of the tile see whole come first and are not masked; the blocks at the edges
-follow. Values of positions that were never written are zeroed in shared memory, because a weight of
-zero times a NaN is NaN.
+The blocks that every query of the tile sees completely come first, without masks. The blocks at the
+causal edge and at the window's edge follow. Values at positions that were never written are set to
+zero in shared memory, because a weight of zero times NaN is NaN.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,37 +23,41 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.arguments import NO_OPTIONS, AttentionOptions, Case, attention_case
-from pallas_kernels.devices import target_device
+from pallas_kernels.arguments import (
+    NO_OPTIONS,
+    AttentionArrays,
+    AttentionOptions,
+    Case,
+    attention_case,
+)
 from pallas_kernels.gpu.triton_decode import split_and_merge
-from pallas_kernels.gpu.triton_ragged import few_query_plan, tile_plan, tiled_counts
+from pallas_kernels.gpu.triton_ragged import few_query_split, tile_plan, tiled_counts
 from pallas_kernels.gpu.triton_tile import LOG2E, NEGATIVE, ceil_div, spread, tile_bounds
 from pallas_kernels.gpu.tuning import MosaicConfig, RaggedConfig, lookup
 
-_ACC: Any = getattr(plgpu, "ACC")  # noqa: B009 - the accumulator; exported without a type
+_ACC: Any = getattr(plgpu, "ACC")  # noqa: B009 - the accumulator, which is exported without a type
 ROWS = 64
-"""Rows of a wgmma, hence of a compute warpgroup."""
+"""Rows of a wgmma, and so of a compute warpgroup."""
 LONG = 8192
-"""Positions up to which a program reads a row of few queries while others compute tiles."""
+"""Most positions of a row of few queries that one program reads while others compute tiles."""
 PRODUCER_REGISTERS = 40
 CONSUMER_REGISTERS = {1: 248, 2: 232}
-"""Registers of a thread, by number of compute warpgroups. Warpgroups share the registers that the
-program was launched with, 504 a thread column for three of them: a request for more would wait
-forever."""
+"""Registers of a thread, by number of compute warpgroups. Warpgroups share the registers of the
+program, 504 per thread column for three of them. A request for more would wait forever."""
 
 
 @dataclasses.dataclass(frozen=True)
-class _Shape:
+class _Static:
     """Static properties of the kernel.
 
     Attributes:
-        case: the call.
+        case: shapes and dtypes of the call.
         config: block sizes.
-        factor: multiplies the scores; includes log2(e) where they are not capped.
+        factor: multiplies the scores. It includes log2(e) if the scores are not capped.
         window, soft_cap: as in ``AttentionOptions``.
         scaled: whether keys have scales, which multiply ``factor``.
-        with_lse: whether the kernel also returns each row's log-sum-exp.
-        simulate: whether to keep to what the interpreter can run.
+        with_lse: whether the kernel also returns the log-sum-exp of each query row.
+        simulate: whether to use only operations that the interpreter supports.
     """
 
     case: Case
@@ -67,7 +71,7 @@ class _Shape:
 
     @property
     def block(self) -> int:
-        """Positions of a block."""
+        """Positions of a block of keys and values."""
         return self.config.block_tokens
 
     @property
@@ -85,21 +89,22 @@ class _Shape:
 
     @property
     def copy_rows(self) -> int:
-        """Positions fetched by one TMA copy."""
+        """Positions that one TMA copy fetches."""
         return min(self.block, self.case.S)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Walk:
-    """Order in which a tile's blocks are visited; traced int32 scalars.
+    """Order in which a tile visits its blocks of keys. The fields are traced int32 scalars.
 
     Attributes:
-        first_position: position of the tile's first query.
-        begin, end: positions [begin, end) that at least one query sees.
+        first_position: position of the first query of the tile.
+        begin, end: the positions [begin, end) that at least one query sees.
         kv_len: positions of the row.
-        first_block: first block to visit.
-        full_first, full_count: blocks that every query sees whole.
-        count: blocks to visit.
+        first_block: the first block that any query sees.
+        full_first, full_count: first block that every query sees completely, and the number of such
+            blocks.
+        count: number of blocks to visit.
     """
 
     first_position: jax.Array
@@ -112,7 +117,7 @@ class _Walk:
     count: jax.Array
 
     def block(self, i: jax.Array) -> jax.Array:
-        """Return the i-th block: full ones in order, then those before them, then those after."""
+        """Return the i-th block to visit: first full blocks, then the blocks before and after."""
         before = self.full_first - self.first_block
         j = i - self.full_count
         edge = jnp.where(
@@ -121,9 +126,9 @@ class _Walk:
         return jnp.where(i < self.full_count, self.full_first + i, edge)
 
 
-def _walk(tile_ref: Any, shape: _Shape) -> tuple[jax.Array, _Walk]:
-    """Return (row of the page table, walk) of this program's tile."""
-    # Late tiles of a long row see the most keys, so they come first: short tiles fill the end.
+def _walk(tile_ref: Any, shape: _Static) -> tuple[jax.Array, _Walk]:
+    """Return the row of the page table and the `_Walk` of this program's tile."""
+    # Late tiles of a long row see the most keys. They come first, so that short tiles fill the end.
     tile = lax.axis_size("tile") - 1 - lax.axis_index("tile")
     row, size = tile_ref[tile, 0], tile_ref[tile, 2]
     first, kv_len = tile_ref[tile, 3], tile_ref[tile, 4]
@@ -148,20 +153,29 @@ def _walk(tile_ref: Any, shape: _Shape) -> tuple[jax.Array, _Walk]:
     )
 
 
+class _Stream(NamedTuple):
+    """Refs of the keys or of the values: pages, ring, barriers of its filled and emptied slots."""
+
+    pages: Any
+    ring: Any
+    filled: Any
+    emptied: Any
+
+
 def _produce(
-    shape: _Shape,
+    shape: _Static,
     walk: _Walk,
     row: jax.Array,
     kv_head: jax.Array,
     table_ref: Any,
-    streams: tuple[tuple[Any, Any, Any, Any], ...],
+    streams: tuple[_Stream, _Stream],
 ) -> None:
-    """Fetch the walk's blocks. ``streams``: (pages, ring, filled, emptied barriers) of K and V."""
+    """Fetch the blocks of a walk into the rings of keys and values, as the producer warpgroup."""
     stages, page_size = shape.config.num_stages, shape.case.S
     last_page = lax.div(jnp.maximum(walk.end - 1, 0), jnp.int32(page_size))
 
     def fetch(i: jax.Array, carry: jax.Array) -> jax.Array:
-        """Start the copies of the i-th block's pages once its slot of the rings is empty."""
+        """Start the copies of the pages of block i, once its slot of the rings is empty."""
         slot = lax.rem(i, jnp.int32(stages))
         position = walk.block(i) * shape.block
         entry = lax.div(position, jnp.int32(page_size))
@@ -183,7 +197,7 @@ def _produce(
         return carry
 
     def drain(i: jax.Array, carry: jax.Array) -> jax.Array:
-        # A barrier may not be left with a completion that no thread waited for.
+        # Every completion of a barrier must be awaited by some thread.
         for _, _, _, emptied in streams:
             plgpu.barrier_wait(emptied.at[lax.rem(i, jnp.int32(stages))])
         return carry
@@ -193,17 +207,20 @@ def _produce(
 
 
 def _zero_unwritten(
-    shape: _Shape, walk: _Walk, position: jax.Array, values: Any, fixed: Any, warpgroup: jax.Array
+    shape: _Static,
+    walk: _Walk,
+    position: jax.Array,
+    values: Any,
+    fixed: Any,
+    warpgroup: jax.Array,
 ) -> None:
-    """Zero the values of a block at positions outside [walk.begin, walk.kv_len).
+    """Set the values of a block to zero at positions outside [walk.begin, walk.kv_len).
 
-    The first warpgroup writes them and releases the others through the barrier ``fixed``.
+    The first warpgroup writes the zeros and releases the others through the barrier ``fixed``.
     """
 
     @pl.when((position < walk.begin) | (position + shape.block > walk.kv_len))
     def _crossing() -> None:
-        """Zero them in a block that holds such positions."""
-
         @pl.when(warpgroup == 0)
         def _fix() -> None:
             """Write the zeros, 64 columns of values [block, H] at a time."""
@@ -212,9 +229,9 @@ def _zero_unwritten(
                 value_position = position + plgpu.broadcasted_iota(
                     jnp.int32, (shape.block, 64), 0, layout=plgpu.Layout.WGMMA
                 )
-                own = (value_position >= walk.begin) & (value_position < walk.kv_len)
+                is_written = (value_position >= walk.begin) & (value_position < walk.kv_len)
                 old = part[...]
-                part[...] = jnp.where(own, old, jnp.zeros_like(old))
+                part[...] = jnp.where(is_written, old, jnp.zeros_like(old))
             plgpu.commit_smem()
             if shape.config.warpgroups > 1:
                 plgpu.barrier_arrive(fixed)
@@ -227,39 +244,39 @@ def _zero_unwritten(
 
 
 def _consume(
-    shape: _Shape,
+    shape: _Static,
     walk: _Walk,
     warpgroup: jax.Array,
     factor: jax.Array | float,
     q_smem: Any,
-    rings: tuple[Any, Any],
-    filled: tuple[Any, Any],
-    emptied: tuple[Any, Any],
+    streams: tuple[_Stream, _Stream],
     fixed: Any,
     weights_smem: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Compute the online softmax of one warpgroup's 64 rows: (acc [64,H], maxima [64], sums [64]).
+    """Compute the online softmax and weighted sums of the 64 query rows of one warpgroup.
 
-    ``rings``, ``filled`` and ``emptied``: of K and of V.
+    Returns:
+        (unnormalized attention [64,H], maxima [64], sums of weights [64]).
     """
+    (_, k_ring, k_filled, k_emptied), (_, v_ring, v_filled, v_emptied) = streams
     case, block = shape.case, shape.block
     first = walk.first_position + warpgroup * shape.tokens_per_warpgroup
     dtype = case.query_dtype
 
     def step(i: jax.Array, carry: tuple, masked: bool) -> tuple:
-        """Add the i-th block to acc [64,H], maxima [64] and sums [64]."""
+        """Add the i-th block of the walk to acc [64,H], maxima [64] and sums [64]."""
         acc, top, total = carry
         slot = lax.rem(i, jnp.int32(shape.config.num_stages))
         position = walk.block(i) * block
-        plgpu.barrier_wait(filled[0].at[slot])
-        keys, values = rings[0].at[slot], rings[1].at[slot]
+        plgpu.barrier_wait(k_filled.at[slot])
+        keys, values = k_ring.at[slot], v_ring.at[slot]
 
         def scores_of(ref: Any) -> jax.Array:
             plgpu.wgmma(ref, q_smem, keys.transpose((1, 0)))
             return ref[...]
 
         scores = pl.run_scoped(scores_of, _ACC((ROWS, block), jnp.float32))
-        plgpu.barrier_arrive(emptied[0].at[slot])
+        plgpu.barrier_arrive(k_emptied.at[slot])
         scores = scores * factor
         if shape.soft_cap is not None:
             scores = (shape.soft_cap * LOG2E) * jnp.tanh(scores * (1 / shape.soft_cap))
@@ -280,11 +297,11 @@ def _consume(
         acc = acc * spread(shrink, acc.shape, 0)
         total = total * shrink + weights.sum(axis=1)
         weights = weights.astype(dtype)
-        plgpu.barrier_wait(filled[1].at[slot])
+        plgpu.barrier_wait(v_filled.at[slot])
         if masked:
             fixed_here = None if fixed is None else fixed.at[slot]
             _zero_unwritten(shape, walk, position, values, fixed_here, warpgroup)
-        if shape.simulate:  # the interpreter's wgmma takes shared memory only, and starts from zero
+        if shape.simulate:  # the interpreter's wgmma reads shared memory only, and starts from zero
             weights_smem[...] = weights
             plgpu.commit_smem()
 
@@ -299,7 +316,7 @@ def _consume(
                 plgpu.wgmma(ref, weights, values)
 
             acc = pl.run_state(accumulate)(_ACC.init(acc))
-        plgpu.barrier_arrive(emptied[1].at[slot])
+        plgpu.barrier_arrive(v_emptied.at[slot])
         return acc, new_top, total
 
     per_row = plgpu.Layout.WGMMA.reduce(1)
@@ -312,8 +329,8 @@ def _consume(
     return lax.fori_loop(walk.full_count, walk.count, lambda i, c: step(i, c, masked=True), carry)
 
 
-def _kernel(shape: _Shape, refs: list[Any]) -> None:
-    """Compute one (tile, kv head); ``_call`` defines the order of refs."""
+def _kernel(shape: _Static, refs: list[Any]) -> None:
+    """Compute one (tile, kv head). ``_call`` defines the order of `refs`."""
     q_ref, k_ref, v_ref, table_ref, tile_ref = refs[:5]
     del refs[:5]
     factor_ref: Any = refs.pop(0) if shape.scaled else None
@@ -329,55 +346,49 @@ def _kernel(shape: _Shape, refs: list[Any]) -> None:
     tile = lax.axis_size("tile") - 1 - lax.axis_index("tile")
     row, walk = _walk(tile_ref, shape)
     groups = shape.config.warpgroups
+    streams = (
+        _Stream(k_ref, k_ring, k_filled, k_emptied),
+        _Stream(v_ref, v_ring, v_filled, v_emptied),
+    )
 
     @pl.when(thread < groups)
     def _compute() -> None:
-        """Compute this warpgroup's 64 rows and store them."""
+        """Compute the 64 query rows of this warpgroup and store them."""
         if not shape.simulate:
             plgpu.set_max_registers(CONSUMER_REGISTERS[groups], action="increase")
-        own_q, own_out = q_smem.at[thread], out_smem.at[thread]
-        plgpu.copy_gmem_to_smem(q_ref.at[tile, kv_head, thread], own_q, q_filled.at[thread])
+        q_here, out_here = q_smem.at[thread], out_smem.at[thread]
+        plgpu.copy_gmem_to_smem(q_ref.at[tile, kv_head, thread], q_here, q_filled.at[thread])
         plgpu.barrier_wait(q_filled.at[thread])
         factor = shape.factor if factor_ref is None else factor_ref[kv_head]
-        acc, top, total = _consume(
-            shape,
-            walk,
-            thread,
-            factor,
-            own_q,
-            (k_ring, v_ring),
-            (k_filled, v_filled),
-            (k_emptied, v_emptied),
-            fixed,
-            None if weights_smem is None else weights_smem.at[thread],
-        )
+        weights = None if weights_smem is None else weights_smem.at[thread]
+        acc, top, total = _consume(shape, walk, thread, factor, q_here, streams, fixed, weights)
         safe = jnp.where(total == 0, 1.0, total)
-        own_out[...] = (acc / spread(safe, acc.shape, 0)).astype(own_out.dtype)
+        out_here[...] = (acc / spread(safe, acc.shape, 0)).astype(out_here.dtype)
         if lse_ref is not None:
             lse_smem.at[thread][...] = jnp.where(total == 0, NEGATIVE, top / LOG2E + jnp.log(safe))
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(own_out, out_ref.at[tile, kv_head, thread])
+        plgpu.copy_smem_to_gmem(out_here, out_ref.at[tile, kv_head, thread])
         if lse_ref is not None:
             plgpu.copy_smem_to_gmem(lse_smem.at[thread], lse_ref.at[tile, kv_head, thread])
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(thread == groups)
     def _fetch() -> None:
-        """Fetch pages for the compute warpgroups."""
         if not shape.simulate:
             plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        streams = ((k_ref, k_ring, k_filled, k_emptied), (v_ref, v_ring, v_filled, v_emptied))
         _produce(shape, walk, row, kv_head, table_ref, streams)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 3))
-def _call(shape: _Shape, tiles: int, operands: list[jax.Array], interpret: Any) -> list[jax.Array]:
+def _call(shape: _Static, tiles: int, operands: list[jax.Array], interpret: Any) -> list[jax.Array]:
     """Run the kernel on packed queries [tiles, K, warpgroups, 64, H].
 
-    Within a larger program it is traced and lowered once: that takes a third of a second.
+    Because of `jax.jit` a larger program traces and lowers the kernel once, which takes a third of
+    a second.
 
     Returns:
-        [the attention, like the packed queries; with_lse: the log-sum-exps without the last axis].
+        A list: the attention, of the shape of the packed queries, and if `shape.with_lse` the
+        log-sum-exps, without the last axis.
     """
     case, groups, stages = shape.case, shape.config.warpgroups, shape.config.num_stages
     dtype = case.query_dtype
@@ -424,8 +435,8 @@ def _call(shape: _Shape, tiles: int, operands: list[jax.Array], interpret: Any) 
     )(*operands)
 
 
-def _pack(q: jax.Array, plan: jax.Array, shape: _Shape) -> jax.Array:
-    """Pack queries by tile, [tiles, K, warpgroups, 64, H]; zeros where a tile has no query."""
+def _pack(q: jax.Array, plan: jax.Array, shape: _Static) -> jax.Array:
+    """Pack queries by tile, [tiles, K, warpgroups, 64, H], with zeros where a tile has no query."""
     case, groups, per = shape.case, shape.config.warpgroups, shape.tokens_per_warpgroup
     local = jnp.arange(shape.tile, dtype=jnp.int32)
     token = jnp.minimum(plan[:, 1:2] + local, case.T - 1)
@@ -439,13 +450,16 @@ def _pack(q: jax.Array, plan: jax.Array, shape: _Shape) -> jax.Array:
     return jnp.pad(packed, ((0, 0), (0, 0), (0, 0), (0, missing), (0, 0)))
 
 
-def _unpack(tiles: jax.Array, query_start: jax.Array, tiled: jax.Array, shape: _Shape) -> jax.Array:
+def _unpack(
+    tiles: jax.Array, query_start: jax.Array, tiled: jax.Array, shape: _Static
+) -> jax.Array:
     """Unpack tiles [tiles, K, warpgroups, 64, ...] to tokens [T, K, group, ...].
 
-    What tokens of a row without tiles get is of no use.
+    The result is undefined for tokens of rows without tiles.
 
     Args:
-        tiled: see `tiled_counts`.
+        tiled: i32[R+1] number of queries of each row, and of the padding, that are in tiles. It is
+            the second result of `triton_ragged.tiled_counts`.
     """
     case, per = shape.case, shape.tokens_per_warpgroup
     used = tiles[:, :, :, : per * case.group]
@@ -462,34 +476,25 @@ def _unpack(tiles: jax.Array, query_start: jax.Array, tiled: jax.Array, shape: _
 
 
 def ragged_paged_attention(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    page_table: jax.Array,
-    query_start: jax.Array,
-    kv_len: jax.Array,
+    arrays: AttentionArrays,
     options: AttentionOptions = NO_OPTIONS,
     *,
-    arrivals: jax.Array | None = None,
     config: MosaicConfig | None = None,
-    longer_than: int | None = None,
+    longer_than: int = LONG,
     interpret: Any = None,
 ) -> jax.Array:
-    """Compute ``pallas_kernels.ragged_paged_attention``: [T,N,H], bfloat16 or float16.
+    """Compute causal attention of rows of any length on Hopper: [T,N,H], bfloat16 or float16.
 
     Args:
-        config: block sizes; None reads the tuning table.
-        longer_than: positions from which on rows of few queries go to the kernel that splits KV;
-            None is `LONG`. A program would read such a row for longer than others work.
+        longer_than: rows of few queries with more positions than this are computed by the split-KV
+            kernel. One program would read such a row for longer than the others work.
         interpret: ``plgpu.InterpretGPUParams`` to simulate the kernel without a GPU, or None.
     """
-    device = target_device()
-    case = attention_case(
-        "ragged", device, q, k_pages, v_pages, page_table, query_start, kv_len, options
-    )
+    q, k_pages, v_pages, page_table, _, kv_len = arrays
+    query_start, case = arrays.starts, attention_case("ragged", arrays, options)
     soft_cap = None if options.soft_cap is None else float(options.soft_cap)
     factor = float(options.score_scale(case.H)) * (1.0 if soft_cap else LOG2E)
-    shape = _Shape(
+    shape = _Static(
         case=case,
         config=config or lookup(MosaicConfig, case),
         factor=factor,
@@ -499,11 +504,13 @@ def ragged_paged_attention(
         with_lse=options.sinks is not None,
         simulate=interpret is not None,
     )
-    longer_than = LONG if longer_than is None else longer_than
-    split_config = lookup(RaggedConfig, case)
-    decode_config, division = few_query_plan(case, split_config, None, options)
-    division = dataclasses.replace(division, longer_than=longer_than)
-    few = division.few if longer_than < case.M * case.S else 0
+    split = few_query_split(
+        case, lookup(RaggedConfig, case), options, interpret=interpret is not None
+    )
+    split = dataclasses.replace(
+        split, plan=dataclasses.replace(split.plan, longer_than=longer_than)
+    )
+    few = split.plan.few if longer_than < case.M * case.S else 0
     plan = tile_plan(query_start, kv_len, case.T, shape.tile, few, longer_than)
     _, tiled = tiled_counts(query_start, kv_len, case.T, few, longer_than)
     lengths = jnp.concatenate([kv_len, jnp.zeros((1,), jnp.int32)])
@@ -522,13 +529,4 @@ def ragged_paged_attention(
     if options.v_scale is not None:
         out = out * options.v_scale[:, None, None]
     out = out.astype(q.dtype).reshape(q.shape)
-    if not few:
-        return out
-    return split_and_merge(
-        *(q, k_pages, v_pages, page_table, kv_len, query_start, out, arrivals, options),
-        case=case,
-        config=decode_config,
-        plan=division,
-        tile_rows=split_config.split_rows,
-        interpret=interpret is not None,
-    )
+    return split_and_merge(arrays, options, split, out) if few else out

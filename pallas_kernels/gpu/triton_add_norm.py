@@ -1,7 +1,7 @@
-"""Addition to the residual stream and the RMSNorm that follows, in Pallas-Triton, in one launch.
+"""Addition to the residual stream and the RMSNorm of the sum, in Pallas-Triton, in one launch.
 
-A program computes one row. XLA makes two launches of it, three at one row, and reads the sum again
-to norm it.
+A program computes one row. XLA uses two launches, or three for one row, and reads the sum again to
+normalize it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from pallas_kernels.norm_arguments import NormOptions
 
 
 def _norm_kernel(*arrays: Any, names: tuple[str, ...], options: NormOptions) -> None:
-    """Compute one row. ``arrays``: those with names, in order."""
+    """Compute one row of the sum and of its norm.
+
+    `arrays` are the operands and outputs named by `names`, in that order.
+    """
     refs = dict(zip(names, arrays, strict=True))
     _, width = refs["x"].shape
     row = pl.program_id(0)
@@ -32,7 +35,7 @@ def _norm_kernel(*arrays: Any, names: tuple[str, ...], options: NormOptions) -> 
         return plt.load(ref.at[(*index, rows, column)], mask=mask, other=0.0)
 
     def normed(numbers: jax.Array, name: str) -> jax.Array:
-        """Compute a row's norm: f32 that is to be rounded to x's dtype."""
+        """Compute the RMSNorm of a row in float32. The caller rounds it to x's dtype."""
         dtype = refs["x"].dtype
         scale = plt.load(refs[name].at[column], mask=mask, other=0.0).astype(jnp.float32)
         wide = numbers.astype(jnp.float32)
@@ -70,16 +73,12 @@ def add_norm(
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute ``pallas_kernels.add_norm``: the sum and its norm.
-
-    Args:
-        interpret: run on any device, slowly, as plain JAX operations.
-    """
+    """Add delta to x and normalize the sum, with Triton. Return the sum and its norm, [T,D]."""
     tokens, width = x.shape
-    given = {"x": x, "delta": delta, "scale": scale, "delta_scale": delta_scale}
-    operands = {name: array for name, array in given.items() if array is not None}
+    inputs = {"x": x, "delta": delta, "scale": scale, "delta_scale": delta_scale}
+    operands = {name: array for name, array in inputs.items() if array is not None}
     outputs = ["sum"] * (delta is not None) + ["y"] * (scale is not None)
-    # Four numbers a thread, while there are threads: on an H200 the fastest at most sizes.
+    # Four numbers per thread, up to the most threads: the fastest choice at most sizes on an H200.
     num_warps = min(max(power_of_two(width) // 128, 1), 32)
     results = pl.pallas_call(
         functools.partial(_norm_kernel, names=(*operands, *outputs), options=options),
@@ -89,6 +88,6 @@ def add_norm(
         interpret=interpret,
         name="add_norm",
     )(*operands.values())
-    found = dict(zip(outputs, results, strict=True))
-    total = found.get("sum", x)
-    return total, found.get("y", total)
+    by_name = dict(zip(outputs, results, strict=True))
+    total = by_name.get("sum", x)
+    return total, by_name.get("y", total)

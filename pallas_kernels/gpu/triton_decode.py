@@ -1,11 +1,12 @@
-"""Attention of rows of few queries over paged KV, in Pallas-Triton, a row's KV split over programs.
+"""Attention of rows of few queries over the paged KV cache, in Pallas-Triton, with split KV.
 
-The split is Flash-Decoding's (Dao et al. 2023), but planned on the device from the rows' lengths
-(`triton_plan`): a program takes a share of all blocks of the step, which may hold short rows and
-parts of long ones.
+The KV of a row is split over programs as in Flash-Decoding (Dao et al. 2023), but the device plans
+the split from the lengths of the rows (`triton_plan`). A program takes a share of all KV blocks of
+the step. A share can contain short rows and parts of long ones.
 
-A row that lies in one share is stored at once. Where it lies in several, each program stores what
-it computed, and the one that comes last, by a counter, merges them all in the order of the blocks.
+A row within one share is stored directly. If a row is in several shares, each program stores its
+partial result. The program that finishes last, as a counter shows, merges all of them in the order
+of the blocks.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from jax.experimental.pallas import triton as plt
 from pallas_kernels.arguments import (
     ARRIVALS,
     NO_OPTIONS,
+    AttentionArrays,
     AttentionOptions,
     Case,
     attention_case,
 )
-from pallas_kernels.devices import target_device
 from pallas_kernels.gpu.triton_plan import (
     BLOCK,
     COUNT,
@@ -43,15 +44,16 @@ from pallas_kernels.gpu.triton_plan import (
     split_lines,
 )
 from pallas_kernels.gpu.triton_tile import (
-    LOG2E,
     NEGATIVE,
-    Parts,
+    RowPages,
+    Softmax,
     Span,
     TileSpec,
     attend,
     ceil_div,
     head_parts,
     load_queries,
+    normalized,
     power_of_two,
     spread,
     store_rows,
@@ -61,32 +63,49 @@ from pallas_kernels.gpu.tuning import DecodeConfig, lookup
 
 MIN_DOT_ROWS = 16
 """Rows of the smallest tensor core product."""
-Found = tuple[Parts, jax.Array, jax.Array]
-"""Unnormalised attention of a tile: acc parts [rows, part], maxima and sums [rows]."""
 
 
 @dataclasses.dataclass(frozen=True)
-class _Split:
-    """Static properties of a call.
+class KvSplit:
+    """Static properties of a call with split KV.
 
     Attributes:
-        spec: the tile.
-        kv_heads, group: number of kv heads, and of query heads to each.
-        plan: how the KV is divided.
-        merge_numbers: partial results that a program reads at a time, as numbers.
-        interpret: whether plain JAX runs it, a program at a time.
+        spec: sizes and options of a tile.
+        case: shapes and dtypes of the call.
+        plan: division of the KV.
+        config: block sizes.
+        interpret: whether plain JAX runs the programs, one after the other.
     """
 
     spec: TileSpec
-    kv_heads: int
-    group: int
+    case: Case
     plan: SplitPlan
-    merge_numbers: int
+    config: DecodeConfig
     interpret: bool
 
+    @classmethod
+    def of(
+        cls,
+        case: Case,
+        config: DecodeConfig,
+        options: AttentionOptions,
+        plan: SplitPlan,
+        tile_rows: int,
+        interpret: bool,
+    ) -> KvSplit:
+        """Return the split of a call.
 
-def _split_kernel(*arrays: Any, names: tuple[str, ...], split: _Split) -> None:
-    """Compute a share of one kv head's blocks. ``arrays``: those with names, in order."""
+        A tile has `tile_rows` rows in the products, at least its queries times the group.
+        """
+        spec = TileSpec.of(case, tile_rows, config.block_tokens, options)
+        return cls(spec, case, plan, config, interpret)
+
+
+def _split_kernel(*arrays: Any, names: tuple[str, ...], split: KvSplit) -> None:
+    """Compute one program's share of the blocks of one kv head.
+
+    `arrays` are the operands and outputs named by `names`, in that order.
+    """
     refs = dict(zip(names, arrays, strict=True))
     program, kv_head, lines = pl.program_id(0), pl.program_id(1), refs["lines"]
     begin, end = lines[program, SHARE], lines[program + 1, SHARE]
@@ -110,12 +129,13 @@ def _run_piece(
     end: jax.Array,
     program: jax.Array,
     kv_head: jax.Array,
-    split: _Split,
+    split: KvSplit,
 ) -> None:
-    """Compute blocks ``begin`` to ``end`` of a tile, and all of it if its other pieces are there.
+    """Compute blocks ``begin`` to ``end`` of a tile. The last piece to finish merges the tile.
 
-    Its pieces are those of consecutive programs. The first one, which may be its program's last
-    turn, stores at a place of its own; the others are their programs' first turns.
+    The pieces of a tile belong to consecutive programs. The first piece can be the last turn of its
+    program, so each program has two places for partial results. The other pieces are the first
+    turns of their programs.
     """
     spec, plan, lines = split.spec, split.plan, refs["lines"]
     row, token, size = (lines[tile, column] for column in (ROW, TOKEN, SIZE))
@@ -123,20 +143,17 @@ def _run_piece(
     bounds = tile_bounds(position, position + size - 1, spec.window)
     last_block = jnp.minimum(block + end, ceil_div(bounds[1], spec.block_tokens))
     span = Span(*bounds, block + begin, last_block)
-    local, head, valid = _queries_of(spec.tile_rows, kv_head, split.group, size)
+    local, head, valid = _queries_of(spec.tile_rows, kv_head, split.case.group, size)
     queries = load_queries(refs["q"], token + local, head, valid, spec)
-    key_scale = refs["k_scale"][kv_head] if "k_scale" in refs else None
-    found = attend(
-        *(queries, refs["k"], refs["v"], refs["table"], row, kv_head),
-        *(position + local, span, key_scale, spec),
-    )
+    pages = RowPages.of(refs, row, kv_head)
+    softmax = attend(queries, position + local, pages, span, spec)
     if not plan.is_merged:
-        _store_result(refs, token, size, kv_head, found, split)
+        _store_result(refs, token, size, kv_head, softmax, split)
         return
 
     @pl.when(end - begin == count)
     def _() -> None:
-        _store_result(refs, token, size, kv_head, found, split)
+        _store_result(refs, token, size, kv_head, softmax, split)
 
     @pl.when(end - begin < count)
     def _() -> None:
@@ -145,8 +162,10 @@ def _run_piece(
         first = lax.div((start + 1) * shares - 1, total)
         pieces = lax.div((start + count) * shares - 1, total) - first + 1
         place = 2 * program + (begin == 0).astype(jnp.int32)
-        _store_partial(refs, place, kv_head, valid, found, split)
-        counter = first * split.kv_heads + kv_head
+        _store_partial(refs, (place, kv_head), valid, softmax, split.spec)
+        if not split.interpret:
+            plt.debug_barrier()
+        counter = first * split.case.K + kv_head
         earlier = plt.atomic_add(refs["arrivals"], (counter,), jnp.int32(1))
 
         @pl.when(earlier == pieces - 1)
@@ -158,7 +177,6 @@ def _run_piece(
 def _queries_of(
     rows: int, kv_head: jax.Array, group: int, size: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return each row's query within its tile and its head, and whether there is such a query."""
     index = jnp.arange(rows)
     local = lax.div(index, jnp.full_like(index, group))
     head = kv_head * group + lax.rem(index, jnp.full_like(index, group))
@@ -167,18 +185,17 @@ def _queries_of(
 
 def _store_partial(
     refs: dict[str, Any],
-    place: jax.Array,
-    kv_head: jax.Array,
+    place: tuple[jax.Array, jax.Array],
     valid: jax.Array,
-    found: Found,
-    split: _Split,
+    softmax: Softmax,
+    spec: TileSpec,
 ) -> None:
-    """Store what a piece's program computed, all of it before the program counts as arrived."""
-    acc, *statistics = found
-    index = jnp.arange(split.spec.tile_rows)
-    first = spread(place, index.shape), spread(kv_head, index.shape)
-    for (start, width), part in zip(head_parts(split.spec.head_dim), acc, strict=True):
-        shape = (split.spec.tile_rows, width)
+    """Store the partial result of a piece at (place of the piece, kv head)."""
+    acc, *statistics = softmax
+    index = jnp.arange(spec.tile_rows)
+    first = tuple(spread(number, index.shape) for number in place)
+    for (start, width), part in zip(head_parts(spec.head_dim), acc, strict=True):
+        shape = (spec.tile_rows, width)
         address = [spread(i, shape, 0) for i in (*first, index)]
         column = spread(start + jnp.arange(width), shape, 1)
         mask = spread(valid, shape, 0)
@@ -186,8 +203,6 @@ def _store_partial(
     for number, statistic in enumerate(statistics):
         address = refs["stats"].at[(*first, jnp.full_like(index, number), index)]
         plt.store(address, statistic, mask=valid)
-    if not split.interpret:
-        plt.debug_barrier()
 
 
 def _merged(
@@ -196,30 +211,33 @@ def _merged(
     count: jax.Array,
     size: jax.Array,
     kv_head: jax.Array,
-    split: _Split,
-) -> Found:
-    """Combine the pieces of a tile, several at a time, in the order of their blocks.
+    split: KvSplit,
+) -> Softmax:
+    """Combine the partial results of the pieces of a tile, in the order of their blocks.
 
     Args:
-        first: the program of the first one.
-        count: how many there are.
+        first: the program of the first piece.
+        count: number of pieces.
+
+    Returns:
+        The unnormalized attention of the tile: acc parts [rows, part], maxima and sums [rows].
     """
     columns = head_parts(split.spec.head_dim)
-    rows = power_of_two(split.group * split.plan.queries)
-    at_once = max(1, split.merge_numbers // (rows * columns[0][1]))
+    rows = power_of_two(split.case.group * split.plan.queries)
+    at_once = max(1, split.config.merge_numbers // (rows * columns[0][1]))
     row = jnp.arange(rows)
 
     def load(name: str, piece: jax.Array, last: tuple[Any, ...], other: float) -> jax.Array:
-        """Load numbers of pieces and rows of this kv head; ``piece`` has the result's shape."""
+        """Load numbers of pieces and rows of this kv head, in the shape of ``piece``."""
         place = 2 * (first + piece) + (piece == 0).astype(jnp.int32)
         index = (place, spread(kv_head, piece.shape), *last)
         row_of = last[-1] if name == "stats" else last[0]
         mask = piece < count
-        mask &= lax.div(row_of, jnp.full_like(row_of, split.group)) < size
+        mask &= lax.div(row_of, jnp.full_like(row_of, split.case.group)) < size
         return plt.load(refs[name].at[index], mask=mask, other=other)
 
-    def step(i: jax.Array, carry: Found) -> Found:
-        """Add ``at_once`` pieces."""
+    def step(i: jax.Array, carry: Softmax) -> Softmax:
+        """Add ``at_once`` pieces to the carry."""
         acc, top, total = carry
         piece = i * at_once + jnp.arange(at_once)
         shape = (at_once, rows)
@@ -252,76 +270,42 @@ def _store_result(
     token: jax.Array,
     size: jax.Array,
     kv_head: jax.Array,
-    found: Found,
-    split: _Split,
+    softmax: Softmax,
+    split: KvSplit,
 ) -> None:
-    """Divide by the softmax's sum, and write a tile's rows to their tokens and heads."""
-    acc, top, total = found
-    local, head, valid = _queries_of(total.shape[0], kv_head, split.group, size)
-    if "sinks" in refs:
-        sink = plt.load(refs["sinks"].at[head], mask=valid, other=0.0) * LOG2E
-        new_top = jnp.maximum(top, sink)
-        shrink = jnp.exp2(top - new_top)
-        acc = tuple(part * spread(shrink, part.shape, 0) for part in acc)
-        total = total * shrink + jnp.exp2(sink - new_top)
-    inverse = 1.0 / jnp.where(total == 0, 1.0, total)
-    if "v_scale" in refs:
-        inverse = inverse * refs["v_scale"][kv_head]
-    acc = tuple(part * spread(inverse, part.shape, 0) for part in acc)
+    """Divide by the sum of the softmax, and write the rows of a tile to their tokens and heads."""
+    local, head, valid = _queries_of(softmax[-1].shape[0], kv_head, split.case.group, size)
+    acc = normalized(refs, softmax, kv_head, head, valid)
     store_rows(refs["out"], token + local, head, valid, acc, split.spec)
 
 
 def split_and_merge(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    page_table: jax.Array,
-    kv_len: jax.Array,
-    query_start: jax.Array | None,
-    into: jax.Array | None,
-    arrivals: jax.Array | None,
+    arrays: AttentionArrays,
     options: AttentionOptions,
-    *,
-    case: Case,
-    config: DecodeConfig,
-    plan: SplitPlan,
-    tile_rows: int,
-    interpret: bool,
+    split: KvSplit,
+    into: jax.Array | None = None,
 ) -> jax.Array:
-    """Compute attention of rows of few queries.
+    """Compute attention of rows of few queries, with the KV split over programs: [T,N,H].
 
-    Args:
-        query_start: as in ``ragged_paged_attention``; None where row r has query r alone.
-        into: [T,N,H] written in place at those rows' tokens, and kept elsewhere; None for a new
-            array, which is then defined only at those tokens.
-        arrivals: as in ``paged_decode_attention``.
-        plan: how the KV is divided.
-        tile_rows: rows of a tile in the products, at least its queries times the group.
-
-    Returns:
-        [T,N,H].
+    `into` [T,N,H] is overwritten at the tokens of these rows. None allocates an array that is
+    defined only at these tokens.
     """
-    split = _Split(
-        spec=TileSpec.of(case, tile_rows, config.block_tokens, options),
-        kv_heads=case.K,
-        group=case.group,
-        plan=plan,
-        merge_numbers=config.merge_numbers,
-        interpret=interpret,
-    )
-    lines = split_lines(plan, kv_len, query_start, interpret=interpret)
-    given = {"q": q, "k": k_pages, "v": v_pages, "table": page_table, "lines": lines}
-    given |= {"k_scale": options.k_scale, "v_scale": options.v_scale, "into": into}
+    q, k_pages, v_pages, page_table, query_start, kv_len = arrays
+    case, plan, config = split.case, split.plan, split.config
+    lines = split_lines(plan, kv_len, query_start, interpret=split.interpret)
+    inputs = {"q": q, "k": k_pages, "v": v_pages, "table": page_table, "lines": lines}
+    inputs |= {"k_scale": options.k_scale, "v_scale": options.v_scale, "into": into}
     if options.sinks is not None:
-        given["sinks"] = options.sinks.astype(jnp.float32)
+        inputs["sinks"] = options.sinks.astype(jnp.float32)
     outputs = {"out": jax.ShapeDtypeStruct(q.shape, q.dtype)}
     if plan.is_merged:
-        given["arrivals_before"] = jnp.zeros(ARRIVALS, jnp.int32) if arrivals is None else arrivals
+        arrivals = options.arrivals
+        inputs["arrivals_before"] = jnp.zeros(ARRIVALS, jnp.int32) if arrivals is None else arrivals
         outputs["arrivals"] = jax.ShapeDtypeStruct((ARRIVALS,), jnp.int32)
         places, numbers = (2 * plan.programs, case.K), case.group * plan.queries
         outputs["acc"] = jax.ShapeDtypeStruct((*places, numbers, case.H), jnp.float32)
         outputs["stats"] = jax.ShapeDtypeStruct((*places, 2, numbers), jnp.float32)
-    operands = {name: array for name, array in given.items() if array is not None}
+    operands = {name: array for name, array in inputs.items() if array is not None}
     names = (*operands, *outputs)
     aliases = {"into": "out", "arrivals_before": "arrivals"}
     return pl.pallas_call(
@@ -336,46 +320,32 @@ def split_and_merge(
         compiler_params=plt.CompilerParams(
             num_warps=config.num_warps, num_stages=config.num_stages
         ),
-        interpret=interpret,
+        interpret=split.interpret,
         name="split_attention",
     )(*operands.values())[0]
 
 
 def paged_decode_attention(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    page_table: jax.Array,
-    kv_len: jax.Array,
+    arrays: AttentionArrays,
     options: AttentionOptions = NO_OPTIONS,
     *,
-    arrivals: jax.Array | None = None,
     config: DecodeConfig | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Compute ``pallas_kernels.paged_decode_attention``: [R,N,H].
-
-    Args:
-        config: block sizes; None reads the tuning table.
-        interpret: run on any device, slowly, as plain JAX operations.
-    """
-    device = target_device()
-    case = attention_case("decode", device, q, k_pages, v_pages, page_table, None, kv_len, options)
+    """Compute attention of one query per row with Triton: [R,N,H]."""
+    case = attention_case("decode", arrays, options)
     config = config or lookup(DecodeConfig, case)
     config = dataclasses.replace(config, block_tokens=fit_block(config.block_tokens, case))
-    return split_and_merge(
-        *(q, k_pages, v_pages, page_table, kv_len),
-        *(None, None, arrivals, options),
-        case=case,
-        config=config,
-        plan=SplitPlan.of(case, config, options.window),
-        tile_rows=MIN_DOT_ROWS,
-        interpret=interpret,
-    )
+    plan = SplitPlan.of(case, config, options.window)
+    split = KvSplit.of(case, config, options, plan, MIN_DOT_ROWS, interpret)
+    return split_and_merge(arrays, options, split)
 
 
 def fit_block(block_tokens: int, case: Case) -> int:
-    """Reduce a block size to what a row's KV can fill, but not below the smallest product's 16."""
+    """Halve a block size while it exceeds the longest KV of a row, but not below 16.
+
+    16 rows are the smallest product of tensor cores.
+    """
     longest = case.M * case.S
     while block_tokens > 16 and block_tokens // 2 >= longest:
         block_tokens //= 2

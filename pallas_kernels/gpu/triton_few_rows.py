@@ -1,8 +1,8 @@
-"""Products of few rows in Pallas-Triton: in sums over parts of the inputs, or gated.
+"""Products of few rows in Pallas-Triton: over parts of the inputs, or with a gate.
 
-With few rows a product takes as long as reading its weights does, if enough programs read them:
-so the inputs are divided over programs too. XLA chooses its tiles by timing them at every start;
-these are always the same, and with them the results.
+With few rows a product takes as long as reading its weights, if enough programs read them. So the
+inputs are divided over programs too. XLA selects its tiles by timing at every start. These tiles
+are always the same, and so are the results.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _kernel(
     last = (part + 1) * size
 
     def weights(k: jax.Array, *which: int) -> jax.Array:
-        """Load inputs k of the block's columns: [inner, columns]."""
+        """Load rows k of the block's columns of matrix `which`: [inner, columns]."""
         shape = (inner, columns)
         down, across = spread(k, shape, 0), spread(column, shape, 1)
         mask = across < case.F
@@ -48,7 +48,7 @@ def _kernel(
         return plt.load(w_ref.at[index], mask=mask, other=0.0)
 
     def step(i: jax.Array, accs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        """Add the products of a step's inputs to sums [rows, columns]."""
+        """Add the products of the inputs of loop step i to the sums [rows, columns]."""
         k = part * size + i * inner + jnp.arange(inner)
         shape = (rows, inner)
         down, across = spread(row, shape, 0), spread(k, shape, 1)
@@ -70,7 +70,7 @@ def _kernel(
         address = out_ref.at[spread(part, shape), down, across]
         plt.store(address, accs[0], mask=mask)
     else:
-        # The product's results are rounded before the activation, as every product's are.
+        # The products are rounded before the activation, like the result of every product.
         gate, up = (acc.astype(case.dtype).astype(jnp.float32) for acc in accs)
         hidden = (_active(gate, activation) * up).astype(case.dtype)
         plt.store(out_ref.at[down, across], hidden, mask=mask)
@@ -93,14 +93,15 @@ def _product(
     config: ProductConfig,
     interpret: bool,
 ) -> jax.Array:
-    """Run the kernel, which is traced and lowered once for all layers of a program."""
+    """Run the kernel. Because of `jax.jit` a program traces and lowers it once for all layers."""
     if activation is None:
         out = jax.ShapeDtypeStruct((case.parts, case.T, case.F), jnp.float32)
     else:
         out = jax.ShapeDtypeStruct((case.T, case.F), case.dtype)
     return pl.pallas_call(
         functools.partial(_kernel, case=case, config=config, activation=activation),
-        # Blocks of rows follow each other, so that they share the weights in the cache.
+        # Consecutive programs take the blocks of rows of one column block, so weights stay in the
+        # cache.
         grid=(-(-case.F // config.block_columns), -(-case.T // config.block_rows), case.parts),
         out_shape=out,
         compiler_params=plt.CompilerParams(
@@ -119,12 +120,7 @@ def matmul_in_parts(
     config: ProductConfig | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Compute ``pallas_kernels.matmul_in_parts``: f32[parts,T,F].
-
-    Args:
-        config: block sizes; None reads the tuning table.
-        interpret: run on any device, slowly, as plain JAX operations.
-    """
+    """Multiply few rows by a matrix over equal parts of the inputs, with Triton: f32[parts,T,F]."""
     return _product(x, w, case, None, config or product_config(case), interpret)
 
 
@@ -137,10 +133,5 @@ def gated_matmul(
     config: ProductConfig | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Compute ``pallas_kernels.gated_matmul``: [T,F].
-
-    Args:
-        config: block sizes; None reads the tuning table.
-        interpret: run on any device, slowly, as plain JAX operations.
-    """
+    """Compute ``activation(x @ gate) * (x @ up)`` of few rows with Triton: [T,F]."""
     return _product(x, w, case, activation, config or product_config(case), interpret)

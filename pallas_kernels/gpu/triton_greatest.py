@@ -1,8 +1,7 @@
-"""The greatest number of each row and whether all are finite, in Pallas-Triton, in one reading.
+"""Argmax of each row, and a check that all numbers are finite, in Pallas-Triton, in one pass.
 
-A row of logits is long and there may be a single one, so programs take pieces of rows, and a second
-kernel, which has little to read, takes the best of a row's pieces. XLA reads the logits
-twice.
+A row of logits is long and a call may have a single row. So each program reduces a piece of a row,
+and a second kernel, which reads little, reduces the pieces of a row. XLA reads the logits twice.
 """
 
 from __future__ import annotations
@@ -22,23 +21,22 @@ PIECE = 4096
 """Numbers that a program reads."""
 LARGEST = float(np.finfo(np.float32).max)
 NOT_FINITE = -1
-"""Index of the greatest of numbers that are not all finite."""
+"""Index that stands for a row whose numbers are not all finite."""
 
 
 def _first_greatest(values: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the greatest of the values and the first index that has it."""
     greatest = jnp.max(values)
     none = jnp.full_like(index, jnp.iinfo(jnp.int32).max)
     return greatest, jnp.min(jnp.where(values == greatest, index, none))
 
 
 def _piece_kernel(x_ref: Any, value_ref: Any, index_ref: Any) -> None:
-    """Reduce a piece of a row to its greatest number and where it is."""
+    """Reduce a piece of a row to its maximum and the index of it."""
     piece, row = pl.program_id(0), pl.program_id(1)
     column = piece * PIECE + jnp.arange(PIECE)
     exists = column < x_ref.shape[1]
     x = plt.load(x_ref.at[jnp.broadcast_to(row, column.shape), column], mask=exists, other=-LARGEST)
-    is_bad = ~(jnp.abs(x) <= LARGEST)  # which holds for a NaN
+    is_bad = ~(jnp.abs(x) <= LARGEST)  # true for a NaN
     x = jnp.where(exists & ~is_bad, x, -jnp.inf)
     greatest, index = _first_greatest(x, column)
     index = jnp.where(jnp.sum(is_bad.astype(jnp.int32), dtype=jnp.int32) > 0, NOT_FINITE, index)
@@ -47,27 +45,22 @@ def _piece_kernel(x_ref: Any, value_ref: Any, index_ref: Any) -> None:
 
 
 def _row_kernel(value_ref: Any, index_ref: Any, out_ref: Any) -> None:
-    """Reduce the pieces of a row."""
     row, pieces = pl.program_id(0), value_ref.shape[1]
     piece = jnp.arange(power_of_two(pieces))
     index = jnp.broadcast_to(row, piece.shape), piece
     values = plt.load(value_ref.at[index], mask=piece < pieces, other=-jnp.inf)
     indices = plt.load(index_ref.at[index], mask=piece < pieces, other=jnp.iinfo(jnp.int32).max)
-    found = _first_greatest(values, indices)[1]
-    out_ref[row] = jnp.where(jnp.min(indices) < 0, NOT_FINITE, found)
+    best = _first_greatest(values, indices)[1]
+    out_ref[row] = jnp.where(jnp.min(indices) < 0, NOT_FINITE, best)
 
 
 def greatest(x: jax.Array, *, interpret: bool = False) -> jax.Array:
-    """Compute ``pallas_kernels.greatest``: i32[R].
-
-    Args:
-        interpret: run on any device, slowly, as plain JAX operations.
-    """
+    """Return the argmax of each row with Triton: i32[R], -1 for a row that is not finite."""
     rows, columns = x.shape
     pieces = -(-columns // PIECE)
     shape = (rows, pieces)
     call = functools.partial(pl.pallas_call, interpret=interpret)
-    found = call(
+    best = call(
         _piece_kernel,
         grid=(pieces, rows),
         out_shape=(
@@ -83,4 +76,4 @@ def greatest(x: jax.Array, *, interpret: bool = False) -> jax.Array:
         out_shape=jax.ShapeDtypeStruct((rows,), jnp.int32),
         compiler_params=plt.CompilerParams(num_warps=1, num_stages=1),
         name="greatest_of_rows",
-    )(*found)
+    )(*best)

@@ -1,9 +1,9 @@
 """The grouped matrix product in Pallas-Triton.
 
-A program computes a tile of rows of one group times a block of the columns of that group's matrix
-(MegaBlocks, Gale et al. 2022, without its padding: tiles are cut on the device from the groups'
-sizes, and shapes alone bound their number). Rows after the last group form a group without a
-matrix, whose results are zeros.
+A program multiplies a tile of rows of one group by a block of columns of the group's matrix
+(MegaBlocks, Gale et al. 2022, without its padding: the device cuts tiles from the group sizes, and
+the shapes alone bound their number). Rows after the last group form an additional group without a
+matrix, whose result is zero.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from pallas_kernels.gpu.tuning import GroupedConfig, grouped_config
 
 
 def tile_plan(group_sizes: jax.Array, rows: int, tile: int) -> jax.Array:
-    """Divide the groups' rows into tiles of ``tile`` rows.
+    """Divide the rows of the groups into tiles of `tile` rows.
 
     Returns:
-        i32[tiles, 3]: group (the number of groups for rows after the last), first row, number of
-        rows (0 for tiles not needed).
+        i32[tiles, 3]: group (the number of groups for rows after the last group), first row, number
+        of rows (0 for unused tiles).
     """
     groups = group_sizes.shape[0]
     sizes = jnp.concatenate([group_sizes, (rows - group_sizes.sum(dtype=jnp.int32))[None]])
@@ -52,7 +52,7 @@ def _kernel(
     case: GroupedCase,
     config: GroupedConfig,
 ) -> None:
-    """Multiply one tile of rows by one block of columns and write it to out [A,F]."""
+    """Multiply one tile of rows by one block of columns and write the product to out [A,F]."""
     rows, columns, inner = config.block_rows, config.block_columns, config.block_inner
     tile, block = pl.program_id(0), pl.program_id(1)
     group, first, size = plan_ref[tile, 0], plan_ref[tile, 1], plan_ref[tile, 2]
@@ -63,7 +63,11 @@ def _kernel(
     whole = case.D % inner == 0 and case.F % columns == 0
 
     def weights(start: jax.Array, k: jax.Array) -> jax.Array:
-        """Load inputs k, from ``start`` on, of the matrix's block: [inner, columns]."""
+        """Load rows `start` to `start + inner` of this program's columns: [inner, columns].
+
+        `k` holds the same row numbers of the matrix, i32[inner]. Elements outside the matrix are
+        zero.
+        """
         if whole:
             return w_ref[matrix, pl.ds(start, inner), pl.ds(block * columns, columns)]
         shape = (inner, columns)
@@ -75,7 +79,7 @@ def _kernel(
         return plt.load(w_ref.at[matrix, down, across], mask=mask, other=0.0)
 
     def step(i: jax.Array, acc: jax.Array) -> jax.Array:
-        """Add the products of a step's inputs to acc [rows, columns]."""
+        """Add the products of the inputs of loop step i to acc [rows, columns]."""
         k = i * inner + jnp.arange(inner)
         across = jnp.broadcast_to(k[None, :], (rows, inner))
         mask = jnp.broadcast_to(valid[:, None], (rows, inner))
@@ -104,18 +108,13 @@ def grouped_matmul(
     config: GroupedConfig | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Compute ``pallas_kernels.grouped_matmul``: [A,F].
-
-    Args:
-        config: block sizes; None reads the tuning table.
-        interpret: run on any device, slowly, as plain JAX operations.
-    """
+    """Multiply rows, sorted by group, each by the matrix of its group, with Triton: [A,F]."""
     case = grouped_case(target_device(), x, w, group_sizes)
     config = config or grouped_config(case)
     plan = tile_plan(group_sizes, case.A, config.block_rows)
     return pl.pallas_call(
         functools.partial(_kernel, case=case, config=config),
-        # Tiles of a group follow each other, so that they share its matrix in the cache.
+        # Consecutive programs take the tiles of a group, so its matrix stays in the cache.
         grid=(plan.shape[0], -(-case.F // config.block_columns)),
         out_shape=jax.ShapeDtypeStruct((case.A, case.F), x.dtype),
         compiler_params=plt.CompilerParams(

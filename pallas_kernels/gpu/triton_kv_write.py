@@ -1,7 +1,7 @@
 """Storing of keys and values in their pages, in Pallas-Triton, in place.
 
-A program stores one token, which is K runs of H contiguous values in a page's [K, S, H] block. The
-page arrays are aliased from input to output, so with donated pages nothing else is copied.
+A program stores one token: K runs of H contiguous values in the [K, S, H] block of a page. The page
+arrays are aliased from input to output, so donated pages are not copied.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from pallas_kernels.reference import FP8_MAX
 def cast_to_store(
     value: jax.Array, scale: jax.Array | None, dtype: jnp.dtype, *, rounds_to_fp8: bool
 ) -> jax.Array:
-    """Convert keys or values to what pages store: divided by the scale, clipped for float8.
+    """Convert keys or values to the dtype of pages: divide by the scale, clip for float8, cast.
 
     Args:
         value: of a dtype of at least 16 bits.
-        scale: f32, a scalar or of value's shape, or None.
-        dtype: of the pages.
-        rounds_to_fp8: whether the card's own instruction does.
+        scale: f32, a scalar or of the shape of value, or None.
+        dtype: dtype of the pages.
+        rounds_to_fp8: whether the card has an instruction that rounds to float8.
     """
     if scale is not None or dtype == FP8:
         value = value.astype(jnp.float32)
@@ -42,7 +42,7 @@ def cast_to_store(
         return value.astype(dtype)
     if not rounds_to_fp8:
         return lax.bitcast_convert_type(fp8_bits.narrow(value), FP8)
-    # A NaN stays NaN here; a plain cast would turn what is too large into NaN.
+    # A NaN stays NaN, and larger numbers are clipped. A plain cast would turn them into NaN.
     value = jnp.where(value > FP8_MAX, FP8_MAX, value)
     return jnp.where(value < -FP8_MAX, -FP8_MAX, value).astype(dtype)
 
@@ -57,7 +57,10 @@ def _write_kernel(
     scaled: bool,
     rounds_to_fp8: bool,
 ) -> None:
-    """Write one token. ``rest``: k_scale and v_scale if ``scaled``, aliased inputs, outputs."""
+    """Store the key and value of one token in its page.
+
+    ``rest``: k_scale and v_scale if ``scaled``, the aliased inputs, and the outputs.
+    """
     scale_refs: Any = rest[:2] if scaled else (None, None)
     out_refs = rest[-2:]
     _, num_kv_heads, head_dim = k_ref.shape
@@ -94,11 +97,8 @@ def kv_write(
     config: KvWriteConfig | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute ``pallas_kernels.kv_write``: the new (k_pages, v_pages).
-
-    Args:
-        config: None reads the tuning table.
-        interpret: run on any device, slowly, as plain JAX operations.
+    """Store keys and values of a step in their pages with Triton. Return the new (k_pages,
+    v_pages).
     """
     case = kv_write_case(
         target_device(), k, v, k_pages, v_pages, slot_mapping, k_scale=k_scale, v_scale=v_scale

@@ -1,13 +1,12 @@
-"""Division of a step's attention over programs, by one small kernel.
+"""Division of the attention of a step over programs, computed by one small kernel.
 
-The KV blocks that the rows' queries see, one row after the other, are cut into equal shares, one
-for each program of a kv head: whatever the rows' lengths are, all have the same work. A share
-may hold many short rows and parts of two others, and a long row takes many shares (Stream-K, Osama
-et al. 2023).
+The KV blocks that the queries of the rows see, one row after the other, are cut into equal shares,
+one for each program of a kv head. So all programs have the same work, whatever the lengths of the
+rows are. A share can contain many short rows and parts of two others, and a long row covers many
+shares (Stream-K, Osama et al. 2023).
 
-Every program of the kernel works the whole plan out, which is a few operations on as many numbers
-as there are tiles, and writes one line of it. The plan is the same for every layer, so a step has
-it made once.
+Every program of this kernel computes the whole plan, a few operations on one number per tile, and
+writes one line of it. The plan is the same for every layer, so a step computes it once.
 """
 
 from __future__ import annotations
@@ -28,25 +27,25 @@ from pallas_kernels.gpu.tuning import DecodeConfig
 
 # Columns of a tile.
 ROW, TOKEN, SIZE, POSITION, BLOCK, START, COUNT = range(7)
-# And of the program of that number: its first tile, the last one of the program before, and its
-# first block.
+# Columns of a program: its first tile, the last tile of the program before, its first block.
 FIRST, LAST, SHARE = 7, 8, 9
 COLUMNS = 10
 
 
 @dataclasses.dataclass(frozen=True)
 class SplitPlan:
-    """Division of the KV of a step's rows, as far as it is known before their lengths are.
+    """Division of the KV of a step's rows, as far as it does not depend on their lengths.
 
     Attributes:
         rows: R.
         queries: most queries of a tile.
-        tiles: most tiles of a row; rows with more queries than these hold have none.
-        block_tokens, min_blocks, window: positions of a block, blocks of a share at least, and
-            positions that a query sees, or None.
-        most_blocks: blocks that a tile may see.
+        tiles: most tiles of a row. Rows with more queries than these tiles hold get none.
+        block_tokens: positions of a block.
+        min_blocks: fewest blocks of a share.
+        window: positions that a query sees, or None.
+        most_blocks: most blocks that a tile sees.
         programs: programs of a kv head.
-        longer_than: positions up to which rows are left to another kernel.
+        longer_than: another kernel computes rows of at most this many positions.
     """
 
     rows: int
@@ -63,7 +62,7 @@ class SplitPlan:
     def of(
         cls, case: Case, config: DecodeConfig, window: int | None, queries: int = 1, tiles: int = 1
     ) -> SplitPlan:
-        """Build the plan of a call."""
+        """Return the plan of a call."""
         block = config.block_tokens
         most = -(-case.M * case.S // block)
         if window is not None:
@@ -74,26 +73,32 @@ class SplitPlan:
 
     @property
     def few(self) -> int:
-        """Queries of a row up to which it is divided."""
+        """Most queries of a row whose KV is split."""
         return self.queries * self.tiles
 
     @property
     def count(self) -> int:
-        """Number of tiles, those that no row needs included."""
+        """Number of tiles, including unused ones."""
         return self.rows * self.tiles
 
     def shares(self, total: jax.Array) -> jax.Array:
-        """Return into how many shares so many blocks are cut; share s begins at s / shares."""
+        """Return the number of shares of `total` blocks.
+
+        Share s begins at block s * total / shares.
+        """
         return jnp.minimum(ceil_div(total, self.min_blocks), self.programs)
 
     @property
     def is_merged(self) -> bool:
-        """Whether a tile may lie in several shares."""
+        """Whether a tile can be in several shares, so that partial results must be merged."""
         return self.programs > 1
 
 
 def _plan_kernel(*refs: Any, plan: SplitPlan) -> None:
-    """Write one line. ``refs``: kv_len, query_start where rows have several queries, the lines."""
+    """Write one line of the plan; see `split_lines`.
+
+    ``refs``: kv_len, query_start if rows can have several queries, and the lines.
+    """
     length_ref, out_ref = refs[0], refs[-1]
     tile = jnp.arange(power_of_two(plan.count))
     exists = tile < plan.count
@@ -115,7 +120,7 @@ def _plan_kernel(*refs: Any, plan: SplitPlan) -> None:
     if plan.window is not None:
         first = jnp.maximum(position - (plan.window - 1), 0)
         first = jnp.where(end > 0, lax.div(first, jnp.full_like(first, plan.block_tokens)), 0)
-    # A tile without positions takes a turn of its own, which stores zeros.
+    # A tile without positions takes one turn, which stores zeros.
     blocks = jnp.maximum(ceil_div(end, plan.block_tokens) - first, jnp.minimum(size, 1))
     ends = jnp.cumsum(blocks, dtype=jnp.int32)
     total = jnp.sum(blocks, dtype=jnp.int32)
@@ -125,8 +130,13 @@ def _plan_kernel(*refs: Any, plan: SplitPlan) -> None:
     values = {
         name: jnp.sum(jnp.where(tile == line, numbers, 0), dtype=jnp.int32)
         for name, numbers in (
-            *((ROW, row), (TOKEN, token), (SIZE, size), (POSITION, position)),
-            *((BLOCK, first), (START, ends - blocks), (COUNT, blocks)),
+            (ROW, row),
+            (TOKEN, token),
+            (SIZE, size),
+            (POSITION, position),
+            (BLOCK, first),
+            (START, ends - blocks),
+            (COUNT, blocks),
         )
     }
     begun = (blocks > 0) & (ends - blocks < cut)
@@ -146,19 +156,19 @@ def _plan_kernel(*refs: Any, plan: SplitPlan) -> None:
 def split_lines(
     plan: SplitPlan, kv_len: jax.Array, query_start: jax.Array | None, *, interpret: bool
 ) -> jax.Array:
-    """Divide the blocks of rows of few queries over programs.
+    """Divide the KV blocks of rows of few queries over programs.
 
     Args:
         kv_len: i32[R] positions of each row.
-        query_start: i32[R+1] as in ``ragged_paged_attention``; None where row r has query r alone.
-        interpret: run on any device, slowly, as plain JAX operations.
+        query_start: i32[R+1] as in ``ragged_paged_attention``. None if row r has only query r.
 
     Returns:
-        i32[max(tiles, programs + 1), 10]. Line t has, of tile t, its row, its first token, the
-        number of its queries (0 for a tile that is not needed), the position of the first, the
-        first block that they see, how many blocks are before these in the plan, and their number.
-        Line p has, of program p, its first tile, the last tile of the program before, and its
-        first block in the plan; line ``programs`` has all blocks' end.
+        i32[max(tiles, programs + 1), 10]. The first seven columns of line t describe tile t: its
+        row, its first token, its number of queries (0 if unused), the position of its first query,
+        the first block that they see, the number of blocks before this tile in the plan, and its
+        number of blocks. The last three columns of line p describe program p: its first tile, the
+        last tile of the program before, and its first block in the plan. Line ``programs`` has the
+        end of all blocks.
     """
     operands = [kv_len] if query_start is None else [kv_len, query_start]
     lines = max(plan.count, plan.programs + 1)

@@ -1,6 +1,6 @@
 """Grouped products with quantized weights in Pallas-Triton.
 
-Tiles of rows are cut as in ``triton_grouped_matmul``; each program dequantizes a block of columns
+Tiles of rows are cut as in ``triton_grouped_matmul``. Each program dequantizes a block of columns
 of its group's matrix in registers, as in ``triton_quantized_matmul``.
 """
 
@@ -21,8 +21,8 @@ from pallas_kernels.quantized_codes import decode, halves, scaled
 
 
 def grouped_tile(rows: int, groups: int, dtype: jnp.dtype) -> Tile:
-    """Return the tile for so many rows of all groups together, by the mean rows of a group."""
-    if dtype.itemsize > 2:  # no tensor cores: small tiles, many threads
+    """Return the `Tile` for `rows` rows of all groups, chosen by the mean rows of a group."""
+    if dtype.itemsize > 2:  # without tensor cores: small tiles, many threads
         return Tile(16, 64, 32, warps=8)
     return default_tile(-(-rows // groups), dtype)
 
@@ -30,10 +30,10 @@ def grouped_tile(rows: int, groups: int, dtype: jnp.dtype) -> Tile:
 def _kernel(
     x_ref: Any, values_ref: Any, scales_ref: Any, *rest: Any, form: str, tile: Tile
 ) -> None:
-    """Compute one tile and write it to the output [A,O].
+    """Compute one tile of rows and columns and write it to the output [A,O].
 
-    ``x_ref``: [parts*A,R], the ``halves`` of x below each other, R rows of codes; ``rest``: zero
-    points or minima if the weights have them, the plan of tiles, and the output.
+    ``x_ref``: [parts*A,R], the ``halves`` of x stacked, for R rows of codes. ``rest``: zero points
+    or minima if the weights have them, the plan of tiles, and the output.
     """
     *zeros_refs, plan_ref, out_ref = rest
     total, columns = out_ref.shape
@@ -51,7 +51,10 @@ def _kernel(
         return jnp.broadcast_to(index[:, None], shape), jnp.broadcast_to(other[None, :], shape)
 
     def body(step: Any, acc: Any) -> Any:
-        """Add the products with ``tile.rows`` rows of codes to acc [tokens, outputs]."""
+        """Return acc [tokens, outputs] plus the product with the weight rows of loop step `step`.
+
+        The rows of codes are dequantized first, by group if the scales are by group.
+        """
         row = step * tile.rows + jnp.arange(tile.rows)
         mask = (row < rows)[:, None] & column_mask
         where = grid(row, column, (tile.rows, tile.outputs))
@@ -93,9 +96,9 @@ def quantized_grouped_matmul(
     tile: Tile | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Compute ``pallas_kernels.quantized_grouped_matmul``: [A,O].
+    """Multiply rows, sorted by group, by the quantized matrix of their group, with Triton: [A,O].
 
-    ``tile`` None takes that of ``grouped_tile``.
+    ``tile`` None selects the `grouped_tile`.
     """
     total, columns = x.shape[0], values.shape[2]
     tile = tile or grouped_tile(total, values.shape[0], x.dtype)
@@ -103,7 +106,7 @@ def quantized_grouped_matmul(
     zero_points = () if zeros is None else (zeros,)
     return pl.pallas_call(
         functools.partial(_kernel, form=form, tile=tile),
-        # Tiles of a group follow each other, so that they share its matrix in the cache.
+        # Consecutive programs take the tiles of a group, so its matrix stays in the cache.
         grid=(plan.shape[0], pl.cdiv(columns, tile.outputs)),
         out_shape=jax.ShapeDtypeStruct((total, columns), x.dtype),
         compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=3),

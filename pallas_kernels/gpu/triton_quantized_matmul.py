@@ -1,8 +1,8 @@
-"""Products with quantized weights in Pallas-Triton, which dequantizes them in registers only.
+"""Products with quantized weights in Pallas-Triton, which dequantizes them only in registers.
 
 A program computes a tile of tokens and outputs in a loop over the inputs. Only codes are read from
-memory, so a step of few tokens costs about the codes' bytes (as in Frantar et al. 2024, "MARLIN",
-without its layouts).
+memory, so a step of few tokens costs about as much as reading the codes (as in Frantar et al. 2024,
+"MARLIN", without its layouts).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pallas_kernels.quantized_codes import decode, halves, scaled
 
 
 class Tile(NamedTuple):
-    """Sizes of a program's tile: tokens, outputs, and rows of codes in one turn of its loop."""
+    """Sizes of a program's tile: tokens, outputs, rows of codes per turn of its loop, warps."""
 
     tokens: int
     outputs: int
@@ -29,15 +29,15 @@ class Tile(NamedTuple):
 
 
 def default_tile(tokens: int, dtype: jnp.dtype) -> Tile:
-    """Return the tile for so many tokens.
+    """Return the `Tile` for `tokens` tokens of a dtype.
 
-    Tiles are small for few tokens, so that there are programs for every SM, and large for many,
-    since each tile of tokens dequantizes the weight again. Those of 16 bits compile for an H200
-    without spills; none was timed.
+    Tiles are small for few tokens, so that there are programs for every SM. They are large for many
+    tokens, because each tile of tokens dequantizes the weight again. The tiles for 16 bits compile
+    for an H200 without spills. They were not timed.
     """
     if tokens <= 16:
         return Tile(16, 32, 64)
-    if tokens <= 64 or dtype.itemsize > 2:  # float32, without tensor cores, spills a little
+    if tokens <= 64 or dtype.itemsize > 2:  # float32 has no tensor cores and spills a little
         return Tile(64, 64, 32)
     return Tile(128, 128, 32, warps=8)
 
@@ -45,17 +45,19 @@ def default_tile(tokens: int, dtype: jnp.dtype) -> Tile:
 def load_by_group(
     ref: Any, before: tuple, turn: Any, column: Any, column_mask: Any, tile: Tile, size: int
 ) -> Any:
-    """Load a number for each row of codes of a turn and each output: [rows or 1, outputs].
+    """Load scales, zero points or minima for the rows of codes of one turn: [rows or 1, outputs].
 
-    Rows of a group share theirs: a turn within a group loads one row of numbers, a turn of whole
-    groups one row a group. At the size of the codes they would take as much shared memory.
+    The rows of a group share one number. A turn within a group loads one row of numbers, and a turn
+    of whole groups one row per group. Numbers for every row of codes would take as much shared
+    memory as the codes.
 
     Args:
         ref: scales, zero points or minima [*before, groups, O].
-        before: indices of the dimensions before those.
-        turn: of the loop over ``tile.rows`` rows.
-        column: i32[outputs]; ``column_mask``: bool[1, outputs].
-        tile: the tile.
+        before: indices of the leading dimensions.
+        turn: turn of the loop over ``tile.rows`` rows.
+        column: i32[outputs] columns to load.
+        column_mask: bool[1, outputs], the columns that exist.
+        tile: sizes of the tile.
         size: rows of a group.
     """
     groups, start = ref.shape[-2], turn * tile.rows
@@ -79,10 +81,10 @@ def load_by_group(
 def _kernel(
     x_ref: Any, values_ref: Any, scales_ref: Any, *rest: Any, form: str, tile: Tile
 ) -> None:
-    """Compute one tile and write it to the output [T,O].
+    """Compute one tile of tokens and outputs and write it to the output [T,O].
 
-    ``x_ref``: [parts*T,R], the ``halves`` of x below each other, R rows of codes; ``rest``: zero
-    points or minima if the weight has them, and the output.
+    ``x_ref``: [parts*T,R], the ``halves`` of x stacked, for R rows of codes. ``rest``: zero points
+    or minima if the weight has them, and the output.
     """
     zeros_ref, out_ref = rest if len(rest) == 2 else (None, *rest)
     tokens, columns = out_ref.shape
@@ -96,7 +98,10 @@ def _kernel(
         return jnp.broadcast_to(index[:, None], shape), jnp.broadcast_to(other[None, :], shape)
 
     def body(turn: Any, acc: Any) -> Any:
-        """Add the products with ``tile.rows`` rows of codes to acc [tokens, outputs]."""
+        """Return acc [tokens, outputs] plus the product with the weight rows of loop turn `turn`.
+
+        The rows of codes are dequantized first, by group if the scales are by group.
+        """
         row = turn * tile.rows + jnp.arange(tile.rows)
         shape = (tile.rows, tile.outputs)
         mask = (row < rows)[:, None] & column_mask
@@ -136,7 +141,10 @@ def quantized_matmul(
     tile: Tile | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Compute ``pallas_kernels.quantized_matmul``: f32[T,O]; ``tile`` None: ``default_tile``."""
+    """Multiply x by a quantized weight with Triton: f32[T,O].
+
+    ``tile`` None selects the `default_tile`.
+    """
     tokens, columns = x.shape[0], values.shape[1]
     tile = tile or default_tile(tokens, x.dtype)
     operands = [

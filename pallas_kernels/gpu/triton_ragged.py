@@ -1,10 +1,10 @@
-"""Attention of rows of any number of queries over paged KV, in Pallas-Triton.
+"""Causal attention of rows of any length over the paged KV cache, in Pallas-Triton.
 
-A tile is a few consecutive query tokens of one row times the query heads of one kv head, so that
-the heads of a group share every key and value read (grouped-query attention, Ainslie et al. 2023)
-and the tensor cores get full tiles. The device computes from ``query_start`` which tile belongs to
-which row; shapes alone bound the number of tiles. Rows of few queries, each of which would use a
-fraction of a tile and read a long context in one program, go to the kernel that splits KV, which
+A tile is a few consecutive query tokens of one row times the query heads of one kv head. So the
+heads of a group share every key and value read (grouped-query attention, Ainslie et al. 2023) and
+the tensor cores get full tiles. The device computes from ``query_start`` which tile belongs to
+which row. The shapes alone bound the number of tiles. A row of few queries would use a fraction of
+a tile and read a long context in one program. Such rows are computed by the split-KV kernel, which
 writes them into the same output.
 """
 
@@ -20,34 +20,39 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.arguments import NO_OPTIONS, AttentionOptions, Case, attention_case
-from pallas_kernels.devices import target_device
-from pallas_kernels.gpu.triton_decode import fit_block, split_and_merge
+from pallas_kernels.arguments import (
+    NO_OPTIONS,
+    AttentionArrays,
+    AttentionOptions,
+    Case,
+    attention_case,
+)
+from pallas_kernels.gpu.triton_decode import KvSplit, fit_block, split_and_merge
 from pallas_kernels.gpu.triton_plan import SplitPlan
 from pallas_kernels.gpu.triton_tile import (
-    LOG2E,
+    RowPages,
     Span,
     TileSpec,
     attend,
     ceil_div,
     load_queries,
+    normalized,
     owner,
     running_sum,
-    spread,
     store_rows,
     tile_bounds,
 )
 from pallas_kernels.gpu.tuning import DecodeConfig, RaggedConfig, defaults, fitted, lookup
 
 MOST_TILES = 4
-"""Tiles over which the queries of a row that is split are divided."""
+"""Most tiles of a row whose KV is split."""
 
 
 def tile_count(tokens: int, rows: int, tile: int, few: int) -> int:
-    """Return the most tiles that the tokens, divided over rows and padding in any way, can need.
+    """Return the most tiles that `tokens` tokens of `rows` rows and of padding can need.
 
     Args:
-        few: queries up to which rows have no tiles.
+        few: rows of at most this many queries have no tiles.
     """
     return tokens // tile + min(rows, tokens // (few + 1)) + 1
 
@@ -55,9 +60,12 @@ def tile_count(tokens: int, rows: int, tile: int, few: int) -> int:
 def tiled_counts(
     query_start: jax.Array, kv_len: jax.Array, tokens: int, few: int, longer_than: int = -1
 ) -> tuple[jax.Array, jax.Array]:
-    """Return i32[R+1] queries of each row and of the padding, and those of them that get tiles.
+    """Return the number of queries, and of queries in tiles, of each row and of the padding.
 
-    Rows of at most ``few`` queries get none, if they are longer than ``longer_than``.
+    Rows of at most ``few`` queries get no tiles if they have more than ``longer_than`` positions.
+
+    Returns:
+        Two i32[R+1].
     """
     starts = jnp.concatenate([query_start, jnp.full((1,), tokens, jnp.int32)])
     counts = jnp.maximum(starts[1:] - starts[:-1], 0)
@@ -75,12 +83,13 @@ def tile_plan(
     few: int,
     longer_than: int = -1,
 ) -> jax.Array:
-    """Divide the queries of rows that get tiles, see `tiled_counts`, into tiles of ``tile`` tokens.
+    """Divide the queries of rows into tiles of `tile` tokens.
 
-    Padding tokens are treated as one more row without keys, which gives them their zeros.
+    `tiled_counts` defines which rows get tiles. Padding tokens are an additional row without keys,
+    so their result is zero.
 
     Returns:
-        i32[tiles, 4]: row, first token, number of tokens (0 for tiles not needed), position of the
+        i32[tiles, 4]: row, first token, number of tokens (0 for unused tiles), position of the
         first token.
     """
     rows = kv_len.shape[0]
@@ -98,27 +107,13 @@ def tile_plan(
     return jnp.stack([row, starts[row] + within, size, positions[row] + within], axis=1)
 
 
-def _tile_kernel(
-    q_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
-    table_ref: Any,
-    tile_ref: Any,
-    *rest: Any,
-    spec: TileSpec,
-    group: int,
-    scaled: bool,
-    sinks: bool,
-) -> None:
+def _tile_kernel(*arrays: Any, names: tuple[str, ...], spec: TileSpec, group: int) -> None:
     """Compute one tile of one kv head and write it to its tokens of out [T,N,H].
 
-    ``rest``: k_scale and v_scale if ``scaled``, the sinks if ``sinks``, and out.
+    `arrays` are the operands and the output named by `names`, in that order.
     """
-    scale_refs: Any = rest[:2] if scaled else (None, None)
-    k_scale_ref, v_scale_ref = scale_refs
-    rest = rest[2:] if scaled else rest
-    sink_ref: Any = rest[0] if sinks else None
-    out_ref = rest[-1]
+    refs = dict(zip(names, arrays, strict=True))
+    tile_ref = refs["tiles"]
     # Late tiles of a long row see the most keys, so they come first: short tiles fill the end.
     tile, kv_head = pl.num_programs(0) - 1 - pl.program_id(0), pl.program_id(1)
     row, first_token = tile_ref[tile, 0], tile_ref[tile, 1]
@@ -133,116 +128,73 @@ def _tile_kernel(
     token = first_token + local
     head = kv_head * group + lax.rem(index, jnp.full_like(index, group))
     valid = local < size
-    queries = load_queries(q_ref, token, head, valid, spec)
-    key_scale = k_scale_ref[kv_head] if scaled else None
-    acc, top, total = attend(
-        queries, k_ref, v_ref, table_ref, row, kv_head, first + local, span, key_scale, spec
-    )
-    if sinks:
-        sink = plt.load(sink_ref.at[head], mask=valid, other=0.0) * LOG2E
-        new_top = jnp.maximum(top, sink)
-        shrink = jnp.exp2(top - new_top)
-        acc = tuple(part * spread(shrink, part.shape, 0) for part in acc)
-        total = total * shrink + jnp.exp2(sink - new_top)
-    inverse = 1.0 / jnp.where(total == 0, 1.0, total)
-    if scaled:
-        inverse = inverse * v_scale_ref[kv_head]
-    acc = tuple(part * spread(inverse, part.shape, 0) for part in acc)
-    store_rows(out_ref, token, head, valid, acc, spec)
+    queries = load_queries(refs["q"], token, head, valid, spec)
+    pages = RowPages.of(refs, row, kv_head)
+    softmax = attend(queries, first + local, pages, span, spec)
+    acc = normalized(refs, softmax, kv_head, head, valid)
+    store_rows(refs["out"], token, head, valid, acc, spec)
 
 
 def ragged_paged_attention(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    page_table: jax.Array,
-    query_start: jax.Array,
-    kv_len: jax.Array,
+    arrays: AttentionArrays,
     options: AttentionOptions = NO_OPTIONS,
     *,
-    arrivals: jax.Array | None = None,
     config: RaggedConfig | None = None,
     decode_config: DecodeConfig | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Compute ``pallas_kernels.ragged_paged_attention``: [T,N,H].
+    """Compute causal attention of rows of any length with Triton: [T,N,H].
 
     Args:
-        config: block sizes; None reads the tuning table.
-        decode_config: for the rows of few queries; None are the defaults.
-        interpret: run on any device, slowly, as plain JAX operations.
+        decode_config: block sizes for the rows of few queries. None means the defaults.
     """
-    device = target_device()
-    case = attention_case(
-        "ragged", device, q, k_pages, v_pages, page_table, query_start, kv_len, options
-    )
+    case = attention_case("ragged", arrays, options)
     config = config or lookup(RaggedConfig, case)
-    arrays = (q, k_pages, v_pages, page_table)
-    decode_config, plan = few_query_plan(case, config, decode_config, options)
-    out = _tiles(
-        *(*arrays, query_start, kv_len, options, plan.few),
-        case=case,
-        config=config,
-        interpret=interpret,
-    )
-    if not plan.few:
-        return out
-    return split_and_merge(
-        *(*arrays, kv_len, query_start, out, arrivals, options),
-        case=case,
-        config=decode_config,
-        plan=plan,
-        tile_rows=config.split_rows,
-        interpret=interpret,
-    )
+    split = few_query_split(case, config, options, decode_config, interpret)
+    out = _tiles(arrays, options, case, config, split.plan.few, interpret)
+    return split_and_merge(arrays, options, split, out) if split.plan.few else out
 
 
-def few_query_plan(
-    case: Case, config: RaggedConfig, decode_config: DecodeConfig | None, options: AttentionOptions
-) -> tuple[DecodeConfig, SplitPlan]:
-    """Return block sizes and division of the KV of rows of few queries, whatever tiles the rest.
+def few_query_split(
+    case: Case,
+    config: RaggedConfig,
+    options: AttentionOptions,
+    decode_config: DecodeConfig | None = None,
+    interpret: bool = False,
+) -> KvSplit:
+    """Return the split of the KV of rows of few queries, with its block sizes.
 
-    What was found best for decodes is not for tiles of several queries, which take more registers.
+    The tuned sizes for decodes do not apply here: tiles of several queries take more registers.
     """
     sizes = decode_config if decode_config is not None else defaults(DecodeConfig, case)
     sizes = dataclasses.replace(sizes, block_tokens=fit_block(sizes.block_tokens, case))
     sizes = fitted(sizes, case, config.split_rows)
     queries = max(1, min(config.split_rows // case.group, config.split_queries))
     tiles = min(-(-config.split_queries // queries), MOST_TILES)
-    return sizes, SplitPlan.of(case, sizes, options.window, queries, tiles)
+    plan = SplitPlan.of(case, sizes, options.window, queries, tiles)
+    return KvSplit.of(case, sizes, options, plan, config.split_rows, interpret)
 
 
 def _tiles(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    page_table: jax.Array,
-    query_start: jax.Array,
-    kv_len: jax.Array,
+    arrays: AttentionArrays,
     options: AttentionOptions,
-    few: int,
-    *,
     case: Case,
     config: RaggedConfig,
+    few: int,
     interpret: bool,
 ) -> jax.Array:
-    """Compute every tile of the step, without rows of at most ``few`` queries."""
+    """Compute every tile of the step, except for rows of at most ``few`` queries."""
+    q, k_pages, v_pages, page_table, _, kv_len = arrays
     block = fit_block(config.block_tokens, case)
     spec = TileSpec.of(case, config.tile_rows, block, options)
-    tile = config.tile_rows // case.group
-    plan = tile_plan(query_start, kv_len, case.T, tile, few)
-    scaled = options.k_scale is not None
-    operands = [q, k_pages, v_pages, page_table, plan]
-    operands += [options.k_scale, options.v_scale] if scaled else []
-    operands += [options.sinks.astype(jnp.float32)] if options.sinks is not None else []
+    plan = tile_plan(arrays.starts, kv_len, case.T, config.tile_rows // case.group, few)
+    operands = {"q": q, "k": k_pages, "v": v_pages, "table": page_table, "tiles": plan}
+    if options.k_scale is not None and options.v_scale is not None:
+        operands |= {"k_scale": options.k_scale, "v_scale": options.v_scale}
+    if options.sinks is not None:
+        operands["sinks"] = options.sinks.astype(jnp.float32)
     return pl.pallas_call(
-        functools.partial(
-            _tile_kernel,
-            spec=spec,
-            group=case.group,
-            scaled=scaled,
-            sinks=options.sinks is not None,
-        ),
+        functools.partial(_tile_kernel, names=(*operands, "out"), spec=spec, group=case.group),
         grid=(plan.shape[0], case.K),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         compiler_params=plt.CompilerParams(
@@ -250,4 +202,4 @@ def _tiles(
         ),
         interpret=interpret,
         name="ragged_attention",
-    )(*operands)
+    )(*operands.values())

@@ -1,8 +1,8 @@
 """Norms and rotation of queries and keys and the write of K and V, in Pallas-Triton, in one launch.
 
-A program takes one kv head of one token: its G queries, its key and its value. XLA makes three
-launches of the rotations and of a copy of the values, each of which reads the projection's result
-again, before those of the norms and of the write.
+A program computes one kv head of one token: its G queries, its key and its value. XLA uses three
+launches for the rotations and a copy of the values, each of which reads the result of the
+projection again, besides the launches of the norms and of the write.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from pallas_kernels.gpu.triton_tile import power_of_two, spread
 from pallas_kernels.qkv_arguments import QkvOptions
 
 ARRAYS = ("bias", "query_norm", "key_norm", "mean_squares", "k_scale", "v_scale")
-"""Options that are arrays."""
+"""Fields of `QkvOptions` that are arrays."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Piece:
-    """Columns of a head: ``first``, and ``size`` of them ``step`` apart. It lives for one trace."""
+    """Columns of a head: `size` columns from `first` on, `step` apart. It lives for one trace."""
 
     first: int
     step: int
@@ -36,7 +36,7 @@ class _Piece:
 
     @functools.cached_property
     def index(self) -> jax.Array:
-        """The place of each column within the piece; a power of two of them."""
+        """Numbers of the columns within the piece, padded to a power of two."""
         return jnp.arange(power_of_two(self.size))
 
     @functools.cached_property
@@ -49,19 +49,21 @@ class _Piece:
 
 
 def _pieces(head_dim: int, pairs: int, interleaved: bool) -> list[_Piece]:
-    """Divide a head into the left numbers of pairs, the right ones, and the rest."""
     step = 2 if interleaved else 1
-    found = [_Piece(0, step, pairs), _Piece(1 if interleaved else pairs, step, pairs)]
-    found = found if pairs else []
+    parts = [_Piece(0, step, pairs), _Piece(1 if interleaved else pairs, step, pairs)]
+    parts = parts if pairs else []
     if head_dim > 2 * pairs:
-        found.append(_Piece(2 * pairs, 1, head_dim - 2 * pairs))
-    return found
+        parts.append(_Piece(2 * pairs, 1, head_dim - 2 * pairs))
+    return parts
 
 
 def _loaded(
     refs: dict[str, Any], heads: jax.Array, piece: _Piece, valid: jax.Array, dtype: Any
 ) -> jax.Array:
-    """Load columns of heads of this program's token and kv head: f32[heads, columns], rounded."""
+    """Load columns of heads of this program's token and kv head: f32[heads, columns].
+
+    Parts are summed, the bias is added, and the sum is rounded to dtype.
+    """
     token, kv_head = pl.program_id(0), pl.program_id(1)
     shape = (heads.shape[0], piece.index.shape[0])
     mask = spread(valid, shape, 0) & spread(piece.mask, shape, 1)
@@ -89,10 +91,12 @@ def _normed(
     options: QkvOptions,
     dtype: Any,
 ) -> list[jax.Array]:
-    """Compute the norm of every head of a tile.
+    """Compute the RMSNorm of every head of a tile: a list of f32[heads, columns], rounded to dtype.
 
     Args:
-        name: of the scales, in which ``heads`` are these heads.
+        tile: columns of the heads, one array for each of `pieces`.
+        name: operand with the scales, "query_norm" or "key_norm".
+        heads: numbers of the heads in that operand.
     """
     ref, norm = refs[name], options.norm
     if "mean_squares" in refs:
@@ -121,29 +125,33 @@ def _normed(
 
 
 def _rotated(refs: dict[str, Any], tile: list[jax.Array], pieces: list[_Piece]) -> list[jax.Array]:
-    """Rotate the first two pieces of a tile."""
     token, piece = pl.program_id(0), pieces[0]
     index = spread(token, piece.index.shape), piece.index
     cos, sin = (
         plt.load(refs[name].at[index], mask=piece.mask, other=0.0)[None] for name in ("cos", "sin")
     )
-    left, right = tile[:2]
-    return [left * cos - right * sin, right * cos + left * sin, *tile[2:]]
+    first, second = tile[:2]
+    return [first * cos - second * sin, second * cos + first * sin, *tile[2:]]
 
 
 def _kernel(
     *arrays: Any, names: tuple[str, ...], case: Case, options: QkvOptions, pairs: int
 ) -> None:
-    """Compute one kv head of one token. ``arrays``: those with names, in order."""
+    """Compute one kv head of one token: queries, key and value.
+
+    `arrays` are the operands and outputs named by `names`, in that order.
+    """
     refs = dict(zip(names, arrays, strict=True))
     token, kv_head = pl.program_id(0), pl.program_id(1)
     group, dtype = case.group, case.query_dtype
     pieces = _pieces(case.H, pairs, options.interleaved)
-    # Halves of a head leave side by side, whatever the order of pairs was.
+    # The results are stored as halves of a head, for both orders of the pairs.
     places = _pieces(case.H, pairs, interleaved=False)
 
     def turned(name: str, heads: jax.Array, valid: jax.Array) -> list[tuple[jax.Array, _Piece]]:
-        """Compute queries or the key: parts [heads, columns] and where they go."""
+        """Compute the queries or the key: a list of (part [heads, columns], its columns in the
+        result).
+        """
         tile = [_loaded(refs, heads, piece, valid, dtype) for piece in pieces]
         if name in refs:
             tile = _normed(refs, tile, name, heads, pieces, options, dtype)
@@ -166,8 +174,8 @@ def _kernel(
     offset = lax.bitwise_and(slot, case.S - 1)
     only, whole = jnp.arange(1), _Piece(0, 1, case.H)
     value = _loaded(refs, only + group + 1, whole, only == 0, dtype).astype(dtype)
-    found = [("k", *key) for key in turned("key_norm", only + group, only == 0)]
-    for name, numbers, place in [*found, ("v", value, whole)]:
+    parts = [("k", *key) for key in turned("key_norm", only + group, only == 0)]
+    for name, numbers, place in [*parts, ("v", value, whole)]:
         target, scale = refs[f"{name}_pages"], refs.get(f"{name}_scale")
         stored = cast_to_store(
             numbers,
@@ -182,7 +190,6 @@ def _kernel(
 
 
 def _clear(counters: Any, program: jax.Array, programs: int) -> None:
-    """Write this program's share of the zeros."""
     share = power_of_two(-(-ARRIVALS // programs))
     index = program * share + jnp.arange(share)
     plt.store(counters.at[index], jnp.zeros_like(index), mask=index < ARRIVALS)
@@ -199,18 +206,16 @@ def rope_kv_write(
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Compute ``pallas_kernels.rope_kv_write``: queries, the new pages, and counters.
+    """Normalize and rotate queries and keys, and store keys and values, with Triton.
 
-    Args:
-        case: what ``check_qkv`` returned.
-        interpret: run on any device, slowly, as plain JAX operations.
+    Returns the queries, the new pages and zeroed counters.
     """
-    given = {"slots": slot_mapping, "qkv": qkv, "bias": options.bias}
-    given |= {"query_norm": options.query_norm, "key_norm": options.key_norm}
-    given |= {"mean_squares": options.mean_squares}
-    given |= dict(zip(("cos", "sin"), cos_sin or (), strict=False))
-    given |= {"k_scale": options.k_scale, "v_scale": options.v_scale}
-    operands = {name: array for name, array in given.items() if array is not None}
+    inputs = {"slots": slot_mapping, "qkv": qkv, "bias": options.bias}
+    inputs |= {"query_norm": options.query_norm, "key_norm": options.key_norm}
+    inputs |= {"mean_squares": options.mean_squares}
+    inputs |= dict(zip(("cos", "sin"), cos_sin or (), strict=False))
+    inputs |= {"k_scale": options.k_scale, "v_scale": options.v_scale}
+    operands = {name: array for name, array in inputs.items() if array is not None}
     first = len(operands)
     pairs = 0 if cos_sin is None else cos_sin[0].shape[1]
     static = dataclasses.replace(options, **dict.fromkeys(ARRAYS))

@@ -1,11 +1,11 @@
 """Attention of one tile of queries of one row to its pages, shared by both Triton kernels.
 
-It is an online softmax over blocks of keys (FlashAttention-2, Dao 2023) read through a page table
-(PagedAttention, Kwon et al. 2023). Blocks that every query of the tile sees whole take a path
-without masks. The others (causal edge, window edge, end of the row) take a path that masks scores,
-and values too, because zero times a NaN in another row's page is NaN.
+It is an online softmax over blocks of keys (FlashAttention-2, Dao 2023) that are read through a
+page table (PagedAttention, Kwon et al. 2023). Blocks that every query of the tile sees completely
+need no masks. In the other blocks (causal edge, window edge, end of the row) scores are masked, and
+values too, because zero times a NaN in another row's page is NaN.
 
-Head dims that are not powers of two are split into parts that are (80 = 64 + 16), not padded.
+A head dim that is not a power of two is split into powers of two (80 = 64 + 16) instead of padded.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ from pallas_kernels.arguments import FP8, AttentionOptions, Case
 
 LOG2E = math.log2(math.e)
 NEGATIVE = -1e30
-"""Starting maximum: below every real score, and finite so that differences of maxima are finite."""
+"""Initial maximum: below every score, and finite so that differences of maxima are finite."""
 
 Parts = tuple[jax.Array, ...]
+Softmax = tuple[Parts, jax.Array, jax.Array]
+"""Unnormalized attention of a tile: acc parts [rows, part], maxima and sums [rows]."""
 
 
 def head_parts(head_dim: int) -> tuple[tuple[int, int], ...]:
-    """Split a head dim into (start, size) pieces, sizes powers of two, largest first."""
+    """Split a head dim into (start, size) pieces whose sizes are powers of two, largest first."""
     pieces, start = [], 0
     while start < head_dim:
         size = 1 << ((head_dim - start).bit_length() - 1)
@@ -52,22 +54,26 @@ def ceil_div(a: jax.Array | int, b: jax.Array | int) -> jax.Array:
 
 
 def spread(numbers: jax.Array, shape: tuple[int, ...], *axes: int) -> jax.Array:
-    """Repeat numbers over a shape, of which they are along ``axes``; a scalar is along none.
+    """Broadcast an array to `shape`, so that its dimensions are the dimensions `axes` of the
+    result.
 
-    A new axis and ``jnp.broadcast_to`` give the same in several times the operations to trace.
+    `jnp.broadcast_to` after adding axes has the same result with several times as many operations
+    to trace.
     """
     return lax.broadcast_in_dim(numbers, shape, axes)
 
 
 def running_sum(counts: jax.Array) -> jax.Array:
-    """Return inclusive sums of a short i32 vector by one reduction: a cumsum is several kernels."""
+    """Return the inclusive sums of a short i32 vector in one reduction. A cumsum is several
+    kernels.
+    """
     n = counts.shape[0]
     earlier = jnp.arange(n)[None, :] <= jnp.arange(n)[:, None]
     return jnp.where(earlier, counts[None, :], 0).sum(axis=1, dtype=jnp.int32)
 
 
 def owner(ends: jax.Array, items: int) -> jax.Array:
-    """Return i32[items]: for each item, the first row whose inclusive end lies beyond it."""
+    """Return i32[items]: for each item, the first row whose inclusive end is beyond the item."""
     passed = ends[None, :] <= jnp.arange(items, dtype=jnp.int32)[:, None]
     return passed.sum(axis=1, dtype=jnp.int32)
 
@@ -82,8 +88,9 @@ class TileSpec:
         page_size: positions of a page.
         head_dim: numbers of a head.
         scale, window, soft_cap: as in ``AttentionOptions``.
-        compute_dtype: dtype of the products' operands.
-        fp8_by_integers: whether float8 pages are widened without the card's instructions.
+        compute_dtype: dtype of the operands of products.
+        fp8_by_integers: whether float8 pages are converted by integer operations, because the card
+            has no instruction for it.
     """
 
     tile_rows: int
@@ -104,10 +111,10 @@ class TileSpec:
         block_tokens: int,
         options: AttentionOptions,
     ) -> TileSpec:
-        """Build the spec of a call.
+        """Return the spec of a call.
 
-        float8 pages are multiplied in float16: Hopper widens two float8 values to float16 with one
-        instruction, and to bfloat16 with several.
+        float8 pages are multiplied in float16. Hopper converts two float8 values to float16 with
+        one instruction, and to bfloat16 with several.
         """
         compute = case.query_dtype
         if case.page_dtype == FP8 and compute.itemsize == 2:
@@ -125,7 +132,7 @@ class TileSpec:
         )
 
     def widen(self, x: jax.Array) -> jax.Array:
-        """Convert a block of a page to the products' dtype."""
+        """Convert a block of a page to the dtype of the products."""
         if not self.fp8_by_integers:
             return x.astype(self.compute_dtype)
         return fp8_bits.widen(lax.bitcast_convert_type(x, jnp.uint8), self.compute_dtype)
@@ -133,12 +140,12 @@ class TileSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """Positions and blocks that a tile reads, all traced int32 scalars.
+    """Positions and blocks that a tile reads, as traced int32 scalars.
 
     Attributes:
-        begin, end: positions [begin, end) that at least one query of the tile sees.
-        full_begin, full_end: positions that every query of the tile sees.
-        first_block, last_block: blocks [first, last) of block_tokens positions to visit.
+        begin, end: the positions [begin, end) that at least one query of the tile sees.
+        full_begin, full_end: the positions that every query of the tile sees.
+        first_block, last_block: the blocks [first, last) of block_tokens positions to visit.
     """
 
     begin: jax.Array
@@ -152,7 +159,7 @@ class Span:
 def tile_bounds(
     first_position: jax.Array, last_position: jax.Array, window: int | None
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Return (begin, end, full_begin, full_end) of ``Span`` for queries from first to last."""
+    """Return (begin, end, full_begin, full_end) of `Span` for queries at the given positions."""
     zero = jnp.int32(0)
     end = jnp.maximum(last_position + 1, zero)
     full_end = jnp.maximum(first_position + 1, zero)
@@ -172,7 +179,10 @@ def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
 def load_queries(
     q_ref: Any, token: jax.Array, head: jax.Array, valid: jax.Array, spec: TileSpec
 ) -> Parts:
-    """Load a tile's queries, [tile_rows, part] by part of the head dim; zeros where not valid."""
+    """Load the queries of a tile: one [tile_rows, part] for each piece of ``head_parts``.
+
+    Rows that are not valid are zero.
+    """
     parts = []
     for start, size in head_parts(spec.head_dim):
         shape = (spec.tile_rows, size)
@@ -191,7 +201,7 @@ def store_rows(
     parts: Parts,
     spec: TileSpec,
 ) -> None:
-    """Write a tile's rows to out_ref[token, head, :] where valid, and nothing elsewhere."""
+    """Write the valid rows of a tile to out_ref[token, head, :]."""
     for (start, _), part in zip(head_parts(spec.head_dim), parts, strict=True):
         shape = part.shape
         column = spread(start + jnp.arange(shape[1]), shape, 1)
@@ -200,50 +210,83 @@ def store_rows(
         plt.store(address, part.astype(out_ref.dtype), mask=mask)
 
 
+def normalized(
+    refs: dict[str, Any], softmax: Softmax, kv_head: jax.Array, head: jax.Array, valid: jax.Array
+) -> Parts:
+    """Return attention parts: add the sinks, divide by the sum of the softmax, scale the values."""
+    acc, top, total = softmax
+    if "sinks" in refs:
+        sink = plt.load(refs["sinks"].at[head], mask=valid, other=0.0) * LOG2E
+        new_top = jnp.maximum(top, sink)
+        shrink = jnp.exp2(top - new_top)
+        acc = tuple(part * spread(shrink, part.shape, 0) for part in acc)
+        total = total * shrink + jnp.exp2(sink - new_top)
+    inverse = 1.0 / jnp.where(total == 0, 1.0, total)
+    if "v_scale" in refs:
+        inverse = inverse * refs["v_scale"][kv_head]
+    return tuple(part * spread(inverse, part.shape, 0) for part in acc)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowPages:
+    """Pages that the queries of a tile read: one row of the page table and one kv head.
+
+    Attributes:
+        keys, values: refs of the pages [P,K,S,H].
+        table: ref of the page table i32[R,M].
+        row: row of the page table.
+        kv_head: head of the pages.
+        key_scale: f32 scalar that multiplies stored keys, or None.
+    """
+
+    keys: Any
+    values: Any
+    table: Any
+    row: jax.Array
+    kv_head: jax.Array
+    key_scale: jax.Array | None
+
+    @classmethod
+    def of(cls, refs: dict[str, Any], row: jax.Array, kv_head: jax.Array) -> RowPages:
+        """Return the pages of a row and kv head, from the refs of a kernel by name."""
+        scale = refs["k_scale"][kv_head] if "k_scale" in refs else None
+        return cls(refs["k"], refs["v"], refs["table"], row, kv_head, scale)
+
+
 def attend(
-    queries: Parts,
-    k_ref: Any,
-    v_ref: Any,
-    table_ref: Any,
-    row: jax.Array,
-    kv_head: jax.Array,
-    position: jax.Array,
-    span: Span,
-    key_scale: jax.Array | None,
-    spec: TileSpec,
-) -> tuple[Parts, jax.Array, jax.Array]:
-    """Compute the unnormalised attention of a tile over the blocks of its span.
+    queries: Parts, position: jax.Array, pages: RowPages, span: Span, spec: TileSpec
+) -> Softmax:
+    """Compute the unnormalized attention of a tile over the blocks of its span.
 
     Args:
-        queries: parts [tile_rows, part] of q, one per piece of ``head_parts``.
-        k_ref, v_ref: [P,K,S,H] pages; table_ref: i32[R,M].
-        row: row of the table; kv_head: head of the pages; position: i32[tile_rows] of the queries.
-        span: blocks to visit, and the positions that need masks.
-        key_scale: f32 scalar that multiplies stored keys, or None.
+        queries: parts [tile_rows, part] of q, one for each piece of ``head_parts``.
+        position: i32[tile_rows] positions of the queries.
+        pages: the keys and values.
+        span: the blocks to visit, and the positions that need masks.
         spec: the static properties.
 
     Returns:
-        (acc parts [tile_rows, part], maxima [tile_rows], sums [tile_rows]), float32, maxima in
-        units of log2: the attention is acc / sums.
+        (acc parts [tile_rows, part], maxima [tile_rows], sums [tile_rows]), all float32. The maxima
+        are in units of log2, and the attention is acc / sums.
     """
     block, page_size = spec.block_tokens, spec.page_size
     shift = page_size.bit_length() - 1
     pieces = head_parts(spec.head_dim)
     factor = spec.scale * (1.0 if spec.soft_cap else LOG2E)
-    factor = factor if key_scale is None else factor * key_scale
+    factor = factor if pages.key_scale is None else factor * pages.key_scale
 
     def loader(i: jax.Array, masked: bool):
         """Return a function that reads one part of block i of the pages as [block, part]."""
         if block <= page_size:
-            page = table_ref[row, lax.shift_right_logical(i * block, shift)]
+            page = pages.table[pages.row, lax.shift_right_logical(i * block, shift)]
             inside = pl.ds(lax.bitwise_and(i * block, page_size - 1), block)
         else:
             key_position = i * block + jnp.arange(block)
-            if masked:  # entries past the row's pages need not exist
+            if masked:  # page ids after the row's last page may be invalid
                 key_position = jnp.minimum(key_position, span.end - 1)
-            page = table_ref[row, lax.shift_right_logical(key_position, shift)]
+            page = pages.table[pages.row, lax.shift_right_logical(key_position, shift)]
             inside = lax.bitwise_and(key_position, page_size - 1)
-        return lambda ref, start, size: ref[page, kv_head, inside, pl.ds(start, size)]
+        return lambda ref, start, size: ref[page, pages.kv_head, inside, pl.ds(start, size)]
 
     def step(i: jax.Array, carry: tuple, masked: bool) -> tuple:
         """Add block i to the softmax: acc parts [tile_rows, part], maxima and sums [tile_rows]."""
@@ -251,7 +294,7 @@ def attend(
         load = loader(i, masked)
         key_position = i * block + jnp.arange(block)
         scores: Any = sum(
-            _dot(query, spec.widen(load(k_ref, *piece)).T)
+            _dot(query, spec.widen(load(pages.keys, *piece)).T)
             for query, piece in zip(queries, pieces, strict=True)
         )
         scores = scores * factor
@@ -272,11 +315,11 @@ def attend(
         weights = weights.astype(spec.compute_dtype)
         new_acc = []
         for part, piece in zip(acc, pieces, strict=True):
-            values = spec.widen(load(v_ref, *piece))
+            values = spec.widen(load(pages.values, *piece))
             if masked:
-                own = (key_position >= span.begin) & (key_position < span.end)
-                own = spread(own, values.shape, 0)
-                values = jnp.where(own, values, jnp.zeros_like(values))
+                is_inside = (key_position >= span.begin) & (key_position < span.end)
+                is_inside = spread(is_inside, values.shape, 0)
+                values = jnp.where(is_inside, values, jnp.zeros_like(values))
             new_acc.append(part * spread(shrink, part.shape, 0) + _dot(weights, values))
         return tuple(new_acc), new_top, total
 
@@ -285,7 +328,7 @@ def attend(
     before = full_first - span.first_block
     edges = before + span.last_block - full_last
 
-    # The full blocks come first; then those before them and those after, which need masks.
+    # The full blocks come first, then the blocks before and after them, which need masks.
     def edge(j: jax.Array, carry: tuple) -> tuple:
         i = jnp.where(j < before, span.first_block + j, full_last + j - before)
         return step(i, carry, masked=True)

@@ -1,19 +1,19 @@
-"""Block sizes, by card, dtype, head dim and size of the call; read while tracing.
+"""Block sizes, by card, dtype, head dim and size of the call. They are read while JAX traces.
 
-`defaults` computes sizes that fit the card. ``tuned/<capability>/<card>.json`` holds what a sweep
-found better on a card (``scripts.gpu.tune_kernels``):
+`defaults` computes sizes that fit the card. ``tuned/<capability>/<card>.json`` holds better sizes
+that a sweep found on a card (``scripts.gpu.tune_kernels``):
 
     {"device_kind": "NVIDIA H200",
      "measured": "2026-01-31",
      "entries": [{"op": "decode", "dtype": "bfloat16", "head_dim": 128, "up_to": 64,
                   "config": {"block_tokens": 64, ...}}, ...]}
 
-A card without a file takes that of another one of its compute capability, the first by name.
-``dtype`` is that of the pages, or of the weights of products, which have no head dim ("head_dim"
-is null). ``up_to`` bounds the bucket: rows R for "decode", tokens T for "ragged", "mosaic_ragged",
-"kv_write", "gated_matmul" and "matmul_in_parts", rows a group for "grouped_matmul"; null means
-any. The first entry that fits is used,
-and fields it leaves out keep their defaults.
+A card without a file uses the file of another card of its compute capability, the first by name.
+``dtype`` is the dtype of the pages, or of the weights of products, which have no head dim
+("head_dim" is null). ``up_to`` bounds the size: rows R for "decode", tokens T for "ragged",
+"mosaic_ragged", "kv_write", "gated_matmul" and "matmul_in_parts", rows per group for
+"grouped_matmul". null means any size. The first matching entry is used, and fields that it omits
+keep their defaults.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ TABLES = pathlib.Path(__file__).parent / "tuned"
 
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig:
-    """Sizes of split-KV decode.
+    """Sizes of attention with split KV.
 
     Attributes:
-        block_tokens: KV positions per loop step; above the page size, pages are gathered.
-        num_warps, num_stages: of the attention kernel; a stage is one block of K and V in flight.
-        programs_per_sm: programs an SM over which all KV of the step is divided.
-        min_blocks: blocks of a program at least.
-        merge_numbers: numbers of partial results that a program reads at a time.
+        block_tokens: KV positions per loop step. Above the page size, pages are gathered.
+        num_warps, num_stages: of the attention kernel. A stage is one block of K and V in flight.
+        programs_per_sm: programs per SM over which all KV of the step is divided.
+        min_blocks: fewest blocks of a program.
+        merge_numbers: how many numbers of partial results a program reads at a time.
     """
 
     block_tokens: int = 64
@@ -57,10 +57,11 @@ class RaggedConfig:
     """Sizes of tiles of query tokens times the heads of a group.
 
     Attributes:
-        tile_rows: rows (tokens x group heads) of a tile, a power of two of at least 16.
+        tile_rows: rows (tokens x group heads) of a tile, a power of two from 16 on.
         block_tokens, num_warps, num_stages: as in ``DecodeConfig``.
-        split_queries: rows of at most so many queries go to the kernel that splits KV; 0 for none.
-        split_rows: rows of its tiles.
+        split_queries: the split-KV kernel computes rows of at most this many queries. 0 disables
+            it.
+        split_rows: rows of the tiles of that kernel.
     """
 
     tile_rows: int = 128
@@ -73,7 +74,7 @@ class RaggedConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MosaicConfig:
-    """Sizes of the Hopper kernel: each compute warpgroup takes 64 rows of the same tile."""
+    """Sizes of the Hopper kernel. Each compute warpgroup takes 64 rows of the same tile."""
 
     block_tokens: int = 64
     num_stages: int = 4
@@ -82,7 +83,7 @@ class MosaicConfig:
 
 @dataclasses.dataclass(frozen=True)
 class KvWriteConfig:
-    """Sizes of the KV write: one program per token."""
+    """Size of the KV write, which has one program per token."""
 
     num_warps: int = 4
 
@@ -91,7 +92,7 @@ class KvWriteConfig:
 class GroupedConfig:
     """Sizes of a grouped product: rows and columns of a program, inputs of a loop step.
 
-    They are powers of two from 16 on.
+    The block sizes are powers of two from 16 on.
     """
 
     block_rows: int = 64
@@ -103,9 +104,9 @@ class GroupedConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ProductConfig:
-    """Sizes of a product of few rows: a program's rows and columns, inputs of a loop step.
+    """Sizes of a product of few rows: rows and columns of a program, inputs of a loop step.
 
-    They are powers of two from 16 on.
+    The block sizes are powers of two from 16 on.
     """
 
     block_rows: int = 16
@@ -126,24 +127,25 @@ Fitted = TypeVar("Fitted", DecodeConfig, RaggedConfig)
 
 
 def table_path(device: DeviceLimits) -> pathlib.Path:
-    """Return where a card's table is: "NVIDIA H200" -> tuned/9.0/h200.json."""
+    """Return the path of a card's table: tuned/9.0/h200.json for "NVIDIA H200"."""
     words = [w for w in device.kind.lower().replace("/", " ").split() if w != "nvidia"]
     return TABLES / ".".join(map(str, device.capability)) / ("-".join(words) + ".json")
 
 
 def read_entries(device: DeviceLimits) -> list[dict]:
-    """Read the table of a card or, where it has none, of another of its compute capability."""
+    """Read the table of a card, or of another card of its compute capability if it has none."""
     path = table_path(device)
-    found = [path] if path.is_file() else sorted(path.parent.glob("*.json"))
-    return json.loads(found[0].read_text())["entries"] if found else []
+    paths = [path] if path.is_file() else sorted(path.parent.glob("*.json"))
+    return json.loads(paths[0].read_text())["entries"] if paths else []
 
 
 def attention_memory(case: Case, rows: int, block_tokens: int, num_stages: int) -> int:
-    """Compute bytes of shared memory that a tile of query rows takes, found by compiling.
+    """Return the bytes of shared memory that a tile of query rows takes, as measured by compiling.
 
-    Queries and weights of the softmax have the products' dtype. Of keys and values together there
-    are three blocks in flight, however many stages above one; of float8 a block is half widened.
-    Products of warpgroups hold four blocks and no weights, on cards with more than twice as much.
+    Queries and weights of the softmax have the dtype of the products. Three blocks of keys and
+    values together are in flight for any number of stages above one. Half a float8 block is
+    converted at a time. Products of warpgroups hold four blocks and no weights, on cards with more
+    than twice the memory.
     """
     itemsize = case.page_dtype.itemsize
     blocks = (3 if num_stages > 1 else 1) * itemsize + (1 if itemsize == 1 else 0)
@@ -156,7 +158,7 @@ SMALL_ARRAYS = 512
 
 
 def fitted(config: Fitted, case: Case, rows: int) -> Fitted:
-    """Shrink a configuration's blocks until a tile of so many rows fits the card."""
+    """Halve the block size of a configuration until a tile of `rows` rows fits the card."""
     block = config.block_tokens
     while block > 16:
         if attention_memory(case, rows, block, config.num_stages) <= case.device.shared_memory:
@@ -166,12 +168,12 @@ def fitted(config: Fitted, case: Case, rows: int) -> Fitted:
 
 
 def defaults(kind: type[Config], case: Case) -> Any:
-    """Return sizes that fit the card and spill no registers."""
-    exact = case.query_dtype.itemsize == 4  # no tensor cores: small tiles, many threads
+    """Return block sizes for a call that fit the card and spill no registers."""
+    exact = case.query_dtype.itemsize == 4  # without tensor cores: small tiles, many threads
     wide = case.H > 128
     narrow = case.page_dtype.itemsize == 1
     if kind is DecodeConfig:
-        # Widening takes registers: more of them for tiles of several queries.
+        # Conversion takes registers, more for tiles of several queries.
         is_tight = narrow and (wide or case.op == "ragged")
         merged = 2048 if narrow or (case.op == "decode" and not wide) else 4096
         config = DecodeConfig(
@@ -181,12 +183,12 @@ def defaults(kind: type[Config], case: Case) -> Any:
             config = DecodeConfig(block_tokens=32, num_warps=8, num_stages=2)
         return fitted(config, case, rows=16)
     if kind is RaggedConfig:
-        # Hopper alone keeps 128 rows of 256 sums in the registers of 8 warps.
+        # Only Hopper holds 128 rows of 256 sums in the registers of 8 warps.
         short = wide and (narrow or not case.device.has_wgmma)
-        # Widening by integers takes registers of its own.
+        # Conversion by integers takes registers of its own.
         by_integers = narrow and not case.device.widens_fp8
         block = 32 if by_integers and case.H > 64 else 64
-        # Wide heads and those that are widened leave registers for 16 rows of a split tile.
+        # Wide heads, and heads that are converted, leave registers for 16 rows of a split tile.
         split_rows = 16 if wide or narrow else 32
         config = RaggedConfig(64 if short else 128, block, split_rows=split_rows)
         if exact:
@@ -198,7 +200,7 @@ def defaults(kind: type[Config], case: Case) -> Any:
 
 
 def lookup(kind: type[Config], case: Case) -> Config:
-    """Return the configuration for a call."""
+    """Return the block sizes for attention or a KV write: defaults, with the table's changes."""
     op = next(name for name, config in CONFIGS.items() if config is kind)
     size = case.R if op == "decode" else case.T
     base = defaults(kind, case)
@@ -212,19 +214,19 @@ def lookup(kind: type[Config], case: Case) -> Config:
 
 
 GROUPED_SIZES = (16, 64, None)
-"""Rows of a group up to which an entry for "grouped_matmul" holds."""
+"""Bounds of the mean rows of a group, by which an entry for "grouped_matmul" is chosen."""
 
 
 def grouped_defaults(dtype: jnp.dtype, up_to: int | None) -> GroupedConfig:
-    """Return sizes that compile for an H200 without spills; none was timed."""
+    """Return block sizes that compile for an H200 without spills. They were not timed."""
     rows = {16: 16, 64: 64, None: 128}[up_to]
-    if dtype.itemsize == 4:  # no tensor cores: small tiles, many threads
+    if dtype.itemsize == 4:  # without tensor cores: small tiles, many threads
         return GroupedConfig(16, 64, 32, num_warps=8, num_stages=2)
     return GroupedConfig(rows, num_warps=8 if rows == 128 else 4)
 
 
 def grouped_config(case: GroupedCase) -> GroupedConfig:
-    """Return the configuration for a call."""
+    """Return the block sizes for a grouped product."""
     mean = -(-case.A // case.E)
     up_to = next(size for size in GROUPED_SIZES if size is None or mean <= size)
     for entry in read_entries(case.device):
@@ -236,7 +238,7 @@ def grouped_config(case: GroupedCase) -> GroupedConfig:
 
 
 def product_config(case: ProductCase) -> ProductConfig:
-    """Return the configuration for a call: sizes that fit the card, and what was measured on it."""
+    """Return the block sizes for a product of few rows: defaults, with the table's changes."""
     base = product_defaults(case)
     for entry in read_entries(case.device):
         if entry["op"] != case.op or entry["dtype"] != case.dtype.name:
@@ -247,9 +249,9 @@ def product_config(case: ProductCase) -> ProductConfig:
 
 
 def product_defaults(case: ProductCase) -> ProductConfig:
-    """Return sizes that fit the card."""
+    """Return block sizes for a product of few rows that fit the card."""
     if case.is_gated and case.T <= 64 and case.device.num_sms >= 2 * (case.F // 64):
-        # Half as many columns make programs for twice as many multiprocessors.
+        # Half as many columns give programs for twice as many multiprocessors.
         rows = next(size for size in (16, 32, 64) if size >= case.T)
         return ProductConfig(rows, 32, num_warps=4 if rows == 16 else 2, num_stages=5)
     if case.T <= 16:
@@ -258,7 +260,7 @@ def product_defaults(case: ProductCase) -> ProductConfig:
         rows = 32 if case.T <= 32 else 64
         return ProductConfig(rows, num_stages=3 if case.is_gated else 4)
     if case.is_gated and case.device.shared_memory >= ROOM_FOR_FOUR_STAGES:
-        # One block of all rows reads each weight once, where columns are enough for most programs.
+        # One block of all rows reads each weight once, if there are columns for most programs.
         is_wide = case.T > 128 and 3 * case.device.num_sms <= 4 * (case.F // 64)
         return ProductConfig(256 if is_wide else 128, num_warps=8, num_stages=4)
     return ProductConfig(128, num_warps=8, num_stages=2 if case.is_gated else 3)

@@ -1,11 +1,11 @@
-"""Attention in plain JAX for a GPU, where Triton does not compile: before Ampere.
+"""Attention in plain JAX for a GPU on which Triton does not compile: before Ampere.
 
-A loop whose length the device computes is driven by the host there, which waits for every turn. So
-a turn takes as many tokens as memory allows, and a table that fits a turn takes no loop: the step
-stays one graph. Decodes multiply and reduce instead of calling a product: XLA fuses the gather of
-the pages, their conversion and the reduction into one kernel, so that keys and values are read once
-and written nowhere. Rows of more queries are products of large tiles, with 16-bit operands where
-queries and pages have the same 16-bit type.
+The host drives a loop whose length the device computes, and waits for every turn. So a turn takes
+as many tokens as memory allows. If the page table fits one turn, there is no loop, and the step
+stays one CUDA graph. Decodes multiply and reduce instead of calling a product: XLA fuses the gather
+of the pages, their conversion and the reduction into one kernel, so keys and values are read once
+and not written. Rows of more queries are products of large tiles, with 16-bit operands if queries
+and pages have the same 16-bit dtype.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import xla
-from pallas_kernels.arguments import NO_OPTIONS, AttentionOptions
+from pallas_kernels.arguments import NO_OPTIONS, AttentionArrays, AttentionOptions
 
 
-class Sizes(NamedTuple):
+class TurnSizes(NamedTuple):
     """Sizes of a turn.
 
     Attributes:
         chunk_tokens: tokens of an item of decodes.
-        turn_tokens: tokens of all items of a turn. Items of padding read one page over and over,
-            out of the cache.
+        turn_tokens: tokens of all items of a turn. Padding items read the same page repeatedly,
+            from the cache.
         tile_chunk_tokens: tokens of a chunk of keys for a tile of queries.
-        tile_queries: queries of a tile, at most.
-        scores_bytes: bytes of a tile's scores in float32, at most.
+        tile_queries: most queries of a tile.
+        scores_bytes: most bytes of a tile's scores in float32.
     """
 
     chunk_tokens: int = 64
@@ -40,37 +40,22 @@ class Sizes(NamedTuple):
     scores_bytes: int = 64 << 20
 
 
-SIZES = Sizes()
+SIZES = TurnSizes()
 
 
 def paged_decode_attention(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    page_table: jax.Array,
-    kv_len: jax.Array,
-    options: AttentionOptions = NO_OPTIONS,
-    *,
-    sizes: Sizes = SIZES,
+    arrays: AttentionArrays, options: AttentionOptions = NO_OPTIONS, *, sizes: TurnSizes = SIZES
 ) -> jax.Array:
-    """Compute ``pallas_kernels.paged_decode_attention``: [R,N,H]."""
-    arrays = (q, k_pages, v_pages, page_table, kv_len)
-    return xla.paged_decode_attention(*arrays, options, decode=partial(_decode, sizes=sizes))
+    """Compute attention of one query per row in plain JAX for a GPU without Triton: [R,N,H]."""
+    return xla.paged_decode_attention(arrays, options, decode=partial(_decode, sizes=sizes))
 
 
 def ragged_paged_attention(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    page_table: jax.Array,
-    query_start: jax.Array,
-    kv_len: jax.Array,
-    options: AttentionOptions = NO_OPTIONS,
-    *,
-    sizes: Sizes = SIZES,
+    arrays: AttentionArrays, options: AttentionOptions = NO_OPTIONS, *, sizes: TurnSizes = SIZES
 ) -> jax.Array:
-    """Compute ``pallas_kernels.ragged_paged_attention``: [T,N,H]."""
-    positions = page_table.shape[1] * k_pages.shape[2]
+    """Compute causal attention of rows of any length in plain JAX for a GPU: [T,N,H]."""
+    q, k_pages = arrays.q, arrays.k_pages
+    positions = arrays.page_table.shape[1] * k_pages.shape[2]
     chunk = min(sizes.tile_chunk_tokens, positions)
     queries = sizes.scores_bytes // (4 * q.shape[1] * chunk)
     is_narrow = q.dtype == k_pages.dtype and q.dtype.itemsize == 2
@@ -81,24 +66,19 @@ def ragged_paged_attention(
         dtype=q.dtype if is_narrow else None,
     )
     return xla.ragged_paged_attention(
-        *(q, k_pages, v_pages, page_table, query_start, kv_len, options),
+        arrays,
+        options,
         decode=partial(_decode, sizes=sizes),
         tiles=partial(xla.attend_tiles, sizes=tile_sizes),
     )
 
 
-def _decode(
-    q: jax.Array,
-    kv_pages: xla.Pages,
-    page_table: jax.Array,
-    kv_len: jax.Array,
-    options: AttentionOptions,
-    sizes: Sizes,
-) -> jax.Array:
-    """Compute rows of one query; see `xla.Decode`."""
+def _decode(arrays: AttentionArrays, options: AttentionOptions, sizes: TurnSizes) -> jax.Array:
+    """Compute attention of rows of one query, as an `xla.Attend`."""
+    q, kv_len = arrays.q, arrays.kv_len
     R, K, G, H = q.shape
-    pages = max(1, sizes.chunk_tokens // kv_pages[0].shape[2])
-    cache = xla.page_rows(*kv_pages, page_table, pages, options)
+    pages = max(1, sizes.chunk_tokens // arrays.k_pages.shape[2])
+    cache = xla.page_rows(arrays, pages, options)
     chunk = pages * cache.shape[1]
     most = R * (cache.page_table.shape[1] // pages)
     W = min(most, max(1, sizes.turn_tokens // chunk))
@@ -106,7 +86,7 @@ def _decode(
     q = q * options.score_scale(H)
 
     def body(turn: jax.Array | int, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        """Add W items to sums [R, K, G, H], totals and peaks [R, K, G]."""
+        """Add W items to sums [R, K, G, H], totals and maxima [R, K, G]."""
         owner, page, first, stop = (lax.dynamic_slice_in_dim(x, turn * W, W) for x in items[:4])
         k, v = xla.gather_chunks(cache, page, q.dtype)
         cell = jnp.arange(chunk)
@@ -130,19 +110,19 @@ def _decode(
 def _attend_chunks(
     q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array, options: AttentionOptions
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Attend from each item's queries to its chunk alone.
+    """Compute attention of the queries of each item to its own chunk of keys and values.
 
     Args:
         q: [W, K, G, H], scaled.
         k: [W, K, C, H].
-        v: likewise.
-        seen: bool[W, C], the tokens that count.
-        options: static ones.
+        v: [W, K, C, H].
+        seen: bool[W, C], the tokens that the query sees.
+        options: of the call. Only static options are read.
 
     Returns:
-        The weighted sum of values [W, K, G, H], the weights' total and the peak [W, K, G].
+        The weighted sum of values [W, K, G, H], the sum of the weights and the maximum [W, K, G].
     """
-    # The heads that share keys come last, so that blocks beside each other read the same keys.
+    # The heads that share keys come last, so that neighbouring thread blocks read the same keys.
     scores = (k[:, :, :, None] * q[:, :, None]).sum(axis=-1).transpose(0, 1, 3, 2)
     seen = seen[:, None, None]  # [W, 1, 1, C]
     scores = jnp.where(seen, xla.capped(scores, options.soft_cap), xla.LOWEST)
@@ -155,11 +135,11 @@ def _attend_chunks(
 def _merge(
     carry: tuple[jax.Array, ...], parts: tuple[jax.Array, ...], owner: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """Add items' parts to their rows' sums, totals and peaks; see `xla.Decode`.
+    """Add the results of items to the sums, totals and maxima of their rows.
 
-    The items go to their rows through a one-hot product: a scatter would add in any order. Zero
-    times NaN is NaN there, so an item that is not finite goes in as zeros, and makes its own row
-    NaN through the peak, which is selected and not multiplied.
+    A one-hot product sums the items of each row, because a scatter adds in any order. Zero times
+    NaN is NaN there, so an item that is not finite enters as zeros. It makes its own row NaN
+    through the maximum, which is selected and not multiplied.
     """
     acc, total, top = carry
     part, weight, peak = parts
@@ -172,7 +152,7 @@ def _merge(
     is_finite = jnp.isfinite(grow)
     part = jnp.where(is_finite[..., None], part * grow[..., None], 0)
     weight = jnp.where(is_finite, weight * grow, 0)
-    if R == 1:  # a product would have XLA lay out the parts, and before them the values, anew
+    if R == 1:  # with a product, XLA would change the layout of the parts and of the values
         summed, weights = part.sum(axis=0)[None], weight.sum(axis=0)[None]
     else:
         share, exact = mine.astype(acc.dtype), lax.Precision.HIGHEST

@@ -1,9 +1,9 @@
-"""The product with a quantized weight in plain JAX for a GPU, where Triton does not compile.
+"""The product with a quantized weight in plain JAX, for a GPU on which Triton does not compile.
 
-Codes are stored output-major there. Then a product of a few rows is one reduction for each of them
-over the same codes, and XLA fuses up to eight with what decodes the codes: these are read once, and
-the weight is nowhere in floats. Of codes stored input-major it would fuse two. Of more rows the
-product needs the weight in x's dtype, a block of outputs at a time.
+Codes are stored output-major there. Then a product of a few rows is one reduction per row over the
+same codes. XLA fuses up to eight reductions with the decoding of the codes, so the codes are read
+once and the weight is never stored in floats. With input-major codes it would fuse two. A product
+of more rows needs the weight in x's dtype, one block of outputs at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pallas_kernels.quantized_codes import (
 )
 
 MOST_ROWS = 16
-"""Rows that are reduced; more would read the codes more than twice."""
+"""Most rows that are computed by reductions. More would read the codes more than twice."""
 
 
 def output_major_matmul(
@@ -34,7 +34,7 @@ def output_major_matmul(
     *,
     form: str,
 ) -> jax.Array:
-    """Compute ``pallas_kernels.output_major_matmul``: [T,O]."""
+    """Multiply x by a quantized weight whose arrays are transposed: [T,O]."""
     if x.shape[0] <= MOST_ROWS:
         return _reduced(x, values, scales, zeros, form)
     return _in_blocks(x, values, scales, zeros, form)
@@ -43,10 +43,10 @@ def output_major_matmul(
 def _reduced(
     x: jax.Array, values: jax.Array, scales: jax.Array, zeros: jax.Array | None, form: str
 ) -> jax.Array:
-    """Reduce over the inputs, row by row of x.
+    """Multiply few rows x by the weight: one reduction over the inputs per row. Returns [T,O].
 
-    XLA writes the weight in floats if what the rows share is dear to compute. So scales multiply
-    products, not weights, and zero points are a product of their own, with inputs summed by group.
+    XLA stores the weight in floats if it is expensive to compute. So scales multiply products, not
+    weights, and zero points are a product of their own with the inputs summed by group.
     """
     wide = jnp.promote_types(x.dtype, jnp.float32)
     weights, scale = decode(values, form, wide), scales.astype(wide)
@@ -66,10 +66,10 @@ def _reduced(
 def _row_sums(
     weights: list[jax.Array], inputs: list[jax.Array], factor: jax.Array | None = None
 ) -> jax.Array:
-    """Return [T,O]: each row of the inputs [T,I] times each row of weights [O,I], summed.
+    """Multiply each row of the inputs [T,I] by each row of the weights [O,I] and sum: [T,O].
 
-    The inputs, and weights beside them, are parts whose products are added; then all are multiplied
-    by `factor` [O,I].
+    Inputs and weights are lists of parts whose products are added. Then `factor` [O,I] multiplies
+    all products.
     """
 
     def row(index: int) -> jax.Array:
@@ -81,7 +81,6 @@ def _row_sums(
 
 
 def _spread(groups: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Repeat what is for a group of inputs [O,groups] for each of its codes."""
     each = shape[1] // groups.shape[1]
     return jnp.broadcast_to(groups[..., None], (*groups.shape, each)).reshape(shape)
 
@@ -89,7 +88,10 @@ def _spread(groups: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 def _in_blocks(
     x: jax.Array, values: jax.Array, scales: jax.Array, zeros: jax.Array | None, form: str
 ) -> jax.Array:
-    """Multiply by a block of outputs at a time; each waits for the one before it."""
+    """Multiply x by the weight, dequantizing one block of outputs at a time: [T,O].
+
+    Each block waits for the one before, so only one dequantized block is in memory.
+    """
     wide = jnp.promote_types(x.dtype, jnp.float32)
     outputs, inputs = values.shape[0], values.shape[1] * codes_a_row(form)
     width = max(128, GPU_BLOCK_BYTES // (inputs * x.dtype.itemsize) // 128 * 128)
@@ -98,13 +100,15 @@ def _in_blocks(
     for start in range(0, outputs, width):
         cut = slice(start, min(start + width, outputs))
         codes = values[cut]
-        if blocks:  # so that a block's weight takes the place of the one before it
+        if blocks:  # a dequantized block takes the memory of the one before
             codes, blocks[-1] = lax.optimization_barrier((codes, blocks[-1]))
         zero = None if zeros is None else zeros[cut]
         weights, scale = _weights(codes, scales[cut], zero, form, wide)
         products = [
             lax.dot_general(
-                *(part, weight.astype(x.dtype), (((1,), (1,)), ((), ()))),
+                part,
+                weight.astype(x.dtype),
+                (((1,), (1,)), ((), ())),
                 preferred_element_type=wide,
             )
             for part, weight in zip(parts, weights, strict=True)
@@ -116,7 +120,6 @@ def _in_blocks(
 def _weights(
     values: jax.Array, scales: jax.Array, zeros: jax.Array | None, form: str, dtype: jnp.dtype
 ) -> tuple[list[jax.Array], jax.Array]:
-    """Return the parts of a weight as `decode` splits it, [O,rows], and a factor of the results."""
     weights, scale = decode(values, form, dtype), scales.astype(dtype)
     if zeros is None and scale.shape[1] == 1:
         return weights, scale[:, 0]

@@ -30,7 +30,13 @@ import numpy as np
 
 from jaxserve.commands.argument_types import positive_integer
 from jaxserve.execution.sampling import plain_draw
-from pallas_kernels import draw, grouped_matmul, paged_decode_attention, ragged_paged_attention
+from pallas_kernels import (
+    DrawSettings,
+    draw,
+    grouped_matmul,
+    paged_decode_attention,
+    ragged_paged_attention,
+)
 from pallas_kernels.arguments import Case
 from pallas_kernels.cpu.ir_builder import host
 from pallas_kernels.cpu.panels import PANEL, in_panels
@@ -202,7 +208,8 @@ def draws(_: Sequence[int]) -> Iterator[Pair]:
             temperature, min_p, share = map(jnp.asarray, floats)
             count = jnp.full(rows, top_k, jnp.int32)
             where = jnp.asarray(seed), jnp.asarray(position, jnp.int32)
-            arrays = (logits, *likeliest, temperature, min_p, count, share, *where)
+            drawing = DrawSettings(temperature, min_p, count, share, *where)
+            arrays = (logits, *likeliest, drawing)
             run = f"{name}, rows: {rows}", jax.jit(draw), jax.jit(plain_draw)
             yield Pair(*run, [arrays], [arrays], logits.size, 4 * logits.size)
 

@@ -124,7 +124,6 @@ def read_results(path: Path) -> dict[str, Any]:
 
 
 def _source() -> dict[str, str]:
-    """Find the commit that is measured, where this is a checkout."""
     asked = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
     try:
         done = subprocess.run(asked, capture_output=True, text=True, check=False)

@@ -25,9 +25,9 @@ from textwrap import fill
 from typing import Any
 
 from jaxserve.commands.argument_types import writable_file
+from jaxserve.server.tool_calls.answer import ThoughtState
 from jaxserve.server.tool_calls.dialect import answer_reader
 from jaxserve.server.tool_calls.formats import THINKING_FORMATS
-from jaxserve.server.tool_calls.thinking import Start
 from scripts.compare.engine import Engine, module_command
 from scripts.compare.engine_vllm import NEEDED
 from scripts.compare.environments import NotInstalled, python_of
@@ -186,7 +186,7 @@ def read_ours(dialect: dict[str, Any], output: dict[str, Any]) -> Answer:
         dialect["tool_call_parser"],
         dialect["reasoning_parser"],
         dialect["tools"],
-        Start(output["start"]),
+        ThoughtState(output["start"]),
         parallel=True,
     )
     reader.feed(output["text"], True)

@@ -24,6 +24,7 @@ from jaxserve.models.shards import AXIS
 from jaxserve.start.plan.sum_options import options_of
 from pallas_kernels.device_sums import sum_in_order
 from pallas_kernels.devices import target_device
+from pallas_kernels.norm_arguments import NormOptions
 from scripts.gpu import timing as gpu_timing
 from scripts.gpu.setting import Item, Setting
 
@@ -53,10 +54,12 @@ def block_ends(x: Array, delta: Array, scale: Array, *, kernel: bool, times: int
     """
     for _ in range(times):
         if kernel:
-            x, y = pallas_kernels.add_norm_over_devices(x, delta, scale, axis=AXIS, eps=EPS)
+            x, y = pallas_kernels.add_norm_over_devices(
+                x, delta, scale, axis=AXIS, options=NormOptions(EPS)
+            )
         else:
             total = jax.lax.psum(delta, AXIS)
-            x, y = pallas_kernels.add_norm(x, total, scale, eps=EPS)
+            x, y = pallas_kernels.add_norm(x, total, scale, options=NormOptions(EPS))
         delta = y.astype(jnp.float32)[None]
     return x
 

@@ -24,7 +24,7 @@ from pallas_kernels import (
     reference,
     rope_kv_write,
 )
-from pallas_kernels.arguments import AttentionOptions, Case
+from pallas_kernels.arguments import AttentionArrays, AttentionOptions, Case
 from pallas_kernels.devices import target_device
 from pallas_kernels.gpu import triton_plan, tuning
 from pallas_kernels.qkv_arguments import QkvOptions
@@ -116,13 +116,14 @@ def check_attention(made: Case, name: str, extras: dict[str, Any]) -> dict[str, 
     if extras.pop("sinks", False):
         extras["sinks"] = jnp.linspace(-1.0, 1.0, made.N, dtype=jnp.float32)
     function = operation(made.op)
-    actual = jax.jit(lambda *a: function(*a, **extras, implementation=name))(*arrays)
+    options = AttentionOptions(**extras)
+    actual = jax.jit(lambda *a: function(*a, options, implementation=name))(*arrays)
     oracle = {
         "decode": reference.paged_decode_attention,
         "ragged": reference.ragged_paged_attention,
     }[made.op]
     wide = [arrays[0].astype(jnp.float32), *arrays[1:]]
-    expected = slowly(lambda *a: oracle(*a, AttentionOptions(**extras)), *wide)
+    expected = slowly(lambda *a: oracle(AttentionArrays.of(*a), options), *wide)
     return verdict(actual, expected, TOLERANCE[made.page_dtype.name])
 
 
@@ -173,7 +174,7 @@ def check_rows(kind: str, implementation: str, rows: int, width: int) -> dict[st
     if kind == "add_norm":
         delta = jnp.asarray(rng.normal(size=(4, rows, width)), jnp.float32)
         options, scale = NormOptions(1e-5), jnp.asarray(rng.normal(size=width), jnp.bfloat16)
-        actual = jax.jit(lambda *a: add_norm(*a, eps=1e-5, **named))(x, delta, scale)
+        actual = jax.jit(lambda *a: add_norm(*a, options=options, **named))(x, delta, scale)
         oracle = slowly(lambda *a: reference.add_norm(*a, None, options), x, delta, scale)
         return verdict(actual, oracle, limit)
     if kind == "gated_matmul":

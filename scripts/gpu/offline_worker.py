@@ -73,14 +73,18 @@ def compile_kernel(case: Case, compiler: Compiler) -> dict[str, Any]:
 
         def call(scales, *arrays):
             return pallas_kernels.paged_decode_attention(
-                *arrays, **scales, **extras, implementation=implementation
+                *arrays,
+                pallas_kernels.AttentionOptions(**scales, **extras),
+                implementation=implementation,
             )
     else:
         arguments = (scales, q, pages, pages, table, array(jnp.int32, R + 1), kv_len)
 
         def call(scales, *arrays):
             return pallas_kernels.ragged_paged_attention(
-                *arrays, **scales, **extras, implementation=implementation
+                *arrays,
+                pallas_kernels.AttentionOptions(**scales, **extras),
+                implementation=implementation,
             )
 
     return compiler.row(case.name, call, arguments, KERNELS[case.op], pages.shape, donate)

@@ -167,7 +167,6 @@ def _settings_of(name: str, folder: str, dry_run: bool) -> dict[str, Any]:
 
 
 def _rates_of(run: Run) -> dict[str, Any]:
-    """Return an item's figures: of the mix, and of one request alone."""
     return {
         "value": round(float(np.median(run["rates"]))),
         "unit": "output tokens/s",

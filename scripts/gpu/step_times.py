@@ -172,7 +172,6 @@ def _against_floor(setting: Setting, size: Size, seconds: float) -> dict[str, An
 
 
 def _decode(model: str, batch: int, sampler: str = "", num_steps: int = 1) -> Size:
-    """Return the size of a decode at 1,024 positions a row."""
     context = 64 if model == "tiny" else 1024
     return Size(model, batch, batch, context, sampler, num_steps)
 

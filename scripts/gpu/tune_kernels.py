@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.commands.argument_types import existing_file, positive, some_of
-from pallas_kernels.arguments import Case
+from pallas_kernels.arguments import AttentionArrays, Case
 from pallas_kernels.devices import DeviceLimits, find_card, target_device
 from pallas_kernels.gpu import hopper_ragged, triton_decode, triton_ragged, tuning
 from scripts.gpu import timing as gpu_timing
@@ -125,7 +125,9 @@ def runner(op: str, config: Any, interpret: bool) -> Callable[..., jax.Array]:
     }
     function = functions[op]
     times = 1 if interpret else CALLS[op]
-    return gpu_timing.chained(lambda *arrays: function(*arrays, config=config, **extra), times)
+    return gpu_timing.chained(
+        lambda *arrays: function(AttentionArrays.of(*arrays), config=config, **extra), times
+    )
 
 
 def reason(error: Exception) -> str:

@@ -28,7 +28,6 @@ def end_at_sigterm() -> None:
 
 
 def _in_collector(frame: FrameType | None) -> bool:
-    """Return whether a frame is within a callback of the garbage collector."""
     callbacks = [getattr(callback, "__code__", None) for callback in gc.callbacks]
     while frame is not None:
         if frame.f_code in callbacks:

@@ -229,7 +229,6 @@ class Run:
             self.options.observe(command, report)
 
     def _tensor_map(self, command: Launch, descriptor: Descriptor) -> TensorMap:
-        """Give the tensor of a descriptor its address."""
         array, *fields = descriptor
         return TensorMap(self.address((*command.reads, *command.writes)[array]), *fields)
 
@@ -247,7 +246,6 @@ class Run:
 
 
 def _pieces(argument: Argument, parameter: Array) -> Pieces:
-    """Return the pieces of an argument, which are of the parameter's type."""
     pieces = argument if isinstance(argument, list) else [(0, argument)]
     if not isinstance(argument, list) and argument.shape != parameter.shape:
         raise ValueError(f"the argument has shape {argument.shape}; expected {parameter.shape}")

@@ -82,7 +82,6 @@ def read_program(xla: Path, mosaic: Path | None = None) -> Program:
 
 
 def _text(folder: Path, pattern: str) -> str:
-    """Return the one text that fits a pattern."""
     paths = list(folder.glob(pattern))
     if len(paths) != 1:
         raise UnreadableHlo(f"{len(paths)} files {pattern} in the dumps; expected 1")

@@ -3,7 +3,6 @@
     python -m scripts.serving.bench --scene streams        512 concurrent streams, held to the end
     python -m scripts.serving.bench --scene overload       ten times capacity for a minute
     python -m scripts.serving.bench --scene overload-kept  the same over 200 kept connections
-    python -m scripts.serving.bench --scene client         events a second that the client can read
 
 The server has the bundled model. Requests (`Work`), their outcomes and most of the report are those
 of `jaxserve bench serve`, which puts load on any OpenAI-compatible server. Arrivals are open-loop.
@@ -13,24 +12,21 @@ Refused requests (429) are counted apart. Results go to `scripts/results`.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import math
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from jaxserve.commands.bench.client import arrivals, open_client, run_load
+from jaxserve.commands.bench.client import arrivals
 from jaxserve.commands.bench.datasets import TOKEN_IDS
 from jaxserve.commands.bench.outcome import Run, Target, Work
-from scripts.lib.paths import RESULTS, ROOT
+from scripts.lib.paths import RESULTS
 from scripts.lib.run_main import end_at_sigterm, run_main
 from scripts.lib.run_record import about_run
-from scripts.lib.server_process import Server, ask, free_port
+from scripts.lib.server_process import Server, ask
 from scripts.serving.raw_load import RawLoad
 from scripts.serving.report import plot, show, summarize
 
@@ -68,7 +64,8 @@ def streams() -> int:
     )
     with Server(*arguments) as server:
         run, _ = _load(server, works, [0.0] * STREAMS)
-        alone, _ = _load(server, works[::64], [0.0] * 8, num_kept=1)
+        sample = works[::64]
+        alone, _ = _load(server, sample, [0.0] * len(sample), num_kept=1)
         healthy = ask(server.url + "/health")["status"] == "ok"
     whole = [
         outcome.is_success
@@ -201,54 +198,10 @@ def overload_kept() -> int:
     return overload(KEPT)
 
 
-def client() -> int:
-    """Measure the client of `jaxserve bench` with a server that computes no answers."""
-    about = about_run()
-    table = []
-    for streams_at_once, milliseconds in ((32, 10), (512, 100), (512, 50), (512, 25)):
-        port = free_port()
-        command = [sys.executable, "-m", "scripts.serving.canned", str(port), str(milliseconds)]
-        process = subprocess.Popen(command, cwd=ROOT)
-        try:
-            url = f"http://127.0.0.1:{port}"
-            _wait(url)
-            tokens = 10_000 // milliseconds
-            works = [Work([1], 1, tokens)] * streams_at_once
-            run = asyncio.run(_run_client(Target(url, "canned"), works))
-        finally:
-            process.kill()
-            process.wait()
-        result = summarize(run, percentiles=PERCENTILES)
-        keys = ("client_cpu_cores", "client_cpu_us_per_event", "median_itl_ms", "p99_itl_ms")
-        table.append({"streams": streams_at_once, "tick_ms": milliseconds})
-        table[-1] |= {key: round(result[key], 2) for key in keys}
-        table[-1]["events_per_s"] = round(result["output_throughput"])
-        print(table[-1])
-    path = RESULTS / "bench_serving_client.json"
-    path.write_text(json.dumps(about | {"runs": table}, indent=1) + "\n")
-    return 0
-
-
-async def _run_client(target: Target, works: Sequence[Work]) -> Run:
-    async with open_client(target) as session:
-        return await run_load(session, target, works, [0.0] * len(works))
-
-
-def _wait(url: str) -> None:
-    for _ in range(100):
-        try:
-            ask(url)
-            return
-        except OSError:
-            time.sleep(0.1)
-    raise RuntimeError("the canned server did not come up")
-
-
 SCENES: dict[str, Callable[[], int]] = {
     "streams": streams,
     "overload": overload,
     "overload-kept": overload_kept,
-    "client": client,
 }
 
 

@@ -140,7 +140,6 @@ class RawLoad:
 
 
 def _is_whole(exchange: _Exchange) -> bool:
-    """Return whether an answer has come to its end."""
     first, last = exchange.pieces[0][1], exchange.pieces[-1][1]
     if b"chunked" in first:
         return last.endswith(_END_OF_STREAM)

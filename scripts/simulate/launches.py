@@ -94,7 +94,6 @@ class LaunchLog:
         self._restore.append((owner, name))
 
     def _look(self) -> None:
-        """Look for launches that have ended."""
         for launch in self._in_flight:
             if launch.ended is None:
                 ready = launch.tokens.is_ready()

@@ -23,8 +23,8 @@ import gguf
 import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from jaxserve.text.gguf_splits import SPLITS
 from jaxserve.text.gguf_tokenizer import gguf_tokenizer
+from jaxserve.text.gguf_vocabulary import SPLITS
 from jaxserve.weights import read_gguf
 from tests.support.gguf_files import finish
 

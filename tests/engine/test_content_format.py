@@ -11,10 +11,9 @@ import pytest
 
 from jaxserve import LLM, CheckpointError, EngineConfig, InvalidRequest
 from jaxserve.start.loading import Loaded
+from jaxserve.text import NAMED_TEMPLATES
 from jaxserve.text.messages import plain_message
-from jaxserve.text.named_templates import find_template
-from jaxserve.text.template import ChatTemplate
-from jaxserve.text.template_names import NAMED_TEMPLATES
+from jaxserve.text.template import ChatTemplate, find_template
 from jaxserve.text.tokenizer import Tokenizer
 from tests.support.checkpoint import byte_tokenizer, save_checkpoint
 

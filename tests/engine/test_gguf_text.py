@@ -17,9 +17,8 @@ from transformers import AutoTokenizer
 
 from jaxserve import LLM, CheckpointError, EngineConfig
 from jaxserve.start.sources.source import Source, find_source
-from jaxserve.text.gguf_ends import gguf_ends
-from jaxserve.text.gguf_splits import SPLITS
 from jaxserve.text.gguf_tokenizer import gguf_tokenizer, save_tokenizer
+from jaxserve.text.gguf_vocabulary import SPLITS, gguf_ends
 from jaxserve.text.tokenizer import Tokenizer as OurTokenizer
 from jaxserve.weights import GgufFile
 from tests.engine.llama_cpp_splits import KEPT, STORED, digest, hard_texts

@@ -21,8 +21,8 @@ from jaxserve import CheckpointError, InvalidRequest, SamplingParams
 from jaxserve.text import tokenizer as tokenizer_module
 from jaxserve.text import tokenizer_limits
 from jaxserve.text.detokenizer import Detokenizer
-from jaxserve.text.gguf_splits import SPLITS
 from jaxserve.text.gguf_tokenizer import gguf_tokenizer
+from jaxserve.text.gguf_vocabulary import SPLITS
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.text.tokenizer_calls import TokenizerFailure
 from tests.support.checkpoint import byte_tokenizer

@@ -22,8 +22,8 @@ from jaxserve.commands.cli import main
 from jaxserve.errors import InvalidRequest
 from jaxserve.execution.buckets import Sampler
 from jaxserve.models import ModelConfig, parse_model_config
+from jaxserve.settings.cards import DriverCard, VisibleCard
 from jaxserve.settings.config import EngineConfig
-from jaxserve.settings.machine import DriverCard, VisibleCard
 from jaxserve.start import device as device_module
 from jaxserve.start import loading
 from jaxserve.start.device import (

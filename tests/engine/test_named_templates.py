@@ -9,9 +9,8 @@ import pytest
 
 from jaxserve import LLM, InvalidRequest
 from jaxserve.commands.cli import main
-from jaxserve.text.named_templates import find_template
-from jaxserve.text.template import MAX_SOURCE_CHARS
-from jaxserve.text.template_names import NAMED_TEMPLATES
+from jaxserve.text import NAMED_TEMPLATES
+from jaxserve.text.template import MAX_SOURCE_CHARS, find_template
 from tests.support.checkpoint import save_checkpoint
 
 pytestmark = pytest.mark.usefixtures("quick_code")

@@ -21,6 +21,7 @@ from jaxserve.start.programs.warm_up import start_runner
 from jaxserve.weights import random_weights
 from jaxserve.weights.placement import use_output_rows
 from pallas_kernels import ops
+from pallas_kernels.implementation import kernel
 from scripts.gpu import models as gpu_models
 from scripts.lib.paged_runner import PagedRunner
 from tests.equivalence import TINY, drive
@@ -48,8 +49,7 @@ FEW_PROGRAMS: dict[str, Any] = {
 @pytest.fixture
 def gpu_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention by the functions that a GPU takes."""
-    monkeypatch.setitem(ops.RAGGED, "xla", ops.RAGGED["xla_gpu"])
-    monkeypatch.setitem(ops.DECODE, "xla", ops.DECODE["xla_gpu"])
+    monkeypatch.setattr(ops, "kernel", lambda op, name, _: kernel(op, name, "gpu"))
 
 
 def started(fields: dict[str, Any], model: Decoder) -> Engine:

@@ -344,7 +344,7 @@ NOT_TRACED = {
         f"jaxserve/{name}.py"
         for name in """
         errors settings/checks settings/config settings/hosts settings/model_name settings/overrides
-        settings/compat start/programs/described_card start/programs/programs structured
+        start/programs/described_card start/programs/programs structured
         """.split()
     ),
     *(

@@ -42,9 +42,11 @@ def _setup(dtype: str, head_dim: int, options: dict) -> dict:
 
 def _ragged(implementation: str, setup: dict) -> None:
     call = paged_call(RAGGED_ROWS, padding=9, **setup)
-    actual = ragged_paged_attention(*call.ragged, **call.options, implementation=implementation)
+    actual = ragged_paged_attention(
+        *call.ragged, call.attention_options, implementation=implementation
+    )
     wide = call.wide()
-    expected = reference.ragged_paged_attention(*wide.ragged, wide.attention_options)
+    expected = reference.ragged_paged_attention(wide.ragged_arrays, wide.attention_options)
     assert_close(actual, expected, call.q.dtype)
 
 
@@ -70,9 +72,9 @@ def test_mosaic_ragged(dtype: str, head_dim: int, page_size: int, options: dict)
 )
 def test_triton_decode(dtype: str, head_dim: int, options: dict) -> None:
     call = paged_call(DECODE_ROWS, **_setup(dtype, head_dim, options))
-    actual = paged_decode_attention(*call.decode, **call.options, implementation="triton")
+    actual = paged_decode_attention(*call.decode, call.attention_options, implementation="triton")
     wide = call.wide()
-    expected = reference.paged_decode_attention(*wide.decode, wide.attention_options)
+    expected = reference.paged_decode_attention(wide.decode_arrays, wide.attention_options)
     assert_close(actual, expected, call.q.dtype)
 
 

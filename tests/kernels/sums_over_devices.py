@@ -56,7 +56,8 @@ def sums_alone() -> bool:
 def sums_in_norms(implementation: str) -> bool:
     """Compare the sum that is a part of a norm with that before it, to the bit."""
     x, scale = (jnp.asarray(PARTS[0, 0, :n].squeeze(), jnp.bfloat16) for n in (4, 1))
-    named: dict[str, Any] = {"eps": 1e-5, "factor": 0.5, "implementation": implementation}
+    options = pallas_kernels.NormOptions(1e-5, factor=0.5)
+    named: dict[str, Any] = {"options": options, "implementation": implementation}
 
     def both(delta: Any, x: Any, scale: Any) -> tuple[Any, Any]:
         own = delta[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import add_norm, reference
-from pallas_kernels.norm_arguments import NormOptions
+from pallas_kernels.norm_arguments import NO_NORM, NormOptions
 from scripts.lib.fast_compile import EXACT
 
 IMPLEMENTATIONS = ("triton_interpret", "xla", "llvm")
@@ -88,8 +87,7 @@ def run(implementation: str, calls: Sequence[Call]) -> list[tuple[Any, Any]]:
             if implementation == "reference":
                 found.append(reference.add_norm(*own, options))
             else:
-                named = dataclasses.asdict(options)
-                found.append(add_norm(*own, implementation=implementation, **named))
+                found.append(add_norm(*own, options=options, implementation=implementation))
         return found
 
     return jax.device_get(program([arrays for arrays, _ in calls]))
@@ -151,11 +149,11 @@ def test_what_is_added_is_normed_and_scaled(implementation: str, dtype: Any, par
 def test_float64_stays_float64() -> None:
     with jax.enable_x64(True):
         x, delta, scale = inputs(jnp.float64, 3, 24, 0)
-        got = add_norm(x, delta, scale, eps=1e-6)
+        got = add_norm(x, delta, scale, options=NormOptions(1e-6))
         want = reference.add_norm(x, delta, scale, None, NormOptions(1e-6))
         np.testing.assert_allclose(got[1], want[1], rtol=1e-14)
         with pytest.raises(ValueError, match="x has dtype float64; allowed: bfloat16, float16 or"):
-            add_norm(x, delta, scale, eps=1e-6, implementation="triton_interpret")
+            add_norm(x, delta, scale, options=NormOptions(1e-6), implementation="triton_interpret")
 
 
 @pytest.mark.parametrize(
@@ -171,7 +169,7 @@ def test_float64_stays_float64() -> None:
         ({"scale": None}, "delta is None; expected one"),
         ({"delta_scale": jnp.ones(4)}, "delta is None; expected one"),
         ({"delta": jnp.zeros((2, 4)), "delta_scale": jnp.ones(3)}, "delta_scale has shape"),
-        ({"eps": -1.0}, "eps is -1.0; allowed: 0 or more"),
+        ({"options": NormOptions(-1.0)}, "eps is -1.0; allowed: 0 or more"),
         (
             {
                 "x": jnp.zeros((2, 4), jnp.float16),
@@ -185,7 +183,7 @@ def test_float64_stays_float64() -> None:
 )
 def test_misuse_is_refused(change: dict[str, Any], message: str) -> None:
     call: dict[str, Any] = {"x": jnp.zeros((2, 4)), "delta": None, "scale": jnp.ones(4)}
-    call |= {"eps": 1e-5, **change}
+    call |= {"options": NormOptions(1e-5), **change}
     with pytest.raises(ValueError, match=message):
         add_norm(**call)
 
@@ -195,6 +193,8 @@ def test_a_row_too_wide_for_registers_is_refused() -> None:
     scale = jax.ShapeDtypeStruct((32769,), jnp.float32)
     with pytest.raises(ValueError, match="x has D = 32769; allowed: 1 to 32768"):
         jax.eval_shape(
-            lambda x, scale: add_norm(x, None, scale, eps=0, implementation="triton_interpret"),
+            lambda x, scale: add_norm(
+                x, None, scale, options=NO_NORM, implementation="triton_interpret"
+            ),
             *(x, scale),
         )

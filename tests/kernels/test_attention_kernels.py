@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import reference, xla
-from pallas_kernels.arguments import AttentionOptions
+from pallas_kernels.arguments import AttentionArrays, AttentionOptions, attention_case
 from pallas_kernels.cpu import attention as cpu_attention
 from pallas_kernels.devices import DeviceLimits
 from pallas_kernels.gpu import triton_decode, triton_ragged, xla_attention
@@ -39,7 +39,7 @@ from tests.support.paged_cases import FP8, PagedCall, assert_close, paged_call
 ROWS, TOKENS, PAGES_PER_ROW = 4, 24, 7
 DECODE = DecodeConfig(block_tokens=32, programs_per_sm=8, min_blocks=1, merge_numbers=256)
 RAGGED = RaggedConfig(tile_rows=32, block_tokens=32)
-TURNS = xla_attention.Sizes(
+TURNS = xla_attention.TurnSizes(
     chunk_tokens=32, turn_tokens=96, tile_chunk_tokens=64, tile_queries=4, scores_bytes=1 << 20
 )
 
@@ -81,7 +81,7 @@ def _compiled(run, setup: dict, **fixed):
     # Compiling is most of what these tests cost, so the compiler is told not to try hard.
     @functools.partial(jax.jit, compiler_options=FAST)
     def call(arrays, options):
-        return run(*arrays, AttentionOptions(**options, **static), **fixed)
+        return run(AttentionArrays.of(*arrays), AttentionOptions(**options, **static), **fixed)
 
     return call
 
@@ -216,9 +216,10 @@ def plan_of(
     """Return the plan and the lines of rows; decodes without `queries`."""
     counts = queries or [1] * len(lengths)
     call = paged_call(list(zip(counts, lengths, strict=True)), head_dim=16)
-    operands = call.ragged if queries else (*call.decode[:4], None, call.decode[4])
+    arrays = call.ragged_arrays if queries else call.decode_arrays
     op = "ragged" if queries else "decode"
-    case = triton_decode.attention_case(op, ONE_SM, *operands, call.attention_options)
+    with compiling_for(ONE_SM):
+        case = attention_case(op, arrays, call.attention_options)
     config = DecodeConfig(block_tokens=16, programs_per_sm=24, min_blocks=2)
     plan = SplitPlan.of(case, config, window, tile, 4 if queries else 1)
     start = call.ragged[4] if queries else None
@@ -298,5 +299,5 @@ def test_few_programs_for_many_rows_give_the_same(rows: int) -> None:
     config = DecodeConfig(block_tokens=16, programs_per_sm=5, merge_numbers=32)
     with compiling_for(dataclasses.replace(ONE_SM, num_sms=2)):
         run = functools.partial(triton_decode.paged_decode_attention, config=config, interpret=True)
-        got = jax.jit(run, compiler_options=FAST)(*call.decode)
+        got = jax.jit(run, compiler_options=FAST)(call.decode_arrays)
     assert_close(got, expected, jnp.float32)

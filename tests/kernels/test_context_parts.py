@@ -10,7 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import attention_of_part, merge_parts, reference
+from pallas_kernels import (
+    AttentionOptions,
+    PartPositions,
+    attention_of_part,
+    merge_parts,
+    reference,
+)
 from scripts.lib.fast_compile import FAST
 from tests.support.paged_cases import FP8, PagedCall, assert_close, paged_call, with_keywords
 
@@ -27,8 +33,11 @@ def attend(arrays, first, sinks, *, stride: int, **options) -> jax.Array:
             name: value[:, :, device::stride] if getattr(value, "ndim", 0) == 3 else value
             for name, value in options.items()
         }
-        rows = (table, starts, lengths, first + device)
-        parts.append(attention_of_part(q, own[0], own[1], *rows, stride=stride, **given))
+        positions = PartPositions(first + device, stride)
+        described = AttentionOptions(**given)
+        parts.append(
+            attention_of_part(q, own[0], own[1], table, starts, lengths, positions, described)
+        )
     return merge_parts(jnp.stack(parts), sinks)
 
 

@@ -19,7 +19,13 @@ from pallas_kernels.cpu import decode as cpu_decode
 from pallas_kernels.cpu.ffi import Kernel
 from pallas_kernels.cpu.ir_builder import I64, POINTER, VOID, Code, compiled, const, host
 from scripts.lib.fast_compile import FAST
-from tests.support.paged_cases import PagedCall, assert_close, paged_call, with_keywords
+from tests.support.paged_cases import (
+    PagedCall,
+    assert_close,
+    operation_with_keywords,
+    paged_call,
+    with_keywords,
+)
 
 STATIC = ("scale", "window", "soft_cap")
 SETUPS = {
@@ -90,7 +96,7 @@ def run(function, call: PagedCall) -> jax.Array:
     return jitted(*call.decode, **arrays)
 
 
-llvm = functools.partial(paged_decode_attention, implementation="llvm")
+llvm = operation_with_keywords(paged_decode_attention, "llvm")
 oracle = with_keywords(reference.paged_decode_attention)
 
 

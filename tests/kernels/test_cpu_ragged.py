@@ -15,7 +15,13 @@ from pallas_kernels.cpu.ragged import PagedTiles
 from scripts.lib.fast_compile import FAST
 from tests.kernels.test_cpu_decode import SETUPS as DECODE_SETUPS
 from tests.kernels.test_cpu_decode import STATIC, parts_of
-from tests.support.paged_cases import PagedCall, assert_close, paged_call, with_keywords
+from tests.support.paged_cases import (
+    PagedCall,
+    assert_close,
+    operation_with_keywords,
+    paged_call,
+    with_keywords,
+)
 
 SETUPS = {
     "float64, group of 3": {"dtype": jnp.float64, "heads": 6},
@@ -62,7 +68,7 @@ def run(function, call: PagedCall) -> jax.Array:
     return jitted(*call.ragged, **arrays)
 
 
-llvm = functools.partial(ragged_paged_attention, implementation="llvm")
+llvm = operation_with_keywords(ragged_paged_attention, "llvm")
 oracle = with_keywords(reference.ragged_paged_attention)
 
 

@@ -12,7 +12,7 @@ from pallas_kernels.cpu.ir_builder import host
 from pallas_kernels.cpu.panels import PANEL, in_panels, panel_shape
 from pallas_kernels.cpu.transpose import (
     ALIGNMENT,
-    Cut,
+    InputCut,
     Transposition,
     inputs_in_panels,
     rows_in_panels,
@@ -114,7 +114,7 @@ def test_inputs_are_cut_into_panels(given, dtype, size, turns):
 def test_inputs_are_cut_by_other_processors_alike(number, pairs, vector_bytes):
     dtype, cpu = np.dtype(f"u{number}"), replace(host(), vector_bytes=vector_bytes)
     rows = np.random.default_rng(0).integers(0, 1 << 60, (6, 2 * PANEL, 2)).astype(dtype)
-    kernel = Cut(number, 2, pairs, cpu=cpu)
+    kernel = InputCut(number, 2, pairs, cpu=cpu)
     panels = aligned((4, 6 // (1 + pairs), PANEL), np.dtype(f"u{kernel.word}"))
     most = run(kernel, rows, panels)
     words = rows.transpose(2, 1, 0).reshape(4, PANEL, -1).view(panels.dtype)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import kv_write, reference
-from pallas_kernels.arguments import FP8
+from pallas_kernels.arguments import FP8, AttentionArrays
 from pallas_kernels.devices import find_card
 from pallas_kernels.fp8_bits import narrow, small_halves, widen
 from pallas_kernels.gpu.triton_decode import paged_decode_attention
@@ -91,7 +91,7 @@ def test_attention_is_the_same_by_integers() -> None:
         # The number of programs depends on that of multiprocessors, which both have.
         described = dataclasses.replace(find_card(name).limits, num_sms=2)
         with compiling_for(described):
-            return np.asarray(jax.jit(run)(*paged_call()), np.float32)
+            return np.asarray(jax.jit(run)(AttentionArrays.of(*paged_call())), np.float32)
 
     by_integers, by_cast = attention("A100"), attention("L4")
     np.testing.assert_array_equal(by_integers, by_cast)
@@ -126,7 +126,7 @@ def test_casts_are_left_to_cards_that_have_them(name: str) -> None:
 
     def both(q, keys, values):
         written = kv_write(q[:, :HEADS], q[:, :HEADS], keys, values, length)
-        return written, paged_decode_attention(q, keys, values, table, length)
+        return written, paged_decode_attention(AttentionArrays.of(q, keys, values, table, length))
 
     with compiling_for(find_card(name).limits):
         text = str(jax.make_jaxpr(both)(q, keys, values))

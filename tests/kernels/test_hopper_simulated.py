@@ -48,14 +48,14 @@ def test_simulated_kernel(name: str) -> None:
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=described)
     with jax.sharding.use_abstract_mesh(mesh):
         actual = hopper_ragged.ragged_paged_attention(
-            *call.ragged,
+            call.ragged_arrays,
             call.attention_options,
             config=config,
-            longer_than=LONGER_THAN.get(name),
+            longer_than=LONGER_THAN.get(name, hopper_ragged.LONG),
             interpret=plgpu.InterpretGPUParams(detect_races=True),
         )
     actual = np.asarray(actual.astype(jnp.float32))
     wide = call.wide()
-    expected = reference.ragged_paged_attention(*wide.ragged, wide.attention_options)
+    expected = reference.ragged_paged_attention(wide.ragged_arrays, wide.attention_options)
     assert_close(actual, expected, call.q.dtype)
     assert not simulator.get_races().races_found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from pallas_kernels import (
     quantized_kv_write,
     ragged_paged_attention,
 )
-from pallas_kernels.arguments import Case
+from pallas_kernels.arguments import AttentionOptions, Case
 from pallas_kernels.devices import DeviceLimits, find_card
 from pallas_kernels.implementation import choose
 
@@ -73,11 +74,17 @@ WRONG = {
 }
 
 
+def attend(implementation: str = "auto", **arguments: Any) -> jax.Array:
+    arrays = {name: arguments.pop(name) for name in good()}
+    options = AttentionOptions(**arguments)
+    return ragged_paged_attention(**arrays, options=options, implementation=implementation)
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_ragged_refuses(name: str) -> None:
     change, message = WRONG[name]
     with pytest.raises(ValueError, match=message):
-        ragged_paged_attention(**{**good(), **change})
+        attend(**{**good(), **change})
 
 
 def test_int8_pages_are_written_with_their_scales_alone() -> None:

@@ -50,13 +50,13 @@ def by_hand(call) -> np.ndarray:
 )
 def test_reference_is_attention(setup: dict) -> None:
     call = paged_call([(3, 40), (0, 0), (1, 33), (2, 2)], padding=2, **setup)
-    actual = reference.ragged_paged_attention(*call.ragged, call.attention_options)
+    actual = reference.ragged_paged_attention(call.ragged_arrays, call.attention_options)
     assert_close(actual, by_hand(call), jnp.float32)
     assert (np.asarray(actual)[-2:] == 0).all()
 
 
 def test_decode_is_the_last_position() -> None:
     call = paged_call([(1, 20), (1, 0), (1, 47)])
-    actual = reference.paged_decode_attention(*call.decode, call.attention_options)
+    actual = reference.paged_decode_attention(call.decode_arrays, call.attention_options)
     assert_close(actual[::2], by_hand(call)[::2], jnp.float32)
     assert (np.asarray(actual)[1] == 0).all()

@@ -30,7 +30,8 @@ for op, implementation in {calls!r}:
                                         "decode": "paged_decode_attention"}}[op])
     extra = {{name: call.options[name] for name in options}}
     def run(arrays, extra):
-        return function(*arrays, **extra, implementation=implementation)
+        options = pallas_kernels.AttentionOptions(**extra)
+        return function(*arrays, options, implementation=implementation)
     specs = ((heads, pages, pages) + (every,) * (len(arrays) - 3), options)
     split = over_heads(run, specs, heads)
     shares = "_of_2" in split.lower(arrays, extra).as_text()

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import grouped_matmul, kv_write, paged_decode_attention, ragged_paged_attention
-from pallas_kernels.arguments import Case, GroupedCase
+from pallas_kernels.arguments import AttentionOptions, Case, GroupedCase
 from pallas_kernels.devices import DeviceLimits, find_card
 from pallas_kernels.gpu import tuning
 from pallas_kernels.product_arguments import ProductCase
@@ -250,7 +250,9 @@ def test_defaults_lower_for_the_gpu(op: str, dtype: str, head_dim: int) -> None:
     implementation = "mosaic_gpu" if op == "mosaic_ragged" else "triton"
 
     def call(arrays, scales):
-        return OPERATIONS[op](*arrays, **scales, implementation=implementation)
+        if op == "kv_write":
+            return kv_write(*arrays, **scales, implementation=implementation)
+        return OPERATIONS[op](*arrays, AttentionOptions(**scales), implementation=implementation)
 
     with compiling_for(H200):
         lowered = jax.jit(call).trace(arrays, scales).lower(lowering_platforms=("cuda",))

@@ -19,7 +19,7 @@ import numpy as np
 
 import pallas_kernels
 from pallas_kernels import reference
-from pallas_kernels.arguments import AttentionOptions
+from pallas_kernels.arguments import AttentionArrays, AttentionOptions
 from scripts.lib.fast_compile import EXACT
 from tests.machine_code.case import Capability, Case
 from tests.machine_code.comparison import Tolerance
@@ -236,7 +236,7 @@ class AttentionCase(Case):
         if self.is_decode:
             run = pallas_kernels.paged_decode_attention
         name = "mosaic_gpu" if self.family == "mosaic" else "triton"
-        return run(*main, **options, implementation=name)
+        return run(*main, AttentionOptions(**options), implementation=name)
 
     def expected(self) -> list[np.ndarray]:
         """Compute the specified results, in float64."""
@@ -253,7 +253,8 @@ class AttentionCase(Case):
 
         def plain(*arrays: jax.Array) -> jax.Array:
             (q, *rest), options = self._options(arrays)
-            return run(q.astype(jnp.float32), *rest, AttentionOptions(**options))
+            wide = AttentionArrays.of(q.astype(jnp.float32), *rest)
+            return run(wide, AttentionOptions(**options))
 
         [result] = evaluate(plain, self.arguments())
         return result

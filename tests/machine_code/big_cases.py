@@ -17,6 +17,7 @@ import numpy as np
 
 import pallas_kernels
 from pallas_kernels import reference
+from pallas_kernels.arguments import AttentionOptions
 from pallas_kernels.gpu.triton_quantized_matmul import default_tile
 from scripts.machine_code.compiled_program import Argument, Launch, Pieces, Slice
 from tests.machine_code.attention_cases import DTYPES, KERNEL_MODULES, TOLERANCES
@@ -150,10 +151,12 @@ class BigAttentionCase(Case):
 
     def _run(self, module: Any, arrays: Sequence[Any], **options: Any) -> Any:
         count = len(arrays) - 2 * self.is_scaled
-        scales = zip(("k_scale", "v_scale"), arrays[count:], strict=False)
+        scales = dict(zip(("k_scale", "v_scale"), arrays[count:], strict=False))
         name = {"decode": "paged_decode_attention", "ragged": "ragged_paged_attention"}
         run = getattr(module, name.get(self.family, "kv_write"))
-        return run(*arrays[:count], **dict(scales), **options)
+        if self.family == "kv_write":
+            return run(*arrays[:count], **scales, **options)
+        return run(*arrays[:count], AttentionOptions(**scales), **options)
 
     def call(self, *arrays: jax.Array) -> Any:
         """Call the kernel."""

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 import pallas_kernels
+from pallas_kernels import NormOptions
 from tests.machine_code.attention_cases import DTYPES
 from tests.machine_code.case import Case
 from tests.machine_code.comparison import Tolerance
@@ -109,10 +110,7 @@ class AddNormCase(Case):
         """Call the kernel."""
         return pallas_kernels.add_norm(
             **self.operands(arrays),
-            eps=EPS,
-            offset=self.offset,
-            rounds_last=self.rounds_last,
-            factor=self.factor,
+            options=NormOptions(EPS, self.offset, self.rounds_last, self.factor),
             implementation="triton",
         )
 

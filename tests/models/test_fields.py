@@ -396,7 +396,7 @@ def operations_are_compiled_quickly() -> Generator[None]:
 @pytest.fixture(scope="module", autouse=True)
 def attention_is_compiled_once():
     """Its loops would be compiled again in every call; all else is compiled by operation."""
-    static = ("scale", "window", "soft_cap", "implementation")
+    static = "implementation"
     compiled = jax.jit(ragged_paged_attention, static_argnames=static, compiler_options=FAST)
     product = jax.jit(grouped_matmul, static_argnames="implementation", compiler_options=FAST)
     with pytest.MonkeyPatch.context() as patch:

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import regex
 
-from jaxserve.text.gguf_splits import SPLITS
 from jaxserve.text.gguf_tokenizer import gguf_tokenizer
+from jaxserve.text.gguf_vocabulary import SPLITS
 from jaxserve.text.tokenizer import Tokenizer, byte_letters
 from tests.published.conftest import cache
 from tests.published.models import texts

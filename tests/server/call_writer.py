@@ -6,8 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from jaxserve.server.tool_calls.bodies import (
-    BracedCall,
+from jaxserve.server.tool_calls.call_bodies import (
     HeadedCall,
     JsonCall,
     KeyedCall,
@@ -15,6 +14,7 @@ from jaxserve.server.tool_calls.bodies import (
     XmlCall,
 )
 from jaxserve.server.tool_calls.formats import CALL_FORMATS, CallFormat
+from jaxserve.server.tool_calls.gemma import BracedCall
 
 Calls = Sequence[tuple[str, dict[str, Any]]]
 # Dialects of tags whose tags stand side by side; those of the others stand on lines.

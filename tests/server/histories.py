@@ -24,9 +24,8 @@ from jaxserve.server.schema.openai import ChatMessage, ChatRequest, Tool
 from jaxserve.server.schema.response_items import InputItem
 from jaxserve.server.schema.responses import ResponsesRequest
 from jaxserve.server.served.models import ServedModel
-from jaxserve.server.tool_calls.answer import AnswerFormat
+from jaxserve.server.tool_calls.answer import AnswerFormat, ThoughtState
 from jaxserve.server.tool_calls.formats import THINKING_FORMATS
-from jaxserve.server.tool_calls.thinking import Start
 from jaxserve.server.tool_calls.tools import tool_use
 
 CORPUS = Path(__file__).parent.parent / "structured" / "corpus"
@@ -94,7 +93,7 @@ def read_as(
         body = ChatRequest(messages=user, tools=tools, tool_choice=choice)
         use = tool_use(body, parser, True, json.dumps)
     thinking = THINKING_FORMATS.get(thinks_by or "")
-    reads = AnswerFormat(use, thinking, Start(start) if thinking else Start.CLOSED)
+    reads = AnswerFormat(use, thinking, ThoughtState(start) if thinking else ThoughtState.CLOSED)
     return Drawn(text, reads)
 
 

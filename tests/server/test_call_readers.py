@@ -10,17 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.server.tool_calls.answer import AnswerReader
-from jaxserve.server.tool_calls.detection import detect_calls, detect_thinking
-from jaxserve.server.tool_calls.dialect import answer_reader
+from jaxserve.server.tool_calls.answer import AnswerReader, ThinkingReader, ThoughtState, start_of
+from jaxserve.server.tool_calls.answer_parts import AnswerPart, CallPart, Message
+from jaxserve.server.tool_calls.call_reader import MAX_MALFORMED, CallReader
+from jaxserve.server.tool_calls.dialect import answer_reader, detect_calls, detect_thinking
 from jaxserve.server.tool_calls.formats import (
     CALL_FORMATS,
     THINKING_FORMATS,
 )
 from jaxserve.server.tool_calls.literals import MAX_JSON_DEPTH, read_json
-from jaxserve.server.tool_calls.pieces import CallPart, Message, Piece
-from jaxserve.server.tool_calls.reader import MAX_MALFORMED, CallReader
-from jaxserve.server.tool_calls.thinking import Start, ThinkingReader, start_of
 
 NAMES = ("f", "get.it", "sum_up")
 TEXTS: dict[str, dict[str, tuple[str, list[tuple[str, Any]]]]] = {
@@ -133,7 +131,7 @@ CASES = [
 ]
 
 
-def read(reader: Any, pieces: list[str]) -> tuple[Message, list[Piece]]:
+def read(reader: Any, pieces: list[str]) -> tuple[Message, list[AnswerPart]]:
     """What a reader makes of a text in pieces."""
     one = AnswerReader(None, reader) if isinstance(reader, CallReader) else reader
     came = [piece for text in pieces for piece in one.feed(text)]
@@ -254,21 +252,21 @@ def test_ids_are_as_templates_want_them() -> None:
 
 
 THOUGHTS = [
-    (Start.OPEN, "\nHm.\n\n</think>\n\nYes.", "Hm.", "Yes."),
-    (Start.OPEN, "<think>\nHm.</think>Yes.", "Hm.", "Yes."),
-    (Start.OPEN, "Hm </thin </think>", "Hm </thin", ""),
-    (Start.OPEN, "never ends </thi", "never ends </thi", ""),
-    (Start.FREE, "\n<think>Hm.</think> Yes. </think>", "Hm.", "Yes. </think>"),
-    (Start.FREE, "Yes <think>no</think>", "", "Yes <think>no</think>"),
-    (Start.FREE, "<thin", "", "<thin"),
-    (Start.FREE, "", "", ""),
-    (Start.CLOSED, "<think>x</think>", "", "<think>x</think>"),
+    (ThoughtState.OPEN, "\nHm.\n\n</think>\n\nYes.", "Hm.", "Yes."),
+    (ThoughtState.OPEN, "<think>\nHm.</think>Yes.", "Hm.", "Yes."),
+    (ThoughtState.OPEN, "Hm </thin </think>", "Hm </thin", ""),
+    (ThoughtState.OPEN, "never ends </thi", "never ends </thi", ""),
+    (ThoughtState.FREE, "\n<think>Hm.</think> Yes. </think>", "Hm.", "Yes. </think>"),
+    (ThoughtState.FREE, "Yes <think>no</think>", "", "Yes <think>no</think>"),
+    (ThoughtState.FREE, "<thin", "", "<thin"),
+    (ThoughtState.FREE, "", "", ""),
+    (ThoughtState.CLOSED, "<think>x</think>", "", "<think>x</think>"),
 ]
 
 
 @pytest.mark.parametrize(("start", "text", "thoughts", "answer"), THOUGHTS)
 def test_thoughts_are_parted_from_answers(
-    start: Start, text: str, thoughts: str, answer: str
+    start: ThoughtState, text: str, thoughts: str, answer: str
 ) -> None:
     rng = random.Random(1)
     for pieces in ([text], list(text), *(cut(text, rng) for _ in range(10))):
@@ -280,10 +278,12 @@ def test_thoughts_are_parted_from_answers(
 @settings(max_examples=150)
 @given(
     st.lists(st.sampled_from(["<think>", "</think>", "<th", "ink>", "a", " ", "\n"]), max_size=9),
-    st.sampled_from(list(Start)),
+    st.sampled_from(list(ThoughtState)),
     st.integers(0, 2**32),
 )
-def test_thoughts_do_not_depend_on_how_they_come(parts: list[str], start: Start, seed: int) -> None:
+def test_thoughts_do_not_depend_on_how_they_come(
+    parts: list[str], start: ThoughtState, seed: int
+) -> None:
     text = "".join(parts)
 
     def message(pieces: list[str]) -> Any:
@@ -297,7 +297,7 @@ def test_thoughts_do_not_depend_on_how_they_come(parts: list[str], start: Start,
 def test_thoughts_before_calls() -> None:
     text = '<think>\n<tool_call> is for later</think>\n<tool_call>{"name": "f"}</tool_call>'
     tools = [{"type": "function", "function": {"name": name}} for name in NAMES]
-    reader = answer_reader("hermes", "qwen3", tools, Start.FREE)
+    reader = answer_reader("hermes", "qwen3", tools, ThoughtState.FREE)
     message, _ = read(reader, list(text))
     assert said(message) == ("", "<tool_call> is for later", [("f", "{}")])
 
@@ -305,12 +305,12 @@ def test_thoughts_before_calls() -> None:
 @pytest.mark.parametrize(
     ("tail", "start"),
     [
-        ("assistant\n<think>\n", Start.OPEN),
-        ("<think>\n\n</think>\n\n", Start.CLOSED),
-        ("<think> and then assistant\n", Start.FREE),
+        ("assistant\n<think>\n", ThoughtState.OPEN),
+        ("<think>\n\n</think>\n\n", ThoughtState.CLOSED),
+        ("<think> and then assistant\n", ThoughtState.FREE),
     ],
 )
-def test_where_a_prompt_leaves_the_thoughts(tail: str, start: Start) -> None:
+def test_where_a_prompt_leaves_the_thoughts(tail: str, start: ThoughtState) -> None:
     assert start_of(tail, THINKING_FORMATS["qwen3"]) is start
 
 

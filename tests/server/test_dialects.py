@@ -18,15 +18,13 @@ from jaxserve.server.schema.openai import (
     Tool,
 )
 from jaxserve.server.settings import ServerConfig
-from jaxserve.server.tool_calls.detection import detect_calls, detect_thinking
-from jaxserve.server.tool_calls.dialect import Dialect, answer_reader
-from jaxserve.server.tool_calls.examples import example_of
+from jaxserve.server.tool_calls.answer import ThoughtState
+from jaxserve.server.tool_calls.answer_parts import AnswerPart, CallPart, Content, Thought
+from jaxserve.server.tool_calls.dialect import Dialect, answer_reader, detect_calls, detect_thinking
 from jaxserve.server.tool_calls.formats import CALL_FORMATS, THINKING_FORMATS
 from jaxserve.server.tool_calls.harmony import HARMONY_PARTS
-from jaxserve.server.tool_calls.pieces import CallPart, Content, Piece, Thought
-from jaxserve.server.tool_calls.thinking import Start
-from jaxserve.server.tool_calls.tools import ToolUse, introduce, tool_use
-from jaxserve.server.tool_calls.values import convert
+from jaxserve.server.tool_calls.literals import convert
+from jaxserve.server.tool_calls.tools import ToolUse, example_of, introduce, tool_use
 from jaxserve.text.thinking import ThinkingConstraint
 from jaxserve.text.tokenizer import Tokenizer
 from tests.support.checkpoint import byte_tokenizer
@@ -149,7 +147,7 @@ def test_the_example_of_a_format_is_nearly_a_call(parser: str) -> None:
     text = text.replace("NAME", "f").replace("ARGUMENT=VALUE, ...", "a=1").replace("{...}", "{}")
     text = text.replace("\n...", "").replace(",...", "").replace("ARGUMENT", "a")
     tools = [{"type": "function", "function": {"name": "f"}}]
-    reader = answer_reader(parser, None, tools, Start.CLOSED)
+    reader = answer_reader(parser, None, tools, ThoughtState.CLOSED)
     reader.feed(text, True)
     assert [call.name for call in reader.message.calls] == ["f"] and not reader.message.content
     [message] = introduce([], [{"function": {"name": "f"}}], form, "system")
@@ -180,7 +178,7 @@ def test_channels_go_out_as_they_come(tokenizer: Tokenizer) -> None:
     dialect = Dialect(tokenizer, "openai", "openai_gptoss")
     reader = dialect.answer_format([], use, True).reader()
     assert reader is not None
-    came: list[Piece] = [piece for letter in MESSAGES for piece in reader.feed(letter)]
+    came: list[AnswerPart] = [piece for letter in MESSAGES for piece in reader.feed(letter)]
     assert all(isinstance(piece, Thought) for piece in came[:3])
     assert all(isinstance(piece, Content) for piece in came[3:15])
     # A grammar has formed the call, so its arguments need not wait.

@@ -27,7 +27,7 @@ from jaxserve.server.schema.openai import ChatRequest
 from jaxserve.server.schema.response_items import shown_items
 from jaxserve.server.served.models import Models, ServedModel
 from jaxserve.server.settings import ServerConfig
-from jaxserve.server.tool_calls.custom_input import CustomInput
+from jaxserve.server.tool_calls.custom_tools import CustomInput
 from jaxserve.server.tool_calls.histories import plainer_histories
 from jaxserve.start.loading import Loaded
 from jaxserve.text.messages import left_out, plain_messages

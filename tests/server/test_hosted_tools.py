@@ -24,7 +24,7 @@ from jaxserve.server.schema.response_items import (
     strip_hosted,
 )
 from jaxserve.server.schema.responses import ResponsesRequest, as_chat, check_served, items_of
-from jaxserve.server.tool_calls.custom_input import CustomInput
+from jaxserve.server.tool_calls.custom_tools import CustomInput
 from jaxserve.server.tool_calls.tools import tool_use
 from tests.support.live_server import Server
 
@@ -109,7 +109,7 @@ def test_an_allowed_group_stands_for_its_tools() -> None:
     }
     given = chat(tools=[{"type": "function", "name": "x"}, group], tool_choice=choice)
     found = tool_use(given, "hermes", True, json.dumps)
-    assert found is not None and set(found.tools) == {"n__f", "n__g"}
+    assert found is not None and set(found.calls.tools) == {"n__f", "n__g"}
     choice["tools"] = [{"type": "namespace", "name": "m"}]
     with pytest.raises(InvalidRequest, match="'m' is not in tools"):
         chat(tools=[group], tool_choice=choice)
@@ -201,7 +201,7 @@ def test_allowed_tools_alone_are_shown_and_called() -> None:
     tools = [function("f"), function("g"), custom("h")]
     for mode in ("auto", "required"):
         found = use(tools=tools, tool_choice=allow(mode, "g", "h"))
-        assert set(found.tools) == {"g", "h"}
+        assert set(found.calls.tools) == {"g", "h"}
         assert [tool["function"]["name"] for tool in found.described] == ["g", "h"]
         assert (found.grammar is None) == (mode == "auto")
     assert use(tools=tools, tool_choice=allow("auto")) is None

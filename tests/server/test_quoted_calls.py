@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 
-from jaxserve.server.tool_calls.answer import AnswerReader, readers_of
-from jaxserve.server.tool_calls.bodies import BracedCall
-from jaxserve.server.tool_calls.chosen import call_ends, pairs_of
+from jaxserve.server.tool_calls.answer import AnswerReader, ThoughtState, readers_of
 from jaxserve.server.tool_calls.formats import CALL_FORMATS
-from jaxserve.server.tool_calls.tag_reading import TagCall
-from jaxserve.server.tool_calls.thinking import Start
+from jaxserve.server.tool_calls.gemma import BracedCall
+from jaxserve.server.tool_calls.tagged_calls import TagCall
 from jaxserve.server.tool_calls.tools import CallUse
+from jaxserve.server.tool_calls.unconstrained_calls import call_ends, pairs_of
 from tests.server.call_writer import parameter, write
 
 TEXT = {"type": "string"}
@@ -39,7 +38,7 @@ Said = tuple[str, list[tuple[str, Any]]]
 
 
 def reader_of(parser: str, tools: dict[str, Any] = TOOLS) -> AnswerReader:
-    return readers_of(CallUse(CALL_FORMATS[parser], tools, False, True), None, Start.CLOSED)
+    return readers_of(CallUse(CALL_FORMATS[parser], tools, False, True), None, ThoughtState.CLOSED)
 
 
 def said(reader: AnswerReader) -> Said:

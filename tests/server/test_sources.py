@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.text.template_names import NAMED_TEMPLATES
+from jaxserve.text import NAMED_TEMPLATES
 from tests.engine.test_gguf_text import whole_model
 from tests.support.checkpoint import save_checkpoint
 from tests.support.hub_server import serve_hub

@@ -219,7 +219,7 @@ def test_a_request_may_bring_1024_tools_of_half_a_mebibyte() -> None:
     check_tools(many_tools(1024, "x" * 380))
     chat = ChatRequest(messages=[ChatMessage(role="user", content="a")], tools=many_tools(1024))
     use = tool_use(chat, "hermes", True, json.dumps)
-    assert use is not None and len(use.tools) == 1024
+    assert use is not None and len(use.calls.tools) == 1024
     with pytest.raises(InvalidRequest, match="tools takes at most 1024 tools, got 1025"):
         check_tools(many_tools(1025))
     with pytest.raises(InvalidRequest, match="tools takes at most 524288 bytes"):

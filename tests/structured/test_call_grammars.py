@@ -12,18 +12,15 @@ import pytest
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.schema.openai import ChatRequest, FunctionDefinition, Tool
-from jaxserve.server.tool_calls.answer import AnswerReader, readers_of
-from jaxserve.server.tool_calls.bodies import HeadedCall, JsonCall
-from jaxserve.server.tool_calls.chosen import call_ends
+from jaxserve.server.tool_calls.answer import AnswerReader, ThoughtState, readers_of
+from jaxserve.server.tool_calls.answer_parts import Beside, CallPart
+from jaxserve.server.tool_calls.call_bodies import HeadedCall, JsonCall
+from jaxserve.server.tool_calls.call_rules import Function, Unformable, bare
 from jaxserve.server.tool_calls.formats import CALL_FORMATS
 from jaxserve.server.tool_calls.grammar import grammar_of_calls
-from jaxserve.server.tool_calls.grammar_parts import Function, bare
-from jaxserve.server.tool_calls.pieces import CallPart
-from jaxserve.server.tool_calls.tag_reading import TagCall
-from jaxserve.server.tool_calls.tagged_grammar import Unformable
-from jaxserve.server.tool_calls.thinking import Start
+from jaxserve.server.tool_calls.tagged_calls import TagCall
 from jaxserve.server.tool_calls.tools import CallUse, tool_use
-from jaxserve.server.tool_calls.written import Beside
+from jaxserve.server.tool_calls.unconstrained_calls import call_ends
 from jaxserve.structured import StructuredOutputsParams
 from jaxserve.text.grammars import Constraint, Grammars
 from jaxserve.text.thinking import ThinkingConstraint, ThinkingMarks
@@ -72,7 +69,9 @@ def constraint(grammars: Grammars, form: str, **options) -> Constraint:
 
 def read(form: str, text: str, is_certain: bool = True) -> AnswerReader:
     tools = {function.name: function.schema for function in FUNCTIONS}
-    reader = readers_of(CallUse(CALL_FORMATS[form], tools, is_certain, True), None, Start.CLOSED)
+    reader = readers_of(
+        CallUse(CALL_FORMATS[form], tools, is_certain, True), None, ThoughtState.CLOSED
+    )
     for piece in text:
         reader.feed(piece)
     reader.feed("", final=True)
@@ -185,12 +184,12 @@ def test_every_form_has_a_good_call() -> None:
 )
 def test_arguments_of_formed_calls_go_out_as_they_come(form: str) -> None:
     use = CallUse(CALL_FORMATS[form], {"opt": {}}, True, True)
-    reader = readers_of(use, None, Start.CLOSED)
+    reader = readers_of(use, None, ThoughtState.CLOSED)
     came = [piece for letter in GOOD[form] for piece in reader.feed(letter)]
     came += reader.feed("", True)
     assert all(isinstance(piece, CallPart) for piece in came) and len(came) == len('{"a": true}')
     # What a limit cuts off is a call with the arguments so far.
-    reader = readers_of(use, None, Start.CLOSED)
+    reader = readers_of(use, None, ThoughtState.CLOSED)
     reader.feed(GOOD[form][: GOOD[form].index("true") + 2], True)
     [call] = reader.message.calls
     assert (call.name, call.arguments, reader.message.content) == ("opt", '{"a": tr', "")
@@ -200,7 +199,7 @@ CHANNELS = '<|channel|>commentary to=functions.opt <|constrain|>json<|message|>{
 
 
 def in_pieces(use: CallUse, text: str, size: int) -> AnswerReader:
-    reader = readers_of(use, None, Start.CLOSED)
+    reader = readers_of(use, None, ThoughtState.CLOSED)
     for start in range(0, len(text), size):
         reader.feed(text[start : start + size])
     reader.feed("", True)
@@ -270,7 +269,7 @@ def test_formed_calls_in_tags_go_out_one_by_one(form: str) -> None:
     value = json.dumps({"b": f"{end}{GOOD[form]}"}, ensure_ascii=False)
     call = GOOD[form].replace("true", value).replace('string="true"', 'string="false"')
     call = call.replace('"boolean"', '"object"')
-    reader = readers_of(use, None, Start.CLOSED)
+    reader = readers_of(use, None, ThoughtState.CLOSED)
     for number in (1, 2):
         for letter in call:
             reader.feed(letter)
@@ -352,7 +351,7 @@ def test_what_tags_cannot_say_is_formed_as_json(schema: dict[str, Any]) -> None:
     tool = Tool(function=FunctionDefinition(name="f", parameters=closed(a=schema)))
     body = ChatRequest(messages=[], tools=[tool], tool_choice="required")
     use = tool_use(body, "qwen3_coder", True, json.dumps)
-    assert use is not None and use.call_format is CALL_FORMATS["hermes"]
+    assert use is not None and use.calls.call_format is CALL_FORMATS["hermes"]
 
 
 def test_unions_with_text_are_free_text(grammars: Grammars) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from jaxserve.server.tool_calls.answer import ThoughtState
+from jaxserve.server.tool_calls.answer_parts import CallPart, Content, Message, Thought
 from jaxserve.server.tool_calls.dialect import AnswerReader, answer_reader
 from jaxserve.server.tool_calls.formats import CALL_FORMATS, THINKING_FORMATS
-from jaxserve.server.tool_calls.pieces import CallPart, Content, Message, Thought
-from jaxserve.server.tool_calls.thinking import Start
 
 FOLDER = Path(__file__).parent / "corpus"
 TOOLS = json.loads((FOLDER / "tools.json").read_text())
@@ -36,7 +36,11 @@ class Dialect:
 
     def reader(self, start: str) -> AnswerReader:
         return answer_reader(
-            self.tool_call_parser, self.reasoning_parser, self.tools, Start(start), parallel=True
+            self.tool_call_parser,
+            self.reasoning_parser,
+            self.tools,
+            ThoughtState(start),
+            parallel=True,
         )
 
 
@@ -166,7 +170,7 @@ def test_mangled_outputs_lose_nothing_and_do_not_depend_on_pieces(dialect: Diale
     names = {tool["function"]["name"] for tool in dialect.tools}
     for _ in range(MANGLED):
         text = mangled(dialect, rng)
-        start = rng.choice(list(Start)).value if dialect.reasoning_parser else "closed"
+        start = rng.choice(list(ThoughtState)).value if dialect.reasoning_parser else "closed"
         meant = whole(dialect, start, text)
         assert streamed(dialect, start, list(text)) == meant, text
         assert streamed(dialect, start, cut(text, rng)) == meant, text

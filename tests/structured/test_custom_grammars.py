@@ -12,10 +12,9 @@ import pytest
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.schema.openai import ChatRequest
-from jaxserve.server.tool_calls.answer import readers_of
-from jaxserve.server.tool_calls.custom_input import CustomInput
-from jaxserve.server.tool_calls.pieces import CallPart
-from jaxserve.server.tool_calls.thinking import Start
+from jaxserve.server.tool_calls.answer import ThoughtState, readers_of
+from jaxserve.server.tool_calls.answer_parts import CallPart
+from jaxserve.server.tool_calls.custom_tools import CustomInput
 from jaxserve.server.tool_calls.tools import ToolUse, tool_use
 from jaxserve.structured import StructuredOutputsParams
 from jaxserve.text.grammars import Constraint, Grammars
@@ -92,7 +91,7 @@ def started(grammars: Grammars, found: ToolUse) -> Constraint:
 
 def calls(found: ToolUse, text: str, rng: random.Random) -> tuple[str, list[tuple[str, str]]]:
     """The content of an answer and its calls, of custom tools with their texts, as streamed."""
-    reader, parts, place = readers_of(found.calls, None, Start.CLOSED), [], 0
+    reader, parts, place = readers_of(found.calls, None, ThoughtState.CLOSED), [], 0
     while place < len(text):
         size = rng.randint(1, 12)
         parts += reader.feed(text[place : place + size])
@@ -152,12 +151,12 @@ def test_texts_are_read_to_the_letter(
 ) -> None:
     for choice in (NAMED, "required", "auto"):
         found = use([OTHER, custom(syntax, definition)], dialect, choice)
-        mark = found.call_format.mark
+        mark = found.calls.call_format.mark
         for number, given in enumerate(TEXTS[syntax, definition]):
             raw = given if syntax == "lark" else json.dumps({"input": given})
             answer = f'{mark}\n{{"name": "edit", "arguments": {raw}'
             if syntax == "regex":
-                answer += f"}}\n{found.call_format.close}"
+                answer += f"}}\n{found.calls.call_format.close}"
             assert accepts(grammars, started(grammars, found), answer), (choice, given)
             for before in ("", "So <b> it is: ") if choice == "auto" else ("",):
                 assert accepts(grammars, started(grammars, found), before + answer)
@@ -165,7 +164,7 @@ def test_texts_are_read_to_the_letter(
                 assert read == (before.strip(), [("edit", given)])
             wrong = answer.replace(given if syntax == "lark" else raw, "?")
             assert not accepts(grammars, started(grammars, found), wrong)
-        other = f'{mark}\n{{"name": "f", "arguments": {{}}}}\n{found.call_format.close}'
+        other = f'{mark}\n{{"name": "f", "arguments": {{}}}}\n{found.calls.call_format.close}'
         assert accepts(grammars, started(grammars, found), other) == (choice is not NAMED)
         if choice is not NAMED:
             assert calls(found, other, random.Random(1)) == ("", [("f", "{}")])

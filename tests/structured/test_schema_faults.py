@@ -20,8 +20,7 @@ from jaxserve.server.schema.openai import (
     ResponseFormat,
     Tool,
 )
-from jaxserve.server.tool_calls.answer import readers_of
-from jaxserve.server.tool_calls.thinking import Start
+from jaxserve.server.tool_calls.answer import ThoughtState, readers_of
 from jaxserve.server.tool_calls.tools import tool_use
 from jaxserve.structured import StructuredOutputsParams
 from jaxserve.text.grammars import Grammars, lark_problem, schema_problem
@@ -357,7 +356,7 @@ def test_forced_calls_obey_what_remains_of_their_schema(
         text = draw(start, pieces, case, most=250)
         if text is None:
             continue
-        reader = readers_of(use.calls, None, Start.CLOSED)
+        reader = readers_of(use.calls, None, ThoughtState.CLOSED)
         reader.feed(text, final=True)
         assert reader.message.calls and not reader.message.content.strip(), (case, text)
         for call in reader.message.calls:

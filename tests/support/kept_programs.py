@@ -67,11 +67,16 @@ def users_kept_folder() -> Path:
     return kept_folder().parent.with_name("users") / kept_folder().name
 
 
+def kernels_kept_folder() -> Path:
+    """Return the folder of machine code: see `kept_kernels`."""
+    return kept_folder().parent.with_name("kernels") / kept_folder().name
+
+
 def borrow_programs(folder: Path, kept: Path) -> None:
     """Link what was kept into a new folder; where it has grown too large, forget it."""
     folder.mkdir(mode=0o700)
     kept.mkdir(parents=True, exist_ok=True)
-    if sum(path.stat().st_size for path in kept.iterdir()) > MOST_BYTES:
+    if sum(map(_size, kept.iterdir())) > MOST_BYTES:
         shutil.rmtree(kept)
         kept.mkdir()
     for path in kept.iterdir():
@@ -80,6 +85,13 @@ def borrow_programs(folder: Path, kept: Path) -> None:
         except OSError:  # another file system, or another run has just forgotten it
             if path.is_file():
                 shutil.copyfile(path, folder / path.name)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:  # another run has just renamed or forgotten it
+        return 0
 
 
 def keep_programs(folder: Path, kept: Path) -> None:

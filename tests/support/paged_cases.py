@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.arguments import AttentionOptions
+from pallas_kernels.arguments import AttentionArrays, AttentionOptions
 
 FP8 = jnp.float8_e4m3fn
 
 
 @dataclasses.dataclass
 class PagedCall:
-    """Arguments of one attention call; ``ragged`` and ``decode`` list them as the ops take them."""
+    """Arguments of one attention call.
+
+    ``ragged`` and ``decode`` list them as the operations take them, and ``ragged_arrays`` and
+    ``decode_arrays`` as their implementations do.
+    """
 
     q: jax.Array
     k_pages: jax.Array
@@ -28,8 +33,15 @@ class PagedCall:
 
     @property
     def attention_options(self) -> AttentionOptions:
-        """The options as implementations take them; the ops take them as keywords."""
         return AttentionOptions(**self.options)
+
+    @property
+    def ragged_arrays(self) -> AttentionArrays:
+        return AttentionArrays.of(*self.ragged)
+
+    @property
+    def decode_arrays(self) -> AttentionArrays:
+        return AttentionArrays.of(*self.decode)
 
     @property
     def ragged(self) -> tuple[jax.Array, ...]:
@@ -145,8 +157,23 @@ def paged_call(
 
 
 def with_keywords(implementation: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Return an implementation that takes its options as keywords, as the ops do."""
-    return lambda *arrays, **options: implementation(*arrays, AttentionOptions(**options))
+    """Return an implementation that takes arrays in the operations' order, and options by name."""
+
+    def run(*arrays: jax.Array, **options: Any) -> jax.Array:
+        return implementation(AttentionArrays.of(*arrays), AttentionOptions(**options))
+
+    return run
+
+
+def operation_with_keywords(
+    operation: Callable[..., jax.Array], implementation: str = "auto"
+) -> Callable[..., jax.Array]:
+    """Return an operation that takes its options by name."""
+
+    def run(*arrays: jax.Array, **options: Any) -> jax.Array:
+        return operation(*arrays, AttentionOptions(**options), implementation=implementation)
+
+    return run
 
 
 TOLERANCE = {

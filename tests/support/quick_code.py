@@ -29,8 +29,11 @@ EXACT = (
     "tests/execution/test_programs.py",
     "tests/execution/test_precision.py",
     "tests/gpu/",
+    "tests/kernels/test_context_parts.py",
     "tests/kernels/test_fp8_bits.py",
     "tests/machine_code/",
+    # Without XLA's passes a product of bfloat16 into float32 has no implementation.
+    "tests/models/test_decoder.py::test_sixteen_bit_models",
     "tests/real/",
 )
 

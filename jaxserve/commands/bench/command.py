@@ -25,6 +25,7 @@ from jaxserve.commands.argument_types import (
     writable_folder,
 )
 from jaxserve.commands.options import MODEL_HELP, add_engine, add_sources
+from jaxserve.settings.compat import BENCH
 
 BACKENDS = ("openai", "openai-chat", "vllm")
 METRICS = ("ttft", "tpot", "itl", "e2el")
@@ -37,48 +38,6 @@ SAMPLING = (
     "presence_penalty",
     "repetition_penalty",
 )
-# Options of `vllm bench serve` that are refused, each with a suggestion.
-NOT_HERE = {
-    "lora-modules": "adapters are not served",
-    "lora-assignment": "adapters are not served",
-    "use-beam-search": "there is no beam search; --extra-body sets what a server takes",
-    "profile": "jaxserve serve --profile-start records a start",
-    "ramp-up-strategy": "the rate is constant; run several with --request-rate",
-    "ramp-up-start-rps": "the rate is constant; run several with --request-rate",
-    "ramp-up-end-rps": "the rate is constant; run several with --request-rate",
-    "probe-request-rate": "run a second benchmark beside this one",
-    "plot-timeline": "--save-detailed writes what there is to plot",
-    "plot-dataset-stats": "--save-detailed writes what there is to plot",
-    "timeline-itl-thresholds": "--save-detailed writes what there is to plot",
-    "request-id-prefix": "the server names requests; --header sets x-request-id for all",
-    "self-timed": "arrivals follow --request-rate and --burstiness",
-    "tokenizer-mode": "a tokenizer is read as its tokenizer.json says",
-    "trust-remote-code": "no code of a checkpoint is run",
-    "chat-template-kwargs": '--extra-body carries them: {"chat_template_kwargs": {...}}',
-    "hf-subset": "data sets are files: --dataset-path",
-    "hf-split": "data sets are files: --dataset-path",
-    "hf-name": "data sets are files: --dataset-path",
-}
-
-_OTHER_DATA = """
-asr-max-audio-len-sec asr-min-audio-len-sec bfcl-categories blazedit-max-distance
-blazedit-min-distance custom-ensure-client-side-data enable-multimodal-chat hf-output-len
-no-reranker no-stream prefix-repetition-num-prefixes prefix-repetition-output-len
-prefix-repetition-prefix-len prefix-repetition-suffix-len random-batch-size
-random-mm-base-items-per-request random-mm-bucket-config random-mm-limit-mm-per-prompt
-random-mm-num-mm-items-range-ratio spec-bench-category spec-bench-output-len
-speed-bench-category speed-bench-dataset-subset speed-bench-output-len
-timed-trace-chunk-hash-size timed-trace-label-hash-ids timed-trace-label-input-length
-timed-trace-label-output-length timed-trace-label-timestamp timed-trace-sec-multiplier
-""".split()
-NOT_HERE |= dict.fromkeys(_OTHER_DATA, "data sets are random, sharegpt and custom")
-
-
-class _NotHere(argparse.Action):
-    """An option that is refused. `const` is the reason."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
-        parser.error(f"{option_string} is not supported: {self.const}")
 
 
 def add_bench(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
@@ -218,11 +177,7 @@ def _add_serve(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     pace.add_argument("--max-concurrency", type=positive_integer, metavar="N")
     pace.add_argument("--num-warmups", type=integer_from_0, default=0, metavar="N")
     _add_report(parser)
-    for name, instead in NOT_HERE.items():
-        parser.add_argument(
-            f"--{name}", action=_NotHere, nargs="*", const=instead, help=argparse.SUPPRESS
-        )
-    parser.set_defaults(run=_run("serve"))
+    parser.set_defaults(run=_run("serve"), unserved=(BENCH,))
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:

@@ -36,7 +36,7 @@ from jaxserve.server.schema.anthropic import (
 from jaxserve.server.schema.arguments import read_object
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.schema.openai import ChatRequest, PromptTokensDetails
-from jaxserve.server.tool_calls.pieces import Call, CallPart, Message, Piece, Thought
+from jaxserve.server.tool_calls.answer_parts import AnswerPart, Call, CallPart, Message, Thought
 from jaxserve.settings.checks import exact_int
 from jaxserve.settings.compat import endpoint_fields
 
@@ -205,7 +205,7 @@ class MessagesFormatter:
     def parts(self, generation: Generation, parts: list[ChoicePart]) -> bytes:
         return b"".join([self._piece(piece) for part in parts for piece in part.pieces])
 
-    def _piece(self, piece: Piece) -> bytes:
+    def _piece(self, piece: AnswerPart) -> bytes:
         if isinstance(piece, CallPart):
             block = ToolUseBlock(id=piece.id or "", name=piece.name or "", input={})
             opened = self._begin(piece.index, block)

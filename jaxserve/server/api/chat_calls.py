@@ -6,15 +6,9 @@ from collections.abc import Iterable
 
 from jaxserve.server.api.generation import ChoicePart
 from jaxserve.server.schema.openai import AnsweredCall, AnswerMessage, ChatDelta, FunctionCall
-from jaxserve.server.schema.tools import (
-    CallDelta,
-    CustomCall,
-    CustomDelta,
-    FunctionDelta,
-    Tool,
-)
-from jaxserve.server.tool_calls.custom_input import CustomInput
-from jaxserve.server.tool_calls.pieces import Call, CallPart, Message, Thought
+from jaxserve.server.schema.tools import CallDelta, CustomCall, CustomDelta, FunctionDelta, Tool
+from jaxserve.server.tool_calls.answer_parts import Call, CallPart, Message, Thought
+from jaxserve.server.tool_calls.custom_tools import CustomInput
 
 
 class ChatCalls:

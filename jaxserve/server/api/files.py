@@ -18,12 +18,7 @@ from jaxserve.server.api.upload import Form, read_form
 from jaxserve.server.kept.batches import Batches
 from jaxserve.server.kept.files import FileStore, new_file
 from jaxserve.server.schema.errors import ApiError
-from jaxserve.server.schema.files import (
-    BatchList,
-    BatchRequest,
-    DeletedFile,
-    FileList,
-)
+from jaxserve.server.schema.files import BatchList, BatchRequest, DeletedFile, FileList
 from jaxserve.server.schema.responses import check_metadata
 
 MOST_LISTED = 10_000

@@ -29,7 +29,7 @@ from jaxserve.server.served.models import ServedModel
 from jaxserve.server.served.request_metrics import RequestMetrics, per_request_metrics
 from jaxserve.server.served.request_trace import RequestTrace
 from jaxserve.server.tool_calls.answer import AnswerFormat, AnswerReader
-from jaxserve.server.tool_calls.pieces import Content, Message, Piece
+from jaxserve.server.tool_calls.answer_parts import AnswerPart, Content, Message
 
 
 @dataclass
@@ -48,7 +48,7 @@ class ChoicePart:
     token_ids: list[int]
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[AnswerPart] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 

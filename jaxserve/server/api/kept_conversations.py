@@ -12,13 +12,15 @@ from jaxserve.server.api.endpoint_request import EndpointRequest
 from jaxserve.server.api.query import Query
 from jaxserve.server.api.streaming import json_response
 from jaxserve.server.kept.conversation_store import Conversation, ConversationStore
-from jaxserve.server.schema.conversations import (
+from jaxserve.server.schema.response_items import (
     ConversationItems,
     ConversationRequest,
     ConversationUpdate,
     DeletedConversation,
+    InputItem,
+    InputItems,
+    strip_hosted,
 )
-from jaxserve.server.schema.response_items import InputItem, InputItems, strip_hosted
 from jaxserve.server.schema.responses import check_metadata, check_served
 
 # OpenAI's limit of the items of one request.

@@ -33,13 +33,6 @@ from jaxserve.server.schema.anthropic import (
     MessagesRequest,
     MessagesResponse,
 )
-from jaxserve.server.schema.conversations import (
-    ConversationItems,
-    ConversationObject,
-    ConversationRequest,
-    ConversationUpdate,
-    DeletedConversation,
-)
 from jaxserve.server.schema.files import (
     Batch,
     BatchList,
@@ -57,6 +50,11 @@ from jaxserve.server.schema.openai import (
     ErrorResponse,
 )
 from jaxserve.server.schema.response_items import (
+    ConversationItems,
+    ConversationObject,
+    ConversationRequest,
+    ConversationUpdate,
+    DeletedConversation,
     DeletedResponse,
     InputItems,
     InputTokens,

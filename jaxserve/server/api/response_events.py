@@ -30,8 +30,8 @@ from jaxserve.server.schema.response_items import (
 )
 from jaxserve.server.schema.response_tools import flat_name, seen_tools
 from jaxserve.server.schema.responses import ResponsesRequest, conversation_id, wants_logprobs
-from jaxserve.server.tool_calls.custom_input import CustomInput
-from jaxserve.server.tool_calls.pieces import CallPart, Content, Message, Piece, Thought
+from jaxserve.server.tool_calls.answer_parts import AnswerPart, CallPart, Content, Message, Thought
+from jaxserve.server.tool_calls.custom_tools import CustomInput
 
 # OpenAI's error codes of failed responses by HTTP status. Any other failure is a server_error.
 _CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
@@ -188,7 +188,7 @@ class ResponsesFormatter:
             pieces = [Content("")]
         return b"".join([self._piece(piece) for piece in pieces])
 
-    def _piece(self, piece: Piece) -> bytes:
+    def _piece(self, piece: AnswerPart) -> bytes:
         """Append a piece to the output items, and return its events."""
         opened = self._open(piece)
         item = self._items[-1]
@@ -214,7 +214,7 @@ class ResponsesFormatter:
         kind = "response.custom_tool_call_input.delta"
         return self._in_item(kind, delta=text) if text else b""
 
-    def _open(self, piece: Piece) -> bytes:
+    def _open(self, piece: AnswerPart) -> bytes:
         """Open an item for a piece unless it continues the open item, and return the events."""
         last = self._items[-1] if self._items and self._is_open else None
         if isinstance(piece, CallPart):
@@ -233,7 +233,7 @@ class ResponsesFormatter:
             return closed + added
         return closed + added + self._in_item("response.content_part.added", part=part)
 
-    def _new_item(self, piece: Piece) -> OutputItem:
+    def _new_item(self, piece: AnswerPart) -> OutputItem:
         name = uuid4().hex
         namespace, tool = None, ""
         if isinstance(piece, CallPart):

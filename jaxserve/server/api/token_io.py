@@ -29,12 +29,7 @@ from jaxserve.server.schema.generate import (
 )
 from jaxserve.server.schema.logprobs import ChatLogprobs, TokenTexts, rows
 from jaxserve.server.schema.openai import ChatRequest, CompletionRequest
-from jaxserve.server.schema.sampling import (
-    check_sizes,
-    form_field,
-    most_tokens,
-    sampling_params,
-)
+from jaxserve.server.schema.sampling import check_sizes, form_field, most_tokens, sampling_params
 from jaxserve.settings.checks import exact_int
 from jaxserve.settings.compat import endpoint_fields, refuse_unsupported
 

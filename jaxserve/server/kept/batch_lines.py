@@ -1,4 +1,4 @@
-"""Lines of OpenAI's batch files: requests, and their answers."""
+"""Parsing of request lines in OpenAI's batch files, and the lines of answers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import msgspec
 from jaxserve.server.schema.files import BatchEndpoint
 
 URLS: tuple[str, ...] = get_args(BatchEndpoint)
-# The longest line in units of the largest body, whose characters may be written as escapes.
+# Maximum line length as a multiple of the maximum body, whose characters may be escaped.
 LINE_FACTOR = 2
 MAX_CUSTOM_ID = 512
 
 
 class Line(msgspec.Struct):
-    """A request of a batch file. Its body is sent as it was written."""
+    """Request in a batch file. Its body is forwarded unchanged."""
 
     custom_id: str
     method: str
@@ -33,7 +33,11 @@ class BatchResponse(msgspec.Struct):
 
 
 class BatchError(msgspec.Struct, omit_defaults=True):
-    """Reason for no answer; `line` is the number of the line in its file, where it is known."""
+    """Reason for a missing answer.
+
+    Attributes:
+        line: number of the line in its file, if known.
+    """
 
     code: str
     message: str
@@ -41,7 +45,7 @@ class BatchError(msgspec.Struct, omit_defaults=True):
 
 
 class BatchOutput(msgspec.Struct):
-    """A line of the output: the answer, whatever its status, or the reason for none."""
+    """Line of the output file: an answer of any status, or the error for a missing answer."""
 
     id: str
     custom_id: str | None
@@ -50,16 +54,16 @@ class BatchOutput(msgspec.Struct):
 
     @property
     def is_good(self) -> bool:
-        """Return whether it holds a good answer."""
+        """Return whether it contains an answer with status 200."""
         return self.response is not None and self.response.status_code == 200
 
 
 class BadLine(Exception):
-    """A line that is no request.
+    """A line is not a valid request.
 
     Attributes:
-        custom_id: where the line has one.
-        code: short name for programs.
+        custom_id: name that the line gives itself, if it can be read.
+        code: machine-readable name of the error.
     """
 
     def __init__(self, code: str, message: str, custom_id: str | None = None) -> None:
@@ -69,9 +73,9 @@ class BadLine(Exception):
 
 
 def lines(file: BinaryIO, most: int) -> Iterator[tuple[int, bytes | None]]:
-    """Yield the lines that are not blank with their numbers from 1, without a byte-order mark.
+    """Yield the non-blank lines of a file with their numbers, from 1, without a byte-order mark.
 
-    In place of a line of more than `most` bytes stands None.
+    A line of more than `most` bytes is None.
     """
     number = 0
     while line := file.readline(most + 1):
@@ -88,10 +92,10 @@ def lines(file: BinaryIO, most: int) -> Iterator[tuple[int, bytes | None]]:
 
 
 def read_line(text: bytes | None) -> Line:
-    """Read a line as a request.
+    """Parse a line as a request.
 
     Raises:
-        BadLine: naming what is wrong with it.
+        BadLine: the message says why the line is invalid.
     """
     if text is None:
         raise BadLine("line_too_long", "the line is too long")
@@ -120,7 +124,7 @@ def read_line(text: bytes | None) -> Line:
 
 
 def model_of(line: Line) -> str | None:
-    """Return the name of the model of a request; None where it names none."""
+    """Return the name of the model in a request, or None."""
     name = _head(line.body).model
     return name if isinstance(name, str) else None
 
@@ -128,21 +132,21 @@ def model_of(line: Line) -> str | None:
 def output_of(
     custom_id: str | None, response: BatchResponse | None, error: BatchError | None
 ) -> BatchOutput:
-    """Return a line of the output, with an id of its own."""
+    """Return a line of the output with a new id."""
     return BatchOutput(f"batch_req_{uuid4().hex}", custom_id, response, error)
 
 
 def _custom_id(text: bytes) -> str | None:
     try:
-        found = msgspec.json.decode(text)
+        document = msgspec.json.decode(text)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
-    name = found.get("custom_id") if isinstance(found, dict) else None
+    name = document.get("custom_id") if isinstance(document, dict) else None
     return name if isinstance(name, str) else None
 
 
 class _Head(msgspec.Struct):
-    """The fields of a body that matter before it is sent."""
+    """Fields of a body that are checked before it is forwarded."""
 
     model: Any = None
     stream: Any = None
@@ -153,4 +157,4 @@ def _head(body: msgspec.Raw) -> _Head:
     try:
         return msgspec.json.decode(body, type=_Head)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return _Head()  # for the server to refuse
+        return _Head()  # the server refuses it later

@@ -1,4 +1,4 @@
-"""BatchRun: one batch at work. What it has answered stands on disk at once, and is not repeated."""
+"""BatchRun: execution of one batch. Answers are written to disk at once and survive a restart."""
 
 from __future__ import annotations
 
@@ -33,62 +33,58 @@ from jaxserve.server.schema.files import (
     add_usage,
 )
 
-# Lines that have been answered are skipped in turns of the event loop of this many.
+# Number of answered lines that are skipped without yielding to the event loop.
 SKIPPED_A_TURN = 64
-# Ids of a batch's files: of good answers and of others, None where there are none.
+# Ids of the output file and the error file of a batch, None for files that do not exist.
 Outputs = tuple[str | None, str | None]
 
 
 class Service(Protocol):
-    """Answerer of lines, behind all other clients."""
+    """Model service that answers lines with lower priority than all other clients."""
 
     async def answer(self, line: Line, owner: str | None = None) -> BatchResponse:
-        """Answer a line, whatever the status of the answer."""
+        """Answer a line. The status of the answer may be an error."""
         ...
 
     def is_alive(self, model: str | None) -> bool:
-        """Return whether the engine of a model still answers."""
+        """Return whether the engine of a model is running."""
         ...
 
     async def enter(self, model: str | None) -> None:
-        """Wait for a place that no other client needs, and take it."""
+        """Wait for and take a slot that other clients do not need."""
         ...
 
     def leave(self, model: str | None) -> None:
-        """Give a place back."""
+        """Release a slot."""
         ...
 
 
 def mark_of(custom_id: str) -> bytes:
-    """Return a short mark of a line's name."""
+    """Return a short hash of a line's `custom_id`."""
     return hashlib.blake2b(custom_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def append(sink: BinaryIO, data: bytes) -> None:
-    """Append bytes to an unbuffered file: all of them, or none.
+    """Append bytes to an unbuffered file, completely or not at all.
 
     Raises:
-        OSError: the disk refuses.
+        OSError: the write failed.
     """
     end, rest = os.fstat(sink.fileno()).st_size, memoryview(data)
     try:
         while rest:
             rest = rest[sink.write(rest) :]
     except OSError:
-        with suppress(OSError):  # the next start cuts off what stays of a line
+        with suppress(OSError):  # the next start removes an incomplete line
             sink.truncate(end)
         raise
 
 
 class BatchRun:
-    """A batch at work.
+    """Execution of a batch.
 
     Args:
-        batch: whose counts are kept up to date.
-        owner: the key of its client.
-        folder: where answers are collected, in two files: good ones, and others.
-        store: of its input and its output.
-        service: answers its lines.
+        folder: folder for the two files in which answers and errors are collected.
     """
 
     def __init__(
@@ -108,18 +104,18 @@ class BatchRun:
         self._num_bytes = 0
 
     def interrupt(self) -> None:
-        """End the drawing now; answers in progress are lost."""
+        """Cancel the execution now. Answers in progress are lost."""
         if self._drawing is not None:
             self._drawing.cancel()
 
     async def draw(self, most: int) -> None:
-        """Answer all lines that have no answer yet, until the batch is cancelled or expires.
+        """Answer all lines without an answer, until the batch is cancelled or expires.
 
         Args:
-            most: bytes of a line.
+            most: maximum bytes of a line.
 
         Raises:
-            OSError: the disk refuses.
+            OSError: the disk failed.
         """
         await asyncio.to_thread(self._resume)
         self._store.count(self._owner, self._num_bytes)
@@ -146,7 +142,6 @@ class BatchRun:
                 sink.close()
 
     async def _halt(self) -> None:
-        """Cancel what is in progress."""
         tasks = [*self._tasks] + ([self._drawing] if self._drawing else [])
         for task in tasks:
             task.cancel()
@@ -155,7 +150,7 @@ class BatchRun:
     async def _lines(self, most: int) -> None:
         with self._store.path(self._batch.input_file_id).open("rb") as source:
             for number, text in lines(source, most):
-                line = read_line(text)  # which passed when the batch was validated
+                line = read_line(text)  # validated before
                 if mark_of(line.custom_id) in self._seen:
                     if not number % SKIPPED_A_TURN:
                         await asyncio.sleep(0)
@@ -174,12 +169,13 @@ class BatchRun:
         if response.status_code == 503 or (
             has_failed and not self._service.is_alive(model_of(line))
         ):
-            # The server ends, or its engine has: the line is answered after the next start.
+            # The server is stopping, or the engine has stopped: the line is answered after a
+            # restart.
             await asyncio.Event().wait()
         self._write(output_of(line.custom_id, response, None))
 
     def _write(self, output: BatchOutput) -> None:
-        """Write an answer; the first that cannot be written ends the drawing."""
+        """Write an answer. The first failure to write ends the execution."""
         if self._is_full or self._problem is not None:
             return
         data = msgspec.json.encode(output) + b"\n"
@@ -212,7 +208,7 @@ class BatchRun:
             counts.failed += 1
 
     def _resume(self) -> None:
-        """Read what an earlier server answered, and cut off a line that it did not finish."""
+        """Read the answers from before a restart, and remove an incomplete last line."""
         batch = self._batch
         batch.request_counts = RequestCounts(batch.request_counts.total)
         batch.usage = None
@@ -243,7 +239,7 @@ class BatchRun:
                     self._write(output_of(line.custom_id, None, problem))
 
     def name_outputs(self) -> Outputs:
-        """Return ids for the output files, those that hold anything."""
+        """Return new ids for the output files that are not empty."""
         good, bad = (
             f"file-{uuid4().hex}" if path.exists() and path.stat().st_size else None
             for path in self._paths
@@ -251,14 +247,14 @@ class BatchRun:
         return good, bad
 
     async def keep_outputs(self, names: Outputs, seconds: int | None) -> None:
-        """Make the collected answers files, those that are none yet.
+        """Move the collected answers into the file store, unless they are already there.
 
         Args:
-            names: of the files.
-            seconds: after which they expire, if they do.
+            names: ids of the files.
+            seconds: time until the files expire, or None.
 
         Raises:
-            OSError: the disk refuses; the answers stay as they were.
+            OSError: the disk failed. The answers are unchanged.
         """
         batch, store = self._batch, self._store
         noted: list[tuple[Path, FileRecord]] = []
@@ -274,5 +270,5 @@ class BatchRun:
         self._num_bytes = 0
         for path in self._paths:
             path.unlink(missing_ok=True)
-        kept = [name if name is not None and store.has(name) else None for name in names]
-        batch.output_file_id, batch.error_file_id = kept
+        stored = [name if name is not None and store.has(name) else None for name in names]
+        batch.output_file_id, batch.error_file_id = stored

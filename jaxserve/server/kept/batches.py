@@ -1,4 +1,4 @@
-"""Batches: files of requests, answered when nobody else waits; their state stands on disk."""
+"""Batches: files of requests, answered with the lowest priority. Their state is stored on disk."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from jaxserve.server.schema.files import Batch, BatchProblem, BatchProblems, Bat
 _log = logging.getLogger(__name__)
 UNENDED = ("validating", "in_progress", "finalizing", "cancelling")
 WINDOW_SECONDS = 24 * 3600
-# Most lines of a file that are reported as wrong.
+# Maximum number of invalid lines that are reported.
 MAX_PROBLEMS = 100
-# Between tries to keep answers on a disk that refuses.
+# Delay between attempts to store answers on a failing disk.
 RETRY_SECONDS = 10.0
 
 
 class BatchRecord(msgspec.Struct):
-    """A batch, and what else must be remembered of it.
+    """Stored state of a batch.
 
     Attributes:
-        owner: the key of its client.
-        output_seconds: after which its output expires, if it does.
-        outputs: ids of its output files, of good answers and of others, once it is finalized.
+        owner: API key of the client.
+        output_seconds: time until its output files expire, or None.
+        outputs: ids of its output and error file, once it is finalizing.
     """
 
     batch: Batch
@@ -45,17 +45,13 @@ class BatchRecord(msgspec.Struct):
 
 
 class Batches:
-    """Batches by id, bounded by number. Those that an earlier server began go on with `start`.
+    """Batches by id, with a maximum number. `start` continues the batches of an earlier process.
 
-    Each key may have an equal part of the batches that have not ended. Of too many that have ended,
-    the oldest of the key that holds most is forgotten.
-
-    Args:
-        files: of their inputs and outputs.
-        service: answers their lines.
+    Each key may have an equal share of the unfinished batches. If there are too many finished
+    batches, the oldest one of the key with the most batches is removed.
 
     Raises:
-        OSError: their records cannot be read.
+        OSError: the stored records cannot be read.
     """
 
     def __init__(self, files: FileStore, service: Service) -> None:
@@ -70,20 +66,20 @@ class Batches:
         self._saving = asyncio.Lock()
 
     def start(self) -> None:
-        """Go on with batches that have not ended."""
+        """Continue the unfinished batches."""
         for record in self._sorted():
             if record.batch.status in UNENDED:
                 self._begin(record)
 
     async def stop(self) -> None:
-        """Stop all work; the next start goes on with it."""
+        """Stop all work. The next start continues it."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _sorted(self) -> list[BatchRecord]:
-        # Those of one second stay in the order in which they came.
+        # Batches created in the same second keep their order.
         return sorted(self._records.values(), key=lambda r: r.batch.created_at)
 
     def _begin(self, record: BatchRecord) -> None:
@@ -93,19 +89,19 @@ class Batches:
         task.add_done_callback(lambda _: self._tasks.pop(name, None))
 
     async def create(self, request: BatchRequest, owner: str | None) -> Batch:
-        """Begin a batch.
+        """Create and start a batch.
 
         Raises:
-            ApiError: there is no such file, or too many batches have not ended.
-            InvalidRequest: naming the field.
+            ApiError: the input file does not exist, or there are too many unfinished batches.
+            InvalidRequest: the message names the field.
         """
         name = "input_file_id"
         file = self._store.get(request.input_file_id, owner, name).file
         if file.purpose != "batch":
             raise InvalidRequest(f"{name}: the purpose of the file must be batch", name)
         most = self._config.share(self._config.max_batches)
-        own = [r.batch for r in self._records.values() if r.owner == owner]
-        if sum(batch.status in UNENDED for batch in own) >= most:
+        batches = [r.batch for r in self._records.values() if r.owner == owner]
+        if sum(batch.status in UNENDED for batch in batches) >= most:
             whose = "" if self._config.num_keys == 1 else " of this key"
             raise ApiError(
                 429,
@@ -125,7 +121,7 @@ class Batches:
         )
         after = request.output_expires_after
         record = BatchRecord(batch, owner, after.seconds if after else None)
-        self._records[batch.id] = record  # its place and its input are taken from now on
+        self._records[batch.id] = record  # reserves the place and the input file
         try:
             await self._save(record)
         except BaseException:
@@ -139,7 +135,7 @@ class Batches:
         """Return a batch that a client may see.
 
         Raises:
-            ApiError: 404, there is none.
+            ApiError: 404, there is no such batch.
         """
         record = self._records.get(name)
         if record is None or not may_see(record.owner, client):
@@ -151,11 +147,11 @@ class Batches:
         return [r.batch for r in self._sorted() if may_see(r.owner, client)]
 
     async def cancel(self, name: str, client: str | None) -> Batch:
-        """Begin to cancel a batch; what has been answered is kept.
+        """Begin to cancel a batch. Existing answers are kept.
 
         Raises:
-            ApiError: 404, there is none.
-            InvalidRequest: it has ended.
+            ApiError: 404, there is no such batch.
+            InvalidRequest: the batch has ended.
         """
         batch = self.get(name, client)
         if batch.status not in ("validating", "in_progress", "cancelling"):
@@ -168,31 +164,31 @@ class Batches:
         return batch
 
     def reader_of(self, file_id: str) -> str | None:
-        """Return the id of a batch that still reads a file; None where there is none."""
+        """Return the id of an unfinished batch that reads a file, or None."""
         for name, record in self._records.items():
             if record.batch.input_file_id == file_id and record.batch.status in UNENDED:
                 return name
         return None
 
     async def _save(self, record: BatchRecord) -> None:
-        async with self._saving:  # so that what is written last is what is true last
+        async with self._saving:  # so that the newest state is written last
             path = self._folder / f"{record.batch.id}.json"
             await asyncio.to_thread(write_record, path, record)
 
     def _forget_oldest(self) -> None:
-        held = Counter(record.owner for record in self._records.values())
-        while over := over_share(held, self._config.max_files):
+        num_batches = Counter(record.owner for record in self._records.values())
+        while over := over_share(num_batches, self._config.max_files):
             ended = [r for r in self._sorted() if r.batch.status not in UNENDED]
             record = next((r for owner in over for r in ended if r.owner == owner), None)
             if record is None:
                 return
-            held[record.owner] -= 1
+            num_batches[record.owner] -= 1
             name = record.batch.id
             del self._records[name]
             (self._folder / f"{name}.json").unlink(missing_ok=True)
 
     async def _run(self, record: BatchRecord) -> None:
-        """Do all work on a batch that is left, from whatever state it is in."""
+        """Do all remaining work on a batch, starting from its current state."""
         batch = record.batch
         try:
             if batch.status == "validating" and not await self._validate(record):
@@ -219,7 +215,10 @@ class Batches:
             self._runs.pop(batch.id, None)
 
     async def _keep_outputs(self, record: BatchRecord, run: BatchRun) -> None:
-        """Make answers files; where the disk refuses, once it does not: no answer is lost."""
+        """Store the answers as files.
+
+        Retry until the disk accepts them, so that answers are not lost.
+        """
         while True:
             try:
                 await self._save(record)
@@ -235,7 +234,7 @@ class Batches:
         record.batch.errors = problems
 
     async def _end(self, record: BatchRecord) -> None:
-        """Set the last status, which follows from what happened."""
+        """Set and store the final status."""
         batch, now = record.batch, int(time.time())
         if batch.errors is not None:
             batch.status, batch.failed_at = "failed", now
@@ -251,7 +250,7 @@ class Batches:
             _log.error("batch %s: its end cannot be written: %s", batch.id, error)
 
     async def _validate(self, record: BatchRecord) -> bool:
-        """Check all lines of a batch. Return whether it goes on."""
+        """Check all lines of a batch. Return whether the batch continues."""
         batch = record.batch
         if not self._store.has(batch.input_file_id):
             return True
@@ -263,20 +262,19 @@ class Batches:
             batch.errors = BatchProblems(problems)
             await self._end(record)
             return False
-        if batch.status == "validating":  # it may have been cancelled meanwhile
+        if batch.status == "validating":  # it may have been cancelled in the meantime
             batch.status, batch.in_progress_at = "in_progress", int(time.time())
         await self._save(record)
         return True
 
 
 def scan(path: Path, endpoint: str, most: int, size: int) -> tuple[int, list[BatchProblem]]:
-    """Return the number of lines of a batch file, and what is wrong with them.
+    """Return the number of lines of a batch file, and the errors in them.
 
     Args:
-        path: of the file.
-        endpoint: that all lines must name.
-        most: lines that it may have.
-        size: bytes that a line may have.
+        endpoint: endpoint that all lines must name.
+        most: maximum number of lines.
+        size: maximum bytes of a line.
     """
     problems: list[BatchProblem] = []
     total = 0
@@ -295,7 +293,7 @@ def scan(path: Path, endpoint: str, most: int, size: int) -> tuple[int, list[Bat
 def _problems(
     texts: Iterator[tuple[int, bytes | None]], endpoint: str
 ) -> Iterator[BatchProblem | None]:
-    """Yield for each line what is wrong with it, None where nothing is."""
+    """Yield the error of each line, or None for a valid line."""
     seen: set[bytes] = set()
     for number, text in texts:
         try:

@@ -11,11 +11,10 @@ import msgspec
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.kept.shares import Shares
-from jaxserve.server.schema.conversations import ConversationObject
 from jaxserve.server.schema.errors import ApiError
-from jaxserve.server.schema.response_items import InputItem, shown_items
+from jaxserve.server.schema.response_items import ConversationObject, InputItem, shown_items
 
-# Bytes of a conversation, and of an item, besides their texts.
+# Estimated bytes of a conversation and of an item, in addition to their text.
 OVERHEAD_BYTES, ITEM_BYTES = 1024, 256
 MAX_ITEMS = 4096
 _item = msgspec.json.Decoder(InputItem)
@@ -23,18 +22,14 @@ _metadata_bytes = msgspec.json.encode
 
 
 class Conversation:
-    """Items in their order, to which each response in the conversation adds its own.
-
-    Args:
-        owner: the key of its client; None where the server requires none.
-        metadata: of its client's choice.
+    """Conversation as an ordered set of items. Each response in it adds its items.
 
     Attributes:
-        shown: what clients see of it.
-        since: when it was made or last changed, on the monotonic clock.
+        shown: the conversation as clients see it.
+        since: time of the last change on the monotonic clock.
         num_item_bytes: size of its items.
-        is_running: always False; see `Shares`.
-        counted: bytes that the store counts for it.
+        is_running: always False, for `Shares`.
+        counted: bytes that the store has counted for it.
     """
 
     is_running = False
@@ -49,21 +44,21 @@ class Conversation:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes."""
+        """Estimated memory."""
         overhead = OVERHEAD_BYTES + len(self._items) * ITEM_BYTES
         return self.num_item_bytes + len(_metadata_bytes(self.shown.metadata)) + overhead
 
     def add(self, items: Iterable[dict[str, Any]]) -> None:
-        """Add items, as they are listed."""
+        """Append items in their listed form."""
         for item in items:
             self._items[item["id"]] = text = msgspec.json.encode(item)
             self.num_item_bytes += len(text)
 
     def show_new(self, items: Iterable[InputItem]) -> list[dict[str, Any]]:
-        """Return items as they will be listed, each with an id that no other has.
+        """Return items in their listed form, each with an id that is unique in the conversation.
 
         Raises:
-            InvalidRequest: the conversation would hold too many.
+            InvalidRequest: the conversation would have too many items.
         """
         shown = shown_items(items, self._items)
         if len(self._items) + len(shown) > MAX_ITEMS:
@@ -74,16 +69,16 @@ class Conversation:
         """Remove an item.
 
         Raises:
-            ApiError: 404, there is none.
+            ApiError: 404, there is no such item.
         """
         self.item(item_id)
         self.num_item_bytes -= len(self._items.pop(item_id))
 
     def item(self, item_id: str) -> dict[str, Any]:
-        """Return an item as it is listed.
+        """Return an item in its listed form.
 
         Raises:
-            ApiError: 404, there is none.
+            ApiError: 404, there is no such item.
         """
         if item_id not in self._items:
             message = f"Item with id {item_id[:60]!r} not found in the conversation."
@@ -96,20 +91,22 @@ class Conversation:
         return list(self._items)
 
     def input_items(self) -> list[InputItem]:
-        """Return the items as inputs of a response."""
+        """Return the items as input items of a response."""
         return [_item.decode(text) for text in self._items.values()]
 
 
 class ConversationStore:
-    """Conversations by id, bounded by number, bytes and age; see `Shares` for the next to leave.
+    """Conversations by id, limited in number, bytes and age.
 
-    The age of a conversation begins with its newest change. One that alone is larger than all that
-    may be kept leaves alone.
+    `Shares` defines the order of eviction.
+
+    The age counts from the last change. A conversation that is larger than the limit on bytes is
+    not stored, and does not evict others.
 
     Args:
-        most: conversations; 0 keeps none.
-        most_bytes: of all that is kept.
-        seconds: time without a change after which a conversation leaves.
+        most: maximum number of conversations, 0 to disable the store.
+        most_bytes: maximum bytes of all conversations.
+        seconds: time without a change after which a conversation is evicted.
     """
 
     def __init__(self, most: int, most_bytes: int, seconds: float) -> None:
@@ -122,14 +119,14 @@ class ConversationStore:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that all of them take."""
+        """Estimated memory of all conversations."""
         return self._kept.num_bytes
 
     def keep(self, conversation: Conversation) -> None:
-        """Keep a conversation that is new or has changed.
+        """Store a conversation that is new or has changed.
 
         Raises:
-            ApiError: 400, the server keeps none.
+            ApiError: 400, the server does not store conversations.
         """
         if not self._most:
             message = "this server keeps no conversations: see --max-stored-responses"
@@ -144,26 +141,26 @@ class ConversationStore:
         self._trim()
 
     def extend(self, conversation: Conversation, items: Iterable[dict[str, Any]]) -> None:
-        """Add items to a conversation, unless it has left or was deleted meanwhile."""
+        """Append items to a conversation, unless it was evicted or deleted in the meantime."""
         if self._kept.get(conversation.owner, conversation.shown.id) is conversation:
             conversation.add(items)
             self.keep(conversation)
 
     def get(self, name: str, owner: str | None, parameter: str = "conversation_id") -> Conversation:
-        """Return the conversation of an id.
+        """Return the conversation with an id.
 
         Raises:
-            ApiError: 404, there is none that this client may see.
+            ApiError: 404, this client has no such object.
         """
         self._trim()
-        found = self._kept.get(owner, name)
-        if found is None:
+        conversation = self._kept.get(owner, name)
+        if conversation is None:
             message = f"Conversation with id {name[:60]!r} not found."
             raise ApiError(404, message, parameter, "not_found")
-        return found
+        return conversation
 
     def forget(self, conversation: Conversation) -> None:
-        """Forget a conversation, if it is there."""
+        """Remove a conversation if it is stored."""
         if self._kept.pop(conversation.owner, conversation.shown.id) is not None:
             self._kept.count(conversation.owner, -conversation.counted)
 

@@ -19,19 +19,19 @@ from jaxserve.server.schema.files import FileObject
 from jaxserve.server.settings import ServerConfig
 
 T = TypeVar("T")
-MAX_UPLOADS = 4  # at once, shared out between the keys
+MAX_UPLOADS = 4  # at the same time, divided equally between the keys
 _ID = re.compile(r"(file|batch)[-_][0-9a-f]{32}", re.ASCII)
 
 
 class FileRecord(msgspec.Struct):
-    """A file and its owner's key, as they stand on disk beside its bytes."""
+    """File and API key of its owner, stored on disk beside the content."""
 
     file: FileObject
     owner: str | None
 
 
 def write_record(path: Path, record: msgspec.Struct) -> None:
-    """Write a record in place of an older one; a reader sees one of the two, also after a crash."""
+    """Replace a record atomically: readers see the old or the new one, even after a crash."""
     fresh = path.with_suffix(".new")
     with fresh.open("wb") as file:
         file.write(msgspec.json.encode(record))
@@ -41,32 +41,27 @@ def write_record(path: Path, record: msgspec.Struct) -> None:
 
 
 def read_records(folder: Path, kind: type[T]) -> dict[str, T]:
-    """Read the records of a folder, by id. Other files in it are left alone."""
-    found: dict[str, T] = {}
+    """Return the records of a folder by id. Other files in it are ignored."""
+    records: dict[str, T] = {}
     for path in sorted(folder.glob("*.json")):
         if _ID.fullmatch(path.stem):
             try:
-                found[path.stem] = msgspec.json.decode(path.read_bytes(), type=kind)
+                records[path.stem] = msgspec.json.decode(path.read_bytes(), type=kind)
             except msgspec.MsgspecError as error:
                 raise OSError(f"{path} is no record: {error}") from error
-    return found
+    return records
 
 
 def may_see(owner: str | None, client: str | None) -> bool:
-    """Return whether a client may see what belongs to a key."""
+    """Return whether a client may see an object of an owner."""
     return owner is None or client is None or owner == client
 
 
 class FileStore:
-    """Files by id. Names on disk are ids, which are made here; a client's name is a label.
+    """Files by id. Names on disk are generated ids. The client's file name is only a label.
 
-    Each key has an equal part of every limit. Files of earlier keys take room from all.
-
-    Args:
-        config: names the folder, and bounds what lies there.
-
-    Attributes:
-        folder: of everything; other rooms of it are `batches`.
+    Each key has an equal share of every limit. Files of keys that no longer exist reduce the space
+    of all.
 
     Raises:
         OSError: the folder cannot be used, or another server uses it.
@@ -80,7 +75,7 @@ class FileStore:
         for folder in (self._files, self._incoming):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = _locked(self.folder)
-        for path in self._incoming.glob("*.upload"):  # of a server that ended meanwhile
+        for path in self._incoming.glob("*.upload"):  # left by a crash
             path.unlink()
         records = read_records(self._files, FileRecord)
         self._records = {name: record for name, record in records.items() if self._is_whole(name)}
@@ -93,28 +88,28 @@ class FileStore:
         self.uploads: Counter[str | None] = Counter()
 
     def close(self) -> None:
-        """Let other servers use the folder."""
+        """Release the lock on the folder."""
         os.close(self._lock)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all files, of uploads in progress, and of batches' answers so far."""
+        """Bytes of all files, of uploads in progress, and of the answers of batches so far."""
         return self._bytes.total()
 
     @property
     def num_uploads(self) -> int:
-        """Files that are being received."""
+        """Number of uploads in progress."""
         return self.uploads.total()
 
     def count(self, owner: str | None, num_bytes: int) -> None:
-        """Add to the bytes that an owner holds."""
+        """Add `num_bytes` to the bytes that an owner holds."""
         self._bytes[owner] += num_bytes
 
     def _is_whole(self, name: str) -> bool:
         return self.path(name).exists()
 
     def path(self, name: str) -> Path:
-        """Return where the bytes of a file lie."""
+        """Return the path of a file's content."""
         assert _ID.fullmatch(name)
         return self._files / f"{name}.data"
 
@@ -125,7 +120,7 @@ class FileStore:
         """Return a file that a client may see.
 
         Raises:
-            ApiError: 404, there is none.
+            ApiError: 404, there is no such file.
         """
         self.expire()
         record = self._records.get(name)
@@ -141,77 +136,77 @@ class FileStore:
         return sorted(files, key=lambda file: (file.created_at, file.id))
 
     def remove(self, name: str) -> None:
-        """Forget a file. Those that read it read on."""
+        """Delete a file. Processes that have it open can continue to read it."""
         record = self._records.pop(name)
         self.count(record.owner, -record.file.bytes)
         self.path(name).unlink(missing_ok=True)
         self.path(name).with_suffix(".json").unlink(missing_ok=True)
 
     def expire(self) -> None:
-        """Remove files whose time is over."""
+        """Delete expired files."""
         now = time.time()
         for name, record in list(self._records.items()):
             if record.file.expires_at is not None and record.file.expires_at <= now:
                 self.remove(name)
 
     def room(self, owner: str | None) -> int:
-        """Return how many bytes more an owner may keep."""
+        """Return the number of bytes that an owner may still store."""
         most = self.config.max_files_bytes
         return min(self.config.share(most) - self._bytes[owner], most - self.num_bytes)
 
     def check_bytes(self, owner: str | None, num_bytes: int) -> None:
-        """Check that an owner may keep this many bytes more.
+        """Check that an owner may store `num_bytes` more.
 
         Raises:
-            ApiError: 413, the owner's files would be too large, or all of them together.
+            ApiError: 413, the limit of the owner, or of all together, would be exceeded.
         """
         if num_bytes <= self.room(owner):
             return
         most = self.config.max_files_bytes
-        own = self.config.share(most)
-        is_own = own < most and self._bytes[owner] + num_bytes > own
-        whose, most = ("this key's files", own) if is_own else ("the files", most)
+        share = self.config.share(most)
+        is_own = share < most and self._bytes[owner] + num_bytes > share
+        whose, most = ("this key's files", share) if is_own else ("the files", most)
         raise ApiError(413, f"{whose} would take more than {most} bytes: delete some", "file")
 
     def check_number(self, owner: str | None) -> None:
-        """Check that an owner may keep one file more.
+        """Check that an owner may store one more file.
 
         Raises:
-            ApiError: 413, the owner has too many, or all owners together.
+            ApiError: 413, the limit of the owner, or of all together, is reached.
         """
         self.expire()
         most = self.config.max_files
-        own = self.config.share(most)
-        held = Counter(record.owner for record in self._records.values()) + self.uploads
-        is_own = own < most and held[owner] >= own
-        if is_own or held.total() >= max(most, self.config.num_keys):
-            whose, most = ("a key", own) if is_own else ("the server", most)
+        share = self.config.share(most)
+        num_files = Counter(record.owner for record in self._records.values()) + self.uploads
+        is_own = share < most and num_files[owner] >= share
+        if is_own or num_files.total() >= max(most, self.config.num_keys):
+            whose, most = ("a key", share) if is_own else ("the server", most)
             raise ApiError(413, f"{whose} keeps at most {most} files: delete some", "file")
 
     def note(self, source: Path, file: FileObject, owner: str | None) -> FileRecord:
-        """Write the record of a file whose bytes lie elsewhere in the folder. Any thread may call.
+        """Write the record of a file whose content is elsewhere in the folder. It is thread-safe.
 
         Raises:
             OSError: the disk is full, for example.
         """
         file.bytes = source.stat().st_size
         record = FileRecord(file, owner)
-        # Bytes without a record, and a record without bytes, are removed at the next start.
+        # The next start removes content without a record, and records without content.
         write_record(self.path(file.id).with_suffix(".json"), record)
         return record
 
     def adopt(self, source: Path, record: FileRecord) -> None:
-        """Keep a file that has been noted, by moving its bytes.
+        """Add a file whose record `note` has written, by moving its content.
 
         Raises:
-            OSError: the disk refuses.
+            OSError: the disk failed.
         """
         source.replace(self.path(record.file.id))
         self._records[record.file.id] = record
         self.count(record.owner, record.file.bytes)
 
     def receive(self, owner: str | None = None) -> Upload:
-        """Begin to receive a file of an owner.
+        """Begin an upload of an owner.
 
         Raises:
             ApiError: there is no room for it now.
@@ -230,13 +225,7 @@ class FileStore:
 
 
 class Upload:
-    """A file that is being received. Use it as a context manager; what is not kept is removed.
-
-    Args:
-        store: of the file.
-        owner: the key of its client.
-        path: where its bytes are collected.
-    """
+    """File upload in progress, a context manager. Unless `keep` is called, the file is deleted."""
 
     def __init__(self, store: FileStore, owner: str | None, path: Path) -> None:
         self._store = store
@@ -261,10 +250,10 @@ class Upload:
         self._path.unlink(missing_ok=True)
 
     def write(self, data: bytes) -> None:
-        """Add bytes.
+        """Append bytes.
 
         Raises:
-            ApiError: 413, the file is too large, or all of them together.
+            ApiError: 413, the file, or all files together, would be too large.
         """
         assert self._file is not None
         most = self._store.config.max_file_bytes
@@ -276,7 +265,7 @@ class Upload:
         self._file.write(data)
 
     def flush(self, file: FileObject) -> None:
-        """Wait until the bytes and the record of the file are on the disk. Any thread may call.
+        """Write content and record to the disk and wait for it. It is thread-safe.
 
         Raises:
             OSError: the disk is full, for example.
@@ -287,7 +276,7 @@ class Upload:
         self._record = self._store.note(self._path, file, self._owner)
 
     def keep(self) -> FileObject:
-        """Keep the file, which has been flushed, under its id."""
+        """Add the flushed file to the store, and return it."""
         assert self._record is not None
         self._store.adopt(self._path, self._record)
         return self._record.file
@@ -296,13 +285,11 @@ class Upload:
 def new_file(
     filename: str, purpose: str, seconds: int | None, name: str | None = None
 ) -> FileObject:
-    """Return a file that is still empty.
+    """Return the description of a new, empty file.
 
     Args:
-        filename: its label.
-        purpose: what it is for.
-        seconds: after which it expires, if it does.
-        name: its id; a fresh one by default.
+        filename: label chosen by the client.
+        seconds: time until it expires, or None.
     """
     now = int(time.time())
     expires = None if seconds is None else now + seconds
@@ -317,7 +304,11 @@ def new_file(
 
 
 def _locked(folder: Path) -> int:
-    """Return an open file that no other server can have locked."""
+    """Return a file descriptor that holds an exclusive lock on a folder.
+
+    Raises:
+        InvalidRequest: another server holds the lock.
+    """
     lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

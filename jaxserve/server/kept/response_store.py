@@ -1,4 +1,4 @@
-"""ResponseStore: responses in memory, so that later ones can continue them."""
+"""ResponseStore: responses in memory, so that later requests can continue them."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from jaxserve.server.kept.shares import Shares
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.schema.response_items import InputItem
 
-# Bytes of a kept response besides its texts: the objects that hold them.
+# Estimated bytes of the objects of a response, in addition to its text.
 OVERHEAD_BYTES = 2048
 _items = msgspec.json.Decoder(list[InputItem])
 
 
 class _Output(msgspec.Struct):
-    """The part of a response that a conversation continues from."""
+    """Output items of a response."""
 
     output: list[InputItem]
 
 
 class _OutputText(msgspec.Struct):
-    """The same as it was written."""
+    """Output items of a response as JSON text."""
 
     output: msgspec.Raw
 
@@ -36,24 +36,17 @@ _answer_text = msgspec.json.Decoder(_OutputText)
 
 
 class Turn:
-    """A response and the input that it answers; what came before is its parent.
-
-    Args:
-        response_id: of the response.
-        owner: the key of its client; None where the server requires none.
-        parent: the turn that it continues.
-        items: of its input, as they are listed.
-        response: the answer as JSON.
+    """Response with the input that it answers. The turn before it is its parent.
 
     Attributes:
-        status: of the response.
-        events: its stream so far, where it is drawn in the background and streamed; else None.
-        cancel: ends the work on it; None where it has ended.
-        task: the work in the background; None where its client waited.
-        conversation: id of the conversation that it is part of; None for none.
-        item_ids: of its input and of its answer.
-        since: when it was made, on the monotonic clock.
-        holders: the store, if it is there, and the turns that continue it.
+        events: events of its stream so far, if it is generated in the background and streamed,
+            otherwise None.
+        cancel: function that cancels the generation, None if it has ended.
+        task: background task, None if the client waited for the response.
+        item_ids: ids of its input and output items.
+        since: time of creation on the monotonic clock.
+        holders: number of references: the store, and the turns that continue it.
+        counted: bytes that the store has counted for it.
     """
 
     def __init__(
@@ -83,41 +76,41 @@ class Turn:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes, without what came before."""
+        """Estimated memory, without the parents."""
         return len(self.input) + len(self.response) + self._event_bytes + OVERHEAD_BYTES
 
     @property
     def num_item_bytes(self) -> int:
-        """Size of the items of the input and of the answer, which those that continue it read."""
+        """Size of the input and output items, which a continuing request reads."""
         return len(self.input) + len(_answer_text.decode(self.response).output)
 
     @property
     def is_running(self) -> bool:
-        """Return whether the answer is still to come."""
+        """Return whether the response is still being generated."""
         return self.cancel is not None
 
     def append(self, events: list[bytes]) -> None:
-        """Add events of the stream."""
+        """Append events of the stream, and wake its readers."""
         if self.events is not None:
             self.events += events
             self._event_bytes += sum(map(len, events))
         self.notify()
 
     def drop_events(self) -> None:
-        """Keep no events of the stream, neither those so far nor later ones."""
+        """Discard the events of the stream, including future ones."""
         self.events, self._event_bytes = None, 0
 
     def notify(self) -> None:
-        """Wake those that wait for a change."""
+        """Wake the tasks in `wait`."""
         self._news.set()
         self._news = asyncio.Event()
 
     async def wait(self) -> None:
-        """Wait for events, or for the end."""
+        """Wait for new events or the end of the response."""
         await self._news.wait()
 
     def lineage(self) -> list[Turn]:
-        """Return the turns of the conversation, the first of them first."""
+        """Return the chain of turns that ends with this one, the first turn first."""
         turns: list[Turn] = []
         turn: Turn | None = self
         while turn is not None:
@@ -126,26 +119,26 @@ class Turn:
         return turns[::-1]
 
     def input_items(self) -> list[dict[str, Any]]:
-        """Return the items of the input, as they are listed."""
+        """Return the input items in their listed form."""
         return msgspec.json.decode(self.input)
 
     def own_items(self) -> Iterator[InputItem]:
-        """Yield the items of the input and of the answer."""
+        """Yield the input items and the output items."""
         yield from _items.decode(self.input)
         yield from _answer.decode(self.response).output
 
 
 class ResponseStore:
-    """Responses by id, bounded by number, bytes and age; see `Shares` for the next to leave.
+    """Responses by id, limited in number, bytes and age. `Shares` defines the order of eviction.
 
-    One that is still drawn stays. A turn that has left, and that later ones continue, still counts:
-    it is their beginning. One that alone is larger than all that may be kept leaves alone, as soon
-    as it has ended.
+    A running response is not evicted. An evicted turn that later turns continue still counts, since
+    it is their beginning. A response that is larger than the limit on bytes is removed when it has
+    ended, and does not evict others.
 
     Args:
-        most: responses; 0 keeps none.
-        most_bytes: of all that is kept.
-        seconds: age of a response that leaves.
+        most: maximum number of responses, 0 to disable the store.
+        most_bytes: maximum bytes of all responses.
+        seconds: maximum age.
     """
 
     def __init__(self, most: int, most_bytes: int, seconds: float) -> None:
@@ -159,23 +152,23 @@ class ResponseStore:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of all that is kept."""
+        """Estimated memory of all responses."""
         return self._turns.num_bytes
 
     def add(self, turn: Turn) -> None:
-        """Keep a turn, unless it alone is larger than all that may be kept."""
+        """Store a turn, unless it is larger than the limit on bytes."""
         self._turns.put(turn.id, turn)
         last: Turn | None = turn
         while last is not None:
             last.holders += 1
             if last.holders > 1:
                 break
-            self._count(last)  # a parent that has left meanwhile counts again
+            self._count(last)  # a parent that was evicted counts again
             last = last.parent
         self.resize(turn)
 
     def resize(self, turn: Turn) -> None:
-        """Count a turn anew, which has changed."""
+        """Count a changed turn again."""
         if turn.num_bytes > self._most_bytes:
             turn.drop_events()
         if turn.holders:
@@ -188,16 +181,18 @@ class ResponseStore:
         self._trim()
 
     def _count(self, turn: Turn) -> None:
-        """Count what a turn takes: nothing where it cannot stay, so that no other leaves for it."""
+        """Count the bytes that this turn needs, or 0 if it is too large to store (then it
+        evicts no other).
+        """
         size = turn.num_bytes if turn.num_bytes <= self._most_bytes else 0
         self._turns.count(turn.owner, size - turn.counted)
         turn.counted = size
 
     def get(self, response_id: str, owner: str | None, parameter: str = "response_id") -> Turn:
-        """Return the turn of an id.
+        """Return the turn with a response id.
 
         Raises:
-            ApiError: 404, there is none that this client may see.
+            ApiError: 404, this client has no such object.
         """
         self._trim()
         turn = self._turns.get(owner, response_id)
@@ -209,7 +204,7 @@ class ResponseStore:
         return turn
 
     def remove(self, turn: Turn) -> None:
-        """Forget a turn, and end the work on it."""
+        """Remove a turn, and cancel its generation."""
         if self._turns.get(turn.owner, turn.id) is turn:
             self._forget(turn)
         if turn.cancel is not None:
@@ -218,13 +213,13 @@ class ResponseStore:
     def find_items(
         self, item_ids: Iterable[str], owner: str | None, most: int
     ) -> dict[str, InputItem]:
-        """Return those items, by id, that are kept and that this client may see.
+        """Return the items with these ids that are stored and that this client may see.
 
         Raises:
-            InvalidRequest: the responses that hold them take more than `most` bytes.
+            InvalidRequest: the responses that contain them take more than `most` bytes.
         """
-        found = [self._by_item.get((owner, name)) for name in item_ids]
-        turns = {turn.id: turn for turn in found if turn is not None}
+        stored = [self._by_item.get((owner, name)) for name in item_ids]
+        turns = {turn.id: turn for turn in stored if turn is not None}
         if sum(turn.num_item_bytes for turn in turns.values()) > most:
             raise InvalidRequest(
                 f"input refers to items of responses that take more than {most} bytes", "input"
@@ -252,5 +247,8 @@ class ResponseStore:
 
 
 def _keys(turn: Turn) -> list[tuple[str | None, str]]:
-    """Return the names of a turn's items. Clients choose ids, so each has names of its own."""
+    """Return the index keys of a turn's items.
+
+    Clients choose item ids, so each owner has a namespace.
+    """
     return [(turn.owner, name) for name in turn.item_ids]

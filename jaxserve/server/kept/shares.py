@@ -1,4 +1,6 @@
-"""Shares: entries in memory by owner, bounded so that no owner evicts entries of others."""
+"""Shares: in-memory entries by owner, with limits such that owners do not evict each other's
+entries.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,12 @@ Owner = str | None
 
 
 class Entry(Protocol):
-    """An entry that may leave.
+    """Entry of `Shares`.
 
     Attributes:
-        owner: the key of its client; None where the server requires none.
-        since: the start of its age, on the monotonic clock.
-        is_running: whether it must stay, because its content is still to come.
+        owner: API key of the client, or None if the server has no keys.
+        since: start of its age on the monotonic clock.
+        is_running: True if the entry must not be evicted, since its content is not complete.
     """
 
     owner: Owner
@@ -31,29 +33,29 @@ class Entry(Protocol):
 E = TypeVar("E", bound=Entry)
 
 
-def over_share(held: Mapping[Owner, int], most: int) -> list[Owner]:
-    """Return the owners that hold more than an equal part of a limit, the largest holder first.
+def over_share(sizes: Mapping[Owner, int], most: int) -> list[Owner]:
+    """Return the owners that exceed an equal share of a limit, the largest holder first.
 
     Args:
-        held: the size that each owner holds.
-        most: limit of all together; no owner is over its part while it is kept.
+        sizes: size held by each owner.
+        most: limit on the total. The result is empty while the total is within it.
     """
-    if sum(held.values()) <= most:
+    if sum(sizes.values()) <= most:
         return []
-    over = (owner for owner in held if held[owner] * len(held) > most)
-    return sorted(over, key=lambda owner: -held[owner])
+    over = (owner for owner in sizes if sizes[owner] * len(sizes) > most)
+    return sorted(over, key=lambda owner: -sizes[owner])
 
 
 class Shares(Generic[E]):
-    """Entries by owner and id, bounded by number, bytes and age.
+    """Entries by owner and id, limited in number, bytes and age.
 
-    Over a limit, the oldest entry of the owner that holds most leaves next. An owner that holds at
-    most an equal part of a limit loses no entry to the others.
+    If a limit is exceeded, the oldest entry of the largest holder is evicted. An owner within an
+    equal share of a limit does not lose entries to others.
 
     Args:
-        most: entries.
-        most_bytes: bytes of all entries.
-        seconds: age of an entry that leaves.
+        most: maximum number of entries.
+        most_bytes: maximum bytes of all entries.
+        seconds: maximum age.
     """
 
     def __init__(self, most: int, most_bytes: int, seconds: float) -> None:
@@ -68,45 +70,45 @@ class Shares(Generic[E]):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all owners."""
+        """Bytes of all owners together."""
         return self._bytes.total()
 
     def get(self, owner: Owner, name: str) -> E | None:
-        """Return an owner's entry of an id, if there is one."""
+        """Return an owner's entry by id, or None."""
         return self._entries.get(owner, {}).get(name)
 
     def put(self, name: str, entry: E) -> None:
-        """Keep an entry as its owner's newest."""
+        """Add an entry as its owner's newest."""
         self._entries.setdefault(entry.owner, {})[name] = entry
 
     def pop(self, owner: Owner, name: str) -> E | None:
-        """Remove an owner's entry of an id, if there is one."""
-        own = self._entries.get(owner, {})
-        entry = own.pop(name, None)
-        if not own:
+        """Remove and return an owner's entry by id, or return None."""
+        entries = self._entries.get(owner, {})
+        entry = entries.pop(name, None)
+        if not entries:
             self._entries.pop(owner, None)
         return entry
 
     def count(self, owner: Owner, num_bytes: int) -> None:
-        """Add to the bytes that an owner holds."""
+        """Add `num_bytes` to the bytes that an owner holds."""
         self._bytes[owner] += num_bytes
         if not self._bytes[owner]:
             del self._bytes[owner]
 
     def leaving(self) -> Iterator[E]:
-        """Yield the entries that must leave, each to be removed before the next is requested."""
+        """Yield the entries to evict. The caller must remove each before it requests the next."""
         while (entry := self._next()) is not None:
             yield entry
 
     def _next(self) -> E | None:
         limit = time.monotonic() - self._seconds
         oldest: dict[Owner, E] = {}
-        for owner, own in self._entries.items():
-            entry = next((entry for entry in own.values() if not entry.is_running), None)
+        for owner, entries in self._entries.items():
+            entry = next((entry for entry in entries.values() if not entry.is_running), None)
             if entry is not None:
                 if entry.since < limit:
                     return entry
                 oldest[owner] = entry
-        numbers = {owner: len(own) for owner, own in self._entries.items()}
+        numbers = {owner: len(entries) for owner, entries in self._entries.items()}
         over = over_share(numbers, self._most) + over_share(self._bytes, self._most_bytes)
         return next((oldest[owner] for owner in over if owner in oldest), None)

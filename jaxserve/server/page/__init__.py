@@ -1,7 +1,8 @@
-"""The playground at `/`: its files, which lie beside this module, and the events that they read.
+"""Playground at `/`: its static files, in this folder, and the events that they read.
 
-The page has no build step and loads nothing from elsewhere: the policy below lets it load and call
-this server alone, and lets no text become markup or script. Libraries of others lie in `vendor`.
+The page has no build step. Its content security policy lets it load files from and send requests to
+this server only, and prevents text from becoming markup or scripts. Third-party libraries are in
+`vendor`.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _HEADERS = {
 
 
 class _File:
-    """A file of the page, held in memory; a browser that has it already gets status 304."""
+    """Static file of the page, held in memory. A browser with a current copy gets status 304."""
 
     def __init__(self, path: Path) -> None:
         self._content = path.read_bytes()
@@ -61,14 +62,13 @@ class _File:
 
 
 def _paths() -> dict[str, Path]:
-    """Return each file by the path that it is served at."""
     folder = Path(__file__).parent
     files = sorted(path for path in folder.rglob("*") if path.suffix in _MEDIA)
     names = {path.relative_to(folder).as_posix(): path for path in files}
     return {"/" if name == "index.html" else f"/page/{name}": names[name] for name in names}
 
 
-# The page itself needs no key: its user enters one, which it sends with all its requests.
+# The page needs no API key. The user enters one, which the page sends with all its requests.
 OPEN_PATHS = frozenset(_paths())
 
 

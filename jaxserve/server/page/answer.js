@@ -1,5 +1,5 @@
-// An answer as it grows. Text goes into text nodes, never into markup; of Markdown only fenced
-// code is known. Where tokens come with log probabilities, each is a span that tells them.
+// View of an answer during streaming. Text becomes text nodes, never markup. Only fenced code of
+// Markdown is recognized. If tokens have log-probabilities, each token is a span that shows them.
 
 const MAY_BE_FENCE = /^ {0,3}(`{0,2}|```[^`]*)$/;
 const OPENS = /^ {0,3}```[^`]*$/;
@@ -19,8 +19,8 @@ const make = (name, className = "", text = "") => {
 
 export class Answer {
   text = "";
-  #line = ""; // of the text, since its last line break
-  #held = []; // pieces of a line that may turn out to be a fence
+  #line = ""; // current line of the text
+  #held = []; // parts of a line that may be a fence
   #inCode = false;
   #block = null;
   #spans = [];
@@ -31,12 +31,12 @@ export class Answer {
     this.element = element;
   }
 
-  // What is new, and its tokens as in `choices[0].logprobs.content`.
+  // Append new text, with its tokens as in `choices[0].logprobs.content`.
   add(text, tokens = []) {
     this.text += text;
     let from = 0;
     for (const [index, token] of tokens.entries()) {
-      // Tokens that end inside a character are shown together with what completes it.
+      // A token that ends within a character is shown together with the tokens that complete it.
       if (!token.token || !text.startsWith(token.token, from)) {
         this.#write(text.slice(from), tokens.slice(index));
         return;
@@ -134,7 +134,7 @@ export class Answer {
   }
 }
 
-// A token with its probability, and what else might have been drawn.
+// Element for a token, with its probability and the alternatives.
 function describe(token) {
   const line = ({ token: text, logprob }, name) => {
     const row = make("div", name);

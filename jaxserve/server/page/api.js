@@ -1,4 +1,4 @@
-// The API key, requests that carry it, and events read through fetch: an EventSource cannot send it.
+// API key, requests with this key, and events read through fetch (EventSource cannot send a key).
 
 import { session } from "./storage.js";
 
@@ -6,7 +6,7 @@ const KEY = "jaxserve.key";
 const $ = (id) => document.getElementById(id);
 let asking = null;
 
-// An answer that is an error; `param` is the field to blame, if it is one.
+// Error answer of the server. `param` is the field that caused it, or null.
 export class Refused extends Error {
   constructor(status, body) {
     const error = body?.error ?? {};
@@ -16,12 +16,12 @@ export class Refused extends Error {
   }
 }
 
-// Seconds, in words.
+// Format a number of seconds.
 export const duration = (seconds) =>
   seconds >= 1 ? `${seconds.toFixed(1)} s`
     : `${(1000 * seconds).toFixed(seconds < 0.01 ? 1 : 0)} ms`;
 
-// A model's name where there is little room: a path's last part.
+// Short name of a model: the last part of a path.
 export const shortName = (id) => {
   const parts = id.split("/").filter(Boolean);
   return parts.length > 2 || id.startsWith("/") ? parts.at(-1) : id;
@@ -29,7 +29,7 @@ export const shortName = (id) => {
 
 export const hasKey = () => session.getItem(KEY) !== null;
 
-// Ask for a key, once for all that wait for it; resolves to whether one was given.
+// Ask the user for a key, once for all waiting callers. Resolves to true if the user entered one.
 export function askForKey(problem = "") {
   asking ??= new Promise((resolve) => {
     const dialog = $("ask"), input = $("secret");
@@ -59,7 +59,8 @@ export function askForKey(problem = "") {
   return asking;
 }
 
-// A response that is not an error. Raises Refused, or TypeError where there is no server.
+// Fetch a path. Returns a successful response. Throws Refused for an error answer, and TypeError if
+// the server cannot be reached.
 export async function call(path, options = {}) {
   for (;;) {
     const key = session.getItem(KEY);
@@ -70,13 +71,13 @@ export async function call(path, options = {}) {
     const body = await response.json().catch(() => null);
     if (response.status !== 401) throw new Refused(response.status, body);
     if (key && key === session.getItem(KEY)) session.removeItem(KEY);
-    const other = hasKey(); // given meanwhile to another request
+    const other = hasKey(); // another request may have asked for the key
     if (!other && !(await askForKey(key ? "The server does not know that key." : "")))
       throw new Refused(401, { error: { message: "An API key is needed." } });
   }
 }
 
-// The events of a response, as { name, data }.
+// Yield the server-sent events of a response as { name, data }.
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";

@@ -1,4 +1,4 @@
-// The conversation: send, stream, stop; edit, regenerate, copy; other conversations.
+// View of the conversation: send, stream, stop, edit, regenerate, copy, and switch conversations.
 
 import { Refused, call, events } from "./api.js";
 import * as chats from "./chats.js";
@@ -8,14 +8,14 @@ import { isKept, put as store, session } from "./storage.js";
 
 const $ = (id) => document.getElementById(id);
 const ENDINGS = { stop: "", tool_calls: "", length: "cut off" };
-const OPEN = "jaxserve.open"; // the chat that a reload shows again
+const OPEN = "jaxserve.open"; // id of the chat shown after a reload
 let chat = chats.fresh();
-let shown = []; // a Message for each of the chat's
+let shown = []; // a Message for each message of the chat
 let running = null; // { controller, done }, while an answer streams
 let model = null;
-let choose = () => {}; // the model of a name
+let choose = () => {}; // selects a model by name
 
-// Keeps the end in sight, unless scrolled up.
+// Keep the end in view, unless the user has scrolled up.
 let pinned = true, frame = 0;
 function stay() {
   if (pinned) $("scroller").scrollTop = $("scroller").scrollHeight;
@@ -27,7 +27,8 @@ function follow() {
   });
 }
 
-// A message as requests carry it. Thoughts go back with calls alone, whose models expect them.
+// Return a message in the form of requests. Thoughts are sent back only with calls, where models
+// expect them.
 function asSent({ role, content, calls, thoughts, id, name }) {
   if (role === "tool") return { role, content, name, tool_call_id: id };
   if (!calls) return { role, content };
@@ -37,7 +38,7 @@ function asSent({ role, content, calls, thoughts, id, name }) {
   return { role, content: content || null, tool_calls, reasoning_content: thoughts };
 }
 
-// The request for the next answer. Raises Refused.
+// Return the body of the request for the next answer. Throws Refused.
 function request() {
   const system = settings.system();
   const messages = chat.messages.map(asSent);
@@ -54,8 +55,8 @@ function put(data, options) {
   return message;
 }
 
-// Show the chat as it is. What is shown already stays, up to the first message that is another, or
-// that shows marks of tokens: the newest answer alone has them.
+// Show the current chat. Elements are reused up to the first message that differs or that shows
+// token probabilities, which only the newest answer has.
 function draw() {
   const isSame = ({ data, isMarked }, index) => data === chat.messages[index] && !isMarked;
   let same = 0;
@@ -91,7 +92,7 @@ async function stream(body, signal, reply, clock) {
   throw new Error("The connection was closed before the end of the answer.");
 }
 
-// Let the model answer these messages. Returns whether anything came; if not, all is as it was.
+// Request and show an answer to some messages. Returns false, without changes, if no text arrived.
 async function answer(messages) {
   const before = chat.messages;
   chat.messages = messages;
@@ -162,10 +163,10 @@ async function submit(event) {
   if (!text || !model) return;
   const { id } = chat, sent = answer([...chat.messages, { role: "user", content: text }]);
   if (running) $("text").value = "";
-  if (!(await sent) && chat.id === id) $("text").value ||= text; // nothing came of it
+  if (!(await sent) && chat.id === id) $("text").value ||= text; // the request failed
 }
 
-// Fields for the results of the last answer's calls.
+// Show input fields for the results of the last answer's calls.
 function offerResults() {
   $("results")?.remove();
   const last = shown.at(-1);
@@ -230,7 +231,7 @@ function act({ target }) {
   if (!running || button.dataset.act === "copy-code") ACTS[button.dataset.act](message, button);
 }
 
-// Go to another chat; what streams in this one is stopped, and kept.
+// Switch to another chat. A streaming answer is stopped, and its text so far is kept.
 async function open(other) {
   await stop();
   settings.complain(null);
@@ -265,7 +266,7 @@ function listChats() {
   $("delete-all").textContent = "Delete all";
 }
 
-// Delete chats, or all.
+// Delete some chats, or all.
 async function forget(ids) {
   const isOpen = !ids || ids.includes(chat.id);
   if (isOpen) await stop();
@@ -291,16 +292,16 @@ function startChats() {
   });
 }
 
-// Name of the model that the chat was with.
+// Return the name of the model of the chat.
 export const lastModel = () => chat.messages.findLast((message) => message.model)?.model;
 
-// Talk to this model, a card of /v1/models.
+// Use a model, an entry of /v1/models.
 export function talkTo(card) {
   model = card;
   settings.setDefaults(card);
 }
 
-// Show the chat that this tab had open. `chooseModel` makes the model of a name that of the page.
+// Show the chat that this tab had open. `chooseModel` selects the page's model by name.
 export function start(chooseModel) {
   choose = chooseModel;
   $("composer").addEventListener("submit", submit);

@@ -1,9 +1,10 @@
-// Chats, kept in this browser alone: one entry each, so that two tabs do not overwrite each other.
+// Chats, stored only in this browser. Each has its own entry, so two tabs do not overwrite each
+// other.
 
 import { keys, local, put } from "./storage.js";
 
 const PREFIX = "jaxserve.chat.";
-const MOST = 50, MOST_CHARACTERS = 2_000_000; // browsers give an origin about 5,000,000
+const MOST = 50, MOST_CHARACTERS = 2_000_000; // browsers allow an origin about 5,000,000
 
 export const fresh = (system = "") => ({
   id: `${Date.now().toString(36)}-${Math.random().toString(36).slice(2, 10)}`,
@@ -22,7 +23,7 @@ function read(key) {
   }
 }
 
-// All of them with their sizes, the newest first.
+// Return all chats with their sizes, the newest first.
 function entries() {
   const found = keys().filter((key) => key.startsWith(PREFIX)).map(read);
   return found.filter(Boolean).sort((a, b) => b.chat.when - a.chat.when);
@@ -35,7 +36,7 @@ export const removeAll = () => {
   for (const key of keys()) if (key.startsWith(PREFIX)) local.removeItem(key);
 };
 
-// Keep a chat, in the place of the oldest where there are too many. Returns why it is not kept.
+// Store a chat, and delete the oldest if there are too many. Returns an error message if it fails.
 export function save(chat) {
   if (!chat.messages.length) {
     remove(chat.id);

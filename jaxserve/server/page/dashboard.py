@@ -1,7 +1,6 @@
-"""Endpoint GET /dashboard/events: server-sent events that show an engine, four times a second.
+"""Endpoint GET /dashboard/events: server-sent events with the state of an engine, four per second.
 
-Events hold numbers only: no prompt and no answer leaves through here, since keys may belong to
-different users.
+Events contain numbers only, without prompts or answers, since keys may belong to different users.
 """
 
 from __future__ import annotations
@@ -30,19 +29,22 @@ PERIOD = 0.25
 MAX_WATCHERS = 64
 MAX_RUNNING, MAX_WAITING = 256, 64
 MAX_CELLS = 4096
-# Codes of the page map; from FIRST_SLOT on, the slot that holds the page.
+# Codes of the page map. FIRST_SLOT + n: slot n holds the page.
 BLANK, CACHED, SHARED, FIRST_SLOT = range(4)
 
 
-class Row(msgspec.Struct, array_like=True):
-    """A completion being served. It is sent as an array, in the order of these fields.
+class CompletionRow(msgspec.Struct, array_like=True):
+    """Completion being served, sent as an array in the order of these fields.
 
     Attributes:
-        slot: where it runs; -1 while it waits.
-        request: the engine's name for the request; `index` counts its completions.
-        prompt: tokens of the prompt; `cached` of them were found in the prefix cache.
-        computed: tokens, of prompt and answer, whose KV is in the cache.
-        generated: tokens drawn, and `limit` how many it may draw.
+        slot: slot in which it runs, -1 if it waits.
+        request: the engine's id of the request.
+        index: number of the completion in its request.
+        prompt: number of prompt tokens.
+        cached: number of prompt tokens found in the prefix cache.
+        computed: number of prompt and answer tokens whose KV is in the cache.
+        generated: number of generated tokens.
+        limit: maximum number of generated tokens.
     """
 
     slot: int
@@ -56,13 +58,15 @@ class Row(msgspec.Struct, array_like=True):
 
 
 class Pages(msgspec.Struct):
-    """The page map.
+    """Map of the cache pages.
 
     Attributes:
-        total: number of pages; `held` ones have a holder, `shared` ones several, `cached` ones are
-            in the prefix cache and free.
-        per_cell: pages that one cell stands for; it shows the first of them.
-        runs: [code, cells] pairs in the order of the pages, without the null page.
+        total: number of pages.
+        held: pages with a holder.
+        shared: pages with several holders.
+        cached: free pages in the prefix cache.
+        per_cell: pages per cell of the map, of which the first is shown.
+        runs: alternating codes and cell counts, in the order of the pages, without the null page.
     """
 
     total: int
@@ -74,22 +78,22 @@ class Pages(msgspec.Struct):
 
 
 class Snapshot(msgspec.Struct):
-    """An engine at one moment.
+    """State of an engine at one time.
 
     Attributes:
-        at: seconds, of a clock that starts anywhere.
-        stats: its counters.
-        running: by slot, at most MAX_RUNNING.
-        waiting: the next to start first, at most MAX_WAITING.
-        pages: the page map.
-        first_token, inter_token: how many latencies were measured so far, and their sum in
-            seconds.
+        at: seconds on a monotonic clock.
+        stats: counters of the engine.
+        running: running completions by slot, at most MAX_RUNNING.
+        waiting: waiting completions, at most MAX_WAITING, the next to start first.
+        pages: map of the cache pages.
+        first_token: number and sum in seconds of the measured times to first token.
+        inter_token: number and sum in seconds of the measured times between tokens.
     """
 
     at: float
     stats: EngineStats
-    running: list[Row]
-    waiting: list[Row]
+    running: list[CompletionRow]
+    waiting: list[CompletionRow]
     pages: Pages
     first_token: tuple[int, float] = (0, 0.0)
     inter_token: tuple[int, float] = (0, 0.0)
@@ -97,19 +101,22 @@ class Snapshot(msgspec.Struct):
 
 @dataclass
 class _Copy:
-    """Data that must be read between steps; the rest of a snapshot is made of it elsewhere."""
+    """Data that must be read between steps.
+
+    The rest of a snapshot is computed on another thread.
+    """
 
     stats: EngineStats
-    running: list[Row]
-    waiting: list[Row]
+    running: list[CompletionRow]
+    waiting: list[CompletionRow]
     ref_count: np.ndarray
     is_cached: np.ndarray
-    held: np.ndarray
+    held_pages: np.ndarray
     num_held: list[int]
 
 
 def _copy(engine: Engine) -> _Copy:
-    """Copy rows and arrays, and do nothing slower, since this runs on the engine's thread."""
+    """Copy rows and arrays. It runs on the engine's thread, so slower work is done elsewhere."""
     slots, scheduler, pool = engine.slots, engine.scheduler, engine.pool
     running = sorted(scheduler.running_sequences(), key=lambda sequence: sequence.slot)
     waiting = heapq.nsmallest(MAX_WAITING, scheduler.waiting, key=scheduler.waiting.rank)
@@ -121,18 +128,18 @@ def _copy(engine: Engine) -> _Copy:
         pool.ref_count[1:].copy(),
         pool.is_cached[1:].copy(),
         np.concatenate(pages) - 1 if pages else np.zeros(0, np.int32),
-        [len(held) for held in pages],
+        [len(slot_pages) for slot_pages in pages],
     )
 
 
-def _running(engine: Engine, sequence: Sequence) -> Row:
+def _running(engine: Engine, sequence: Sequence) -> CompletionRow:
     slots, slot = engine.slots, sequence.slot
     return _row(sequence, int(slots.num_known[slot]), int(slots.num_computed[slot]))
 
 
-def _row(sequence: Sequence, num_known: int, num_computed: int) -> Row:
+def _row(sequence: Sequence, num_known: int, num_computed: int) -> CompletionRow:
     prompt = sequence.num_prompt
-    return Row(
+    return CompletionRow(
         sequence.slot,
         sequence.request.request_id,
         sequence.index,
@@ -145,43 +152,43 @@ def _row(sequence: Sequence, num_known: int, num_computed: int) -> Row:
 
 
 def page_map(ref_count: np.ndarray, is_cached: np.ndarray, owner: np.ndarray) -> Pages:
-    """Make the page map: find out what holds each page.
+    """Return the map of the cache pages.
 
     Args:
-        ref_count: i32[P], holders of each page, the null page left out.
-        is_cached: bool[P].
-        owner: i32[P], a slot that holds the page; -1 where none does.
+        ref_count: i32[P], number of holders of each page, without the null page.
+        is_cached: bool[P], whether the prefix cache contains the page.
+        owner: i32[P], a slot that holds the page, or -1.
     """
     total = len(ref_count)
-    held, shared = ref_count > 0, ref_count > 1
+    is_held, is_shared = ref_count > 0, ref_count > 1
     codes = np.where(owner >= 0, owner + FIRST_SLOT, np.where(is_cached, CACHED, BLANK))
-    codes[shared] = SHARED
+    codes[is_shared] = SHARED
     per_cell = -(-total // MAX_CELLS)
     cells = codes[::per_cell]
     starts = np.flatnonzero(np.diff(cells, prepend=-1))
     lengths = np.diff(starts, append=len(cells))
     return Pages(
         total,
-        int(np.count_nonzero(held)),
-        int(np.count_nonzero(shared)),
-        int(np.count_nonzero(is_cached & ~held)),
+        int(np.count_nonzero(is_held)),
+        int(np.count_nonzero(is_shared)),
+        int(np.count_nonzero(is_cached & ~is_held)),
         per_cell,
         np.stack([cells[starts], lengths], axis=1).ravel().tolist(),
     )
 
 
 def take_snapshot(model: ServedModel) -> Snapshot:
-    """Take a snapshot of a model's engine now.
+    """Return a snapshot of a model's engine.
 
-    This waits for the step in progress, so it must not run on the event loop.
+    It waits for the step in progress, so it must not run on the event loop.
 
     Raises:
-        EngineClosed, EngineDead: there is no engine any more.
+        EngineClosed, EngineDead: the engine has stopped.
     """
     metrics = model.request_metrics
     copy = model.llm.inspect(_copy)
     owner = np.full(len(copy.ref_count), -1)
-    owner[copy.held] = np.repeat([row.slot for row in copy.running], copy.num_held)
+    owner[copy.held_pages] = np.repeat([row.slot for row in copy.running], copy.num_held)
     pages = page_map(copy.ref_count, copy.is_cached, owner)
     first, between = metrics.time_to_first_token, metrics.inter_token_latency
     return Snapshot(
@@ -196,7 +203,7 @@ def take_snapshot(model: ServedModel) -> Snapshot:
 
 
 class Dashboard:
-    """Streams of snapshots; an engine is read once a period, however many clients watch it."""
+    """Streams of snapshots. An engine is read once per period for all clients together."""
 
     def __init__(self) -> None:
         self._snapshots: dict[ServedModel, tuple[float, asyncio.Future[bytes]]] = {}
@@ -206,7 +213,7 @@ class Dashboard:
         """Answer GET /dashboard/events?model=NAME with a stream of snapshots.
 
         Raises:
-            ApiError: 404, there is no such model; 429, too many watch already.
+            ApiError: 404 if there is no such model, 429 if there are too many streams.
         """
         app: App = request.app.state.served
         model = app.models.find(request.query_params.get("model"))
@@ -215,7 +222,7 @@ class Dashboard:
         return _Feed(self, model, app)
 
     async def latest(self, model: ServedModel) -> bytes:
-        """Return the event of a snapshot not older than a period, taken once for all watchers."""
+        """Return the event of a snapshot that is at most one period old, shared by all clients."""
         now = time.monotonic()
         taken, future = self._snapshots.get(model, (-PERIOD, None))
         if future is None or (future.done() and now - taken >= PERIOD / 2):
@@ -224,7 +231,7 @@ class Dashboard:
         return await asyncio.shield(future)
 
     def watch(self, change: int) -> None:
-        """Count a watcher that starts (1) or stops (-1)."""
+        """Add `change` to the number of streams."""
         self._num_watchers += change
 
 
@@ -233,7 +240,7 @@ def _event_of(model: ServedModel) -> bytes:
 
 
 class _Feed(Response):
-    """Response of snapshots until the reader goes or the server stops."""
+    """Streaming response of snapshots, until the client disconnects or the server stops."""
 
     def __init__(self, dashboard: Dashboard, model: ServedModel, app: App) -> None:
         super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})

@@ -1,13 +1,13 @@
-// The page map and the plots, on canvas. Colours come from the style sheet.
+// Page map and plots on canvases, with colours of the style sheet.
 
 export const FIRST_SLOT = 3;
 const SHARED = 2;
 
-// The colour of a slot: neighbours lie far apart on the wheel, all are equally strong.
+// Return the colour of a slot. Neighbouring slots differ strongly in hue, with equal saturation.
 export const colourOf = (slot, owner = "var(--owner)") =>
   `oklch(${owner} ${(slot * 137.5 + 235) % 360})`;
 
-// A canvas as sharp as the screen, and its colours by name.
+// Return a canvas context at the screen's resolution, and its colours by name.
 function open(canvas) {
   const { clientWidth: width, clientHeight: height } = canvas, scale = devicePixelRatio || 1;
   if (canvas.width !== Math.round(width * scale) || canvas.height !== Math.round(height * scale)) {
@@ -23,12 +23,12 @@ function open(canvas) {
   };
 }
 
-// Cells of [code, count] runs in rows, as large as there is room for.
+// Draw the cells of [code, count] runs in rows, as large as possible.
 export function drawMap(canvas, runs) {
   const { pen, width, height, scale, strong, faint, soft, owner } = open(canvas);
   const total = runs.reduce((sum, count, index) => sum + (index % 2) * count, 0);
   if (!total || !width) return;
-  // In dots of the screen, so that all cells are alike.
+  // In screen pixels, so that all cells have one size.
   let dots = Math.min(16 * scale, Math.floor(scale * Math.sqrt((width * height) / total)));
   const fits = () => Math.floor((width * scale) / dots) * Math.floor((height * scale) / dots);
   while (dots > 1 && fits() < total) dots--;
@@ -51,7 +51,7 @@ const nice = (value) => {
   return [1, 2, 5, 10].find((step) => step * power >= value) * power;
 };
 
-// Values of the last `seconds`: points are [time, value or null], the newest last.
+// Plot the values of the last `seconds`. Points are [time, value or null], the newest last.
 export function drawPlot(canvas, points, seconds, name) {
   const { pen, width, height, strong, faint, accent } = open(canvas);
   const now = points.at(-1)?.[0] ?? 0, top = 14, bottom = height - 1.5;

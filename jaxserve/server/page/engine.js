@@ -1,11 +1,11 @@
-// The engine as it runs, from /dashboard/events.
+// View of the running engine, from /dashboard/events.
 
 import { Refused, call, duration, events, hasKey } from "./api.js";
 import { colourOf, drawMap, drawPlot } from "./draw.js";
 
 const $ = (id) => document.getElementById(id);
 const SECONDS = 60, WINDOW = 1, LONGEST_WAIT = 8;
-let history = []; // snapshots' counters with what was made of them, of the last SECONDS
+let history = []; // counters and rates of the last SECONDS
 let following = null;
 let watched = null;
 let slotsShown = 4;
@@ -15,7 +15,7 @@ const put = (element, text) => {
 };
 const whole = (value) => Math.round(value).toLocaleString("en");
 
-// Counters become rates over the last second; null where nothing was counted.
+// Return rates of counters over the last second, null without a count.
 function remember({ at, stats, first_token, inter_token }) {
   if (history.length && at < history.at(-1).at) history = [];
   const counters = { tokens: [at, stats.generation_tokens], first_token, inter_token };
@@ -53,7 +53,7 @@ function drawAll({ pages }) {
   }
 }
 
-// A line of the table, made once: nothing moves as requests come and go.
+// Row of the table, created once, so that rows do not move as requests come and go.
 function lineAt(index) {
   if (!$("rows").rows[index]) $("rows").append($("line").content.cloneNode(true));
   return $("rows").rows[index];
@@ -115,7 +115,7 @@ async function follow(model, signal) {
   }
 }
 
-// Watch this model from now on; nothing is asked for while the page is out of sight.
+// Show this model from now on. While the page is hidden, no events are requested.
 export function watch(model) {
   following?.abort();
   following = new AbortController();

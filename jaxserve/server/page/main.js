@@ -1,4 +1,4 @@
-// Start: theme, views, key and models; then chat and engine.
+// Start of the page: theme, views, key and models, then chat and engine.
 
 import { askForKey, call, hasKey, shortName } from "./api.js";
 import * as chat from "./chat.js";
@@ -30,7 +30,7 @@ function showView(view) {
   }
 }
 
-// Make this model, if it is served, that of the page.
+// Select a model for the page, if it is served.
 function choose(id) {
   const card = cards.find((one) => one.id === id);
   if (!card) return;

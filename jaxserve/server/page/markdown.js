@@ -1,11 +1,11 @@
-// Markdown as it grows. A library parses it; elements are made here, each of a kind that is named
-// below: no markup of a text ever becomes an element, and nothing is loaded for it.
+// Rendering of growing Markdown. A library parses it, and this module creates elements of the kinds
+// listed below. Markup in the text never becomes an element, and no resources are loaded for it.
 
 import { Lexer } from "./vendor/marked.esm.js";
 
-// Past these a part is shown as it is written: the parser's time grows with their square.
+// Larger parts are shown as plain text, since the parser takes quadratic time.
 const LONGEST = 8_000, DEEPEST = 16;
-const SHARE = 8; // a frame that took a millisecond is followed by eight for all else
+const SHARE = 8; // after a frame of 1 ms, 8 ms are left for other work
 const ENTITIES = {
   amp: "&", lt: "<", gt: ">", quot: '"', apos: "'", nbsp: "\u00a0", copy: "©", hellip: "…",
   mdash: "—", ndash: "–", rarr: "→", larr: "←", times: "×", deg: "°", middot: "·", bull: "•",
@@ -51,7 +51,7 @@ const make = (name, ...children) => {
   return element;
 };
 
-// A link that leads out of this page, or its text where it would do anything else.
+// Return a link to another page, or its text if the link would do anything else.
 function link(href, children) {
   let url = null;
   try {
@@ -107,7 +107,7 @@ function list(token) {
 function table({ header, rows }) {
   const cells = (row, name) =>
     make("tr", ...row.map((cell) => {
-      const isHead = name === "th" && cell.text; // an empty one is the head of nothing
+      const isHead = name === "th" && cell.text; // an empty cell is not a header
       const element = make(isHead ? "th" : "td", ...inline(cell.tokens));
       if (isHead) element.scope = "col";
       if (cell.align) element.style.textAlign = cell.align;
@@ -137,7 +137,8 @@ function code({ lang, text }) {
   return block;
 }
 
-// Levels of headings below a message's own, none skipped: "# a" then "### b" are h4 and h5.
+// Levels of headings below the heading of a message, without gaps: "# a" and "### b" become h4 and
+// h5.
 function setLevels(tokens, outline) {
   for (const token of tokens) {
     if (token.type !== "heading") continue;
@@ -147,18 +148,18 @@ function setLevels(tokens, outline) {
   }
 }
 
-// An element that shows a text. What is drawn stays: only blocks that have changed are made anew,
-// and while a text grows only its last blocks are parsed.
+// Element that shows a text. Only changed blocks are rendered again, and while a text grows only
+// its last blocks are parsed.
 export class Markdown {
   text = "";
-  #rest = ""; // what is parsed again as more comes
-  #outline = []; // of what is not
-  #settled = 0; // blocks
+  #rest = ""; // text that is parsed again as it grows
+  #outline = []; // headings of the final text
+  #settled = 0; // number of final blocks
   #blocks = []; // { key, token, nodes }
   #frame = 0;
-  #next = 0; // when the next frame may be drawn
+  #next = 0; // earliest time of the next frame
 
-  // `drawn` is called after each change.
+  // `drawn`: function called after each change.
   constructor(element, drawn = () => {}) {
     this.element = element;
     this.drawn = drawn;
@@ -170,7 +171,7 @@ export class Markdown {
     this.#frame ||= requestAnimationFrame((now) => this.#draw(now));
   }
 
-  // Show all of it now, as the whole is parsed.
+  // Parse the whole text, and show it now.
   end() {
     cancelAnimationFrame(this.#frame);
     this.#frame = 1;
@@ -198,7 +199,7 @@ export class Markdown {
     this.#next = ended + SHARE * (ended - began);
   }
 
-  // Whatever stands before the last two blocks is done.
+  // All blocks before the last two are final.
   #settle(tokens) {
     const places = [...tokens.keys()].filter((index) => tokens[index].type !== "space");
     const done = tokens.slice(0, places.at(-2) ?? 0);
@@ -219,7 +220,7 @@ export class Markdown {
     for (const { nodes } of old.slice(tokens.length)) for (const node of nodes) node.remove();
   }
 
-  // The nodes of a block, in the place of those that it had. Code that grows keeps its element.
+  // Replace the nodes of a block. Growing code keeps its element.
   #change(before, token) {
     const was = before?.token;
     if (token.type === "code" && was?.type === "code" && token.lang === was.lang) {
@@ -238,7 +239,7 @@ export class Markdown {
   }
 }
 
-// Tokens of a text; the text as one paragraph where the parser fails.
+// Return the Markdown tokens of a text, or one paragraph if the parser fails.
 function parse(text) {
   try {
     return new Parser().lex(text);

@@ -1,4 +1,4 @@
-// A message on the page: its head, thoughts, text, calls of tools, and what can be done with it.
+// View of a message: head, thoughts, text, tool calls, and buttons.
 
 import { Answer } from "./answer.js";
 import { duration, shortName } from "./api.js";
@@ -6,12 +6,12 @@ import { Markdown } from "./markdown.js";
 
 const $ = (id) => document.getElementById(id);
 
-// Tokens, speed and delay of an answer, shown beside its name.
+// Measurement of tokens, speed and delay of an answer.
 export class Clock {
   began = performance.now();
   tokens = 0;
 
-  // Returns the figures, in words.
+  // Return the figures as text.
   show(tokens, ending = "") {
     if (tokens) {
       this.last = performance.now();
@@ -35,11 +35,12 @@ const pretty = (text) => {
   }
 };
 
-// A message, { role, content, and of answers model, figures, thoughts, seconds, calls }.
+// View of a message { role, content }. Answers also have model, figures, thoughts, seconds and
+// calls.
 export class Message {
-  #thinking = 0; // when it began
+  #thinking = 0; // start time of the thoughts
 
-  // `drawn` is called when it has grown; `marked` answers show each token's probability.
+  // `drawn`: function called after growth. `marked`: whether the answer shows token probabilities.
   constructor(data, { drawn, marked } = {}) {
     this.data = data;
     this.isMarked = marked;
@@ -60,7 +61,7 @@ export class Message {
     }
   }
 
-  // Show all that a message holds.
+  // Show the complete message.
   show() {
     const { data } = this;
     if (data.thoughts) this.#think(data.thoughts);
@@ -71,7 +72,7 @@ export class Message {
     return this;
   }
 
-  // Take what a delta of a stream brings.
+  // Append a delta of a stream.
   grow(delta, tokens = []) {
     const { data } = this, thought = delta.reasoning_content ?? delta.reasoning;
     if (thought) {
@@ -94,7 +95,7 @@ export class Message {
     if (delta.tool_calls) this.#showCalls();
   }
 
-  // Nothing more comes.
+  // End the message.
   end() {
     const { data } = this;
     this.#stopThinking();
@@ -134,7 +135,7 @@ export class Message {
   }
 }
 
-// Let a message's text be changed in its place. Resolves to the new text, or null.
+// Let the user edit a message in place. Resolves to the new text, or null.
 export function change(message, label) {
   const form = $("editor").content.firstChild.cloneNode(true);
   const input = form.querySelector("textarea");
@@ -164,7 +165,7 @@ export function change(message, label) {
   });
 }
 
-// Copy a text; browsers have no clipboard for a page that came by plain HTTP from another machine.
+// Copy a text. Browsers disable the clipboard for pages loaded by plain HTTP from another machine.
 export async function copy(text) {
   if (navigator.clipboard) return navigator.clipboard.writeText(text);
   const input = document.createElement("textarea");

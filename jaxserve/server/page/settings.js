@@ -1,4 +1,4 @@
-// What a user sets for the next message: sampling, a system prompt, tools, marks of tokens.
+// Settings of the user for the next message: sampling, system prompt, tools, token probabilities.
 
 import { Refused } from "./api.js";
 
@@ -8,7 +8,7 @@ const WHOLE = new Set(["top_k", "max_tokens", "seed"]);
 const fields = () => [...$("settings").querySelectorAll(".fields input:not([type=checkbox])")];
 const refused = (param, message) => new Refused(400, { error: { message, param } });
 
-// The sampler's fields that are filled in. Raises Refused.
+// Return the sampling fields that are set. Throws Refused.
 export function sampling() {
   const chosen = {};
   for (const { name, value } of fields()) {
@@ -23,7 +23,7 @@ export function sampling() {
   return chosen;
 }
 
-// Tools of requests, a list of functions. Raises Refused.
+// Return the tools of requests, a list of functions. Throws Refused.
 export function tools() {
   const text = $("tools").value.trim();
   if (!text) return {};
@@ -54,7 +54,7 @@ export function showChosen() {
   $("chosen").textContent = parts.join(" · ");
 }
 
-// Tell of a problem, at its field if it has one; null where there is none any more.
+// Show an error, at its field if it has one. Null clears the error.
 export function complain(error) {
   const all = [...fields(), $("tools"), $("system")];
   const field = error?.param && all.find((input) => error.param.split(/[.[]/)[0] === input.name);
@@ -66,7 +66,7 @@ export function complain(error) {
   field.focus();
 }
 
-// The values that the server gives a model; what a user has typed stays.
+// Show the server's defaults for a model. Values entered by the user stay.
 export function setDefaults(card) {
   for (const field of fields()) field.defaultValue = card.chat_sampling?.[field.name] ?? "";
   $("probabilities").hidden = !card.capabilities?.logprobs;

@@ -1,4 +1,4 @@
-// The browser's storage, or memory where a browser forbids it: the page works without.
+// Storage of the browser, or memory if the browser forbids storage.
 
 class Memory {
   map = new Map();
@@ -21,7 +21,7 @@ export const local = open("localStorage"), session = open("sessionStorage");
 export const isKept = !(local instanceof Memory);
 export const keys = () => (isKept ? Object.keys(local) : [...local.map.keys()]);
 
-// Returns whether there was room.
+// Store a value. Returns false if there was no room.
 export function put(storage, key, value) {
   try {
     storage.setItem(key, value);

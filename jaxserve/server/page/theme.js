@@ -1,6 +1,6 @@
-// Runs before the page is drawn, so that a chosen theme shows from the first frame.
+// Runs before the first frame, so that the chosen theme applies from the start.
 let theme = "auto";
 try {
   theme = localStorage.getItem("jaxserve.theme") ?? theme;
-} catch {} // a browser may forbid storage
+} catch {} // the browser may forbid storage
 document.documentElement.dataset.theme = theme;

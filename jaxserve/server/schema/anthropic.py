@@ -1,4 +1,4 @@
-"""Schemas of Anthropic's messages endpoints, and the chat that a request stands for."""
+"""Schemas of Anthropic's messages endpoints, and conversion of requests to chat."""
 
 from __future__ import annotations
 
@@ -26,45 +26,45 @@ from jaxserve.text.messages import left_out
 _BILLING = "x-anthropic-billing-header"
 
 
-class Source(msgspec.Struct, kw_only=True):
-    """Source of a document; only text and blocks of text in the request are served."""
+class DocumentSource(msgspec.Struct, kw_only=True):
+    """Source of a document. Only text in the request is served."""
 
     type: str
     data: str | None = None
-    content: str | list[Block] | None = None
+    content: str | list[ContentBlock] | None = None
 
     @property
     def is_text(self) -> bool:
-        """Return whether the document stands here, as text."""
+        """Return whether the request contains the document as text."""
         return self.type in ("text", "content")
 
     @property
     def words(self) -> str:
-        """The document's text."""
+        """Text of the document."""
         return (self.data or "") if self.type == "text" else _text(self.content, "\n")
 
 
-class Block(msgspec.Struct, kw_only=True):
-    """Part of a message: what is text, thinking, tool_use or tool_result; see `_words`."""
+class ContentBlock(msgspec.Struct, kw_only=True):
+    """Block of a message's content; `_text_of` lists the types with text."""
 
     type: str
     text: str | None = None
     title: str | None = None
     context: str | None = None
-    source: str | Source | None = None
+    source: str | DocumentSource | None = None
     tool_name: str | None = None
     thinking: str | None = None
     id: str | None = None
     name: str | None = None
     input: Any = None
     tool_use_id: str | None = None
-    content: str | list[Block] | dict[str, Any] | None = None
+    content: str | list[ContentBlock] | dict[str, Any] | None = None
     is_error: bool | None = None
 
 
 class InputMessage(msgspec.Struct, kw_only=True):
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block] | None = None
+    content: str | list[ContentBlock] | None = None
 
 
 class MessagesTool(msgspec.Struct, kw_only=True):
@@ -95,7 +95,7 @@ class JsonOutput(msgspec.Struct, kw_only=True):
 
 
 class OutputConfig(msgspec.Struct, kw_only=True):
-    """Effort of an answer, and its form."""
+    """Effort and format of an answer."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: JsonOutput | None = None
@@ -104,12 +104,12 @@ class OutputConfig(msgspec.Struct, kw_only=True):
 class CountRequest(msgspec.Struct, kw_only=True):
     """Body of POST /v1/messages/count_tokens.
 
-    Of `context_management` nothing is applied: the client's conversation is read as it is sent.
+    `context_management` has no effect: the whole conversation is used as it was sent.
     """
 
     messages: list[InputMessage]
     model: str | None = None
-    system: str | list[Block] | None = None
+    system: str | list[ContentBlock] | None = None
     tools: list[MessagesTool] | None = None
     tool_choice: MessagesToolChoice | None = None
     thinking: ThinkingOptions | None = None
@@ -138,7 +138,7 @@ class MessagesRequest(CountRequest, kw_only=True):
 
 
 class CountedContext(msgspec.Struct):
-    """Size of a conversation before anything of it is left out."""
+    """Number of tokens of a conversation before any of it is removed."""
 
     original_input_tokens: int
 
@@ -190,10 +190,12 @@ class MessagesResponse(msgspec.Struct, kw_only=True):
 
 
 def as_chat(body: CountRequest) -> ChatRequest:
-    """Return the conversation that a request stands for; a last assistant's text is continued.
+    """Return the chat request that corresponds to a messages request.
+
+    If the last message is text of the assistant, the answer continues it.
 
     Raises:
-        InvalidRequest: a block that is not served.
+        InvalidRequest: a block is not served.
     """
     messages: list[ChatMessage] = []
     if body.system is not None:
@@ -203,14 +205,17 @@ def as_chat(body: CountRequest) -> ChatRequest:
     chat = ChatRequest(model=body.model, messages=messages)
     chat.chat_template_kwargs, chat.json_schema = body.chat_template_kwargs, body.json_schema
     chat.enable_thinking = body.enable_thinking
-    # A message with calls is complete: templates write calls behind its text.
+    # A message with calls is complete, since templates write calls after its text.
     if body.messages and body.messages[-1].role == "assistant" and not messages[-1].tool_calls:
         chat.continue_final_message = True
     _put_tools(chat, body)
     thinking = body.thinking
     if thinking is not None:
-        own = chat.chat_template_kwargs or {}
-        chat.chat_template_kwargs = {"enable_thinking": thinking.type != "disabled", **own}
+        template_kwargs = chat.chat_template_kwargs or {}
+        chat.chat_template_kwargs = {
+            "enable_thinking": thinking.type != "disabled",
+            **template_kwargs,
+        }
         if thinking.type == "enabled":
             if thinking.budget_tokens is None:
                 raise InvalidRequest("thinking: enabled needs budget_tokens", "thinking")
@@ -225,7 +230,7 @@ def as_chat(body: CountRequest) -> ChatRequest:
 
 
 def output_field(body: CountRequest) -> str:
-    """Return the field that holds the form of an answer."""
+    """Return the name of the field with the output format."""
     return "output_format" if body.output_format is not None else "output_config"
 
 
@@ -280,38 +285,36 @@ def _put_tools(chat: ChatRequest, body: CountRequest) -> None:
         chat.tool_choice = choice.type
 
 
-def _system_text(content: str | list[Block] | None) -> str:
-    """Return a system prompt, without Claude Code's line for billing.
+def _system_text(content: str | list[ContentBlock] | None) -> str:
+    """Return a system prompt without Claude Code's line for billing.
 
-    That line differs from request to request, and no prefix would be found in the cache again.
+    That line changes with each request, so the prefix cache would never match.
     """
     texts = [content] if isinstance(content, str) else [_words(block) for block in content or ()]
     return "".join(text for text in texts if not text.startswith(_BILLING))
 
 
-def _text(content: str | list[Block] | dict[str, Any] | None, between: str = "") -> str:
-    """Return the text of a content; a sentence stands for a block that is not text."""
+def _text(content: str | list[ContentBlock] | dict[str, Any] | None, between: str = "") -> str:
     if not isinstance(content, list):
         return "" if content is None else arguments_text(content)
     return between.join(_words(block) for block in content)
 
 
-def _words(block: Block) -> str:
-    """Return the text of a block; a sentence stands for a block that is not text."""
+def _words(block: ContentBlock) -> str:
+    """Return the text of a block, or the sentence that replaces a block that is not text."""
     words = _text_of(block)
     if words is None:
         return "" if block.type == "text" else left_out(block.type)
     return words
 
 
-def _part(block: Block) -> ContentPart:
-    """Return a block as part of a chat's message, which may refuse its type."""
+def _part(block: ContentBlock) -> ContentPart:
     words = _text_of(block)
     return ContentPart(type=block.type if words is None else "text", text=words)
 
 
-def _text_of(block: Block) -> str | None:
-    """Return the text of a block: a text, a document, search results or a summary; else None."""
+def _text_of(block: ContentBlock) -> str | None:
+    """Return the text of a text, document, search result or summary block, otherwise None."""
     source = block.source
     words = None
     if block.type == "text":
@@ -322,13 +325,13 @@ def _text_of(block: Block) -> str | None:
         words = _text(block.content)
     elif block.type == "search_result" and isinstance(source, str):
         words = "\n".join(filter(None, (block.title, source, _text(block.content, "\n"))))
-    elif block.type == "document" and isinstance(source, Source) and source.is_text:
+    elif block.type == "document" and isinstance(source, DocumentSource) and source.is_text:
         words = "\n".join(filter(None, (block.title, block.context, source.words)))
     return words
 
 
 def _chat_messages(message: InputMessage) -> list[ChatMessage]:
-    """Convert a message to those of a chat; results of tools become messages before the rest."""
+    """Return the chat messages of a message. Results of tools become messages before the rest."""
     if message.role == "system":
         text = _system_text(message.content)
         return [ChatMessage(role="system", content=text)] if text else []
@@ -358,9 +361,9 @@ def _chat_messages(message: InputMessage) -> list[ChatMessage]:
 
 
 def merged_system(chat: ChatRequest) -> ChatRequest:
-    """Return a chat with all of its system messages as the first one.
+    """Return a chat request with all system messages joined into the first message.
 
-    For templates that take none but the first.
+    Some templates accept only one system message, at the beginning.
     """
     texts = [str(message.content or "") for message in chat.messages if message.role == "system"]
     rest = [message for message in chat.messages if message.role != "system"]

@@ -1,4 +1,4 @@
-"""Arguments of the calls in a conversation, which clients send back in every form."""
+"""Arguments of calls in conversations, in the various forms in which clients send them back."""
 
 from __future__ import annotations
 
@@ -7,45 +7,45 @@ from typing import Any
 
 from jaxserve.server.schema.decode import without_half_pairs
 
-# Templates recurse over arguments, some with ten Python frames a level.
+# Templates process arguments recursively, some with ten Python frames per level.
 MAX_DEPTH = 64
 
 
-def given_arguments(given: Any) -> dict[str, Any] | str:
-    """Return a call's arguments as an object, or as text where they are no JSON object.
+def given_arguments(arguments: Any) -> dict[str, Any] | str:
+    """Return the arguments of a call as an object, or as text if they are not a JSON object.
 
-    `max_tokens` cuts arguments, and models write lists and bare values: clients send these back
-    with every later request. An object that is nested too deep for templates is text too.
+    `max_tokens` may cut arguments, and models may write lists and bare values. Clients send these
+    back with every later request. An object nested too deeply for templates also becomes text.
 
     Args:
-        given: an object, JSON text, cut JSON text, another JSON value, or None for no arguments.
+        arguments: object, JSON text, incomplete JSON text, another JSON value, or None for no
+            arguments.
     """
-    if given is None or (isinstance(given, str) and not given.strip()):
+    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
         return {}
-    value = read_object(given) if isinstance(given, str) else given
+    value = read_object(arguments) if isinstance(arguments, str) else arguments
     if isinstance(value, dict) and is_within(value, MAX_DEPTH):
         return value
-    return arguments_text(given)
+    return arguments_text(arguments)
 
 
-def arguments_text(given: Any) -> str:
-    """Return arguments in the form that the API defines, which is text."""
-    if isinstance(given, str):
-        return given
-    return "{}" if given is None else json.dumps(given, ensure_ascii=False)
+def arguments_text(arguments: Any) -> str:
+    """Return arguments as text, the form that the API defines."""
+    if isinstance(arguments, str):
+        return arguments
+    return "{}" if arguments is None else json.dumps(arguments, ensure_ascii=False)
 
 
-def custom_arguments(given: Any) -> str:
-    """Return the input of a custom tool's call as the arguments of a function."""
-    text = "" if given is None else arguments_text(given)
+def custom_arguments(arguments: Any) -> str:
+    """Return the input of a custom tool's call as the JSON arguments of a function."""
+    text = "" if arguments is None else arguments_text(arguments)
     return json.dumps({"input": text}, ensure_ascii=False)
 
 
 def read_object(text: str) -> dict[str, Any] | None:
-    """Return a JSON object, or None where the text is none.
+    """Parse a JSON object. Return None if the text is not one.
 
-    The replacement character takes the place of half a surrogate pair, which JSON can escape and
-    UTF-8 cannot encode.
+    Half of a surrogate pair, which JSON can escape and UTF-8 cannot encode, becomes U+FFFD.
     """
     try:
         value = json.loads(without_half_pairs(text.encode()).decode(), strict=False)
@@ -55,7 +55,7 @@ def read_object(text: str) -> dict[str, Any] | None:
 
 
 def is_within(value: Any, depth: int) -> bool:
-    """Return whether a JSON value is nested at most so deep."""
+    """Return whether a JSON value is nested at most `depth` levels deep."""
     level = [value]
     for _ in range(depth):
         level = [

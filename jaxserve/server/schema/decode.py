@@ -1,4 +1,6 @@
-"""Bodies to schemas: strict JSON, counted before it is built."""
+"""Conversion of request bodies to schemas: strict JSON, whose size is checked before it is
+decoded.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,13 @@ from jaxserve.server.schema.errors import ApiError
 
 T = TypeVar("T")
 
-# A string, whole or cut off at the end of the body. Possessive, so that no body takes long.
+# A string, complete or cut off at the end of the body. Possessive, so that it takes linear time.
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?+', re.DOTALL)
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _OPENING = frozenset(b"[{")
 # `Expected int, got str - at $.messages[0].content` -> messages
 _PATH = re.compile(r" - at `\$\.?([A-Za-z_][A-Za-z0-9_]*)?")
-# An escape in a string: both halves of a surrogate pair, one half alone, or any other.
+# An escape in a string: a surrogate pair, a single half, or any other.
 _ESCAPE = re.compile(
     rb"\\(u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
     rb"|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
@@ -27,18 +29,18 @@ _MISSING = re.compile(r"missing required field `(\w+)`")
 
 
 def without_half_pairs(body: bytes) -> bytes:
-    """Return JSON with the replacement character for each half of a surrogate pair.
+    """Return JSON with U+FFFD for each single half of a surrogate pair.
 
     Clients cut texts within a character beyond U+FFFF, and send the half with every later request.
     """
-    return _ESCAPE.sub(lambda found: rb"\ufffd" if found[2] else found[0], body)
+    return _ESCAPE.sub(lambda match: rb"\ufffd" if match[2] else match[0], body)
 
 
 def parse_json(body: bytes, max_depth: int, max_nodes: int) -> Any:
-    """Decode a JSON body of UTF-8.
+    """Decode a JSON body in UTF-8.
 
-    Nesting deeper than `max_depth` and more than `max_nodes` values are refused before anything is
-    built. NaN, numbers out of range, lone surrogates and a name given twice are refused too.
+    The limits `max_depth` and `max_nodes` (number of values) are checked before decoding. NaN,
+    numbers out of range, lone surrogates and repeated names are refused too.
 
     Raises:
         ApiError: 400.
@@ -66,7 +68,6 @@ def _depth(frame: bytes) -> int:
 
 
 def _count_names(value: Any) -> int:
-    """Count the names in all objects of a decoded document."""
     count, pending = 0, [value] if isinstance(value, dict | list) else []
     while pending:
         container = pending.pop()
@@ -81,14 +82,14 @@ def to_schema(value: Any, schema: type[T]) -> T:
     """Convert a decoded document to a Struct.
 
     Raises:
-        ApiError: 400, naming the field whose type is wrong.
+        ApiError: 400, the message names the field of the wrong type.
     """
     try:
         return msgspec.convert(value, schema)
     except msgspec.ValidationError as error:
         text = str(error)
-        found = [rule.search(text) for rule in (_PATH, _MISSING)]
-        param = ".".join(match.group(1) for match in found if match is not None) or None
+        matches = [rule.search(text) for rule in (_PATH, _MISSING)]
+        param = ".".join(match.group(1) for match in matches if match is not None) or None
         text = text.replace("`$.", "`").replace(" - at `$`", "")
         raise ApiError(400, text, param, "invalid_type") from None
     except RecursionError:

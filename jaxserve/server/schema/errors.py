@@ -1,4 +1,4 @@
-"""ApiError: an answer that is an error, and which one each exception becomes."""
+"""ApiError: an error answer, and the conversion of exceptions to it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from jaxserve.errors import EngineClosed, EngineDead, InvalidRequest, Overloaded, PromptTooLong
 
 MAX_MESSAGE_CHARS = 600
-# OpenAI's error types by status; Anthropic's client needs its own names.
+# OpenAI's error types by status, with the names that Anthropic's client needs.
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -29,14 +29,14 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """A refusal or failure as its client sees it.
+    """Refusal or failure as the client sees it.
 
     Args:
-        status: of HTTP.
-        message: what was wrong, and what is allowed; cut to `MAX_MESSAGE_CHARS`.
-        param: the field to blame, if it is one.
-        code: short name for programs.
-        headers: to send along.
+        status: HTTP status.
+        message: error and allowed values, cut to `MAX_MESSAGE_CHARS`.
+        param: field that caused the error, or None.
+        code: machine-readable name of the error.
+        headers: additional HTTP headers.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class ApiError(Exception):
         self.headers = headers or {}
 
     def body(self) -> dict[str, Any]:
-        """Return the error object; `type` beside it is what Anthropic's client looks for."""
+        """Return the error object. Anthropic's client reads the `type` beside it."""
         return {
             "type": "error",
             "error": {
@@ -70,26 +70,25 @@ class ApiError(Exception):
 
 
 def too_busy(message: str, code: str, seconds: float) -> ApiError:
-    """Return a refusal for lack of room; the client may try again after `seconds`."""
+    """Return a 429 refusal. The client may retry after `seconds`."""
     return ApiError(429, message, code=code, headers={"retry-after": str(max(1, round(seconds)))})
 
 
 def too_many_connections() -> ApiError:
-    """Return a refusal of all but /health, to a connection beyond the limit."""
+    """Return a 503 refusal for a connection beyond the limit, which may only read /health."""
     return ApiError(503, "too many connections", code="too_many_connections")
 
 
 def as_api_error(error: Exception, renamed: Mapping[str, str] | None = None) -> ApiError:
-    """Return the answer for an exception. It shows nothing of the server's internals.
+    """Return the error answer for an exception, without internals of the server.
 
     Args:
-        error: the exception.
-        renamed: see `EndpointRequest`.
+        renamed: names of fields in this endpoint by their engine names; see `EndpointRequest`.
     """
     problem = _translated(error)
     name = (renamed or {}).get(problem.param or "")
     if name is not None and isinstance(error, InvalidRequest):
-        # The field at the start, with or without a part of it that only the engine's field has.
+        # The field at the start of the message, possibly with a subfield of the engine's field.
         field = rf"{re.escape(problem.param or '')}(\.\w+)?(?=[ :,])"
         problem.message = re.sub(rf"\A{field}", lambda _: name, problem.message)
         problem.param = name

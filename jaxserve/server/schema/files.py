@@ -10,7 +10,7 @@ BatchEndpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/response
 
 
 class FileObject(msgspec.Struct, kw_only=True):
-    """A file; `filename` is a label."""
+    """File. Its `filename` is only a label."""
 
     id: str
     bytes: int
@@ -57,7 +57,7 @@ class BatchRequest(msgspec.Struct, kw_only=True):
 
 
 class BatchProblem(msgspec.Struct):
-    """A line that is no request, or another reason why a batch failed."""
+    """Invalid line, or another reason for the failure of a batch."""
 
     code: str
     message: str
@@ -85,7 +85,7 @@ class ReasoningTokens(msgspec.Struct):
 
 
 class BatchUsage(msgspec.Struct):
-    """Tokens of all answers of a batch."""
+    """Token counts of a batch, summed over all answers."""
 
     input_tokens: int = 0
     output_tokens: int = 0
@@ -95,7 +95,7 @@ class BatchUsage(msgspec.Struct):
 
 
 class Batch(msgspec.Struct, kw_only=True):
-    """A batch. Times are seconds since 1970."""
+    """Batch. Times are seconds since 1970."""
 
     id: str
     endpoint: str
@@ -132,7 +132,7 @@ class BatchList(msgspec.Struct):
 
 
 class AnswerUsage(msgspec.Struct):
-    """Counts of an answer's tokens, under the names of any endpoint."""
+    """Token counts of an answer, under the names of all endpoints."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -145,13 +145,13 @@ class AnswerUsage(msgspec.Struct):
 
 
 class AnswerCounts(msgspec.Struct):
-    """The part of an answer's body that counts its tokens."""
+    """Token counts in the body of an answer."""
 
     usage: AnswerUsage | None = None
 
 
 def add_usage(total: BatchUsage, body: bytes) -> None:
-    """Add the tokens that an answer counts."""
+    """Add the token counts of an answer to `total`."""
     try:
         usage = msgspec.json.decode(body, type=AnswerCounts).usage
     except msgspec.MsgspecError:

@@ -1,4 +1,4 @@
-"""Functions of OpenAI's older chat API, which `functions` and `function_call` carry, as tools."""
+"""Conversion of OpenAI's older `functions` and `function_call` to tools."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from jaxserve.server.schema.openai import ChatMessage, ChatRequest, NamedTool, T
 
 
 def as_tools(body: ChatRequest) -> ChatRequest:
-    """Return a request with its functions as tools, of which an answer calls one at most.
+    """Return a request with its functions as tools, of which an answer may call one.
 
-    Messages that hold a call or the result of one become those of tools.
+    Messages with calls and results of functions become messages of tools.
 
     Raises:
-        InvalidRequest: there are tools besides, or a choice without functions.
+        InvalidRequest: the request also has tools, or has a choice but no functions.
     """
     if body.functions and body.tools:
         raise InvalidRequest("functions and tools exclude each other", "functions")
@@ -36,10 +36,10 @@ def as_tools(body: ChatRequest) -> ChatRequest:
 
 
 def _messages(messages: list[ChatMessage]) -> list[ChatMessage]:
-    """Return messages without older calls; each result belongs to the call before it."""
+    """Return messages with older calls as tool calls. A result belongs to the call before it."""
     if not any(message.function_call or message.role == "function" for message in messages):
         return messages
-    made, number = [], 0
+    converted, number = [], 0
     for message in messages:
         if message.function_call is not None:
             number += 1
@@ -47,5 +47,5 @@ def _messages(messages: list[ChatMessage]) -> list[ChatMessage]:
             message = msgspec.structs.replace(message, function_call=None, tool_calls=[call])
         elif message.role == "function":
             message = msgspec.structs.replace(message, role="tool", tool_call_id=f"call_{number}")
-        made.append(message)
-    return made
+        converted.append(message)
+    return converted

@@ -1,4 +1,4 @@
-"""Schemas of vLLM's endpoints that take and give token ids, and what their settings stand for."""
+"""Schemas of vLLM's endpoints for token ids, and conversion of requests to them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxserve.structured import StructuredOutputsParams
 class GenerateRequest(msgspec.Struct, kw_only=True):
     """Body of POST /inference/v1/generate, and answer of the endpoints that render prompts.
 
-    `sampling_params` holds fields of vLLM's `SamplingParams`.
+    `sampling_params` contains fields of vLLM's `SamplingParams`.
     """
 
     token_ids: list[int]
@@ -32,7 +32,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
 
 
 class ScoredToken(msgspec.Struct):
-    """Log-probability of a token; `rank` is 1 for the most likely."""
+    """Log-probability of a token. The most likely token has `rank` 1."""
 
     token_id: int
     logprob: float
@@ -40,19 +40,19 @@ class ScoredToken(msgspec.Struct):
 
 
 class DrawnToken(ScoredToken):
-    """Log-probability of a token that was drawn, and those of the most likely ones."""
+    """Log-probabilities of a generated token and of the most likely tokens."""
 
     top_logprobs: list[ScoredToken] = []
 
 
 class GenerateLogprobs(msgspec.Struct):
-    """Log-probabilities of a completion, one entry a token."""
+    """Log-probabilities of a completion, one entry per token."""
 
     content: list[DrawnToken]
 
 
 class GenerateChoice(msgspec.Struct):
-    """Completion as token ids, whole or what is new of it; as text too where it was requested."""
+    """Completion as token ids, complete or the new part of it, and as text if requested."""
 
     index: int
     token_ids: list[int]
@@ -63,7 +63,7 @@ class GenerateChoice(msgspec.Struct):
 
 
 class GenerateResponse(msgspec.Struct):
-    """Answer of POST /inference/v1/generate, whole or one event of its stream."""
+    """Answer of POST /inference/v1/generate, complete or one event of its stream."""
 
     request_id: str
     choices: list[GenerateChoice]
@@ -76,9 +76,13 @@ class GenerateResponse(msgspec.Struct):
 
 
 def rendered(request: Request, request_id: str, body: Sampling) -> GenerateRequest:
-    """Return an engine's request, made of a body, as the body of one that generates the same."""
+    """Return the body of a generate request that generates the same as an engine request.
+
+    Args:
+        request: engine request, made from `body`.
+    """
     prompt = request.prompt_token_ids.tolist()
-    # All that is set, since others are taken from what a checkpoint recommends.
+    # All settings, since unset ones would use the checkpoint's recommendations.
     settings = _settings(request.sampling)
     fields = {name: value for name, value in settings.items() if value is not None}
     fields["max_tokens"] = request.max_length - len(prompt)
@@ -93,17 +97,17 @@ def rendered(request: Request, request_id: str, body: Sampling) -> GenerateReque
 
 
 def _settings(sampling: SamplingParams) -> dict[str, Any]:
-    """Return settings as JSON has them."""
+    """Return sampling settings as JSON values."""
     names = [field.name for field in dataclasses.fields(sampling) if field.init]
-    made = {name: getattr(sampling, name) for name in names}
+    settings = {name: getattr(sampling, name) for name in names}
     if sampling.logit_bias is not None:
-        made["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
+        settings["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
     if sampling.structured_outputs is not None:
-        made["structured_outputs"] = _form(sampling.structured_outputs)
+        settings["structured_outputs"] = _form(sampling.structured_outputs)
     for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):
-        if isinstance(made[name], tuple):
-            made[name] = list(made[name])
-    return made
+        if isinstance(settings[name], tuple):
+            settings[name] = list(settings[name])
+    return settings
 
 
 def _form(form: StructuredOutputsParams) -> dict[str, Any]:
@@ -112,7 +116,7 @@ def _form(form: StructuredOutputsParams) -> dict[str, Any]:
         value = True
     elif form.form in ("json", "choice", "structural_tag"):
         value = json.loads(form.text)
-    made = {form.form: value, "whitespace_pattern": form.whitespace_pattern}
+    fields = {form.form: value, "whitespace_pattern": form.whitespace_pattern}
     for name in ("disable_any_whitespace", "disable_additional_properties", "lenient"):
-        made[name] = getattr(form, name) or None
-    return {name: value for name, value in made.items() if value is not None}
+        fields[name] = getattr(form, name) or None
+    return {name: value for name, value in fields.items() if value is not None}

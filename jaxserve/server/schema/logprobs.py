@@ -11,14 +11,15 @@ import msgspec
 
 from jaxserve.scheduling.logprobs import TokenLogprobs
 
-# JSON has no infinities.
+# Used for -infinity, which JSON cannot represent.
 LEAST = -9999.0
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """Logprobs of a completion's tokens; of its prompt's too where that is echoed.
+    """Log-probabilities of the tokens of a completion, and of its prompt if that is echoed.
 
-    `text_offset` is where a token's first whole character stands in the text.
+    Attributes:
+        text_offset: index in the text of the first complete character of each token.
     """
 
     text_offset: list[int]
@@ -41,7 +42,7 @@ class TokenLogprob(msgspec.Struct):
 
 
 class ChatLogprobs(msgspec.Struct):
-    """Logprobs of a message's tokens."""
+    """Log-probabilities of the tokens of a message."""
 
     content: list[TokenLogprob]
     refusal: None = None
@@ -53,8 +54,8 @@ class PromptLogprob(msgspec.Struct):
     decoded_token: str | None
 
 
-class Row(NamedTuple):
-    """Scores of one token: its own, and the most likely tokens with theirs, best first."""
+class TokenScores(NamedTuple):
+    """Scores of one token: its own, and the most likely tokens with their scores, best first."""
 
     token: int
     logprob: float
@@ -63,13 +64,17 @@ class Row(NamedTuple):
 
     @property
     def whole(self) -> list[tuple[int, float]]:
-        """The alternatives, behind the token itself where it is none of them."""
+        """Alternatives, preceded by the token itself if it is not among them."""
         is_among = any(token == self.token for token, _ in self.best)
         return self.best if is_among else [(self.token, self.logprob), *self.best]
 
 
-def rows(token_ids: Iterable[int], scores: Iterable[TokenLogprobs]) -> Iterator[Row]:
-    """Yield the scores of each token; the pieces have one row for each token in total."""
+def rows(token_ids: Iterable[int], scores: Iterable[TokenLogprobs]) -> Iterator[TokenScores]:
+    """Yield the scores of each token.
+
+    Args:
+        scores: arrays of scores, which have one row per token in total.
+    """
     ids = iter(token_ids)
     for piece in scores:
         columns = (
@@ -79,20 +84,20 @@ def rows(token_ids: Iterable[int], scores: Iterable[TokenLogprobs]) -> Iterator[
             piece.top_logprobs.clip(min=LEAST).tolist(),
         )
         for logprob, rank, others, values in zip(*columns, strict=True):
-            yield Row(next(ids), logprob, rank, list(zip(others, values, strict=True)))
+            yield TokenScores(next(ids), logprob, rank, list(zip(others, values, strict=True)))
 
 
 def shown(width: int) -> int | None:
-    """Return how many alternatives are shown where -1 stands for all: the end of a slice."""
+    """Return a number of alternatives as the end of a slice: None for -1, which means all."""
     return None if width < 0 else width
 
 
 class TokenTexts:
-    """Texts of tokens, as answers spell them.
+    """Texts of tokens as answers spell them.
 
     Args:
-        tokenizer: spells the tokens; without one they are spelled like `token_id:5`.
-        as_ids: whether to spell them like that in any case.
+        tokenizer: tokenizer, or None to spell tokens like `token_id:5`.
+        as_ids: True to spell tokens like that in any case.
     """
 
     def __init__(self, tokenizer: Any, as_ids: bool) -> None:
@@ -101,7 +106,7 @@ class TokenTexts:
         self._texts: dict[int, str] = {}
 
     def text(self, token: int) -> str:
-        """Return a token's text; U+FFFD stands for bytes that are no whole character."""
+        """Return the text of a token, with U+FFFD for bytes that are not a complete character."""
         text = self._texts.get(token)
         if text is None:
             text = f"token_id:{token}"
@@ -111,7 +116,7 @@ class TokenTexts:
         return text
 
     def data(self, token: int) -> bytes:
-        """Return a token's bytes; none where there is no tokenizer."""
+        """Return the bytes of a token, b"" without a tokenizer."""
         return b"" if self._bytes is None else self._bytes.token_bytes(token)
 
     def is_shown(self, token: int, skip_special_tokens: bool) -> bool:
@@ -122,11 +127,10 @@ class TokenTexts:
     def chat(
         self, token_ids: Iterable[int], scores: Iterable[TokenLogprobs], with_own: bool = False
     ) -> list[TokenLogprob]:
-        """Return the logprobs of tokens in the form of chat completions and responses.
+        """Return the log-probabilities of tokens in the form of chat completions and responses.
 
         Args:
-            token_ids, scores: of the tokens.
-            with_own: whether a token is among its alternatives in any case.
+            with_own: True to always include a token among its alternatives.
         """
         return [
             TokenLogprob(
@@ -144,7 +148,10 @@ class TokenTexts:
     def prompt(
         self, token_ids: Listing[int], scores: TokenLogprobs | None, width: int | None
     ) -> list[dict[int, PromptLogprob] | None] | None:
-        """Return a prompt's logprobs by ids, None for its first token; None if there are none."""
+        """Return the log-probabilities of a prompt by token id, with None for its first token.
+
+        Without scores or `width`, return None.
+        """
         if scores is None or width is None:
             return None
         answer: list[dict[int, PromptLogprob] | None] = [None]
@@ -157,12 +164,7 @@ class TokenTexts:
 
 
 class CompletionTokens:
-    """Logprobs of one completion's tokens, made as the tokens come.
-
-    Args:
-        texts: spells tokens.
-        skip_special_tokens: whether the text leaves special tokens out.
-    """
+    """Log-probabilities of the tokens of one completion, converted as the tokens arrive."""
 
     def __init__(self, texts: TokenTexts, skip_special_tokens: bool) -> None:
         self._texts = texts
@@ -173,7 +175,7 @@ class CompletionTokens:
     def prompt(
         self, token_ids: Listing[int], scores: TokenLogprobs, width: int
     ) -> CompletionLogprobs:
-        """Return those of the prompt, which come first; its first token has none."""
+        """Return the prompt's log-probabilities (None for its first token)."""
         answer = CompletionLogprobs([], [], [], [])
         self._append(answer, token_ids[0], None, None)
         for row in rows(token_ids[1:], [scores]):
@@ -183,16 +185,17 @@ class CompletionTokens:
     def drawn(
         self, token_ids: Iterable[int], scores: Iterable[TokenLogprobs], width: int
     ) -> CompletionLogprobs:
-        """Return those of drawn tokens."""
+        """Return the log-probabilities of generated tokens."""
         answer = CompletionLogprobs([], [], [], [])
         for row in rows(token_ids, scores):
             self._append_row(answer, row, width)
         return answer
 
-    def _append_row(self, answer: CompletionLogprobs, row: Row, width: int) -> None:
+    def _append_row(self, answer: CompletionLogprobs, row: TokenScores, width: int) -> None:
         listed = reversed(row.best[: shown(width)])
         best = {self._texts.text(token): value for token, value in listed}
-        # Several tokens may have one spelling: the best counts, but the row's own token before all.
+        # Several tokens may have the same text. The best one counts, but the row's own token has
+        # priority.
         best = dict(reversed(best.items())) | {self._texts.text(row.token): row.logprob}
         self._append(answer, row.token, row.logprob, best)
 
@@ -207,7 +210,7 @@ class CompletionTokens:
         if self._texts.is_shown(token, self._skip):
             num_new = len(self._decoder.decode(self._texts.data(token)))
         self._offset += num_new
-        # Bytes before it that make no character after all stand before it, as their own U+FFFD.
+        # Earlier bytes that turn out to be invalid become U+FFFD of their own before this token.
         is_whole = 0 < len(text) <= num_new and "\ufffd" not in text
         answer.text_offset.append(self._offset - (len(text) if is_whole else num_new))
         answer.tokens.append(text)
@@ -216,7 +219,7 @@ class CompletionTokens:
 
 
 def joined(first: CompletionLogprobs | None, then: CompletionLogprobs) -> CompletionLogprobs:
-    """Join the logprobs of successive tokens."""
+    """Concatenate the log-probabilities of successive tokens."""
     if first is None:
         return then
     return CompletionLogprobs(

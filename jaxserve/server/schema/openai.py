@@ -1,7 +1,7 @@
 """Schemas of OpenAI's completions and chat endpoints.
 
-Types are checked here (strictly: true is no integer, "5" is no number); ranges are checked by the
-engine's validator alone.
+Types are checked here (strictly: true is not an integer, "5" is not a number). Ranges are checked
+only by the engine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jaxserve.server.schema.tools import (
     require,
 )
 
-# One entry a token of the prompt, the first of them null.
+# One entry per token of the prompt. The first is null.
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
 
 
@@ -33,7 +33,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
 
 class JsonSchemaFormat(msgspec.Struct, kw_only=True):
-    """OpenAI's wrapping of a JSON schema."""
+    """JSON schema in OpenAI's wrapper."""
 
     name: str | None = None
     description: str | None = None
@@ -42,9 +42,9 @@ class JsonSchemaFormat(msgspec.Struct, kw_only=True):
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True):
-    """Form of an answer; see `StructuredOutputsParams.structural_tag` for the last three fields.
+    """Output format; see `StructuredOutputsParams.structural_tag` for the last three fields.
 
-    A JSON schema stands in `json_schema`, as OpenAI has it, or in `schema`, as llama.cpp has it.
+    A JSON schema is in `json_schema` (OpenAI) or in `schema` (llama.cpp).
     """
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
@@ -57,7 +57,7 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True):
-    """One of the forms; see `SamplingParams.structured_outputs`."""
+    """Output format in one of these fields; see `SamplingParams.structured_outputs`."""
 
     json: str | dict[str, Any] | None = None
     json_object: bool | None = None
@@ -72,7 +72,7 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
 
 
 class Sampling(msgspec.Struct, kw_only=True):
-    """Fields of completions and chat alike; null means the default."""
+    """Fields common to completions and chat. Null means the default."""
 
     model: str | None = None
     n: int | None = None
@@ -135,7 +135,7 @@ class CompletionRequest(Sampling, kw_only=True):
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
-    """Part of a message's content; only text is served, a refusal's included."""
+    """Part of a message's content. Only text, including the text of a refusal, is served."""
 
     type: str
     text: str | None = None
@@ -143,26 +143,26 @@ class ContentPart(msgspec.Struct, kw_only=True):
 
     @property
     def is_text(self) -> bool:
-        """Whether its type is one of text."""
+        """Whether the part has a text type."""
         return self.type in ("text", "input_text", "output_text", "refusal")
 
     @property
     def words(self) -> str | None:
-        """Text of the part; None where its type is not one of text."""
+        """Text of the part, None if its type is not a text type."""
         if self.type == "refusal" and self.refusal is not None:
             return self.refusal
         return self.text if self.is_text else None
 
 
 class FunctionCall(msgspec.Struct, kw_only=True):
-    """A call. In answers `arguments` is text; in a history it may be anything that clients send."""
+    """Call of a function. `arguments` is text in answers, and anything in histories of clients."""
 
     name: str
     arguments: Any = None
 
 
 class ToolCall(msgspec.Struct, kw_only=True):
-    """A call in a conversation; one of a custom tool becomes that of a function as well."""
+    """Call in a conversation. A call of a custom tool is converted to a call of a function."""
 
     id: str | None = None
     type: str | None = "function"
@@ -177,7 +177,7 @@ class ToolCall(msgspec.Struct, kw_only=True):
 
 
 class AnsweredCall(msgspec.Struct, kw_only=True):
-    """A call in an answer: of a function, or of a custom tool."""
+    """Call in an answer, of a function or a custom tool."""
 
     id: str
     type: Literal["function", "custom"] = "function"
@@ -223,7 +223,7 @@ class ChatRequest(Sampling, kw_only=True):
 
 
 class PromptTokensDetails(msgspec.Struct):
-    """Tokens of prompts that came from the prefix cache, and those that were written to it."""
+    """Prompt tokens that came from the prefix cache, and prompt tokens written to it."""
 
     cached_tokens: int
     created_cache_tokens: int = 0
@@ -242,10 +242,12 @@ class Usage(msgspec.Struct):
 
 
 class PerRequestMetrics(msgspec.Struct, omit_defaults=True):
-    """Times of a completion, by vLLM's names and rules.
+    """Times of a completion, with vLLM's names and rules.
 
-    The first token's counts from its slot on, `generation_time_ms` from the first token to the
-    last; `tokens_per_second` is of all tokens, from the slot to the last of them.
+    Attributes:
+        time_to_first_token_ms: time from the start in a slot to the first token.
+        generation_time_ms: time from the first token to the last.
+        tokens_per_second: rate of all tokens from the start in a slot to the last token.
     """
 
     time_to_first_token_ms: float | None = None
@@ -267,7 +269,7 @@ class CompletionChoice(msgspec.Struct, omit_defaults=False):
 
 
 class CompletionResponse(msgspec.Struct):
-    """Answer of /v1/completions, whole or one event of its stream."""
+    """Answer of /v1/completions, complete or one event of its stream."""
 
     id: str
     created: int
@@ -276,13 +278,13 @@ class CompletionResponse(msgspec.Struct):
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
     object: str = "text_completion"
     system_fingerprint: str | None = None
-    service_tier: msgspec.UnsetType | None = msgspec.UNSET  # null in whole answers
+    service_tier: msgspec.UnsetType | None = msgspec.UNSET  # null in complete answers
     kv_transfer_params: msgspec.UnsetType | None = msgspec.UNSET
     metrics: PerRequestMetrics | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class AnswerMessage(msgspec.Struct):
-    """A chat's answer. Fields that nothing fills are null, as vLLM has them: clients look there."""
+    """Message in a chat answer. As in vLLM, unused fields are null, since clients read them."""
 
     content: str | None
     role: str = "assistant"
@@ -341,10 +343,10 @@ class ChunkChoice(msgspec.Struct):
 
 
 class ChatChunk(msgspec.Struct):
-    """One event of a streamed answer of /v1/chat/completions.
+    """Event of a streamed answer of /v1/chat/completions.
 
-    As vLLM has it, events hold what they may say: the first one of a choice its
-    `prompt_token_ids`, those of its tokens their `token_ids`, null where nobody asked for them.
+    As in vLLM, the first event of a choice has `prompt_token_ids`, and events with tokens have
+    `token_ids`. Both are null if they were not requested.
     """
 
     id: str
@@ -368,7 +370,7 @@ class ErrorDetail(msgspec.Struct):
 
 
 class ErrorResponse(msgspec.Struct):
-    """Every answer that is an error."""
+    """Error answer."""
 
     error: ErrorDetail
     type: str = "error"

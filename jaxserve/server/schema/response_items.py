@@ -1,4 +1,4 @@
-"""Items of the responses endpoint: of inputs, of outputs, and the answer that holds them."""
+"""Items and conversations of the responses endpoint, and the answer that contains items."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxserve.server.schema.arguments import arguments_text
 from jaxserve.server.schema.logprobs import TokenLogprob
 from jaxserve.server.schema.openai import ContentPart
 
-# Beginnings of the ids of items, by type; others have the first.
+# Prefixes of item ids by type. Other types have the first prefix.
 _ID_PREFIXES = {
     "message": "msg",
     "reasoning": "rs",
@@ -24,7 +24,7 @@ _ID_PREFIXES = {
 
 
 # Tools that OpenAI's servers run, or that their models know without a description, and the items
-# that record their calls. The model is not shown any of them.
+# that record their calls. They are not shown to the model.
 HOSTED_TOOLS = frozenset(
     "apply_patch code_interpreter computer computer_use computer_use_preview file_search "
     "image_generation local_shell mcp programmatic_tool_calling shell tool_search web_search "
@@ -40,7 +40,7 @@ HOSTED_ITEMS = frozenset(
 
 
 class InputItem(msgspec.Struct, kw_only=True):
-    """An item of a conversation; `schema.responses` says which types are served."""
+    """Item of a conversation; `schema.responses` defines the supported types."""
 
     type: str = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
@@ -57,7 +57,9 @@ class InputItem(msgspec.Struct, kw_only=True):
 
 
 class ResponseTool(msgspec.Struct, kw_only=True):
-    """A tool that may be called: a function, a custom one, which takes a text, or a group."""
+    """Tool that may be called: a function, a custom tool with text input, or a namespace of
+    tools.
+    """
 
     type: str
     name: str | None = None
@@ -74,7 +76,7 @@ class ToolReference(msgspec.Struct, kw_only=True):
 
 
 class ToolChoice(msgspec.Struct, kw_only=True):
-    """The tool that must be called, or the tools that may be called."""
+    """Tool that must be called, or tools that may be called."""
 
     name: str | msgspec.UnsetType | None = msgspec.UNSET
     type: str = "function"
@@ -105,7 +107,7 @@ class ReasoningText(msgspec.Struct, kw_only=True):
 
 
 class ReasoningItem(msgspec.Struct, kw_only=True, tag="reasoning"):
-    """Thoughts of the model. They are neither summed up nor encrypted."""
+    """Thoughts of the model, without summary or encryption."""
 
     id: str
     content: list[ReasoningText]
@@ -153,7 +155,7 @@ class ResponsesUsage(msgspec.Struct):
 
 
 class RawMessage(msgspec.Struct):
-    """A text as the model read or wrote it, under vLLM's names."""
+    """Text as the model read or wrote it, under vLLM's names."""
 
     message: str
     tokens: list[int]
@@ -225,7 +227,9 @@ class DeletedResponse(msgspec.Struct):
 
 
 def strip_hosted(body: dict[str, Any]) -> None:
-    """Remove the fields of hosted tools and their items, since their types differ from ours."""
+    """Remove the fields of hosted tools and items in a body, whose types differ from the
+    schemas.
+    """
     for name, types in (("tools", HOSTED_TOOLS), ("input", HOSTED_ITEMS), ("items", HOSTED_ITEMS)):
         if isinstance(body.get(name), list):
             body[name] = [_stripped(entry, types) for entry in body[name]]
@@ -236,12 +240,12 @@ def _stripped(value: Any, types: frozenset[str]) -> Any:
         return value
     if value["type"] not in types:
         return value
-    kept = ("type", "id", "status")
-    return {name: value[name] for name in kept if isinstance(value.get(name), str)}
+    names = ("type", "id", "status")
+    return {name: value[name] for name in names if isinstance(value.get(name), str)}
 
 
 def shown_items(items: Iterable[InputItem], taken: Container[str] = ()) -> list[dict[str, Any]]:
-    """Return items as they are listed: each has an id that no other has, and that is not taken."""
+    """Return items in their listed form, each with an id that is unique and not in `taken`."""
     shown: dict[str, dict[str, Any]] = {}
     for item in items:
         name = item.id
@@ -252,13 +256,13 @@ def shown_items(items: Iterable[InputItem], taken: Container[str] = ()) -> list[
 
 
 def _shown_item(item: InputItem) -> dict[str, Any]:
-    """Return an item without its id: with a status, and its content in parts."""
+    """Return an item in its listed form without its id: with a status, and content as parts."""
     kind = item.type
     shown: dict[str, Any] = {"type": kind, "status": item.status or "completed"}
     if kind == "message":
         role = item.role or "user"
-        own = "output_text" if role == "assistant" else "input_text"
-        parts = item.content if isinstance(item.content, list) else [ContentPart(type=own)]
+        part_type = "output_text" if role == "assistant" else "input_text"
+        parts = item.content if isinstance(item.content, list) else [ContentPart(type=part_type)]
         if isinstance(item.content, str):
             parts[0].text = item.content
         return shown | {"role": role, "content": [_shown_part(part) for part in parts]}
@@ -288,3 +292,45 @@ def _shown_part(part: ContentPart) -> dict[str, Any]:
         return {"type": part.type}
     shown: dict[str, Any] = {"type": part.type, "text": part.text or ""}
     return shown | {"annotations": []} if part.type == "output_text" else shown
+
+
+class ConversationRequest(msgspec.Struct, kw_only=True):
+    """Body of POST /v1/conversations."""
+
+    items: list[InputItem] | None = None
+    metadata: dict[str, str] | None = None
+
+
+class ConversationUpdate(msgspec.Struct, kw_only=True):
+    """Body of POST /v1/conversations/{conversation_id}."""
+
+    metadata: dict[str, str]
+
+
+class ConversationItems(msgspec.Struct, kw_only=True):
+    """Body of POST /v1/conversations/{conversation_id}/items."""
+
+    items: list[InputItem]
+
+
+class ConversationName(msgspec.Struct):
+    """Reference to a conversation in a response."""
+
+    id: str
+
+
+class ConversationObject(msgspec.Struct):
+    """Conversation as clients see it."""
+
+    id: str
+    created_at: int
+    metadata: dict[str, str]
+    object: str = "conversation"
+
+
+class DeletedConversation(msgspec.Struct):
+    """Answer of DELETE /v1/conversations/{conversation_id}."""
+
+    id: str
+    object: str = "conversation.deleted"
+    deleted: bool = True

@@ -1,4 +1,4 @@
-"""Tools of the responses endpoint in a chat's form: groups, custom and hosted ones, choices."""
+"""Conversion of tools of the responses endpoint to chat: namespaces, custom tools, choices."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from jaxserve.server.schema.tools import (
 
 
 def flat_name(namespace: str | None, name: str) -> str:
-    """Return the name by which the model calls a tool of a group, as vLLM forms it."""
+    """Return the name by which the model calls a tool in a namespace, formed as in vLLM."""
     return f"{namespace}__{name}" if namespace else name
 
 
 def seen_tools(tools: list[ResponseTool] | None) -> list[tuple[str | None, ResponseTool]]:
-    """Return the tools that the model is shown, each with its group's name.
+    """Return the tools that the model sees, each with the name of its namespace.
 
     Raises:
         InvalidRequest: a tool is not served, or has no name.
     """
-    found: list[tuple[str | None, ResponseTool]] = []
+    seen: list[tuple[str | None, ResponseTool]] = []
     for tool in tools or ():
         if tool.type == "namespace":
             members = tool.tools or []
@@ -44,10 +44,10 @@ def seen_tools(tools: list[ResponseTool] | None) -> list[tuple[str | None, Respo
                 raise InvalidRequest(
                     "tools: a namespace can only hold tools of types function and custom", "tools"
                 )
-            found += [(tool.name, member) for member in members]
+            seen += [(tool.name, member) for member in members]
         elif tool.type not in HOSTED_TOOLS:
-            found.append((None, tool))
-    for _, tool in found:
+            seen.append((None, tool))
+    for _, tool in seen:
         if tool.type not in ("function", "custom"):
             raise InvalidRequest(
                 f"tools of type {tool.type[:40]!r} are unknown: function, custom and namespace are "
@@ -55,37 +55,39 @@ def seen_tools(tools: list[ResponseTool] | None) -> list[tuple[str | None, Respo
                 "tools",
             )
     if any(tool.name is None for tool in tools or () if tool.type not in HOSTED_TOOLS) or any(
-        tool.name is None for _, tool in found
+        tool.name is None for _, tool in seen
     ):
         raise InvalidRequest("tools: a tool needs a name", "tools")
-    return found
+    return seen
 
 
 def _chosen_name(name: str, tools: list[ResponseTool] | None) -> str:
-    """Return the name by which the model calls a chosen tool; groups may be left out, as in vLLM.
+    """Return the name by which the model calls a chosen tool.
+
+    As in vLLM, the namespace may be omitted.
 
     Raises:
-        InvalidRequest: several groups have a tool of this name.
+        InvalidRequest: several namespaces have a tool of this name.
     """
     seen = [(flat_name(group, tool.name or ""), tool.name) for group, tool in seen_tools(tools)]
     if any(flat == name for flat, _ in seen):
         return name
-    found = [flat for flat, own in seen if own == name]
-    if len(found) > 1:
+    names = [flat for flat, tool_name in seen if tool_name == name]
+    if len(names) > 1:
         raise InvalidRequest(
-            f"tool_choice: {name[:60]!r} is in several groups; name one of {', '.join(found)}",
+            f"tool_choice: {name[:60]!r} is in several groups; name one of {', '.join(names)}",
             "tool_choice",
         )
-    return found[0] if found else name
+    return names[0] if names else name
 
 
 def tool_choice(
     choice: Choice | None, tools: list[ResponseTool] | None
 ) -> NamedTool | Literal["none", "auto", "required"] | None:
-    """Return the choice of tools in a chat's form.
+    """Return the choice of tools in the form of chat.
 
     Raises:
-        InvalidRequest: it names a tool that is not served, or none.
+        InvalidRequest: the chosen tool is not served or has no name.
     """
     if not isinstance(choice, ToolChoice):
         return choice
@@ -100,7 +102,9 @@ def tool_choice(
 
 
 def _allowed(tool: ToolReference, tools: list[ResponseTool] | None) -> list[NamedTool]:
-    """Return the tools that an allowed tool stands for: none if hosted, or all of its group."""
+    """Return the tools that an allowed tool names: [] for a hosted tool, all tools of a
+    namespace.
+    """
     if tool.type in HOSTED_TOOLS:
         return []
     if tool.type != "namespace":
@@ -131,10 +135,10 @@ def _named(kind: str, name: str | None, tools: list[ResponseTool] | None) -> Nam
 
 
 def chat_tool(namespace: str | None, tool: ResponseTool) -> Tool:
-    """Return a tool in a chat's form.
+    """Return a tool in the form of chat.
 
     Raises:
-        InvalidRequest: the format of a custom tool has no meaning.
+        InvalidRequest: the format of a custom tool is invalid.
     """
     name = flat_name(namespace, tool.name or "")
     if tool.type != "custom":
@@ -150,5 +154,5 @@ def chat_tool(namespace: str | None, tool: ResponseTool) -> Tool:
         form = msgspec.convert(tool.format or {}, CustomFormat)
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"tools: format of {name[:60]!r}: {error}", "tools") from None
-    own = CustomDefinition(name=name, description=tool.description, format=form)
-    return Tool(type="custom", custom=own)
+    definition = CustomDefinition(name=name, description=tool.description, format=form)
+    return Tool(type="custom", custom=definition)

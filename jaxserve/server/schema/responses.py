@@ -1,4 +1,4 @@
-"""Schema of requests of OpenAI's responses endpoint, and the chat that a request stands for."""
+"""Schemas of requests to OpenAI's responses endpoint, and conversion of requests to chat."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import msgspec
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.schema.arguments import custom_arguments
-from jaxserve.server.schema.conversations import ConversationName
 from jaxserve.server.schema.openai import (
     ChatMessage,
     ChatRequest,
@@ -20,11 +19,17 @@ from jaxserve.server.schema.openai import (
     StructuredOutputs,
     ToolCall,
 )
-from jaxserve.server.schema.response_items import HOSTED_ITEMS, Choice, InputItem, ResponseTool
+from jaxserve.server.schema.response_items import (
+    HOSTED_ITEMS,
+    Choice,
+    ConversationName,
+    InputItem,
+    ResponseTool,
+)
 from jaxserve.server.schema.response_tools import chat_tool, flat_name, seen_tools, tool_choice
 
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
-# What may be included. Tools that the server would have to run have no outputs to include.
+# Values of `include`. Hosted tools are not run, so they have no outputs to include.
 Included = Literal[
     "message.output_text.logprobs",
     "reasoning.encrypted_content",
@@ -38,7 +43,7 @@ Included = Literal[
 
 
 class TextFormat(JsonSchemaFormat, kw_only=True):
-    """Form of an answer; the schema may also stand in `json_schema`, as in chats."""
+    """Output format. As in chat, the schema may also be in `json_schema`."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: JsonSchemaFormat | msgspec.UnsetType | None = msgspec.UNSET
@@ -108,7 +113,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
 
 
 class CountInputRequest(msgspec.Struct, kw_only=True):
-    """Body of POST /v1/responses/input_tokens; `truncation` changes no count."""
+    """Body of POST /v1/responses/input_tokens. `truncation` does not change the count."""
 
     model: str | None = None
     input: str | list[InputItem] | None = None
@@ -125,21 +130,21 @@ class CountInputRequest(msgspec.Struct, kw_only=True):
     truncation: Literal["auto", "disabled"] | None = None
 
 
-# Fields that a chat has under the same name.
-_SAME = (
-    *("model", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids"),
-    *("ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
-    *("skip_special_tokens", "include_stop_str_in_output", "structured_outputs", "top_logprobs"),
-    *("priority", "cache_salt", "chat_template_kwargs", "thinking_token_budget"),
-    *("parallel_tool_calls", "include_reasoning", "n_predict", "json_schema", "enable_thinking"),
+# Fields with the same name in chat.
+_SAME = tuple(
+    "model temperature top_p top_k min_p seed stop stop_token_ids ignore_eos presence_penalty "
+    "frequency_penalty repetition_penalty logit_bias skip_special_tokens "
+    "include_stop_str_in_output structured_outputs top_logprobs priority cache_salt "
+    "chat_template_kwargs thinking_token_budget parallel_tool_calls include_reasoning "
+    "n_predict json_schema enable_thinking".split()
 )
 
 
 def check_metadata(metadata: dict[str, str] | None) -> None:
-    """Check the size of metadata, which are kept.
+    """Check the size of metadata, which is stored.
 
     Raises:
-        InvalidRequest: there are too many, or too long ones.
+        InvalidRequest: there are too many entries, or entries that are too long.
     """
     if metadata is None:
         return
@@ -157,7 +162,7 @@ def items_of(body: ResponsesRequest | CountInputRequest) -> list[InputItem]:
     """Return the input as items.
 
     Raises:
-        InvalidRequest: it is empty.
+        InvalidRequest: the input is empty.
     """
     if not body.input:
         raise InvalidRequest("input is empty", "input")
@@ -168,7 +173,7 @@ def check_served(items: list[InputItem], field: str) -> None:
     """Check that each item can be part of a conversation.
 
     Raises:
-        InvalidRequest: one is of a type that is not served, or lacks a field.
+        InvalidRequest: an item has an unsupported type, or lacks a field.
     """
     try:
         for item in items:
@@ -182,14 +187,13 @@ def check_served(items: list[InputItem], field: str) -> None:
 
 
 def as_chat(body: ResponsesRequest, items: Iterable[InputItem]) -> ChatRequest:
-    """Return the conversation that a request stands for.
+    """Return the chat request that corresponds to a responses request.
 
     Args:
-        body: the request.
-        items: of the whole conversation, those of earlier responses included.
+        items: items of the whole conversation, including earlier responses.
 
     Raises:
-        InvalidRequest: an item or a tool that is not served.
+        InvalidRequest: an item or a tool is not served.
     """
     messages: list[ChatMessage] = []
     if body.instructions is not None:
@@ -202,7 +206,7 @@ def as_chat(body: ResponsesRequest, items: Iterable[InputItem]) -> ChatRequest:
             thoughts = _text(item.content) or _text(item.summary)
             continue
         if thoughts is not None and not _is_answer(item):
-            # The answer ended within its thoughts. Templates expect a turn of the assistant.
+            # The answer ended within its thoughts, but templates expect an assistant message.
             messages.append(ChatMessage(role="assistant", content="", reasoning_content=thoughts))
         _append(messages, item)
         if thoughts and messages[-1].role == "assistant":
@@ -238,33 +242,35 @@ def _check_text(parts: list[ContentPart]) -> None:
             )
 
 
-def _is_partial(given: str | list[InputItem]) -> bool:
-    """Return whether an input ends with a part of an answer, which the model goes on with."""
-    if isinstance(given, str) or not given:
+def _is_partial(items: str | list[InputItem]) -> bool:
+    if isinstance(items, str) or not items:
         return False
-    last = given[-1]
+    last = items[-1]
     is_answer = last.type == "message" and last.role == "assistant"
     return is_answer and last.status in ("in_progress", "incomplete")
 
 
 def conversation_id(body: ResponsesRequest | CountInputRequest) -> str | None:
-    """Return the id of the conversation that a request is part of, or None."""
-    given = body.conversation
-    return given.id if isinstance(given, ConversationName) else given
+    """Return the id of the conversation of a request, or None."""
+    conversation = body.conversation
+    return conversation.id if isinstance(conversation, ConversationName) else conversation
 
 
 def wants_logprobs(body: ResponsesRequest) -> bool:
-    """Return whether the answer carries log-probabilities."""
+    """Return whether the answer must contain log-probabilities."""
     return "message.output_text.logprobs" in (body.include or ()) or bool(body.top_logprobs)
 
 
 def _append(messages: list[ChatMessage], item: InputItem) -> None:
-    """Append an item; a call joins the assistant's message before it, or becomes a new one."""
+    """Append an item to the messages.
+
+    A call joins the assistant message before it, if there is one.
+    """
     kind = item.type
     if kind == "message":
         last = messages[-1] if messages else None
         if last is not None and last.tool_calls and item.role == "assistant":
-            last.content = [*_parts(last.content), *_parts(item.content)]  # what follows a call
+            last.content = [*_parts(last.content), *_parts(item.content)]  # text after a call
         else:
             messages.append(ChatMessage(role=item.role or "user", content=item.content))
     elif kind in ("function_call", "custom_tool_call"):
@@ -291,7 +297,7 @@ def _append(messages: list[ChatMessage], item: InputItem) -> None:
 def _text(content: str | list[ContentPart] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
-    # Parts of thoughts have types of their own.
+    # Parts of thoughts have other types.
     return "".join(part.words or part.text or "" for part in content)
 
 

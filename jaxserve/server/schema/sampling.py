@@ -14,18 +14,17 @@ from jaxserve.request import MAX_LOGPROB_TOKEN_IDS, SamplingParams
 from jaxserve.server.schema.openai import JsonSchemaFormat, ResponseFormat, Sampling
 from jaxserve.structured import NAME, StructuredOutputsParams
 
-# Other names for the form of a text, of older clients and of llama.cpp, each with the form.
+# Names of output formats from older clients and llama.cpp, with their current names.
 _OLDER = {f"guided_{form}": form for form in ("json", "regex", "choice", "grammar")}
 GUIDED = {**_OLDER, "json_schema": "json"}
-# Names of the bound of an answer's length, and its value for no bound.
+# Names of the limit on an answer's length, and its value for no limit.
 _LENGTHS = ("max_completion_tokens", "max_tokens", "n_predict")
 NO_BOUND = -1
-# Fields that are read by name from a request; the rest of SamplingParams is settled elsewhere.
-_SAMPLING = (
-    *("n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids"),
-    *("min_tokens", "ignore_eos", "skip_special_tokens", "include_stop_str_in_output"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("allowed_token_ids", "bad_words", "spaces_between_special_tokens"),
+# Fields that requests and SamplingParams have under the same name.
+_SAMPLING = tuple(
+    "n temperature top_p top_k min_p seed stop stop_token_ids min_tokens ignore_eos "
+    "skip_special_tokens include_stop_str_in_output presence_penalty frequency_penalty "
+    "repetition_penalty allowed_token_ids bad_words spaces_between_special_tokens".split()
 )
 
 
@@ -36,43 +35,47 @@ def sampling_params(
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
 ) -> SamplingParams:
-    """Return a request's settings over the defaults. Endpoints spell the arguments differently.
+    """Return a request's sampling settings, with `defaults` for unset fields.
+
+    Args:
+        defaults: settings for unset fields.
+        logprobs: number of alternatives, whose field differs between endpoints.
+        prompt_logprobs: number of alternatives for the prompt.
 
     Raises:
-        InvalidRequest: naming the field.
+        InvalidRequest: the message names the field.
     """
-    given = {name: getattr(request, name) for name in _SAMPLING}
-    given["logit_bias"] = _logit_bias(request.logit_bias)
-    given["structured_outputs"] = _form(request)
+    settings = {name: getattr(request, name) for name in _SAMPLING}
+    settings["logit_bias"] = _logit_bias(request.logit_bias)
+    settings["structured_outputs"] = _form(request)
     if request.logprob_token_ids:
         name = "logprob_token_ids"
         if logprobs is None:
             raise InvalidRequest(f"{name} needs logprobs", name)
-        given[name], logprobs = request.logprob_token_ids, None
-    given = {name: value for name, value in given.items() if value is not None}
+        settings[name], logprobs = request.logprob_token_ids, None
+    settings = {name: value for name, value in settings.items() if value is not None}
     return replace(
         defaults,
         max_tokens=max_tokens,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
-        **given,
+        **settings,
     )
 
 
 def most_tokens(request: Sampling, renamed: dict[str, str] | None = None) -> int | None:
-    """Return the most tokens that a request sets for an answer: -1 for no bound, None if unset.
+    """Return the limit on an answer's tokens that a request sets: -1 for no limit, None if unset.
 
-    Of several fields the smallest bound holds, but `max_tokens` is unread beside its newer name
-    `max_completion_tokens`.
+    The smallest of several fields applies, but `max_tokens` is ignored if its newer name
+    `max_completion_tokens` is set.
 
     Args:
-        request: of any endpoint.
-        renamed: see `EndpointRequest`; the field that holds is entered.
+        renamed: names for error messages; see `EndpointRequest`. The field that applies is added.
     """
-    given = {name: getattr(request, name, None) for name in _LENGTHS}
-    if given["max_completion_tokens"] is not None:
-        del given["max_tokens"]
-    bounds = {name: value for name, value in given.items() if value is not None}
+    limits = {name: getattr(request, name, None) for name in _LENGTHS}
+    if limits["max_completion_tokens"] is not None:
+        del limits["max_tokens"]
+    bounds = {name: value for name, value in limits.items() if value is not None}
     if not bounds:
         return None
     name = min(bounds, key=lambda name: math.inf if bounds[name] == NO_BOUND else bounds[name])
@@ -84,10 +87,10 @@ def most_tokens(request: Sampling, renamed: dict[str, str] | None = None) -> int
 
 
 def check_sizes(request: Sampling, vocab_size: int) -> None:
-    """Check that lists are not too long to be read entry by entry.
+    """Check that lists are not too long to be processed entry by entry.
 
     Raises:
-        InvalidRequest: naming the field.
+        InvalidRequest: the message names the field.
     """
     for name, most in (
         ("allowed_token_ids", vocab_size),
@@ -98,7 +101,6 @@ def check_sizes(request: Sampling, vocab_size: int) -> None:
 
 
 def _logit_bias(biases: Mapping[str, float] | None) -> dict[int, float] | None:
-    """Convert OpenAI's keys, which are texts, to token ids."""
     if biases is None:
         return None
     for key in biases:
@@ -108,7 +110,9 @@ def _logit_bias(biases: Mapping[str, float] | None) -> dict[int, float] | None:
 
 
 def form_field(request: Sampling) -> str:
-    """Return the field that holds the form of a request's text, `structured_outputs` by default."""
+    """Return the name of the field with a request's output format, `structured_outputs` by
+    default.
+    """
     for name in GUIDED:
         if getattr(request, name) is not None:
             return name
@@ -116,10 +120,10 @@ def form_field(request: Sampling) -> str:
 
 
 def _form(request: Sampling) -> StructuredOutputsParams | None:
-    """Return the form of the text, given in vLLM's fields, in its older ones or in OpenAI's.
+    """Return the output format, given in vLLM's current or older fields, or in OpenAI's.
 
     Raises:
-        InvalidRequest: naming the field that holds it.
+        InvalidRequest: the message names the field.
     """
     outputs, form = request.structured_outputs, request.response_format
     if form is not None and form.type == "text":
@@ -130,14 +134,14 @@ def _form(request: Sampling) -> StructuredOutputsParams | None:
     if len(fields) > 1:
         raise InvalidRequest(f"{fields[0]} and {fields[1]} exclude each other", fields[0])
     if guided:
-        given = {GUIDED[guided[0]]: getattr(request, guided[0])}
+        settings = {GUIDED[guided[0]]: getattr(request, guided[0])}
         return StructuredOutputsParams(
-            **given, whitespace_pattern=request.guided_whitespace_pattern
+            **settings, whitespace_pattern=request.guided_whitespace_pattern
         )
     if outputs is not None:
         fields = msgspec.structs.asdict(outputs)
-        given = {name: value for name, value in fields.items() if value is not None}
-        return StructuredOutputsParams(**given)
+        settings = {name: value for name, value in fields.items() if value is not None}
+        return StructuredOutputsParams(**settings)
     return None if form is None else _response_format(form)
 
 
@@ -146,38 +150,38 @@ def _response_format(form: ResponseFormat) -> StructuredOutputsParams:
         fields = msgspec.structs.asdict(form)
         tag = {name: value for name, value in fields.items() if value is not None}
         return StructuredOutputsParams(structural_tag=tag)
-    found = answer_schema(form)
-    if found is None:
+    answer = answer_schema(form)
+    if answer is None:
         return StructuredOutputsParams(json_object=True)
-    schema, is_strict = found
+    schema, is_strict = answer
     return StructuredOutputsParams(json=schema, lenient=not is_strict)
 
 
 def answer_schema(form: ResponseFormat | None) -> tuple[dict[str, Any], bool] | None:
-    """Return the JSON schema of an answer, and whether it is strict; None where there is none.
+    """Return the JSON schema of an answer and whether it is strict, or None without a schema.
 
     Raises:
-        InvalidRequest: the schema is missing, there are two, or the type takes none.
+        InvalidRequest: the schema is missing, there are two, or the type does not allow one.
     """
     field = "response_format"
     if form is None or form.type == "structural_tag":
         return None
     inner = form.json_schema or JsonSchemaFormat()
-    given = [schema for schema in (inner.schema, form.schema) if schema is not None]
-    if len(given) > 1 and given[0] != given[1]:
+    schemas = [schema for schema in (inner.schema, form.schema) if schema is not None]
+    if len(schemas) > 1 and schemas[0] != schemas[1]:
         raise InvalidRequest(f"{field}: json_schema.schema and schema exclude each other", field)
-    if form.type == "text" and given:
+    if form.type == "text" and schemas:
         raise InvalidRequest(f"{field}: type text takes no schema; json_schema does", field)
-    if form.type == "json_schema" and not given:
+    if form.type == "json_schema" and not schemas:
         raise InvalidRequest(f"{field} needs json_schema.schema", field)
-    if form.type == "text" or not any(given):
+    if form.type == "text" or not any(schemas):
         return None if form.type != "json_schema" else ({}, False)
-    schema = given[0] if form.type == "json_schema" else {"type": "object", **given[0]}
+    schema = schemas[0] if form.type == "json_schema" else {"type": "object", **schemas[0]}
     return schema, bool(inner.strict or form.strict)
 
 
 def with_ends(sampling: SamplingParams, token_ids: Iterable[int]) -> SamplingParams:
-    """Return settings under which answers end at these tokens too."""
+    """Return settings with additional tokens that end an answer."""
     return replace(sampling, stop_token_ids=[*(sampling.stop_token_ids or ()), *token_ids])
 
 
@@ -185,7 +189,7 @@ def check_stream(request: Sampling) -> None:
     """Check that `stream_options` comes with `stream`.
 
     Raises:
-        InvalidRequest: naming the field.
+        InvalidRequest: the message names the field.
     """
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options needs stream=true", "stream_options")

@@ -1,4 +1,4 @@
-"""Schemas of tools in chats: their definitions, the choice among them, and streamed calls."""
+"""Schemas of tools in chats: definitions, choices, and streamed calls."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-# A custom tool as a function.
+# Parameters of the function that represents a custom tool.
 CUSTOM_PARAMETERS: dict[str, Any] = {
     "type": "object",
     "properties": {"input": {"type": "string"}},
@@ -16,13 +16,13 @@ CUSTOM_PARAMETERS: dict[str, Any] = {
 
 
 def require(value: Any, name: str) -> None:
-    """Refuse a missing field in the words of msgspec."""
+    """Raise ValueError in msgspec's words if the field `name` is missing."""
     if value is None:
         raise ValueError(f"Object missing required field `{name}`")
 
 
 class FunctionDefinition(msgspec.Struct, kw_only=True):
-    """A function that may be called; `parameters` is the JSON schema of its arguments."""
+    """Function that may be called, with a JSON schema of its arguments in `parameters`."""
 
     name: str
     description: str | None = None
@@ -36,7 +36,10 @@ class GrammarDefinition(msgspec.Struct, kw_only=True):
 
 
 class CustomFormat(msgspec.Struct, kw_only=True):
-    """Form of a custom tool's text. The Responses API has no object around its grammar."""
+    """Format of a custom tool's text.
+
+    The Responses API gives the grammar without the inner object.
+    """
 
     type: Literal["text", "grammar"] = "text"
     grammar: GrammarDefinition | None = None
@@ -51,7 +54,7 @@ class CustomFormat(msgspec.Struct, kw_only=True):
 
 
 class CustomDefinition(msgspec.Struct, kw_only=True):
-    """A custom tool, which takes a text."""
+    """Custom tool, whose input is a text."""
 
     name: str
     description: str | None = None
@@ -59,7 +62,10 @@ class CustomDefinition(msgspec.Struct, kw_only=True):
 
 
 class Tool(msgspec.Struct, kw_only=True):
-    """A tool that may be called; a custom one becomes a function with one argument as well."""
+    """Tool that may be called.
+
+    A custom tool is also represented as a function with one argument.
+    """
 
     type: Literal["function", "custom"] = "function"
     function: FunctionDefinition = None  # type: ignore[assignment]
@@ -67,14 +73,14 @@ class Tool(msgspec.Struct, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.type == "custom" and self.custom is not None:
-            own, grammar = self.custom, self._grammar
+            custom, grammar = self.custom, self._grammar
             self.function = FunctionDefinition(
-                name=own.name, description=own.description, parameters=CUSTOM_PARAMETERS
+                name=custom.name, description=custom.description, parameters=CUSTOM_PARAMETERS
             )
             if grammar is not None:
                 self.function.strict = True
                 hint = f"The input matches this {grammar.syntax} grammar:\n{grammar.definition}"
-                self.function.description = "\n".join(filter(None, (own.description, hint)))
+                self.function.description = "\n".join(filter(None, (custom.description, hint)))
             if self.regex is not None:
                 text = {"type": "string", "pattern": f"^(?:{self.regex})$"}
                 self.function.parameters = CUSTOM_PARAMETERS | {"properties": {"input": text}}
@@ -87,12 +93,12 @@ class Tool(msgspec.Struct, kw_only=True):
 
     @property
     def lark(self) -> str | None:
-        """The Lark grammar of a custom tool's text, if it has one."""
+        """Lark grammar of a custom tool's text, or None."""
         return self._definition("lark")
 
     @property
     def regex(self) -> str | None:
-        """The regular expression of a custom tool's text, if it has one."""
+        """Regular expression of a custom tool's text, or None."""
         return self._definition("regex")
 
     def _definition(self, syntax: str) -> str | None:
@@ -105,14 +111,14 @@ class FunctionName(msgspec.Struct, kw_only=True):
 
 
 class AllowedTools(msgspec.Struct, kw_only=True):
-    """Tools of a request that may be called, or of which one must be called."""
+    """Tools of a request that may be called (auto), or of which one must be called (required)."""
 
     mode: Literal["auto", "required"]
     tools: list[NamedTool]
 
 
 class NamedTool(msgspec.Struct, kw_only=True):
-    """The tool that must be called, or the tools that may be called."""
+    """Tool that must be called, or tools that may be called."""
 
     type: Literal["function", "custom", "allowed_tools"] = "function"
     function: FunctionName = None  # type: ignore[assignment]
@@ -126,7 +132,7 @@ class NamedTool(msgspec.Struct, kw_only=True):
 
 
 class CustomCall(msgspec.Struct, kw_only=True):
-    """A call of a custom tool. In answers `input` is text; clients send back anything."""
+    """Call of a custom tool. `input` is text in answers, and anything in histories of clients."""
 
     name: str
     input: Any = None
@@ -143,7 +149,7 @@ class CustomDelta(msgspec.Struct, omit_defaults=True):
 
 
 class CallDelta(msgspec.Struct):
-    """More of a call; the first of each has its id and the tool's name."""
+    """Next part of a call. The first part has the id and the name of the tool."""
 
     index: int
     function: FunctionDelta | msgspec.UnsetType = msgspec.UNSET

@@ -1,4 +1,4 @@
-"""Admission: counts what came in and has not ended, and refuses what the queue cannot hold."""
+"""Admission: counts unfinished requests, and refuses requests beyond the limits of the queue."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from jaxserve.request import MAX_CHOICES, Request
 from jaxserve.server.settings import ServerConfig
 from jaxserve.settings.config import EngineConfig
 
-# Limits that --max-num-queued-reqs and --max-queued-prompt-tokens replace.
+# Defaults of --max-num-queued-reqs and --max-queued-prompt-tokens, per slot and per step.
 QUEUED_FOR_EACH_SLOT = 4
 QUEUED_STEPS_OF_PROMPTS = 64
-# Limits of the queue, as vLLM's `admission_rejections` calls them.
+# Names of the limits in vLLM's `admission_rejections`.
 COMPLETIONS, PROMPT_TOKENS = "max_num_queued_reqs", "max_num_queued_tokens"
 
 
 @dataclass
 class Lifecycle:
-    """State of the server between its start and its end."""
+    """State of the server between start and stop."""
 
     is_draining: bool = False
 
 
 class Admission:
-    """Counts of completions and prompt tokens of one model, and their limits.
+    """Number of completions and prompt tokens of one model, with their limits.
 
     Args:
-        num_slots: completions that run at once.
-        max_queued: completions that may wait besides.
-        max_prompt_tokens: prompt tokens that may wait to be computed.
+        num_slots: number of completions that run at the same time.
+        max_queued: maximum number of further completions that wait.
+        max_prompt_tokens: maximum number of prompt tokens that wait to be computed.
 
     Attributes:
-        num_live: completions that run or wait.
-        num_prompt_tokens: prompt tokens that wait to be computed.
-        refusals: requests refused so far, by the limit, under vLLM's names.
+        num_live: number of running and waiting completions.
+        num_prompt_tokens: number of prompt tokens that wait to be computed.
+        refusals: number of refused requests by limit, under vLLM's names.
     """
 
     def __init__(self, num_slots: int, max_queued: int, max_prompt_tokens: int) -> None:
@@ -48,29 +48,25 @@ class Admission:
 
     @property
     def num_refused(self) -> int:
-        """Requests refused so far."""
+        """Number of refused requests."""
         return sum(self.refusals.values())
 
     @property
     def is_full(self) -> bool:
-        """Return whether not even a single further completion would be admitted."""
+        """Return whether a single further completion would be refused."""
         return self.num_live >= self.num_slots + self.max_queued
 
     def check(self, completions: int, prompt_tokens: int = 0) -> None:
-        """Check that there is room for this many more.
-
-        Args:
-            completions: of a request.
-            prompt_tokens: to be computed for them.
+        """Check that there is room for a request.
 
         Raises:
-            Overloaded: there is none now.
+            Overloaded: there is no room now.
         """
         most = self.num_slots + self.max_queued
         if self.num_live + completions > most:
             self.refusals[COMPLETIONS] += 1
             raise Overloaded(f"{self.num_live} completions are being served or waiting, of {most}")
-        # A prompt larger than the bound itself is admitted where no other waits.
+        # A prompt larger than the limit is admitted if no other prompt waits.
         waiting = self.num_prompt_tokens
         if waiting and waiting + prompt_tokens > self.max_prompt_tokens:
             self.refusals[PROMPT_TOKENS] += 1
@@ -80,7 +76,7 @@ class Admission:
 
 
 def make_admission(engine: EngineConfig, server: ServerConfig) -> Admission:
-    """Return the admission to an engine: limits of the server's settings, or their defaults."""
+    """Return the admission of an engine, with limits from the server's settings or defaults."""
     slots, step_tokens = engine.max_num_seqs or 1, engine.max_num_batched_tokens or 1
     queued, tokens = server.max_num_queued_reqs, server.max_queued_prompt_tokens
     return Admission(
@@ -91,5 +87,5 @@ def make_admission(engine: EngineConfig, server: ServerConfig) -> Admission:
 
 
 def prompt_tokens(requests: Iterable[Request]) -> int:
-    """Count tokens to compute before every completion of these requests has its first token."""
+    """Return the number of prompt tokens to compute for all completions of some requests."""
     return sum(len(request.prompt_token_ids) * request.sampling.n for request in requests)

@@ -1,4 +1,4 @@
-"""The chat template that a server gives its models, and those that requests bring."""
+"""Chat templates from the server's settings and from requests."""
 
 from __future__ import annotations
 
@@ -13,26 +13,25 @@ from jaxserve.errors import InvalidRequest
 from jaxserve.server.settings import ServerConfig
 from jaxserve.text.content_format import WordsLost
 from jaxserve.text.messages import RESERVED_INPUTS
-from jaxserve.text.named_templates import find_template
-from jaxserve.text.template import ChatTemplate
+from jaxserve.text.template import ChatTemplate, find_template
 from jaxserve.text.template_budget import TemplateTooLong
 from jaxserve.text.tokenizer import Tokenizer
 
-# Of a template that comes with a request; the longest that models have are a third of it.
+# Maximum length of a template in a request. The longest published templates have a third of it.
 MAX_REQUEST_CHARS = 1 << 16
-# Nodes of its syntax tree; the largest that models have hold a thousand. Compiling takes 0.3 s.
+# Maximum nodes in its syntax tree, which compile in 0.3 s. Published templates have up to 1000.
 _MAX_REQUEST_NODES = 3000
-# CPU time of each conversation that finds the form in which it receives content.
+# CPU time of each test conversation that detects the template's form of content.
 _FORM_SECONDS = 0.05
-# Compiled templates of requests that are kept: clients send the same ones again.
+# Size of the cache of compiled templates. Clients repeat them.
 _KEPT = 8
 
 
 def check_inputs(inputs: Mapping[str, Any], field: str) -> None:
-    """Check inputs of a chat template that a setting or a request gives.
+    """Check the names of chat template inputs in a setting or a request.
 
     Raises:
-        InvalidRequest: naming the field, where one has a name that is not free.
+        InvalidRequest: a name is reserved. The message names `field`.
     """
     for name in inputs:
         if name in RESERVED_INPUTS:
@@ -40,29 +39,29 @@ def check_inputs(inputs: Mapping[str, Any], field: str) -> None:
 
 
 def server_template(config: ServerConfig) -> ChatTemplate | None:
-    """Return the template that `chat_template` names; None where it names none.
+    """Return the template of the setting `chat_template`, or None if it is unset.
 
     Raises:
-        InvalidRequest: naming the setting that has no meaning.
+        InvalidRequest: a setting is invalid. The message names it.
     """
     check_inputs(config.default_chat_template_kwargs or {}, "default_chat_template_kwargs")
     return None if config.chat_template is None else find_template(config.chat_template)
 
 
 def template_thread() -> Executor:
-    """Return the thread that compiles and renders templates of requests, one at a time.
+    """Return the single-threaded executor that compiles and renders templates of requests.
 
-    Each can keep a processor busy for as long as it may; several at once would hold up the event
-    loop, and the threads that tokenize long prompts.
+    Each template can keep a processor busy for as long as its limit allows. Several at once would
+    delay the event loop and the threads that tokenize long prompts.
     """
     return ThreadPoolExecutor(1, "request-templates")
 
 
 def with_server_template(tokenizer: Tokenizer, config: ServerConfig) -> Tokenizer:
-    """Return a tokenizer with the template that `chat_template` names, if it names one.
+    """Return a tokenizer with the template of the setting `chat_template`, if it is set.
 
     Raises:
-        InvalidRequest: the setting has no meaning, or the template shows no user's words.
+        InvalidRequest: the setting is invalid, or the template does not show user messages.
     """
     template = server_template(config)
     if template is None:
@@ -74,13 +73,7 @@ def with_server_template(tokenizer: Tokenizer, config: ServerConfig) -> Tokenize
 
 
 class RequestTemplates:
-    """Chat templates that requests bring, compiled and rendered beside the event loop.
-
-    Args:
-        are_trusted: whether requests may bring any.
-        tokenizer: that they are rendered for; None where there is none.
-        thread: where that happens.
-    """
+    """Chat templates in requests, compiled and rendered outside the event loop."""
 
     def __init__(self, are_trusted: bool, tokenizer: Tokenizer | None, thread: Executor) -> None:
         self._are_trusted = are_trusted
@@ -89,23 +82,23 @@ class RequestTemplates:
         self._kept: dict[str, ChatTemplate] = {}
 
     async def run(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Return the result of a call that compiles or renders a request's template."""
+        """Run a call on the executor, and return its result."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, functools.partial(call, *args, **options))
 
     def _made(self, source: str) -> ChatTemplate:
         template = find_template(source, may_read=False, max_nodes=_MAX_REQUEST_NODES)
         if self._tokenizer is not None:
-            # It may show other inputs alone; and one that does not end is stopped when rendered.
+            # It may show only other inputs. A template that does not end is stopped when rendered.
             with suppress(WordsLost, TemplateTooLong):
                 self._tokenizer.fit(template, seconds=_FORM_SECONDS)
         return template
 
     async def get(self, source: str) -> ChatTemplate:
-        """Return a request's template, compiled.
+        """Return a template of a request, compiled.
 
         Raises:
-            InvalidRequest: requests may bring none, or it has no meaning.
+            InvalidRequest: requests may not contain templates, or the template is invalid.
         """
         if not self._are_trusted:
             raise InvalidRequest(

@@ -1,4 +1,4 @@
-"""ServedModel: an engine under its names, with what the endpoints need to prepare requests."""
+"""ServedModel: an engine with its names, and the functions that turn requests into token ids."""
 
 from __future__ import annotations
 
@@ -36,46 +36,41 @@ from jaxserve.server.tool_calls.histories import (
     with_objects,
 )
 from jaxserve.server.tool_calls.tools import introduce
+from jaxserve.text import HOW_TO_GIVE
 from jaxserve.text.grammars import schema_problem
 from jaxserve.text.json_schemas import EnforceableSchemas
 from jaxserve.text.messages import RefusedMessages
 from jaxserve.text.template_budget import TemplateTooLong, weigh
-from jaxserve.text.template_names import HOW_TO_GIVE
 from jaxserve.text.tokenizer import NO_TEMPLATE
 
-# Text of up to this many characters is tokenized on the event loop, longer text on another thread.
+# Texts up to this length are tokenized on the event loop, longer texts on another thread.
 INLINE_CHARS = 8192
-# Limits of requests that come behind all others: the queue and the clock are not theirs.
+# Settings of low-priority requests, which the limits of queue and time do not apply to.
 NO_LIMIT, NO_SECONDS, LAST_PRIORITY = 2**31 - 1, 1e9, 2**31 - 1
-# A chat template that takes longer than this is rendered again on that thread.
+# A chat template that takes longer than this is rendered again on another thread.
 INLINE_SECONDS = 0.02
 
 
 class ServedModel:
-    """A model of the server.
+    """Model of the server.
 
     Args:
-        names: of the model in requests; answers carry the first.
-        root: where its checkpoint was read from, as it was given.
-        llm: serves it.
-        config: the server's settings.
-        secret: of this process or its fleet; salts of API keys are derived from it.
-        thread: for chat templates of requests; models of one server share it.
+        names: names of the model in requests. Answers contain the first.
+        root: source of its checkpoint, as the user gave it.
+        secret: secret of this process or its fleet, from which salts of API keys are derived.
+        thread: executor for chat templates of requests, shared by the models of a server.
 
     Attributes:
-        request_metrics: measurements of its requests.
-        active: the generations in progress.
-        limits: of the engine's requests.
-        chat_sampling: what the page draws with where the checkpoint recommends nothing.
-        most_tokens: the longest answer of any request; None for the context's limit.
-        dialect: reads its answers.
-        admission: refuses what its queue cannot hold.
-        tracer: of requests, a `tracing.RequestTracer`; None where none is wanted.
-        request_templates: chat templates that requests bring.
-        schemas: of tools, in the form that grammars enforce.
+        active: generations in progress.
+        chat_sampling: sampling settings of the page, if the checkpoint recommends none.
+        most_tokens: maximum length of any answer, None for the limit of the context.
+        dialect: formats of its calls and thoughts.
+        tracer: `tracing.RequestTracer` of its requests, or None.
+        request_templates: chat templates of requests.
+        schemas: cache of schemas of tools, in enforceable form.
 
     Raises:
-        InvalidRequest: a setting of the chat template has no meaning.
+        InvalidRequest: a setting of the chat template is invalid.
     """
 
     def __init__(
@@ -99,8 +94,8 @@ class ServedModel:
         self.default_sampling = llm.get_default_sampling_params()
         self.chat_sampling = chat_sampling(llm.recommends_sampling, llm.config)
         self.default_max_tokens = llm.max_new_tokens
-        own = llm.config.generation_config in ("auto", "vllm")
-        self.most_tokens = None if own else self.default_max_tokens
+        is_own_config = llm.config.generation_config in ("auto", "vllm")
+        self.most_tokens = None if is_own_config else self.default_max_tokens
         tokenizer = llm.get_tokenizer()
         if tokenizer is not None:
             tokenizer = with_server_template(tokenizer, config)
@@ -110,7 +105,7 @@ class ServedModel:
         )
         self.dialect = Dialect(tokenizer, config.tool_call_parser, config.reasoning_parser)
         self.schemas = EnforceableSchemas(schema_problem)
-        self._text_printers: dict[bool, bool] = {}  # by whether there are tools
+        self._text_printers: dict[bool, bool] = {}  # key: with tools or without
         self.admission = make_admission(llm.config, config)
         self.tracer: Any = None
         self._behind: ServedModel | None = None
@@ -118,13 +113,13 @@ class ServedModel:
 
     @property
     def name(self) -> str:
-        """The name that answers carry."""
+        """Name of the model in answers."""
         return self.names[0]
 
     def behind(self) -> ServedModel:
-        """Return the model for requests that come behind all others, those of batches.
+        """Return this model for low-priority requests, such as batches.
 
-        They take no place in the queue of the others, have no deadline and the last priority.
+        They do not use the queue of other requests, and have no deadline and the last priority.
         """
         if self._behind is None:
             last = self._behind = copy.copy(self)
@@ -134,33 +129,31 @@ class ServedModel:
         return self._behind
 
     def max_tokens(self, requested: int | None) -> int | None:
-        """Return the most tokens of an answer, None for as many as the context holds.
+        """Return the maximum tokens of an answer, or None for the limit of the context.
 
-        Requests that set NO_BOUND get as many as the context holds.
-
-        The rules are vLLM's: max_new_tokens of the checkpoint's own generation_config.json holds
-        for requests that set no limit; that of a folder named by --generation-config limits all
-        requests.
+        A request with NO_BOUND gets the limit of the context. The rules are vLLM's: max_new_tokens
+        in the checkpoint's own generation_config.json applies to requests without a limit. The file
+        in a folder named by --generation-config limits all requests.
 
         Raises:
-            InvalidRequest: less than one token.
+            InvalidRequest: the request asks for less than one token.
         """
-        wanted = self.default_max_tokens if requested is None else requested
+        limit = self.default_max_tokens if requested is None else requested
         if requested == NO_BOUND:
-            wanted = None
+            limit = None
         elif requested is not None and requested < 1:
             name = "max_tokens"
             raise InvalidRequest(
                 f"{name} must be at least 1, or -1 for no bound, got {requested}", name
             )
-        limits = [limit for limit in (wanted, self.most_tokens) if limit is not None]
+        limits = [most for most in (limit, self.most_tokens) if most is not None]
         return min(limits, default=None)
 
     def tokenizer(self) -> Any:
         """Return the tokenizer.
 
         Raises:
-            InvalidRequest: the server takes token ids only.
+            InvalidRequest: the server accepts only token ids.
         """
         if self._tokenizer is None:
             raise InvalidRequest(
@@ -169,11 +162,13 @@ class ServedModel:
         return self._tokenizer
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a prompt, without holding up the event loop.
+        """Return the token ids of the text of a prompt. Long texts are tokenized on another thread.
+
+        The number of tokens is not checked.
 
         Raises:
-            InvalidRequest: the prompt is empty, or the server has no tokenizer.
-            PromptTooLong: no tokenization of it could fit.
+            InvalidRequest: the text is empty, or the server has no tokenizer.
+            PromptTooLong: the text has more characters than any max_model_len tokens.
         """
         if not text:
             raise InvalidRequest("prompt is empty; it needs at least one token", "prompt")
@@ -185,25 +180,26 @@ class ServedModel:
         return await asyncio.to_thread(encode, text, add_special_tokens)
 
     async def render(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
-        """Return the token ids of a conversation through the chat template, likewise.
+        """Return the token ids of a conversation, rendered by the chat template.
 
-        Options are the template's inputs, or another `chat_template`. Tools are described in words
-        where the template does not read them: in a system message, or in the user's first message
-        where the template takes no system message. A conversation that the template refuses is
-        rendered in a plainer form, if the template takes one.
+        `options` are inputs of the template, or another `chat_template`. If the template does not
+        read tools, they are described in words, in a system message, or in the first user message
+        if the template refuses system messages. If the template refuses the conversation,
+        simplified forms of it are tried.
 
         Raises:
-            InvalidRequest: there is no template, it refuses the messages, or reads no documents.
-            PromptTooLong: no tokenization of the messages could fit.
+            InvalidRequest: there is no template, it refuses the messages, or it does not read
+                documents.
+            PromptTooLong: the messages have more characters than any max_model_len tokens.
         """
-        own = options.get("chat_template")
-        if own is None and not self.tokenizer().has_template(bool(options.get("tools"))):
+        template = options.get("chat_template")
+        if template is None and not self.tokenizer().has_template(bool(options.get("tools"))):
             raise InvalidRequest(
                 f"{NO_TEMPLATE}: send a prompt to /v1/completions, or start the server with "
                 f"--chat-template and {HOW_TO_GIVE}",
                 "messages",
             )
-        reads = self.tokenizer().template_reads if own is None else own.reads
+        reads = self.tokenizer().template_reads if template is None else template.reads
         if options.get("documents") and not reads("documents"):
             raise InvalidRequest(
                 "the chat template reads no documents: put them into a message", "documents"
@@ -213,43 +209,43 @@ class ServedModel:
         try:
             return await self.render_as_it_is(messages, options)
         except RefusedMessages as error:
-            source = self.tokenizer().template_source if own is None else own.source
+            source = self.tokenizer().template_source if template is None else template.source
             forms = plainer_histories(messages, "tool_calls" in source)
-            # A template that a request brings may take a second of a processor each time.
-            for plainer in forms if own is None else forms[-2:]:
+            # A template of a request may take a second of CPU time for each attempt.
+            for plainer in forms if template is None else forms[-2:]:
                 with suppress(RefusedMessages):
                     return await self.render_as_it_is(plainer, options)
             raise error
 
     async def _prints_text(self, options: dict[str, Any]) -> bool:
-        """Return whether the template prints arguments of calls that are text as they are."""
-        own, with_tools = options.get("chat_template"), bool(options.get("tools"))
-        if own is None and with_tools in self._text_printers:
+        """Return whether the template prints the arguments of calls unchanged if they are text."""
+        template, with_tools = options.get("chat_template"), bool(options.get("tools"))
+        if template is None and with_tools in self._text_printers:
             return self._text_printers[with_tools]
-        inputs = {} if own is None else {"chat_template": own}
-        if with_tools:  # not the request's own, which may be refused
+        inputs = {} if template is None else {"chat_template": template}
+        if with_tools:  # the request's own tools may be refused
             inputs["tools"] = PROBE_TOOLS
-        found = False
+        prints_text = False
         with suppress(InvalidRequest):
             ids = await self.render_as_it_is(probe_messages(), inputs)
-            found = PROBE in self.tokenizer().decode(ids, False)
-        if own is None:
-            self._text_printers[with_tools] = found
-        return found
+            prints_text = PROBE in self.tokenizer().decode(ids, False)
+        if template is None:
+            self._text_printers[with_tools] = prints_text
+        return prints_text
 
     async def render_as_it_is(
         self, messages: list[dict[str, Any]], options: dict[str, Any]
     ) -> list[int]:
-        """Return the token ids of a conversation that is in no other form if it is refused.
+        """Return the token ids of a conversation, without trying simplified forms.
 
         Raises:
-            InvalidRequest: as `render`.
+            InvalidRequest: see `render`.
         """
-        own, tools = options.get("chat_template"), options.get("tools")
-        if own is None:
+        template, tools = options.get("chat_template"), options.get("tools")
+        if template is None:
             messages, tools = self.dialect.adapted(messages, tools)
             options = {**options, "tools": tools}
-        if not tools or (self.dialect.reads_tools if own is None else own.reads("tools")):
+        if not tools or (self.dialect.reads_tools if template is None else template.reads("tools")):
             return await self._render(messages, options)
         options, form = {**options, "tools": None}, self.dialect.call_format
         try:
@@ -264,7 +260,7 @@ class ServedModel:
         characters = sum(len(message["content"] or "") for message in messages)
         self.check_length(characters, "messages")
         inputs = {name: value for name, value in options.items() if name != "chat_template"}
-        if len(inputs) < len(options):  # a template of a request
+        if len(inputs) < len(options):  # the request has a template
             return await self.request_templates.run(render, messages, **options)
         if weigh([messages, inputs], INLINE_CHARS) <= INLINE_CHARS:
             with suppress(TemplateTooLong):
@@ -272,10 +268,10 @@ class ServedModel:
         return await asyncio.to_thread(render, messages, **options)
 
     def check_length(self, characters: int, field: str) -> None:
-        """Check that the text could fit if all its tokens were the longest there are.
+        """Check that a text could fit if all its tokens were the longest in the vocabulary.
 
         Raises:
-            PromptTooLong: it could not.
+            PromptTooLong: the text cannot fit.
         """
         most = self.limits.max_model_len * self.tokenizer().longest_token
         if characters > most:
@@ -286,7 +282,9 @@ class ServedModel:
             )
 
     def salted(self, request: Request, api_key: str | None) -> Request:
-        """Return the request with a salt that keeps its prefixes apart from those of other keys."""
+        """Return a request with a salt that separates its prefixes in the cache from other
+        API keys.
+        """
         if self._is_behind:
             request = replace(request, priority=LAST_PRIORITY)
         if api_key is None or self.config.share_prefix_cache:
@@ -299,7 +297,7 @@ class Models:
     """Models of a server, by name.
 
     Args:
-        models: at least one; the first answers requests that name no model.
+        models: at least one. The first answers requests without a model name.
     """
 
     def __init__(self, models: Iterable[ServedModel]) -> None:
@@ -309,15 +307,15 @@ class Models:
         }
 
     def close(self) -> None:
-        """End all requests and free the device."""
+        """End all requests, and free the device."""
         for model in self.all:
             model.llm.close()
 
     def find(self, name: str | None) -> ServedModel:
-        """Return the model of a name, the first for None.
+        """Return the model with a name, the first one for None.
 
         Raises:
-            ApiError: 404, the name is not served.
+            ApiError: 404, there is no such model.
         """
         if name is None:
             return self.all[0]

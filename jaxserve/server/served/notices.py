@@ -1,4 +1,4 @@
-"""Notices: log lines about requests, each logged once."""
+"""Notices: log messages about requests, each logged only once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable
 
 MAX_NAMES, MAX_NAME_CHARS = 100, 60
-# Tells the log's rate limit that the number of these records is bounded already.
+# Tells the log's rate limit that the number of these records is already limited.
 _BOUNDED = {"is_bounded": True}
 
 _log = logging.getLogger(__name__)
@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 class Notices:
     """Record of the notices that were logged.
 
-    Clients choose the names of fields, so names are cut, escaped and bounded in number.
+    Clients choose field names, so names are shortened, escaped and limited in number.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class Notices:
         self._messages: set[str] = set()
 
     def unknown_fields(self, names: Iterable[str]) -> None:
-        """Log fields that requests had and the server ignores, each name once."""
+        """Log unknown fields of requests, which are ignored, each name once."""
         fresh: list[str] = []
         for name in names:
             if len(self._names) == MAX_NAMES:
@@ -40,7 +40,7 @@ class Notices:
         _log.warning("unknown fields are ignored: %s%s", ", ".join(fresh), more, extra=_BOUNDED)
 
     def once(self, message: str) -> None:
-        """Log a message of the server's own, unless it was logged before."""
+        """Log a message, unless it was logged before."""
         if message not in self._messages:
             self._messages.add(message)
             _log.warning("%s", message, extra=_BOUNDED)

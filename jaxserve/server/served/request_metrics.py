@@ -1,7 +1,7 @@
-"""Measurements of the server's requests: plain numbers, cheap to add to.
+"""Metrics of the server's requests: plain counters that are cheap to update.
 
-vLLM's buckets are those of its `v1/metrics/buckets.py` (0.33). A histogram counts by the bounds of
-ours and of vLLM's together, and each of its two names shows its own.
+vLLM's buckets are from its `v1/metrics/buckets.py` (0.33). A histogram uses our bounds and vLLM's
+together, and each of its two names shows its own bounds.
 """
 
 from __future__ import annotations
@@ -13,30 +13,34 @@ from itertools import count, takewhile
 from jaxserve.engine.metrics import Histogram, SequenceTimes
 from jaxserve.server.schema.openai import PerRequestMetrics
 
+
+def _bounds(text: str) -> tuple[float, ...]:
+    return tuple(map(float, text.split()))
+
+
 SHORT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 LONG = (0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 TOKENS = tuple(float(2**power) for power in range(20))
 
-VLLM_FIRST_TOKEN = (
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
-    *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+VLLM_FIRST_TOKEN = _bounds(
+    "0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1.0 2.5 5.0 7.5 10.0 20.0 40.0 "
+    "80.0 160.0 640.0 2560.0"
 )
-VLLM_BETWEEN_TOKENS = (
-    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
-    *(10.0, 20.0, 40.0, 80.0),
+VLLM_BETWEEN_TOKENS = _bounds(
+    "0.01 0.025 0.05 0.075 0.1 0.15 0.2 0.3 0.4 0.5 0.75 1.0 2.5 5.0 7.5 10.0 20.0 40.0 80.0"
 )
-VLLM_LATENCY = (
-    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
-    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+VLLM_LATENCY = _bounds(
+    "0.3 0.5 0.8 1.0 1.5 2.0 2.5 5.0 10.0 15.0 20.0 30.0 40.0 50.0 60.0 120.0 240.0 480.0 "
+    "960.0 1920.0 7680.0"
 )
 NUM_COMPLETIONS = (1.0, 2.0, 5.0, 10.0, 20.0)
 NUM_PREEMPTIONS = (1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0)
-# Reasons of vLLM that end a completion here too; each has a time series from the start.
+# vLLM's finish reasons that also occur here. Each has a time series from the start.
 REASONS = ("stop", "length", "abort", "error")
 
 
 def vllm_tokens(most: int) -> tuple[float, ...]:
-    """Return vLLM's buckets of tokens of a request: 1, 2, 5, 10, 20 and so on up to `most`."""
+    """Return vLLM's token buckets: 1, 2, 5, 10, 20 and so on up to `most`."""
     steps = (mantissa * 10.0**power for power in count() for mantissa in (1, 2, 5))
     return tuple(takewhile(lambda step: step <= most, steps))
 
@@ -46,12 +50,12 @@ def _both(ours: Iterable[float], theirs: Iterable[float]) -> Histogram:
 
 
 def per_request_metrics(times: SequenceTimes | None, num_tokens: int) -> PerRequestMetrics:
-    """Return a completion's times in the form of answers, by vLLM's rules (its
-    `build_per_request_timing_metrics`).
+    """Return the times of a completion in the form of answers.
+
+    The rules are those of vLLM's `build_per_request_timing_metrics`.
 
     Args:
-        times: of a completion that a token has ended.
-        num_tokens: that it drew.
+        times: times of a completion that a token has ended, or None.
     """
     if times is None:
         return PerRequestMetrics()
@@ -68,15 +72,15 @@ def per_request_metrics(times: SequenceTimes | None, num_tokens: int) -> PerRequ
 
 
 class RequestMetrics:
-    """Counts of one model's requests, from the server's start. Times are in seconds.
+    """Counters of one model's requests since the server's start. Times are in seconds.
 
     Args:
-        max_model_len: tokens of the longest sequence; vLLM's buckets of tokens end there.
+        max_model_len: maximum tokens of a sequence, the last of vLLM's token buckets.
 
     Attributes:
-        prompt_computed, prompt_cached: prompt tokens of the requests that have a first token, by
-            whether they were computed or found in the prefix cache.
-        endings: completions by their reason to end.
+        prompt_computed: prompt tokens that were computed, of requests with a first token.
+        prompt_cached: prompt tokens found in the prefix cache, of requests with a first token.
+        endings: number of completions by finish reason.
     """
 
     def __init__(self, max_model_len: int = 1 << 19) -> None:
@@ -101,14 +105,17 @@ class RequestMetrics:
         self.endings: Counter[str] = Counter(dict.fromkeys(REASONS, 0))
 
     def tokens(self, since_start: float, since_last: float | None, count: int) -> None:
-        """Add the arrival of tokens of a completion, its first where `since_last` is None."""
+        """Record the arrival of `count` tokens of a completion.
+
+        `since_last` is None for its first.
+        """
         if since_last is None:
             self.time_to_first_token.add(since_start)
         else:
             self.inter_token_latency.add(since_last / count, count)
 
     def started(self, prompt: int, cached: int) -> None:
-        """Add a prompt that was computed, all but its cached tokens."""
+        """Record a prompt of `prompt` tokens, of which `cached` were not computed."""
         self.prompt_computed += prompt - cached
         self.prompt_cached += cached
 
@@ -121,11 +128,11 @@ class RequestMetrics:
         generated: int,
         max_tokens: int | None,
     ) -> None:
-        """Add a completion that ended after these seconds and tokens.
+        """Record the end of a completion.
 
         Args:
-            cached: tokens of its prompt found in the prefix cache.
-            max_tokens: what the request sets; None for no limit.
+            cached: number of prompt tokens found in the prefix cache.
+            max_tokens: limit set by the request, or None.
         """
         self.e2e_latency.add(seconds)
         self.queue_time.add(times.queue)
@@ -141,7 +148,7 @@ class RequestMetrics:
             self.max_tokens.add(max_tokens)
 
     def completed(self, completions: int, most: int) -> None:
-        """Add a request whose completions have all ended, the longest of them of `most` tokens."""
+        """Record a request whose completions have all ended, with `most` tokens in the longest."""
         self.num_completions.add(completions)
         self.most_generation_tokens.add(most)
 

@@ -1,4 +1,4 @@
-"""RequestTrace: what the spans of a request's completions tell, under vLLM's names."""
+"""RequestTrace: spans of the completions of one HTTP request, under vLLM's names."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from jaxserve.settings.installation import install_command
 
 
 def open_tracer(endpoint: str | None) -> Any:
-    """Return a `tracing.RequestTracer`, or None where no endpoint is named.
+    """Return a `tracing.RequestTracer`, or None without an endpoint.
 
     Raises:
-        InvalidRequest: OpenTelemetry's SDK is not installed, or cannot send there.
+        InvalidRequest: OpenTelemetry's SDK is not installed, or does not support the endpoint.
     """
     if endpoint is None:
         return None
@@ -35,13 +35,7 @@ def open_tracer(endpoint: str | None) -> Any:
 
 
 class RequestTrace:
-    """The trace of an HTTP request, from now on.
-
-    Args:
-        model: that has a tracer.
-        headers: of the HTTP request.
-        request_id: by which the client knows the request.
-    """
+    """Trace of an HTTP request that arrives now."""
 
     def __init__(self, model: ServedModel, headers: Mapping[str, str], request_id: str) -> None:
         self._model = model
@@ -61,11 +55,9 @@ class RequestTrace:
         """Queue the span of a completion that has ended.
 
         Args:
-            request: the engine's.
-            generated: tokens drawn.
-            latency: seconds since the request's arrival.
-            times: of its sequence, where a token has ended it.
-            error: why it failed or was given up.
+            latency: seconds since the arrival of the request.
+            times: times of its sequence, if a token has ended it.
+            error: reason for a failure or cancellation.
         """
         sampling = request.sampling
         attributes: dict[str, Any] = {
@@ -84,7 +76,7 @@ class RequestTrace:
                 "gen_ai.latency.time_in_model_decode": times.decode,
                 "gen_ai.latency.time_in_model_inference": times.inference,
             }
-        # As vLLM does, those that are 0 or not set are left out.
+        # Like vLLM, omit values that are 0 or unset.
         for name in ("top_p", "max_tokens", "temperature"):
             value = getattr(sampling, name)
             if value:

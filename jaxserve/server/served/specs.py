@@ -1,4 +1,4 @@
-"""Specifications of the models of a server: their names, and their shares of the memory."""
+"""Specifications of the models of a server: names, engine settings, and shares of the memory."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ BUNDLED = "demo_model"
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model to be served.
+    """Model to be served.
 
     Attributes:
-        names: that requests call it by; the first is what answers carry.
-        root: its folder, file or name on the hub, as it was given.
-        config: its engine's settings.
+        names: names of the model in requests. Answers contain the first.
+        root: its folder, file or name on the hub, as the user gave it.
     """
 
     names: list[str]
@@ -33,11 +32,11 @@ class ModelSpec:
 def plan_models(
     models: Iterable[str], settings: dict[str, Any], config: ServerConfig
 ) -> list[ModelSpec]:
-    """Read `[NAME=]MODEL` of each model; none means the bundled one.
+    """Return the specifications of models given as `[NAME=]MODEL`, the bundled model if empty.
 
     Raises:
-        InvalidRequest: a name without a model, a name given twice, weights for a model that is
-            not there, or settings out of range.
+        InvalidRequest: a name has no model, a name is repeated, weights name an unknown model, or
+            settings are out of range.
     """
     named = []
     for text in models:
@@ -58,8 +57,10 @@ def plan_models(
     events = events_config(whole.kv_events_config)
     specs = []
     for rank, (name, folder) in enumerate(folders):
-        own = None if events is None else events.for_rank(rank)
-        settled = replace(whole, model=folder, memory_share=shares[name], kv_events_config=own)
+        own_events = None if events is None else events.for_rank(rank)
+        settled = replace(
+            whole, model=folder, memory_share=shares[name], kv_events_config=own_events
+        )
         specs.append(ModelSpec([name], folder or BUNDLED, settled))
     if config.served_model_name:
         if len(specs) > 1:
@@ -79,22 +80,22 @@ def plan_models(
 
 
 def check_models(specs: Iterable[ModelSpec]) -> None:
-    """Find a model that is not there before any other is loaded, which takes long.
+    """Check that all models exist, before the first is loaded, which takes long.
 
     Names on the hub are looked up when they are loaded.
 
     Raises:
-        CheckpointError: naming it.
+        CheckpointError: the message names the missing model.
     """
     for spec in specs:
         check_model(spec.config.model)
 
 
 def memory_shares(names: list[str], weights: str | None) -> dict[str, float]:
-    """Return each model's share of the memory, from `a=2,b=1`; an absent weight is 1.
+    """Return the share of the memory of each model, from text such as `a=2,b=1` (1 by default).
 
     Raises:
-        InvalidRequest: it cannot be read, or names another model.
+        InvalidRequest: the text is invalid, or names an unknown model.
     """
     chosen = dict.fromkeys(names, 1.0)
     for part in (weights or "").split(","):

@@ -1,7 +1,7 @@
-"""Traces of requests by OpenTelemetry's SDK, under the names of vLLM's spans.
+"""RequestTracer: traces of requests, sent by OpenTelemetry's SDK under the names of vLLM's spans.
 
-Imported only where --otlp-traces-endpoint is given: the SDK comes with the extra `otel`. Names and
-meanings are those of vLLM 0.33's `tracing/utils.py` and `v1/engine/output_processor.py`.
+It is imported only with --otlp-traces-endpoint, since the SDK is in the extra `otel`. Names and
+meanings are from vLLM 0.33's `tracing/utils.py` and `v1/engine/output_processor.py`.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from jaxserve.errors import InvalidRequest
 
 _log = logging.getLogger(__name__)
 PROTOCOLS = ("grpc", "http/protobuf")
-EXPORT_SECONDS = 10.0  # of one attempt; attempts are made on a thread of the SDK's
-FAREWELL_SECONDS = 2.0  # for what is still to be sent when the server ends
+EXPORT_SECONDS = 10.0  # limit for one attempt, on a thread of the SDK
+FAREWELL_SECONDS = 2.0  # limit for sending queued spans when the server stops
 HEADERS = ("traceparent", "tracestate")
 
 
 @dataclass(frozen=True)
 class FinishedRequest:
-    """A completion that has ended, as a span tells of it. Seconds count from its arrival.
+    """Completion that has ended, as input of a span.
 
     Attributes:
-        arrived: nanoseconds since the epoch.
-        latency: seconds to its end.
-        attributes: the span's, by their names.
-        error: why it failed or was given up; None for a good end.
+        arrived: time of arrival in nanoseconds since the epoch.
+        latency: seconds from arrival to end.
+        attributes: attributes of the span by name.
+        error: reason for a failure or cancellation, None for success.
     """
 
     arrived: int
@@ -51,15 +51,15 @@ class FinishedRequest:
 
 
 class RequestTracer:
-    """Sender of spans to a collector, from a queue in memory: it never waits for the collector.
+    """Sender of spans to a collector, through a queue in memory. It never waits for the collector.
 
     Args:
-        endpoint: of the collector. `http://HOST:4318/v1/traces` and the like, with a path, take
-            OTLP over HTTP; an address alone takes gRPC.
-        protocol: one of `PROTOCOLS`, whatever the endpoint looks like.
+        endpoint: URL of the collector. A URL with a path, such as `http://HOST:4318/v1/traces`,
+            uses OTLP over HTTP, an address without path uses gRPC.
+        protocol: one of `PROTOCOLS`, which overrides this choice.
 
     Raises:
-        InvalidRequest: there is no such protocol, or the endpoint has none that it can take.
+        InvalidRequest: the protocol is unknown, or the endpoint does not support it.
     """
 
     def __init__(self, endpoint: str, protocol: str | None = None) -> None:
@@ -73,12 +73,12 @@ class RequestTracer:
         self._propagator = TraceContextTextMapPropagator()
 
     def context(self, headers: Mapping[str, str]) -> Context:
-        """Return the trace that a request's headers continue, or the start of one."""
+        """Return the trace context of a request's headers, or a new context."""
         carrier = {name: headers[name] for name in HEADERS if name in headers}
         return self._propagator.extract(carrier, Context())
 
     def record(self, context: Context, ended: FinishedRequest) -> None:
-        """Queue the span of a completion. Nothing is raised: no request fails by its trace."""
+        """Queue the span of a completion. Errors are logged, not raised."""
         try:
             span = self._tracer.start_span(
                 "llm_request",
@@ -94,7 +94,7 @@ class RequestTracer:
             _log.exception("a request's trace was lost")
 
     def close(self) -> None:
-        """Send what is queued, within `FAREWELL_SECONDS`; then give it up."""
+        """Send queued spans for up to `FAREWELL_SECONDS`, and discard the rest."""
         ending = threading.Thread(target=self._provider.shutdown, daemon=True)
         ending.start()
         ending.join(FAREWELL_SECONDS)

@@ -1,4 +1,7 @@
-"""Dialect: a model's way to write calls and thoughts."""
+"""Dialect: how one model writes tool calls and thoughts, and how its answers are read.
+
+A chat template shows the formats by texts that it contains.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxserve.scheduling.slot_table import NO_TOKEN
-from jaxserve.server.tool_calls.answer import AnswerFormat, AnswerReader, readers_of
-from jaxserve.server.tool_calls.detection import detect_calls, detect_thinking
+from jaxserve.server.tool_calls.answer import (
+    AnswerFormat,
+    AnswerReader,
+    ThoughtState,
+    readers_of,
+    start_of,
+)
 from jaxserve.server.tool_calls.formats import (
     CALL_FORMATS,
     DEFAULT_FORMAT,
@@ -29,11 +37,10 @@ from jaxserve.server.tool_calls.harmony import (
     HarmonyIds,
     harmony_messages,
 )
-from jaxserve.server.tool_calls.thinking import Start, start_of
 from jaxserve.server.tool_calls.tools import CallUse, ToolUse
 from jaxserve.text.thinking import ThinkingMarks
 
-# Tokens at a prompt's end among which templates open or close thoughts.
+# Number of tokens at the end of a prompt in which templates open or close thoughts.
 _TAIL_TOKENS = 24
 _WITH_THOUGHTS = {
     "openai": "openai_gptoss",
@@ -48,20 +55,17 @@ def answer_reader(
     tool_call_parser: str | None,
     reasoning_parser: str | None,
     tools: Sequence[dict[str, Any]],
-    start: Start,
+    start: ThoughtState,
     parallel: bool = True,
 ) -> AnswerReader:
-    """Return a reader of an answer that no grammar has formed.
+    """Return a reader of an answer that was generated without a grammar.
 
     Args:
-        tool_call_parser: name of the call format; None where there are no calls.
-        reasoning_parser: name of the thinking format; None where there are no thoughts.
-        tools: those that may be called, in OpenAI's form.
-        start: state of the thoughts at the end of the prompt.
-        parallel: whether there may be several calls.
+        tool_call_parser: name of the call format, None for answers without calls.
+        reasoning_parser: name of the thinking format, None for answers without thoughts.
 
     Raises:
-        KeyError: there is no such format.
+        KeyError: there is no format of this name.
     """
     use = None
     if tool_call_parser is not None:
@@ -79,17 +83,15 @@ def _with_text(function: dict[str, Any]) -> dict[str, Any]:
 
 
 class Dialect:
-    """A model's way to write calls of tools and thoughts.
+    """Formats in which a model writes tool calls and thoughts.
 
     Args:
-        tokenizer: the model's, or None.
-        tool_call_parser: name of its call format, "none", or None to detect it in the template.
-        reasoning_parser: name of its thinking format, or None to detect it in the template.
+        tool_call_parser: name of the call format, "none" if there are no calls, None to detect it
+            in the chat template.
+        reasoning_parser: name of the thinking format, or None to detect it in the chat template.
 
     Attributes:
-        parser: name of its call format, or None.
-        thinking: format of its thoughts, or None.
-        reads_tools: whether its chat template reads the tools of a request.
+        reads_tools: True if the chat template renders the tools of a request.
     """
 
     def __init__(
@@ -101,29 +103,33 @@ class Dialect:
         self.parser = detect_calls(template) if tool_call_parser is None else tool_call_parser
         if self.parser == "none":
             self.parser = None
-        # A format whose marks also stand around answers reads thoughts too.
-        found = detect_thinking(template) or _WITH_THOUGHTS.get(self.parser or "")
-        self.thinking = THINKING_FORMATS.get(reasoning_parser or found or "")
+        # These formats put markers around answers too, so they need a thinking format.
+        detected = detect_thinking(template) or _WITH_THOUGHTS.get(self.parser or "")
+        self.thinking = THINKING_FORMATS.get(reasoning_parser or detected or "")
         if tokenizer is None:
             self.thinking = None
-        # DeepSeek's templates join the text of arguments to others, and render calls only where
-        # there is no content at all.
+        # DeepSeek's templates concatenate arguments with strings, and render the calls of a message
+        # only if its content is None.
         self._has_text_arguments = _TEXT_ARGUMENTS.search(template) is not None
         self._needs_no_content = "['content'] is none" in template
 
     @property
     def call_format(self) -> CallFormat:
-        """Format of the model's calls, or of forced calls where that is unknown."""
+        """Call format of the model, or the default format (for forced calls) if it is unknown."""
         return CALL_FORMATS[self.parser or DEFAULT_FORMAT]
 
     def spell(self, mark: str) -> str:
-        """Write a mark for a grammar: as the added token of the model's training, or as text."""
+        """Return a marker as a term of a Lark grammar.
+
+        It is the token `<[id]>` if the tokenizer has the marker as an added token, otherwise a
+        quoted string.
+        """
         token = self._tokenizer.token_id(mark)
         return json.dumps(mark) if token is None else f"<[{token}]>"
 
     @property
     def stop_token_ids(self) -> list[int]:
-        """Tokens that end an answer beside those that the checkpoint names."""
+        """Ids of tokens that end an answer, in addition to the end tokens of the checkpoint."""
         if self.thinking is None or not self.thinking.is_harmony:
             return []
         ids = (self._tokenizer.token_id(mark) for mark in HARMONY_STOPS)
@@ -132,12 +138,11 @@ class Dialect:
     def marks(
         self, prompt: list[int], use: ToolUse | None = None, is_formed: bool = False
     ) -> ThinkingMarks | None:
-        """Return the marks of thoughts in an answer to a prompt, in tokens, for the engine.
+        """Return the token ids with which the engine recognizes thoughts in an answer, or None.
 
         Args:
-            prompt: in tokens.
-            use: the use of tools, whose grammar may hold the thoughts.
-            is_formed: whether structured outputs form the answer after them.
+            use: use of tools, whose grammar may include the thoughts.
+            is_formed: True if structured outputs constrain the answer after the thoughts.
         """
         if self.thinking is None:
             return None
@@ -148,24 +153,24 @@ class Dialect:
         start, token = self.start(prompt), self._tokenizer.token_id(self.thinking.start)
         end, ids = self.thinking.end, self._end_ids()
         answers = [mark for mark, _ in self.thinking.answer_marks]
-        held = [mark for mark in answers if self._tokenizer.token_id(mark) is not None]
-        if held and is_formed and not forms_calls:
-            end, ids = held[0], [*ids, self._tokenizer.token_id(held[0])]
+        single_tokens = [mark for mark in answers if self._tokenizer.token_id(mark) is not None]
+        if single_tokens and is_formed and not forms_calls:
+            end, ids = single_tokens[0], [*ids, self._tokenizer.token_id(single_tokens[0])]
         return ThinkingMarks(
             start=self.thinking.start,
             end=end,
             end_token_ids=tuple(ids),
             decode=self._decode,
             start_token_id=NO_TOKEN if token is None else token,
-            is_open=start is Start.OPEN,
-            is_closed=start is Start.CLOSED,
+            is_open=start is ThoughtState.OPEN,
+            is_closed=start is ThoughtState.CLOSED,
         )
 
     def _harmony_marks(self, forms_calls: bool, is_formed: bool, is_held: bool) -> ThinkingMarks:
-        """Return the marks of a conversation in channels.
+        """Return the markers of thoughts for gpt-oss's channels.
 
-        A grammar of calls holds the thoughts itself, unless they have a budget. What else forms an
-        answer holds from the final channel on.
+        A grammar of calls includes the thoughts, unless they have a token budget. Any other
+        constraint on the answer applies from the final channel on.
         """
         assert self.thinking is not None
         turn = f"{END}{START}assistant"
@@ -186,7 +191,7 @@ class Dialect:
     def adapted(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-        """Return a conversation and its tools as the model's template can render them."""
+        """Return messages and tools in the form that the model's chat template can render."""
         if self._has_text_arguments or self._needs_no_content:
             messages = [self._as_text(message) for message in messages]
         if self.thinking is None or not self.thinking.is_harmony:
@@ -197,7 +202,10 @@ class Dialect:
         return harmony_messages(messages), described or tools
 
     def _as_text(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return a message whose calls have arguments as text, and no content where it is empty."""
+        """Return a message with calls in the form that DeepSeek's templates need.
+
+        Arguments become text, and empty content becomes None or "".
+        """
         if not message.get("tool_calls"):
             return message
         calls = message["tool_calls"]
@@ -210,7 +218,6 @@ class Dialect:
         return self._tokenizer.decode(ids, False)
 
     def _ids(self, text: str) -> list[int]:
-        """Return the tokens of a text that holds marks."""
         ids: list[int] = []
         for part in HARMONY_PARTS.split(text):
             token = self._tokenizer.token_id(part) if part else None
@@ -222,15 +229,19 @@ class Dialect:
         token = self._tokenizer.token_id(self.thinking.end)
         return self._tokenizer.encode_word(self.thinking.end) if token is None else [token]
 
-    def start(self, prompt: list[int]) -> Start:
+    def start(self, prompt: list[int]) -> ThoughtState:
         """Return the state of the thoughts at the end of a prompt."""
         assert self.thinking is not None
         start = start_of(self._tokenizer.decode(prompt[-_TAIL_TOKENS:], False), self.thinking)
-        return Start.OPEN if start is Start.FREE and self.thinking.is_always else start
+        return (
+            ThoughtState.OPEN if start is ThoughtState.FREE and self.thinking.is_always else start
+        )
 
     def shows_special(self, use: ToolUse | None) -> bool:
-        """Return whether the reader needs special tokens in the text."""
-        marks = set() if use is None else use.call_format.marks
+        """Return whether answers must be decoded with special tokens, because readers need one as
+        text.
+        """
+        marks = set() if use is None else use.calls.call_format.marks
         if self.thinking is not None:
             marks |= self.thinking.marks
         return any(mark and self._tokenizer.is_special(mark) for mark in marks)
@@ -238,7 +249,7 @@ class Dialect:
     def answer_format(
         self, prompt: list[int], use: ToolUse | None, with_thoughts: bool
     ) -> AnswerFormat:
-        """Return the format of the answers to a prompt."""
+        """Return the format with which answers to a prompt are read."""
         if self.thinking is None:
             return AnswerFormat(use)
         if self.thinking.is_harmony:
@@ -249,7 +260,7 @@ class Dialect:
         end = ids[0] if len(ids) == 1 else None
         call = None
         if use is not None and self.thinking.ends_at_calls:
-            call = self._tokenizer.token_id(use.call_format.starts[0])
+            call = self._tokenizer.token_id(use.calls.call_format.starts[0])
         start = self.start(prompt)
         return AnswerFormat(use, self.thinking, start, end, call, with_thoughts=with_thoughts)
 
@@ -258,3 +269,82 @@ class Dialect:
         if channel is None or end is None:
             return None
         return HarmonyIds(channel, end, tuple(self._tokenizer.encode_word("analysis")))
+
+
+# Each row: texts, and the format of a template that contains all of them. The first match applies.
+_CALLS: tuple[tuple[tuple[str, ...], str | None], ...] = (
+    (("<|channel|>", "functions."), "openai"),
+    (("[TOOL_CALLS]",), "mistral"),
+    (("<|tool_call>",), "gemma4"),
+    (("<start_function_call>",), "functiongemma"),
+    (("<|START_ACTION|>",), "cohere_command3"),
+    (("`directly-answer`", "Action:"), "command_r"),
+    (("｜DSML｜tool_calls",), "deepseek_v4"),
+    (("｜DSML｜",), "deepseek_v32"),
+    (("<｜tool▁call▁begin｜>", "```json"), "deepseek_v3"),
+    (("<｜tool▁call▁begin｜>",), "deepseek_v31"),
+    (("<|tool_calls_section_begin|>",), "kimi_k2"),
+    (("<minimax:tool_call>",), "minimax_m2"),
+    (("<seed:tool_call>",), "seed_oss"),
+    (("<longcat_tool_call>",), "longcat"),
+    (("<|tool_call_start|>",), "lfm2"),
+    (("<|tool_list_start|>",), "lfm2"),
+    (("<|tools_prefix|>",), "apertus"),
+    (("<|action_start|>",), "internlm"),
+    (("<steptml:",), "step3"),
+    (("functools[",), "phi4_mini_json"),
+    (("<function_calls>",), "olmo3"),
+    (("<|role_sep|>", "function call"), "gigachat3"),
+    (("<|tool_call|>",), "granite"),
+    (("<tool_sep>", "<tool_calls>"), "hy_v3"),
+    (("<tool_sep>",), None),
+    (("<arg_key:opensource>",), "hy_v4"),
+    (("'<|open|>'", "('tool', fn.name)"), "kimi_k3"),
+    (("plamo:begin_tool_request",), "plamo3"),
+    (("<dots_function_call>",), "dots"),
+    (("<arg_key>",), "glm45"),
+    (("<tool_call>", "<function="), "qwen3_coder"),
+    (("<tool_calls>",), "jamba"),
+    (("<function_call>",), "granite-20b-fc"),
+    (("<tool_call>",), "hermes"),
+    (("<|python_start|>",), "pythonic"),
+    (("[func_name1(",), "pythonic"),
+    (("<|python_tag|>",), "llama3_json"),
+    (('"parameters"', "tools"), "llama3_json"),
+)
+_THOUGHTS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("<|channel|>", "analysis"), "openai_gptoss"),
+    (("<|START_THINKING|>",), "cohere_command3"),
+    (("<|START_RESPONSE|>",), "cohere_command3"),
+    (("<|channel>",), "gemma4"),
+    (("</seed:think>",), "seed_oss"),
+    (("</think:opensource>",), "hy_v4"),
+    (("'<|close|>'", "'think'"), "kimi_k3"),
+    (("plamo:end_think",), "plamo3"),
+    (("[/THINK]",), "mistral"),
+    (("</think>", "</answer>"), "hunyuan_a13b"),
+    (("</think>", "<response>"), "ernie45"),
+    (("</think>", "｜Assistant｜"), "deepseek_v3"),
+    (("</think>", "<arg_key>"), "glm45"),
+    (("</think>",), "qwen3"),
+    (("Here is my response:",), "granite"),
+    (("thought process",), "granite"),
+)
+
+
+def detect_calls(template: str) -> str | None:
+    """Return the name of the call format of a chat template, or None if no known format matches.
+
+    It is the first row of `_CALLS` whose texts are all in the template.
+    """
+    return _first(_CALLS, template)
+
+
+def detect_thinking(template: str) -> str | None:
+    """Return the name of the thinking format of a chat template, or None if no row matches."""
+    return _first(_THOUGHTS, template)
+
+
+def _first(rows: tuple[tuple[tuple[str, ...], str | None], ...], template: str) -> str | None:
+    fits = (name for signs, name in rows if all(sign in template for sign in signs))
+    return next(fits, None)

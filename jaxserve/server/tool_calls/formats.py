@@ -1,12 +1,11 @@
-"""Formats in which models write calls and mark their thoughts, under vLLM's parser names."""
+"""Tables of the formats in which models write calls and thoughts, under vLLM's parser names."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from jaxserve.server.tool_calls.bodies import (
+from jaxserve.server.tool_calls.call_bodies import (
     Body,
-    BracedCall,
     HeadedCall,
     JsonCall,
     KeyedCall,
@@ -14,25 +13,26 @@ from jaxserve.server.tool_calls.bodies import (
     XmlCall,
     all_marks,
 )
+from jaxserve.server.tool_calls.gemma import BracedCall
 
 
 @dataclass(frozen=True)
 class CallFormat:
-    """A way to write calls.
+    """Format in which a model writes calls.
 
     Args:
-        mark: the text before calls.
-        is_optional_mark: the mark may be left out; calls are the whole text then.
-        close: the text after each call.
-        separators: characters, any of which separates two calls of a list.
-        is_array: calls stand in brackets.
-        body: how a call is written after the mark.
-        id_length: length of a call's id of letters and digits, where templates require one.
-        section: the texts before and after all calls. Models leave them out at times.
-        has_own_section: each call has a section of its own.
-        others: other marks that models write, each with the text after its calls.
-        is_harmony: calls are messages of a channel; `harmony.py` reads them.
-        gaps: texts that may stand between two calls whose tags stand on lines.
+        mark: marker before calls.
+        is_optional_mark: True if the marker may be missing. The whole text is then calls.
+        close: text after each call.
+        separators: characters, any of which may separate two calls of a list.
+        is_array: True if calls are in brackets.
+        body: reader of a call after its marker.
+        id_length: length of call ids (letters and digits), if chat templates require one.
+        section: texts before and after all calls. Models sometimes omit them.
+        has_own_section: True if each call has a section of its own.
+        others: alternative markers that models write, each with its closing text.
+        is_harmony: True for gpt-oss's channels, read by `harmony.py`.
+        gaps: usual white space between two calls whose tags are on lines of their own.
     """
 
     mark: str
@@ -40,7 +40,7 @@ class CallFormat:
     close: str = ""
     separators: str = ""
     is_array: bool = False
-    body: Body = JsonCall()  # noqa: RUF009 - it is frozen
+    body: Body = JsonCall()  # noqa: RUF009 - frozen
     id_length: int | None = None
     section: tuple[str, str] = ("", "")
     others: tuple[tuple[str, str], ...] = ()
@@ -50,12 +50,12 @@ class CallFormat:
 
     @property
     def is_python(self) -> bool:
-        """Return whether calls are written as in Python."""
+        """Return whether calls are in Python syntax."""
         return isinstance(self.body, PythonCalls)
 
     @property
     def has_grammar(self) -> bool:
-        """Return whether a grammar can form calls; those of other formats are in DEFAULT_FORMAT."""
+        """Return whether a grammar can enforce this format. Otherwise DEFAULT_FORMAT is used."""
         return not isinstance(self.body, BracedCall)
 
     @property
@@ -65,12 +65,12 @@ class CallFormat:
 
     @property
     def closes(self) -> tuple[str, ...]:
-        """Texts after a call that are left out."""
+        """Closing texts after a call, which are dropped."""
         return tuple(filter(None, (self.close, *(close for _, close in self.others))))
 
     @property
     def marks(self) -> set[str]:
-        """All texts that are looked for."""
+        """All markers that readers look for."""
         return {*self.starts, *self.closes, *filter(None, self.section), *all_marks([self.body])}
 
 
@@ -125,7 +125,6 @@ _GLM = CallFormat("<tool_call>", body=KeyedCall("</tool_call>"))
 
 
 def _hunyuan(after: str = "", suffix: str = "") -> CallFormat:
-    """Return Hunyuan's form: calls of GLM's in a section; tags may have a checkpoint's suffix."""
     end, section = f"</tool_call{suffix}>", f"tool_calls{suffix}>"
     body = KeyedCall(end, after, suffix)
     return CallFormat(f"<tool_call{suffix}>", body=body, section=(f"<{section}", f"</{section}"))
@@ -283,23 +282,23 @@ CALL_FORMATS: dict[str, CallFormat] = {
     ),
     "longcat": CallFormat("<longcat_tool_call>", close="</longcat_tool_call>"),
 }
-# The format of forced calls where that of the model is unknown, or none that a grammar can form.
+# Format of forced calls if the model's format is unknown, or no grammar can enforce it.
 DEFAULT_FORMAT = "hermes"
 
 
 @dataclass(frozen=True)
 class ThinkingFormat:
-    """A way to mark thoughts before an answer.
+    """Format in which a model marks its thoughts before an answer.
 
     Args:
-        start: the text at their start.
-        end: the text at their end.
-        spellings: other texts that models write as `start` and as `end`.
-        is_always: an answer begins with thoughts even without their start.
-        ends_at_calls: a call among thoughts that never end is a call.
-        answer_marks: texts before and after the answer itself, which are left out.
-        left_out: other texts that are left out of an answer, wherever they come.
-        is_harmony: thoughts are messages of a channel; `harmony.py` reads them.
+        start: marker before the thoughts.
+        end: marker after the thoughts.
+        spellings: alternative spellings of `start` and `end`.
+        is_always: True if answers begin with thoughts even without `start`.
+        ends_at_calls: True if a call within thoughts that never end is read as a call.
+        answer_marks: pairs of markers around the answer itself, which are dropped.
+        left_out: other markers that are dropped anywhere in the answer.
+        is_harmony: True for gpt-oss's channels, read by `harmony.py`.
     """
 
     start: str
@@ -321,7 +320,7 @@ class ThinkingFormat:
 
     @property
     def marks(self) -> set[str]:
-        """All texts that are looked for."""
+        """All markers that readers look for."""
         answers = (mark for pair in self.answer_marks for mark in pair)
         return {*self.starts, *self.ends, *answers, *self.left_out}
 

@@ -1,19 +1,32 @@
-"""Gemma's notation of objects: bare keys, strings between marks, other values bare."""
+"""Calls in Gemma's notation: objects with bare keys, strings between markers, other values bare."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Any
 
-from jaxserve.server.tool_calls.literals import MAX_DEPTH, Cursor, RepeatedKey, read_json
-from jaxserve.server.tool_calls.source import MAX_HEAD, any_of
-from jaxserve.server.tool_calls.tag_reading import Around, after_space
-from jaxserve.server.tool_calls.values import (
+from jaxserve.server.tool_calls.answer_parts import NAME, Tools, WrittenCall, make_call
+from jaxserve.server.tool_calls.call_context import CallBody, CallContext, after_space
+from jaxserve.server.tool_calls.literals import (
+    MAX_DEPTH,
+    Cursor,
+    RepeatedKey,
     convert,
     is_finite,
     property_schema,
+    read_json,
     resolve,
     types_of,
+)
+from jaxserve.server.tool_calls.text_feed import (
+    MAX_HEAD,
+    FormatMismatch,
+    Reading,
+    RepeatedArgument,
+    TextFeed,
+    UncallableCall,
+    any_of,
 )
 
 _BARE = re.compile(r"[^,}\]]+")
@@ -22,48 +35,47 @@ _BARE_ITEM = re.compile(r"[-+.\w]{1,64}\s*[,\]]")
 
 
 class BraceReader(Cursor):
-    """Reader of an object in braces, and of the end of the call that it belongs to.
+    """Parser of an object in braces, up to the end of the call around it.
 
-    A mark ends a string only where the text behind it continues the object, or ends the call.
-    Marks of calls within a string are counted, so that a balanced quotation is text. Where no end
-    is found by counting, they are text, if only one mark can end the string.
+    A marker ends a string only if the text after it continues the object or ends the call. Markers
+    of calls within a string are counted, so that a balanced quotation is part of the string. If
+    counting finds no end, call markers are ignored, provided that only one marker can end the
+    string.
 
     Args:
-        text: a text that is complete.
-        position: of the brace that begins the object.
-        quote: the mark at both ends of a string.
-        schema: of the object. Bare values are converted by it, where it says something of them.
-        around: the texts around the call.
+        position: index of the opening brace.
+        quote: marker at both ends of a string.
+        schema: schema of the object, by which bare values are converted.
 
     Attributes:
-        is_repeated: whether an object names a key twice.
+        is_repeated: True if an object repeats a key.
     """
 
     def __init__(
-        self, text: str, position: int, quote: str, schema: dict[str, Any], around: Around
+        self, text: str, position: int, quote: str, schema: dict[str, Any], context: CallContext
     ) -> None:
         super().__init__(text, position)
         self._quote = quote
         self._root = schema
-        self._around = around
-        self._marks = any_of(tuple(filter(None, (quote, around.mark, around.close))))
-        self._closing: list[str] = []  # brackets that close what is open
+        self._context = context
+        self._marks = any_of(tuple(filter(None, (quote, context.mark, context.close))))
+        self._closing: list[str] = []  # closing brackets still due
         self.is_repeated = False
 
     @property
     def position(self) -> int:
-        """Position of the next character."""
+        """Index of the next character."""
         return self._position
 
     def call(self) -> dict[str, Any]:
-        """Read the object.
+        """Parse and return the object, and check that the call ends after it.
 
         Raises:
-            Malformed: the call has no end.
-            ValueError: the text is anything else, or may be read in several ways.
+            FormatMismatch: the call does not end after the object.
+            ValueError: the text is not such an object, or is ambiguous.
         """
         values = self._mapping(self._root)
-        self._around.take_end(self._text, self._position)
+        self._context.take_end(self._text, self._position)
         return values
 
     def _open(self, mark: str, close: str) -> None:
@@ -77,7 +89,7 @@ class BraceReader(Cursor):
         values: dict[str, Any] = {}
         while not self.take("}"):
             is_quoted = self.take(self._quote)
-            self._around.layout.note("key", self._quote if is_quoted else "")
+            self._context.layout.note("key", self._quote if is_quoted else "")
             if is_quoted:
                 end = self._text.find(self._quote, self._position, self._position + MAX_HEAD)
                 key, behind = self._text[self._position : end], end + len(self._quote)
@@ -86,9 +98,9 @@ class BraceReader(Cursor):
                 self._position = behind
                 self.expect(":")
             else:
-                found = _BARE_KEY.match(self._text, self._position)
-                key = "" if found is None else found[0][:-1].strip()
-                self._position += 0 if found is None else len(found[0])
+                match = _BARE_KEY.match(self._text, self._position)
+                key = "" if match is None else match[0][:-1].strip()
+                self._position += 0 if match is None else len(match[0])
             if not key or set(key) & set("{}[],"):
                 raise ValueError("not a key")
             self.is_repeated |= key in values
@@ -119,9 +131,9 @@ class BraceReader(Cursor):
             return self._mapping(schema)
         if self._text.startswith("[", self._position):
             return self._items(schema.get("items"))
-        found = _BARE.match(self._text, self._position)
-        self._position += 0 if found is None else len(found[0])
-        text = "" if found is None else found[0].strip()
+        match = _BARE.match(self._text, self._position)
+        self._position += 0 if match is None else len(match[0])
+        text = "" if match is None else match[0].strip()
         if not text or self._quote in text:
             raise ValueError("no value")
         return self._converted(text, schema) if schema else _bare(text)
@@ -134,40 +146,42 @@ class BraceReader(Cursor):
             return None
 
     def _separate(self, end: str) -> None:
-        """Take a comma, or leave the end mark for the caller to take."""
         self._note(f"before {end}", self._position)
         if not self._text.startswith(end, after_space(self._text, self._position)):
             self.expect(",")
             self._note(f"behind {end}", self._position)
 
     def _note(self, place: str, start: int) -> None:
-        """Note the text from a position on, with the white space that comes next."""
         text = self._text[start : after_space(self._text, self._position)]
-        self._around.layout.note(place, text)
+        self._context.layout.note(place, text)
 
     def _string(self) -> str:
-        """Take a string and the mark at its end."""
+        """Consume a string and its end marker, after its opening marker. Return the string.
+
+        Raises:
+            ValueError: the end of the string is missing or ambiguous.
+        """
         start, depth, ends = self._position, 0, list[int]()
-        for found in self._marks.finditer(self._text, start):
-            if found[0] != self._quote:
-                depth = max(0, depth + (1 if found[0] == self._around.mark else -1))
-            elif not depth and self._continues(found.end()):
-                ends = [found.start()]
+        for match in self._marks.finditer(self._text, start):
+            if match[0] != self._quote:
+                depth = max(0, depth + (1 if match[0] == self._context.mark else -1))
+            elif not depth and self._continues(match.end()):
+                ends = [match.start()]
                 break
         else:
-            for found in self._marks.finditer(self._text, start):
-                if found[0] == self._quote and self._continues(found.end()):
-                    ends.append(found.start())
+            for match in self._marks.finditer(self._text, start):
+                if match[0] == self._quote and self._continues(match.end()):
+                    ends.append(match.start())
                     if len(ends) > 1:
                         break
         if len(ends) != 1:
             raise ValueError("no end of a string, or several")
-        self._around.layout.num_values += 1
+        self._context.layout.num_values += 1
         self._position = ends[0] + len(self._quote)
         return self._text[start : ends[0]]
 
     def _continues(self, position: int) -> bool:
-        """Return whether the object can go on behind a string."""
+        """Return whether the object can continue after a string that ends at `position`."""
         text, closing = self._text, self._closing.copy()
         while closing:
             position = after_space(text, position)
@@ -180,13 +194,12 @@ class BraceReader(Cursor):
                 return self._is_key(after_space(text, position + 1))
             else:
                 return self._is_item(after_space(text, position + 1))
-        return self._around.may_follow(text, position)
+        return self._context.may_follow(text, position)
 
     def _is_key(self, start: int) -> bool:
-        """Return whether a key begins at a position, with a value behind it."""
         text, quote = self._text, self._quote
-        if found := _BARE_KEY.match(text, start):
-            start = after_space(text, found.end())
+        if match := _BARE_KEY.match(text, start):
+            start = after_space(text, match.end())
             value = _BARE.match(text, start, start + MAX_HEAD)
             return text.startswith((quote, "{", "["), start) or not (value and quote in value[0])
         end = text.find(quote, start + len(quote), start + MAX_HEAD)
@@ -199,9 +212,53 @@ class BraceReader(Cursor):
 
 
 def _bare(text: str) -> Any:
-    """Return a number, a boolean or null where a text is one, or else the text."""
     try:
         value = read_json(text)
     except ValueError:
         return text
     return value if is_finite(value) else text
+
+
+@dataclass(frozen=True)
+class BracedCall(CallBody):
+    """Call in Gemma's notation: `call:f{a:<|"|>text<|"|>,b:[1,2]}`.
+
+    Args:
+        quote: marker at both ends of a string.
+    """
+
+    quote: str
+    pairs: tuple[tuple[str, str], ...] = (("{", "}"),)
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return (self.quote,)
+
+    @property
+    def final(self) -> re.Pattern[str]:
+        """Pattern of the end of a string that also ends its call."""
+        return re.compile(rf"{re.escape(self.quote)}[\s}}\]]*\}}")
+
+    def begins(self, source: TextFeed) -> Reading[None]:
+        yield from source.match(_BRACED_NAME)
+
+    def read(
+        self, source: TextFeed, tools: Tools, context: CallContext
+    ) -> Reading[list[WrittenCall]]:
+        head = yield from source.match(_BRACED_NAME)
+        context.layout.note_head(head, "")
+        name = head["name"]
+        reader = BraceReader(source.text, source.position, self.quote, tools.get(name, {}), context)
+        try:
+            values = reader.call()
+        except ValueError:
+            raise FormatMismatch from None
+        source.take_to(reader.position)
+        if name not in tools:
+            raise UncallableCall
+        if reader.is_repeated:
+            raise RepeatedArgument
+        return [make_call(name, values)]
+
+
+_BRACED_NAME = re.compile(rf"\s*call:\s*(?P<name>{NAME})\s*(?=\{{)")

@@ -1,4 +1,4 @@
-"""Grammars of calls in llguidance's dialect of Lark, which make every call well formed."""
+"""Grammars of answers with calls, in llguidance's Lark dialect. They enforce well-formed calls."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jaxserve.errors import InvalidRequest
-from jaxserve.server.tool_calls.bodies import HeadedCall, JsonCall, KeyedCall, PythonCalls, XmlCall
-from jaxserve.server.tool_calls.formats import CallFormat
-from jaxserve.server.tool_calls.grammar_parts import (
+from jaxserve.server.tool_calls.call_bodies import KeyedCall, PythonCalls, XmlCall
+from jaxserve.server.tool_calls.call_rules import (
     Function,
+    Unformable,
     arguments_schema,
     escaped,
     json_rule,
+    object_rules,
+    python_rules,
     spelled,
+    tagged_rules,
 )
+from jaxserve.server.tool_calls.custom_tools import raw_head, takes_raw_text
+from jaxserve.server.tool_calls.formats import CallFormat
 from jaxserve.server.tool_calls.harmony import CHANNEL, CONSTRAIN, END, MESSAGE, START
-from jaxserve.server.tool_calls.raw_calls import input_rule, raw_grammar, takes_raw_text
-from jaxserve.server.tool_calls.tagged_grammar import Unformable, tagged_rules
 
 MAX_CALLS = 16
-_KEYWORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def grammar_of_calls(
@@ -35,20 +36,20 @@ def grammar_of_calls(
     answer_schema: dict[str, Any] | None = None,
     may_think: bool = True,
 ) -> str:
-    """Return a grammar whose texts are calls of these functions.
+    """Return a Lark grammar of answers that call some functions.
 
     Args:
-        form: of the calls.
-        functions: at least one.
-        spell: writes a mark in Lark, as text or as a token.
-        most: the largest number of calls in a text.
-        may_answer: whether a text may also hold no call, or other text between calls.
-        answer_schema: JSON schema of an answer without calls; None for free text.
-        may_think: whether there may be thoughts, in a form whose grammar holds them.
+        functions: functions that may be called, at least one.
+        spell: function that returns a marker as a Lark term, a string or a token.
+        most: maximum number of calls in an answer.
+        may_answer: True if calls are optional and other text may surround them.
+        answer_schema: JSON schema of an answer without calls, None for free text.
+        may_think: True if the answer may begin with thoughts, in formats whose grammar includes
+            them.
 
     Raises:
-        Unformable: the form cannot say what a schema allows, and no more.
-        InvalidRequest: the name of a property is no keyword of Python.
+        Unformable: the format cannot express a schema exactly.
+        InvalidRequest: the name of a property is not a valid Python keyword argument.
     """
     if not form.has_grammar:
         raise Unformable
@@ -59,7 +60,7 @@ def grammar_of_calls(
     if isinstance(form.body, XmlCall | KeyedCall):
         return _tagged_grammar(form, functions, spell, most, may_answer, answer_schema)
     rules = list(
-        _python_rules(functions) if form.is_python else _call_rules(form, functions, spell)
+        python_rules(functions) if form.is_python else object_rules(form, functions, spell)
     )
     listed = "call"
     if most > 1:
@@ -74,7 +75,7 @@ def grammar_of_calls(
     if not may_answer:
         rules.append("start: calls")
     elif answer_schema is not None:
-        # An optional mark is required here, since an answer may begin like a call.
+        # An answer may begin like a call, so the otherwise optional marker is required.
         first = f"{opener} calls" if form.is_optional_mark else "calls"
         rules += [f"start: {first} | answer", f"answer: {json_rule(answer_schema)}"]
     else:
@@ -90,7 +91,7 @@ def _raw_grammar(
     may_answer: bool,
     answer_schema: dict[str, Any] | None,
 ) -> str:
-    """Return a grammar of calls of which some hold raw text."""
+    """Return a grammar of calls of which some contain raw text."""
     if not takes_raw_text(form):
         raise Unformable
     plain = [function for function in functions if function.lark is None]
@@ -118,11 +119,11 @@ def _tagged_grammar(
     may_answer: bool,
     answer_schema: dict[str, Any] | None,
 ) -> str:
-    """Return a grammar of calls in tags. Line ends between tags are as the model was trained."""
+    """Return a grammar of tagged calls. Line breaks between tags are as in the model's training."""
     before, behind = form.section
     parts = spelled(form.starts[0], spell)
     if may_answer and len(parts) > 1 and any(part.startswith("<[") for part in parts):
-        raise Unformable  # free text ends at one token, or at a text
+        raise Unformable  # free text can end at one token, or at a string, but not at a mixture
     mark = " ".join(spelled(form.mark, spell))
     rules = [*tagged_rules(form, functions, spell), r"NL: /\n/"]
     call = f"call NL? {spell(form.close)}" if form.close else "call"
@@ -146,7 +147,6 @@ def _tagged_grammar(
 
 
 def _is_list(form: CallFormat) -> bool:
-    """Return whether one mark stands before all calls."""
     return form.is_array or form.is_python or bool(form.section[0])
 
 
@@ -157,7 +157,10 @@ def _between(form: CallFormat) -> str:
 
 
 def _after(form: CallFormat, spell: Callable[[str], str], listed: str, most: int) -> str:
-    """Return what comes after the first mark, up to the end of what it opens."""
+    """Return the right side of the rule for the text after a first marker.
+
+    It consists of calls, their separators and their closing texts.
+    """
     close = f" {spell(form.close)}" if form.close else ""
     if form.section[0]:
         mark, end = spell(form.mark), form.section[1]
@@ -171,13 +174,13 @@ def _after(form: CallFormat, spell: Callable[[str], str], listed: str, most: int
 
 
 def _free_rules(form: CallFormat, spell: Callable[[str], str], most: int) -> Iterator[str]:
-    """Yield the rules of texts that are free until they call, from `start` on."""
+    """Yield the rules of answers with free text between calls, the rule `start` first."""
     opener = form.section[0] or form.mark
     mark = spell(opener)
-    # A mark within an answer, in whatever tokens, would be read as the beginning of a call.
+    # However it is tokenized, a marker within free text would be read as the beginning of a call.
     no_mark = rf"~/(.|\n)*{escaped(opener)}(.|\n)*/"
     if form.is_optional_mark:
-        # A text that begins like a call must be one.
+        # Text that begins like a call must be a call.
         opening = r"\[" if form.is_array else r"\{"
         close = f" {spell(form.close)}?" if form.close else ""
         yield f"start: calls | {mark} calls{close} | ANSWER"
@@ -198,7 +201,7 @@ def _harmony_grammar(
     answer_schema: dict[str, Any] | None,
     may_think: bool,
 ) -> str:
-    """Return a grammar of gpt-oss's messages: thoughts, and a call or an answer."""
+    """Return a grammar of gpt-oss's messages: thoughts, then a call or an answer."""
     end = spell(END)
     is_token = end.startswith("<")
     free = "FREE" if is_token else "until_end"
@@ -231,67 +234,32 @@ def _harmony_grammar(
     return "\n".join([*rules, f"start: {before}(preamble? call | answer)"])
 
 
-def _call_rules(
-    form: CallFormat, functions: Sequence[Function], spell: Callable[[str], str]
-) -> Iterator[str]:
-    body = form.body
-    assert isinstance(body, JsonCall | HeadedCall)
-    yield "call: " + " | ".join(f"call{index}" for index in range(len(functions)))
-    yield "NUMBER: /[0-9]{1,3}/"
-    for index, function in enumerate(functions):
-        name, arguments = function.name, f"args{index}"
-        if isinstance(body, HeadedCall):
-            parts = [*spelled(body.before, spell), json.dumps(name)]
-            parts += ['":" NUMBER'] if body.is_numbered else []
-            parts += [*spelled(body.after, spell), arguments, *spelled(body.tail, spell)]
-        elif body.is_keyed:
-            parts = [json.dumps(f'{{"{name}": '), arguments, '"}"']
-        else:
-            head = f'"{body.name}": "{name}", "{body.arguments}": '
-            number = [json.dumps(f'{{"{body.number}": "'), "NUMBER", json.dumps(f'", {head}')]
-            parts = number if body.number else [json.dumps("{" + head)]
-            parts += [arguments, '"}"']
-        yield f"call{index}: {' '.join(parts)}"
-        yield f"{arguments}: {json_rule(arguments_schema(function))}"
+def input_rule(index: int, function: Function) -> str:
+    """Return the Lark rule for the raw text of the function with number `index`."""
+    return f"input{index}: %lark {{\n{function.lark}\n}}"
 
 
-def _python_rules(functions: Sequence[Function]) -> Iterator[str]:
-    """Yield the rules of calls with keywords in the order of the schema, required ones first.
+def raw_grammar(
+    form: CallFormat,
+    raw: Sequence[Function],
+    others: str,
+    mark: str,
+    before: str,
+) -> str:
+    """Return a grammar that also allows one call with raw text at the end of an answer.
 
-    Raises:
-        InvalidRequest: the name of a property is no keyword of Python.
+    Args:
+        others: grammar of other calls and of the answer, "" for raw calls only.
+        mark: marker of a call as a Lark term.
+        before: rule for the text before a call that includes its marker, "" if the marker comes
+            first.
     """
-    yield "call: " + " | ".join(f"call{index}" for index in range(len(functions)))
-    for index, function in enumerate(functions):
-        schema = arguments_schema(function)
-        shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-        properties: dict[str, Any] = schema.get("properties") or {}
-        required = [name for name in properties if name in (schema.get("required") or ())]
-        optional = [name for name in properties if name not in required]
-        names = [*required, *optional]
-        bad = [name for name in names if not _KEYWORD.fullmatch(name)]
-        if bad:
-            raise InvalidRequest(f"tools: {bad[0][:60]!r} cannot be a keyword in Python", "tools")
-        keys = [f"key{index}_{place}" for place in range(len(names))]
-        for key, name in zip(keys, names, strict=True):
-            own = properties[name]
-            inner = {**own, **shared} if isinstance(own, dict) else {}
-            yield f"{key}: {json.dumps(name + '=')} value{key}"
-            yield f"value{key}: {json_rule(inner)}"
-        # Optional keywords that may follow another keyword and its comma.
-        for place in range(len(required), len(names)):
-            rest = f"tail{index}_{place + 1}" if place + 1 < len(names) else '""'
-            yield f'tail{index}_{place}: (", " {keys[place]})? {rest}'
-        first = len(required)
-        tail = f"tail{index}_{first}" if optional else '""'
-        needed = ' ", " '.join(keys[:first])
-        if required:
-            inside = f"{needed} {tail}"
-        else:
-            ways = [
-                f"{keys[place]} " + (f"tail{index}_{place + 1}" if place + 1 < len(names) else "")
-                for place in range(len(names))
-            ]
-            inside = " | ".join([*ways, '""'])
-        yield f'call{index}: {json.dumps(function.name + "(")} inside{index} ")"'
-        yield f"inside{index}: {inside}"
+    rules = [re.sub(r"(?m)^start:", "plain:", others)] if others else []
+    for index, function in enumerate(raw):
+        head = json.dumps(raw_head(form, function.name))
+        # Other calls have the line break as a separate lexeme, so it must be one here too.
+        rules.append(f'raw{index}: "\\n" {head} input{index}')
+        rules.append(input_rule(index, function))
+    calls = " | ".join(f"raw{index}" for index in range(len(raw)))
+    rules.append(f"start: {'plain | ' if others else ''}{before or mark} ({calls})")
+    return "\n".join(rules)

@@ -1,8 +1,9 @@
-"""HarmonyReader: reads gpt-oss's answers, which are messages in channels.
+"""HarmonyReader: reader of gpt-oss's answers, which are messages in channels.
 
-A message is a header, `<|message|>`, a text and an end. The header names a channel and perhaps a
-recipient: `<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json`. The template
-has written `<|start|>assistant` of the first. Source: OpenAI's description of the format.
+A message is a header, `<|message|>`, text and an end marker. The header names a channel and
+optionally a recipient: `<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json`.
+The chat template has already written `<|start|>assistant` of the first message. Source: OpenAI's
+description of the format.
 """
 
 from __future__ import annotations
@@ -13,28 +14,40 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from jaxserve.server.tool_calls.answer_parts import (
+    AnswerPart,
+    Content,
+    Thought,
+    Tools,
+    WrittenCall,
+    make_call,
+)
+from jaxserve.server.tool_calls.call_reader import MAX_MALFORMED, AnswerBuffer
+from jaxserve.server.tool_calls.custom_tools import INPUT, escaped_input
 from jaxserve.server.tool_calls.histories import single_calls
 from jaxserve.server.tool_calls.literals import EndFinder
-from jaxserve.server.tool_calls.pieces import Content, Piece, Thought
-from jaxserve.server.tool_calls.raw_calls import INPUT, escaped_input
-from jaxserve.server.tool_calls.reader import MAX_MALFORMED, Outgoing
-from jaxserve.server.tool_calls.source import Malformed, Reading, Source, Uncallable, any_of
-from jaxserve.server.tool_calls.written import Tools, WrittenCall, written
+from jaxserve.server.tool_calls.text_feed import (
+    FormatMismatch,
+    Reading,
+    TextFeed,
+    UncallableCall,
+    any_of,
+)
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
-# Tokens after which a model waits: for a user, or for the result of a call.
+# Markers that end the turn: the model waits for the user, or for the result of a call.
 HARMONY_STOPS = (RETURN, CALL)
-# Patterns of the beginning of an answer; of an answer or a call; of any message.
+# Patterns of the beginning of an answer, of an answer or a call, and of any message.
 HARMONY_ANSWER = re.compile(r"<\|channel\|>final[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>")
 HARMONY_ANSWER_OR_CALL = re.compile(r"<\|channel\|>(?:final|commentary)")
 HARMONY_TURN = re.compile(r"<\|start\|>assistant")
 HARMONY_PARTS = re.compile(r"(<\|\w+\|>)")
 _ENDS = (END, CALL, RETURN)
-# A new message also ends the one before.
+# A new message also ends the previous one.
 _STOPS = (*_ENDS, START, CHANNEL)
 _HEADER = re.compile(r"([^<]*(?:<\|(?:start|channel|constrain)\|>[^<]*)*)<\|message\|>")
-# A header that a limit has cut off says nothing, unless it names a recipient.
+# An incomplete header at the end of an answer is dropped, unless it names a recipient.
 _CUT_HEADER = re.compile(
     r"(?:<\|(?:start|channel|constrain)\|>(?:(?!to=)[^<\n]){0,160})+(?:<[|\w]{0,12})?"
 )
@@ -45,11 +58,12 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w*)")
 
 @dataclass(frozen=True)
 class HarmonyIds:
-    """Tokens of the marks of messages.
+    """Token ids of the markers of messages.
 
     Attributes:
-        channel: begins the name of a channel; `end` ends a message.
-        analysis: the name of the channel of thoughts.
+        channel: token before the name of a channel.
+        end: token after a message.
+        analysis: tokens of the name of the channel of thoughts.
     """
 
     channel: int
@@ -57,7 +71,7 @@ class HarmonyIds:
     analysis: tuple[int, ...]
 
     def num_thought(self, token_ids: Sequence[int]) -> int:
-        """Count the tokens of thoughts, their marks included."""
+        """Return the number of tokens in messages of the channel of thoughts, markers included."""
         count, is_thought = 0, False
         for place, token in enumerate(token_ids):
             if token == self.channel:
@@ -69,18 +83,19 @@ class HarmonyIds:
 
 
 class HarmonyReader:
-    """Incremental reader of an answer in pieces; how it is cut does not change the result.
+    """Incremental reader of an answer. The result does not depend on how the text is divided.
 
-    Thoughts are the channel "analysis", content all others. Messages of a kind are parted by a
-    line end. A message to a function is a call, returned with all that follows when the text has
-    ended; to a recipient that is none of the tools, or with arguments that are no object, it is
-    content to the letter. Where an end stands alone behind calls, all is content from them on.
+    The channel "analysis" is thoughts, and all others are content. Messages of the same kind are
+    joined by a line break. A message to a function is a call. Calls, and all text after the first
+    one, are returned when the answer has ended. A message to an unknown tool, or with arguments
+    that are not an object, is content, unchanged. If an unmatched end marker follows the calls, all
+    text from the first call on is content.
 
     Args:
-        tools: those that may be called.
-        is_certain: whether every call that begins will be well formed.
-        parallel: whether there may be several calls; else all after the first are left out.
-        raw: names of tools whose calls hold raw text, which ends with the answer.
+        is_certain: True if every call that begins is well formed.
+        parallel: True if several calls are allowed. Otherwise all calls after the first are
+            dropped.
+        raw: names of tools whose calls contain raw text up to the end of the answer.
     """
 
     def __init__(
@@ -93,19 +108,19 @@ class HarmonyReader:
         self._tools = tools
         self._raw = raw
         self._is_certain = is_certain
-        self._source = Source()
-        self._calls = Outgoing(parallel, None)
-        self._pieces: list[Piece] = []
-        self._said: set[type[Piece]] = set()
+        self._source = TextFeed()
+        self._calls = AnswerBuffer(parallel, None)
+        self._pieces: list[AnswerPart] = []
+        self._said: set[type[AnswerPart]] = set()
         self._num_malformed = 0
-        self._held = ""  # all text from the first call on, once the answer has ended
-        self._num_before = 0  # pieces before it
+        self._held = ""  # text from the first call on, set when the answer has ended
+        self._num_before = 0  # number of parts before the first call
         self._has_called = self._is_doubtful = False
-        self._is_open = True  # whether the end of a message is due
+        self._is_open = True  # whether a message has begun and not ended
         self._reading = self._read()
 
-    def feed(self, text: str, final: bool = False) -> list[Piece]:
-        """Read more text. Return the new pieces that are certain by now."""
+    def feed(self, text: str, final: bool = False) -> list[AnswerPart]:
+        """Read more text. Return the new parts of the answer that are certain by now."""
         self._source.add(text, final)
         next(self._reading, None)
         pieces, self._pieces = self._pieces, []
@@ -125,7 +140,7 @@ class HarmonyReader:
             if is_plain or not (yield from source.has(START, CHANNEL, MESSAGE, " to=", "to=")):
                 if self._is_certain and source.is_cut(START, *_STOPS):
                     break
-                # A text without a header, as where a grammar has formed the whole answer.
+                # Text without a header, for example if a grammar has formed the whole answer.
                 rest = source.text[source.position :]
                 self._is_doubtful |= self._has_called and bool(rest.strip())
                 yield from self._say(Content, () if is_plain else _STOPS)
@@ -133,16 +148,16 @@ class HarmonyReader:
             self._is_open = True
             try:
                 yield from self._read_message()
-            except Malformed as error:
+            except FormatMismatch as error:
                 yield from self._say_malformed(error)
         if self._held and self._is_doubtful and self._has_called:
             del self._pieces[self._num_before :]
             self._pieces.append(Content(self._held))
 
-    def _say_malformed(self, error: Malformed) -> Reading[None]:
-        """Say a message that could not be read, apart from its role.
+    def _say_malformed(self, error: FormatMismatch) -> Reading[None]:
+        """Return a message that could not be read as content, without its role.
 
-        No call is read within one that began, so it is content up to its end, or else all text.
+        No call is read within such a message. It extends to its end, or to the end of the answer.
         """
         source = self._source
         end = source.position
@@ -154,10 +169,10 @@ class HarmonyReader:
             self._num_malformed += 1
             yield from self._say_to_the_letter()
         else:
-            if not isinstance(error, Uncallable):
+            if not isinstance(error, UncallableCall):
                 end = len(source.text)
                 self._is_doubtful = self._is_doubtful or CALL in source.text[source.position :]
-            with suppress(Malformed):
+            with suppress(FormatMismatch):
                 yield from source.match(_ROLE)
             text = source.take_to(end) + (yield from source.takes(*_ENDS))
             self._pieces.append(Content("\n" + text if Content in self._said else text))
@@ -168,8 +183,8 @@ class HarmonyReader:
         """Read one message.
 
         Raises:
-            Uncallable: it is a whole call of a tool that may not be called.
-            Malformed: it has no end, or no end of its header.
+            UncallableCall: the message is a complete call of an unknown tool.
+            FormatMismatch: the message or its header does not end.
         """
         source = self._source
         header = (yield from source.match(_HEADER))[1]
@@ -181,7 +196,7 @@ class HarmonyReader:
             yield from self._say(Thought if is_analysis else Content, _STOPS)
         elif self._is_certain:
             if name not in self._tools:
-                raise Malformed
+                raise FormatMismatch
             yield from (self._stream_raw if name in self._raw else self._stream_call)(name)
         elif self._held:
             yield from self._read_call(name)
@@ -189,13 +204,14 @@ class HarmonyReader:
             yield from self._hold()
 
     def _hold(self) -> Reading[None]:
-        """Wait for the end of the text, and let all of it be read from this message on.
+        """Wait for the end of the answer, and restart reading at this message with the complete
+        text.
 
-        The text behind a call may show that it was a quotation.
+        Later text may show that the call was a quotation.
         """
         self._source.rewind()
         self._held = yield from self._source.rest()
-        self._source = Source()
+        self._source = TextFeed()
         self._source.add(self._held, True)
         self._held = _ROLE.sub("", self._held, count=1) if _ROLE.match(self._held) else self._held
         if Content in self._said:
@@ -211,10 +227,10 @@ class HarmonyReader:
             text = yield from source.bracketed()
         yield from source.skip_space()
         if not (yield from source.has(*_STOPS)) and not (source.is_final and source.is_empty):
-            raise Malformed
+            raise FormatMismatch
         if name not in self._tools:
-            raise Uncallable
-        self._calls.call(written(name, text))
+            raise UncallableCall
+        self._calls.call(make_call(name, text))
         self._pieces += self._calls.fetch(False)
         self._has_called = True
         source.settle()
@@ -251,25 +267,26 @@ class HarmonyReader:
     def _say(
         self, kind: type[Content] | type[Thought], stops: tuple[str, ...], text: str = ""
     ) -> Reading[None]:
-        """Add a text and what follows it, as it comes, up to a mark, which is left."""
+        """Return text as it arrives, `text` first, up to one of the markers `stops`, which is not
+        taken.
+        """
         source, pattern, is_first = self._source, any_of(stops), True
         while True:
-            found = source.search(pattern)
+            match = source.search(pattern)
             end = len(source.text) if source.is_final else source.certain_end(stops)
-            text += source.take_to(end if found is None else found.start())
+            text += source.take_to(end if match is None else match.start())
             source.settle()
             if text:
                 self._pieces.append(kind("\n" + text if is_first and kind in self._said else text))
                 self._said.add(kind)
                 is_first, text = False, ""
-            if found is not None or source.is_final:
+            if match is not None or source.is_final:
                 return
             yield
 
     def _say_to_the_letter(self) -> Reading[None]:
-        """Add a message as content, its marks included, apart from the role."""
         source = self._source
-        with suppress(Malformed):
+        with suppress(FormatMismatch):
             yield from source.match(_ROLE)
         mark = yield from source.takes(START, CHANNEL, MESSAGE)
         yield from self._say(Content, _STOPS, mark)
@@ -278,11 +295,11 @@ class HarmonyReader:
 
 
 def harmony_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a conversation as gpt-oss's template can render it.
+    """Return a conversation in the form that gpt-oss's chat template can render.
 
-    It renders one call of a message, names the result that follows after it, and refuses content
-    beside thoughts and calls. So calls become messages of their own, each before its result, and
-    such content the end of the thoughts.
+    The template renders one call per message, names only the result that follows it, and refuses
+    content beside thoughts and calls. So each call becomes a message of its own before its result,
+    and such content is appended to the thoughts.
     """
     return [_with_thoughts(message) for message in single_calls(messages)]
 
@@ -291,9 +308,8 @@ _THOUGHTS = ("thinking", "reasoning_content")
 
 
 def _with_thoughts(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message with its content at the end of its thoughts, where it holds a call."""
     if not message.get("tool_calls"):
         return message
-    made = {key: value for key, value in message.items() if key not in _THOUGHTS}
+    fields = {key: value for key, value in message.items() if key not in _THOUGHTS}
     thoughts = "\n\n".join(filter(None, (message.get("thinking"), message.get("content"))))
-    return {**made, "content": "", **({"thinking": thoughts} if thoughts else {})}
+    return {**fields, "content": "", **({"thinking": thoughts} if thoughts else {})}

@@ -1,4 +1,4 @@
-"""Conversations in plainer forms, for chat templates that refuse the form that clients send."""
+"""Simplified forms of conversations, for chat templates that refuse the form that clients send."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from jaxserve.server.schema.arguments import arguments_text
 
 Messages = list[dict[str, Any]]
-# Text that only a template which prints arguments as they are leaves whole; JSON escapes the quote.
+# A template that serializes arguments would escape the quote. Only one that prints them keeps it.
 PROBE = '{"aaaa'
 _PARAMETERS = {"type": "object", "properties": {}}
 PROBE_TOOLS = [
     {"type": "function", "function": {"name": "f", "description": "", "parameters": _PARAMETERS}}
 ]
-# Mistral's templates require ids of nine letters and digits.
+# Mistral's templates require call ids of nine letters and digits.
 _ID = "call{:05}"
 
 
@@ -28,19 +28,21 @@ def probe_messages() -> Messages:
 
 
 def has_text_arguments(messages: Sequence[dict[str, Any]]) -> bool:
-    """Return whether a call has arguments that are no object."""
+    """Return whether any call in a conversation has arguments as text instead of an object."""
     calls = (call for message in messages for call in message.get("tool_calls") or ())
     return any(isinstance(call["function"]["arguments"], str) for call in calls)
 
 
 def with_texts(messages: Messages) -> Messages:
-    """Return a conversation in which all arguments are text."""
+    """Return a conversation with all arguments as text."""
     return _with_arguments(messages, arguments_text)
 
 
 def with_objects(messages: Messages) -> Messages:
-    """Return a conversation in which arguments that are no object are an empty one."""
-    return _with_arguments(messages, lambda given: {} if isinstance(given, str) else given)
+    """Return a conversation with arguments as objects, {} for arguments that are text."""
+    return _with_arguments(
+        messages, lambda arguments: {} if isinstance(arguments, str) else arguments
+    )
 
 
 def _with_arguments(messages: Messages, change: Callable[[Any], Any]) -> Messages:
@@ -57,19 +59,19 @@ def _with_arguments(messages: Messages, change: Callable[[Any], Any]) -> Message
 
 
 def single_calls(messages: Sequence[dict[str, Any]]) -> Messages:
-    """Return a conversation with one call in a message, each followed by its result.
+    """Return a conversation with one call per message, each followed by its result.
 
-    A result that belongs to no call gets one, in the message before it if that is an answer.
+    A result without a call gets one, in the assistant message before it if there is one.
     """
-    made: Messages = []
+    singles: Messages = []
     waiting = _Waiting()
     names: dict[Any, str] = {}
     for message in messages:
         if message["role"] == "tool":
-            made.append(waiting.take(message) or _new_call(message, names, made))
-            made.append(message)
+            singles.append(waiting.take(message) or _new_call(message, names, singles))
+            singles.append(message)
             continue
-        made += waiting.take_all()
+        singles += waiting.take_all()
         calls = message.get("tool_calls") or []
         names.update((call.get("id"), call["function"]["name"]) for call in calls)
         if message["role"] == "assistant" and calls:
@@ -77,12 +79,12 @@ def single_calls(messages: Sequence[dict[str, Any]]) -> Messages:
             for call in calls[1:]:
                 waiting.add(_calling(call))
         else:
-            made.append(message)
-    return made + waiting.take_all()
+            singles.append(message)
+    return singles + waiting.take_all()
 
 
 class _Waiting:
-    """Calls that wait for their results, each taken in constant time."""
+    """Calls that wait for their results. Each is taken in constant time."""
 
     def __init__(self) -> None:
         self._left: OrderedDict[int, dict[str, Any]] = OrderedDict()
@@ -94,7 +96,7 @@ class _Waiting:
         self._by_id[message["tool_calls"][0].get("id")].append(number)
 
     def take(self, result: dict[str, Any]) -> dict[str, Any] | None:
-        """Take the call of a result: that with its id, or the first; None where none is left."""
+        """Remove and return the call with the id of a result, else the oldest call, or None."""
         same = self._by_id[result.get("tool_call_id")]
         while same:
             if (number := same.popleft()) in self._left:
@@ -102,20 +104,23 @@ class _Waiting:
         return self._left.popitem(last=False)[1] if self._left else None
 
     def take_all(self) -> Messages:
-        """Take the calls that have no result."""
-        left = list(self._left.values())
+        """Remove and return the calls without a result."""
+        calls = list(self._left.values())
         self._left.clear()
         self._by_id.clear()
-        return left
+        return calls
 
 
-def _new_call(result: dict[str, Any], names: dict[Any, str], made: Messages) -> dict[str, Any]:
-    """Return a message that calls for a result, the answer before it if there is one."""
-    wanted = result.get("tool_call_id")
-    name = result.get("name") or names.get(wanted) or "tool"
-    message = _calling(_call(wanted or _ID.format(0), name, {}))
-    is_answer = made and made[-1]["role"] == "assistant" and not made[-1].get("tool_calls")
-    return {**made.pop(), "tool_calls": message["tool_calls"]} if is_answer else message
+def _new_call(result: dict[str, Any], names: dict[Any, str], singles: Messages) -> dict[str, Any]:
+    """Return a message with a call for a result.
+
+    It replaces the answer before it in the list, if any.
+    """
+    call_id = result.get("tool_call_id")
+    name = result.get("name") or names.get(call_id) or "tool"
+    message = _calling(_call(call_id or _ID.format(0), name, {}))
+    is_answer = singles and singles[-1]["role"] == "assistant" and not singles[-1].get("tool_calls")
+    return {**singles.pop(), "tool_calls": message["tool_calls"]} if is_answer else message
 
 
 def _call(number: str, name: str, arguments: Any) -> dict[str, Any]:
@@ -127,15 +132,11 @@ def _calling(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def plainer_histories(messages: Messages, reads_calls: bool) -> list[Messages]:
-    """Return forms of a conversation that stricter templates render, the nearest first.
+    """Return simplified forms of a conversation for stricter templates, the closest form first.
 
-    Llama's template takes one call in a message, Mistral's ids of nine characters, Gemma's only
-    turns of user and assistant that alternate. The newest message stays as it is: a template that
-    refuses it refuses the request.
-
-    Args:
-        messages: that the template refuses.
-        reads_calls: whether the template renders calls.
+    Llama's template accepts one call per message, Mistral's requires ids of nine characters, and
+    Gemma's accepts only alternating user and assistant turns. The newest message is unchanged: a
+    template that refuses it refuses the request.
     """
     newest, before = messages[-1], messages[-2] if len(messages) > 1 else {}
     is_wrong = before.get("role") == newest["role"] and not before.get("tool_calls")
@@ -148,7 +149,7 @@ def plainer_histories(messages: Messages, reads_calls: bool) -> list[Messages]:
 
 def _numbered(messages: Messages) -> Messages:
     """Return single calls and their results with new ids, and each result with its name."""
-    made: Messages = []
+    numbered: Messages = []
     number, name = 0, ""
     for message in messages:
         if message.get("tool_calls"):
@@ -158,23 +159,25 @@ def _numbered(messages: Messages) -> Messages:
             name = call["function"]["name"]
         elif message["role"] == "tool":
             message = {"name": name, **message, "tool_call_id": _ID.format(number)}
-        made.append(message)
-    return made
+        numbered.append(message)
+    return numbered
 
 
 def _answered(messages: Messages) -> Messages:
     """Return a conversation with an empty answer between calls and the next user message."""
-    made: Messages = []
+    answered: Messages = []
     for message in messages:
-        is_after_call = made and (made[-1]["role"] == "tool" or made[-1].get("tool_calls"))
+        is_after_call = answered and (
+            answered[-1]["role"] == "tool" or answered[-1].get("tool_calls")
+        )
         if is_after_call and message["role"] == "user":
-            made.append({"role": "assistant", "content": ""})
-        made.append(message)
-    return made
+            answered.append({"role": "assistant", "content": ""})
+        answered.append(message)
+    return answered
 
 
 def _in_words(messages: Messages) -> Messages:
-    """Return a conversation whose calls and results are text of the assistant and the user."""
+    """Return a conversation with calls and results as text of the assistant and the user."""
     groups: list[Messages] = []
     is_result = False
     for message in messages:
@@ -198,7 +201,6 @@ def _worded(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _joined(group: Messages) -> dict[str, Any]:
-    """Return messages as one, with the fields of the last."""
     if len(group) == 1:
         return group[0]
     text = "\n\n".join(message["content"] for message in group if message["content"])
@@ -206,11 +208,10 @@ def _joined(group: Messages) -> dict[str, Any]:
 
 
 def _alternating(messages: Messages, apart: dict[str, Any] | None) -> Messages:
-    """Return a conversation whose turns alternate, with one system message at its beginning.
+    """Return a conversation of alternating turns, with one system message at its beginning.
 
     Args:
-        messages: with single calls or none.
-        apart: a message that joins no other, since its place is wrong.
+        apart: message in a wrong place that is not joined with others, or None.
     """
     groups: list[Messages] = []
     if messages[-1]["role"] != "system":

@@ -1,12 +1,14 @@
-"""Literals of JSON and Python as models write them: their ends and their values."""
+"""Parsers of JSON and Python literals as models write them, and conversion of bare values."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from typing import Any, NoReturn
 
 from jaxserve.server.schema.arguments import is_within
+from jaxserve.text.json_schemas import TYPE_NAMES, place_of, value_at
 
 _JSON_STOPS = re.compile(r'["\\{}\[\]]')
 _PYTHON_STOPS = re.compile(r"[\"'\\{}\[\]()]")
@@ -28,10 +30,10 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "\
 
 
 class EndFinder:
-    """A search for the end of a bracketed value in a text that comes in pieces.
+    """Incremental search for the end of a bracketed value.
 
     Args:
-        python: whether texts may also stand between single quotes.
+        python: True if strings may be in single quotes.
     """
 
     def __init__(self, python: bool = False) -> None:
@@ -41,16 +43,17 @@ class EndFinder:
         self._stops = _PYTHON_STOPS if python else _JSON_STOPS
 
     def find(self, text: str, position: int) -> int | None:
-        """Return the position after the closing bracket; None where it is yet to come.
+        """Search the next piece of text. Return the index after the closing bracket, or None.
 
         Args:
-            text: the next piece of the value, from `position` on.
+            text: text that continues the value from index `position` on.
+            position: index at which the search begins.
         """
         if self._is_escaped and position < len(text):
             position += 1
             self._is_escaped = False
-        while found := self._stops.search(text, position):
-            mark, position = found[0], found.end()
+        while match := self._stops.search(text, position):
+            mark, position = match[0], match.end()
             if mark == "\\":
                 if self._quote:
                     self._is_escaped = position == len(text)
@@ -69,15 +72,15 @@ class EndFinder:
 
 
 class RepeatedKey(ValueError):
-    """An object that names a key twice."""
+    """An object contains the same key twice."""
 
 
 def read_json(text: str) -> Any:
-    """Read a JSON value, whose texts may hold raw line ends.
+    """Parse a JSON value. Its strings may contain raw line breaks.
 
     Raises:
-        RepeatedKey: an object in it names a key twice.
-        ValueError: it is no JSON value, or nested too deep.
+        RepeatedKey: an object contains the same key twice.
+        ValueError: the text is not JSON, or is nested too deeply.
     """
     try:
         value = json.loads(
@@ -85,25 +88,25 @@ def read_json(text: str) -> Any:
         )
     except RecursionError:
         raise ValueError("nested too deep") from None
-    # How deep the parser itself goes differs between versions of Python.
+    # The maximum depth of the json module differs between versions of Python.
     is_short = text.count("[") + text.count("{") <= MAX_JSON_DEPTH
-    if not is_short and not is_within(value, MAX_JSON_DEPTH + 1):  # of containers, then others
+    if not is_short and not is_within(value, MAX_JSON_DEPTH + 1):  # one level more for scalars
         raise ValueError("nested too deep")
     return value
 
 
 def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
         raise RepeatedKey("an object names a key twice")
-    return made
+    return mapping
 
 
 def write_json(value: Any) -> str:
-    """Return a value as JSON that UTF-8 can encode.
+    """Serialize a value as JSON that can be encoded as UTF-8.
 
     Raises:
-        ValueError: a number is not finite, or it is nested too deep.
+        ValueError: a number is not finite, or the value is nested too deeply.
     """
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
@@ -120,10 +123,13 @@ def _no_number(name: str) -> NoReturn:
 
 
 def read_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """Read a list of calls as in Python, with keyword arguments only: `[f(a=1, b="x"), g()]`.
+    """Parse a list of Python calls with keyword arguments only: `[f(a=1, b="x"), g()]`.
+
+    Returns:
+        The name and the arguments of each call.
 
     Raises:
-        ValueError: the text is anything else.
+        ValueError: the text is not such a list.
     """
     reader = _Python(text)
     reader.expect("[")
@@ -147,7 +153,10 @@ def read_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 class Cursor:
-    """A place in a text that is read from left to right; space before marks is left out."""
+    """Position in a complete text that is read from left to right.
+
+    White space before tokens is skipped.
+    """
 
     def __init__(self, text: str, position: int = 0) -> None:
         self._text = text
@@ -157,38 +166,44 @@ class Cursor:
         self._position = _SPACE.match(self._text, self._position).end()  # type: ignore[union-attr]
 
     def rest(self) -> str:
-        """Return what follows, without space around it."""
+        """Return the text after the position, stripped of white space."""
         return self._text[self._position :].strip()
 
     def take(self, mark: str) -> bool:
-        """Take a mark, if it comes next; return whether it does."""
+        """Skip white space, and take `mark` if it comes next. Return whether it did."""
         self._skip()
         is_there = self._text.startswith(mark, self._position)
         self._position += len(mark) if is_there else 0
         return is_there
 
     def expect(self, mark: str) -> None:
-        """Take a mark; ValueError where another text comes."""
+        """Consume `mark`, which must come next.
+
+        Raises:
+            ValueError: other text comes next.
+        """
         if not self.take(mark):
             raise ValueError(f"no {mark} at {self._position}")
 
     def between(self, end: str) -> None:
-        """Take a comma, or leave the end mark for the caller to take."""
+        """Consume a comma between items, unless the closing text `end` comes next (it is not
+        taken).
+        """
         self._skip()
         if not self._text.startswith(end, self._position):
             self.expect(",")
 
 
 class _Python(Cursor):
-    """Reader of Python's literals."""
+    """Incremental parser of Python literals."""
 
     def match(self, pattern: re.Pattern[str]) -> str:
         self._skip()
-        found = pattern.match(self._text, self._position)
-        if found is None:
+        match = pattern.match(self._text, self._position)
+        if match is None:
             raise ValueError(f"nothing fits at {self._position}")
-        self._position = found.end()
-        return found[0]
+        self._position = match.end()
+        return match[0]
 
     def value(self, depth: int) -> Any:
         if depth > MAX_DEPTH:
@@ -243,8 +258,148 @@ class _Python(Cursor):
         return mapping
 
 
-def _unescaped(found: re.Match[str]) -> str:
-    code = found[1]
+def _unescaped(match: re.Match[str]) -> str:
+    code = match[1]
     if len(code) > 1:
         return chr(int(code[1:], 16))
-    return _ESCAPES.get(code, code if code in "\"'\\/" else found[0])
+    return _ESCAPES.get(code, code if code in "\"'\\/" else match[0])
+
+
+_TYPES = {
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    list: "array",
+    dict: "object",
+    type(None): "null",
+}
+_BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
+_CHOICES = ("anyOf", "oneOf", "allOf")
+_MAX_REFERENCES = 16
+# Python refuses to parse integers of more digits.
+_MAX_DIGITS = 4000
+
+
+def property_schema(schema: dict[str, Any], name: str) -> Any:
+    """Return the schema of property `name` of an object schema, with references resolved.
+
+    Returns:
+        The schema of the property, {} if it is unknown.
+    """
+    properties = resolve(schema, schema).get("properties")
+    value_schema = properties.get(name) if isinstance(properties, dict) else None
+    return resolve(value_schema, schema)
+
+
+def resolve(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
+    """Follow `$ref`s of a schema within `root`. Return {} if a reference has no target."""
+    for _ in range(_MAX_REFERENCES):
+        if not isinstance(schema, dict):
+            return {}
+        reference = schema.get("$ref")
+        if not isinstance(reference, str):
+            return schema
+        place = place_of(reference)
+        schema = None if place is None else value_at(root, place)
+    return {}
+
+
+def types_of(schema: Any, root: dict[str, Any]) -> set[str]:
+    """Return the JSON type names that a schema allows, an empty set if it does not restrict them.
+
+    Each schema is visited once, since schemas of choices may refer to each other.
+    """
+    types: set[str] = set()
+    waiting, seen = [schema], set[int]()
+    while waiting:
+        schema = resolve(waiting.pop(), root)
+        if id(schema) in seen:
+            continue
+        seen.add(id(schema))
+        declared, values = schema.get("type"), schema.get("enum")
+        for name in declared if isinstance(declared, list) else [declared]:
+            if isinstance(name, str):
+                types.add(TYPE_NAMES.get(name.lower(), name.lower()))
+        for value in values if isinstance(values, list) else []:
+            types.add(_TYPES.get(type(value), "string"))
+        if "const" in schema:
+            types.add(_TYPES.get(type(schema["const"]), "string"))
+        for key in _CHOICES:
+            choices = schema.get(key)
+            waiting += choices if isinstance(choices, list) else []
+    return types
+
+
+def convert(text: str, schema: Any, root: dict[str, Any]) -> Any:
+    """Return the value of a bare text according to a schema.
+
+    Types are tried in the order null, number, boolean, object or array. Otherwise the text is a
+    string if the schema allows strings. If not, it is parsed as any JSON value, and stays a string
+    if it is not JSON.
+
+    Args:
+        text: the value as the model wrote it.
+        root: schema in which references are resolved.
+
+    Raises:
+        RepeatedKey: the schema does not allow strings, and an object in the value repeats a key.
+    """
+    types = types_of(schema, root) or {"string"}
+    bare = text.strip()
+    if "null" in types and bare.lower() == "null":
+        return None
+    if types & {"integer", "number"}:
+        number = _number(bare, "number" in types)
+        if number is not None:
+            return number
+    if "boolean" in types and bare.lower() in _BOOLEANS:
+        return _BOOLEANS[bare.lower()]
+    if "string" in types and not types & {"object", "array"}:
+        return text
+    try:
+        value = read_json(text)
+    except RepeatedKey:
+        if "string" not in types:
+            raise
+        return text
+    except ValueError:
+        return text
+    if not is_finite(value):
+        return text
+    fits = types & {_TYPES[type(value)]} or "string" not in types
+    return value if fits else text
+
+
+def _number(text: str, may_be_fraction: bool) -> int | float | None:
+    if len(text) > _MAX_DIGITS or "_" in text or not text.isascii():
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    if not may_be_fraction:
+        return None
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    if not math.isfinite(number):
+        return None
+    return int(number) if number.is_integer() and abs(number) < 2**53 else number
+
+
+def is_finite(value: Any) -> bool:
+    """Return whether all numbers in a JSON-like value are finite, so that JSON can represent it."""
+    level = [value]
+    while level:
+        inner: list[Any] = []
+        for item in level:
+            if isinstance(item, float) and not math.isfinite(item):
+                return False
+            if isinstance(item, dict):
+                inner += item.values()
+            elif isinstance(item, list):
+                inner += item
+        level = inner
+    return True

@@ -1,11 +1,11 @@
-"""Checks of a request's tools, and what follows from them for the model and its reader."""
+"""Validation of a request's tools, and the call format, grammar and texts that follow from them."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,19 +16,22 @@ from jaxserve.server.schema.arguments import is_within
 from jaxserve.server.schema.openai import ChatRequest, NamedTool, ResponseFormat, Tool
 from jaxserve.server.schema.sampling import answer_schema
 from jaxserve.server.schema.tools import CUSTOM_PARAMETERS
-from jaxserve.server.tool_calls.examples import example_of
+from jaxserve.server.tool_calls.answer_parts import NAME, Beside, Tools
+from jaxserve.server.tool_calls.call_bodies import (
+    Body,
+    HeadedCall,
+    JsonCall,
+    KeyedCall,
+    PythonCalls,
+    XmlCall,
+)
+from jaxserve.server.tool_calls.call_rules import Unformable, arguments_schema
 from jaxserve.server.tool_calls.formats import CALL_FORMATS, DEFAULT_FORMAT, CallFormat
+from jaxserve.server.tool_calls.gemma import BracedCall
 from jaxserve.server.tool_calls.grammar import MAX_CALLS, Function, grammar_of_calls
-from jaxserve.server.tool_calls.grammar_parts import arguments_schema
-from jaxserve.server.tool_calls.tagged_grammar import Unformable
-from jaxserve.server.tool_calls.written import NAME, Beside, Tools
 from jaxserve.structured import MAX_SCHEMA_BYTES, plain_schema
 from jaxserve.text.grammars import lark_problem, schema_problem
-from jaxserve.text.json_schemas import (
-    EnforceableSchemas,
-    UnenforceableSchema,
-    well_formed,
-)
+from jaxserve.text.json_schemas import EnforceableSchemas, UnenforceableSchema, well_formed
 
 MAX_TOOLS = 1024
 MAX_TOOLS_BYTES = 512 << 10
@@ -39,15 +42,12 @@ _ANY = {"type": "object", "properties": {}}
 
 @dataclass(frozen=True)
 class CallUse:
-    """The calls that an answer may hold.
+    """Calls that an answer may contain.
 
     Attributes:
-        call_format: of the calls.
-        tools: those that may be called.
-        is_certain: whether a grammar forms every call.
-        parallel: whether there may be several calls.
-        beside: the text that the grammar allows beside them.
-        raw: names of tools whose calls hold raw text.
+        is_certain: True if a grammar enforces every call.
+        beside: text that the grammar allows in addition to calls.
+        raw: names of tools whose calls contain raw text.
     """
 
     call_format: CallFormat
@@ -60,45 +60,30 @@ class CallUse:
 
 @dataclass(frozen=True)
 class ToolUse:
-    """The use of tools in one request.
+    """Tools of one request, and how its answer may call them.
 
     Attributes:
-        call_format: of the calls.
-        tools: those that may be called.
-        described: the tools in the form of chat templates.
-        grammar: of the answer; None where it is free.
-        is_named: whether the request names the tool to call.
-        parallel: whether there may be several calls.
-        holds_thoughts: whether the grammar holds the thoughts too, where its format can.
-        beside: the text that the grammar allows beside calls.
-        raw: names of tools whose calls hold raw text.
+        calls: calls that the answer may contain.
+        described: tools in the form of chat templates.
+        grammar: grammar of the answer, None if the answer is unconstrained.
+        is_named: True if the request names the tool to call.
+        holds_thoughts: True if the grammar may include the thoughts, where the format allows it.
     """
 
-    call_format: CallFormat
-    tools: Tools
+    calls: CallUse
     described: list[dict[str, Any]]
     grammar: str | None
     is_named: bool
-    parallel: bool
     holds_thoughts: bool = True
-    beside: Beside = Beside.TEXT
-    raw: frozenset[str] = frozenset()
-
-    @property
-    def calls(self) -> CallUse:
-        """The calls that an answer may hold."""
-        is_certain = self.grammar is not None
-        use = CallUse(self.call_format, self.tools, is_certain, self.parallel)
-        return replace(use, beside=self.beside, raw=self.raw)
 
 
 def check_tools(tools: list[Tool], field: str = "tools") -> None:
-    """Check the number, the names and the depth of tools.
+    """Check the number, total size, names and nesting depth of tools.
 
-    Schemas are checked where a grammar is made of them.
+    Schemas are checked later, when a grammar is built from them.
 
     Raises:
-        InvalidRequest: naming the tool and what is wrong.
+        InvalidRequest: the message names the tool and the fault.
     """
     if len(tools) > MAX_TOOLS:
         raise InvalidRequest(f"{field} takes at most {MAX_TOOLS} tools, got {len(tools)}", field)
@@ -130,10 +115,10 @@ def _check_well_formed(tools: list[Tool]) -> None:
 
 
 def allowed_tools(body: ChatRequest) -> tuple[list[Tool], NamedTool | str | None]:
-    """Return the tools that a request lets the model see and call, and the choice among them.
+    """Return the tools that the model may see and call, and the choice among them.
 
     Raises:
-        InvalidRequest: the choice allows a tool that is not there.
+        InvalidRequest: `tool_choice` allows a tool that is not in `tools`.
     """
     tools, choice = body.tools or [], body.tool_choice
     allowed = choice.allowed_tools if isinstance(choice, NamedTool) else None
@@ -152,17 +137,15 @@ def tool_use(
     spell: Callable[[str], str],
     schemas: EnforceableSchemas | None = None,
 ) -> ToolUse | None:
-    """Return a request's use of tools; None where it may call nothing.
+    """Return how a request uses tools, or None if the answer may not contain calls.
 
     Args:
-        body: the request.
-        parser: name of the model's call format, if it is known.
-        allows_auto: whether the model may choose to call.
-        spell: writes a mark for a grammar.
-        schemas: that were checked before.
+        parser: name of the model's call format, or None if it is unknown.
+        allows_auto: True if the server lets the model choose to call.
+        spell: function that returns a marker as a term of a Lark grammar.
 
     Raises:
-        InvalidRequest: naming the field.
+        InvalidRequest: the message names the field.
     """
     schemas = EnforceableSchemas(schema_problem) if schemas is None else schemas
     check_tools(body.tools or [])
@@ -199,31 +182,36 @@ def tool_use(
     called = {tool.function.name: tool.function.parameters or {} for tool in callable_tools}
     beside = Beside.FORM if answer is not None else Beside.TEXT if is_auto else Beside.NOTHING
     raw = frozenset(tool.function.name for tool in callable_tools if tool.lark is not None)
-    use = ToolUse(call_format, called, described(tools), grammar, is_named, parallel, may_think)
-    return replace(use, beside=beside, raw=raw)
+    calls = CallUse(call_format, called, grammar is not None, parallel, beside, raw)
+    return ToolUse(calls, described(tools), grammar, is_named, may_think)
 
 
 def _named_tools(tools: list[Tool], choice: NamedTool) -> list[Tool]:
-    wanted = choice.function.name
-    named = [tool for tool in tools if tool.function.name == wanted]
+    name = choice.function.name
+    named = [tool for tool in tools if tool.function.name == name]
     if not named:
-        raise InvalidRequest(f"tool_choice: {wanted[:60]!r} is not in tools", "tool_choice")
+        raise InvalidRequest(f"tool_choice: {name[:60]!r} is not in tools", "tool_choice")
     return named
 
 
 def _formed(call_format: CallFormat, form: Callable[[CallFormat], str]) -> tuple[CallFormat, str]:
-    """Return a grammar of calls in the model's format, or else in the default one.
+    """Return a grammar of calls in the model's format, or in the default format if that fails.
+
+    The format fails if it cannot express a schema, or if its grammar is too large.
+
+    Returns:
+        The format that was used, and the grammar.
 
     Raises:
-        InvalidRequest: the grammar is too large.
+        InvalidRequest: the grammar is too large in both formats.
     """
     try:
         grammar = form(call_format)
-        if len(grammar) <= MAX_SCHEMA_BYTES:  # tags take more room than JSON
+        if len(grammar) <= MAX_SCHEMA_BYTES:  # tagged calls have larger grammars than JSON
             return call_format, grammar
     except Unformable:
         pass
-    if call_format.is_harmony:  # its reader finds no calls of another format
+    if call_format.is_harmony:  # its reader does not find calls of other formats
         raise _too_large()
     call_format = CALL_FORMATS[DEFAULT_FORMAT]
     grammar = form(call_format)
@@ -241,11 +229,11 @@ def _too_large() -> InvalidRequest:
 
 
 def _function(tool: Tool, schemas: EnforceableSchemas, is_forced: bool) -> Function:
-    """Return a tool as grammars take it.
+    """Return a tool as grammars need it, with its schema checked.
 
     Raises:
-        InvalidRequest: its schema is too large, or strict and not enforceable; or the tool is
-            forced, and its schema is not one of an object.
+        InvalidRequest: the schema is too large, or strict and not enforceable, or the tool is
+            forced and its schema does not describe an object.
     """
     name = tool.function.name
     if tool.lark is not None:
@@ -259,7 +247,7 @@ def _function(tool: Tool, schemas: EnforceableSchemas, is_forced: bool) -> Funct
         raise _too_large()
     is_strict = bool(tool.function.strict)
     try:
-        if tool.regex is not None:  # by itself, since a group stands around it in the schema
+        if tool.regex is not None:  # the schema has a group around it, so check the pattern alone
             schemas.get({"type": "string", "pattern": tool.regex}, True, "")
         schema = schemas.get(schema, is_strict, f"tool {name!r}")
         types = schema.get("type", "object")
@@ -280,27 +268,25 @@ def _function(tool: Tool, schemas: EnforceableSchemas, is_forced: bool) -> Funct
 
 def described(tools: list[Tool]) -> list[dict[str, Any]]:
     """Return tools in the form of chat templates."""
-    made = []
+    descriptions = []
     for function in (tool.function for tool in tools):
         fields: dict[str, Any] = {"name": function.name}
         if function.description is not None:
             fields["description"] = function.description
         fields["parameters"] = well_formed(function.parameters or _ANY)
-        made.append({"type": "function", "function": fields})
-    return made
+        descriptions.append({"type": "function", "function": fields})
+    return descriptions
 
 
 def introduce(
     messages: list[dict[str, Any]], tools: list[dict[str, Any]], call_format: CallFormat, role: str
 ) -> list[dict[str, Any]]:
-    """Return a conversation that describes tools in words, for a template that reads none.
+    """Return messages with a description of the tools, for a chat template that does not render
+    tools.
 
     Args:
-        messages: in the form of chat templates.
-        tools: likewise.
-        call_format: of the calls.
-        role: of the message that describes the tools, "system" or "user": the first message if it
-            has this role, else a new one before it.
+        role: role of the message with the description, "system" or "user". It is added to the first
+            message if that has this role, otherwise put before it.
     """
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     text = (
@@ -317,12 +303,53 @@ def introduce(
 def _answer_schema(
     response_format: ResponseFormat | None, schemas: EnforceableSchemas
 ) -> dict[str, Any] | None:
-    """Return the JSON schema of an answer that calls nothing; None where it is free."""
-    found = answer_schema(response_format)
-    if found is None:
+    """Return the JSON schema of an answer without calls, or None if it is unconstrained."""
+    answer = answer_schema(response_format)
+    if answer is None:
         is_object = response_format is not None and response_format.type == "json_object"
         return {"type": "object"} if is_object else None
     try:
-        return schemas.get(plain_schema(found[0]), found[1], "an answer")
+        return schemas.get(plain_schema(answer[0]), answer[1], "an answer")
     except UnenforceableSchema as error:
         raise InvalidRequest(f"response_format: at {error}", "response_format") from None
+
+
+def example_of(form: CallFormat) -> str:
+    """Return an example call of a function NAME in a call format."""
+    before, after = form.section
+    body = _example(form.body)
+    if form.is_harmony:
+        return f"{form.mark}{body}{form.close}"
+    if form.is_array and isinstance(form.body, JsonCall):
+        body = f"[{body}]"
+    if form.is_optional_mark:
+        return body
+    if isinstance(form.body, JsonCall) and not form.is_array and not before:
+        body = f"\n{body}\n"
+    return f"{before}{form.mark}{body}{form.close}{after}"
+
+
+def _example(body: Body) -> str:
+    match body:
+        case JsonCall(is_keyed=True):
+            return '{"NAME": {...}}'
+        case JsonCall():
+            return f'{{"{body.name}": "NAME", "{body.arguments}": {{...}}}}'
+        case HeadedCall():
+            number = ":0" if body.is_numbered else ""
+            between = "" if body.before else " "
+            return f"{body.before}NAME{number}{body.after or between}{{...}}{body.tail}"
+        case PythonCalls():
+            return "[NAME(ARGUMENT=VALUE, ...)]" if body.is_list else "NAME(ARGUMENT=VALUE, ...)"
+        case XmlCall():
+            quote = '"' if body.is_quoted else ""
+            value = "\nVALUE\n" if body.trims else "VALUE"
+            close = f"{quote}{body.tag_end}"
+            parameter = f"{body.parameter}{quote}ARGUMENT{close}{value}{body.parameter_end}"
+            return f"{body.before}{quote}NAME{close}\n{parameter}\n...\n{body.end}\n"
+        case KeyedCall():
+            key, key_end, start, end = body.tags
+            pair = f"{key}ARGUMENT{key_end}\n{start}VALUE{end}"
+            return f"NAME{body.after}\n{pair}\n...\n{body.end}"
+        case BracedCall():
+            return f"call:NAME{{ARGUMENT:{body.quote}VALUE{body.quote},...}}"

@@ -20,7 +20,7 @@ from jaxserve.start.garbage import collection_paused
 from jaxserve.start.sources.expert_load import placement_of
 from jaxserve.start.sources.hub_gguf import gguf_of_folder
 from jaxserve.text.generation_config import read_generation_config
-from jaxserve.text.gguf_ends import gguf_ends
+from jaxserve.text.gguf_vocabulary import gguf_ends
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.weights import (
     ConvertedModel,

@@ -1,37 +1,39 @@
-"""ChosenCalls: the calls in a text that no grammar has formed, read once it is complete."""
+"""UnconstrainedCalls: calls in an answer generated without a grammar, read once it is complete."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxserve.server.tool_calls.bodies import BracedCall, PythonCalls, XmlCall
+from jaxserve.server.tool_calls.answer_parts import Tools, WrittenCall
+from jaxserve.server.tool_calls.call_bodies import PythonCalls, XmlCall
+from jaxserve.server.tool_calls.call_context import CallContext, CallLayout
 from jaxserve.server.tool_calls.formats import CallFormat
-from jaxserve.server.tool_calls.source import (
-    Cut,
-    Malformed,
+from jaxserve.server.tool_calls.gemma import BracedCall
+from jaxserve.server.tool_calls.tagged_calls import TagCall
+from jaxserve.server.tool_calls.text_feed import (
+    FormatMismatch,
+    IncompleteCall,
     Reading,
-    Repeated,
-    Source,
-    Uncallable,
+    RepeatedArgument,
+    TextFeed,
+    UncallableCall,
     any_of,
     result_of,
 )
-from jaxserve.server.tool_calls.tag_reading import Around, Layout, TagCall
-from jaxserve.server.tool_calls.written import Tools, WrittenCall
 
-# After this many marks without a call, no further mark is searched for.
+# After this many markers without a call, further markers are ignored.
 MAX_MALFORMED = 64
 
 
 @dataclass(frozen=True)
 class _Text:
-    """A part of the text that is content.
+    """Part of the text that is content.
 
     Attributes:
-        start: its position in the text, and `end` that behind it.
-        is_read: whether it is a whole call of no tool, whose end is certain.
-        is_failed: whether it is the text behind a call that has no end, or a call that names an
-            argument twice.
+        start: index of its first character in the text.
+        end: index after its last character.
+        is_read: True if it is a whole call of an unknown tool, whose end is certain.
+        is_failed: True if it follows a call without an end, or is a call with a repeated argument.
     """
 
     start: int
@@ -40,39 +42,38 @@ class _Text:
     is_failed: bool = False
 
 
-class ChosenCalls:
-    """The calls in a text from the head of the first one on, and the content beside them.
+class UnconstrainedCalls:
+    """Calls in a text, from the first head of a call on, and the content between them.
 
-    The text may quote calls, so its end decides how it is read. A call that begins and fails is
-    content up to its end, or else up to the end of the text, and no call is read within it. Where
-    the text behind the calls holds the end of another reading, all of it is content.
+    The text may quote calls, so it can be read only when it is complete. A call that fails is
+    content up to its end, or up to the end of the text if the call has no end. No call is read
+    within it. If the text after the calls contains the end of another reading, the whole text is
+    content.
 
     Args:
-        form: of the calls.
-        tools: the tools that may be called.
-        text: all of it.
-        num_malformed: number of marks before it that began no call.
+        num_malformed: number of earlier markers that did not begin a call.
     """
 
     def __init__(self, form: CallFormat, tools: Tools, text: str, num_malformed: int = 0) -> None:
         self._form = form
         self._tools = tools
-        self._source = Source()
+        self._source = TextFeed()
         self._source.add(text, True)
         self._num_malformed = num_malformed
-        self._layout = Layout()
+        self._layout = CallLayout()
         self._parts: list[_Text | WrittenCall | None] = []
         self._in_section = self._had_section = False
-        self._call_end = -1  # position behind the last call
-        # Whether a call with bare values was read; whether a text parts calls from such a one;
-        # whether another one follows that.
+        self._call_end = -1  # index after the last call
+        # _has_values: a call with bare values was read. _is_parted: other text follows such a call.
+        # _is_mixed: another such call follows that text.
         self._has_values = self._is_parted = self._is_mixed = False
 
     def read(self, is_unmarked: bool) -> list[str | WrittenCall | None]:
-        """Return the calls and the texts between them, and None before calls of one mark.
+        """Return the calls and the texts between them, in order, with None before the calls of a
+        marker.
 
         Args:
-            is_unmarked: whether the text is calls without a mark.
+            is_unmarked: True if the text begins with calls without a marker.
         """
         text = self._source.text
         if is_unmarked:
@@ -88,15 +89,15 @@ class ChosenCalls:
     def _read_blocks(self) -> None:
         source, pattern = self._source, any_of(self._form.starts)
         while not source.is_empty:
-            found = None
+            match = None
             if self._num_malformed < MAX_MALFORMED:
-                found = source.search(pattern)
+                match = source.search(pattern)
             start = source.position
-            end = len(source.text) if found is None else found.start()
+            end = len(source.text) if match is None else match.start()
             self._say(start, end)
             source.take_to(end)
-            if found is not None:
-                self._read_marked(end, source.take_to(found.end()))
+            if match is not None:
+                self._read_marked(end, source.take_to(match.end()))
             source.settle()
 
     def _say(self, start: int, end: int, is_read: bool = False, is_failed: bool = False) -> None:
@@ -110,57 +111,57 @@ class ChosenCalls:
             self._parts.append(_Text(start, end, is_read, is_failed))
 
     def _read_marked(self, start: int, mark: str) -> None:
-        """Read calls behind a mark, which has been taken."""
+        """Read the calls after marker `mark`, which begins at `start` and has been taken."""
         source = self._source
         source.settle()
         try:
-            wanted = result_of(inner_mark(source, self._form, mark))
+            inner = result_of(inner_mark(source, self._form, mark))
             result_of(self._form.body.begins(source))
-        except Malformed:
+        except FormatMismatch:
             source.rewind()
             self._num_malformed += 1
             self._say(start, source.position)
             return
         source.rewind()
-        is_apart = not self._in_section if not wanted else not self._form.has_own_section
+        is_apart = not self._in_section if not inner else not self._form.has_own_section
         if self._had_section and is_apart:
             self._is_parted = self._is_parted or self._has_values
         behind = source.position
         result_of(inner_mark(source, self._form, mark))
-        if wanted:
+        if inner:
             self._in_section = self._had_section = True
             place = "section" if self._form.has_own_section else "gap"
-            self._layout.note(place, source.text[behind : source.position - len(wanted)])
+            self._layout.note(place, source.text[behind : source.position - len(inner)])
         if start >= self._call_end >= 0 and not source.text[self._call_end : start].strip():
             gap = source.text[self._call_end : start]
             if self._form.section[0] and not self._form.has_own_section:
                 self._layout.note("gap", gap)
             else:
                 self._layout.note_gap(gap, self._form.gaps)
-        self._read_block(start, wanted or mark)
+        self._read_block(start, inner or mark)
 
     def _read_block(self, start: int, mark: str) -> None:
-        """Read calls of which the first comes next, up to the text that ends them.
+        """Read consecutive calls, the first of which comes next, and the texts that close them.
 
         Args:
-            start: position from which on the text is content, where the calls fail.
-            mark: the text before the calls, "" for none.
+            start: index from which the text is content if the calls fail.
+            mark: marker before the calls, or "".
         """
-        source, form, around = self._source, self._form, self._around()
+        source, form, context = self._source, self._form, self._context()
         calls, is_good, is_read, good_end = list[WrittenCall](), True, True, start
         num_values = self._layout.num_values
         try:
             result_of(open_list(source, form))
             while True:
                 try:
-                    calls += result_of(form.body.read(source, self._tools, around))
-                except Uncallable as error:
-                    is_good, is_read = False, not isinstance(error, Repeated)
+                    calls += result_of(form.body.read(source, self._tools, context))
+                except UncallableCall as error:
+                    is_good, is_read = False, not isinstance(error, RepeatedArgument)
                 end = source.position
                 good_end = end if is_good else good_end
                 if not result_of(follows_in_list(source, form)):
                     break
-        except Malformed:
+        except FormatMismatch:
             source.take_to(len(source.text))
             self._parts += [None, *calls] if is_good and calls else []
             self._say(good_end if is_good and calls else start, source.position, is_failed=True)
@@ -176,22 +177,21 @@ class ChosenCalls:
         else:
             self._say(start, source.position, is_read, is_failed=not is_read)
 
-    def _around(self) -> Around:
-        """Return the texts around the next call."""
+    def _context(self) -> CallContext:
         form, ends = self._form, ()
         is_closed = isinstance(form.body, XmlCall) and form.body.outer_end == form.close
         if is_closed or isinstance(form.body, BracedCall):
             ends = (form.close,)
         elif self._in_section and form.section[1]:
             ends = (form.section[1], form.mark)
-        return Around(form.mark, form.close, ends, self._layout)
+        return CallContext(form.mark, form.close, ends, self._layout)
 
     def _is_doubtful(self) -> bool:
-        """Return whether the calls may be a part of a quotation within another call.
+        """Return whether the calls may be quoted within another call.
 
-        Then the end of the other call stands in the text behind them. It may also be the end of
-        the last call, if a text parts that from the one before, or if the white space between the
-        tags of calls changes.
+        Then the end of the other call follows them. It may look like the end of the last call, if
+        other text separates that call from the one before, or if the white space between tags
+        changes.
         """
         if self._is_mixed or not self._layout.is_regular:
             return True
@@ -204,25 +204,25 @@ class ChosenCalls:
         return False
 
     def _has_end(self, part: _Text) -> bool:
-        """Return whether a text ends more than it has begun, or holds the end of a call."""
+        """Return whether a text contains an unbalanced closing marker, or the end of a call."""
         form, text = self._form, self._source.text[part.start : part.end]
-        is_bare = isinstance(form.body, BracedCall)  # its last value may stand without tags
+        is_bare = isinstance(form.body, BracedCall)  # its last value may have no tags
         if (part.is_failed or is_bare) and any(end in text for end in call_ends(form)):
             return True
         final, pairs = getattr(form.body, "final", None), pairs_of(form)
         if final is not None and final.search(text):
             return True
         depths = dict.fromkeys(pairs, 0)
-        for found in any_of(tuple(mark for pair in pairs for mark in pair)).finditer(text):
+        for match in any_of(tuple(mark for pair in pairs for mark in pair)).finditer(text):
             for pair in pairs:
-                depths[pair] += (found[0] == pair[0]) - (found[0] == pair[1])
+                depths[pair] += (match[0] == pair[0]) - (match[0] == pair[1])
                 if depths[pair] < 0:
                     return True
         return False
 
 
 def pairs_of(form: CallFormat) -> tuple[tuple[str, str], ...]:
-    """Return texts that begin something, each with the text that ends it; no fences of code."""
+    """Return pairs of opening and closing markers that must balance, without code fences."""
     pairs = [(form.mark, form.close), form.section, *form.others]
     if isinstance(form.body, TagCall):
         pairs.append((form.mark, form.body.end))
@@ -231,38 +231,41 @@ def pairs_of(form: CallFormat) -> tuple[tuple[str, str], ...]:
 
 
 def call_ends(form: CallFormat) -> tuple[str, ...]:
-    """Return texts that end a call, or all calls; no fences of code."""
+    """Return the texts that end a call or a list of calls, without code fences."""
     body_end = form.body.end if isinstance(form.body, TagCall) else ""
     ends = (*form.closes, form.section[1], body_end)
     return tuple(end for end in ends if end and "```" not in end)
 
 
-def inner_mark(source: Source, form: CallFormat, mark: str) -> Reading[str]:
-    """Take the mark of a call behind that of a section. Return it; "" where `mark` is of a call.
+def inner_mark(source: TextFeed, form: CallFormat, mark: str) -> Reading[str]:
+    """Consume and return the marker of a call after the section marker `mark`.
+
+    Returns:
+        The marker of the call, or "" if `mark` is itself the marker of a call.
 
     Raises:
-        Malformed: no call follows the mark of a section.
+        FormatMismatch: no call follows the section marker.
     """
     if not form.section[0] or mark != form.section[0]:
         return ""
     yield from source.skip_space()
     inner = yield from source.takes(*form.starts[1:])
     if not inner:
-        raise Cut if source.is_cut(*form.starts[1:]) else Malformed
+        raise IncompleteCall if source.is_cut(*form.starts[1:]) else FormatMismatch
     return inner
 
 
-def open_list(source: Source, form: CallFormat) -> Reading[None]:
-    """Take the bracket before a list of calls, if it comes next."""
+def open_list(source: TextFeed, form: CallFormat) -> Reading[None]:
+    """Consume the bracket before a list of calls, if the format has one and it comes next."""
     if form.is_array and not form.is_python:
         yield from source.skip_space()
         yield from source.takes("[")
 
 
-def follows_in_list(source: Source, form: CallFormat) -> Reading[bool]:
-    """Return whether another call follows in the same list, and take the text between.
+def follows_in_list(source: TextFeed, form: CallFormat) -> Reading[bool]:
+    """Consume the separator before the next call of a list. Return whether a call follows.
 
-    The text taken before is settled.
+    The text consumed before is settled.
     """
     source.settle()
     if (yield from source.takes_behind_space(*form.separators)):
@@ -279,17 +282,15 @@ def follows_in_list(source: Source, form: CallFormat) -> Reading[bool]:
 
 
 def close_of(form: CallFormat, mark: str) -> str:
-    """Return the text that ends calls behind a mark, "" for none."""
+    """Return the text that closes calls after the marker `mark`, or ""."""
     return {form.mark: form.close, **dict(form.others)}.get(mark, "")
 
 
-def take_closes(source: Source, form: CallFormat, mark: str) -> Reading[bool]:
-    """Take the texts that end calls, and return whether that of their section was among them.
+def take_closes(source: TextFeed, form: CallFormat, mark: str) -> Reading[bool]:
+    """Consume the texts that close calls. Return whether the end of their section was among them.
 
     Args:
-        source: behind a call.
-        form: of the calls.
-        mark: the text before the call, "" for none.
+        mark: marker before the call, or "".
     """
     close = close_of(form, mark)
     if form.is_array and not form.is_python:

@@ -1,4 +1,4 @@
-"""Source: a text that comes in, read from left to right by generators."""
+"""Incremental text input: generators read it from left to right while more text arrives."""
 
 from __future__ import annotations
 
@@ -11,39 +11,40 @@ from jaxserve.server.tool_calls.literals import EndFinder
 from jaxserve.text.added_texts import pattern_of_any
 
 T = TypeVar("T")
-# A reader that yields whenever it needs more of the text.
+# Generator that reads from a `TextFeed`. It yields when it needs more text, and returns a T.
 Reading = Generator[None, None, T]
-# The longest text before a call's arguments.
+# Maximum number of characters before a call's arguments.
 MAX_HEAD = 512
 _SPACE = re.compile(r"\s+")
 
 
-class Malformed(Exception):
-    """A text that is not what it began like."""
+class FormatMismatch(Exception):
+    """The text does not match the format after all."""
 
 
-class Cut(Malformed):
-    """A text that ended inside a call."""
+class IncompleteCall(FormatMismatch):
+    """The text ended inside a call."""
 
 
-class Uncallable(Malformed):
-    """A call that has been taken to its end, and calls no tool: its name or arguments are wrong."""
+class UncallableCall(FormatMismatch):
+    """The call is complete but invalid: its tool is unknown or its arguments are wrong."""
 
 
-class Repeated(Uncallable):
-    """A call with bare values that names an argument twice, so that its end is doubtful."""
+class RepeatedArgument(UncallableCall):
+    """A call with bare values names an argument twice, so the position of its end is uncertain."""
 
 
-class Source:
-    """A text of which the beginning is known, and of that the part that has not been taken.
+class TextFeed:
+    """Text input that arrives in pieces, with a read position.
 
-    Readers are generators: they take from the beginning, and yield to wait for more. Nothing that
-    was taken is looked at again, so that a long text costs the same in many pieces.
+    Readers are generators: they consume text from the read position on, and yield to wait for more.
+    Consumed text is not scanned again, so the total cost is linear in the length of the text,
+    however it is divided into pieces.
 
     Attributes:
-        text: the part of it that is at hand.
-        position: in this text, of the first character that has not been taken.
-        is_final: whether nothing will be added.
+        text: the text available now. It begins at or before the read position.
+        position: index in `text` of the first character that has not been consumed.
+        is_final: True if no more text will be added.
     """
 
     def __init__(self) -> None:
@@ -60,68 +61,80 @@ class Source:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether all that came has been taken."""
+        """Return whether all text so far has been consumed."""
         return self.position == len(self.text)
 
     def take_to(self, end: int) -> str:
-        """Take the characters up to a position in the text."""
+        """Consume and return the text from the read position to index `end` of `text`."""
         text = self.text[self.position : end]
         self.position += len(text)
         self._taken.append(text)
         return text
 
     def take(self, count: int) -> str:
-        """Take that many characters."""
+        """Consume and return the next `count` characters."""
         return self.take_to(self.position + count)
 
     def settle(self) -> None:
-        """Forget what was taken: it will not be needed again."""
+        """Commit the text consumed so far: a later `rewind` goes back to here.
+
+        The position does not change.
+        """
         self._taken.clear()
 
     def rewind(self) -> None:
-        """Put back what was taken since the text was last settled."""
+        """Move the read position back to where it was at the last `settle`."""
         self._put_back(0)
 
     def _put_back(self, count: int) -> None:
-        """Put back all but the first `count` parts that were taken."""
         size = sum(map(len, self._taken[count:]))
         if size <= self.position:
             self.position -= size
-        else:  # it came in earlier pieces
+        else:  # the taken text is no longer part of self.text
             self.text = "".join(self._taken[count:]) + self.text[self.position :]
             self.position = 0
         del self._taken[count:]
 
     def search(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
-        """Return where a pattern is first found in what has not been taken."""
+        """Return the first match of `pattern` at or after the read position, or None."""
         return pattern.search(self.text, self.position)
 
     def certain_end(self, marks: tuple[str, ...]) -> int:
-        """Return the position before what may begin a mark, at the end of the text."""
+        """Return the index in `text` before which the text cannot belong to an incomplete marker.
+
+        It is the length of `text`, unless the text ends with the beginning of one of `marks`.
+        """
         return len(self.text) - held_back(self.text, marks, self.position)
 
     def more(self) -> Reading[None]:
         """Wait for more text.
 
         Raises:
-            Cut: there is none.
+            IncompleteCall: the text has ended.
         """
         if self.is_final:
-            raise Cut
+            raise IncompleteCall
         yield
 
     def skip_space(self) -> Reading[None]:
-        """Take white space, up to the first other character or the end."""
+        """Consume white space up to the next other character or the end of the text."""
         while True:
-            found = _SPACE.match(self.text, self.position)
-            if found is not None:
-                self.take_to(found.end())
+            match = _SPACE.match(self.text, self.position)
+            if match is not None:
+                self.take_to(match.end())
             if not self.is_empty or self.is_final:
                 return
             yield
 
     def has(self, *marks: str) -> Reading[str]:
-        """Return which of some marks comes next; "" for none. None of them begins another."""
+        """Wait until it is certain which of the markers comes next, without consuming it.
+
+        Args:
+            marks: markers. No marker is a prefix of another.
+
+        Returns:
+            The marker, or "" if the text continues differently.
+        """
         while True:
             for mark in marks:
                 if mark and self.text.startswith(mark, self.position):
@@ -132,19 +145,22 @@ class Source:
             yield
 
     def is_cut(self, *marks: str) -> bool:
-        """Return whether the text has ended before one of some marks was whole."""
+        """Return whether the text has ended within one of `marks`, at the read position."""
         rest = self.text[self.position : self.position + MAX_HEAD]
         return self.is_final and any(mark.startswith(rest) and mark != rest for mark in marks)
 
     def takes(self, *marks: str) -> Reading[str]:
-        """Take the mark that comes next, if it does; see `has`."""
+        """Consume and return the one of `marks` that comes next (see `has`), or return ""."""
         mark = yield from self.has(*marks)
         if mark:
             self.take(len(mark))
         return mark
 
     def takes_behind_space(self, *marks: str) -> Reading[str]:
-        """Take white space and the mark behind it, if that comes; else neither."""
+        """Consume white space and the one of `marks` after it. Return the marker.
+
+        If no such marker follows, consume neither and return "".
+        """
         if not any(marks):
             return ""
         count = len(self._taken)
@@ -155,35 +171,39 @@ class Source:
         return mark
 
     def expect(self, mark: str) -> Reading[None]:
-        """Take a mark that has to come next.
+        """Consume the marker `mark`, which must come next.
 
         Raises:
-            Malformed: it does not.
+            IncompleteCall: the text ended within the marker.
+            FormatMismatch: other text comes next.
         """
         if mark and not (yield from self.takes(mark)):
-            raise Cut if self.is_cut(mark) else Malformed
+            raise IncompleteCall if self.is_cut(mark) else FormatMismatch
 
     def match(self, pattern: re.Pattern[str]) -> Reading[re.Match[str]]:
-        """Take what a pattern matches, which is short and ends with what cannot go on.
+        """Wait for and consume a match of `pattern` at the read position.
+
+        The match must be shorter than MAX_HEAD and must not depend on later text.
 
         Raises:
-            Malformed: nothing does.
+            FormatMismatch: the next MAX_HEAD characters do not match.
+            IncompleteCall: the text ended without a match.
         """
         tried = ""
         while True:
-            head, found = self.text[self.position : self.position + MAX_HEAD].rstrip(), None
-            if head != tried:  # more space alone changes nothing
-                found = pattern.match(self.text, self.position, self.position + MAX_HEAD)
+            head, match = self.text[self.position : self.position + MAX_HEAD].rstrip(), None
+            if head != tried:  # more white space alone cannot complete a match
+                match = pattern.match(self.text, self.position, self.position + MAX_HEAD)
                 tried = head
-            if found is not None:
-                self.take_to(found.end())
-                return found
+            if match is not None:
+                self.take_to(match.end())
+                return match
             if len(self.text) - self.position >= MAX_HEAD:
-                raise Malformed
+                raise FormatMismatch
             yield from self.more()
 
     def rest(self) -> Reading[str]:
-        """Take all text up to the end."""
+        """Consume and return all text up to the end."""
         parts = list[str]()
         while True:
             parts.append(self.take_to(len(self.text)))
@@ -193,25 +213,28 @@ class Source:
             yield
 
     def until(self, *marks: str) -> Reading[tuple[str, str]]:
-        """Take the text up to the first of some marks, and the mark. Return both.
+        """Consume the text up to and including the first of some markers.
+
+        Returns:
+            The text before the marker, and the marker.
 
         Raises:
-            Malformed: none comes.
+            IncompleteCall: the text ended without any of the markers.
         """
         pattern, parts = any_of(marks), list[str]()
         while True:
-            found = self.search(pattern)
-            if found is not None:
-                parts.append(self.take_to(found.start()))
-                return "".join(parts), self.take_to(found.end())
+            match = self.search(pattern)
+            if match is not None:
+                parts.append(self.take_to(match.start()))
+                return "".join(parts), self.take_to(match.end())
             parts.append(self.take_to(self.certain_end(marks)))
             yield from self.more()
 
     def bracketed(self, python: bool = False) -> Reading[str]:
-        """Take a value in brackets, of which the first comes next.
+        """Consume and return a bracketed value, whose opening bracket comes next.
 
         Raises:
-            Malformed: it does not end.
+            IncompleteCall: the text ended within the value.
         """
         finder, parts = EndFinder(python), list[str]()
         while True:
@@ -223,7 +246,7 @@ class Source:
 
 
 def result_of(reading: Reading[T]) -> T:
-    """Return the result of a reading of a text that is complete, which never waits for more."""
+    """Run a reader over text that is complete, and return its result."""
     while True:
         try:
             next(reading)
@@ -233,7 +256,7 @@ def result_of(reading: Reading[T]) -> T:
 
 @functools.lru_cache(maxsize=256)
 def any_of(marks: tuple[str, ...]) -> re.Pattern[str]:
-    """Return a pattern that finds any of some marks, the longest of those in one place."""
+    """Return a pattern that matches any of the markers, the longest one at each position."""
     return re.compile(pattern_of_any(marks))
 
 
@@ -245,7 +268,11 @@ def _beginnings(marks: tuple[str, ...]) -> tuple[int, frozenset[str], frozenset[
 
 
 def held_back(text: str, marks: tuple[str, ...], start: int = 0) -> int:
-    """Return the length of the longest end of a text, behind `start`, that may begin a mark."""
+    """Return the length of the longest suffix of `text[start:]` that is a proper prefix of a
+    marker.
+
+    A reader keeps this suffix until more text arrives.
+    """
     longest, beginnings, first = _beginnings(marks)
     for size in range(min(longest, len(text) - start), 0, -1):
         if text[-size] in first and text[-size:] in beginnings:

@@ -1,4 +1,4 @@
-"""CallReader: finds the calls in a text while it comes in."""
+"""CallReader: incremental reader that finds the tool calls in an answer."""
 
 from __future__ import annotations
 
@@ -6,42 +6,56 @@ import secrets
 import string
 from collections.abc import Collection, Mapping
 
-from jaxserve.server.tool_calls.bodies import Body, HeadedCall, JsonCall, PythonCalls
-from jaxserve.server.tool_calls.chosen import (
+from jaxserve.server.tool_calls.answer_parts import (
+    AnswerPart,
+    Beside,
+    CallPart,
+    Content,
+    Tools,
+    WrittenCall,
+)
+from jaxserve.server.tool_calls.call_bodies import Body, HeadedCall, JsonCall, PythonCalls
+from jaxserve.server.tool_calls.formats import CallFormat
+from jaxserve.server.tool_calls.literals import EndFinder
+from jaxserve.server.tool_calls.tagged_calls import TagCall
+from jaxserve.server.tool_calls.text_feed import (
+    FormatMismatch,
+    IncompleteCall,
+    Reading,
+    TextFeed,
+    any_of,
+    result_of,
+)
+from jaxserve.server.tool_calls.unconstrained_calls import (
     MAX_MALFORMED,
-    ChosenCalls,
+    UnconstrainedCalls,
     close_of,
     follows_in_list,
     inner_mark,
     open_list,
     take_closes,
 )
-from jaxserve.server.tool_calls.formats import CallFormat
-from jaxserve.server.tool_calls.literals import EndFinder
-from jaxserve.server.tool_calls.pieces import CallPart, Content, Piece
-from jaxserve.server.tool_calls.source import Cut, Malformed, Reading, Source, any_of, result_of
-from jaxserve.server.tool_calls.tag_reading import TagCall
-from jaxserve.server.tool_calls.written import Beside, Tools, WrittenCall
 
 _ALPHABET = string.ascii_letters + string.digits
 
 
 class CallReader:
-    """Incremental reader of a text in pieces; how the text is cut does not change the result.
+    """Incremental reader of an answer. The result does not depend on how the text is divided.
 
     Calls that the model chose, and all text from the first one on, are returned when the text has
-    ended, since text behind a call may show that it was a quotation. What turns out to be no call
-    is content, unchanged. Where a grammar forms the calls (`is_certain`), they and their arguments
-    are returned as they come. White space beside calls is left out.
+    ended, since later text may show that a call was a quotation. A call that turns out to be
+    invalid is content, unchanged. If a grammar enforces the calls (`is_certain`), calls and
+    arguments are returned as they arrive. White space around calls is dropped.
 
     Args:
-        call_format: of the calls.
-        tools: those that may be called; a call of any other name is content. Their schemas say
-            what bare texts in arguments stand for; where only names are given, all are strings.
-        is_certain: whether every call that begins will be well formed.
-        parallel: whether there may be several calls; else all after the first are left out.
-        beside: the text that the grammar allows beside calls. Then a call that a limit has cut
-            before its arguments is left out. With None it is content.
+        call_format: format of the calls.
+        tools: tools that may be called. A call of another name is content. Their schemas determine
+            the types of bare values. If only names are given, all bare values are strings.
+        is_certain: True if every call that begins is well formed.
+        parallel: True if several calls are allowed. Otherwise all calls after the first are
+            dropped.
+        beside: text that the grammar allows in addition to calls. A call that a limit cut before
+            its arguments is then dropped. With None it is content.
     """
 
     def __init__(
@@ -56,16 +70,16 @@ class CallReader:
         self._tools = tools if isinstance(tools, Mapping) else {name: {} for name in tools}
         self._is_certain = is_certain
         self._beside = beside if is_certain else None
-        # A grammar begins calls by the first mark, and lets the others be text.
+        # A grammar begins calls with the first marker only. The other markers are then plain text.
         self._starts = call_format.starts[: None if self._beside is None else 1]
-        self._source = Source()
+        self._source = TextFeed()
         is_silent = self._beside in (Beside.NOTHING, Beside.FORM)
-        self._pieces = Outgoing(parallel, call_format.id_length, is_silent)
+        self._pieces = AnswerBuffer(parallel, call_format.id_length, is_silent)
         self._num_malformed = 0
         self._reading = self._read()
 
-    def feed(self, text: str, final: bool = False) -> list[Piece]:
-        """Read more text. Return the new pieces that are certain by now."""
+    def feed(self, text: str, final: bool = False) -> list[AnswerPart]:
+        """Read more text. Return the new parts of the answer that are certain by now."""
         self._source.add(text, final)
         next(self._reading, None)
         return self._pieces.fetch(final)
@@ -77,13 +91,13 @@ class CallReader:
         elif self._format.is_optional_mark:
             yield from self._read_unmarked()
         while True:
-            found = None
+            match = None
             if self._num_malformed < MAX_MALFORMED:
-                found = source.search(pattern)
-            if found is not None:
-                self._pieces.say(source.take_to(found.start()))
+                match = source.search(pattern)
+            if match is not None:
+                self._pieces.say(source.take_to(match.start()))
                 source.settle()
-                yield from self._read_marked(source.take_to(found.end()))
+                yield from self._read_marked(source.take_to(match.end()))
                 continue
             is_over = source.is_final or self._num_malformed >= MAX_MALFORMED
             end = len(source.text) if is_over else source.certain_end(self._starts)
@@ -94,7 +108,6 @@ class CallReader:
             yield
 
     def _read_form(self) -> Reading[None]:
-        """Let an answer of a form be content, all of it, where no mark of calls begins it."""
         source = self._source
         yield from source.skip_space()
         if not (yield from source.has(*self._starts)):
@@ -103,7 +116,7 @@ class CallReader:
         source.rewind()
 
     def _read_unmarked(self) -> Reading[None]:
-        """Read calls at the beginning of a text, where they need no mark."""
+        """Read calls at the beginning of the text, where the marker is optional."""
         source = self._source
         yield from source.skip_space()
         bracket = "[" if self._format.is_array else "{"
@@ -116,11 +129,14 @@ class CallReader:
         elif has_calls := (yield from self._begins("")):
             yield from self._hold(True)
         if not has_calls:
-            # Without a mark the whole text had to be calls, so all of it is content.
+            # Without a marker the whole text must be calls. It is not, so all of it is content.
             self._num_malformed = MAX_MALFORMED
 
     def _read_marked(self, mark: str) -> Reading[None]:
-        """Read calls after a mark, which has been taken. It is content where there are none."""
+        """Read the calls after `mark`, which has been consumed.
+
+        Without calls, the marker is content.
+        """
         if self._is_certain:
             has_calls = yield from self._read_formed(mark)
         elif has_calls := (yield from self._begins(mark)):
@@ -134,7 +150,7 @@ class CallReader:
             self._source.settle()
 
     def _leave_out(self, mark: str) -> Reading[bool]:
-        """Leave out a call that means "no call". Return whether it comes next."""
+        """Consume a call that means "no call", and drop it. Return whether one came next."""
         source, form, body = self._source, self._format, self._format.body
         if not isinstance(body, JsonCall) or not body.answers:
             return False
@@ -143,28 +159,26 @@ class CallReader:
             calls = yield from body.read(source, self._tools)
             if calls or (yield from source.takes_behind_space(*form.separators)):
                 return False
-        except Malformed:
+        except FormatMismatch:
             return False
         yield from take_closes(source, form, mark)
         self._pieces.leave_out_space()
         return True
 
     def _begins(self, mark: str) -> Reading[bool]:
-        """Return whether the head of a call comes next, and put back the mark and all behind."""
         source = self._source
         try:
             yield from inner_mark(source, self._format, mark)
             yield from self._format.body.begins(source)
-        except Malformed:
+        except FormatMismatch:
             return False
         finally:
             source.rewind()
         return True
 
     def _hold(self, is_unmarked: bool) -> Reading[None]:
-        """Wait for the end of the text, and read all of it."""
         text = yield from self._source.rest()
-        chosen = ChosenCalls(self._format, self._tools, text, self._num_malformed)
+        chosen = UnconstrainedCalls(self._format, self._tools, text, self._num_malformed)
         for part in chosen.read(is_unmarked):
             if part is None:
                 self._pieces.leave_out_space()
@@ -174,9 +188,9 @@ class CallReader:
                 self._pieces.call(part)
 
     def _read_formed(self, mark: str) -> Reading[bool]:
-        """Read calls that a grammar has formed, after a mark. Return whether there was one.
+        """Read the calls after a marker that a grammar has formed. Return whether there was one.
 
-        A call that a limit has cut before its arguments is left out.
+        A call that a limit cut before its arguments is dropped.
         """
         source, form, body, has_called = self._source, self._format, self._format.body, False
         try:
@@ -194,8 +208,8 @@ class CallReader:
                 if is_over or not (yield from source.takes_behind_space(form.mark)):
                     self._leave_out_cut(mark)
                     return True
-        except Malformed as error:
-            if self._beside is not None and isinstance(error, Cut):
+        except FormatMismatch as error:
+            if self._beside is not None and isinstance(error, IncompleteCall):
                 source.take_to(len(source.text))
                 source.settle()
                 return True
@@ -203,7 +217,7 @@ class CallReader:
             return has_called
 
     def _leave_out_cut(self, mark: str) -> None:
-        """Leave out the text behind a call that a limit has cut."""
+        """Drop the incomplete text of a call that a limit has cut."""
         source, form = self._source, self._format
         if self._beside is None or not source.is_final:
             return
@@ -218,21 +232,20 @@ class CallReader:
         source.rewind()
 
     def _read_call(self, body: Body) -> Reading[bool]:
-        """Read calls that a grammar has formed and whose arguments cannot be returned in parts."""
         if isinstance(body, TagCall):
             calls = yield from body.read_formed(self._source, self._tools)
         elif isinstance(body, PythonCalls):
             calls = yield from body.read(self._source, self._tools)
         else:
-            raise Malformed
+            raise FormatMismatch
         for call in calls:
             self._pieces.call(call)
         return True
 
     def _stream_call(self, body: JsonCall | HeadedCall, has_called: bool) -> Reading[bool]:
-        """Read a call that a grammar has formed, and return its arguments as they come.
+        """Read a call that a grammar has formed, and return its arguments as they arrive.
 
-        A call that a limit has cut off is still a call where a part of it was returned.
+        A call that a limit has cut is still a call if a part of it was returned.
         """
         source, finder = self._source, EndFinder()
         name, number = yield from body.read_head(source)
@@ -255,30 +268,28 @@ class CallReader:
         return True
 
 
-class Outgoing:
-    """Pieces that are certain and have not been fetched.
+class AnswerBuffer:
+    """Pending parts of an answer, which are certain and not fetched yet.
 
     Args:
-        parallel: whether there may be several calls; else all after the first are left out.
-        id_length: length of a call's id; None for any.
-        is_silent: whether content is left out.
-
-    Attributes:
-        is_silent: see above.
+        parallel: True if several calls are allowed. Otherwise all calls after the first are
+            dropped.
+        id_length: length of generated call ids, None for OpenAI's form.
+        is_silent: True if content is dropped. It may be changed later.
     """
 
     def __init__(self, parallel: bool, id_length: int | None, is_silent: bool = False) -> None:
         self.is_silent = is_silent
         self._parallel = parallel
         self._id_length = id_length
-        self._pieces: list[Piece] = []
+        self._pieces: list[AnswerPart] = []
         self._num_calls = 0
         self._has_calls = False
-        self._spaces: list[str] = []  # content once something follows that is no call
+        self._spaces: list[str] = []  # becomes content if more content follows
         self._has_content = False
 
-    def fetch(self, final: bool) -> list[Piece]:
-        """Return the pieces, and forget them."""
+    def fetch(self, final: bool) -> list[AnswerPart]:
+        """Return the collected parts, and clear them."""
         if final and not self._has_calls and self._spaces:
             self._pieces.append(Content("".join(self._spaces)))
             self._spaces.clear()
@@ -286,7 +297,10 @@ class Outgoing:
         return pieces
 
     def say(self, text: str) -> None:
-        """Add content. Space at its end waits until it is certain that no call follows."""
+        """Add content.
+
+        White space at its end is held back, since a call would make it disappear.
+        """
         if self.is_silent:
             return
         content = text.rstrip()
@@ -300,7 +314,7 @@ class Outgoing:
             self._spaces.append(text[len(content) :])
 
     def leave_out_space(self) -> None:
-        """Leave out the space before and after calls, of which there may be none."""
+        """Drop the white space held back, and mark the answer as having calls."""
         self._has_calls = True
         self._spaces.clear()
 
@@ -314,7 +328,7 @@ class Outgoing:
             self._pieces.append(CallPart(index, call.arguments, number, call.name))
 
     def more(self, arguments: str) -> None:
-        """Continue the newest call."""
+        """Append to the arguments of the newest call."""
         if self._parallel or self._num_calls == 1:
             self._pieces.append(CallPart(self._num_calls - 1, arguments))
 

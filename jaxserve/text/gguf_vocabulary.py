@@ -1,8 +1,12 @@
-"""Splits of text by llama.cpp's pre-tokenizers, before the merges of byte-level vocabularies.
+"""Facts of llama.cpp about GGUF vocabularies: splits of text by pre-tokenizers, and end tokens.
 
-The names, their flags and most patterns are facts of llama.cpp's src/llama-vocab.cpp (MIT licence,
-ggml authors). Where it only approximates a pattern of the model's own tokenizer.json, and quotes
-that, the pattern here is the model's.
+Splits apply before the merges of byte-level vocabularies. Names, flags, most patterns and the texts
+of end tokens are from llama.cpp's src/llama-vocab.cpp (MIT licence, ggml authors). Where it only
+approximates a pattern of the model's tokenizer.json, and quotes it, the pattern here is the
+model's.
+
+Many files name only the end-of-text token. A model that ends its turns with another token would
+then continue with both sides of the conversation.
 """
 
 from __future__ import annotations
@@ -10,17 +14,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
+
+import numpy as np
 
 
 @dataclass(frozen=True)
-class Split:
-    """A way to split text.
+class TextSplit:
+    """Rules that split text into words.
 
     Attributes:
-        patterns: applied one after the other, each to what the ones before left; what a pattern
-            does not match stays a piece of its own.
-        ignore_merges: a piece that is a token is that token, whatever the merges make of it.
-        begins: every text begins with the BOS token unless the file says otherwise.
+        patterns: patterns, applied in order, each to the words of the previous one. Text that a
+            pattern does not match becomes a word of its own.
+        ignore_merges: True if a word that is a token is encoded as that token regardless of merges.
+        begins: True if a text begins with the BOS token, unless the file says otherwise.
     """
 
     patterns: tuple[str, ...]
@@ -41,7 +48,6 @@ _SLASHES = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
 
 
 def _cased(ending: str, numbers: str) -> str:
-    """Make a pattern of words, cut where a capital follows a small letter, as GPT-4o's are."""
     words = f"{_BEFORE}{_UPPER}*{_LOWER}+{ending}|{_BEFORE}{_UPPER}+{_LOWER}*{ending}"
     return rf"{words}|{numbers}|{_SLASHES}|{_BLANKS}"
 
@@ -51,14 +57,14 @@ _KANA = r"[一-龥぀-ゟ゠-ヿ]+"
 _CODE = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"
 _MARKED = r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
 _DEEPSEEK3 = rf"{_CODE}|{_MARKED}| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_BLANKS}"
-# Letters with a case, as DeepSeek-V2's tokenizer lists them.
+# Cased letters, as listed in DeepSeek-V2's tokenizer.
 _CASED_LETTERS = (
     "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫ"
     "ᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭ"
     "ℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟"
     "𞤀-𞥃"
 )
-_ASIAN = (  # of AFMoE: Chinese, Japanese, Thai, Lao, Khmer, Burmese, Korean
+_ASIAN = (  # AFMoE: Chinese, Japanese, Thai, Lao, Khmer, Burmese, Korean
     "[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f"
     "\u2f00-\u2fdf\u0e40-\u0e7f\u0e80-\u0eff\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f"
     "\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+"
@@ -69,14 +75,14 @@ _NOT_HAN_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _PUNCTUATION = r"[\p{P}\$\+<=>\^~\|`]+"
 _EACH_LINE = r"[^\n]+|[\n]+"
 _POETRY = r" ?[^(\s|.,!?…。，、।۔،)]+"
-# Patterns and the names that share them, with the flags of all of them.
+# Names that share patterns, with both flags False.
 _PLAIN: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "gpt-2 phi-2 jina-es jina-de gigachat jina-v2-es jina-v2-de a.x-4.0 mellum modern-bert "
         "jina-v1-en jina-v2-code roberta-bpe mpt olmo jais trillion granite-docling exaone4",
         (_GPT2,),
     ),
-    (  # each digit alone
+    (  # single digits
         "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2",
         (r"\p{N}", _GPT2),
     ),
@@ -149,7 +155,7 @@ _PLAIN: tuple[tuple[str, tuple[str, ...]], ...] = (
         (rf"{_ENDINGS}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_BLANKS}",),
     ),
     ("ufakzeka", (rf"{_WORD}|\p{{N}}|{_SIGNS}|{_BLANKS}",)),
-    (  # digits in threes from the right
+    (  # groups of three digits from the right
         "afmoe",
         (r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))", _ASIAN, _DEEPSEEK3),
     ),
@@ -174,22 +180,66 @@ _CHAMELEON = (
     r"[\p{P}!-/:-@\[-`{-~]",
     _GPT2,
 )
-SPLITS: Mapping[str, Split] = MappingProxyType(
-    {name: Split(patterns) for names, patterns in _PLAIN for name in names.split()}
+_LLAMA3_NAMES = (
+    "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano".split()
+)
+SPLITS: Mapping[str, TextSplit] = MappingProxyType(
+    {name: TextSplit(patterns) for names, patterns in _PLAIN for name in names.split()}
+    | {name: TextSplit((_LLAMA3,), ignore_merges=True, begins=True) for name in _LLAMA3_NAMES}
     | {
-        name: Split((_LLAMA3,), ignore_merges=True, begins=True)
-        for name in (
-            *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0"),
-            *("lfm2", "jina-v5-nano"),
-        )
-    }
-    | {
-        "tekken": Split((_TEKKEN,), ignore_merges=True, begins=True),
-        "chameleon": Split(_CHAMELEON, begins=True),
-        "youtu": Split(_YOUTU, ignore_merges=True),
-        "minicpm5": Split((r"\p{N}{1,3}", _ANY_NUMBER), ignore_merges=True),
-        "granite-embed-multi-97m": Split((_GPT4O,), ignore_merges=True),
+        "tekken": TextSplit((_TEKKEN,), ignore_merges=True, begins=True),
+        "chameleon": TextSplit(_CHAMELEON, begins=True),
+        "youtu": TextSplit(_YOUTU, ignore_merges=True),
+        "minicpm5": TextSplit((r"\p{N}{1,3}", _ANY_NUMBER), ignore_merges=True),
+        "granite-embed-multi-97m": TextSplit((_GPT4O,), ignore_merges=True),
     }
 )
-# Names of vocabularies of merges that are spelled in characters, not in bytes.
+# BPE vocabularies spelled in characters instead of bytes.
 IN_CHARACTERS = ("gemma4", "granite-embed-multi-311m", "sarvam-moe", "whitespace")
+
+
+TEXTS: frozenset[str] = frozenset(
+    "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> "
+    "<|endoftext|> </s> <|eom_id|> <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> "
+    "<eos> <turn|> <|tool_response> <｜end▁of▁sentence｜> [e~[".split()
+)
+# If a file does not name the token, the first of these texts in its vocabulary applies.
+_CODE_ENDS = {
+    "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    "fim_sep": ("<|file_sep|>",),
+}
+_USER_DEFINED = 4  # type of a token
+_NAMED = ("eos", "eot", "eom", *_CODE_ENDS)
+
+
+def end_texts(types: Mapping[str, int]) -> set[str]:
+    """Return the texts in a vocabulary that end an answer regardless of the metadata.
+
+    Args:
+        types: token types by text.
+    """
+    ends = set(TEXTS.intersection(types))
+    if ends & {"<|call|>", "<|calls|>"} and ends & {"<|return|>", "<|flush|>"}:
+        ends.discard("<|end|>")  # ends only a part of an answer
+    if types.get("</s>") == _USER_DEFINED:
+        ends.discard("</s>")  # an HTML tag, for which Gemma has a token
+    return ends
+
+
+def gguf_ends(metadata: Mapping[str, Any]) -> list[Any]:
+    """Return the ids of tokens that end an answer, without checking them, the metadata's ids
+    first.
+    """
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    tokens = tokens if isinstance(tokens, list) else []
+    types = metadata.get("tokenizer.ggml.token_type")
+    types = types if isinstance(types, np.ndarray | list) else [1] * len(tokens)
+    named = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in _NAMED}
+    places = {token: index for index, token in enumerate(tokens)}
+    texts = end_texts(dict(zip(tokens, types, strict=False)))
+    for name, spellings in _CODE_ENDS.items():
+        if named[name] is None:
+            texts.update([text for text in spellings if text in places][:1])
+    by_text = sorted(places[text] for text in texts)
+    return list(dict.fromkeys([*(end for end in named.values() if end is not None), *by_text]))

@@ -1,0 +1,402 @@
+"""Calls in tags: XML-like parameters (Qwen3-Coder) and key-value pairs (GLM), with bare values.
+
+A bare value may itself quote tags, so `TagCall` checks that the call continues after an end tag.
+"""
+
+from __future__ import annotations
+
+import functools
+import html
+import re
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from jaxserve.server.tool_calls.answer_parts import NAME, Tools, WrittenCall, make_call
+from jaxserve.server.tool_calls.call_context import CallBody, CallContext, after_space, shape_of
+from jaxserve.server.tool_calls.literals import (
+    EndFinder,
+    RepeatedKey,
+    convert,
+    property_schema,
+    read_json,
+    types_of,
+)
+from jaxserve.server.tool_calls.text_feed import (
+    MAX_HEAD,
+    FormatMismatch,
+    Reading,
+    RepeatedArgument,
+    TextFeed,
+    UncallableCall,
+    any_of,
+    result_of,
+)
+
+
+class TagCall(CallBody):
+    """Call in tags: a head, parameters with bare values, and an end.
+
+    An end tag ends a value only if the text after it continues the call with another parameter or
+    the end of the call. Opening tags within a value are counted, so that a balanced quotation is
+    part of the value. If counting finds no end, opening tags are ignored, provided that only one
+    end tag can end the value.
+
+    Attributes:
+        end: text after all parameters.
+        trims: True if one line break on either side of a value is not part of it.
+        whole: texts before and after a JSON object that holds all arguments.
+    """
+
+    end: str
+    trims: bool = False
+    whole: tuple[str, str] = ("", "")
+
+    @property
+    @abstractmethod
+    def value_tags(self) -> tuple[str, str]:
+        """Beginning of the tag before a value, and the tag after the value."""
+
+    @property
+    def pairs(self) -> tuple[tuple[str, str], ...]:
+        """Pairs of tags within a call that must balance."""
+        return (self.value_tags,)
+
+    @property
+    def final(self) -> re.Pattern[str]:
+        """Pattern of the end of a value that also ends its call."""
+        return _final(self.value_tags[1], self.end)
+
+    @abstractmethod
+    def _head(self) -> re.Pattern[str]:
+        pass
+
+    @abstractmethod
+    def opening(self) -> re.Pattern[str]:
+        """Return the pattern of the tags before a value, with leading white space."""
+
+    def _name(self, match: re.Match[str]) -> str:
+        return match["name"]
+
+    def is_text(self, match: re.Match[str], schema: dict[str, Any]) -> bool:
+        """Return whether the schema allows a string as the value of a matched parameter."""
+        types = types_of(property_schema(schema, self._name(match)), schema)
+        return not types or "string" in types
+
+    def opens(self, text: str, position: int) -> bool:
+        """Return whether a parameter begins at `position`."""
+        return self.opening().match(text, position, position + MAX_HEAD) is not None
+
+    def counts(self, text: str, position: int) -> bool:
+        """Return whether the opening tag at `position`, within a value, counts as nested."""
+        return self.opens(text, position)
+
+    def _value(self, raw: str, match: re.Match[str], schema: dict[str, Any]) -> Any:
+        return convert(raw, property_schema(schema, self._name(match)), schema)
+
+    def _take_head(self, source: TextFeed) -> Reading[tuple[re.Match[str], str]]:
+        return (yield from source.match(self._head())), ""
+
+    def begins(self, source: TextFeed) -> Reading[None]:
+        yield from source.match(self._head())
+
+    def read(
+        self, source: TextFeed, tools: Tools, context: CallContext
+    ) -> Reading[list[WrittenCall]]:
+        head, behind = yield from self._take_head(source)
+        context.layout.note_head(head, behind)
+        name = self._name(head)
+        schema, values, is_good = tools.get(name, {}), dict[str, Any](), name in tools
+        for match, raw in _Values(self, source.text, context, schema).values(source):
+            try:
+                if match is not None:
+                    more = {self._name(match): self._value(raw, match, schema)}
+                else:
+                    more = {} if raw == "null" else read_json(raw)
+                is_good = is_good and isinstance(more, dict) and not more.keys() & values.keys()
+            except ValueError:
+                is_good = False
+            if is_good:
+                values |= more
+        if not is_good:
+            raise RepeatedArgument if name in tools else UncallableCall
+        return [make_call(name, values)]
+
+    def read_formed(self, source: TextFeed, tools: Tools) -> Reading[list[WrittenCall]]:
+        """Consume and return a call that a grammar has formed, so that no value contains one of its
+        tags.
+        """
+        name = self._name((yield from self._take_head(source))[0])
+        schema, values = tools.get(name, {}), dict[str, Any]()
+        end = self.value_tags[1]
+        while True:
+            yield from source.skip_space()
+            if (yield from source.takes(self.end)):
+                return [make_call(name, values)]
+            match = yield from source.match(self.opening())
+            if not self.is_text(match, schema):
+                yield from source.skip_space()
+            if self.is_text(match, schema) or not (yield from source.has("{", "[")):
+                raw, _ = yield from source.until(end)
+            else:  # strings in JSON may contain tags
+                raw = yield from source.bracketed()
+                yield from source.skip_space()
+                yield from source.expect(end)
+            try:
+                values[self._name(match)] = self._value(raw, match, schema)
+            except ValueError:
+                raise FormatMismatch from None
+
+
+class _Values:
+    """Reader of the parameters of one call in a complete text."""
+
+    def __init__(
+        self, call: TagCall, text: str, context: CallContext, schema: dict[str, Any]
+    ) -> None:
+        self._call = call
+        self._text = text
+        self._context = context
+        self._schema = schema
+        self._tags = any_of(call.value_tags)
+
+    def values(self, source: TextFeed) -> Iterator[tuple[re.Match[str] | None, str]]:
+        """Consume the parameters and the end of the call.
+
+        Yields:
+            The match of the tag before each value, and the raw value. For a JSON object of all
+                arguments the match is None.
+
+        Raises:
+            FormatMismatch: the end of the call is missing or ambiguous.
+        """
+        text, call, layout, is_first = self._text, self._call, self._context.layout, True
+        while True:
+            start = after_space(text, source.position)
+            if is_first and call.whole[0] and text.startswith(call.whole[0], start):
+                source.take_to(start + len(call.whole[0]))
+                yield None, self._whole(source)
+                continue
+            if text.startswith(call.end, start):
+                layout.note("empty" if is_first else "parameter", text[source.position : start])
+                source.take_to(start + len(call.end))
+                self._context.take_end(text, source.position)
+                return
+            match = call.opening().match(text, start, start + MAX_HEAD)
+            if match is None:
+                raise FormatMismatch
+            layout.note("first" if is_first else "parameter", text[source.position : start])
+            layout.note("tag", shape_of(match))
+            is_first = False
+            end = self._end_of_json(match)
+            if end is None:
+                end = self._end_of_text(match.end())
+            raw = text[match.end() : end]
+            layout.num_values += 1
+            if call.trims:
+                layout.note_value(raw)
+            source.take_to(end + len(call.value_tags[1]))
+            yield match, raw
+
+    def _whole(self, source: TextFeed) -> str:
+        result_of(source.skip_space())
+        raw = result_of(source.takes("null")) or result_of(source.bracketed())
+        result_of(source.skip_space())
+        result_of(source.expect(self._call.whole[1]))
+        return raw
+
+    def _continues(self, position: int) -> bool:
+        start = after_space(self._text, position)
+        if self._text.startswith(self._call.end, start):
+            return self._context.may_follow(self._text, start + len(self._call.end))
+        return self._call.opens(self._text, start)
+
+    def _end_of_json(self, match: re.Match[str]) -> int | None:
+        """Return the index of the end tag of a JSON value, whose strings may contain tags.
+
+        It is None if the schema allows a string, or if the value is not JSON followed by an end
+        tag.
+        """
+        text, layout = self._text, self._context.layout
+        start = after_space(text, match.end())
+        is_bracketed = text.startswith(("{", "["), start)
+        if not is_bracketed or layout.num_searched > 2 * len(text):
+            return None
+        if self._call.is_text(match, self._schema):
+            return None
+        end = EndFinder().find(text, start)
+        layout.num_searched += (len(text) if end is None else end) - start
+        if end is None:
+            return None
+        tag, behind = self._call.value_tags[1], after_space(text, end)
+        is_end = text.startswith(tag, behind) and self._continues(behind + len(tag))
+        return behind if is_end and _is_json(text[start:end]) else None
+
+    def _end_of_text(self, start: int) -> int:
+        """Return the index of the tag that ends the value.
+
+        Raises:
+            FormatMismatch: no tag can end the value, or counting finds no end and several tags are
+                possible.
+        """
+        tag, depth, ends = self._call.value_tags[1], 0, list[int]()
+        for match in self._tags.finditer(self._text, start):
+            if match[0] != tag:
+                depth += self._call.counts(self._text, match.start())
+            elif depth:
+                depth -= 1
+            elif self._continues(match.end()):
+                return match.start()
+        for match in self._tags.finditer(self._text, start):
+            if match[0] == tag and self._continues(match.end()):
+                ends.append(match.start())
+                if len(ends) > 1:
+                    break
+        if len(ends) != 1:
+            raise FormatMismatch
+        return ends[0]
+
+
+def _is_json(text: str) -> bool:
+    try:
+        read_json(text)
+    except RepeatedKey:
+        return True
+    except ValueError:
+        return False
+    return True
+
+
+@functools.lru_cache(maxsize=64)
+def _final(value_end: str, end: str) -> re.Pattern[str]:
+    return re.compile(rf"{re.escape(value_end)}\s*{re.escape(end)}")
+
+
+@dataclass(frozen=True)
+class XmlCall(TagCall):
+    """Call with one named tag per argument: `<function=f><parameter=a>1</parameter></function>`.
+
+    Args:
+        parameter: text before the name of a parameter.
+        parameter_end: text after the value of a parameter.
+        end: text after the last parameter.
+        outer_end: text after `end` that closes the section around the call.
+        is_quoted: True if names are quoted.
+        trims: True if one line break on either side of a value is not part of it.
+        types: name of the attribute that tells strings ("true" or "string") from other values.
+        before: text between the marker of the call and its name.
+        tag_end: text that ends a tag after its attributes.
+        whole: texts before and after a JSON object that holds all arguments.
+        is_escaped: True if names are HTML-escaped.
+    """
+
+    parameter: str
+    parameter_end: str
+    end: str
+    outer_end: str
+    is_quoted: bool = False
+    trims: bool = False
+    types: str = ""
+    before: str = ""
+    tag_end: str = ">"
+    whole: tuple[str, str] = ("", "")
+    is_escaped: bool = False
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return (self.parameter, self.parameter_end, self.end, self.before, *self.whole)
+
+    @property
+    def value_tags(self) -> tuple[str, str]:
+        return self.parameter, self.parameter_end
+
+    def _head(self) -> re.Pattern[str]:
+        return _opening(self.before, self.is_quoted, self.types, self.tag_end)
+
+    def opening(self) -> re.Pattern[str]:
+        return _opening(self.parameter, self.is_quoted, self.types, self.tag_end)
+
+    def _name(self, match: re.Match[str]) -> str:
+        return html.unescape(match["name"]) if self.is_escaped else match["name"]
+
+    def is_text(self, match: re.Match[str], schema: dict[str, Any]) -> bool:
+        if not self.types or match["type"] is None:
+            return super().is_text(match, schema)
+        return match["type"] in ("true", "string")
+
+    def _value(self, raw: str, match: re.Match[str], schema: dict[str, Any]) -> Any:
+        if self.trims:
+            raw = raw.removeprefix("\n").removesuffix("\n")
+        if not self.types or match["type"] is None:
+            return super()._value(raw, match, schema)
+        return raw if self.is_text(match, schema) else convert(raw, {"type": "json"}, schema)
+
+
+@functools.lru_cache(maxsize=64)
+def _opening(before: str, is_quoted: bool, types: str, end: str) -> re.Pattern[str]:
+    name = r"[^\s<>\"'](?:[^<>\"'\n]{0,254}[^\s<>\"'])??"
+    name = rf"(?P<quote>[\"']?)(?P<name>{name})(?P=quote)" if is_quoted else rf"(?P<name>{name})"
+    types = rf"(?:\s+(?:{types}|index)=\"(?P<type>\w{{1,9}})\")?" if types else ""
+    before = rf"{loosely(before)}\s*" if before else ""
+    return re.compile(rf"\s*{before}{name}{types}\s*{re.escape(end)}")
+
+
+@dataclass(frozen=True)
+class KeyedCall(TagCall):
+    """Call as a name and tagged pairs: `f<arg_key>a</arg_key><arg_value>1</arg_value>`.
+
+    Args:
+        end: text after all pairs.
+        after: marker that may follow the name of the function.
+        suffix: text at the end of the name of each tag.
+    """
+
+    end: str
+    after: str = ""
+    suffix: str = ""
+
+    @property
+    def tags(self) -> tuple[str, str, str, str]:
+        """Tags before and after a key, and before and after a value."""
+        before, after = f"arg_key{self.suffix}>", f"arg_value{self.suffix}>"
+        return f"<{before}", f"</{before}", f"<{after}", f"</{after}"
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return (*self.tags, self.end, self.after)
+
+    @property
+    def value_tags(self) -> tuple[str, str]:
+        return self.tags[2:]
+
+    @property
+    def pairs(self) -> tuple[tuple[str, str], ...]:
+        return (self.tags[:2], self.tags[2:])
+
+    def _head(self) -> re.Pattern[str]:
+        return _KEYED_HEAD
+
+    def _take_head(self, source: TextFeed) -> Reading[tuple[re.Match[str], str]]:
+        match, _ = yield from super()._take_head(source)
+        return match, (yield from source.takes(self.after))
+
+    def opening(self) -> re.Pattern[str]:
+        return _keyed_opening(*self.tags[:3])
+
+    def counts(self, text: str, position: int) -> bool:
+        return True
+
+
+_KEYED_HEAD = re.compile(rf"\s*(?P<name>{NAME})\s*(?=<)")
+
+
+@functools.lru_cache(maxsize=64)
+def _keyed_opening(key: str, key_end: str, value: str) -> re.Pattern[str]:
+    key, key_end, value = map(re.escape, (key, key_end, value))
+    return re.compile(rf"\s*{key}\s*(?P<name>[^<]{{0,256}}?)\s*{key_end}\s*{value}")
+
+
+def loosely(text: str) -> str:
+    """Return a pattern that matches `text` with any amount of white space at its spaces."""
+    return r"\s*".join(map(re.escape, text.split()))

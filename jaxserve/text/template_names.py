@@ -1,9 +1,0 @@
-"""Names of the shipped chat templates; the command line lists them without reading Jinja."""
-
-from __future__ import annotations
-
-from pathlib import Path
-
-TEMPLATE_FOLDER = Path(__file__).parent / "templates"
-NAMED_TEMPLATES = tuple(sorted(path.stem for path in TEMPLATE_FOLDER.glob("*.jinja")))
-HOW_TO_GIVE = f"a file, or a name of {', '.join(NAMED_TEMPLATES)}"
