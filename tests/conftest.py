@@ -124,7 +124,7 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def find_changes(config: pytest.Config) -> None:
-    """Find the changed files once, for all processes; if that is not possible, select all tests."""
+    """Find the changed files once, for all processes. Without a history select all tests."""
     option = config.option
     if option.since is None and option.changed is None:
         option.changed_files, option.selected_by = None, ""

@@ -81,7 +81,7 @@ def graph() -> Graph:
     return Graph.of_tree()
 
 
-# A test that must be among those of a change, by floor.
+# A test that a change of the floor must select.
 EXAMPLES = {
     "pallas_kernels": "tests/kernels/test_cpu_decode.py",
     "jaxserve.scheduling": "tests/scheduling/test_scheduler_machine.py",
@@ -137,7 +137,7 @@ def test_a_weekly_test_runs_when_its_subject_changed() -> None:
     path = "tests/scripts/test_page.py"
     by = {name: Selection(GRAPH, frozenset([name])).reason(path, subject) for name in SOURCES}
     runs = {name for name, reason in by.items() if reason is None}
-    # Also after a change of itself, but not of what its subject imports.
+    # Also after a change of itself, but not of a module that its subject imports.
     assert runs == {"scripts/bench/load.py", "scripts/bench/page.py", path}
     assert by["jaxserve/errors.py"] == "tests of scripts: unchanged"
     assert Selection(GRAPH, frozenset()).reason("tests/engine/test_llm.py", None) is None

@@ -13,7 +13,7 @@ from pallas_kernels.cpu import ffi
 
 
 def keep_machine_code(folder: Path) -> None:
-    """Read machine code from a folder in this process from now on, and write what is not there.
+    """Read machine code from a folder in this process from now on, and add to it.
 
     The name of a file is a digest of all that determines the code: the text that LLVM compiles, the
     processor, the options and LLVM's version.

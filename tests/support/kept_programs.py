@@ -1,7 +1,7 @@
 """Programs that earlier runs of the tests compiled, for the next one.
 
 JAX writes its cache in place, and a process that a test kills leaves half a file. So a run works on
-a folder of its own, in which the kept files are links, and what it adds is kept if it is whole.
+a folder of its own with links to the kept files. At its end it keeps its new whole files.
 JAX's keys hold its version and flags, but not the processor that the code is for: the folder does.
 
 Processes that are started as users start them keep programs by jaxserve's own means. Of these a run
@@ -53,7 +53,7 @@ def in_users_environment() -> Generator[None]:
 
 
 def users_objects(run: Path) -> Path:
-    """Return where, in a run's folder, jaxserve keeps programs by what XLA was given."""
+    """Return where, in a run's folder, jaxserve keeps programs by the input of XLA."""
     return run / "users/jaxserve/programs/objects"
 
 
@@ -63,7 +63,7 @@ def kept_folder() -> Path:
 
 
 def users_kept_folder() -> Path:
-    """Return the folder of those that jaxserve itself kept."""
+    """Return the folder of the programs that jaxserve itself kept."""
     return kept_folder().parent.with_name("users") / kept_folder().name
 
 
@@ -73,7 +73,7 @@ def kernels_kept_folder() -> Path:
 
 
 def borrow_programs(folder: Path, kept: Path) -> None:
-    """Link what was kept into a new folder; where it has grown too large, forget it."""
+    """Link the kept files into a new folder, or delete them if they have grown too large."""
     folder.mkdir(mode=0o700)
     kept.mkdir(parents=True, exist_ok=True)
     if sum(map(_size, kept.iterdir())) > MOST_BYTES:
@@ -95,7 +95,7 @@ def _size(path: Path) -> int:
 
 
 def keep_programs(folder: Path, kept: Path) -> None:
-    """Move the whole files that are new in a run's folder to those kept."""
+    """Copy the new whole files of a run's folder to the kept files."""
     for path in folder.glob("*-cache"):
         if (kept / path.name).exists():
             continue

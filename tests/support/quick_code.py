@@ -1,7 +1,7 @@
 """Programs compiled in less time, for tests that do not look at the code that XLA makes.
 
-Their operations are those that users have. This is the default of all tests but those of `EXACT`,
-which compare results to the bit or read generated code: they compile as users do.
+Their operations are the same as for users. This is the default of all tests except `EXACT`, which
+compare results to the bit or read generated code.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def compile_quickly(environment: MutableMapping[str, str] = os.environ) -> None:
 
 @contextmanager
 def quick_programs() -> Generator[None]:
-    """Let JAX compile with the options of `FAST`, besides those that a program has."""
+    """Let JAX compile with the options of `FAST`, besides the options of a program."""
     get_compile_options = compiler.get_compile_options
 
     def quick_options(*arguments: Any, **options: Any) -> Any:
@@ -58,7 +58,7 @@ def quick_programs() -> Generator[None]:
 
 
 class QuickCode:
-    """A plugin of pytest: all tests but those of `EXACT` run in `quick_programs`."""
+    """A plugin of pytest: all tests except `EXACT` run in `quick_programs`."""
 
     def __init__(self) -> None:
         self._has_quick = False  # this process may remember programs that were compiled quickly
@@ -79,8 +79,8 @@ class QuickCode:
 def quick_kernels() -> Generator[None]:
     """Let LLVM compile the CPU's own kernels without its passes while the context lasts.
 
-    For kernels that are those of other processors: no user of this one has their machine code.
-    What it computes is the same to the bit, since no pass may change what floats are.
+    Use it for the kernels of other processors, whose machine code no user of this one has. Results
+    are the same to the bit, because no pass may change floats.
     """
 
     def compile_quick(module: ir.Module, cpu: Host, _thorough: bool) -> bytes:

@@ -3,7 +3,7 @@
 A case includes its fixtures, so a shared fixture counts for the first folder that uses it. Parts
 of a process are measured by `time.thread_time`, except XLA: its compiler works on threads of its
 own, so all CPU time of the process counts while it compiles. Other processes (servers, scripts)
-have one column for their CPU seconds; their programs are not counted.
+have one column for their CPU seconds. Their programs are not counted.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Costs:
     """CPU seconds and programs by folder.
 
     Attributes:
-        seconds: by folder and part; "all" is this process, "others" are its children.
+        seconds: by folder and part. "all" is this process, "others" are its children.
         counts: by folder: cases, and programs that were compiled or found.
         programs: by folder: the keys of all programs, compiled or found.
     """
@@ -104,7 +104,7 @@ class Costs:
         return [seconds, counts, {folder: sorted(keys) for folder, keys in self.programs.items()}]
 
     def add(self, plain: list[Any]) -> None:
-        """Add what `plain` returned in another process."""
+        """Add the values that `plain` returned in another process."""
         for mine, others in zip((self.seconds, self.counts), plain[:2], strict=True):
             for folder, parts in others.items():
                 for name, number in parts.items():
@@ -191,7 +191,7 @@ class Plugin:
         return times.user + times.system, times.children_user + times.children_system
 
     def _charge(self) -> None:
-        """Give the CPU time since the last call to the current folder."""
+        # To the folder of the test that has just ended, or to OUTSIDE.
         now = self._times()
         if self._is_controller:  # its children are the processes of tests, which count themselves
             now = now[0], 0.0

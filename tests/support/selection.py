@@ -1,4 +1,4 @@
-"""Which tests a change concerns, by the graph of what each file imports.
+"""Selects the tests of a change, by the graph of imports.
 
 Nodes are files of the repository. A file depends on the modules that it imports, and on files and
 modules that it names in a text (`"jaxserve.commands.cli"`, `"scripts/bootstrap"`). A test depends
@@ -20,12 +20,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("jaxserve", "pallas_kernels", "scripts", "tests")
 DAY = "day"  # in place of a commit: the newest one that is more than a day old
-# A change of these concerns every test: versions, and what all tests run in.
+# A change of one of these files concerns every test.
 EVERYWHERE = (
-    *("pyproject.toml", "scripts/bootstrap", "scripts/constraints.txt"),
-    *("tests/conftest.py", "tests/support/selection.py"),
+    "pyproject.toml",
+    "scripts/bootstrap",
+    "scripts/constraints.txt",
+    "tests/conftest.py",
+    "tests/support/selection.py",
 )
-# They read the tree and not only what they import, and take seconds: every selection has them.
+# These tests read the whole tree and take seconds, so every selection has them.
 READ_THE_TREE = tuple(
     f"tests/test_{name}.py" for name in ("floors", "style", "pages", "installation", "selection")
 )
@@ -38,7 +41,7 @@ class NoHistory(Exception):
 
 
 def git(*words: str, root: Path = ROOT) -> str:
-    """Return what a command of git prints.
+    """Run a command of git and return its output.
 
     Raises:
         NoHistory: it failed.
@@ -58,10 +61,10 @@ def day_old_commit(root: Path = ROOT) -> str:
         NoHistory: no commit is that old, or the clone does not have one.
     """
     before = int(time.time()) - 24 * 60 * 60
-    found = git("rev-list", "-1", f"--before={before}", "HEAD", root=root).strip()
-    if not found:
+    commit = git("rev-list", "-1", f"--before={before}", "HEAD", root=root).strip()
+    if not commit:
         raise NoHistory("no commit here is more than a day old")
-    return found
+    return commit
 
 
 def changed_files(ref: str, root: Path = ROOT) -> frozenset[str]:
@@ -116,7 +119,7 @@ def _is_same(before: str, after: str) -> bool:
 
 
 def _started(node: ast.AST) -> Iterator[str]:
-    """Yield the modules that a list of words starts: those after "-m"."""
+    # Modules that a list of words starts, such as [python, "-m", "jaxserve"].
     items = node.elts if isinstance(node, ast.List | ast.Tuple) else ()
     words = [item.value if isinstance(item, ast.Constant) else None for item in items]
     for before, word in pairwise(words):
@@ -138,7 +141,7 @@ def files_of(since: str | None, changed: str | None) -> frozenset[str]:
 
 @dataclass
 class Graph:
-    """Files, and what each depends on.
+    """Files of the repository, and the files that each depends on.
 
     Attributes:
         sources: text of each Python file, by its path from the root.
@@ -152,7 +155,7 @@ class Graph:
 
     @classmethod
     def of_tree(cls, root: Path = ROOT) -> Graph:
-        """Read all files below the four folders, and the names of those beside the folders."""
+        """Read all files of the four folders, and the names of the files beside the folders."""
         sources: dict[str, str] = {}
         others = [path.name for path in root.iterdir() if path.is_file()]
         for folder in FOLDERS:
@@ -178,15 +181,15 @@ class Graph:
     @cached_property
     def homes(self) -> dict[str, dict[str, str]]:
         """By package: the module from which its __init__.py has each name."""
-        found: dict[str, dict[str, str]] = {}
+        homes: dict[str, dict[str, str]] = {}
         for package, path in self.modules.items():
             if path.endswith("/__init__.py"):
-                names = found.setdefault(package, {})
+                names = homes.setdefault(package, {})
                 for node in ast.walk(ast.parse(self.sources[path])):
                     if isinstance(node, ast.ImportFrom):
                         module = self._absolute(node, path)
                         names |= {alias.asname or alias.name: module for alias in node.names}
-        return found
+        return homes
 
     def _absolute(self, node: ast.ImportFrom, path: str) -> str:
         if not node.level:
@@ -195,7 +198,7 @@ class Graph:
         return ".".join([*package, *([node.module] if node.module else [])])
 
     def _named(self, module: str, name: str, most: int = 5) -> Iterator[str]:
-        """Yield the files that `from module import name` concerns."""
+        # The files that `from module import name` depends on.
         whole = f"{module}.{name}"
         if whole in self.modules:
             yield self.modules[whole]
@@ -211,7 +214,7 @@ class Graph:
             if isinstance(node, ast.Import):
                 yield from (self.modules.get(alias.name, "") for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
-                if not is_package:  # whoever has a name of a package goes to its home by himself
+                if not is_package:  # an importer of a package's name goes to the name's home
                     for alias in node.names:
                         yield from self._named(self._absolute(node, path), alias.name)
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -220,7 +223,7 @@ class Graph:
                 yield self.modules.get(f"{module}.__main__", self.modules.get(module, ""))
 
     def _told(self, text: str) -> Iterator[str]:
-        """Yield the files that a text names: a module, all of a package, or a path."""
+        # The files that a text names: a module, all modules of a package, or a path.
         if "." in text and text in self.modules:
             yield self.modules[text]
             yield self.modules.get(f"{text}.__main__", "")
@@ -232,12 +235,12 @@ class Graph:
     def edges(self, path: str) -> frozenset[str]:
         """Return the files that a file depends on directly."""
         if path not in self._edges:
-            found = set(self._imports(path)) if path in self.sources else set()
+            targets = set(self._imports(path)) if path in self.sources else set()
             if path.startswith("tests/") and path not in EVERYWHERE:
                 parents = Path(path).parents
-                found |= {f"{parent}/conftest.py" for parent in parents if str(parent) != "tests"}
+                targets |= {f"{parent}/conftest.py" for parent in parents if str(parent) != "tests"}
             known = self.sources.keys() | self.others
-            self._edges[path] = frozenset(found & known) - {path, "tests/conftest.py"}
+            self._edges[path] = frozenset(targets & known) - {path, "tests/conftest.py"}
         return self._edges[path]
 
     def reached(self, path: str) -> frozenset[str]:
@@ -253,26 +256,26 @@ class Graph:
         return self._closures[path]
 
     def standing_for(self, changed: Iterable[str]) -> frozenset[str]:
-        """Return the changed files, with the modules that read those which are no modules.
+        """Return the changed files, and the modules that may read a changed data file.
 
-        A file of data stands for the modules of its folder, or of the nearest folder above that has
-        modules, besides those that name it. So does a module that was deleted.
+        A data file stands for the modules of its folder, or of the nearest folder above that has
+        modules. So does a module that was deleted.
         """
-        found = set()
+        files = set()
         for path in changed:
-            found.add(path)
+            files.add(path)
             if path in self.sources or path.endswith(".md") or not path.startswith(FOLDERS):
                 continue
             data = next((to for folder, to in DATA.items() if path.startswith(folder)), None)
             if data is not None:
-                found.add(data)
+                files.add(data)
                 continue
             for parent in map(str, Path(path).parents):
                 beside = {name for name in self.sources if str(Path(name).parent) == parent}
                 if beside:
-                    found |= beside
+                    files |= beside
                     break
-        return frozenset(found)
+        return frozenset(files)
 
     @cached_property
     def tests(self) -> list[str]:
@@ -293,7 +296,7 @@ class Graph:
 
 @dataclass(frozen=True)
 class Subject:
-    """Tests that run only in the weekly job, or after a change of what they are about.
+    """The subject of tests that run only in the weekly job, or after a change of the subject.
 
     Attributes:
         name: of the group, for the count that a run prints.
@@ -308,9 +311,8 @@ class Selection:
     """Decides for each test of a run whether it is selected.
 
     Args:
-        changed: files that changed since `ref`; None where that is not known, which selects all.
-        only_concerned: select the tests of changed files and of what imports them (`--changed`).
-            Otherwise select all, but of the weekly ones those whose subject changed.
+        changed: the changed files. None selects all tests, because changes are not known.
+        only_concerned: select only tests that depend on a changed file (`--changed`).
     """
 
     def __init__(

@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from jaxserve import LLM, EngineConfig, SamplingParams
-from jaxserve.engine import engine
-from jaxserve.start.loading import Loaded, load
-from tests.support.checkpoint import save_checkpoint
-from tests.support.quick_code import quick_programs
+from jaxserve import SamplingParams
+
+if TYPE_CHECKING:  # other modules are imported by the first test that uses them: seconds
+    from jaxserve import LLM
+    from jaxserve.start.loading import Loaded
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 OWN = "own_engine"
@@ -27,12 +27,18 @@ CHECKED = "tests/engine/"
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.support.checkpoint import save_checkpoint
+
     return save_checkpoint(tmp_path_factory.mktemp("checkpoint"))
 
 
 @pytest.fixture(scope="session")
 def loaded(checkpoint: Path) -> Loaded:
     """A model with its programs, over which any number of engines may run, one after the other."""
+    from jaxserve import EngineConfig
+    from jaxserve.start.loading import load
+    from tests.support.quick_code import quick_programs
+
     config = EngineConfig(
         model=checkpoint,
         max_num_seqs=4,
@@ -48,7 +54,7 @@ def loaded(checkpoint: Path) -> Loaded:
 
 @dataclass
 class Canary:
-    """A request before and after: its tokens must not change, and nothing may be held."""
+    """A request before and after: its tokens must not change, and no page may be in use."""
 
     llm: LLM
 
@@ -69,6 +75,8 @@ class Canary:
 
 @pytest.fixture
 def llm(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
+    from jaxserve import LLM
+
     monkeypatch.setattr(loaded.runner, "close", lambda: None)
     with LLM(loaded) as engine:
         yield engine
@@ -84,9 +92,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
     """Fail a test of `CHECKED` without the marker whose engine loads a model."""
     if not item.nodeid.startswith(CHECKED) or item.get_closest_marker(OWN):
         return (yield)
+    from jaxserve.engine import engine
+
+    load = engine.load
 
     def load_another(*arguments: Any, **options: Any) -> Loaded:
-        loaded = load(*arguments, **options)  # what is refused is not loaded
+        loaded = load(*arguments, **options)  # a refusal loads no model
         loaded.runner.close()
         pytest.fail("this test loads a model of its own: use `loaded`, or mark it own_engine")
 

@@ -2,7 +2,7 @@
 
     python -m tests.support.weekly --since REF | --changed REF | --long
 
-prints what the tests that a run selects need besides `.venv`: "clients" and "compiler".
+prints the environments that a run's tests need besides `.venv`: "clients" and "compiler".
 """
 
 from __future__ import annotations
@@ -21,8 +21,13 @@ BY_NAME = {
     "tests/test_bootstrap.py": Subject(
         "tests of scripts",
         (
-            *("scripts/bootstrap", "scripts/demo", "scripts/find_device.py", "scripts/test"),
-            *("scripts/try_cuda.py", "scripts/constraints.txt", "pyproject.toml"),
+            "pyproject.toml",
+            "scripts/bootstrap",
+            "scripts/constraints.txt",
+            "scripts/demo",
+            "scripts/find_device.py",
+            "scripts/test",
+            "scripts/try_cuda.py",
         ),
     ),
     "tests/clients/test_bench_serving.py": Subject("tests of scripts", ("scripts/serving/",)),
@@ -57,7 +62,7 @@ def family_file(case: str) -> str | None:
 
 
 def _family_of(item: pytest.Item) -> tuple[str, str] | None:
-    """Return the case that a test of a family has, and the file of the family."""
+    # The case of the test, and the file of its family.
     if not item.nodeid.startswith(FAMILY_TESTS):
         return None
     parameters = getattr(getattr(item, "callspec", None), "params", {})
@@ -71,12 +76,12 @@ def _whole_name(item: pytest.Item) -> str:
 
 
 def further_cases(items: Sequence[pytest.Item]) -> dict[pytest.Item, Subject]:
-    """Return all tests of a family except those of one case, for each function of tests.
+    """Return the tests of all cases of a family except one, for each test function.
 
     The case is the first one whose steps of one token are programs of their own, or else the first.
     """
     first: dict[tuple[str, str], str] = {}
-    cases = [(item, *found) for item in items if (found := _family_of(item)) is not None]
+    cases = [(item, *family) for item in items if (family := _family_of(item)) is not None]
     for item, case, file in sorted(cases, key=lambda one: "alone" not in one[0].name):
         first.setdefault((_whole_name(item), file), case)
     return {
@@ -88,7 +93,7 @@ def further_cases(items: Sequence[pytest.Item]) -> dict[pytest.Item, Subject]:
 
 def subjects(items: Sequence[pytest.Item]) -> dict[pytest.Item, Subject]:
     """Return the subject of each test that is weekly."""
-    found = further_cases(items)
+    subjects_of = further_cases(items)
     for item in items:
         subject = next((s for start, s in BY_NAME.items() if item.nodeid.startswith(start)), None)
         if item.get_closest_marker("ray"):
@@ -97,8 +102,8 @@ def subjects(items: Sequence[pytest.Item]) -> dict[pytest.Item, Subject]:
         if item.nodeid.startswith("tests/real/") and not is_kept:
             subject = REAL
         if subject is not None:
-            found[item] = subject
-    return found
+            subjects_of[item] = subject
+    return subjects_of
 
 
 def path_of(item: pytest.Item) -> str:
