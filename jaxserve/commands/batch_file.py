@@ -43,7 +43,7 @@ def batch_config(**settings: Any) -> ServerConfig:
     )
 
 
-class BatchRun:
+class FileRun:
     """The answering of a batch file, which writes each answer when it is complete.
 
     Args:
@@ -116,8 +116,8 @@ def run_batch(specs: Iterable[ModelSpec], config: ServerConfig, source: Path, si
     return 1 if batch.num_failed else 0
 
 
-async def _run(app: App, file: BinaryIO, out: BinaryIO) -> BatchRun:
+async def _run(app: App, file: BinaryIO, out: BinaryIO) -> FileRun:
     slots = sum(model.admission.num_slots for model in app.models.all)
-    batch = BatchRun(InnerClient(app.asgi, app.config, False), out, LINES_A_SLOT * slots)
+    batch = FileRun(InnerClient(app.asgi, app.config, False), out, LINES_A_SLOT * slots)
     await batch.run(lines(file, LINE_FACTOR * app.config.max_body_bytes))
     return batch

@@ -1,4 +1,4 @@
-"""EngineArgs and AsyncEngineArgs: an engine's settings under vLLM's names for them."""
+"""EngineArgs and AsyncEngineArgs: the settings of an engine with vLLM's class names."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from jaxserve.settings.config import EngineConfig
 
 
 class EngineArgs(SimpleNamespace):
-    """The arguments of an engine, as attributes; a namespace that may be changed until it is used.
+    """The arguments of an engine as attributes that can be changed before use.
 
     Args:
-        model: as for `EngineConfig`.
-        **settings: further fields of `EngineConfig`, and vLLM's names of unsupported settings, of
-            which only neutral values pass.
+        model: see `EngineConfig`.
+        **settings: other fields of `EngineConfig`, and unsupported settings of vLLM with neutral
+            values.
 
     Raises:
-        TypeError: a name that neither has.
+        TypeError: an argument is unknown.
     """
 
     def __init__(self, model: Any = None, **settings: Any) -> None:
@@ -31,7 +31,7 @@ class EngineArgs(SimpleNamespace):
         super().__init__(**known_names | {"model": model} | settings)
 
     def create_engine_config(self, *_: Any, **__: Any) -> EngineConfig:
-        """Return the settings, checked. What else vLLM takes here changes nothing.
+        """Return the checked settings. Arguments of vLLM's method are accepted and ignored.
 
         Raises:
             InvalidRequest: a setting is out of range or not supported.
@@ -40,4 +40,4 @@ class EngineArgs(SimpleNamespace):
 
 
 class AsyncEngineArgs(EngineArgs):
-    """The arguments of an engine for asyncio programs: the same ones."""
+    """The arguments of an engine for asyncio programs, equal to `EngineArgs`."""

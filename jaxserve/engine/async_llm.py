@@ -15,11 +15,11 @@ from jaxserve.engine.delta import Delta
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.logprobs import LogprobReader
 from jaxserve.engine.metric_values import Metric, metric_values
-from jaxserve.engine.metrics import EngineStats, Histogram
+from jaxserve.engine.metrics import EngineStats, ValueCounts
 from jaxserve.engine.prompts import Prompt, prompt_parts, tokenized
 from jaxserve.engine.request_factory import RequestFactory
 from jaxserve.engine.request_stats import RequestStats
-from jaxserve.engine.stream import Delivery, Stream
+from jaxserve.engine.stream import LoopDelivery, Stream
 from jaxserve.engine.thread import NOT_PICKLED, EngineThread
 from jaxserve.errors import InvalidRequest
 from jaxserve.execution.runner import OnProgress
@@ -33,17 +33,17 @@ T = TypeVar("T")
 
 
 class AsyncLLM:
-    """An engine whose outputs stream.
+    """An engine with streams of outputs.
 
-    Its methods belong to the event loop. `stats_now`, `inspect`, `is_alive` and `standstill` may
-    also be called from other threads.
+    Methods must be called from the event loop, except `stats_now`, `inspect`, `is_alive` and
+    `standstill`, which any thread can call.
 
     Args:
-        config: what to serve.
-        on_progress: receives reports of the start.
+        config: the settings, or a loaded model.
+        on_progress: called with the progress of the start.
 
     Attributes:
-        requests: makes what `open` takes; any thread may use it.
+        requests: the factory of requests for `open`. It is thread-safe.
 
     Raises:
         CheckpointError, UnsupportedModel, InvalidRequest: see `engine.loading.load`.
@@ -54,9 +54,9 @@ class AsyncLLM:
     ) -> None:
         self._thread = EngineThread(config, on_progress)
         self.requests: RequestFactory = self._thread.engine.requests
-        # The caller's request ids, and the engine's for the same requests.
+        # The engine's request ids by the caller's.
         self._internal: dict[str, str] = {}
-        self._delivery: Delivery | None = None
+        self._delivery: LoopDelivery | None = None
 
     async def generate(
         self,
@@ -68,27 +68,32 @@ class AsyncLLM:
         cache_salt: str | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Stream what is new about a request's completions until all have ended.
+        """Stream the new text and tokens of a request's completions until all have ended.
 
-        Each output holds the text and tokens since the output before; a consumer that falls behind
-        finds those of several steps in one output. Leaving the iteration early aborts the request.
-        A request that fails while it is served raises nothing: its last output has finish_reason
-        "error" and the reason in `error`, the completion's and the output's.
+        Each output contains the text and tokens since the previous output. A slow consumer gets
+        the tokens of several steps in one output. Leaving the iteration early aborts the request.
+        If a request fails while it is served, its last output has finish_reason "error", and both
+        the completion and the output have the reason in `error`.
 
         Args:
-            tokenization_kwargs: as for `LLM.generate`.
+            prompt: the prompt.
+            sampling_params: the sampling parameters, by default the checkpoint's.
+            request_id: an id for `abort`, unique among the running requests.
+            priority: the priority of the request.
+            cache_salt: a salt for the keys of the prefix cache.
+            tokenization_kwargs: see `LLM.generate`.
 
         Raises:
-            InvalidRequest: the request cannot be served; nothing has been started.
-            EngineClosed, EngineDead: the engine takes no requests.
+            InvalidRequest: the request is invalid. It has not been started.
+            EngineClosed, EngineDead: the engine has ended.
         """
-        text, body, own_salt = prompt_parts(prompt)
-        salt = cache_salt if own_salt is None else own_salt
+        text, body, prompt_salt = prompt_parts(prompt)
+        salt = cache_salt if prompt_salt is None else prompt_salt
         self._thread.check_open()
         longest = self.limits.max_model_len
         body = tokenized(body, tokenization_kwargs, self.get_tokenizer(), longest)
         request = self.requests.make(body, sampling_params, priority=priority, cache_salt=salt)
-        # Callers number their requests too: a number would collide with theirs sooner or later.
+        # A plain number could collide with an id of the caller.
         name = f"request-{uuid4().hex}" if request_id is None else request_id
         if name in self._internal:
             raise InvalidRequest(f"request_id {name!r} is being served", "request_id")
@@ -111,31 +116,31 @@ class AsyncLLM:
             stream.close()
 
     def open(self, requests: Iterable[Request], max_unread: int | None = None) -> Stream:
-        """Start requests, and stream what all of them draw to the running event loop.
+        """Start requests, and return a stream of all their outputs for the running event loop.
 
         Args:
-            requests: from `requests.make`.
-            max_unread: tokens that may lie unread before the requests are paused.
+            requests: requests from `requests.make`.
+            max_unread: the most unread tokens before the requests are paused.
 
         Raises:
-            EngineClosed, EngineDead: the engine takes no requests; none has been started.
+            EngineClosed, EngineDead: the engine has ended. No request has been started.
         """
         loop = asyncio.get_running_loop()
         if self._delivery is None or self._delivery.loop is not loop:
-            self._delivery = Delivery(loop)
+            self._delivery = LoopDelivery(loop)
         return Stream(self._thread, self._delivery, requests, max_unread)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, **_: Any) -> Self:
-        """Make one from its arguments. What else vLLM takes here changes nothing.
+        """Create an engine from its arguments. Other arguments of vLLM's method are ignored.
 
         Raises:
-            InvalidRequest, CheckpointError, UnsupportedModel: as the class itself.
+            InvalidRequest, CheckpointError, UnsupportedModel: see the class.
         """
         return cls(engine_args.create_engine_config())
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """End requests now; their streams end with finish_reason "abort". Ignore unknown ids."""
+        """Abort requests: their streams end with finish_reason "abort". Unknown ids are ignored."""
         for name in [request_id] if isinstance(request_id, str) else request_id:
             internal = self._internal.get(name)
             if internal is not None:
@@ -144,7 +149,7 @@ class AsyncLLM:
     async def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        """Forget all cached prefixes; see `LLM.reset_prefix_cache`.
+        """Clear the prefix cache (see `LLM.reset_prefix_cache`).
 
         Raises:
             EngineClosed, EngineDead: the engine has ended.
@@ -154,7 +159,7 @@ class AsyncLLM:
         return await asyncio.to_thread(self._thread.call, reset)
 
     async def get_metrics(self) -> list[Metric]:
-        """Return the engine's counts under vLLM's names; see `LLM.get_metrics`.
+        """Return the engine's metrics with vLLM's names (see `LLM.get_metrics`).
 
         Raises:
             EngineClosed, EngineDead: the engine has ended.
@@ -167,11 +172,16 @@ class AsyncLLM:
         return await asyncio.to_thread(self._thread.call, read)
 
     def abort_waiting(self, request_id: str, error: str) -> None:
-        """End an opened request, by the id that `requests` gave it, unless it has started."""
+        """Abort an opened request that still waits for its first slot.
+
+        Args:
+            request_id: the id from `requests.make`.
+            error: the error of its last output.
+        """
         self._thread.abort_waiting(request_id, error)
 
     async def stats(self) -> EngineStats:
-        """Return the engine's counts, taken between two steps.
+        """Return the engine's statistics between two steps.
 
         Raises:
             EngineClosed, EngineDead: the engine has ended.
@@ -179,84 +189,86 @@ class AsyncLLM:
         return await asyncio.to_thread(self._thread.call, self._thread.engine.stats)
 
     async def check(self) -> None:
-        """Verify every page, slot and counter.
+        """Check the invariants of all pages, slots and counters.
 
         Raises:
-            AssertionError: naming what is wrong.
+            AssertionError: an invariant is broken. The message names it.
             EngineClosed, EngineDead: the engine has ended.
         """
         await asyncio.to_thread(self._thread.call, self._thread.engine.scheduler.check)
 
     def stats_now(self) -> EngineStats:
-        """Return the engine's counts without waiting for it, so that a hung one can be observed.
+        """Return the engine's statistics at once, also if its thread hangs within a step.
 
-        The engine's thread may be within a step. It only ever replaces the numbers that are read
-        here, so no read fails or finds a half-written one. But the counts may be of different
-        moments of the step, and `num_waiting` and `pages_in_use`, which are made of several
-        numbers, may be off by what the step is about to change. `stats` waits for the exact counts.
+        The thread only replaces whole numbers, so each number is valid. However, the numbers may
+        be from different moments of a step, and `num_waiting` and `pages_in_use`, which combine
+        several numbers, may be off by the changes of the step. `stats` returns exact numbers.
         """
         return self._thread.engine.stats()
 
     def inspect(self, read: Callable[[Engine], T]) -> T:
-        """Return what `read` returns for the engine, between two steps on the engine's thread.
+        """Call `read` with the engine between two steps, on the engine's thread.
 
-        Blocks until then, so it must not be called on an event loop.
+        The call blocks, so it must not be made on an event loop.
+
+        Returns:
+            The result of `read`.
 
         Raises:
             EngineClosed, EngineDead: the engine has ended.
-            Exception: whatever `read` raises.
+            Exception: an exception of `read`.
         """
         return self._thread.call(lambda: read(self._thread.engine))
 
     def is_alive(self) -> bool:
-        """Return whether requests in progress still advance."""
+        """Return whether the engine's thread is alive, so that requests in progress advance."""
         return self._thread.is_alive()
 
     def has_ended(self) -> bool:
-        """Return whether every request has had its last delta."""
+        """Return whether the engine has ended and every request has received its last delta."""
         return self._thread.has_ended()
 
     @property
     def loss(self) -> str | None:
-        """The reason of an end for which another of its hosts is lost; see `Engine.loss`."""
+        """The reason of the end if another host was lost (see `Engine.loss`)."""
         return self._thread.engine.loss
 
     def standstill(self) -> float:
-        """Return seconds since a step was last submitted or read; 0 while there is no work."""
+        """Return the seconds since a step was last submitted or read, or 0 while idle."""
         return self._thread.standstill()
 
     @property
     def config(self) -> EngineConfig:
-        """The engine's settings, with defaults filled in."""
+        """The resolved settings of the engine."""
         return self._thread.engine.config
 
     @property
     def limits(self) -> Limits:
-        """Limits of the model and its cache."""
+        """The limits of requests."""
         return self._thread.engine.limits
 
     @property
     def num_pages(self) -> int:
-        """Number of pages of the KV cache, the null page included."""
+        """The number of pages of the KV cache, including the null page."""
         return self._thread.engine.runner.num_pages
 
     @property
-    def step_tokens(self) -> Histogram:
-        """Tokens of each step, of prompts and of answers. The engine's thread adds to it."""
+    def step_tokens(self) -> ValueCounts:
+        """A histogram of prompt and answer tokens per step, updated by the engine's thread."""
         return self._thread.engine.step_tokens
 
     @property
     def max_new_tokens(self) -> int | None:
-        """Length of an answer that the generation configuration recommends, if any."""
+        """The length of an answer in the checkpoint's generation configuration, or None."""
         return self._thread.engine.loaded.max_new_tokens
 
     @property
     def recommends_sampling(self) -> bool:
-        """Return whether the checkpoint says how tokens are drawn."""
+        """Whether the checkpoint recommends sampling parameters."""
         return self._thread.engine.loaded.recommends_sampling
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the settings of requests that bring none: the checkpoint's recommendation."""
+        """Return the sampling parameters of requests without any, from the checkpoint."""
         return self._thread.engine.loaded.default_sampling
 
     def get_tokenizer(self) -> Any:
@@ -264,7 +276,7 @@ class AsyncLLM:
         return self._thread.engine.tokenizer
 
     def __reduce__(self) -> NoReturn:
-        """Raise TypeError: another process could use nothing of it."""
+        """Raise TypeError: an engine cannot be pickled."""
         raise TypeError(NOT_PICKLED.format("AsyncLLM"))
 
     def close(self) -> None:
@@ -284,7 +296,8 @@ class AsyncLLM:
 
 
 def _merged(output: RequestOutput, deltas: list[Delta], logprobs: LogprobReader) -> RequestOutput:
-    """Merge deltas of one request into an output with an entry for each completion they touch."""
+    """Add the deltas of one request to `output`, with one entry per completion, and return it."""
+
     completions: dict[int, CompletionOutput] = {}
     for delta in deltas:
         completion = completions.setdefault(delta.index, CompletionOutput(delta.index, "", []))

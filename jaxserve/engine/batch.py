@@ -1,4 +1,4 @@
-"""Batch: requests that are served together, and their outputs, for plain Python."""
+"""Batch: the requests of one call of `LLM.generate`, and their outputs."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _log = logging.getLogger(__name__)
 
 
 class Batch:
-    """Requests on the way to their outputs. They start once the batch is made.
+    """Requests that are served together. The constructor starts them.
 
     Args:
-        thread: serves them.
-        requests: from the engine's factory.
-        texts: of the prompts that have one.
+        thread: the engine's thread.
+        requests: requests from the engine's factory.
+        texts: the text of each prompt, or None for token ids.
 
     Raises:
-        EngineClosed, EngineDead: the engine takes no requests; none has been started.
+        EngineClosed, EngineDead: the engine has ended. No request has been started.
     """
 
     def __init__(
@@ -63,14 +63,19 @@ class Batch:
 
     @property
     def request_ids(self) -> list[str]:
-        """The ids of the requests, in their order."""
+        """The ids of the requests, in order."""
         return [request.request_id for request in self._requests]
 
     def wait(self, use_tqdm: bool) -> list[RequestOutput]:
-        """Return the outputs once all have ended; where waiting ends on an error, abort them.
+        """Wait until all requests have ended, and return their outputs.
+
+        If the wait ends with an exception, such as KeyboardInterrupt, the requests are aborted.
+
+        Args:
+            use_tqdm: whether to show a progress bar.
 
         Raises:
-            EngineDead: the engine ended before it answered.
+            EngineDead: the engine ended first.
         """
         progress = _Progress(len(self._requests), use_tqdm)
         try:
@@ -87,7 +92,7 @@ class Batch:
         return list(self._outputs.values())
 
     def abort(self) -> None:
-        """End the requests that have not ended."""
+        """Abort all requests that have not ended."""
         for request_id, output in self._outputs.items():
             if not output.finished:
                 self._thread.abort(request_id)
@@ -120,7 +125,7 @@ class Batch:
 
 
 class _Progress:
-    """A progress bar of finished prompts, with the tokens per second so far."""
+    """A progress bar of finished prompts, with the tokens per second."""
 
     def __init__(self, total: int, shown: bool) -> None:
         self._bar = tqdm(total=total, desc="Processed prompts", disable=not shown)

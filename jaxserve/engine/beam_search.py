@@ -22,7 +22,13 @@ from jaxserve.start.plan.limits import Limits
 
 
 class BeamSearch:
-    """The search for the prompt of `request`, whose salt and priority hold for every beam."""
+    """The beam search of one prompt.
+
+    Args:
+        request: a request with the prompt, cache salt and priority of all beams.
+        params: the parameters of the search.
+        limits: the limits of the engine.
+    """
 
     def __init__(self, request: Request, params: BeamSearchParams, limits: Limits) -> None:
         self.request = request
@@ -39,7 +45,11 @@ class BeamSearch:
         return self._length == self._most or not self.beams
 
     def advance(self, scores: Listing[dict[int, Logprob]]) -> None:
-        """Replace the beams by the best candidates of a step; `scores` has a row for each beam."""
+        """Replace the beams by the best candidates of a step.
+
+        Args:
+            scores: for each beam, the log-probabilities of the next tokens.
+        """
         width = self._params.beam_width
         self._length += 1
         candidates = [
@@ -59,7 +69,8 @@ class BeamSearch:
     def _candidates(self, row: dict[int, Logprob]) -> dict[int, Logprob]:
         allowed, width = self._params.allowed_token_ids, 2 * self._params.beam_width
         tokens = sorted(allowed or row, key=lambda token: -row[token].logprob)
-        # A token that was sampled at a temperature comes in addition to the best tokens.
+        # A sampled token is added to the requested number of best tokens, and dropped here.
+
         return {token: row[token] for token in tokens[: None if allowed else width]}
 
     def _divisor(self, length: int) -> float:

@@ -1,7 +1,7 @@
-"""Sampling of a chat with a model whose checkpoint recommends nothing, as a GGUF file never does.
+"""Sampling parameters of interactive chats if the checkpoint recommends none, as in GGUF files.
 
-The HTTP API and `LLM` keep vLLM's defaults, which draw from all tokens at temperature 1; a person
-who chats gets what llama.cpp gives, but for its top_k.
+The HTTP API and `LLM` have vLLM's defaults: temperature 1, all tokens. Chats use llama.cpp's
+defaults, except its top_k.
 """
 
 from __future__ import annotations
@@ -12,10 +12,14 @@ CHAT_SAMPLING = {"temperature": 0.8, "top_p": 0.95, "min_p": 0.05}
 
 
 def chat_sampling(is_recommended: bool, config: EngineConfig) -> dict[str, float]:
-    """Return what a chat sets; nothing where the checkpoint, or the user, says how to draw.
+    """Return the sampling parameters of a chat.
+
+    The result is empty if the checkpoint recommends parameters, or if the user chose the API's
+    defaults with generation_config="vllm".
 
     Args:
-        is_recommended: whether the checkpoint says how.
-        config: of the engine; generation_config="vllm" asks for the API's defaults.
+        is_recommended: whether the checkpoint recommends sampling parameters.
+        config: the settings of the engine.
     """
+
     return {} if is_recommended or config.generation_config == "vllm" else CHAT_SAMPLING

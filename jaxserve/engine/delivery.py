@@ -1,4 +1,4 @@
-"""Delivery: what committed steps drew, on its way to those who wait for it."""
+"""Delivery: sends the tokens and texts of committed steps to the receivers of requests."""
 
 from __future__ import annotations
 
@@ -31,11 +31,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class LiveSequence:
-    """A sequence being served and where its output goes.
+    """A sequence that is being served, and the receiver of its output.
 
     Attributes:
-        arrived: when the engine took it in, by `time.monotonic`.
-        first_token: when its first token was read; 0 before.
+        sequence: the sequence.
+        sink: the receiver, called with each delta.
+        detokenizer: the detokenizer, or None if no text is requested.
+        arrived: the time of arrival (`time.monotonic`).
+        first_token: the time at which the first token was read, 0 before.
     """
 
     sequence: Sequence
@@ -45,7 +48,7 @@ class LiveSequence:
     first_token: float = 0.0
 
     def delta(self, token_ids: list[int], logprobs: TokenLogprobs | None = None) -> Delta:
-        """Make the delta of these tokens, with the text that is certain by now."""
+        """Return a delta of new tokens, with all text that is final now."""
         sequence, text, prompt = self.sequence, self.detokenizer, self.sequence.prompt_logprobs
         return Delta(
             sequence.request.request_id,
@@ -62,7 +65,7 @@ class LiveSequence:
         )
 
     def times(self, now: float) -> SequenceTimes:
-        """Return its times; its last token was read now."""
+        """Return the times of the sequence, whose last token was read at `now`."""
         sequence = self.sequence
         return SequenceTimes(
             self.arrived, sequence.started, self.first_token, now, sequence.num_preemptions
@@ -70,19 +73,20 @@ class LiveSequence:
 
     @property
     def hides_last(self) -> bool:
-        """Return whether the newest token is a stop id that the text leaves out.
+        """Whether the newest token is a stop token that is excluded from the text.
 
-        It does so unless the request includes stop texts.
+        A request with `include_stop_str_in_output` includes it.
         """
         sampling = self.sequence.request.sampling
         return self.sequence.stop_token is not None and not sampling.include_stop_str_in_output
 
     def why_none(self, vocab_size: int) -> str | InvalidRequest:
-        """Explain why no token could be drawn: the request allows none, or logits were not finite.
-        Only once the sequence has ended.
+        """Return the reason why no token could be sampled, after the sequence has ended.
+
+        Either the request excludes all tokens, or the logits were not finite.
 
         Args:
-            vocab_size: width of the logits.
+            vocab_size: the width of the logits.
         """
         drawn = self.sequence.output_token_ids()
         if allowed_tokens(self.sequence, drawn, vocab_size).any():
@@ -100,17 +104,17 @@ class LiveSequence:
 
 
 class Delivery:
-    """The sequences that are being served, and where their tokens and text go.
+    """The sequences that are being served, and the delivery of their tokens and text.
 
     Args:
-        scheduler: that runs them; a sequence that its text ends is ended there.
-        slots: the slot table, which has their constraints' masks.
-        recovery: forgets those that have ended.
-        scores: of tokens that the host scores.
+        scheduler: the scheduler, in which a sequence is finished when its text ends it.
+        slots: the slot table.
+        recovery: the recovery, which drops its record of a finished sequence.
+        scores: the log-probabilities that the host computes.
 
     Attributes:
-        num_tokens: tokens delivered since the start.
-        num_first_tokens: those of them that were the first of their sequence.
+        num_tokens: the number of tokens delivered since the start.
+        num_first_tokens: the number of delivered tokens that were the first of their sequence.
     """
 
     def __init__(
@@ -127,29 +131,32 @@ class Delivery:
         self._now = 0.0
 
     def add(self, request_id: str, lives: list[LiveSequence]) -> None:
-        """Note the sequences of a request that is queued now."""
+        """Register the sequences of a request that has been queued."""
         self._live.update((live.sequence, live) for live in lives)
         self._by_request[request_id] = lives
 
     def of_request(self, request_id: str) -> list[LiveSequence]:
-        """Return the sequences of a request that have not ended, none if there is no such one."""
+        """Return the unfinished sequences of a request, or [] for an unknown request."""
         return list(self._by_request.get(request_id, ()))
 
     def all(self) -> Iterable[LiveSequence]:
-        """Return every sequence that has not ended."""
+        """Return all unfinished sequences."""
         return list(self._live.values())
 
     def replace(self, live: LiveSequence, sequence: Sequence) -> None:
-        """Let another sequence take the place of one."""
+        """Replace the scheduler's sequence of a live sequence."""
         del self._live[live.sequence]
         live.sequence = sequence
         self._live[sequence] = live
 
     def keep_prompt_logprobs(self, plan: LaunchPlan, logprobs: StepLogprobs) -> None:
-        """Hand each prompt the logprobs of its chunk, before its sequence may lose its slot."""
+        """Store the log-probabilities of prompt chunks in their sequences.
+
+        This precedes the commit of the launch, in which sequences can lose their slots.
+        """
         live = self._slots.generation[plan.slots] == plan.generations
-        wanted = live & self._slots.wants_logprob(plan.slots, plan.starts)
-        for row in np.flatnonzero(wanted).tolist():
+        is_requested = live & self._slots.wants_logprob(plan.slots, plan.starts)
+        for row in np.flatnonzero(is_requested).tolist():
             sequence = self._slots.sequences[plan.slots[row]]
             prompt = sequence.prompt_logprobs
             start, first = int(plan.starts[row]), int(logprobs.ends[row] - plan.num_tokens[row])
@@ -175,7 +182,7 @@ class Delivery:
         following = [*result.sequences[1:], None]
         for (sequence, token, logprob), then in zip(drawn, following, strict=False):
             live = self._live.get(sequence)
-            if live is None:  # it ended before this one of a launch's tokens
+            if live is None:  # it ended with an earlier token of the launch
                 continue
             self.num_tokens += 1
             try:
@@ -183,13 +190,13 @@ class Delivery:
                 self._deliver_token(live, token, logprob, is_last)
             except GrammarError as error:
                 self.end(live, FinishReason.ERROR, error.as_refusal())
-            except Exception as error:  # of the text library: this request's loss alone
+            except Exception as error:  # an error of the text library ends this request only
                 is_library = isinstance(error, TokenizerFailure)
                 _log.error("detokenization failed: %s", error, exc_info=not is_library)
                 self.end(live, FinishReason.ERROR, error=f"detokenization failed: {error}")
         for sequence in result.finished:
             live = self._live.get(sequence)
-            if live is not None:  # no token ended it
+            if live is not None:  # it ended without a token
                 self.end(live, FinishReason.ERROR, live.why_none(self._scores.vocab_size))
 
     def _deliver_token(
@@ -233,7 +240,7 @@ class Delivery:
     def end(
         self, live: LiveSequence, reason: FinishReason, error: str | InvalidRequest | None = None
     ) -> None:
-        """End a sequence for a reason that no token brought."""
+        """End a sequence for a reason other than its tokens, and send its last delta."""
         self._scheduler.finish(live.sequence, reason)
         delta = live.delta([])
         delta.finish_reason = reason
@@ -253,4 +260,4 @@ class Delivery:
 
 
 def _nowhere(delta: Delta) -> None:
-    """Drop the outputs of a receiver that has failed."""
+    """Ignore the output of a sequence whose receiver has failed."""

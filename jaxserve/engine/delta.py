@@ -1,4 +1,4 @@
-"""Delta: the engine's answers, piece by piece."""
+"""Delta: the increments of a completion that the engine sends."""
 
 from __future__ import annotations
 
@@ -13,12 +13,22 @@ from jaxserve.scheduling.logprobs import TokenLogprobs
 
 @dataclass
 class Delta:
-    """The news of one completion of a request.
+    """An increment of one completion of a request.
 
-    Where they are requested, `logprobs` has a row for each of `token_ids`, and `prompt_logprobs`
-    one for each prompt token but the first, once: with the first token of completion 0. An `error`
-    that the request itself has caused comes with the `parameter` to blame. The last delta of a
-    completion that a token ended has its `times`.
+    Attributes:
+        request_id: the engine's id of the request.
+        index: the number of the completion.
+        text: the new text.
+        token_ids: the new tokens.
+        num_cached_tokens: the prompt tokens that were found in the prefix cache.
+        finish_reason: the reason of the end, in the last delta.
+        stop_reason: the stop token or text that ended the completion, if one did.
+        error: the error that ended the completion, if one did.
+        parameter: the invalid parameter if the request caused the error.
+        logprobs: one row per token in `token_ids`, if requested.
+        prompt_logprobs: one row per prompt token except the first, if requested. They come once,
+            with the first token of completion 0.
+        times: the times of the sequence, in the last delta if a token ended the completion.
     """
 
     request_id: str
@@ -35,7 +45,8 @@ class Delta:
     times: SequenceTimes | None = None
 
     def fail(self, error: str | InvalidRequest) -> None:
-        """Say what went wrong; an InvalidRequest is the request's own fault."""
+        """Set `error`, and `parameter` if the error is an InvalidRequest."""
+
         self.error = str(error)
         if isinstance(error, InvalidRequest):
             self.parameter = error.parameter

@@ -1,9 +1,9 @@
-"""DrawScores: log-probabilities of drawn tokens that the host computes, from logits.
+"""DrawScores: log-probabilities of sampled tokens that the host computes from logits.
 
-The device scores the 20 most likely tokens of the model's own distribution. Whatever else a request
-may name (a list of tokens, the whole vocabulary, what a token was drawn from) follows here from
-logits that a step keeps where a row of it is such a one, in numpy: no program changes. Such a step
-copies the logits of all of its rows to the host, and all of its rows wait for that.
+The device scores the 20 most likely tokens of the model's distribution. NumPy computes all other
+requests here (listed tokens, the whole vocabulary, processed log-probabilities) from logits that
+the step returns, so no program changes. A step with such a row copies the logits of all its rows to
+the host, and all rows wait for the copy.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from jaxserve.scheduling.slot_table import SlotTable
 
 
 class DrawScores:
-    """The log-probabilities of drawn tokens in an engine's mode.
+    """The host's computation of log-probabilities of sampled tokens.
 
     Args:
         slots: the slot table, which has the tokens of running sequences.
         mode: the engine's `logprobs_mode`.
-        vocab_size: V, width of the logits.
+        vocab_size: V, the width of the logits.
     """
 
     def __init__(self, slots: SlotTable, mode: str, vocab_size: int) -> None:
@@ -37,11 +37,12 @@ class DrawScores:
     def put(
         self, scores: list[TokenLogprobs | None], result: StepResult, logits: np.ndarray
     ) -> None:
-        """Put the scores of a step's tokens into their places, for rows that the host scores.
+        """Replace the entries of `scores` for the rows that the host scores.
 
         Args:
-            scores: one for each token of the result.
-            logits: float[R, V], of the rows of the step's plan.
+            scores: one entry per token of the result.
+            result: the result of the step.
+            logits: float[R, V], the logits of the rows of the step's plan.
         """
         rows = np.flatnonzero(result.drawn).tolist()
         tokens = zip(rows, result.sequences, result.token_ids, strict=True)
@@ -63,32 +64,34 @@ class DrawScores:
         return score_tokens(logits[None], tokens, width, listed, self._as_logits)
 
     def _processed(self, sequence: Sequence, token: int, logits: np.ndarray) -> np.ndarray:
-        """Return the logits that the token was drawn from, -inf where none could be."""
+        """Return the processed logits from which a token was sampled, -inf for excluded tokens."""
         request, sampling = sequence.request, sequence.request.sampling
         tokens = sequence.token_ids
         if sequence.slot != NO_SLOT:
             tokens = self._slots.tokens[sequence.slot, : self._slots.num_known[sequence.slot]]
         drawn = tokens[len(request.prompt_token_ids) : -1].tolist()
-        made = logits.copy()
-        made[~allowed_tokens(sequence, drawn, self.vocab_size)] = -np.inf
+        processed = logits.copy()
+        processed[~allowed_tokens(sequence, drawn, self.vocab_size)] = -np.inf
         for other, bias in (sampling.logit_bias or {}).items():
-            made[other] += np.float32(bias)
+            processed[other] += np.float32(bias)
         if sampling.features & SamplerFeature.PENALTIES:
-            _penalize(made, sampling, tokens[:-1], drawn)
+            _penalize(processed, sampling, tokens[:-1], drawn)
         if sampling.temperature > 0:
-            made = _truncated(made, sampling)
-        # Rounding may place the border of top_p elsewhere than the device did.
-        if made[token] == -np.inf:
+            processed = _truncated(processed, sampling)
+        # Because of rounding, the device may have kept one token more for top_p.
+        if processed[token] == -np.inf:
             temperature = np.float32(sampling.temperature or 1.0)
-            made[token] = logits[token] / temperature
-        return made
+            processed[token] = logits[token] / temperature
+        return processed
 
 
 def allowed_tokens(sequence: Sequence, drawn: Listing[int], vocab_size: int) -> np.ndarray:
     """Return bool[V]: the tokens that a sequence's request allows next, as in `logit_edits`.
 
     Args:
-        drawn: the tokens before, without the prompt.
+        sequence: the sequence.
+        drawn: the tokens generated before.
+        vocab_size: V, the width of the logits.
     """
     request = sequence.request
     listed = request.sampling.allowed_token_ids
@@ -126,16 +129,16 @@ def _penalize(
 
 
 def _truncated(logits: np.ndarray, sampling: SamplingParams) -> np.ndarray:
-    """Return logits over the temperature, -inf where min_p, top_k or top_p exclude a token."""
+    """Return logits / temperature, with -inf for tokens that min_p, top_k or top_p exclude."""
     scaled = logits / logits.dtype.type(np.float32(sampling.temperature))
     probs = np.exp(scaled - scaled.max())
-    kept = (logits > -np.inf) & (probs >= np.float32(sampling.min_p))
+    likely = (logits > -np.inf) & (probs >= np.float32(sampling.min_p))
     if 0 < sampling.top_k < len(probs):
         least = np.partition(logits, len(logits) - sampling.top_k)[len(logits) - sampling.top_k]
-        kept &= logits >= least
+        likely &= logits >= least
     if sampling.top_p < 1:
         order = np.argsort(-logits, kind="stable")
-        mass = np.cumsum(np.where(kept, probs, 0)[order])
+        mass = np.cumsum(np.where(likely, probs, 0)[order])
         last = int(np.argmax(mass >= np.float32(sampling.top_p) * mass[-1]))
-        kept &= logits >= logits[order[last]]
-    return np.where(kept, scaled, -np.inf).astype(logits.dtype)
+        likely &= logits >= logits[order[last]]
+    return np.where(likely, scaled, -np.inf).astype(logits.dtype)

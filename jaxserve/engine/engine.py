@@ -1,4 +1,4 @@
-"""Engine: the loop's body. One thread owns it; nothing here waits for a caller."""
+"""Engine: the body of the serving loop. One thread owns it, and it never waits for a caller."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxserve.engine.delivery import Delivery, LiveSequence
 from jaxserve.engine.delta import Sink
 from jaxserve.engine.draw_scores import DrawScores
 from jaxserve.engine.launch_length import LaunchLength
-from jaxserve.engine.metrics import STEP_TOKENS, EngineStats, Histogram
+from jaxserve.engine.metrics import STEP_TOKENS, EngineStats, ValueCounts
 from jaxserve.engine.recovery import Recovery
 from jaxserve.engine.request_factory import RequestFactory
 from jaxserve.engine.sharing import check_sharing, open_events
@@ -39,7 +39,7 @@ MakeScheduler = Callable[[EngineConfig, PagePool, SlotTable], Scheduler]
 
 
 def make_scheduler(config: EngineConfig, pool: PagePool, slots: SlotTable) -> Scheduler:
-    """Make the scheduler that the configuration names."""
+    """Create the scheduler of a configuration."""
     assert config.max_num_batched_tokens is not None
     return Scheduler(
         pool,
@@ -53,17 +53,17 @@ def make_scheduler(config: EngineConfig, pool: PagePool, slots: SlotTable) -> Sc
 
 
 class Engine:
-    """Serves requests step by step: schedule, submit, and commit the step before.
+    """The engine: schedules a step, submits it, and commits the previous step.
 
-    Not thread-safe; `EngineThread` runs it on a thread of its own.
+    It is not thread-safe. `EngineThread` runs it on its own thread.
 
     Args:
-        config: what to serve, or parts loaded before (a Runner may outlive an engine).
-        on_progress: told about the start.
-        scheduler: makes another scheduler of the same interface, for baselines.
+        config: the settings, or a loaded model (a Runner can outlive an engine).
+        on_progress: called with the progress of the start.
+        scheduler: creates the scheduler. Baselines pass another one with the same interface.
 
     Attributes:
-        step_tokens: tokens of each step, of prompts and of answers.
+        step_tokens: a histogram of prompt and answer tokens per step.
     """
 
     def __init__(
@@ -98,17 +98,21 @@ class Engine:
         self._num_steps = 0
         self._num_failed_steps = 0
         self._prompt_tokens = 0
-        self.step_tokens = Histogram(STEP_TOKENS)
+        self.step_tokens = ValueCounts(STEP_TOKENS)
         self._compiles_at_start = self.runner.num_compiles
         self._events = open_events(self.config, self.slots.window)
         if self._events is not None:
             self.pool.on_change = self._events.add
 
     def add(self, request: Request, sink: Sink) -> None:
-        """Queue a request; `sink` is called with every Delta of each of its completions.
+        """Queue a request.
+
+        Args:
+            request: the request.
+            sink: called with every Delta of each of its completions.
 
         Raises:
-            InvalidRequest: its id is being served, or it can never run.
+            InvalidRequest: the id is in use, or the request does not fit into the cache.
         """
         if self._delivery.of_request(request.request_id):
             raise InvalidRequest(f"request_id {request.request_id!r} is being served", "request_id")
@@ -134,7 +138,7 @@ class Engine:
     def _prompt_logprobs(self, request: Request) -> PromptLogprobs:
         width, count = request.sampling.prompt_logprobs or 0, len(request.prompt_token_ids)
         width = self.limits.vocab_size if width == -1 else width
-        # As in vLLM, no setting of the sampler changes what a prompt's tokens get.
+        # As in vLLM, sampling parameters do not change the log-probabilities of prompt tokens.
         as_logits = self.config.logprobs_mode.endswith("_logits")
         return PromptLogprobs(count, width, as_logits or width > MAX_LOGPROBS, as_logits)
 
@@ -145,7 +149,16 @@ class Engine:
         return Detokenizer(self.tokenizer, tail, request.sampling)
 
     def abort(self, request_id: str, error: str | None = None, waiting_only: bool = False) -> bool:
-        """End a request now; its sink is told why. False if there is no such request."""
+        """Abort a request, and send its last deltas.
+
+        Args:
+            request_id: the id of the request.
+            error: the error of the deltas, or None.
+            waiting_only: whether to abort only a request that has never had a slot.
+
+        Returns:
+            False if there is no such request.
+        """
         lives = self._delivery.of_request(request_id)
         if not lives or (waiting_only and any(live.sequence.num_cached >= 0 for live in lives)):
             return False
@@ -154,16 +167,16 @@ class Engine:
         return True
 
     def pause(self, request_id: str) -> None:
-        """Take slots and pages from a request until `resume`, which computes its tokens again.
+        """Free the slots and pages of a request until `resume`.
 
-        For the scheduler it has ended; the token of a step in flight is dropped, and drawn again.
+        The scheduler finishes its sequences. A token in flight is dropped and sampled again later.
         """
         for live in self._delivery.of_request(request_id):
             self.scheduler.finish(live.sequence, FinishReason.ABORT)
             self._recovery.forget(live.sequence)
 
     def resume(self, request_id: str) -> None:
-        """Queue a paused request again, behind all that have come by now."""
+        """Queue a paused request again, as the newest arrival."""
         for live in self._delivery.of_request(request_id):
             if live.sequence.finish_reason is None:
                 continue
@@ -184,23 +197,22 @@ class Engine:
 
     @property
     def loss(self) -> str | None:
-        """The reason why nothing more is served, since another host is lost; None until then.
+        """The reason if another host is lost, None before.
 
-        The engine's thread may never return from a step that waits for that host.
+        The engine's thread may then wait forever within a step.
         """
         return None if self.loaded.group is None else self.loaded.group.loss
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Changes whenever the engine gets on: steps committed, and steps lost."""
+        """The numbers of committed and failed steps, one of which grows with every step."""
         return self._num_steps, self._num_failed_steps
 
     def step(self) -> None:
-        """Schedule and submit a step, and commit the one submitted before it.
+        """Schedule and submit a step, and commit the previous one.
 
-        No error of the device leaves this method: a step that fails is computed again, and a
-        sequence that keeps failing ends with finish_reason "error". What does leave it is a defect
-        of the engine's own.
+        Errors of the device are handled here: a failed step is computed again, and a sequence that
+        keeps failing ends with finish_reason "error". Any other exception is a bug of the engine.
         """
         self._recovery.limit_running()
         # Programs are added while the engine serves.
@@ -233,7 +245,7 @@ class Engine:
             self._recover(error, [step.plan])
             return
         outside = (token_ids < 0) | (token_ids >= self.limits.vocab_size)
-        if outside.any():  # as logits that are not finite: the loss of these rows alone
+        if outside.any():  # these rows fail, as rows with logits that are not finite
             ok, token_ids = ok & ~(outside & step.plan.samples), np.where(outside, 0, token_ids)
         self._pace.has_read(step.submitted, step.plan.num_steps)
         self._recovery.has_read(step.plan)
@@ -241,7 +253,7 @@ class Engine:
             self._delivery.keep_prompt_logprobs(step.plan, logprobs)
         result = self.scheduler.commit(step.plan, token_ids, ok)
         self._num_steps += 1
-        # As vLLM counts: a row that has computed its whole prompt adds the token that it draws.
+        # As in vLLM, a row that has computed its whole prompt also counts its sampled token.
         steps, before = step.plan.num_steps, self._delivery.num_first_tokens
         self._delivery.deliver(result, logprobs)
         count = step.plan.total_tokens if steps == 1 else len(result.token_ids)
@@ -249,11 +261,11 @@ class Engine:
         self.step_tokens.add((count + first) / steps, steps)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Forget what the cache holds for later prefixes; return True.
+        """Clear the prefix cache, and return True.
 
         Args:
-            reset_running_requests: send running sequences back to wait, so that their pages are
-                computed again; their tokens stay.
+            reset_running_requests: whether to preempt running sequences, so that their pages are
+                computed again. Their tokens stay.
         """
         if reset_running_requests:
             self.scheduler.preempt_all(lambda sequence: sequence.precedence)
@@ -261,13 +273,14 @@ class Engine:
         return True
 
     def _recover(self, error: Exception, plans: list[LaunchPlan]) -> None:
-        """Rebuild after a step was lost, and the cache with it; every sequence is computed again.
+        """Recover from a failed step, with which the cache is lost: preempt all sequences.
 
         Args:
-            plans: of the steps that may be the cause.
+            error: the error of the step.
+            plans: the plans of the steps that may have caused it.
 
         Raises:
-            EngineDead: the engine lies on several hosts, whose states may differ now.
+            EngineDead: the engine has several hosts, whose states may differ now.
         """
         if self.loaded.group is not None:
             raise EngineDead(f"a step failed, on one of several hosts: {error}") from error
@@ -284,7 +297,7 @@ class Engine:
                     self._delivery.end(live, FinishReason.ERROR, f"the step failed: {error}")
 
     def stats(self) -> EngineStats:
-        """Return the counts as of now."""
+        """Return the current statistics."""
         scheduler, pool, behind = self.scheduler, self.pool, self.loaded.behind
         return EngineStats(
             num_running=scheduler.num_running,
@@ -306,7 +319,8 @@ class Engine:
         )
 
     def close(self, error: str | None = None) -> None:
-        """End what is being served, aborted or with an error, and free the device. Idempotent."""
+        """End all requests, aborted or with `error`, and free the device. Idempotent."""
+
         reason = FinishReason.ABORT if error is None else FinishReason.ERROR
         for live in self._delivery.all():
             self._delivery.end(live, reason, error)

@@ -1,4 +1,4 @@
-"""EventPeer: the peer that a PUB socket connects to, watched through the socket's monitor."""
+"""EventPeer: watches the connection of a PUB socket through the socket's monitor."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from zmq.utils.monitor import recv_monitor_message
 from jaxserve.settings.kv_events import NAME
 
 _log = logging.getLogger(__name__)
-# Failed handshakes in a row after which the peer is reported: a single one fails where a subscriber
-# ends in its middle.
+# Consecutive failed handshakes after which the peer is reported. A single handshake fails if a
+# subscriber exits during it.
 _MOST_FAILED = 3
-# Seconds after which a connection that ended and was not tried again counts as given up.
+# Seconds without a new attempt after which ZeroMQ has given up a closed connection.
 _GIVEN_UP = 1.0
 # Milliseconds to wait for a moment without a connection.
 _PATIENCE = 1000
@@ -29,13 +29,13 @@ _WATCHED = _FAILED | _TRIED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNE
 
 
 class EventPeer:
-    """The peer of a PUB socket that connects.
+    """The peer of a connecting PUB socket.
 
-    It warns once where the peer does not speak as a subscriber does. ZeroMQ connects again to a
-    peer that closes the connection, and gives up one that breaks its protocol.
+    One warning is logged if the peer is not a ZeroMQ subscriber. ZeroMQ reconnects to a peer that
+    closes the connection, and gives up a peer that violates the protocol.
 
     Args:
-        context: of the socket.
+        context: the ZeroMQ context of the socket.
     """
 
     def __init__(self, context: zmq.Context[Any]) -> None:
@@ -47,7 +47,7 @@ class EventPeer:
         self._has_warned = False
 
     def watch(self, pub: zmq.Socket[Any], endpoint: str) -> None:
-        """Watch a socket that is about to connect."""
+        """Start to watch a socket, before it connects to `endpoint`."""
         self._num_watched += 1
         self._pub, self._endpoint, self._ended = pub, endpoint, None
         name = f"inproc://kv-events-peer-{self._num_watched}"
@@ -57,7 +57,7 @@ class EventPeer:
         news.connect(name)
 
     def has_given_up(self) -> bool:
-        """Read the news of the connection; return whether ZeroMQ has given it up."""
+        """Read all events of the connection, and return whether ZeroMQ has given it up."""
         while self._read(0) is not None:
             pass
         return self._ended is not None and time.monotonic() - self._ended > _GIVEN_UP
@@ -65,8 +65,8 @@ class EventPeer:
     def close(self) -> None:
         """Close the watched socket, and drop messages that its peer does not accept.
 
-        ZeroMQ aborts the process where a peer other than a subscriber answers while its socket is
-        being closed, so this waits until no connection is open.
+        ZeroMQ aborts the process if a peer that is not a subscriber answers while the socket is
+        being closed. The method therefore waits until no connection is open.
         """
         if self._news is None or self._pub is None:
             return
@@ -76,12 +76,12 @@ class EventPeer:
             while self._read(_PATIENCE) not in (None, zmq.EVENT_CONNECT_RETRIED):
                 if time.monotonic() > until:
                     break
-        self._pub.close(*((0,) if is_lost else ()))
+        self._pub.close(linger=0 if is_lost else None)
         self._news.close(linger=0)
         self._news = self._pub = None
 
     def _read(self, milliseconds: int) -> int | None:
-        """Read the next event, if one comes in time."""
+        """Return the next event, or None after `milliseconds` without one."""
         if self._news is None or not self._news.poll(milliseconds):
             return None
         event: int = recv_monitor_message(self._news)["event"]
@@ -95,6 +95,8 @@ class EventPeer:
             _log.warning(
                 "%s.endpoint: the peer at %s is no subscriber of ZeroMQ and gets no events; it is "
                 "tried again and again",
-                *(NAME, self._endpoint),
+                NAME,
+                self._endpoint,
             )
+
         return event

@@ -1,9 +1,9 @@
 """EventPublisher: changes of the prefix cache as vLLM's KV events, over ZeroMQ.
 
-Only imported where `kv_events_config` enables events: pyzmq comes with the extra `events`. The
-format is that of vLLM 0.33, `vllm/distributed/kv_events.py`: three frames, the topic, a sequence
-number (8 bytes, big-endian) and in msgpack `[time, events, data_parallel_rank]`, where an event is
-a map whose "type" names it.
+This module is imported only if `kv_events_config` enables events, because pyzmq comes with the
+extra `events`. The format is that of vLLM 0.33 (`vllm/distributed/kv_events.py`). A message has
+three frames: the topic, a sequence number (8 bytes, big-endian), and `[time, events,
+data_parallel_rank]` in msgpack. An event is a map whose "type" is its name.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from jaxserve.scheduling.page_changes import Change, RemovedPages, StoredPages
 from jaxserve.settings.kv_events import NAME, KVEventsConfig
 
 _log = logging.getLogger(__name__)
-# Where pages lie; vLLM's word for a device's memory, whatever the device.
+# vLLM's name for the memory of any device.
 MEDIUM = "GPU"
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
-# Seconds between two batches: a subscriber reads one of many changes faster than many of one.
+# Seconds between batches. A subscriber reads one batch of many changes faster than many of one.
 _PAUSE = 0.005
 _MOST_CHANGES = 256
-# Milliseconds for which an engine that closes waits for subscribers to take what is left.
+# Milliseconds for which a closing engine waits until subscribers have read all messages.
 _LINGER = 1000
-# The most milliseconds between tries to connect.
+# The most milliseconds between attempts to connect.
 _MOST_RECONNECT = 1000
-# Seconds between looks at the socket of an idle publisher.
+# Seconds between checks of the socket of an idle publisher.
 _LOOK = 1.0
 
 
 class KVCacheEvent(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
-    """A change of the cache."""
+    """A change of the prefix cache."""
 
 
 class BlockStored(KVCacheEvent):
-    """Pages of one prefix, one after the other, that can be found from now on."""
+    """Consecutive pages of one prefix that were added to the prefix cache."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -63,7 +63,7 @@ class BlockStored(KVCacheEvent):
 
 
 class BlockRemoved(KVCacheEvent):
-    """Pages that are found no more."""
+    """Pages that were removed from the prefix cache."""
 
     block_hashes: list[int]
     medium: str | None
@@ -71,7 +71,7 @@ class BlockRemoved(KVCacheEvent):
 
 
 class AllBlocksCleared(KVCacheEvent):
-    """No page is found any more."""
+    """All pages were removed from the prefix cache."""
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
@@ -86,9 +86,9 @@ class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
 
 
 def block_hashes(keys: np.ndarray) -> list[int]:
-    """Return for keys, u64[n, WORDS], what stands for them in public: integers below 2**64.
+    """Return public digests of keys, u64[n, WORDS], as integers below 2**64.
 
-    A digest, because keys themselves would tell the numbers that they are made of: sums of those.
+    Keys themselves are sums of secret numbers, and would reveal them.
     """
     data = keys.astype("<u8").tobytes()
     size = keys.shape[1] * 8
@@ -99,11 +99,12 @@ def block_hashes(keys: np.ndarray) -> list[int]:
 
 
 def events_of(change: Change, block_size: int, window: int | None) -> Iterator[Event]:
-    """Convert a change of the cache to events.
+    """Yield the events of a change of the prefix cache.
 
     Args:
-        block_size: tokens of a page.
-        window: of the model's layers, where all have the same.
+        change: the change.
+        block_size: tokens per page.
+        window: the attention window if all layers have the same, otherwise None.
     """
     if isinstance(change, StoredPages):
         kind = "full_attention" if window is None else "sliding_window"
@@ -135,22 +136,23 @@ def events_of(change: Change, block_size: int, window: int | None) -> Iterator[E
 
 
 class EventPublisher:
-    """A PUB socket that tells of every change, and a ROUTER socket that tells of it again.
+    """The publisher of cache changes: a PUB socket, and a ROUTER socket for replays.
 
-    `add` belongs to the engine's thread and hands over, no more: a thread of the publisher's own
-    encodes and sends, another answers subscribers that lost messages. A PUB socket drops what a
-    slow subscriber does not take. Each message has the next number, and so has each change that was
-    dropped because the queue was full: a gap in the numbers says that something is missing, and a
-    replay has it unless it was never sent, or `buffer_steps` messages ago.
+    The engine's thread calls `add`, which only queues a change. One thread encodes and sends
+    changes, and another answers subscribers that lost messages. A PUB socket drops messages that a
+    slow subscriber does not read. Messages are numbered. A change that was dropped from a full
+    queue uses up a number too, so a gap shows a subscriber that it lost messages. A replay returns
+    the last `buffer_steps` messages that were sent.
 
     Args:
-        config: that publishes.
-        block_size: tokens of a page.
-        window: of the model's layers, where all have the same.
+        config: the configuration of events.
+        block_size: tokens per page.
+        window: the attention window if all layers have the same, otherwise None.
 
     Attributes:
-        endpoint, replay_endpoint: as they were opened, with the ports that the system chose.
-        num_dropped: changes that a full queue pushed out, as of the newest batch.
+        endpoint: the opened endpoint, with the port that the system chose.
+        replay_endpoint: the opened endpoint of replays, or None.
+        num_dropped: the changes that were dropped from a full queue, up to the newest batch.
 
     Raises:
         InvalidRequest: an endpoint cannot be opened.
@@ -163,10 +165,10 @@ class EventPublisher:
         self._wake = threading.Condition()
         self._closing = False
         self.num_dropped = 0
-        self._num_gone = 0  # dropped since the newest batch; their numbers are still to be left out
+        self._num_gone = 0  # dropped since the newest batch, their numbers not yet skipped
         self._next_number = 0
-        kept = 0 if config.replay_endpoint is None else config.buffer_steps
-        self._sent: deque[tuple[int, bytes]] = deque(maxlen=kept)
+        num_replayed = 0 if config.replay_endpoint is None else config.buffer_steps
+        self._sent: deque[tuple[int, bytes]] = deque(maxlen=num_replayed)
         self._sent_lock = threading.Lock()
         self._context: zmq.Context[Any] = zmq.Context()
         self.replay_endpoint: str | None = None
@@ -175,8 +177,8 @@ class EventPublisher:
         try:
             self._pub, self.endpoint = self._open(zmq.PUB, "endpoint", config.hwm)
             if config.replay_endpoint is not None:
-                # For a whole replay and its end. ZeroMQ learns that half of it left only when all
-                # of that half did, and looks for such news after a hundred requests in a row.
+                # Room for a whole replay and its end. ZeroMQ notices that half of the queue was
+                # sent only after all of that half, and checks after a hundred successive requests.
                 most = 2 * (config.buffer_steps + 1) + 1000
                 self._router, self.replay_endpoint = self._open(zmq.ROUTER, "replay_endpoint", most)
                 threads.append(
@@ -190,28 +192,29 @@ class EventPublisher:
             thread.start()
 
     def _open(self, kind: int, field: str, most: int) -> tuple[Any, str]:
-        """Return a socket and its endpoint.
+        """Open a socket, and return it with its endpoint.
 
         Args:
-            field: of the configuration, with the endpoint.
-            most: messages that wait for one peer.
+            kind: zmq.PUB or zmq.ROUTER.
+            field: the field of the configuration with the endpoint.
+            most: the most queued messages per peer.
         """
         endpoint: str = getattr(self._config, field)
-        found = self._context.socket(kind)
-        found.setsockopt(zmq.SNDHWM, most)
-        found.setsockopt(zmq.LINGER, _LINGER)
-        found.setsockopt(zmq.IPV6, int("[" in endpoint))
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.SNDHWM, most)
+        socket.setsockopt(zmq.LINGER, _LINGER)
+        socket.setsockopt(zmq.IPV6, int("[" in endpoint))
         is_bound = any(text in endpoint for text in ("*", "::", "//0.0.0.0:", "ipc://"))
         try:
             if is_bound or kind == zmq.ROUTER:
-                found.bind(endpoint)
+                socket.bind(endpoint)
             else:
-                # Each connection of a peer that is no subscriber may leave a message in one queue.
-                # ZeroMQ aborts the process where that queue is full.
-                found.setsockopt(zmq.RCVHWM, 0)
-                found.setsockopt(zmq.RECONNECT_IVL_MAX, _MOST_RECONNECT)
-                self._peer.watch(found, endpoint)
-                found.connect(endpoint)
+                # Each connection of a peer that is not a subscriber may leave a message in one
+                # queue. ZeroMQ aborts the process if that queue is full.
+                socket.setsockopt(zmq.RCVHWM, 0)
+                socket.setsockopt(zmq.RECONNECT_IVL_MAX, _MOST_RECONNECT)
+                self._peer.watch(socket, endpoint)
+                socket.connect(endpoint)
         except zmq.ZMQError as error:
             reason = zmq.strerror(error.errno or 0)
             if error.errno == errno.EADDRINUSE:
@@ -219,10 +222,10 @@ class EventPublisher:
             raise InvalidRequest(
                 f"{NAME}.{field}: {endpoint} cannot be opened ({reason})", NAME
             ) from None
-        return found, found.getsockopt_string(zmq.LAST_ENDPOINT)
+        return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def add(self, change: Change) -> None:
-        """Hand over a change. It never waits for a subscriber, nor for room in the queue."""
+        """Queue a change without waiting. A full queue drops its oldest change."""
         with self._wake:
             if len(self._queue) >= self._config.max_queue_size:
                 self._queue.popleft()
@@ -244,16 +247,17 @@ class EventPublisher:
         self._pub.close()
 
     def _look(self) -> None:
-        """Read the peers' messages, and connect again where ZeroMQ has given up a peer."""
-        self._pub.getsockopt(zmq.EVENTS)  # reads subscriptions, and frees what peers left behind
+        """Read the peers' messages, and reconnect if ZeroMQ has given up a peer."""
+        self._pub.getsockopt(zmq.EVENTS)  # reads subscriptions, and frees messages of old peers
         if self._peer.has_given_up():
             self._peer.close()
             self._pub, self.endpoint = self._open(zmq.PUB, "endpoint", self._config.hwm)
 
     def _take(self) -> list[Change] | None:
-        """Wait for changes; return the next ones, in their order, or None once all were taken.
+        """Wait up to `_LOOK` seconds for changes, and return the next ones in order.
 
-        There may be none after `_LOOK` seconds.
+        Return [] if there are no changes, and None if the publisher is closing and the queue is
+        empty.
         """
         with self._wake:
             if not (self._queue or self._closing):
@@ -268,7 +272,8 @@ class EventPublisher:
                 _log.warning(
                     "changes of the prefix cache come faster than they are published: of more than "
                     "%d (%s.max_queue_size) the oldest are dropped; subscribers see a gap",
-                    *(self._config.max_queue_size, NAME),
+                    self._config.max_queue_size,
+                    NAME,
                 )
             self.num_dropped += gone
             self._next_number += gone
@@ -282,7 +287,7 @@ class EventPublisher:
             for event in events_of(change, self._block_size, self._window)
         ]
         payload = msgspec.msgpack.encode(KVEventBatch(time.time(), events, 0))
-        with self._sent_lock:  # first: who sees the gap behind it may request it at once
+        with self._sent_lock:  # before sending, since a subscriber may request a replay at once
             self._sent.append((number, payload))
         self._pub.send_multipart((self._topic, number.to_bytes(8, "big"), payload))
 
@@ -298,16 +303,17 @@ class EventPublisher:
             self._router.close(linger=0)
 
     def _send_again(self, client: bytes, first: int) -> None:
-        """Send what is kept from a number on, and the end."""
+        """Send all stored messages from number `first` on, and the end marker, to a client."""
         with self._sent_lock:
-            kept = [(number, payload) for number, payload in self._sent if number >= first]
-        for number, payload in kept:
+            messages = [(number, payload) for number, payload in self._sent if number >= first]
+        for number, payload in messages:
             head = (client, b"", self._topic, number.to_bytes(8, "big"))
             self._router.send_multipart((*head, payload))
         self._router.send_multipart((client, b"", b"", END_OF_REPLAY, b""))
 
     def close(self) -> None:
-        """Send what was added, as far as subscribers take it within a second. Idempotent."""
+        """Send the queued changes to subscribers that read them in a second. Idempotent."""
+
         with self._wake:
             if self._closing:
                 return

@@ -1,21 +1,21 @@
-"""LaunchLength: the number of decode steps a launch may take without a delay that users notice."""
+"""LaunchLength: limits the decode steps of a launch, so that new requests wait briefly."""
 
 from __future__ import annotations
 
 import time
 
-# A new request waits for the launch that runs and for the one behind it.
+# Duration of a launch. A new request waits for the running launch and for the next one.
 LAUNCH_SECONDS = 0.02
 # Weight of the newest measurement in the moving average.
 _WEIGHT = 0.25
 
 
 class LaunchLength:
-    """The length of launches, from the measured time of steps.
+    """The number of steps per launch, computed from measured durations.
 
     Args:
-        most: steps of a launch, at most.
-        fixed: take as many however long they last; None for as many as fit into `LAUNCH_SECONDS`.
+        most: the most steps of a launch.
+        fixed: a fixed number of steps, or None for the number that fits into `LAUNCH_SECONDS`.
     """
 
     def __init__(self, most: int, fixed: int | None) -> None:
@@ -25,7 +25,7 @@ class LaunchLength:
         self._last_read = 0.0
 
     def steps(self) -> int:
-        """Return the steps of the next launch."""
+        """Return the number of steps of the next launch."""
         if self._fixed is not None:
             return min(self._fixed, self._most)
         if self._step_seconds is None:
@@ -35,13 +35,14 @@ class LaunchLength:
         return max(1, int(LAUNCH_SECONDS / self._step_seconds))
 
     def has_read(self, submitted: float, num_steps: int, now: float | None = None) -> None:
-        """Note that a launch's results came just now.
+        """Record that the results of a launch have just been read.
 
         Args:
-            submitted: time of its submission, by `time.perf_counter`.
-            num_steps: steps that it took.
-            now: the time now, if `submitted` is by another clock.
+            submitted: the time of its submission (`time.perf_counter`).
+            num_steps: the number of its steps.
+            now: the current time, if `submitted` is from another clock.
         """
+
         now = time.perf_counter() if now is None else now
         seconds = (now - max(submitted, self._last_read)) / num_steps
         self._last_read = now

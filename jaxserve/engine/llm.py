@@ -1,4 +1,4 @@
-"""LLM: prompts in, completions out, from plain Python."""
+"""LLM: the synchronous Python API."""
 
 from __future__ import annotations
 
@@ -40,14 +40,13 @@ from jaxserve.text.tokenizer import NO_TEMPLATE
 class LLM:
     """An engine for offline use. Close it, or use it as a context manager.
 
-    It also closes when nothing refers to it any more, and when the program ends.
-
-    Safe to call from several threads: their requests are served together.
+    It also closes when it is garbage-collected and at the exit of the program. Several threads can
+    use it, and their requests are served together.
 
     Args:
-        model: folder of a Hugging Face checkpoint; None for the bundled demo model.
-        **settings: fields of `EngineConfig`. vLLM's names of unsupported settings are refused with
-            what to do instead, unless their values are neutral.
+        model: a folder, a file or a name on the hub, or None for the bundled model.
+        **settings: fields of `EngineConfig`. Unsupported settings of vLLM are refused with a
+            suggestion, unless their values are neutral.
 
     Raises:
         InvalidRequest: a setting is out of range or not supported.
@@ -66,10 +65,10 @@ class LLM:
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
-        """Make one from its arguments.
+        """Create an engine from its arguments.
 
         Raises:
-            InvalidRequest, CheckpointError, UnsupportedModel, DeviceError: as the class itself.
+            InvalidRequest, CheckpointError, UnsupportedModel, DeviceError: see the class.
         """
         return cls(**vars(engine_args))
 
@@ -85,28 +84,28 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete every prompt. Outputs are in the order of the prompts.
 
-        A request that fails while it is served raises nothing: its completion has finish_reason
-        "error" and the reason in `error`, as its output has, and a warning is logged.
+        If a request fails while it is served, its completion has finish_reason "error", completion
+        and output have the reason in `error`, and a warning is logged.
 
         Args:
-            prompts: one prompt or a list of them: text, or a list of token ids.
-            sampling_params: for all prompts, or a list with one for each; None for what the
-                checkpoint recommends.
-            use_tqdm: show a progress bar.
-            priority: for all prompts, or a number for each, under the priority policy.
-            cache_salt: share cached pages only with requests of the same salt; the salt of a
-                prompt dict takes precedence.
+            prompts: one prompt or a list of prompts: text, token ids, or vLLM's prompt dicts.
+            sampling_params: the parameters of all prompts, or a list with one per prompt. None for
+                the checkpoint's recommendation.
+            use_tqdm: whether to show a progress bar.
+            priority: the priority of all prompts, or a list with one per prompt.
+            cache_salt: cached pages are shared only between requests with equal salts. The salt of
+                a prompt dict takes precedence.
             tokenization_kwargs: add_special_tokens, truncate_prompt_tokens and truncation_side.
 
         Raises:
-            InvalidRequest: a prompt or setting cannot be served; no request has been started.
-            EngineClosed, EngineDead: the engine takes no requests.
+            InvalidRequest: a prompt or parameter is invalid. No request has been started.
+            EngineClosed, EngineDead: the engine has ended.
         """
         options = {"priority": priority, "cache_salt": cache_salt}
-        made = self._requests_of(
+        requests, texts = self._requests_of(
             prompts, sampling_params, tokenization_kwargs=tokenization_kwargs, **options
         )
-        return self._run(*made, use_tqdm)
+        return self._run(requests, texts, use_tqdm)
 
     def _requests_of(
         self,
@@ -117,7 +116,7 @@ class LLM:
         cache_salt: str | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> tuple[list[Request], list[str | None]]:
-        """Return the requests of prompts, and their texts."""
+        """Return the requests of prompts, and the text of each prompt or None for token ids."""
         many = as_list(prompts)
         settings = one_each(sampling_params, len(many), "sampling_params")
         ranks = one_each(priority, len(many), "priority")
@@ -126,9 +125,9 @@ class LLM:
         texts: list[str | None] = []
         requests: list[Request] = []
         for prompt, params, rank in zip(many, settings, ranks, strict=True):
-            text, body, own_salt = prompt_parts(prompt)
+            text, body, prompt_salt = prompt_parts(prompt)
             texts.append(text)
-            salt = cache_salt if own_salt is None else own_salt
+            salt = cache_salt if prompt_salt is None else prompt_salt
             body = tokenized(
                 body, tokenization_kwargs, engine.tokenizer, engine.limits.max_model_len
             )
@@ -147,21 +146,24 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or each of a list of conversations, through the chat template.
+        """Answer a conversation, or a list of conversations, through the chat template.
 
-        A request that fails while it is served is reported as by `generate`.
+        Requests that fail while they are served are reported as by `generate`.
 
         Args:
-            chat_template: instead of the model's: a template, a file, or the name of a shipped one
-                (`text.template.find_template`).
-            chat_template_kwargs: further inputs of the template, which it may leave unread; they
-                take precedence over `template_options`.
-            **template_options: further inputs, such as tools; one that the template does not read
-                is refused. chat_template_content_format is as the setting of this name.
+            messages: the messages of a conversation, or a list of conversations.
+            sampling_params, use_tqdm, priority, cache_salt: see `generate`.
+            chat_template: a template, a file, or the name of a shipped template
+                (`text.template.find_template`). None for the model's.
+            chat_template_kwargs: optional inputs of the template. They take precedence over
+                `template_options`.
+            **template_options: required inputs of the template, such as tools: an input that the
+                template does not read is refused. chat_template_content_format is the setting of
+                this name.
 
         Raises:
-            InvalidRequest: as `generate`; or the template refuses the messages.
-            EngineClosed, EngineDead: as `generate`.
+            InvalidRequest: see `generate`. Also if the template refuses the messages.
+            EngineClosed, EngineDead: see `generate`.
         """
         options = {"priority": priority, "cache_salt": cache_salt}
         prompts = self._rendered(messages, chat_template, chat_template_kwargs, template_options)
@@ -179,10 +181,10 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **template_options: Any,
     ) -> list[str]:
-        """Start to answer conversations, as `chat` does, and return the ids of their requests.
+        """Start to answer conversations as `chat` does, and return the ids of their requests.
 
         Raises:
-            InvalidRequest, EngineClosed, EngineDead: as `chat`.
+            InvalidRequest, EngineClosed, EngineDead: see `chat`.
         """
         options = {"priority": priority, "cache_salt": cache_salt}
         prompts = self._rendered(messages, chat_template, chat_template_kwargs, template_options)
@@ -191,7 +193,7 @@ class LLM:
     def _rendered(
         self, messages: Any, chat_template: Any, free: Any, template_options: Mapping[str, Any]
     ) -> list[Any]:
-        """Return the prompts of conversations."""
+        """Render conversations with the chat template, and return the prompts."""
         tokenizer = self._thread.engine.tokenizer
         if tokenizer is None:
             raise InvalidRequest("this engine has no tokenizer: pass token ids to LLM.generate")
@@ -219,16 +221,18 @@ class LLM:
         sampling_params: SamplingParams | Listing[SamplingParams] | None = None,
         **options: Any,
     ) -> list[str]:
-        """Start to complete prompts, and return the ids of their requests at once.
+        """Start to complete prompts, and return the ids of their requests without waiting.
 
         Args:
-            **options: as for `generate`.
+            prompts, sampling_params: see `generate`.
+            **options: other arguments of `generate`.
 
         Raises:
-            InvalidRequest, EngineClosed, EngineDead: as `generate`.
+            InvalidRequest, EngineClosed, EngineDead: see `generate`.
         """
         options.pop("use_tqdm", None)
-        batch = Batch(self._thread, *self._requests_of(prompts, sampling_params, **options))
+        requests, texts = self._requests_of(prompts, sampling_params, **options)
+        batch = Batch(self._thread, requests, texts)
         with self._lock:
             self._queued.append(batch)
         return batch.request_ids
@@ -236,14 +240,14 @@ class LLM:
     def wait_for_completion(
         self, output_type: Any = None, *, use_tqdm: bool = True
     ) -> list[RequestOutput]:
-        """Return the outputs of all requests that were enqueued, in the order of their arrival.
+        """Wait for all enqueued requests, and return their outputs in the order of arrival.
 
         Args:
-            output_type: has no meaning here: all outputs are RequestOutput.
-            use_tqdm: show a progress bar.
+            output_type: ignored, since all outputs are RequestOutput.
+            use_tqdm: whether to show a progress bar.
 
         Raises:
-            EngineDead: the engine ended before it answered.
+            EngineDead: the engine ended first.
         """
         with self._lock:
             batches, self._queued = self._queued, []
@@ -255,8 +259,10 @@ class LLM:
             raise
 
     def abort(self, request_id: str | Listing[str]) -> None:
-        """End enqueued requests now; their outputs have finish_reason "abort". Unknown ids are
-        ignored."""
+        """Abort enqueued requests: their outputs have finish_reason "abort".
+
+        Unknown ids are ignored.
+        """
         for name in [request_id] if isinstance(request_id, str) else request_id:
             self._thread.abort(name)
 
@@ -269,18 +275,18 @@ class LLM:
         concurrency_limit: int | None = None,
         priority: int | Listing[int] | None = None,
     ) -> list[BeamSearchOutput]:
-        """Search for the most likely continuations of every prompt.
+        """Find the most likely continuations of every prompt by beam search.
 
         Args:
-            prompts: as for `generate`.
-            params: of every search.
-            use_tqdm: has no meaning here.
-            concurrency_limit: most prompts at a time; None for all.
-            priority: for all prompts, or a number for each.
+            prompts: see `generate`.
+            params: the parameters of all searches.
+            use_tqdm: ignored.
+            concurrency_limit: the most prompts that are searched at once, or None for all.
+            priority: the priority of all prompts, or a list with one per prompt.
 
         Raises:
-            InvalidRequest: a prompt or setting cannot be served; no request has been started.
-            EngineClosed, EngineDead: the engine takes no requests, or a request failed.
+            InvalidRequest: a prompt or parameter is invalid. No request has been started.
+            EngineClosed, EngineDead: the engine has ended, or a request failed.
         """
         many = as_list(prompts)
         if not isinstance(params, BeamSearchParams):
@@ -303,15 +309,15 @@ class LLM:
 
     @property
     def recommends_sampling(self) -> bool:
-        """Return whether the checkpoint says how tokens are drawn."""
+        """Whether the checkpoint recommends sampling parameters."""
         return self._thread.engine.loaded.recommends_sampling
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the settings that `generate` uses by default: the checkpoint's recommendation."""
+        """Return the sampling parameters that `generate` uses by default, from the checkpoint."""
         return self._thread.engine.loaded.default_sampling
 
     def stats(self) -> EngineStats:
-        """Return the engine's counts, taken between two steps.
+        """Return the engine's statistics between two steps.
 
         Raises:
             EngineClosed, EngineDead: the engine has ended.
@@ -319,7 +325,7 @@ class LLM:
         return self._thread.call(self._thread.engine.stats)
 
     def get_metrics(self) -> list[Metric]:
-        """Return the engine's counts under vLLM's names, taken between two steps.
+        """Return the engine's metrics with vLLM's names, between two steps.
 
         Raises:
             EngineClosed, EngineDead: the engine has ended.
@@ -331,11 +337,11 @@ class LLM:
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        """Forget all cached prefixes; return True. Running requests keep their pages and tokens.
+        """Clear the prefix cache, and return True. Running requests keep their pages and tokens.
 
         Args:
-            reset_running_requests: let running requests be computed again, from their prompts on.
-            reset_connector: has no meaning here.
+            reset_running_requests: whether to compute running requests again, from their prompts.
+            reset_connector: ignored.
 
         Raises:
             EngineClosed, EngineDead: the engine has ended.
@@ -344,20 +350,21 @@ class LLM:
         return self._thread.call(lambda: engine.reset_prefix_cache(reset_running_requests))
 
     def check(self) -> None:
-        """Verify every page, slot and counter.
+        """Check the invariants of all pages, slots and counters.
 
         Raises:
-            AssertionError: naming what is wrong.
+            AssertionError: an invariant is broken. The message names it.
             EngineClosed, EngineDead: the engine has ended.
         """
         self._thread.call(self._thread.engine.scheduler.check)
 
     def __reduce__(self) -> NoReturn:
-        """Raise TypeError: another process could use nothing of it."""
+        """Raise TypeError: an engine cannot be pickled."""
         raise TypeError(NOT_PICKLED.format("LLM"))
 
     def close(self) -> None:
-        """Abort what is being served and free the device. Idempotent."""
+        """Abort all requests and free the device. Idempotent."""
+
         self._thread.close()
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""Conversion of scores in arrays to logprobs in the form of vLLM's Python API."""
+"""Conversion of log-probabilities from arrays to the form of vLLM's Python API."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from jaxserve.scheduling.logprobs import TokenLogprobs
 def logprob_dicts(
     scores: TokenLogprobs, token_ids: Listing[int], decode: Callable[[int], str | None]
 ) -> list[dict[int, Logprob]]:
-    """Return for each token its own Logprob, then those of the most likely tokens, by their ids.
+    """Return for each token a dict of Logprobs by token id: the token, then its alternatives.
 
     Args:
-        scores: of the tokens, with as many alternatives as are wanted.
-        token_ids: one for each row of the scores.
-        decode: returns a token's text, or None.
+        scores: the log-probabilities of the tokens and of their alternatives.
+        token_ids: one token per row of `scores`.
+        decode: returns the text of a token, or None.
     """
     texts: dict[int, str | None] = {}
 
@@ -43,11 +43,11 @@ def logprob_dicts(
 
 
 class LogprobReader:
-    """Reader of deltas that adds their logprobs to one request's outputs.
+    """A reader of one request's deltas that adds their log-probabilities to its outputs.
 
     Args:
         request: the request.
-        tokenizer: for the tokens' texts; None for none.
+        tokenizer: the tokenizer that decodes token texts, or None.
     """
 
     def __init__(self, request: Request, tokenizer: Any) -> None:
@@ -58,7 +58,11 @@ class LogprobReader:
         return None if self._tokenizer is None else self._tokenizer.decode([token], False)
 
     def add(self, output: RequestOutput, completion: CompletionOutput, delta: Delta) -> None:
-        """Take in a delta of one of the request's completions."""
+        """Append the log-probabilities of a delta to `completion`, and its prompt's to `output`.
+
+        Both are changed in place. Text and tokens are not touched.
+        """
+
         if delta.logprobs is not None:
             completion.logprobs = completion.logprobs or []
             completion.logprobs += logprob_dicts(delta.logprobs, delta.token_ids, self._text)

@@ -1,15 +1,14 @@
-"""Metrics of an engine as plain values, in the form of vLLM's `LLM.get_metrics`."""
+"""Metrics of an engine in the form of vLLM's `LLM.get_metrics`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from jaxserve.engine.metrics import EngineStats
-from jaxserve.engine.metrics import Histogram as Counts
+from jaxserve.engine.metrics import EngineStats, ValueCounts
 
 Read = Callable[[EngineStats], float]
-# Names that vLLM has too: what they say, and where they are read.
+# Metrics with vLLM's names: their descriptions, and functions that read them.
 GAUGES: dict[str, tuple[str, Read]] = {
     "num_requests_running": ("Sequences running.", lambda s: s.num_running),
     "num_requests_waiting": ("Sequences waiting.", lambda s: s.num_waiting),
@@ -27,7 +26,7 @@ COUNTERS: dict[str, tuple[str, Read]] = {
 }
 
 
-# Counted on each device; vLLM only logs how even the counts are.
+# Counted per device. vLLM only logs the balance of the counts.
 EXPERT_ROWS = (
     "expert_rows",
     "Rows, a token for one expert each, that a device's experts computed.",
@@ -36,7 +35,7 @@ EXPERT_ROWS = (
 
 @dataclass
 class Metric:
-    """A metric's name, under vLLM's prefix, and its labels."""
+    """A metric with vLLM's prefix in its name, and labels."""
 
     name: str
     labels: dict[str, str]
@@ -44,55 +43,49 @@ class Metric:
 
 @dataclass
 class Counter(Metric):
-    """A count since the engine's start."""
+    """A counter since the engine's start."""
 
     value: int
 
 
 @dataclass
 class Gauge(Metric):
-    """A number that rises and falls."""
+    """A number that can rise and fall."""
 
     value: float
 
 
 @dataclass
 class Histogram(Metric):
-    """Counts of values by their upper bound, "+Inf" among them."""
+    """Cumulative counts of values by upper bound, including "+Inf"."""
 
     count: int
     sum: float
     buckets: dict[str, int]
 
 
-def metric_values(stats: EngineStats, step_tokens: Counts, model_name: str) -> list[Metric]:
-    """Return an engine's counts.
+def metric_values(stats: EngineStats, step_tokens: ValueCounts, model_name: str) -> list[Metric]:
+    """Return the metrics of an engine.
 
     Args:
-        stats: of the engine.
-        step_tokens: tokens of each of its steps.
-        model_name: a label of each.
+        stats: the statistics of the engine.
+        step_tokens: the histogram of tokens per step.
+        model_name: a label of all metrics.
     """
     labels = {"model_name": model_name, "engine": "0"}
     buckets = {bound: int(count) for bound, count in step_tokens.cumulative()}
-    return [
-        *(
-            Gauge(f"vllm:{name}", dict(labels), float(read(stats)))
-            for name, (_, read) in GAUGES.items()
-        ),
-        *(
-            Counter(f"vllm:{name}", dict(labels), int(read(stats)))
-            for name, (_, read) in COUNTERS.items()
-        ),
-        *(
-            Counter(f"jaxserve:{EXPERT_ROWS[0]}", labels | {"device": str(device)}, count)
-            for device, count in enumerate(stats.expert_rows)
-        ),
-        Histogram(
-            "vllm:iteration_tokens_total",
-            dict(labels),
-            buckets["+Inf"],
-            step_tokens.sum,
-            buckets,
-        ),
+    metrics: list[Metric] = [
+        Gauge(f"vllm:{name}", dict(labels), float(read(stats)))
+        for name, (_, read) in GAUGES.items()
     ]
+    metrics += [
+        Counter(f"vllm:{name}", dict(labels), int(read(stats)))
+        for name, (_, read) in COUNTERS.items()
+    ]
+    metrics += [
+        Counter(f"jaxserve:{EXPERT_ROWS[0]}", labels | {"device": str(device)}, count)
+        for device, count in enumerate(stats.expert_rows)
+    ]
+    name, count = "vllm:iteration_tokens_total", buckets["+Inf"]
+    metrics.append(Histogram(name, dict(labels), count, step_tokens.sum, buckets))
+    return metrics

@@ -1,4 +1,4 @@
-"""Prompts and conversations as callers of `LLM` and `AsyncLLM` pass them."""
+"""Parsing of prompts and chat arguments of `LLM` and `AsyncLLM`."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Prompt = str | Listing[int] | Mapping[str, Any]
 
 
 class PromptParts(NamedTuple):
-    """A prompt as a caller passed it.
+    """The parts of a caller's prompt.
 
     Attributes:
-        text: of the prompt, if it has one.
+        text: the text of the prompt, or None.
         body: the text or the token ids to serve.
-        cache_salt: cached pages are shared only with prompts of the same salt.
+        cache_salt: the cache salt, or None. Cached pages are shared between prompts of equal salts.
     """
 
     text: str | None
@@ -37,11 +37,12 @@ class PromptParts(NamedTuple):
 def prompt_parts(prompt: Any) -> PromptParts:
     """Split a prompt into its parts.
 
-    Accepts text, token ids, and vLLM's dicts {"prompt": text} and {"prompt_token_ids": ids}, which
-    may hold a "cache_salt".
+    Args:
+        prompt: text, token ids, or one of vLLM's dicts {"prompt": text} and {"prompt_token_ids":
+            ids}, which can have a "cache_salt".
 
     Raises:
-        InvalidRequest: a dict with neither of the first two keys, or with one that is unsupported.
+        InvalidRequest: a dict has neither of the two keys, or an unsupported one.
     """
     if not isinstance(prompt, Mapping):
         return PromptParts(prompt if isinstance(prompt, str) else None, prompt)
@@ -59,14 +60,15 @@ def prompt_parts(prompt: Any) -> PromptParts:
 
 
 def chat_tokenizer(tokenizer: Tokenizer, template: Any, options: Mapping[str, Any]) -> Tokenizer:
-    """Return a tokenizer with the chat template, and the form of content, that a call names.
+    """Return the tokenizer with a call's chat template and content format.
 
     Args:
-        template: a template, a file, or the name of a shipped one; None for the model's.
-        options: may hold chat_template_content_format.
+        tokenizer: the engine's tokenizer.
+        template: a template, a file, or the name of a shipped template. None for the model's.
+        options: the options of the call, of which chat_template_content_format is read.
 
     Raises:
-        InvalidRequest: there is no such template or form.
+        InvalidRequest: the template or the content format does not exist.
     """
     form = options.get(CONTENT_FORMAT, "auto")
     check_content_format(form)
@@ -74,21 +76,22 @@ def chat_tokenizer(tokenizer: Tokenizer, template: Any, options: Mapping[str, An
         tokenizer = tokenizer.with_content_format(form)
     if template is None:
         return tokenizer
-    found = find_template(template)
-    with suppress(WordsLost, TemplateTooLong):  # it may show other inputs, and may be stopped later
-        tokenizer.fit(found)
-    return tokenizer.with_template(found)
+    source = find_template(template)
+    with suppress(WordsLost, TemplateTooLong):  # it may render other inputs, or be stopped later
+        tokenizer.fit(source)
+    return tokenizer.with_template(source)
 
 
 def template_inputs(tokenizer: Tokenizer, options: Mapping[str, Any], free: Any) -> dict[str, Any]:
     """Return the inputs of the chat template.
 
     Args:
-        options: passed as arguments; the template must read those that not every template reads.
-        free: passed as `chat_template_kwargs`, which the template may leave unread.
+        tokenizer: the tokenizer with the template.
+        options: inputs passed as arguments. The template must read them, except common inputs.
+        free: inputs passed as `chat_template_kwargs`, which the template can ignore.
 
     Raises:
-        InvalidRequest: naming an input that would have been ignored.
+        InvalidRequest: the template does not read an option, or an input is not allowed.
     """
     name = "chat_template_kwargs"
     if free is not None and not isinstance(free, Mapping):
@@ -112,10 +115,10 @@ def template_inputs(tokenizer: Tokenizer, options: Mapping[str, Any], free: Any)
 
 
 def as_list(prompts: Any) -> list[Any]:
-    """Return a list of prompts, from one or several.
+    """Return a list of prompts, from one prompt or a list.
 
     Raises:
-        InvalidRequest: none, or what is no prompt.
+        InvalidRequest: the list is empty, or the value is not a prompt.
     """
     if isinstance(prompts, str | Mapping):
         return [prompts]
@@ -132,7 +135,12 @@ def as_list(prompts: Any) -> list[Any]:
 
 
 def one_each(value: Any, count: int, name: str) -> list[Any]:
-    """Return one value for each prompt, from one for all or a list of them.
+    """Return a list with one value per prompt.
+
+    Args:
+        value: one value for all prompts, or a list.
+        count: the number of prompts.
+        name: the name of the argument, for errors.
 
     Raises:
         InvalidRequest: the list has another length.
@@ -147,13 +155,16 @@ def one_each(value: Any, count: int, name: str) -> list[Any]:
 def truncated(
     prompt: list[int], keep: int | None, max_model_len: int, side: str | None = None
 ) -> list[int]:
-    """Return the last `keep` tokens of a prompt, or the first; -1 leaves room for one more.
+    """Return the last (or first) `keep` tokens of a prompt.
 
     Args:
-        side: what is cut off: "left", which is the default, or "right".
+        prompt: the token ids.
+        keep: the number of tokens, None for all, or -1 for max_model_len - 1.
+        max_model_len: the length limit of the engine.
+        side: the side that is cut off: "left" (default) or "right".
 
     Raises:
-        InvalidRequest: `keep` is out of range, or there is no such side.
+        InvalidRequest: `keep` is out of range, or `side` is unknown.
     """
     if side not in (None, "left", "right"):
         raise InvalidRequest(
@@ -171,10 +182,10 @@ def truncated(
 
 
 def encoded(prompt: Any, tokenizer: Tokenizer | None, add_special_tokens: bool = True) -> Any:
-    """Return a prompt's token ids; what is no text stays as it is.
+    """Tokenize a text prompt. Any other prompt is returned unchanged.
 
     Raises:
-        InvalidRequest: the engine has no tokenizer.
+        InvalidRequest: the prompt is text and the engine has no tokenizer.
     """
     if not isinstance(prompt, str):
         return prompt
@@ -186,14 +197,16 @@ def encoded(prompt: Any, tokenizer: Tokenizer | None, add_special_tokens: bool =
 def tokenized(
     prompt: Any, options: Mapping[str, Any] | None, tokenizer: Tokenizer | None, longest: int
 ) -> Any:
-    """Return a prompt as vLLM's `tokenization_kwargs` want it: as it is where there are none.
+    """Tokenize and truncate a prompt by vLLM's `tokenization_kwargs`.
 
     Args:
+        prompt: text or token ids. It is returned unchanged without options.
         options: add_special_tokens, truncate_prompt_tokens and truncation_side.
+        tokenizer: the tokenizer, or None.
         longest: the engine's max_model_len.
 
     Raises:
-        InvalidRequest: naming an option that is unknown or out of range.
+        InvalidRequest: an option is unknown or out of range. The message names it.
     """
     if not options:
         return prompt
@@ -205,6 +218,7 @@ def tokenized(
         raise InvalidRequest(f"{name} may not hold {str(min(unknown, key=str))[:60]!r}", name)
     prompt = encoded(prompt, tokenizer, options.get("add_special_tokens") is not False)
     if not is_listing(prompt):
-        return prompt  # which is refused where requests are made
+        return prompt  # RequestFactory refuses it
+
     keep, side = options.get("truncate_prompt_tokens"), options.get("truncation_side")
     return truncated(prompt, keep, longest, side)

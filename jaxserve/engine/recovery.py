@@ -1,4 +1,4 @@
-"""Recovery: the sequences to run after a failed step, at little cost to their neighbours."""
+"""Recovery: chooses the sequences to run after a failed step, and finds the one that fails."""
 
 from __future__ import annotations
 
@@ -11,41 +11,46 @@ from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slot_table import SlotTable
 
-# Failed steps under suspicion, the last of them alone, after which a sequence ends: steps may fail
-# for reasons that pass. Of one that has drawn, only those count of which it is the only suspect.
+# Failed steps as a suspect, the last one alone, after which a sequence ends. One failure is not
+# enough, because it can be transient. For a sequence that has sampled a token, only failures in
+# which it is the only suspect count.
 MAX_FAILURES = 3
-# Steps that trusted sequences may lose before they go on, though suspects are left.
+# Steps that trusted sequences can lose before they run again although suspects remain.
 MOST_LOST = 32
 
 
 class Recovery:
-    """The record of failed steps, each of which loses the cache of every sequence.
+    """The record of failed steps, each of which loses the cache of all sequences.
 
-    A sequence that has drawn a token is trusted. Suspects of a failed step are those of its rows
-    that are not. Before all others, while nobody has computed anything again yet, each of them runs
-    alone, until it draws a token and is trusted, or fails again and ends with an error. A step of
-    trusted rows alone is computed again as it was; should that fail too, all its rows are suspects.
+    A sequence that has sampled a token is trusted. The other rows of a failed step are suspects.
+    Before any other sequence is computed again, each suspect runs alone, until it samples a token
+    and becomes trusted, or fails again and ends with an error. A failed step of trusted rows is
+    computed again. If it fails again, all its rows are suspects.
 
-    Newcomers wait until no suspect is left, and the trusted sequences have drawn in as many steps
-    as they have lost: failed ones, those of suspects, and those until each has drawn its next
-    token. Where they have lost `MOST_LOST`, suspects wait for that too.
+    New sequences wait until there are no suspects, and until the trusted sequences have run as
+    many steps as they have lost: failed steps, steps of suspects, and steps until each has sampled
+    its next token. If they have lost `MOST_LOST` steps, suspects wait too.
 
-    So requests that fail, however many come and whenever, take about half of the steps of those
-    that do not: newcomers can make a step fail only once an earlier failure has been made up for.
-    A request that fails before it has drawn fails three steps at most, the last one or two of them
-    alone, where nothing but its own work is lost; one that fails later fails five.
+    Failing requests therefore take at most about half of the steps, independent of their number
+    and time of arrival: a new request can fail a step only after the previous failure has been
+    compensated. A request that fails before its first token fails at most three steps, the last one
+    or two alone, where only its own work is lost. A request that fails later fails five steps.
+
+    Args:
+        scheduler: the scheduler.
+        slots: the slot table.
 
     Attributes:
-        is_testing: whether suspects run, each alone: no step may be in flight beside another then.
+        is_testing: whether suspects run alone. Then only one step can be in flight.
     """
 
     def __init__(self, scheduler: Scheduler, slots: SlotTable) -> None:
         self._scheduler = scheduler
         self._slots = slots
         self._suspects: set[Sequence] = set()
-        # Those that had drawn before the last failure and are no suspects, or have done so since.
+        # Sequences that have sampled a token and are not suspects.
         self._trusted: set[Sequence] = set()
-        # Those that had drawn, and whose next token is still to come.
+        # Sequences that had sampled before the failure and have not sampled since.
         self._behind: set[Sequence] = set()
         self._num_owed = 0
         self._is_active = False
@@ -53,7 +58,7 @@ class Recovery:
         self._has_cleared = False
 
     def limit_running(self) -> None:
-        """Decide which sequences the next step may hold."""
+        """Set the sequences of the next step: preempt all and limit the scheduler if necessary."""
         if not self._is_active:
             return
         if not self._trusted and not self._behind:
@@ -65,7 +70,7 @@ class Recovery:
             self._scheduler.max_running = self._slots.num_slots
             return
         was_testing = self.is_testing
-        # Suspects that have drawn lose time as the trusted ones do.
+        # Suspects that have sampled a token lose time as trusted sequences do.
         goes_on = self._num_owed < MOST_LOST or bool(self._suspects & self._behind)
         self.is_testing = bool(self._suspects) and (
             is_settled or not self._trusted or (was_testing and goes_on)
@@ -81,7 +86,7 @@ class Recovery:
         return 2 if self.is_testing and sequence in self._suspects else 0
 
     def has_read(self, plan: LaunchPlan) -> None:
-        """Note a step that did not fail, before it is committed."""
+        """Record a successful step, before it is committed."""
         if not self._is_active:
             return
         if self._behind:
@@ -97,13 +102,13 @@ class Recovery:
             sequence.num_failures = 0
 
     def has_failed(self, plans: list[LaunchPlan]) -> list[Sequence]:
-        """Preempt every sequence after failed steps.
+        """Record a failure, and preempt all sequences.
 
         Args:
-            plans: of the steps that may be the cause.
+            plans: the plans of the steps that may have failed.
 
         Returns:
-            The sequences that are to end.
+            The sequences that must end with an error.
         """
         rows = {sequence for plan in plans for sequence in _sequences(self._slots, plan)}
         running = self._scheduler.running_sequences()
@@ -118,16 +123,16 @@ class Recovery:
         self._suspects |= suspects
         self._trusted = (self._trusted | drawn) - self._suspects
         self._behind |= drawn
-        self._num_owed += 2  # the failed one, and one that was in flight
+        self._num_owed += 2  # the failed step, and a step that was in flight
         self.is_testing = bool(self._suspects)
         self._is_active, self._has_cleared = True, False
         self._scheduler.preempt_all(self._precedence)
         return guilty
 
     def forget(self, sequence: Sequence) -> None:
-        """Drop a sequence that has ended or was paused."""
-        for those in (self._suspects, self._trusted, self._behind):
-            those.discard(sequence)
+        """Remove a sequence that has ended or was paused."""
+        for sequences in (self._suspects, self._trusted, self._behind):
+            sequences.discard(sequence)
 
 
 def _sequences(
@@ -136,7 +141,10 @@ def _sequences(
     """Return the sequences of a plan's rows that still have their slots.
 
     Args:
-        where: bool[R], the rows that are meant.
+        slots: the slot table.
+        plan: the plan.
+        where: bool[R], the rows to return, by default all.
     """
+
     live = (slots.generation[plan.slots] == plan.generations) & where
     return slots.sequences[plan.slots[live]].tolist()

@@ -1,4 +1,4 @@
-"""RequestFactory: checks what a caller passes, and makes a Request that is certain to be served."""
+"""RequestFactory: validates a caller's arguments and creates a Request that can be served."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ Encode = Callable[[str], list[int]]
 
 
 def check_token_ids(token_ids: Any, vocab_size: int) -> np.ndarray:
-    """Return a prompt of token ids as int32[n], each an exact integer in [0, vocab_size).
+    """Return a prompt of token ids as int32[n], after checking that all are in [0, vocab_size).
 
     Raises:
-        InvalidRequest: naming the first bad position.
+        InvalidRequest: the prompt is invalid. The message names the first bad position.
     """
     if not is_listing(token_ids):
         kind = type(token_ids).__name__
@@ -67,15 +67,13 @@ def check_token_ids(token_ids: Any, vocab_size: int) -> np.ndarray:
 
 
 class RequestFactory:
-    """The one way from what a caller passes to a Request that is certain to be served.
-
-    Making a request changes nothing but a count, so any thread may do it.
+    """The validator and factory of all requests. It is thread-safe.
 
     Args:
-        tokenizer: encodes prompts and bad_words; None where prompts are token ids.
-        limits: of the model and its cache.
-        grammars: compile structured_outputs; None without a tokenizer.
-        default_sampling: settings of requests that bring none.
+        tokenizer: encodes prompts and bad_words. None if all prompts are token ids.
+        limits: the limits of the model and its cache.
+        grammars: compiles structured_outputs. None without a tokenizer.
+        default_sampling: the parameters of requests without any.
     """
 
     def __init__(
@@ -102,21 +100,21 @@ class RequestFactory:
         cache_salt: str | None = None,
         thinking: ThinkingMarks | None = None,
     ) -> Request:
-        """Check everything about a request and settle what it leaves open.
+        """Validate the arguments of a request, fill in defaults, and return the request.
 
         Args:
             prompt: text or token ids.
-            sampling: its settings; None for the defaults.
-            request_id: by default unique among those that this factory makes.
-            number: the request's place in the order of arrival, counted by default; its seed
-                follows from it and the engine's, where `sampling` has none.
-            priority: lower is served earlier under the priority policy.
-            cache_salt: requests share cached pages only with those of the same salt.
-            thinking: where the answer's thoughts begin and end; structured_outputs hold after
-                them.
+            sampling: the sampling parameters, or None for the defaults.
+            request_id: an id, by default unique in this factory.
+            number: the position in the order of arrival, counted by default. If `sampling` has no
+                seed, the seed follows from this number and the engine's seed.
+            priority: lower values are served earlier under the priority policy.
+            cache_salt: cached pages are shared only between requests with equal salts.
+            thinking: the markers of the answer's thoughts. structured_outputs apply after them.
 
         Raises:
-            InvalidRequest: naming the field, what is wrong and what is allowed.
+            InvalidRequest: an argument is invalid. The message names the field and the allowed
+                values.
         """
         number = next(self._numbers) if number is None else number
         tokenizer, limits = self._tokenizer, self._limits
@@ -126,9 +124,9 @@ class RequestFactory:
             kind = type(sampling).__name__
             raise InvalidRequest(f"sampling_params must be SamplingParams, got {kind}")
         ids = check_token_ids(prompt, limits.vocab_size)
-        wanted = _answer_length(len(ids), sampling, limits)
-        if sampling.min_tokens > wanted:
-            sampling = replace(sampling, min_tokens=wanted)
+        length = _answer_length(len(ids), sampling, limits)
+        if sampling.min_tokens > length:
+            sampling = replace(sampling, min_tokens=length)
         check_logprobs(sampling, limits)
         stop_token_ids = _stop_token_ids(sampling, limits)
         encode = None if tokenizer is None else tokenizer.encode_word
@@ -140,7 +138,7 @@ class RequestFactory:
             sampling=sampling,
             seed=_seed(sampling, limits, number),
             stop_token_ids=stop_token_ids,
-            max_length=len(ids) + wanted,
+            max_length=len(ids) + length,
             priority=exact_int(priority, "priority", -(2**31), 2**31 - 1),
             arrival_time=time.monotonic(),
             cache_salt=_checked_salt(cache_salt),
@@ -165,7 +163,7 @@ class RequestFactory:
         if thinking is None or thinking.is_closed or (inner is None and budget is None):
             return inner
         limits = self._limits
-        # One launch is in flight while the next is scheduled.
+        # One launch is in flight while the next one is scheduled.
         ahead = 2 * limits.launch_steps
         ends = limits.eos_token_ids
         return ThinkingConstraint(thinking, budget, inner, limits.vocab_size, ends, ahead)
@@ -175,7 +173,7 @@ def _answer_length(prompt_length: int, sampling: SamplingParams, limits: Limits)
     """Return the most tokens of an answer, at least 1.
 
     Raises:
-        PromptTooLong: the prompt leaves no room for one.
+        PromptTooLong: the prompt leaves no room for an answer.
     """
     longest = limits.max_model_len - 1
     if prompt_length > longest:
@@ -189,18 +187,18 @@ def _answer_length(prompt_length: int, sampling: SamplingParams, limits: Limits)
 
 
 def check_logprobs(sampling: SamplingParams, limits: Limits) -> None:
-    """Check that the engine scores as many tokens as a request names.
+    """Check that a request's log-probabilities are within the engine's limits.
 
     Raises:
-        InvalidRequest: naming the field.
+        InvalidRequest: a limit is exceeded. The message names the field.
     """
     most = limits.vocab_size if limits.max_logprobs == -1 else limits.max_logprobs
     for name in ("logprobs", "prompt_logprobs"):
-        wanted = getattr(sampling, name)
+        count = getattr(sampling, name)
         if name == "logprobs" and sampling.logprob_token_ids:
             continue
-        wanted = limits.vocab_size if wanted == -1 else wanted
-        if wanted is not None and wanted > most:
+        count = limits.vocab_size if count == -1 else count
+        if count is not None and count > most:
             raise InvalidRequest(
                 f"{name} must be from 0 to {most}, the engine's max_logprobs, got "
                 f"{getattr(sampling, name)}",
@@ -236,21 +234,26 @@ def _seed(sampling: SamplingParams, limits: Limits, number: int) -> int:
 def bad_words_token_ids(
     words: Listing[str], encode: Encode | None, vocab_size: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the tokens of each word, both as it begins a text and as it follows a space.
+    """Return the token sequences of bad words, at the beginning of a text and after a space.
+
+    Args:
+        words: the words.
+        encode: tokenizes a word, or None without a tokenizer.
+        vocab_size: the width of the logits.
 
     Raises:
-        InvalidRequest: there is no tokenizer, or it makes too many or too long sequences.
+        InvalidRequest: there is no tokenizer, or there are too many or too long sequences.
     """
     name = "bad_words"
     if not words:
         return ()
     if encode is None:
         raise InvalidRequest(f"this engine has no tokenizer, which {name} need", name)
-    found: dict[tuple[int, ...], None] = {}
+    sequences: dict[tuple[int, ...], None] = {}
     for word in words:
         plain = tuple(encode(word.lstrip()))
         spaced = tuple(encode(f" {word.lstrip()}"))
-        # Where the space is a separate token, excluding the word's own tokens is enough.
+        # If the space is a separate token, excluding the tokens of the word is enough.
         several = (plain,) if spaced[-len(plain) :] == plain else (plain, spaced)
         for ids in several:
             if not 1 <= len(ids) <= MAX_BAD_WORD_TOKENS:
@@ -265,15 +268,15 @@ def bad_words_token_ids(
                     f"{vocab_size - 1}",
                     name,
                 )
-            found[ids] = None
-    several = sum(len(ids) > 1 for ids in found)
+            sequences[ids] = None
+    several = sum(len(ids) > 1 for ids in sequences)
     if several > MAX_BAD_WORDS_TOKENIZED:
         raise InvalidRequest(
             f"{name} make {several} sequences of several tokens; at most "
             f"{MAX_BAD_WORDS_TOKENIZED} are allowed (a word may make two)",
             name,
         )
-    return tuple(found)
+    return tuple(sequences)
 
 
 def _check_tokens_are_left(
@@ -282,10 +285,10 @@ def _check_tokens_are_left(
     stop_token_ids: tuple[int, ...],
     vocab_size: int,
 ) -> None:
-    """Check that ids are within the logits and that some token may be drawn as the first one.
+    """Check that token ids are in the vocabulary, and that the first token is not fully excluded.
 
     Raises:
-        InvalidRequest: naming the field.
+        InvalidRequest: a check fails. The message names the field.
     """
     for token in sampling.logit_bias or ():
         exact_int(token, "logit_bias: a token id", 0, vocab_size - 1, "logit_bias")
@@ -295,8 +298,8 @@ def _check_tokens_are_left(
     excluded = {word[0] for word in bad_words if len(word) == 1}
     if sampling.min_tokens > 0:
         excluded.update(stop_token_ids)
-    left = vocab_size - len(excluded) if allowed is None else len(set(allowed) - excluded)
-    if left <= 0:
+    remaining = vocab_size - len(excluded) if allowed is None else len(set(allowed) - excluded)
+    if remaining <= 0:
         name = "bad_words" if allowed is None else "allowed_token_ids"
         raise InvalidRequest(
             f"{name} leave no token to draw"
@@ -309,8 +312,9 @@ def _stop_token_ids(sampling: SamplingParams, limits: Limits) -> tuple[int, ...]
     requested: Listing[int] = sampling.stop_token_ids or ()
     for token in requested:
         exact_int(token, "stop_token_ids", 0, limits.vocab_size - 1)
-    own = () if sampling.ignore_eos else limits.eos_token_ids
-    together = tuple(dict.fromkeys((*own, *requested)))
+    ends = () if sampling.ignore_eos else limits.eos_token_ids
+    together = tuple(dict.fromkeys((*ends, *requested)))
+
     if len(together) > MAX_STOP_TOKEN_IDS:
         raise InvalidRequest(
             f"stop_token_ids and the model's own ends together are at most {MAX_STOP_TOKEN_IDS}",

@@ -1,4 +1,4 @@
-"""RequestStats: a request's times, as its deltas bring them."""
+"""RequestStats: the times of a request, collected from its deltas."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from jaxserve.request import Request
 
 
 class RequestStats:
-    """The sum of what the completions of one request say of their times.
+    """The combined times of a request's completions.
 
     Args:
         request: the request.
 
     Attributes:
-        value: the stats so far.
+        value: the statistics so far.
     """
 
     def __init__(self, request: Request) -> None:
@@ -24,7 +24,8 @@ class RequestStats:
         self.value = RequestStateStats(arrival_time=time.time() - since)
 
     def add(self, delta: Delta) -> None:
-        """Take in a delta."""
+        """Add the tokens and times of a delta to `value`."""
+
         stats, times = self.value, delta.times
         stats.num_generation_tokens += len(delta.token_ids)
         if times is None:

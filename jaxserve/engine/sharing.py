@@ -1,4 +1,4 @@
-"""Secrets that engines share with others, and events of the prefix cache for a fleet."""
+"""Secrets that engines share, and events of the prefix cache for routers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 
 def salt_secret(config: EngineConfig) -> bytes:
-    """Return what a server derives the salts of its API keys from: the fleet's, or its own.
+    """Return the secret of a server's cache salts: derived from the fleet's, or random.
 
     Raises:
         InvalidRequest: see `read_secret`.
@@ -30,11 +30,11 @@ def salt_secret(config: EngineConfig) -> bytes:
 
 
 def open_events(config: EngineConfig, window: int | None = None) -> Any:
-    """Return an `event_publisher.EventPublisher`, or None where no events are published.
+    """Return an `event_publisher.EventPublisher`, or None if no events are published.
 
     Args:
-        config: the engine's.
-        window: of the model's layers, where all have the same.
+        config: the settings of the engine.
+        window: the attention window if all layers have the same, otherwise None.
 
     Raises:
         InvalidRequest: pyzmq is not installed, or an endpoint cannot be opened.
@@ -56,7 +56,8 @@ def open_events(config: EngineConfig, window: int | None = None) -> Any:
 
 
 def check_sharing(config: EngineConfig) -> None:
-    """Check the settings of a fleet before a model is loaded, which takes long.
+    """Check secrets and event endpoints, before the model is loaded.
+
 
     Raises:
         InvalidRequest: see `read_secret` and `open_events`.

@@ -1,4 +1,4 @@
-"""Stream: deltas from the engine's thread, handed to one consumer on an event loop."""
+"""Stream: deltas from the engine's thread for one consumer on an event loop."""
 
 from __future__ import annotations
 
@@ -12,32 +12,33 @@ from jaxserve.engine.delta import Delta
 from jaxserve.engine.thread import EngineThread
 from jaxserve.request import Request
 
-# Tokens that wait as one delta at most: adding text to text costs its whole length.
+# Most tokens of a merged delta. Appending to a text copies all of it.
 MAX_JOINED = 64
 
 
 class Stream:
-    """The deltas of a group of requests, in the order in which they were drawn.
+    """The deltas of a group of requests, in the order of their tokens.
 
-    A stream whose reader falls behind is paused: its requests give up their slots and pages,
-    and go on where they were once the reader has caught up.
+    The requests of a slow reader are paused: they free their slots and pages, and continue when
+    the reader has taken all deltas. The constructor starts the requests.
 
     Args:
-        thread: serves the requests; they start at once.
-        delivery: brings the deltas to this event loop.
-        requests: already checked (see `EngineThread.request`).
-        max_unread: tokens that may lie unread before the requests are paused; None for no bound.
+        thread: the engine's thread.
+        delivery: transfers the deltas to this event loop.
+        requests: requests from the engine's factory.
+        max_unread: the most unread tokens before the requests are paused, or None for no limit.
 
     Attributes:
-        is_paused: whether the requests wait for the reader.
-        num_unread: tokens that have come and were not taken.
-        on_pause: called with True when the requests are paused, and False when they go on.
+        requests: the requests.
+        is_paused: whether the requests are paused.
+        num_unread: the number of unread tokens.
+        on_pause: called with True when the requests are paused, and False when they continue.
     """
 
     def __init__(
         self,
         thread: EngineThread,
-        delivery: Delivery,
+        delivery: LoopDelivery,
         requests: Iterable[Request],
         max_unread: int | None = None,
     ) -> None:
@@ -60,14 +61,14 @@ class Stream:
 
     @property
     def is_finished(self) -> bool:
-        """Return whether every completion has ended; what came last may still be unread."""
+        """Whether every completion has ended. The last deltas may still be unread."""
         return not self._unfinished
 
     async def take(self) -> list[Delta]:
-        """Wait for a delta, and return all that have come since the last call.
+        """Wait for a delta, and return all deltas since the last call.
 
         Raises:
-            Exception: the error that `fail` was given. Nothing comes after that.
+            Exception: the error that was passed to `fail`, which ends the stream.
         """
         while not self._deltas and self._failure is None:
             self._arrived.clear()
@@ -83,15 +84,18 @@ class Stream:
         return deltas
 
     def put(self, delta: Delta) -> None:
-        """Take in a delta; only on the event loop."""
+        """Add a delta, and pause the requests if too many tokens are unread.
+
+        It must be called on the event loop.
+        """
         unread = self._deltas
         if not (unread and _extends(unread[-1], delta)):
             unread.append(delta)
         self.num_unread += len(delta.token_ids)
         if delta.finish_reason is not None:
-            left = self._unfinished.get(delta.request_id, 0) - 1
-            if left > 0:
-                self._unfinished[delta.request_id] = left
+            count = self._unfinished.get(delta.request_id, 0) - 1
+            if count > 0:
+                self._unfinished[delta.request_id] = count
             else:
                 self._unfinished.pop(delta.request_id, None)
         limit = self._max_unread
@@ -102,19 +106,19 @@ class Stream:
         self._arrived.set()
 
     def fail(self, error: Exception) -> None:
-        """End the stream with an error of the consumer's own making, such as a deadline."""
+        """End the stream with an error of the consumer, such as a deadline."""
         self._failure = error
         self._arrived.set()
 
     def close(self) -> None:
-        """Abort what has not ended. Idempotent."""
+        """Abort all requests that have not ended. Idempotent."""
         for request_id in self._unfinished:
             self._thread.abort(request_id)
         self._unfinished = {}
 
 
 def _extends(last: Delta, delta: Delta) -> bool:
-    """Join a delta to the one before it, and return True, where nothing is lost by it.
+    """Merge a delta into the previous one, and return whether that was possible without loss.
 
     Readers do less work for one delta than for two.
     """
@@ -136,20 +140,19 @@ def _extends(last: Delta, delta: Delta) -> bool:
 
 
 def _ignore(is_paused: bool) -> None:
-    """Ignore a pause; the default of `on_pause`."""
+    """Ignore a pause (the default of `on_pause`)."""
 
 
-class Delivery:
-    """Carrier of deltas from the engine's thread to an event loop, many in one go.
+class LoopDelivery:
+    """The transfer of deltas from the engine's thread to an event loop, in rounds.
 
-    The engine and its readers share one interpreter, so every moment that readers take for small
-    pieces is lost to the engine. Rounds of delivery are therefore spaced so that they, and what the
-    readers do at once with what they got, take no more than `SHARE` of the time. A few readers
-    get each token alone and at once, many get several at a time, none more than `LONGEST_WAIT`
-    seconds late.
+    The engine and its readers share one interpreter, so the time that readers spend is lost to the
+    engine. Rounds are spaced so that they and the immediate work of readers take at most `SHARE` of
+    the time. A few readers get each token at once. Many readers get several tokens at a time, at
+    most `LONGEST_WAIT` seconds late.
 
     Args:
-        loop: where the readers run.
+        loop: the event loop of the readers.
     """
 
     SHARE = 0.03
@@ -164,7 +167,7 @@ class Delivery:
         self._cpu_seconds = 0.0
 
     def put(self, stream: Stream, delta: Delta) -> None:
-        """Pass on a delta; from any thread."""
+        """Queue a delta for a stream. Thread-safe."""
         self._deltas.append((stream, delta))
         with self._lock:
             if not self._is_called:
@@ -184,7 +187,8 @@ class Delivery:
         self.loop.call_soon(self._rest)
 
     def _rest(self) -> None:
-        """Set the time of the next round, behind all readers that this round has woken."""
+        """Set the time of the next round, after all readers that this round has woken."""
+
         spent = time.thread_time() - self._cpu_seconds
         rest = min(spent * (1.0 / self.SHARE - 1.0), self.LONGEST_WAIT)
         self._next_round = self.loop.time() + rest

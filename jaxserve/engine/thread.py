@@ -1,4 +1,4 @@
-"""EngineThread: runs an Engine on a thread of its own, which receives messages from others."""
+"""EngineThread: runs an Engine on its own thread, which receives messages from other threads."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from jaxserve.start.memory_return import return_memory
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
-# Without work for so long, memory is given back: within a pause of a conversation that would cost
-# its next answer a few milliseconds.
+# Idle seconds after which memory is returned to the system. A shorter time would delay the next
+# answer of a conversation by a few milliseconds.
 _REST_SECONDS = 10.0
 NOT_PICKLED = (
     "{} cannot be pickled or copied: it holds a device's memory and a thread. Make one in the "
@@ -52,18 +52,18 @@ def report_start(model: object) -> OnProgress:
 
 
 class EngineThread:
-    """The only owner of an Engine. Its methods may be called from any thread.
+    """The owner of an Engine and of its thread. Any thread can call the methods.
 
-    It closes at the interpreter's exit at the latest, before JAX does: a thread that ran C++ code
-    then would end the process with SIGABRT.
+    It closes at the latest at the interpreter's exit, before JAX: a thread that runs C++ code at
+    that time would end the process with SIGABRT.
 
     Args:
-        config: what to serve, or what `load` returned.
-        on_progress: receives reports of the start.
+        config: the settings, or a loaded model.
+        on_progress: called with the progress of the start.
 
     Attributes:
-        engine: runs on this thread. Other threads may use its `requests` and read what never
-            changes: `config`, `limits`, `loaded` and `tokenizer`.
+        engine: the engine. Other threads can use `requests`, and read the constants `config`,
+            `limits`, `loaded` and `tokenizer`.
     """
 
     def __init__(
@@ -83,11 +83,11 @@ class EngineThread:
         atexit.register(self.close)
 
     def check_open(self) -> None:
-        """Check that new work is accepted.
+        """Check that the engine accepts requests.
 
         Raises:
-            EngineClosed: it was closed, or another process made it.
-            EngineDead: the engine's loop ended on an error.
+            EngineClosed: the engine was closed, or belongs to another process.
+            EngineDead: the engine ended with an error.
         """
         if os.getpid() != self._process:
             raise EngineClosed(
@@ -101,9 +101,11 @@ class EngineThread:
             raise EngineClosed("the engine is closed")
 
     def add(self, request: Request, sink: Sink) -> None:
-        """Serve a request. `sink` runs on the engine's thread: it must only hand over.
+        """Start a request. Every completion gets exactly one Delta with a finish_reason.
 
-        Exactly one Delta with a finish_reason arrives for each completion, whatever happens.
+        Args:
+            request: the request.
+            sink: called with each Delta on the engine's thread, so it must return quickly.
 
         Raises:
             EngineClosed, EngineDead: see `check_open`.
@@ -119,19 +121,19 @@ class EngineThread:
         self._post(deliver)
 
     def abort(self, request_id: str) -> None:
-        """End a request. Unknown ids are ignored, as is a closed engine: all its requests ended."""
+        """Abort a request. Unknown ids and closed engines are ignored."""
         self._for_each(self.engine.abort, [request_id])
 
     def abort_waiting(self, request_id: str, error: str) -> None:
-        """End a request with a reason, unless it has started."""
+        """Abort a request with an error if it has never had a slot."""
         self._for_each(partial(self.engine.abort, error=error, waiting_only=True), [request_id])
 
     def pause(self, request_ids: Iterable[str]) -> None:
-        """Take slots and pages from requests until `resume`. Requests that ended are ignored."""
+        """Free the slots and pages of requests until `resume`. Ended requests are ignored."""
         self._for_each(self.engine.pause, list(request_ids))
 
     def resume(self, request_ids: Iterable[str]) -> None:
-        """Let paused requests go on where they were."""
+        """Queue paused requests again, with their tokens so far."""
         self._for_each(self.engine.resume, list(request_ids))
 
     def _for_each(self, function: Callable[[str], Any], request_ids: list[str]) -> None:
@@ -140,30 +142,30 @@ class EngineThread:
                 function(request_id)
 
         if self.is_alive():
-            with suppress(EngineClosed, EngineDead):  # it may end between the check and the message
+            with suppress(EngineClosed, EngineDead):  # it may end after the check
                 self._post(run)
 
     def is_alive(self) -> bool:
-        """Return whether requests in progress still advance."""
+        """Return whether the engine's thread is alive, so that requests in progress advance."""
         is_open = os.getpid() == self._process and not self._closing
         return self._thread.is_alive() and is_open and self.engine.loss is None
 
     def has_ended(self) -> bool:
-        """Return whether nothing more will come: every request has had its last delta by now."""
+        """Return whether the thread has ended, after which all requests have their last delta."""
         return not self._thread.is_alive() or os.getpid() != self._process
 
     def standstill(self) -> float:
-        """Return seconds since a step was last submitted or read; 0 while there is no work."""
+        """Return the seconds since a step was last submitted or read, or 0 while idle."""
         if self._idle and not self._inbox:
             return 0.0
         return time.monotonic() - self._moved_at
 
     def call(self, function: Callable[[], T]) -> T:
-        """Run a function on the engine's thread, between steps, and return its result.
+        """Call a function on the engine's thread between steps, and return its result.
 
         Raises:
-            EngineClosed, EngineDead: the engine has ended, or ends before it answers.
-            Exception: whatever the function raises.
+            EngineClosed, EngineDead: the engine has ended, or ends first.
+            Exception: an exception of the function.
         """
         done = threading.Event()
         box: list[tuple[Any, Exception | None]] = []
@@ -208,21 +210,21 @@ class EngineThread:
         finally:
             with self._wake:
                 self._closing = True
-            # Late messages are handled too: their requests end here.
+            # Late messages are handled too, so that their requests end.
             self._handle(self._inbox)
             self.engine.close(None if self._dead is None else f"the engine ended: {self._dead}")
 
     def _take_messages(self) -> bool:
-        """Handle the messages that came in, after waiting for work. Return False once closing.
+        """Wait for messages or work, and handle the messages. Return False if the thread closes.
 
-        It returns without any once it is time to rest.
+        The method also returns after the idle time, without a message.
         """
         with self._wake:
             while not (self._inbox or self._closing or self.engine.has_work):
                 self._idle = True
                 rests_at = self._rests_at
-                left = None if rests_at is None else max(0.0, rests_at - time.monotonic())
-                if not self._wake.wait(left):
+                seconds = None if rests_at is None else max(0.0, rests_at - time.monotonic())
+                if not self._wake.wait(seconds):
                     return True
             if self._idle:
                 self._idle, self._moved_at = False, time.monotonic()

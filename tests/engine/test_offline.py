@@ -29,7 +29,7 @@ from jaxserve import (
 )
 from jaxserve.engine.beam_search import BeamSearch, step_settings
 from jaxserve.engine.metric_values import metric_values
-from jaxserve.engine.metrics import Histogram
+from jaxserve.engine.metrics import ValueCounts
 from jaxserve.engine.request_factory import RequestFactory, check_logprobs
 from jaxserve.errors import EngineDead
 from jaxserve.outputs import BeamSearchSequence, Logprob
@@ -318,7 +318,7 @@ def test_counts_have_the_names_of_vllm(llm: LLM) -> None:
 def test_rows_of_experts_are_counted_by_device_where_those_are_divided(llm: LLM) -> None:
     stats = llm.stats()
     for counts in ((), (3, 5)):
-        values = metric_values(replace(stats, expert_rows=counts), Histogram((1,)), "a")
+        values = metric_values(replace(stats, expert_rows=counts), ValueCounts((1,)), "a")
         found = [(m.labels["device"], m.value) for m in values if "expert_rows" in m.name]
         assert found == [(str(device), count) for device, count in enumerate(counts)]
 

@@ -28,8 +28,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
 }
 # Packages that import only themselves, the standard library and these libraries.
 ALONE = {"machine_code": {"numpy", "ml_dtypes"}}
-# Run by scripts/bootstrap with a bare Python, from their files.
-LOOSE = ("scripts", "scripts.find_device", "scripts.try_cuda")
+# Outside of the packages: two are run by scripts/bootstrap with a bare Python, one writes pages.
+LOOSE = ("scripts", "scripts.find_device", "scripts.try_cuda", "scripts.write_pages")
 
 Sources = dict[str, str]
 

@@ -131,12 +131,12 @@ def use_of(parser: str, request: ChatRequest) -> ToolUse:
 def test_forced_calls_have_a_grammar_in_every_dialect(parser: str) -> None:
     form = CALL_FORMATS[parser]
     free = use_of(parser, chat())
-    assert free.grammar is None and free.call_format is form
+    assert free.grammar is None and free.calls.call_format is form
     for request in (chat("required"), chat(strict=True)):
         forced = use_of(parser, request)
-        assert forced.grammar and forced.call_format.has_grammar
+        assert forced.grammar and forced.calls.call_format.has_grammar
         # What no grammar forms is JSON between Hermes' marks, and is read as that.
-        assert forced.call_format is (form if form.has_grammar else CALL_FORMATS["hermes"])
+        assert forced.calls.call_format is (form if form.has_grammar else CALL_FORMATS["hermes"])
 
 
 @pytest.mark.parametrize("parser", CALL_FORMATS)

@@ -11,7 +11,7 @@ import pytest
 
 from jaxserve.commands.cli import make_parser
 from jaxserve.commands.options import field_help
-from jaxserve.engine.metrics import Histogram
+from jaxserve.engine.metrics import ValueCounts
 from jaxserve.errors import CheckpointError, InvalidRequest, Overloaded
 from jaxserve.server import page
 from jaxserve.server.http.head_checks import OPEN_PATHS
@@ -156,7 +156,7 @@ def test_log_lines_are_json_and_few() -> None:
 
 
 def test_histograms_add_up() -> None:
-    histogram = Histogram((1.0, 2.0))
+    histogram = ValueCounts((1.0, 2.0))
     for value in (0.5, 1.0, 1.5, 9.0):
         histogram.add(value)
     histogram.add(2.0, times=3)

@@ -27,7 +27,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxserve.engine.metric_values import COUNTERS, EXPERT_ROWS, GAUGES, Read
-from jaxserve.engine.metrics import STEP_TOKENS, EngineStats, Histogram
+from jaxserve.engine.metrics import STEP_TOKENS, EngineStats, ValueCounts
 from jaxserve.server.served import request_metrics as buckets
 from jaxserve.server.served.models import Models, ServedModel
 
@@ -70,7 +70,7 @@ class _HistogramRow(NamedTuple):
 
     name: str
     text: str
-    find: Callable[[ServedModel], Histogram]
+    find: Callable[[ServedModel], ValueCounts]
     ours: tuple[float, ...]
     theirs: tuple[float, ...] | None = None
 

@@ -328,8 +328,8 @@ class ResponsesFormatter:
         return response
 
 
-def _pieces(message: Message) -> list[Piece]:
-    pieces: list[Piece] = [Thought(message.reasoning)] if message.reasoning else []
+def _pieces(message: Message) -> list[AnswerPart]:
+    pieces: list[AnswerPart] = [Thought(message.reasoning)] if message.reasoning else []
     if message.content or not message.calls:
         pieces.append(Content(message.content))
     for index, call in enumerate(message.calls):

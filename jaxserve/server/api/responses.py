@@ -62,7 +62,7 @@ class _Input:
         parent: the stored response that is continued, or None.
         conversation: the conversation that the request names, or None.
         own: the items of the input.
-        items: the items of the whole conversation, ending with those of the input.
+        items: the items of the whole conversation, which end with the items of the input.
 
     Raises:
         ApiError: 404, there is no such response or conversation.

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable
 from itertools import count, takewhile
 
-from jaxserve.engine.metrics import Histogram, SequenceTimes
+from jaxserve.engine.metrics import SequenceTimes, ValueCounts
 from jaxserve.server.schema.openai import PerRequestMetrics
 
 
@@ -45,8 +45,8 @@ def vllm_tokens(most: int) -> tuple[float, ...]:
     return tuple(takewhile(lambda step: step <= most, steps))
 
 
-def _both(ours: Iterable[float], theirs: Iterable[float]) -> Histogram:
-    return Histogram(sorted({*ours, *theirs}))
+def _both(ours: Iterable[float], theirs: Iterable[float]) -> ValueCounts:
+    return ValueCounts(sorted({*ours, *theirs}))
 
 
 def per_request_metrics(times: SequenceTimes | None, num_tokens: int) -> PerRequestMetrics:
@@ -98,8 +98,8 @@ class RequestMetrics:
         self.generation_tokens = _both(TOKENS, tokens)
         self.most_generation_tokens = _both(TOKENS, tokens)
         self.max_tokens = _both(TOKENS, tokens)
-        self.num_completions = Histogram(NUM_COMPLETIONS)
-        self.num_preemptions = Histogram(NUM_PREEMPTIONS)
+        self.num_completions = ValueCounts(NUM_COMPLETIONS)
+        self.num_preemptions = ValueCounts(NUM_PREEMPTIONS)
         self.prompt_computed = 0
         self.prompt_cached = 0
         self.endings: Counter[str] = Counter(dict.fromkeys(REASONS, 0))
