@@ -1,14 +1,15 @@
-"""Matrices that bitsandbytes has quantized, as Transformers saves them.
+"""Read matrices quantized by bitsandbytes, in the format that Transformers saves.
 
-Of 4 bits (nf4, fp4; Dettmers et al. 2023, QLoRA): `X.weight`, uint8 [out * in / 2, 1], holds the
-matrix row by row, the first of two codes in the high half of a byte. A code is a place in
-`X.weight.quant_map`, float32[16]; the number there times `absmax` of its block is the weight.
-Where absmax was quantized too, `X.weight.absmax` is uint8, places in nested_quant_map[256], which
-nested_absmax scales, a block at a time, and to which nested_offset is added. The sizes of blocks
-are JSON in the bytes of `X.weight.quant_state.bitsandbytes__nf4`.
+4 bits (nf4 and fp4, from Dettmers et al. 2023, QLoRA): `X.weight`, uint8 [out * in / 2, 1], holds
+the matrix row by row. The high half of each byte is the first of two codes. A code is an index into
+`X.weight.quant_map`, float32[16], and a weight is the indexed number times the `absmax` of its
+quantization block. With nested quantization, `X.weight.absmax` is uint8 and holds indices into
+nested_quant_map[256]. The indexed number is multiplied by the nested_absmax of its block, and
+nested_offset is added. The bytes of `X.weight.quant_state.bitsandbytes__nf4` are JSON with the
+block sizes.
 
-Of 8 bits (Dettmers et al. 2022, LLM.int8): `X.weight`, int8 [out, in], and `X.SCB`, float32[out],
-the number that 127 stands for.
+8 bits (Dettmers et al. 2022, LLM.int8): `X.weight` is int8 [out, in], and `X.SCB`, float32[out],
+holds the weight that code 127 represents in each row.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def _read_4_bits(packed: PackedTensor) -> Codes | FullValues:
     values = pairs[codes].reshape(-1)[:count]
     absmax = _absmax(packed, state_name, state, -(-count // block))
     whole = count // block * block
-    with np.errstate(all="ignore"):  # what overflows is reported with the tensor's name
+    with np.errstate(all="ignore"):  # the caller reports overflows with the tensor's name
         values[:whole].reshape(-1, block)[...] *= absmax[: count // block, None]
         values[whole:] *= absmax[-1]
     return FullValues(values.reshape(outputs, inputs))
@@ -50,7 +51,7 @@ def _read_4_bits(packed: PackedTensor) -> Codes | FullValues:
 def _absmax(
     packed: PackedTensor, state_name: str, state: Mapping[str, Any], blocks: int
 ) -> np.ndarray:
-    """Read the largest magnitude of each block."""
+    """Read the largest magnitude of each quantization block: float32 [blocks]."""
     if ".weight.nested_absmax" not in packed.entries:
         return packed.scales(".weight.absmax", (blocks,)).astype(np.float32)
     each = _block(packed, state_name, state, "nested_blocksize")

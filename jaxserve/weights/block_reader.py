@@ -150,7 +150,6 @@ def reading_ahead(
 
 
 def _skim(entries: Iterable[TensorEntry], stop: Event) -> None:
-    """Read the first AHEAD_BYTES and forget them."""
     memory, left = aligned_empty((SKIM_MEMORY,), BYTES), AHEAD_BYTES
     with closing(SharedFile()) as file:
         for entry in entries:
@@ -165,7 +164,6 @@ def _skim(entries: Iterable[TensorEntry], stop: Event) -> None:
 def _in_order(
     table: Iterable[WeightName], entries: Mapping[str, TensorEntry]
 ) -> list[list[WeightName]]:
-    """Return the parts grouped by parameter, parts and groups in the order of the files."""
     table = sorted(table, key=lambda part: part.path)
     groups = [list(parts) for _, parts in groupby(table, key=lambda part: part.path)]
     for parts in groups:
@@ -179,7 +177,6 @@ def _place(entry: TensorEntry) -> tuple[str, int]:
 
 
 def _few_streams(entries: Mapping[str, TensorEntry], shapes: Shapes) -> int:
-    """Return the number of streams where parameters leave the host; see `read_parameters`."""
     shards: Counter[str] = Counter()
     for entry in entries.values():
         shards[str(entry.shard.path)] += entry.num_bytes
@@ -204,7 +201,6 @@ def _stretches(
 
 
 def _in_step(streams: Iterable[Iterator[_Job]]) -> Iterator[_Job]:
-    """Yield every stream's jobs in order, the next from the stream that has advanced least."""
     far = dict.fromkeys(streams, 0)
     while far:
         stream = min(far, key=far.__getitem__)

@@ -110,7 +110,6 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _shard_files(directory: Path, names: Iterable[str]) -> list[Path]:
-    """Return the shards' paths, after checking that all exist and lie within the folder."""
     names, present = list(names), set(os.listdir(directory))
     missing = [name for name in names if name not in present or not (directory / name).exists()]
     if missing:
@@ -121,10 +120,6 @@ def _shard_files(directory: Path, names: Iterable[str]) -> list[Path]:
 
 
 def _check_inside(directory: Path, path: Path) -> None:
-    """Refuse a link out of the folder, other than those of the Hugging Face cache.
-
-    There, `<model>/snapshots/<revision>/<name>` links to `<model>/blobs/<hash>`.
-    """
     home, target = directory.resolve(), path.resolve()
     inside = [home]
     if home.parent.name == "snapshots":

@@ -321,8 +321,6 @@ def verify(where: Path, values: Mapping[str, Any], written: Mapping[str, _Parame
 
 
 def _describe(values: Mapping[str, Array]) -> dict[str, _Parameter]:
-    """Describe each array by shape, dtype and digest; the host holds a few copies at a time."""
-
     def describe(value: Array) -> _Parameter:
         host = np.ascontiguousarray(np.asarray(value))
         digest = hashlib.sha256(host.reshape(-1).view(np.uint8).data).hexdigest()
@@ -382,7 +380,6 @@ def _sync_all(directory: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Flush a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -97,7 +97,6 @@ def _whole(converted: ConvertedModel, path: str, form: Any) -> Any:
 
 
 def _groups(tree: Mapping[str, Any]) -> dict[str, int]:
-    """Return the inputs of a group, by path of the parameters that have codes."""
     found: dict[str, int] = {}
     for path, value in tree.items():
         weight = value.weight if isinstance(value, TokenRounded) else value

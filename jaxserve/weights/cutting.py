@@ -132,7 +132,6 @@ def check_border(path: str, inputs: int, group: int) -> None:
 
 
 def _cut_experts(experts: QuantizedExperts, part: Part, path: str) -> QuantizedExperts:
-    """Cut every expert's matrix, or take some of the experts."""
     chosen, matrix = _chosen(part), Part(part.shape[1:], part.spans[1:])
     own = [None if array is None else array[chosen] for array in _arrays(experts)]
     taken = matrix.inputs(1), matrix.outputs(1)
@@ -141,7 +140,6 @@ def _cut_experts(experts: QuantizedExperts, part: Part, path: str) -> QuantizedE
 
 
 def _chosen(part: Part) -> slice | np.ndarray:
-    """Return what takes a part's experts: a slice, of which no copy is made, where it can be."""
     spans = part.spans[0]
     return slice(*spans[0]) if len(spans) == 1 else part.inputs(1)
 
@@ -176,7 +174,6 @@ def _cut_parts(weight: SplitWeight, contract: int, part: Part, path: str) -> Spl
 
 
 def _place(numbers: np.ndarray, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Return start and size, along each dimension, of flat indices that fill a window."""
     corners = (np.unravel_index(numbers.min(), shape), np.unravel_index(numbers.max(), shape))
     place = tuple((int(a), int(b - a + 1)) for a, b in zip(*corners, strict=True))
     assert prod(size for _, size in place) == len(numbers)

@@ -97,12 +97,10 @@ def dequantized(
 
 
 def _arranged(part: WeightName, codes: Codes, contract: int, dims: Mapping[str, int]) -> Codes:
-    """Return the codes of a part with its outputs in the model's order."""
     return codes.with_columns(_columns(part, len(codes.values), contract, dims))
 
 
 def _columns(part: WeightName, inputs: int, contract: int, dims: Mapping[str, int]) -> np.ndarray:
-    """Return the output of a tensor that each output of a part is, in the model's order."""
     outputs = part.shape(dims)[0]
     if not contract:  # a table, whose rows are looked up
         return np.arange(outputs)
@@ -146,7 +144,6 @@ def joined(
 
 
 def _place(part: WeightName, outputs: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Return (start, size), for each output dimension, of the outputs that a tensor fills."""
     numbers = np.arange(np.prod(outputs)).reshape(outputs)[part.index]
     first = np.unravel_index(numbers.min(), outputs)
     last = np.unravel_index(numbers.max(), outputs)

@@ -134,7 +134,6 @@ def _check(
 
 
 def _changes(name: str, modules: Set[str], layers: int) -> bool:
-    """Return whether a tensor that the model does not read is of one of its layers or modules."""
     layer = LAYER.match(name)
     if layer is not None:
         return int(layer[1]) < layers

@@ -48,7 +48,6 @@ def _read_fp8(packed: PackedTensor) -> Codes | FullValues:
 
 
 def _bits(packed: PackedTensor, suffix: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Read float8_e4m3fn as its bits, none of which is NaN."""
     values = packed.tensor(suffix, shape, E4M3).view(np.uint8)
     if ((values & 0x7F) == 0x7F).any():
         raise packed.wrong(suffix, "holds NaN")
@@ -77,7 +76,6 @@ def _read_mxfp4(packed: PackedTensor) -> Codes | FullValues:
 
 
 def _fp4_codes(packed: PackedTensor, scales: np.ndarray) -> Codes:
-    """Return twice the numbers of E2M1 as int8, with half the scales, float32 [out, groups]."""
     outputs, inputs = packed.shape
     if inputs % packed.group:
         raise packed.wrong(".weight_scale", f"{inputs} inputs are not groups of {packed.group}")

@@ -113,7 +113,6 @@ def panel_plan(
 
 
 def _matrix_of(part: WeightName) -> tuple[int, WeightName]:
-    """Return the expert that a tensor belongs to, and the part with its place in that matrix."""
     expert, *place = part.index
     assert isinstance(expert, int)
     return expert, replace(part, index=tuple(place) or (...,))
@@ -152,7 +151,6 @@ def _output_of_rows(
 
 
 def _numbered(shape: tuple[int, ...], axes: tuple[int, ...]) -> np.ndarray:
-    """Number the positions of these axes, the same along all other axes."""
     sizes = tuple(size if axis in axes else 1 for axis, size in enumerate(shape))
     return np.broadcast_to(np.arange(prod(sizes)).reshape(sizes), shape)
 

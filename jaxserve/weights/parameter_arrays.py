@@ -42,7 +42,6 @@ def named_arrays(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _key(key: Any) -> str:
-    """Return the name of a step into a dictionary, a dataclass or a tuple."""
     for attribute in ("key", "name", "idx"):
         if hasattr(key, attribute):
             return str(getattr(key, attribute))

@@ -176,7 +176,6 @@ def use_output_rows(model: Decoder) -> None:
 
 
 def _panels(names: Any, values: np.ndarray) -> PanelWeight | None:
-    """Return a parameter in panels; None if it has none."""
     axes = panel_axes(names, values.dtype)
     if axes is None:
         return None

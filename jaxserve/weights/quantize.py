@@ -66,6 +66,5 @@ def _largest(rows: np.ndarray) -> np.ndarray:
 
 
 def _nonzero(scales: np.ndarray) -> np.ndarray:
-    """Replace scales too small to divide by with 1, which makes their weights zeros."""
     tiny = np.asarray(np.finfo(np.float32).tiny, scales.dtype)
     return np.where(scales < tiny, np.ones_like(scales), scales)

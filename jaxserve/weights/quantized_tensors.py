@@ -90,7 +90,6 @@ def sort_packed(
 
 
 def _entries(left: dict[str, TensorEntry], name: str, layout: Layout) -> dict[str, TensorEntry]:
-    """Take a weight's tensors out of `left`; return none if it is stored in full."""
     stem = name.removesuffix(".weight")
     if not layout.holds(stem, left):
         return {}
@@ -117,7 +116,6 @@ def _take_neighbours(
 
 
 def _drop_null_bias(left: dict[str, TensorEntry], name: str, table: list[WeightName]) -> None:
-    """Drop a bias of zeros, which AutoGPTQ writes for layers that have none."""
     bias = name.removesuffix(".weight") + ".bias"
     unknown = bias in left and all(weight.name != bias for weight in table)
     if unknown and not read_tensor(left[bias]).any():

@@ -110,7 +110,6 @@ class SharedFile:
             os.preadv(self._opened(shard).fileno(), [*pieces, rest], offset)
 
     def _opened(self, shard: Shard) -> FileIO:
-        """Return the shard's open file; the errors are those of `read`."""
         if self._file is None or self._shard != shard:
             self.close()
             self._file = os.fdopen(open_regular(shard.path), "rb", buffering=0)

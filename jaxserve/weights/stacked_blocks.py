@@ -106,7 +106,6 @@ def read_rows(entry: GgufTensor) -> np.ndarray:
 
 
 def _read_expert(entry: GgufTensor, expert: int) -> np.ndarray:
-    """Read one of the matrices of a tensor [E, outputs, inputs]."""
     size = entry.num_bytes // entry.shape[0]
     offset = entry.offset + expert * size
     return read_rows(replace(entry, shape=entry.shape[1:], offset=offset, num_bytes=size))

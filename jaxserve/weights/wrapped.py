@@ -70,7 +70,6 @@ def naming(checkpoint: Checkpoint) -> tuple[str, str]:
 
 
 def _is_tower(name: str, start: str, prefix: str) -> bool:
-    """Return whether a tensor below "model." is of another part beside the text model's layers."""
     if start != prefix or prefix != "model.":
         return False
     return not name.startswith(("model.layers.", "model.embed_tokens.", "model.norm."))

@@ -85,7 +85,6 @@ def are_finite(rows: np.ndarray, form: str) -> bool:
 
 
 def _bits(raw: np.ndarray) -> np.ndarray:
-    """Return the bits of a word, the lowest first, as `blocks.packed` has them."""
     word = np.ascontiguousarray(raw).view(np.uint32)
     halves = [word & 0x55555555, word >> 1 & 0x55555555]  # every second bit moves to the lower half
     for step, mask in ((1, 0x33333333), (2, 0x0F0F0F0F), (4, 0x00FF00FF), (8, 0x0000FFFF)):
@@ -152,7 +151,6 @@ def _iq4_xs(raw: np.ndarray) -> Fields:
 
 
 def _k_scales(raw: np.ndarray) -> Fields:
-    """Read the scale and minimum of a block, and those of its runs, 6 bits each in 12 bytes."""
     first, second, third = raw[..., 4:8], raw[..., 8:12], raw[..., 12:16]
     scales = [first & 63, (third & 15) | (first >> 6) << 4]
     minima = [second & 63, (third >> 4) | (second >> 6) << 4]

@@ -142,14 +142,12 @@ def _own(file: GgufFile, rules: GgufRules) -> dict[str, Any]:
 
 
 def _computed(own: Raw, rules: GgufRules) -> dict[str, tuple[Any, ...]]:
-    """Return the values of keys without a field that stand for the model as it is computed."""
     computed = {**COMPUTED, "use_parallel_residual": (rules.parallel,)}
     has_experts = "expert_count" in rules.fields and _says(own.get("expert_count", 0))
     return {**computed, **COMPUTED_BY_EXPERTS} if has_experts else computed
 
 
 def _of_all_layers(value: Any, layers: Any) -> Any:
-    """Return the size that a list gives for every layer; a list of unequal sizes stays one."""
     is_list = isinstance(value, np.ndarray) and len(value) == layers
     return value[0].item() if is_list and (value == value[0]).all() else value
 
@@ -180,7 +178,6 @@ def named_tensors(file: GgufFile, config: ModelConfig) -> Checkpoint:
 def _joined(
     file: GgufFile, rules: GgufRules, config: ModelConfig, left: dict[str, GgufTensor]
 ) -> Iterator[TensorEntry]:
-    """Yield tensors joined from several, which are taken out of `left`."""
     for join in rules.joins:
         for layer in range(config.num_hidden_layers):
             names = [f"blk.{layer}.{part}" for part in join.parts]
@@ -272,7 +269,6 @@ def _says(value: Any) -> bool:
 
 
 def _dtype(file: GgufFile) -> str:
-    """Return the dtype of matrices that are not packed; float16, as blocks' scales, if all are."""
     names = {entry.encoding.name for entry in file.tensors.values() if len(entry.shape) > 1}
     if names & {"BF16", "MXFP4"}:  # the latter's scales reach beyond float16
         return "bfloat16"
