@@ -1,4 +1,4 @@
-"""Match a checkpoint's tensors with the ones that the model's configuration implies."""
+"""Match a checkpoint's tensors with the tensors that the model's configuration implies."""
 
 import logging
 import re
@@ -15,17 +15,21 @@ from jaxserve.weights.safetensors import FLOATS, TensorEntry, read_blocks
 
 logger = logging.getLogger(__name__)
 
-# Rotary frequencies, which Transformers once stored with the weights; they follow from the config.
+# Rotary frequencies. Old versions of Transformers stored them, but the config determines them.
 COMPUTED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 OUTPUT = "lm_head.weight"
 
 
 def renamed(checkpoint: Checkpoint, patterns: Iterable[tuple[str, str]]) -> Checkpoint:
-    """Return a checkpoint whose tensors have the names that its family's table has.
+    """Return the checkpoint with its tensors renamed to the names of the model family's table.
+
+    Args:
+        checkpoint: the checkpoint.
+        patterns: regular expressions and replacements, applied to each name in order.
 
     Raises:
-        CheckpointError: two tensors would have one name.
+        CheckpointError: two tensors would have the same name.
     """
     patterns, tensors = tuple(patterns), dict[str, TensorEntry]()
     if not patterns:
@@ -43,18 +47,20 @@ def renamed(checkpoint: Checkpoint, patterns: Iterable[tuple[str, str]]) -> Chec
 def as_stored(
     table: Iterable[WeightName], checkpoint: Checkpoint, dims: Mapping[str, int]
 ) -> list[WeightName]:
-    """Return the table with the layouts that this checkpoint has, where there are several."""
+    """Return the table with each layout chosen by the shape of the checkpoint's tensor."""
     tensors = checkpoint.tensors
     shapes = {name: entry.shape for name, entry in tensors.items()}
     return [tensor.stored_as(shapes.get(tensor.name), dims) for tensor in table]
 
 
 def has_own_output(checkpoint: Checkpoint, output: str, embedding: str) -> bool:
-    """Return whether a checkpoint's output projection is there, and not the embedding once more.
+    """Return whether a checkpoint has an output projection that is not a copy of the embedding.
+
+    The bytes of both tensors are compared if their dtypes and shapes are equal.
 
     Args:
-        checkpoint: as its files name the tensors.
-        output: what the names of the output projection's tensors begin with.
+        checkpoint: with the tensor names of its files.
+        output: prefix of the names of the output projection's tensors.
         embedding: name of the embedding.
     """
     tensors = checkpoint.tensors
@@ -69,10 +75,11 @@ def match_names(
 ) -> dict[str, TensorEntry]:
     """Return the checkpoint's entry for every name of the table.
 
-    An output projection in the checkpoint of a model that ties it to the embedding is left out:
-    `has_own_output` has said that the two are equal. So are, with a warning that names them,
-    tensors that are nobody's: of another head, of layers after the model's last. Those of a layer
-    or a module that the model has are not: leaving them out would compute something else.
+    An output projection is ignored if the model ties it to the embedding, because `has_own_output`
+    has shown that the two are equal. Tensors outside the model are ignored with a warning that
+    names them, for example another head, or layers after the last one. Unknown tensors of a layer
+    or module of the model are an error, because without them the model would compute other
+    results.
 
     Raises:
         CheckpointError: one error that lists every missing, unexpected and misshapen tensor.
@@ -108,7 +115,7 @@ def _check(
     expected: Mapping[str, tuple[int, ...]],
     unexpected: list[str],
 ) -> None:
-    """Raise one CheckpointError for all that is wrong with the tensors found."""
+    """Raise one CheckpointError that lists all missing, unexpected and misshapen tensors."""
     problems = {
         "missing": sorted(expected.keys() - found.keys()),
         "unexpected": unexpected,
@@ -134,6 +141,7 @@ def _check(
 
 
 def _changes(name: str, modules: Set[str], layers: int) -> bool:
+    # Whether an unread tensor belongs to a layer or module that the model computes.
     layer = LAYER.match(name)
     if layer is not None:
         return int(layer[1]) < layers
