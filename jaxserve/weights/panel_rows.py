@@ -103,9 +103,7 @@ def panel_plan(
     if leading and parts[0].index == (...,):
         return plan(None)
     rows = {}
-    planned: dict[
-        str, list[PanelRows] | None
-    ] = {}  # equal layouts, as of experts, are planned once
+    planned: dict[str, list[PanelRows] | None] = {}  # equal layouts are planned only once
     for part in parts:
         expert, matrix = _matrix_of(part) if leading else (0, part)
         like = repr(replace(matrix, name=""))

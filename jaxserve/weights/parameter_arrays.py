@@ -1,10 +1,11 @@
-"""Parameters, quantized or not, as plain arrays by name, and back.
+"""Convert parameters, quantized or not, to plain arrays by name, and back.
 
-A quantized parameter is several arrays, named by its path and its attribute:
-"layers.0.mlp.down.values"; where its parts are stored differently it is several such:
-"layers.0.attention.qkv.weights.0.values". What else it takes to put them together, `forms`, is its
-form; for several parts a list of the form and the place of each; where activations are rounded,
-{"token_rounded": that}, and arrays are named "layers.0.mlp.down.weight.values".
+A quantized parameter consists of several arrays, named by its path and attribute, as in
+"layers.0.mlp.down.values". If its parts are stored separately, the name has their index, as in
+"layers.0.attention.qkv.weights.0.values". `forms` returns the remaining information: the form of
+the parameter, or, for separate parts, a list with the form and place of each. If activations are
+rounded, this is wrapped as {"token_rounded": ...}, and the names contain "weight", as in
+"layers.0.mlp.down.weight.values".
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from pallas_kernels.quantized_codes import codes_a_row
 
 ROUNDED = "token_rounded"
 SCALES = ("float32", "bfloat16", "float16")
-# Shape and dtype by an array's name.
+# Shape and dtype of each array by name.
 Shapes = Mapping[str, tuple[tuple[int, ...], str]]
 
 
 def named_arrays(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return every array of a tree of parameters by path, quantized or not."""
+    """Return the arrays of parameters by name; quantized parameters have several arrays."""
     leaves = jax.tree_util.tree_flatten_with_path(dict(values))[0]
     return {".".join(map(_key, keys)): leaf for keys, leaf in leaves}
 
@@ -49,7 +50,7 @@ def _key(key: Any) -> str:
 
 
 def forms(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Describe the forms of the quantized parameters, by path, for JSON."""
+    """Return descriptions, as JSON values, of the forms of the quantized parameters, by path."""
     every = {path: _form(value) for path, value in values.items()}
     return {path: form for path, form in every.items() if form is not None}
 
@@ -73,11 +74,11 @@ def abstract_parameter(
     Args:
         path: path of the parameter.
         form: its entry in `forms`, read from a file that is not trusted.
-        parameter: the model's parameter, in full.
-        shapes: shapes of the arrays that are there, by name.
+        parameter: the same parameter of the model without quantization.
+        shapes: shapes and dtypes of the arrays in the file, by name.
 
     Raises:
-        ValueError: arrays that are missing or do not fit the parameter, or another form.
+        ValueError: the form is unknown, or arrays are missing or do not fit the parameter.
     """
     if isinstance(form, dict):
         if list(form) != [ROUNDED] or isinstance(form[ROUNDED], dict):
@@ -115,7 +116,11 @@ def abstract_parameter(
 def _part(
     path: str, described: Any, outputs: tuple[int, ...]
 ) -> tuple[Any, tuple[tuple[int, int], ...]]:
-    """Return the form of a part, and its place within the outputs."""
+    """Return the form of a part, and the (start, size) of its window along each output dimension.
+
+    Raises:
+        ValueError: the description is malformed, or the window exceeds the outputs.
+    """
     try:
         form, spans = described
         place = tuple((start, size) for start, size in spans)
@@ -141,7 +146,13 @@ def _weight(
 def _arrays(
     path: str, form: Any, inputs: int, outputs: int, leading: tuple[int, ...], shapes: Shapes
 ) -> dict[str, Any]:
-    """Return the arrays of a matrix, or of one for each expert, checked against each other."""
+    """Return the abstract arrays of a quantized matrix, or of the matrices of all experts.
+
+    leading: (number of experts,) for experts, otherwise empty.
+
+    Raises:
+        ValueError: an array is missing, or its shape or dtype does not fit.
+    """
     if form not in FORMS:
         raise ValueError(f"{path} has form {str(form)[:40]!r}; allowed: {', '.join(FORMS)}")
     names = ("values", "scales", "zeros", "order")

@@ -1,7 +1,7 @@
-"""Checkpoints whose weights are stored quantized: which tensors hold them.
+"""Find the tensors of quantized matrices in a checkpoint.
 
-Each matrix `X.weight` is several tensors: `packed_words.py`, `packed_floats.py` and
-`bitsandbytes.py` say which, and read them.
+A quantized matrix `X.weight` consists of several tensors. `packed_words.py`, `packed_floats.py` and
+`bitsandbytes.py` describe their formats and read them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
         "bnb8": BNB8,
     }
 )
-# Scales of the cache; the suffix and its kind.
+# Name suffixes of cache scales, and whether they scale keys or values.
 KV_SCALES: Mapping[str, str] = MappingProxyType(
     {
         "self_attn.k_scale": "k",
@@ -48,9 +48,14 @@ KV_SCALES: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True)
 class SplitCheckpoint:
-    """A checkpoint whose quantized tensors have been taken out, and those by weight name.
+    """A checkpoint divided into plain tensors, quantized matrices and cache scales.
 
-    `table` lists the weights that are stored as they are, `packed_table` the others.
+    Attributes:
+        checkpoint: the checkpoint without the tensors of the other two kinds.
+        table: the weights that are not quantized.
+        packed_table: the quantized weights.
+        packed: the quantized matrices, by weight name.
+        kv_scales: the scales of an fp8 cache, by tensor name.
     """
 
     checkpoint: Checkpoint
@@ -66,7 +71,14 @@ def sort_packed(
     table: Iterable[WeightName],
     dims: Mapping[str, int],
 ) -> SplitCheckpoint:
-    """Tell the quantized tensors of a checkpoint from the others."""
+    """Divide a checkpoint into plain tensors, quantized matrices and cache scales.
+
+    Args:
+        checkpoint: the checkpoint.
+        stored: the quantization that config.json describes, or None.
+        table: the weights of the model.
+        dims: sizes of the dimensions that the layouts of the table name.
+    """
     left, table = dict(checkpoint.tensors), list(table)
     if stored is None:
         return SplitCheckpoint(checkpoint, table, [], {}, {})
@@ -90,6 +102,7 @@ def sort_packed(
 
 
 def _entries(left: dict[str, TensorEntry], name: str, layout: Layout) -> dict[str, TensorEntry]:
+    # Moves the tensors of a quantized matrix out of `left`. A plain matrix has an empty result.
     stem = name.removesuffix(".weight")
     if not layout.holds(stem, left):
         return {}
@@ -105,7 +118,11 @@ def _take_neighbours(
     stored: StoredQuantization,
     dims: Mapping[str, int],
 ) -> None:
-    """Take floats that are one parameter with a matrix that is widened: they are read together."""
+    """Move plain tensors that share a parameter with a quantized one from `left` to `packed`.
+
+    This is for quantized matrices that are read as floats, so that the whole parameter is read at
+    once.
+    """
     paths = {weight.path for weight in table if weight.name in packed}
     for weight in table:
         if weight.path in paths and weight.name in left:
@@ -116,6 +133,7 @@ def _take_neighbours(
 
 
 def _drop_null_bias(left: dict[str, TensorEntry], name: str, table: list[WeightName]) -> None:
+    # AutoGPTQ writes a bias of zeros for layers without a bias.
     bias = name.removesuffix(".weight") + ".bias"
     unknown = bias in left and all(weight.name != bias for weight in table)
     if unknown and not read_tensor(left[bias]).any():
@@ -123,7 +141,7 @@ def _drop_null_bias(left: dict[str, TensorEntry], name: str, table: list[WeightN
 
 
 def kv_scale_of(name: str) -> tuple[int, str] | None:
-    """Return the layer that a scale of the cache is for, and "k" or "v"; None for other names."""
+    """Return the layer of a cache scale, and "k" or "v"; None if `name` is no cache scale."""
     kind = _kv_kind(name)
     layer = name.removeprefix("model.layers.").partition(".")[0]
     return (int(layer), kind) if kind and layer.isdecimal() else None

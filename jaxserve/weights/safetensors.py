@@ -1,10 +1,10 @@
-"""Read safetensors checkpoints that nobody vouches for.
+"""Read safetensors files that are not trusted.
 
-The format: 8 bytes of header length (little-endian), a JSON header that maps each tensor's name to
-its dtype, shape and byte range, then the data, which the ranges must tile without gap or overlap
-(github.com/huggingface/safetensors). The header is parsed here, because the reference library
-accepts duplicate keys; and the data is read, not mapped, because the process dies (SIGBUS) when a
-mapped file is truncated.
+The format is 8 bytes of header length (little-endian), a JSON header that maps each tensor's name
+to its dtype, shape and byte range, and the data, which the ranges must tile without gap or overlap
+(github.com/huggingface/safetensors). The header is parsed here because the reference library
+accepts duplicate keys. The data is read, not mapped, because the process would die (SIGBUS) if a
+mapped file were truncated.
 """
 
 import os
@@ -27,7 +27,8 @@ from jaxserve.models.config.strict_json import open_regular, parse_object
 # The reference library allows 100 MB; a model of 100 billion parameters needs 0.2 MB, and a parsed
 # header takes 20 times its size in memory.
 MAX_HEADER_BYTES = 8 << 20
-MAX_TENSORS = 1 << 17  # in one checkpoint; the largest that a config.json may imply has a tenth
+# In one checkpoint. The largest model that a config.json may describe has a tenth of it.
+MAX_TENSORS = 1 << 17
 READ_BYTES = 16 << 20
 
 DTYPES: Mapping[str, np.dtype] = MappingProxyType(
@@ -37,7 +38,7 @@ DTYPES: Mapping[str, np.dtype] = MappingProxyType(
         "F16": np.dtype(np.float16),
         "BF16": np.dtype(ml_dtypes.bfloat16),
         "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-        # Codes of quantized weights, and shapes of those.
+        # Codes of quantized weights, and their shapes.
         "I64": np.dtype(np.int64),
         "I32": np.dtype(np.int32),
         "I8": np.dtype(np.int8),
@@ -50,7 +51,7 @@ FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 @dataclass(frozen=True)
 class Shard:
-    """One file, and what identifies its contents while a load lasts."""
+    """A checkpoint file, with the attributes by which a change during loading is detected."""
 
     path: Path
     # Device, inode, size in bytes, time of last change in nanoseconds.
@@ -58,11 +59,11 @@ class Shard:
 
 
 class SharedFile:
-    """A shard that stays open until another is asked for, read by one thread at a time.
+    """Reader of shards that keeps the last shard open; a lock admits one thread at a time.
 
-    So it is read in order if that is how blocks are asked for, and the kernel reads ahead: in
-    larger pieces, and with less work, than where it is told what to fetch, or each block is read
-    from a file opened anew. To be closed.
+    Row blocks requested in order are thus read sequentially, so that the kernel reads ahead. Its
+    read-ahead uses larger requests and less work than explicit prefetching, or than opening the
+    file for each row block. The caller must close it.
     """
 
     def __init__(self) -> None:
@@ -76,7 +77,10 @@ class SharedFile:
             file.close()
 
     def read(self, shard: Shard, offset: int, values: np.ndarray) -> bool:
-        """Fill `values`, uint8, with what lies at `offset`; False where the file ends before.
+        """Fill `values`, uint8, with the bytes at `offset`.
+
+        Returns:
+            False if the file ends before `values` is full, otherwise True.
 
         Raises:
             CheckpointError: the file cannot be read, or changed since its header was read.
@@ -94,10 +98,10 @@ class SharedFile:
             return True
 
     def skim(self, shard: Shard, offset: int, size: int, memory: np.ndarray) -> None:
-        """Bring the bytes at `offset` into the system's cache by reading them into `memory`.
+        """Load `size` bytes at `offset` into the system's file cache; `memory` is overwritten.
 
-        This is one system call, which does not hold the interpreter. Where there is no such call
-        nothing is read.
+        This is one system call, preadv, without the interpreter lock. On systems without preadv,
+        this does not read.
 
         Raises:
             CheckpointError: the file cannot be read, or changed since its header was read.
@@ -123,7 +127,7 @@ class SharedFile:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Location of one tensor: `num_bytes` bytes from `offset` (from the file's start)."""
+    """Location of one tensor: `num_bytes` bytes at `offset` from the start of the file."""
 
     name: str
     shard: Shard
@@ -159,7 +163,7 @@ class TensorEntry:
         memory: np.ndarray | None = None,
         file: SharedFile | None = None,
     ) -> np.ndarray:
-        """Read the bytes of rows, with the arguments and errors of `read_rows`."""
+        """Read the rows [first, last) as uint8; arguments and errors are those of `read_rows`."""
         size = self.num_bytes // max(1, self.shape[0] if self.shape else 1)
         count = (last - first) * size
         values = np.empty(count, np.uint8) if memory is None else memory[:count]
@@ -170,7 +174,7 @@ class TensorEntry:
 
     @property
     def rows_together(self) -> int:
-        """Rows are read from and to multiples of so many."""
+        """Row ranges must begin and end at multiples of this number."""
         return 1
 
     @property
@@ -180,10 +184,11 @@ class TensorEntry:
 
 
 def read_header(path: Path) -> list[TensorEntry]:
-    """Return the tensors of one safetensors file, checked but not read.
+    """Read and check the header of a safetensors file, and return its tensors.
 
     Raises:
-        CheckpointError: naming the file, and the tensor where one is to blame.
+        CheckpointError: the header is malformed, or does not fit the file size. The error names
+            the file, and the tensor if one is malformed.
     """
     with os.fdopen(open_regular(path), "rb") as file:
         shard = Shard(path, identity(file.fileno()))
@@ -215,7 +220,7 @@ def read_header(path: Path) -> list[TensorEntry]:
 
 
 def _entry(name: str, raw: Any, shard: Shard, start: int) -> TensorEntry:
-    """Check one tensor's description; `start` is where the file's data begins."""
+    """Check the description of a tensor in the header; `start` is the offset of the file's data."""
     where = f"{shard.path}: tensor {name[:200]!r}"
     if not isinstance(raw, dict) or set(raw) != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError(f"{where}: must have dtype, shape and data_offsets, and no more")
@@ -238,14 +243,14 @@ def _entry(name: str, raw: Any, shard: Shard, start: int) -> TensorEntry:
 
 
 def read_tensor(entry: TensorEntry) -> np.ndarray:
-    """Read all of a tensor's values; see `TensorEntry.read_rows` for errors."""
+    """Read a whole tensor; see `TensorEntry.read_rows` for errors."""
     if not entry.shape:
         return entry.read_bytes(0, 1).view(entry.dtype).reshape(())
     return entry.read_rows(0, entry.shape[0])
 
 
 def read_blocks(entry: TensorEntry) -> Iterator[bytes]:
-    """Yield the tensor's bytes, a block at a time; see `TensorEntry.read_rows` for errors."""
+    """Yield a tensor's bytes in chunks of READ_BYTES; see `TensorEntry.read_rows` for errors."""
     with os.fdopen(open_regular(entry.shard.path), "rb", buffering=0) as file:
         _check_unchanged(entry.shard, file.fileno())
         file.seek(entry.offset)
@@ -260,7 +265,7 @@ def read_blocks(entry: TensorEntry) -> Iterator[bytes]:
 
 
 def check_unchanged(shard: Shard) -> None:
-    """Raise CheckpointError if the file is not the one whose header was read."""
+    """Raise CheckpointError if the file has changed since its header was read."""
     with os.fdopen(open_regular(shard.path), "rb") as file:
         _check_unchanged(shard, file.fileno())
 
@@ -277,7 +282,7 @@ def identity(descriptor: int) -> tuple[int, int, int, int]:
 
 
 def _describe(path: Path, size: int) -> str:
-    """Describe what a file that is no safetensors file seems to be."""
+    """Return the end of an error message for a file that is not a safetensors file."""
     if size == 0:
         return "is empty"
     with os.fdopen(open_regular(path), "rb") as file:

@@ -1,4 +1,4 @@
-"""A GGUF file's metadata and tensors under the names of the checkpoint that it was made from."""
+"""Convert the metadata and tensor names of GGUF files to Hugging Face configs and names."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def gguf_config(file: GgufFile) -> ModelConfig:
 
 
 def gguf_fields(file: GgufFile) -> Raw:
-    """Return the fields of the config.json that the metadata of a GGUF file replaces.
+    """Convert the metadata of a GGUF file to the fields of a config.json.
 
     Raises:
-        UnsupportedModel: an architecture or a field that jaxserve does not compute.
-        CheckpointError: metadata that contradicts itself.
+        UnsupportedModel: jaxserve does not support the architecture or a field.
+        CheckpointError: the metadata is inconsistent.
     """
     rules = rules_of(file)
     own = _own(file, rules)
@@ -69,10 +69,10 @@ def gguf_fields(file: GgufFile) -> Raw:
 
 
 def rules_of(file: GgufFile) -> GgufRules:
-    """Return the rules by which a file is read.
+    """Return the conversion rules for a file's architecture.
 
     Raises:
-        UnsupportedModel: its architecture is none of those that are read.
+        UnsupportedModel: the architecture is not supported.
     """
     name = file.metadata.get("general.architecture")
     if name == "clip":
@@ -102,7 +102,11 @@ def _metadata(file: GgufFile) -> GgufMetadata:
 
 
 def _own(file: GgufFile, rules: GgufRules) -> dict[str, Any]:
-    """Return the architecture's metadata; refuse unsupported keys and values of a wrong kind."""
+    """Return the metadata of the architecture, without the prefix of the keys.
+
+    Raises:
+        UnsupportedModel: a key or value is not supported, or a value has the wrong type.
+    """
     prefix = f"{file.metadata['general.architecture']}."
     own = {
         key.removeprefix(prefix): value
@@ -117,7 +121,7 @@ def _own(file: GgufFile, rules: GgufRules) -> dict[str, Any]:
             raise UnsupportedModel(
                 f"{file.path}: {prefix + key} is {shown(own[key])}; allowed: {allowed}"
             )
-    # Zero means that a model has no experts or no window.
+    # Zero means that the model has no experts or no window.
     unknown = [
         key
         for key, value in own.items()
@@ -142,12 +146,14 @@ def _own(file: GgufFile, rules: GgufRules) -> dict[str, Any]:
 
 
 def _computed(own: Raw, rules: GgufRules) -> dict[str, tuple[Any, ...]]:
+    # Allowed values, by key, of metadata that is not a config field.
     computed = {**COMPUTED, "use_parallel_residual": (rules.parallel,)}
     has_experts = "expert_count" in rules.fields and _says(own.get("expert_count", 0))
     return {**computed, **COMPUTED_BY_EXPERTS} if has_experts else computed
 
 
 def _of_all_layers(value: Any, layers: Any) -> Any:
+    # One size if all layers have the same. Unequal sizes stay a list.
     is_list = isinstance(value, np.ndarray) and len(value) == layers
     return value[0].item() if is_list and (value == value[0]).all() else value
 
@@ -156,10 +162,12 @@ def named_tensors(file: GgufFile, config: ModelConfig) -> Checkpoint:
     """Return the tensors of a GGUF file under their Hugging Face names.
 
     Args:
-        config: of the model, which need not be the file's own in every field.
+        file: the GGUF file.
+        config: configuration of the model, which may differ from `gguf_config(file)`.
 
     Raises:
-        CheckpointError, UnsupportedModel: tensors that are no such model's.
+        CheckpointError: a tensor does not fit the model, or a name occurs twice.
+        UnsupportedModel: the architecture is not supported.
     """
     rules = rules_of(file)
     left = dict(file.tensors)
@@ -178,6 +186,7 @@ def named_tensors(file: GgufFile, config: ModelConfig) -> Checkpoint:
 def _joined(
     file: GgufFile, rules: GgufRules, config: ModelConfig, left: dict[str, GgufTensor]
 ) -> Iterator[TensorEntry]:
+    # The parts are removed from `left`.
     for join in rules.joins:
         for layer in range(config.num_hidden_layers):
             names = [f"blk.{layer}.{part}" for part in join.parts]
@@ -189,7 +198,11 @@ def _joined(
 def _renamed(
     entry: GgufTensor, file: GgufFile, rules: GgufRules, config: ModelConfig
 ) -> Iterator[GgufTensor]:
-    """Yield a tensor under its name, or each matrix of a stack of experts' matrices."""
+    """Yield a tensor under its Hugging Face name.
+
+    A tensor of all experts yields one matrix for each, and fused queries, keys and values yield
+    three tensors.
+    """
     expert = re.fullmatch(r"blk\.(\d{1,5})\.(\w+?)(?:_exps|\.(\d{1,5}))\.weight", entry.name)
     if expert is not None and expert[2] in rules.experts:
         name, layer, number = rules.experts[expert[2]], int(expert[1]), expert[3]
@@ -217,7 +230,7 @@ def _renamed(
 def _query_key_value(
     entry: GgufTensor, fused: re.Match[str], file: GgufFile, config: ModelConfig
 ) -> Iterator[GgufTensor]:
-    """Yield queries, keys and values of one tensor that holds their rows one after another."""
+    """Split a tensor with the rows of queries, then keys, then values into three tensors."""
     keys = config.num_key_value_heads * config.head_dim
     rows = {"q": config.num_attention_heads * config.head_dim, "k": keys, "v": keys}
     if entry.shape[0] != sum(rows.values()):
@@ -238,7 +251,7 @@ def _query_key_value(
 
 
 def _experts(entry: GgufTensor, file: GgufFile, config: ModelConfig) -> Iterator[GgufTensor]:
-    """Yield each expert's matrix of a stack."""
+    """Split a tensor [E, outputs, inputs] into the matrices of its experts."""
     count = config.experts.count if config.experts is not None else 0
     if len(entry.shape) != 3 or entry.shape[0] != count:
         raise CheckpointError(
@@ -252,7 +265,7 @@ def _experts(entry: GgufTensor, file: GgufFile, config: ModelConfig) -> Iterator
 
 
 def hugging_face_name(name: str, names: Names) -> str:
-    """Return a tensor's name in a Hugging Face checkpoint, or its own where there is none."""
+    """Return a tensor's name in a Hugging Face checkpoint, or `name` if `names` lacks it."""
     layer = re.fullmatch(r"blk\.(\d{1,5})\.(.+)", name)
     number = layer[1] if layer else ""
     key = name if layer is None else f"blk.{{}}.{layer[2]}"
@@ -269,7 +282,8 @@ def _says(value: Any) -> bool:
 
 
 def _dtype(file: GgufFile) -> str:
+    # The dtype of the matrices outside blocks. Without such matrices: float16, as block scales.
     names = {entry.encoding.name for entry in file.tensors.values() if len(entry.shape) > 1}
-    if names & {"BF16", "MXFP4"}:  # the latter's scales reach beyond float16
+    if names & {"BF16", "MXFP4"}:  # the scales of MXFP4 exceed the range of float16
         return "bfloat16"
     return "float32" if names == {"F32"} else "float16"
