@@ -78,11 +78,8 @@ def read_blocks(
     """Read the parameters that stay quantized, and add them to `values` by path.
 
     On CPU, the blocks are laid out in panels. On a GPU, they become codes with scales. With
-    `leave_host`, the next parameter is read while the previous one is copied to the devices, and
-    host memory holds no further parameters.
-
-    Returns:
-        The rows of `table` for the other parameters.
+    `leave_host`, one parameter is read while the previous one is copied to the devices. Returns
+    the rows of `table` for all other parameters.
 
     Raises:
         CheckpointError: a file cannot be read, or a scale is NaN or infinite.

@@ -80,11 +80,11 @@ def read_parameters(
     check_finite: bool = True,
     leave_host: bool = False,
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Read parameters, and yield each path and array as soon as the parameter is complete.
+    """Yield the path and the values (or panels) of each parameter as soon as it is read.
 
-    Each stream holds the parameter that it is filling in host memory. With `leave_host`, the number
-    of streams is reduced, to one if necessary, so that their parameters and a float32 copy of each
-    take no more memory than the largest shard.
+    Each stream holds its current parameter in host memory. With `leave_host`, there are so few
+    streams (at least one) that these parameters and a float32 copy of each fit in the memory of
+    the largest shard.
 
     Args:
         table: the tensor of each part of each parameter.
@@ -95,9 +95,6 @@ def read_parameters(
         plans: plans of the parameters that are read into panels, by path.
         check_finite: refuse NaN and infinity, including overflows of the cast.
         leave_host: the caller copies the parameters to a device, or converts them.
-
-    Yields:
-        The path of a parameter with its values, or with its panels if `plans` has the path.
 
     Raises:
         CheckpointError: a file cannot be read or has changed, or values are not finite.

@@ -51,7 +51,7 @@ class Strided:
         return self.target.dtype
 
     def fill(self, rows: np.ndarray, memory: Memory, check_finite: bool) -> bool:
-        """Write the rows; return False if `check_finite` and a value is not finite."""
+        """Write the rows. Return False if `check_finite` and a value is not finite."""
         return copy_checked(self.target, self.block.arrange(rows), memory.scratch, check_finite)
 
 
@@ -73,7 +73,7 @@ class InPanels:
     column: int | None = None
 
     def fill(self, rows: np.ndarray, memory: Memory, check_finite: bool) -> bool:
-        """Write the rows; return False if `check_finite` and a value is not finite."""
+        """Write the rows. Return False if `check_finite` and a value is not finite."""
         rows = _castable(rows, self.dtype, memory)
         if self.column is not None:
             rows = rows.astype(self.dtype, copy=False)
@@ -95,7 +95,7 @@ class TransposedPanels:
         return self.block.rows
 
     def fill(self, rows: np.ndarray, memory: Memory, check_finite: bool) -> bool:
-        """Write the rows; return False if `check_finite` and a value is not finite."""
+        """Write the rows. Return False if `check_finite` and a value is not finite."""
         rows = _castable(rows, self.dtype, memory)
         (matrix,) = self.block.arrange(rows)
         inputs = _inputs_first(matrix)

@@ -94,7 +94,7 @@ class Codes:
         return values, self.scales, self.zeros
 
     def as_weight(self, outputs: tuple[int, ...]) -> QuantizedWeight:
-        """Pack the codes into a weight of NumPy arrays; `outputs` is the shape of the outputs."""
+        """Pack the codes into a weight of NumPy arrays, with outputs of shape `outputs`."""
         values, scales, zeros = (cast(Any, part) for part in self.packed())
         order: Any = self.order
         return QuantizedWeight(

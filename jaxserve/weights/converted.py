@@ -277,7 +277,7 @@ def expected_tree(converted: ConvertedModel, model: Decoder) -> dict[str, Any]:
 
 
 def _abstract_tree(converted: ConvertedModel, model: Decoder) -> dict[str, Any]:
-    """Return the abstract parameters by path: those of `model` in the forms of the card.
+    """Return the parameters of `model`, by path, as shapes and in the forms of the card.
 
     Scales of the cache are included if the card lists them.
     """
@@ -324,7 +324,7 @@ def verify(where: Path, values: Mapping[str, Any], written: Mapping[str, _Parame
     """Compare the shapes, dtypes and digests of arrays with the descriptions in `written`.
 
     Raises:
-        CheckpointError: arrays differ; the error names them.
+        CheckpointError: arrays differ. The error names them.
     """
     got = _describe(values)
     wrong = sorted(path for path in written if got[path] != written[path])

@@ -131,7 +131,7 @@ def check_border(path: str, inputs: int, group: int) -> None:
     """Check that `inputs`, the number of inputs of each device, is a multiple of `group`.
 
     Raises:
-        UnsupportedModel: it is not; the error names the parameter and both sizes.
+        UnsupportedModel: it is not. The error names the parameter and both sizes.
     """
     if inputs % group:
         raise UnsupportedModel(

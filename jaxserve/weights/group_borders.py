@@ -36,7 +36,7 @@ def check_groups(
         remedy: an alternative that the error names before other sizes.
 
     Raises:
-        UnsupportedModel: groups would be cut; the error names parameters, inputs and group sizes.
+        UnsupportedModel: groups would be cut. The error names parameters, inputs and group sizes.
     """
     devices = config.split.devices
     wrong = [
@@ -77,7 +77,7 @@ def group_sizes(
     Args:
         config: configuration of the model.
         parameters: whole parameters by path.
-        form: form to which parameters are quantized while they are read; None for the checkpoint's.
+        form: form to which parameters are quantized while they are read, or None.
         on_cpu: "int4" means GGUF blocks, as on CPU.
     """
     stored, found = config.quantization, dict[str, int]()

@@ -67,7 +67,7 @@ def load_weights(
     packed: bool = False,
     mesh: Mesh | None = None,
 ) -> Decoder:
-    """Load a model with the weights of a Hugging Face checkpoint or GGUF file, cast to `dtype`.
+    """Return a model with the weights of a Hugging Face checkpoint or GGUF file, as `dtype`.
 
     Besides the placed parameters, host memory holds only a few parameters and row blocks.
 
@@ -75,24 +75,20 @@ def load_weights(
         source: a folder with `model.safetensors` or with shards and an index, or a GGUF file.
         config: configuration that the checkpoint must match.
         dtype: dtype of the parameters.
-        quantization: form to which the layers' matrices are quantized, "int8", "fp8" or "int4".
-            None keeps the checkpoint's format; for GGUF files see `packed`.
+        quantization: quantize the layers' matrices to "int8", "fp8" or "int4". None keeps the
+            checkpoint's format; for GGUF files see `packed`.
         kv_scales: use the checkpoint's scales for an fp8 cache, if it has them.
         check_finite: refuse NaN and infinity, including overflows of the cast.
         on_progress: called after each tensor.
-        place: places an array; by default on JAX's default device.
+        place: places an array, by default on JAX's default device.
         panels: lay out matrices for our CPU kernels; see `models/panels.py`.
-        packed: keep matrices in the file's blocks if a kernel supports their format, instead of
-            widening them to `dtype`. Ignored if `quantization` is given.
-        mesh: devices over which `config.split` divides the model; None for one device.
-
-    Returns:
-        The model with every parameter placed.
+        packed: keep GGUF blocks that a kernel supports. Ignored if `quantization` is given.
+        mesh: devices over which `config.split` divides the model, None for one device.
 
     Raises:
         UnsupportedModel: the split over devices would cut a quantization group.
-        CheckpointError: a file is missing, malformed, unsafe or has changed, the tensors do not
-            match `config`, or values are not finite.
+        CheckpointError: the files are incomplete, malformed, unsafe or changed, do not match
+            `config`, or have values that are not finite.
     """
     opened, dims = _open(source, config), dimensions(config)
     stored = as_stored(checkpoint_weights(config), opened, dims)
@@ -238,7 +234,7 @@ def random_weights(
         seed: the same seed gives the same weights.
         quantization: form to which the layers' matrices are quantized, or None.
         panels: lay out matrices for our CPU kernels.
-        mesh: devices over which `config.split` divides the model; None for one device.
+        mesh: devices over which `config.split` divides the model, None for one device.
     """
     model = abstract_model(config, dtype)
     depth = (2 * config.num_hidden_layers) ** -0.5

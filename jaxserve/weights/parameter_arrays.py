@@ -37,7 +37,7 @@ Shapes = Mapping[str, tuple[tuple[int, ...], str]]
 
 
 def named_arrays(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arrays of parameters by name; quantized parameters have several arrays."""
+    """Return the arrays of parameters by name. Quantized parameters have several arrays."""
     leaves = jax.tree_util.tree_flatten_with_path(dict(values))[0]
     return {".".join(map(_key, keys)): leaf for keys, leaf in leaves}
 

@@ -53,7 +53,7 @@ QUANTIZED = QuantizedWeight | SplitWeight | QuantizedExperts | BlockPanels | Tok
 
 
 def contracted(parameter: nnx.Param[Any]) -> int | None:
-    """Return how many dimensions of a parameter are inputs; None if it is never quantized."""
+    """Return how many dimensions of a parameter are inputs, or None if it is never quantized."""
     return PROJECTIONS.get(parameter.get_metadata()["axes"])
 
 
@@ -63,7 +63,7 @@ _EMBEDDINGS = {("embed", "vocab"): 1, ("vocab", "embed"): 0}
 
 
 def block_inputs(parameter: nnx.Param[Any]) -> int | None:
-    """Return how many dimensions of a parameter are inputs; None if it cannot be in GGUF blocks."""
+    """Return how many dimensions of a parameter are inputs, or None if it cannot be in GGUF blocks."""
     axes = parameter.get_metadata()["axes"]
     return PROJECTIONS.get(axes, _EMBEDDINGS.get(axes))
 
@@ -90,7 +90,7 @@ def divided(place: Place, config: ModelConfig, parameters: Parameters, mesh: Mes
         place: places a part on JAX's default device, given the path of the parameter.
         config: configuration of the model, with its split over the mesh.
         parameters: parameters of the model by path.
-        mesh: the devices; None for one device, which returns `place`.
+        mesh: the devices, None for one device, which returns `place`.
     """
     if mesh is None:
         return place
@@ -112,7 +112,7 @@ def placing(
 ) -> Place:
     """Return a function like `place` that also quantizes, lays out panels and divides over a mesh.
 
-    Quantized parameters are returned whole and on the host; `finishing` divides and places them.
+    Quantized parameters are returned whole and on the host. `finishing` divides and places them.
     For the arguments see `quantizing` and `divided`.
     """
     place = panelled(place, parameters) if panels else place
@@ -130,7 +130,7 @@ def finishing(
         config: configuration of the model, with its split over the mesh.
         parameters: parameters of the model by path.
         panels: lay them out for our CPU kernels.
-        mesh: the devices; None for one device.
+        mesh: the devices, None for one device.
     """
 
     def placed(value: Any) -> Any:
@@ -381,7 +381,7 @@ def set_kv_scales(
     Args:
         model: the model, changed in place.
         entries: the checkpoint's cache scales, by name.
-        mesh: devices over which the model is divided; None for one device.
+        mesh: devices over which the model is divided, None for one device.
 
     Raises:
         CheckpointError: a scale is not one positive number, its layer is not in the model, or the

@@ -141,7 +141,7 @@ def _drop_null_bias(left: dict[str, TensorEntry], name: str, table: list[WeightN
 
 
 def kv_scale_of(name: str) -> tuple[int, str] | None:
-    """Return the layer of a cache scale, and "k" or "v"; None if `name` is no cache scale."""
+    """Return the layer of a cache scale, and "k" or "v", or None if `name` is no cache scale."""
     kind = _kv_kind(name)
     layer = name.removeprefix("model.layers.").partition(".")[0]
     return (int(layer), kind) if kind and layer.isdecimal() else None

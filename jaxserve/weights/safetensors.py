@@ -59,7 +59,7 @@ class Shard:
 
 
 class SharedFile:
-    """Reader of shards that keeps the last shard open; a lock admits one thread at a time.
+    """Reader of shards that keeps the last shard open. A lock admits one thread at a time.
 
     Row blocks requested in order are thus read sequentially, so that the kernel reads ahead. Its
     read-ahead uses larger requests and less work than explicit prefetching, or than opening the
@@ -98,7 +98,7 @@ class SharedFile:
             return True
 
     def skim(self, shard: Shard, offset: int, size: int, memory: np.ndarray) -> None:
-        """Load `size` bytes at `offset` into the system's file cache; `memory` is overwritten.
+        """Load `size` bytes at `offset` into the system's file cache. `memory` is overwritten.
 
         This is one system call, preadv, without the interpreter lock. On systems without preadv,
         this does not read.
@@ -147,8 +147,8 @@ class TensorEntry:
 
         Args:
             first, last: bounds in the tensor's first dimension.
-            memory: aligned uint8 memory that the file may be read into; None allocates it.
-            file: open file to read from; None opens the file for this call.
+            memory: aligned uint8 memory that the file may be read into. None allocates it.
+            file: open file to read from. None opens the file for this call.
 
         Raises:
             CheckpointError: the file cannot be read, or changed since its header was read.
@@ -163,7 +163,7 @@ class TensorEntry:
         memory: np.ndarray | None = None,
         file: SharedFile | None = None,
     ) -> np.ndarray:
-        """Read the rows [first, last) as uint8; arguments and errors are those of `read_rows`."""
+        """Read the rows [first, last) as uint8. Arguments and errors are as in `read_rows`."""
         size = self.num_bytes // max(1, self.shape[0] if self.shape else 1)
         count = (last - first) * size
         values = np.empty(count, np.uint8) if memory is None else memory[:count]
@@ -243,14 +243,14 @@ def _entry(name: str, raw: Any, shard: Shard, start: int) -> TensorEntry:
 
 
 def read_tensor(entry: TensorEntry) -> np.ndarray:
-    """Read a whole tensor; see `TensorEntry.read_rows` for errors."""
+    """Read a whole tensor. Errors are as in `TensorEntry.read_rows`."""
     if not entry.shape:
         return entry.read_bytes(0, 1).view(entry.dtype).reshape(())
     return entry.read_rows(0, entry.shape[0])
 
 
 def read_blocks(entry: TensorEntry) -> Iterator[bytes]:
-    """Yield a tensor's bytes in chunks of READ_BYTES; see `TensorEntry.read_rows` for errors."""
+    """Yield a tensor's bytes in chunks of READ_BYTES. Errors are as in `TensorEntry.read_rows`."""
     with os.fdopen(open_regular(entry.shard.path), "rb", buffering=0) as file:
         _check_unchanged(entry.shard, file.fileno())
         file.seek(entry.offset)

@@ -62,7 +62,7 @@ class StackedBlocks:
 
 
 def stacked_form(entry: TensorEntry) -> str | None:
-    """Return the block format of a tensor of all experts; None for other tensors and formats."""
+    """Return the block format of a tensor of all experts, or None for other tensors and formats."""
     if isinstance(entry, PackedEntry):
         return MXFP4
     if not isinstance(entry, JoinedTensor) or not entry.join.of_experts:

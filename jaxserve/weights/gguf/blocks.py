@@ -54,7 +54,7 @@ def rows_of_blocks(raw: np.ndarray, form: str) -> np.ndarray:
 
     Args:
         raw: uint8 [outputs, blocks, bytes per block in the file].
-        form: name of the block format; see `pallas_kernels.cpu.blocks`.
+        form: name of the block format in `pallas_kernels.cpu.blocks`.
 
     Returns:
         uint8 [outputs, blocks, bytes per block].

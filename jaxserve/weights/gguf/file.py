@@ -171,7 +171,7 @@ class GgufFile:
 
     Attributes:
         path: path of the file.
-        metadata: values by key; arrays of numbers are NumPy's, arrays of text are lists.
+        metadata: values by key. Arrays of numbers are NumPy's, arrays of text are lists.
         tensors: tensors by their names in the file.
     """
 
@@ -270,7 +270,7 @@ class _Header:
         return self.fail(f"{what} would take {count} bytes, beyond the end of {limit}")
 
     def take(self, count: int, what: str) -> bytes:
-        """Read the next `count` bytes; `what` describes them in errors."""
+        """Read the next `count` bytes, which errors call `what`."""
         if not 0 <= count <= self._end - self.position:
             raise self._beyond(count, what)
         data = self._file.read(count)

@@ -34,7 +34,7 @@ class JoinedTensor(TensorEntry):
     ) -> np.ndarray:
         """Read and join the rows [first, last), which are multiples of `rows_together`.
 
-        Arguments and errors are those of `TensorEntry.read_rows`.
+        Arguments and errors are as in `TensorEntry.read_rows`.
         """
         each = self.rows_together
         first, last = first // each, last // each

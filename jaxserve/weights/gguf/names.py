@@ -35,7 +35,7 @@ FUSED = r"blk\.(\d{1,5})\.attn_qkv\.(weight|bias)"
 
 
 def gguf_config(file: GgufFile) -> ModelConfig:
-    """Return the configuration of the model in a GGUF file; see `gguf_fields` for errors."""
+    """Return the configuration of the model in a GGUF file. Errors are as in `gguf_fields`."""
     return parse_model_config(gguf_fields(file), str(file.path))
 
 

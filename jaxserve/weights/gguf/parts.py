@@ -20,7 +20,7 @@ MAX_PARTS = 4096
 
 
 def part_names(name: str) -> list[str] | None:
-    """Return the file names of all parts of a model, in order; None for a single file.
+    """Return the file names of all parts of a model, in order, or None for a single file.
 
     Args:
         name: file name of one of the parts, with or without folders.
