@@ -67,14 +67,16 @@ def _absmax(
 
 
 def _state(packed: PackedTensor) -> tuple[str, dict[str, Any]]:
-    found = [suffix for suffix in STATES if suffix in packed.entries]
-    if len(found) != 1:
-        raise packed.wrong(STATES[0], f"{len(found)} such tensors; expected one, of nf4 or of fp4")
-    size = packed.entries[found[0]].num_bytes
+    suffixes = [suffix for suffix in STATES if suffix in packed.entries]
+    if len(suffixes) != 1:
+        raise packed.wrong(
+            STATES[0], f"{len(suffixes)} such tensors; expected one, of nf4 or of fp4"
+        )
+    size = packed.entries[suffixes[0]].num_bytes
     if size > MAX_STATE_BYTES:
-        raise packed.wrong(found[0], f"has {size} bytes; allowed: {MAX_STATE_BYTES}")
-    text = packed.tensor(found[0], (size,), "uint8").tobytes()
-    return found[0], parse_object(text, str(packed.wrong(found[0], "JSON")))
+        raise packed.wrong(suffixes[0], f"has {size} bytes; allowed: {MAX_STATE_BYTES}")
+    text = packed.tensor(suffixes[0], (size,), "uint8").tobytes()
+    return suffixes[0], parse_object(text, str(packed.wrong(suffixes[0], "JSON")))
 
 
 def _block(packed: PackedTensor, state_name: str, state: Mapping[str, Any], key: str) -> int:

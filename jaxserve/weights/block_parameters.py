@@ -51,17 +51,17 @@ def block_parts(
     On CPU, this includes the embedding. On a GPU, only the matrices of the layers stay quantized.
     """
     ordered = sorted(table, key=lambda part: part.path)
-    found: dict[str, list[WeightName]] = {}
+    parts_by_path: dict[str, list[WeightName]] = {}
     for path, group in groupby(ordered, key=lambda part: part.path):
         parts = list(group)
-        parameter, own = parameters[path], [entries[part.name] for part in parts]
-        forms = {_form_that_stays(entry, on_cpu) for entry in own}
+        parameter, tensors = parameters[path], [entries[part.name] for part in parts]
+        forms = {_form_that_stays(entry, on_cpu) for entry in tensors}
         if np.dtype(parameter.dtype).itemsize > 4 or None in forms:
             continue
         is_matrix = (block_inputs if on_cpu else contracted)(parameter) is not None
         if is_matrix or (holds_experts(parameter) and len(forms) == 1):
-            found[path] = parts
-    return found
+            parts_by_path[path] = parts
+    return parts_by_path
 
 
 def read_blocks(
@@ -116,9 +116,9 @@ def read_blocks(
     # converted, so only two threads do that.
     threads = cpu_threads() if on_cpu else min(2, cpu_threads())
     with ThreadPoolExecutor(threads) as pool:
-        for path, made in _ahead(pool, read, parts, 1 if leave_host else 2 * threads):
-            values[path] = finish(path, made)
-            del made
+        for path, value in _ahead(pool, read, parts, 1 if leave_host else 2 * threads):
+            values[path] = finish(path, value)
+            del value
             report(sum(entries[name].num_bytes for name in {part.name for part in parts[path]}))
     return [weight for weight in table if weight.path not in parts]
 
@@ -152,16 +152,20 @@ def _experts(
     if stack is not None:
         rows = map(stack.rows_of, range(stack.count))
         return BlockPanels.of_experts(rows, stack.count, stack.form, dtype, outputs)
-    own: dict[Any, list[WeightName]] = {}
+    by_expert: dict[Any, list[WeightName]] = {}
     for part in parts:
-        own.setdefault(part.index[0], []).append(replace(part, index=part.index[1:] or (...,)))
+        by_expert.setdefault(part.index[0], []).append(
+            replace(part, index=part.index[1:] or (...,))
+        )
 
     def rows_of(expert: int) -> np.ndarray:
-        pairs = [(part, _read(entries[part.name])) for part in own[expert]]
+        pairs = [(part, _read(entries[part.name])) for part in by_expert[expert]]
         return joined_blocks(pairs, outputs, 1, dims)
 
     form = _form(entries[parts[0].name])
-    return BlockPanels.of_experts(map(rows_of, sorted(own)), len(own), form, dtype, outputs)
+    return BlockPanels.of_experts(
+        map(rows_of, sorted(by_expert)), len(by_expert), form, dtype, outputs
+    )
 
 
 def _stack(
@@ -195,10 +199,10 @@ def mxfp4_bytes(config: ModelConfig, parameters: Parameters) -> dict[str, int]:
 
     These are the sizes on CPU, where the experts stay in MXFP4 blocks.
     """
-    made = FORMATS[MXFP4]
+    format_ = FORMATS[MXFP4]
     is_packed = config.experts is not None and config.experts.packed
     return {
-        path: prod(parameter.shape) // made.size * made.num_bytes
+        path: prod(parameter.shape) // format_.size * format_.num_bytes
         for path, parameter in parameters.items()
         if is_packed and holds_experts(parameter) and np.dtype(parameter.dtype).itemsize <= 4
     }
@@ -216,14 +220,14 @@ def block_sizes(
     """
     sizes: dict[str, int] = {}
     for path, parts in block_parts(table, entries, parameters, on_cpu).items():
-        made = [FORMATS[_form(entries[part.name])] for part in parts]
-        sizes[path] = max(format_.size if on_cpu else format_.run for format_ in made)
+        formats = [FORMATS[_form(entries[part.name])] for part in parts]
+        sizes[path] = max(format_.size if on_cpu else format_.run for format_ in formats)
     return sizes
 
 
 def _held(entry: TensorEntry, on_cpu: bool) -> int:
-    made = FORMATS[_form(entry)]
-    bits = 8 * made.num_bytes / made.size if on_cpu else code_bits(made.name)
+    format_ = FORMATS[_form(entry)]
+    bits = 8 * format_.num_bytes / format_.size if on_cpu else code_bits(format_.name)
     return int(prod(entry.shape) * bits / 8)
 
 

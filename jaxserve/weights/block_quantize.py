@@ -31,16 +31,16 @@ def quantize_rows(weight: np.ndarray, form: str) -> tuple[BlockRows, float]:
     Returns:
         The blocks, and the sum of the squared differences between weights and dequantized values.
     """
-    made = FORMATS[form]
+    format_ = FORMATS[form]
     outputs, inputs = weight.shape
-    blocks = np.empty((outputs, inputs // made.size, made.num_bytes), np.uint8)
+    blocks = np.empty((outputs, inputs // format_.size, format_.num_bytes), np.uint8)
 
     step = max(1, _VALUES // inputs)
 
     def fill(start: int) -> float:
         # Copied piece by piece, because a copy of the whole weight would take its memory twice.
         rows = np.ascontiguousarray(weight[start : start + step], np.float32)
-        blocks[start : start + step], error = _quantized(rows, made)
+        blocks[start : start + step], error = _quantized(rows, format_)
         return error
 
     with ThreadPoolExecutor(cpu_threads()) as pool:  # NumPy releases the interpreter lock
@@ -80,25 +80,25 @@ def grouped_form(inputs: int) -> str:
 
 def best_rows(weight: np.ndarray, forms: tuple[str, ...]) -> BlockRows:
     """Quantize float32[O, I] to each format, and return the blocks with the smallest error."""
-    return min((quantize_rows(weight, form) for form in forms), key=lambda made: made[1])[0]
+    return min((quantize_rows(weight, form) for form in forms), key=lambda result: result[1])[0]
 
 
-def _quantized(rows: np.ndarray, made: BlockFormat) -> tuple[np.ndarray, float]:
+def _quantized(rows: np.ndarray, format_: BlockFormat) -> tuple[np.ndarray, float]:
     """Quantize float32[O, I] to blocks uint8 [O, blocks, bytes]; return them with their error.
 
     Values beyond the range of float16 are clipped.
     """
     most = np.float32(np.finfo(np.float16).max)
     rows = np.clip(rows, -most, most)
-    runs = rows.reshape(len(rows), -1, made.runs, made.run)
+    runs = rows.reshape(len(rows), -1, format_.runs, format_.run)
     field: dict[str, np.ndarray] = {}
-    if made.has_minimum:
-        scale, minimum = _with_minimum(runs, (1 << made.low + made.high) - 1)
+    if format_.has_minimum:
+        scale, minimum = _with_minimum(runs, (1 << format_.low + format_.high) - 1)
         field["minimum"] = _as_bytes(minimum[..., 0])
         runs = runs - _rounded(minimum)[..., None]
     else:
-        scale = _symmetric(runs, made)
-    if made.scaled:
+        scale = _symmetric(runs, format_)
+    if format_.scaled:
         largest = np.take_along_axis(scale, np.abs(scale).argmax(-1, keepdims=True), -1)
         whole = largest / np.float32(-128)
         field["scale"] = _as_bytes(whole[..., 0])
@@ -109,24 +109,28 @@ def _quantized(rows: np.ndarray, made: BlockFormat) -> tuple[np.ndarray, float]:
     else:
         field["scale"] = _as_bytes(scale[..., 0])
         scale = _rounded(scale)
-    least, most = _bounds(made)
+    least, most = _bounds(format_)
     numbers = np.clip(np.rint(runs / _nonzero(scale)[..., None]), least, most)
-    codes = numbers.astype(np.int8).reshape(*runs.shape[:2], made.size)
-    codes = codes.view(np.uint8) if made.low == 8 else (codes + np.int8(made.offset)).view(np.uint8)
-    field["low"] = packed(codes & 15 if made.low == 4 else codes, made.low)
-    if made.high:
-        field["high"] = packed(codes >> 4, made.high)
+    codes = numbers.astype(np.int8).reshape(*runs.shape[:2], format_.size)
+    codes = (
+        codes.view(np.uint8)
+        if format_.low == 8
+        else (codes + np.int8(format_.offset)).view(np.uint8)
+    )
+    field["low"] = packed(codes & 15 if format_.low == 4 else codes, format_.low)
+    if format_.high:
+        field["high"] = packed(codes >> 4, format_.high)
     numbers *= scale[..., None]
     numbers -= runs
     error = float(np.square(numbers, out=numbers).sum(dtype=np.float64))
-    return np.concatenate([field[name] for name in made.fields], axis=-1), error
+    return np.concatenate([field[name] for name in format_.fields], axis=-1), error
 
 
 # The least and the greatest code, minus the offset of the format.
-def _bounds(made: BlockFormat) -> tuple[int, int]:
-    if made.low == 8:
+def _bounds(format_: BlockFormat) -> tuple[int, int]:
+    if format_.low == 8:
         return -127, 127
-    return -made.offset, (1 << made.low + made.high) - 1 - made.offset
+    return -format_.offset, (1 << format_.low + format_.high) - 1 - format_.offset
 
 
 def _with_minimum(runs: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
@@ -163,20 +167,20 @@ def _codes(runs: np.ndarray, start: np.ndarray, step: np.ndarray, most: int) -> 
     return np.clip(np.rint(codes, out=codes), 0, most, out=codes)
 
 
-def _symmetric(runs: np.ndarray, made: BlockFormat) -> np.ndarray:
+def _symmetric(runs: np.ndarray, format_: BlockFormat) -> np.ndarray:
     """Find scales [...] for runs [..., values] without a minimum.
 
     The value of largest magnitude gets the code furthest from 0.
     """
-    least, most = _bounds(made)
+    least, most = _bounds(format_)
     index = np.abs(runs).argmax(-1)[..., None]
     largest = np.take_along_axis(runs, index, -1)[..., 0]
     best = np.full(largest.shape, np.inf, np.float32)
     scale = np.zeros_like(largest)
     for stretch in _STRETCHES:
         step = largest / np.float32(least * stretch)
-        if made.low != 8 or stretch == 1.0:
-            if not made.scaled:
+        if format_.low != 8 or stretch == 1.0:
+            if not format_.scaled:
                 step = _rounded(step)
             codes = np.rint(runs / _nonzero(step)[..., None])
             np.clip(codes, least, most, out=codes)

@@ -163,15 +163,15 @@ def reading_ahead(
 
 
 def _skim(entries: Iterable[TensorEntry], stop: Event) -> None:
-    memory, left = aligned_empty((SKIM_MEMORY,), BYTES), AHEAD_BYTES
+    memory, remaining = aligned_empty((SKIM_MEMORY,), BYTES), AHEAD_BYTES
     with closing(SharedFile()) as file:
         for entry in entries:
             for start in range(0, entry.num_bytes, SKIM_BYTES):
-                size = min(left, entry.num_bytes - start, SKIM_BYTES)
+                size = min(remaining, entry.num_bytes - start, SKIM_BYTES)
                 if stop.is_set() or not size:
                     return
                 file.skim(entry.shard, entry.offset + start, size, memory)
-                left -= size
+                remaining -= size
 
 
 def _in_order(
@@ -206,12 +206,12 @@ def _stretches(
     """Divide the groups, in their order, into `count` lists of about equal bytes."""
     sizes = [sum(entries[part.name].num_bytes for part in parts) for parts in groups]
     total, before = max(1, sum(sizes)), 0
-    found: list[list[list[WeightName]]] = [[] for _ in range(count)]
+    streams: list[list[list[WeightName]]] = [[] for _ in range(count)]
     for parts, size in zip(groups, sizes, strict=True):
         # By the middle of the group. A last group of zero bytes would be past the last list.
-        found[min(count - 1, (2 * before + size) * count // (2 * total))].append(parts)
+        streams[min(count - 1, (2 * before + size) * count // (2 * total))].append(parts)
         before += size
-    return found
+    return streams
 
 
 def _in_step(streams: Iterable[Iterator[_Job]]) -> Iterator[_Job]:

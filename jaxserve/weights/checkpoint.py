@@ -155,9 +155,9 @@ def _by_index(
 
 
 def _what_instead(directory: Path) -> str:
-    found = sorted(path.name for path in directory.iterdir() if path.is_file())
-    pickles = [name for name in found if name.endswith((".bin", ".pt", ".pth", ".pkl", ".ckpt"))]
-    others = [name for name in found if name.endswith((".safetensors", ".gguf"))]
+    files = sorted(path.name for path in directory.iterdir() if path.is_file())
+    pickles = [name for name in files if name.endswith((".bin", ".pt", ".pth", ".pkl", ".ckpt"))]
+    others = [name for name in files if name.endswith((".safetensors", ".gguf"))]
     if pickles and not others:
         return (
             f"has only PyTorch pickles ({listed(pickles)}), which can run code when loaded; "

@@ -97,9 +97,7 @@ class Codes:
         """Pack the codes into a weight of NumPy arrays, with outputs of shape `outputs`."""
         values, scales, zeros = (cast(Any, part) for part in self.packed())
         order: Any = self.order
-        return QuantizedWeight(
-            *(values, scales, zeros, order), self.form, len(self.values), outputs
-        )
+        return QuantizedWeight(values, scales, zeros, order, self.form, len(self.values), outputs)
 
     def placed(self, outputs: tuple[int, ...]) -> QuantizedWeight:
         """Pack the codes into a weight with outputs of shape `outputs` on JAX's default device."""

@@ -171,19 +171,19 @@ def open_converted(directory: Path) -> ConvertedModel:
     fields.finish()
     if fields.problems:
         raise CheckpointError(f"{card}: " + "; ".join(fields.problems))
-    found = _files(directory)
-    if not isinstance(files, dict) or files != found:
+    sizes = _files(directory)
+    if not isinstance(files, dict) or files != sizes:
         names = set(files) if isinstance(files, dict) else set()
-        wrong = [f"{name[:100]!r} missing" for name in sorted(names - found.keys(), key=str)]
-        wrong += [f"{name!r} not listed" for name in sorted(found.keys() - names)]
+        wrong = [f"{name[:100]!r} missing" for name in sorted(names - sizes.keys(), key=str)]
+        wrong += [f"{name!r} not listed" for name in sorted(sizes.keys() - names)]
         wrong += [
             f"{name!r} of another size"
-            for name in sorted(names & found.keys())
-            if files[name] != found[name]
+            for name in sorted(names & sizes.keys())
+            if files[name] != sizes[name]
         ]
         raise CheckpointError(f"{card}: its list is not what the folder holds: {listed(wrong)}")
     parameters = _parameters(card, described)
-    return ConvertedModel(directory, dtype, parameters, quantized, quantization, found)
+    return ConvertedModel(directory, dtype, parameters, quantized, quantization, sizes)
 
 
 def load_converted(
@@ -266,9 +266,9 @@ def expected_tree(converted: ConvertedModel, model: Decoder) -> dict[str, Any]:
     expected = {
         name: (tuple(leaf.shape), str(leaf.dtype)) for name, leaf in named_arrays(tree).items()
     }
-    held = {path: (entry.shape, entry.dtype) for path, entry in converted.parameters.items()}
-    if held != expected:
-        wrong = [path for path in {**expected, **held} if expected.get(path) != held.get(path)]
+    stored = {path: (entry.shape, entry.dtype) for path, entry in converted.parameters.items()}
+    if stored != expected:
+        wrong = [path for path in {**expected, **stored} if expected.get(path) != stored.get(path)]
         raise CheckpointError(
             f"{converted.directory}: the parameters are not those of config.json: "
             f"{listed(sorted(wrong))}"
@@ -349,7 +349,7 @@ def _files(directory: Path) -> dict[str, int]:
     Raises:
         CheckpointError: there are links, devices or other special files, or too many files.
     """
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     waiting = [directory]
     while waiting:
         with os.scandir(waiting.pop()) as entries:
@@ -361,16 +361,16 @@ def _files(directory: Path) -> dict[str, int]:
             elif not entry.is_file(follow_symlinks=False):
                 raise CheckpointError(f"{directory / name}: not a regular file of this folder")
             elif name != CARD:
-                found[name] = entry.stat(follow_symlinks=False).st_size
-            if len(found) + len(waiting) > MAX_FILES:
+                sizes[name] = entry.stat(follow_symlinks=False).st_size
+            if len(sizes) + len(waiting) > MAX_FILES:
                 raise CheckpointError(f"{directory}: holds more than {MAX_FILES} files")
-    return found
+    return sizes
 
 
 def _parameters(card: Path, described: Any) -> dict[str, _Parameter]:
     if not isinstance(described, dict):
         raise CheckpointError(f"{card}: parameters must map paths to their descriptions")
-    found = {}
+    parameters = {}
     for path, entry in described.items():
         try:
             shape, dtype, sha256 = entry["shape"], entry["dtype"], entry["sha256"]
@@ -379,8 +379,8 @@ def _parameters(card: Path, described: Any) -> dict[str, _Parameter]:
             sound = False
         if not sound or dtype not in (*DTYPES, *CODES):
             raise CheckpointError(f"{card}: {path[:200]!r} needs a shape, a dtype and a sha256")
-        found[path] = _Parameter(tuple(shape), dtype, sha256)
-    return found
+        parameters[path] = _Parameter(tuple(shape), dtype, sha256)
+    return parameters
 
 
 def _write_synced(path: Path, text: str) -> None:

@@ -97,12 +97,12 @@ def _whole(converted: ConvertedModel, path: str, form: Any) -> Any:
 
 def _groups(tree: Mapping[str, Any]) -> dict[str, int]:
     # Inputs that share a scale, by path of the quantized parameters.
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for path, value in tree.items():
         weight = value.weight if isinstance(value, TokenRounded) else value
         for part in weight.weights if isinstance(weight, SplitWeight) else (weight,):
             if isinstance(part, QuantizedWeight | QuantizedExperts):
                 groups, width = part.scales.shape[-2], codes_a_row(part.form)
                 size = part.values.shape[-2] * width // groups if groups > 1 else width
-                found[path] = max(size, found.get(path, 1))
-    return found
+                sizes[path] = max(size, sizes.get(path, 1))
+    return sizes

@@ -123,8 +123,8 @@ def _taken(
         is_whole = len(outputs) == array.shape[-1] and (np.diff(outputs) == 1).all()
         return np.ascontiguousarray(array if is_whole else array[..., outputs])
 
-    kept = None if zeros is None else take(zeros, of_groups)
-    return take(values, rows), take(scales, of_groups), kept
+    cut_zeros = None if zeros is None else take(zeros, of_groups)
+    return take(values, rows), take(scales, of_groups), cut_zeros
 
 
 def check_border(path: str, inputs: int, group: int) -> None:
@@ -142,9 +142,9 @@ def check_border(path: str, inputs: int, group: int) -> None:
 
 def _cut_experts(experts: QuantizedExperts, part: Part, path: str) -> QuantizedExperts:
     chosen, matrix = _chosen(part), Part(part.shape[1:], part.spans[1:])
-    own = [None if array is None else array[chosen] for array in _arrays(experts)]
+    arrays = [None if array is None else array[chosen] for array in _arrays(experts)]
     taken = matrix.inputs(1), matrix.outputs(1)
-    host = _taken(own, experts.form, experts.inputs, *taken, path)
+    host = _taken(arrays, experts.form, experts.inputs, *taken, path)
     return QuantizedExperts(*host, experts.form, len(matrix.inputs(1)), matrix.own_shape[1:])
 
 
@@ -161,19 +161,20 @@ def _arrays(weight: QuantizedWeight | QuantizedExperts) -> list[np.ndarray | Non
 
 def _cut_parts(weight: SplitWeight, contract: int, part: Part, path: str) -> SplitWeight:
     """Cut each matrix of a fused projection, and drop the matrices without outputs in the part."""
-    own = np.full(part.shape[contract:], -1, np.int64).reshape(-1)
+    index_in_part = np.full(part.shape[contract:], -1, np.int64).reshape(-1)
     outputs = part.outputs(contract)
-    own[outputs] = np.arange(len(outputs))
-    own = own.reshape(part.shape[contract:])
+    index_in_part[outputs] = np.arange(len(outputs))
+    index_in_part = index_in_part.reshape(part.shape[contract:])
     weights, places = [], []
     for matrix, place in zip(weight.weights, weight.places, strict=True):
         window = tuple(slice(start, start + size) for start, size in place)
-        numbers = own[window].reshape(-1)  # index in the part of each output of the matrix, or -1
-        kept = np.flatnonzero(numbers >= 0)
-        if not len(kept):
+        # Index in the part of each output of the matrix, or -1.
+        numbers = index_in_part[window].reshape(-1)
+        chosen = np.flatnonzero(numbers >= 0)
+        if not len(chosen):
             continue
-        piece_place = _place(numbers[kept], part.own_shape[contract:])
-        order = kept[np.argsort(numbers[kept])]
+        piece_place = _place(numbers[chosen], part.own_shape[contract:])
+        order = chosen[np.argsort(numbers[chosen])]
         shape = (len(order),)
         if isinstance(matrix, BlockPanels):
             weights.append(_cut_rows(matrix, part.inputs(contract), order, shape, path))
@@ -203,7 +204,7 @@ def _cut_blocks(value: BlockPanels, axes: Any, part: Part, path: str) -> BlockPa
     matrix = Part(part.shape[1:], part.spans[1:])
     taken = matrix.inputs(1), matrix.outputs(1)
     panels = np.asarray(value.panels)[_chosen(part)]
-    rows = (_rows_taken(own, value.form, *taken, path) for own in panels)
+    rows = (_rows_taken(expert, value.form, *taken, path) for expert in panels)
     own_outputs = matrix.own_shape[1:]
     return BlockPanels.of_experts(rows, len(panels), value.form, value.dtype, own_outputs)
 

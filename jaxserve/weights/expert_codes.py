@@ -49,8 +49,8 @@ def fused_experts(
         return index
 
     experts = [
-        [(replace(part, index=part.index[1:] or (...,)), codes) for part, codes in own]
-        for _, own in groupby(sorted(parts, key=expert_of), key=expert_of)
+        [(replace(part, index=part.index[1:] or (...,)), codes) for part, codes in group]
+        for _, group in groupby(sorted(parts, key=expert_of), key=expert_of)
     ]
     every = [codes for _, codes in parts]
     kinds = {codes.layout for codes in every}

@@ -41,8 +41,8 @@ def check_groups(
     devices = config.split.devices
     wrong = [
         f"{path} has {inputs} inputs in groups of {sizes[path]}"
-        for path, inputs, own in _inputs(config, parameters)
-        if path in sizes and own < inputs and own % sizes[path]
+        for path, inputs, on_device in _inputs(config, parameters)
+        if path in sizes and on_device < inputs and on_device % sizes[path]
     ]
     if wrong:
         more = f", and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
@@ -65,8 +65,8 @@ def _inputs(
             inputs = slice(PROJECTIONS[axes])
         else:
             continue
-        own = part_of(config, axes, shape, 0).own_shape
-        yield path, prod(shape[inputs]), prod(own[inputs])
+        part_shape = part_of(config, axes, shape, 0).own_shape
+        yield path, prod(shape[inputs]), prod(part_shape[inputs])
 
 
 def group_sizes(
@@ -80,17 +80,17 @@ def group_sizes(
         form: form to which parameters are quantized while they are read, or None.
         on_cpu: "int4" means GGUF blocks, as on CPU.
     """
-    stored, found = config.quantization, dict[str, int]()
+    stored, sizes = config.quantization, dict[str, int]()
     is_stacked = config.experts is not None and config.experts.stacked
     for path, inputs, _ in _inputs(config, parameters):
         if is_stacked and form is None and parameters[path].get_metadata()["axes"] in EXPERTS:
             continue  # checkpoints with stacked experts do not quantize them
         if stored is not None and stored.form != "full":
             group = stored.group or (stored.block or (0, 0))[1]
-            found[path] = max(group, codes_a_row(stored.form))
+            sizes[path] = max(group, codes_a_row(stored.form))
         elif in_blocks(parameters[path], form, on_cpu) is not None:
             names = block_forms(path, inputs, config.num_hidden_layers)
-            found[path] = max(FORMATS[name].size for name in names)
+            sizes[path] = max(FORMATS[name].size for name in names)
         elif form == "int4":
-            found[path] = GROUP
-    return found
+            sizes[path] = GROUP
+    return sizes

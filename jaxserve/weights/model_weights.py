@@ -69,26 +69,24 @@ def load_weights(
 ) -> Decoder:
     """Return a model with the weights of a Hugging Face checkpoint or GGUF file, as `dtype`.
 
-    Besides the placed parameters, host memory holds only a few parameters and row blocks.
+    Host memory holds only a few parameters besides the placed ones.
 
     Args:
         source: a folder with `model.safetensors` or with shards and an index, or a GGUF file.
         config: configuration that the checkpoint must match.
-        dtype: dtype of the parameters.
-        quantization: quantize the layers' matrices to "int8", "fp8" or "int4". None keeps the
-            checkpoint's format; for GGUF files see `packed`.
+        quantization: "int8", "fp8" or "int4" for the layers' matrices; None for the file's form.
         kv_scales: use the checkpoint's scales for an fp8 cache, if it has them.
         check_finite: refuse NaN and infinity, including overflows of the cast.
         on_progress: called after each tensor.
         place: places an array, by default on JAX's default device.
         panels: lay out matrices for our CPU kernels; see `models/panels.py`.
-        packed: keep GGUF blocks that a kernel supports. Ignored if `quantization` is given.
+        packed: keep file blocks that a kernel supports. Ignored if `quantization` is given.
         mesh: devices over which `config.split` divides the model, None for one device.
 
     Raises:
         UnsupportedModel: the split over devices would cut a quantization group.
-        CheckpointError: the files are incomplete, malformed, unsafe or changed, do not match
-            `config`, or have values that are not finite.
+        CheckpointError: a file is missing, malformed, unsafe, changed or not as in `config`, or
+            values are not finite.
     """
     opened, dims = _open(source, config), dimensions(config)
     stored = as_stored(checkpoint_weights(config), opened, dims)
@@ -103,8 +101,8 @@ def load_weights(
     finish = finishing(config, parameters, panels, mesh)
     values, table = read_packed(sorted_, parameters, dims, place, report, finish), sorted_.table
     if in_blocks:
-        own: Any = {"on_cpu": panels, "leave_host": mesh is not None}
-        table = read_blocks(table, entries, parameters, dims, report, values, finish, **own)
+        block_flags: Any = {"on_cpu": panels, "leave_host": mesh is not None}
+        table = read_blocks(table, entries, parameters, dims, report, values, finish, **block_flags)
     straight = panels and mesh is None  # into panels
     plans = panel_plans(table, entries, dims, parameters, quantization) if straight else {}
     leave = quantization is not None or mesh is not None or target_device().platform != "cpu"
@@ -133,9 +131,9 @@ def _read_plain(
     shapes = {path: (leaf.shape, np.dtype(leaf.dtype)) for path, leaf in parameters.items()}
     for path, array in read_parameters(table, entries, dims, shapes, report, **flags):
         plan = flags["plans"].get(path)
-        made = place(path, array) if plan is None else place_panels(plan, array)
+        value = place(path, array) if plan is None else place_panels(plan, array)
         del array  # free its memory before `finish` allocates more
-        yield path, finish(path, made)
+        yield path, finish(path, value)
 
 
 def _check_division(

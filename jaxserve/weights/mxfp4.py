@@ -86,12 +86,12 @@ def unpacked(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
     Raises:
         CheckpointError: scales are missing, or a shape or dtype is wrong.
     """
-    found = dict(tensors)
+    entries = dict(tensors)
     for name, blocks in tensors.items():
         if not name.endswith(BLOCKS):
             continue
         other = name.removesuffix(BLOCKS) + SCALES
-        scales = found.pop(other, None)
+        scales = entries.pop(other, None)
         if scales is None:
             raise CheckpointError(f"{blocks.shard.path}: tensor {name!r} has no {other!r}")
         if blocks.dtype != np.uint8 or scales.dtype != np.uint8:
@@ -101,7 +101,7 @@ def unpacked(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
                 f"{blocks.shard.path}: tensor {name!r} has shape {list(blocks.shape)}; its scales "
                 f"imply {[*scales.shape, WIDTH // 2]}"
             )
-        found[name] = PackedEntry(
+        entries[name] = PackedEntry(
             name=name,
             shard=blocks.shard,
             dtype=np.dtype(np.float32),
@@ -111,4 +111,4 @@ def unpacked(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
             blocks=blocks,
             scales=scales,
         )
-    return found
+    return entries

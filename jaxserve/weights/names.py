@@ -64,10 +64,10 @@ def has_own_output(checkpoint: Checkpoint, output: str, embedding: str) -> bool:
         embedding: name of the embedding.
     """
     tensors = checkpoint.tensors
-    found = [name for name in tensors if name.startswith(output)]
-    if found != [f"{output}weight"] or embedding not in tensors:
-        return bool(found)
-    return not _same(tensors[found[0]], tensors[embedding])
+    outputs = [name for name in tensors if name.startswith(output)]
+    if outputs != [f"{output}weight"] or embedding not in tensors:
+        return bool(outputs)
+    return not _same(tensors[outputs[0]], tensors[embedding])
 
 
 def match_names(
@@ -90,44 +90,44 @@ def match_names(
     tensors = unpacked(checkpoint.tensors) if packed else checkpoint.tensors
     layers = config.num_hidden_layers
     further = tuple(f"model.layers.{layers + index}." for index in range(config.extra_layers))
-    found = {
+    present = {
         name: entry
         for name, entry in tensors.items()
         if not COMPUTED.fullmatch(name) and not name.startswith(further)
     }
     if config.tie_word_embeddings:
-        found.pop(OUTPUT, None)
-    extra = sorted(found.keys() - expected.keys())
+        present.pop(OUTPUT, None)
+    extra = sorted(present.keys() - expected.keys())
     modules = {name.rpartition(".")[0] for name in (*expected, OUTPUT)}
     bad = [name for name in extra if checkpoint.whole or _changes(name, modules, layers)]
-    _check(checkpoint, found, expected, bad)
+    _check(checkpoint, present, expected, bad)
     if extra:
         logger.warning(
             "%s: %d tensor(s) belong to nothing in config.json and are left out: %s",
             checkpoint.directory, len(extra), listed(extra),
         )  # fmt: skip
-    return {name: found[name] for name in expected}
+    return {name: present[name] for name in expected}
 
 
 def _check(
     checkpoint: Checkpoint,
-    found: Mapping[str, TensorEntry],
+    present: Mapping[str, TensorEntry],
     expected: Mapping[str, tuple[int, ...]],
     unexpected: list[str],
 ) -> None:
     """Raise one CheckpointError that lists all missing, unexpected and misshapen tensors."""
     problems = {
-        "missing": sorted(expected.keys() - found.keys()),
+        "missing": sorted(expected.keys() - present.keys()),
         "unexpected": unexpected,
         "of the wrong shape": [
-            f"{name} {list(found[name].shape)} (config.json implies {list(shape)})"
+            f"{name} {list(present[name].shape)} (config.json implies {list(shape)})"
             for name, shape in expected.items()
-            if name in found and found[name].shape != shape
+            if name in present and present[name].shape != shape
         ],
         f"of a dtype other than {', '.join(sorted(FLOATS))}": [
-            f"{name} {found[name].dtype_name} (in {found[name].shard.path.name})"
+            f"{name} {present[name].dtype_name} (in {present[name].shard.path.name})"
             for name in expected
-            if name in found and found[name].dtype_name not in FLOATS
+            if name in present and present[name].dtype_name not in FLOATS
         ],
     }
     if any(problems.values()):

@@ -30,15 +30,15 @@ _TWICE = (2 * PAIRS).astype(np.int8)  # [256, 2]
 
 def _read_fp8(packed: PackedTensor) -> Codes | FullValues:
     outputs, inputs = packed.shape
-    found = [suffix for suffix in FP8_SCALES if suffix in packed.entries]
-    if len(found) != 1:
+    suffixes = [suffix for suffix in FP8_SCALES if suffix in packed.entries]
+    if len(suffixes) != 1:
         stem = packed.name.removesuffix(".weight")
         raise CheckpointError(
             f"{packed.entries['.weight'].shard.path}: tensor {packed.name!r} is {E4M3} and has "
-            f"{len(found)} scales; expected one of "
+            f"{len(suffixes)} scales; expected one of "
             f"{', '.join(stem + suffix for suffix in FP8_SCALES)}"
         )
-    values, suffix = _bits(packed, ".weight", packed.shape), found[0]
+    values, suffix = _bits(packed, ".weight", packed.shape), suffixes[0]
     block = packed.stored.block
     if block is not None:
         grid = -(-outputs // block[0]), -(-inputs // block[1])

@@ -114,13 +114,13 @@ def panel_plan(
             )
             shared = bool(leading)
             planned[like] = None if order is None else _panel_rows(*order, prod(outputs), shared)
-        found = planned[like]
-        if found is None or any(
-            row % entries[part.name].rows_together for run in found for row in run.rows
+        runs = planned[like]
+        if runs is None or any(
+            row % entries[part.name].rows_together for run in runs for row in run.rows
         ):
             return None
         first = expert * panels[0]
-        rows[part.name, part.part] = [replace(run, panel=first + run.panel) for run in found]
+        rows[part.name, part.part] = [replace(run, panel=first + run.panel) for run in runs]
     return plan(rows)
 
 
@@ -201,12 +201,12 @@ def _panel_rows(first: int, outputs: np.ndarray, end: int, shared: bool) -> list
         The runs, or None if a panel would be shared and `shared` is false.
     """
     breaks = np.flatnonzero(np.diff(outputs) != 1) + 1
-    found = []
+    runs = []
     for run in np.split(np.arange(len(outputs)), breaks):
         output = int(outputs[run[0]])
         whole = not output % PANEL and (not len(run) % PANEL or output + len(run) == end)
         if not whole and not shared:
             return None
         rows = (first + int(run[0]), first + int(run[-1]) + 1)
-        found.append(PanelRows(rows, output // PANEL, None if whole else output % PANEL))
-    return found
+        runs.append(PanelRows(rows, output // PANEL, None if whole else output % PANEL))
+    return runs

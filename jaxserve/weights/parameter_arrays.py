@@ -156,11 +156,11 @@ def _arrays(
     if form not in FORMS:
         raise ValueError(f"{path} has form {str(form)[:40]!r}; allowed: {', '.join(FORMS)}")
     names = ("values", "scales", "zeros", "order")
-    held = {name: shapes[f"{path}.{name}"] for name in names if f"{path}.{name}" in shapes}
+    stored = {name: shapes[f"{path}.{name}"] for name in names if f"{path}.{name}" in shapes}
     for name in ("values", "scales"):
-        if name not in held or len(held[name][0]) != len(leading) + 2:
+        if name not in stored or len(stored[name][0]) != len(leading) + 2:
             raise ValueError(f"{path}.{name} is missing or has another number of dimensions")
-    rows, groups = held["values"][0][-2], held["scales"][0][-2]
+    rows, groups = stored["values"][0][-2], stored["scales"][0][-2]
     width = codes_a_row(form)
     padding = rows * width - inputs
     whole = 0 < groups <= rows and rows % groups == 0 and 0 <= padding <= rows // groups * width
@@ -170,12 +170,13 @@ def _arrays(
         "zeros": ((*leading, groups, outputs), ("uint8", "float16") if form == "int4" else ()),
         "order": ((inputs,), ("int32",)),
     }
-    for name, (shape, dtype) in held.items():
+    for name, (shape, dtype) in stored.items():
         if not whole or shape != allowed[name][0] or dtype not in allowed[name][1]:
             raise ValueError(f"{path}.{name} is {dtype}{list(shape)}, which does not fit")
-    has_minima = held.get("zeros", ((), "uint8"))[1] == "float16"
-    if has_minima and (held["scales"][1] != "float16" or rows * width != GROUP * groups):
+    has_minima = stored.get("zeros", ((), "uint8"))[1] == "float16"
+    if has_minima and (stored["scales"][1] != "float16" or rows * width != GROUP * groups):
         raise ValueError(f"{path}.zeros are float16, for scales in float16 of {GROUP} inputs")
     return {
-        name: jax.ShapeDtypeStruct(shape, np.dtype(dtype)) for name, (shape, dtype) in held.items()
+        name: jax.ShapeDtypeStruct(shape, np.dtype(dtype))
+        for name, (shape, dtype) in stored.items()
     }

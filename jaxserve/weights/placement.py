@@ -63,7 +63,7 @@ _EMBEDDINGS = {("embed", "vocab"): 1, ("vocab", "embed"): 0}
 
 
 def block_inputs(parameter: nnx.Param[Any]) -> int | None:
-    """Return how many dimensions of a parameter are inputs, or None if it cannot be in GGUF blocks."""
+    """Return how many dimensions of a parameter are inputs; None if it is never in GGUF blocks."""
     axes = parameter.get_metadata()["axes"]
     return PROJECTIONS.get(axes, _EMBEDDINGS.get(axes))
 
@@ -274,8 +274,8 @@ def quantizing(
     def quantize_to_blocks(path: str, values: np.ndarray, contract: int) -> BlockPanels:
         outputs = values.shape[contract:] if contract else values.shape[:1]
         rows = values.reshape(-1, prod(outputs)).T if contract else values
-        made = best_rows(rows, block_forms(path, rows.shape[1], layers))
-        return BlockPanels.of(made.blocks, made.form, values.dtype.name, outputs)
+        best = best_rows(rows, block_forms(path, rows.shape[1], layers))
+        return BlockPanels.of(best.blocks, best.form, values.dtype.name, outputs)
 
     def quantize_and_place(path: str, values: np.ndarray) -> Any:
         blocked = in_blocks(parameters[path], form, panels)
@@ -330,9 +330,9 @@ def read_packed(
                 f"{plain[path]!r} is not; they are one product here and must be stored alike"
             )
         # Free the host memory of this parameter before the next one is read.
-        made = _read_packed(checkpoint, weights, parameters[path], dims, place)
-        values[path] = finish(path, made)
-        del made
+        value = _read_packed(checkpoint, weights, parameters[path], dims, place)
+        values[path] = finish(path, value)
+        del value
         report(sum(checkpoint.packed[name].num_bytes for name in {w.name for w in weights}))
     return values
 
@@ -352,15 +352,15 @@ def _read_packed(
     codes = {name: checkpoint.packed[name].read() for name in {w.name for w in weights}}
     parts = [(weight, codes[weight.name]) for weight in weights]
     contract = contracted(parameter)
-    narrow = [(part, own) for part, own in parts if isinstance(own, Codes)]
-    kept: Any = None
+    narrow = [(part, value) for part, value in parts if isinstance(value, Codes)]
+    quantized: Any = None
     if len(narrow) == len(parts) and contract is not None:
-        kept = fused(narrow, parameter.shape, contract, dims)
+        quantized = fused(narrow, parameter.shape, contract, dims)
     elif len(narrow) == len(parts) and holds_experts(parameter):
-        kept = fused_experts(narrow, parameter.shape, dims)
-    if kept is not None:
+        quantized = fused_experts(narrow, parameter.shape, dims)
+    if quantized is not None:
         rounds = checkpoint.packed[weights[0].name].stored.rounds_rows
-        return TokenRounded(kept) if rounds else kept
+        return TokenRounded(quantized) if rounds else quantized
     with np.errstate(over="ignore"):  # reported with the tensor's name
         whole = dequantized(parts, parameter.shape, np.dtype(parameter.dtype), dims)
     if not np.isfinite(whole).all():
@@ -387,7 +387,7 @@ def set_kv_scales(
         CheckpointError: a scale is not one positive number, its layer is not in the model, or the
             layer has latent attention.
     """
-    found: dict[int, np.ndarray] = {}
+    by_layer: dict[int, np.ndarray] = {}
     for name, entry in entries.items():
         layer, kind = kv_scale_of(name) or (len(model.layers), "")
         value = read_tensor(entry).astype(np.float32) if entry.shape in ((), (1,)) else None
@@ -401,9 +401,11 @@ def set_kv_scales(
                 f"{entry.shard.path}: tensor {name!r} scales a cache, which is not supported with "
                 "latent attention"
             )
-        scales = found.setdefault(layer, np.ones((2, model.config.num_key_value_heads), np.float32))
+        scales = by_layer.setdefault(
+            layer, np.ones((2, model.config.num_key_value_heads), np.float32)
+        )
         scales[0 if kind == "k" else 1] = value.item()
-    for layer, scales in found.items():
+    for layer, scales in by_layer.items():
         attention = model.layers[layer].attention
         assert isinstance(attention, Attention)
         attention.kv_scales = scales_parameter(placed_scales(scales, model.config, mesh))

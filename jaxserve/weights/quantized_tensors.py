@@ -79,7 +79,7 @@ def sort_packed(
         table: the weights of the model.
         dims: sizes of the dimensions that the layouts of the table name.
     """
-    left, table = dict(checkpoint.tensors), list(table)
+    remaining, table = dict(checkpoint.tensors), list(table)
     if stored is None:
         return SplitCheckpoint(checkpoint, table, [], {}, {})
     layout = LAYOUTS[stored.layout]
@@ -88,56 +88,60 @@ def sort_packed(
         shape = weight.shape(dims)
         if weight.name in packed or not weight.name.endswith(".weight") or len(shape) != 2:
             continue
-        entries = _entries(left, weight.name, layout)
+        entries = _entries(remaining, weight.name, layout)
         if entries:
             size = shape[0], shape[1]
             packed[weight.name] = PackedTensor(weight.name, entries, stored, layout, size)
-            _drop_null_bias(left, weight.name, table)
+            _drop_null_bias(remaining, weight.name, table)
     if stored.form == "full":
-        _take_neighbours(left, packed, table, stored, dims)
-    kv_scales = {name: left.pop(name) for name in list(left) if _kv_kind(name)}
+        _take_neighbours(remaining, packed, table, stored, dims)
+    kv_scales = {name: remaining.pop(name) for name in list(remaining) if _kv_kind(name)}
     rest = [weight for weight in table if weight.name not in packed]
     taken = [weight for weight in table if weight.name in packed]
-    return SplitCheckpoint(replace(checkpoint, tensors=left), rest, taken, packed, kv_scales)
+    return SplitCheckpoint(replace(checkpoint, tensors=remaining), rest, taken, packed, kv_scales)
 
 
-def _entries(left: dict[str, TensorEntry], name: str, layout: Layout) -> dict[str, TensorEntry]:
-    # Moves the tensors of a quantized matrix out of `left`. A plain matrix has an empty result.
+def _entries(
+    remaining: dict[str, TensorEntry], name: str, layout: Layout
+) -> dict[str, TensorEntry]:
+    # Removes the tensors of a quantized matrix from `remaining`. Returns {} for a plain matrix.
     stem = name.removesuffix(".weight")
-    if not layout.holds(stem, left):
+    if not layout.holds(stem, remaining):
         return {}
     for suffix in layout.unused:
-        left.pop(stem + suffix, None)
-    return {s: left.pop(stem + s) for s in (layout.codes, *layout.parts) if stem + s in left}
+        remaining.pop(stem + suffix, None)
+    return {
+        s: remaining.pop(stem + s) for s in (layout.codes, *layout.parts) if stem + s in remaining
+    }
 
 
 def _take_neighbours(
-    left: dict[str, TensorEntry],
+    remaining: dict[str, TensorEntry],
     packed: dict[str, PackedTensor],
     table: list[WeightName],
     stored: StoredQuantization,
     dims: Mapping[str, int],
 ) -> None:
-    """Move plain tensors that share a parameter with a quantized one from `left` to `packed`.
+    """Move plain tensors that share a parameter with a quantized one from `remaining` to `packed`.
 
     This is for quantized matrices that are read as floats, so that the whole parameter is read at
     once.
     """
     paths = {weight.path for weight in table if weight.name in packed}
     for weight in table:
-        if weight.path in paths and weight.name in left:
+        if weight.path in paths and weight.name in remaining:
             outputs, inputs = weight.shape(dims)
-            entries = {PLAIN.codes: left.pop(weight.name)}
+            entries = {PLAIN.codes: remaining.pop(weight.name)}
             size = outputs, inputs
             packed[weight.name] = PackedTensor(weight.name, entries, stored, PLAIN, size)
 
 
-def _drop_null_bias(left: dict[str, TensorEntry], name: str, table: list[WeightName]) -> None:
+def _drop_null_bias(remaining: dict[str, TensorEntry], name: str, table: list[WeightName]) -> None:
     # AutoGPTQ writes a bias of zeros for layers without a bias.
     bias = name.removesuffix(".weight") + ".bias"
-    unknown = bias in left and all(weight.name != bias for weight in table)
-    if unknown and not read_tensor(left[bias]).any():
-        del left[bias]
+    unknown = bias in remaining and all(weight.name != bias for weight in table)
+    if unknown and not read_tensor(remaining[bias]).any():
+        del remaining[bias]
 
 
 def kv_scale_of(name: str) -> tuple[int, str] | None:

@@ -88,12 +88,12 @@ class SharedFile:
         with self._lock:
             file = self._opened(shard)
             file.seek(offset)
-            left = values.data
-            while left:
-                count = file.readinto(left)
+            remaining = values.data
+            while remaining:
+                count = file.readinto(remaining)
                 if not count:
                     return False
-                left = left[count:]
+                remaining = remaining[count:]
             _check_unchanged(shard, file.fileno())
             return True
 
@@ -254,12 +254,12 @@ def read_blocks(entry: TensorEntry) -> Iterator[bytes]:
     with os.fdopen(open_regular(entry.shard.path), "rb", buffering=0) as file:
         _check_unchanged(entry.shard, file.fileno())
         file.seek(entry.offset)
-        left = entry.num_bytes
-        while left:
-            block = file.read(min(left, READ_BYTES))
+        remaining = entry.num_bytes
+        while remaining:
+            block = file.read(min(remaining, READ_BYTES))
             if not block:
                 raise CheckpointError(f"{entry.shard.path}: ends inside tensor {entry.name!r}")
-            left -= len(block)
+            remaining -= len(block)
             yield block
         _check_unchanged(entry.shard, file.fileno())
 

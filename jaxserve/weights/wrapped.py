@@ -35,13 +35,13 @@ def text_tensors(checkpoint: Checkpoint) -> Checkpoint:
         CheckpointError: the checkpoint has no text embedding under a known name.
     """
     prefix, head = naming(checkpoint)
-    found: dict[str, TensorEntry] = {}
+    tensors: dict[str, TensorEntry] = {}
     others: Counter[str] = Counter()
     for name, entry in checkpoint.tensors.items():
         for start, plain in ((head, OUTPUT), (prefix, "model.")):
             if name.startswith(start) and not _is_tower(name, start, prefix):
                 plain = plain + name.removeprefix(start)
-                found[plain] = replace(entry, name=plain)
+                tensors[plain] = replace(entry, name=plain)
                 break
         else:
             others[".".join(name.split(".")[: 2 if name.startswith("model.") else 1])] += 1
@@ -51,7 +51,7 @@ def text_tensors(checkpoint: Checkpoint) -> Checkpoint:
             "%s: its text alone is served; left out are tensors of its other parts: %s",
             checkpoint.directory, listed(counts),
         )  # fmt: skip
-    return replace(checkpoint, tensors=found)
+    return replace(checkpoint, tensors=tensors)
 
 
 def naming(checkpoint: Checkpoint) -> tuple[str, str]:

@@ -59,10 +59,10 @@ def rows_of_blocks(raw: np.ndarray, form: str) -> np.ndarray:
     Returns:
         uint8 [outputs, blocks, bytes per block].
     """
-    made = FORMATS[form]
+    format_ = FORMATS[form]
     fields = _READERS[form](raw)
-    rows = np.empty((*raw.shape[:-1], made.num_bytes), np.uint8)
-    for name, place in made.fields.items():
+    rows = np.empty((*raw.shape[:-1], format_.num_bytes), np.uint8)
+    for name, place in format_.fields.items():
         target = rows[..., place.start : place.start + place.count * place.item]
         field = fields[name]
         if isinstance(field, _Codes):

@@ -310,13 +310,13 @@ class _Header:
 
     def metadata(self, count: int) -> dict[str, Any]:
         """Read `count` keys and their values."""
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for index in range(count):
             key = self.text(MAX_KEY_BYTES, f"key {index}")
-            if key in found:
+            if key in values:
                 raise self.fail(f"the key {key[:200]!r} appears twice")
-            found[key] = self._value(f"the value of {key[:200]!r}")
-        return found
+            values[key] = self._value(f"the value of {key[:200]!r}")
+        return values
 
     def _value(self, what: str) -> Any:
         kind = self.number("I", what)
@@ -340,7 +340,7 @@ class _Header:
 
     def _texts(self, count: int, what: str) -> list[str]:
         """Read `count` consecutive texts, faster than `text`: a vocabulary has 100,000s of them."""
-        read, lengths, found = self._file.read, struct.Struct("<Q"), []
+        read, lengths, texts = self._file.read, struct.Struct("<Q"), []
         for _ in range(count):
             head = read(lengths.size)
             if len(head) < lengths.size:
@@ -354,10 +354,10 @@ class _Header:
                 raise self.fail("changed while it was being loaded")
             self.position += length
             try:
-                found.append(data.decode())
+                texts.append(data.decode())
             except UnicodeDecodeError:
                 raise self.fail(f"{what} is not UTF-8") from None
-        return found
+        return texts
 
     def tensor_info(self) -> _Info:
         """Read and check the next tensor in the table."""

@@ -47,9 +47,9 @@ def gguf_fields(file: GgufFile) -> Raw:
         CheckpointError: the metadata is inconsistent.
     """
     rules = rules_of(file)
-    own = _own(file, rules)
+    metadata = _own(file, rules)
     fields = {**FIELDS, **rules.fields}
-    raw: Raw = {fields[key]: value for key, value in own.items() if key in fields}
+    raw: Raw = {fields[key]: value for key, value in metadata.items() if key in fields}
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise CheckpointError(f"{file.path}: has no tensor token_embd.weight")
@@ -61,7 +61,7 @@ def gguf_fields(file: GgufFile) -> Raw:
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
     }
-    sizes = own.get("attention.value_length", raw.get("head_dim")), raw.get("head_dim")
+    sizes = metadata.get("attention.value_length", raw.get("head_dim")), raw.get("head_dim")
     if sizes[0] != sizes[1] and not rules.latent:
         raise UnsupportedModel(f"{file.path}: keys and values of different sizes")
     rules.finish(_metadata(file), raw)
@@ -108,47 +108,47 @@ def _own(file: GgufFile, rules: GgufRules) -> dict[str, Any]:
         UnsupportedModel: a key or value is not supported, or a value has the wrong type.
     """
     prefix = f"{file.metadata['general.architecture']}."
-    own = {
+    metadata = {
         key.removeprefix(prefix): value
         for key, value in file.metadata.items()
         if key.startswith(prefix)
     }
     supported = FIELDS.keys() | rules.fields.keys() | READ | rules.read
-    computed = _computed(own, rules)
-    for key in sorted(own.keys() & computed.keys() - supported):
-        if not is_neutral(own[key], computed[key]):
+    computed = _computed(metadata, rules)
+    for key in sorted(metadata.keys() & computed.keys() - supported):
+        if not is_neutral(metadata[key], computed[key]):
             allowed = " or ".join(map(shown, computed[key]))
             raise UnsupportedModel(
-                f"{file.path}: {prefix + key} is {shown(own[key])}; allowed: {allowed}"
+                f"{file.path}: {prefix + key} is {shown(metadata[key])}; allowed: {allowed}"
             )
     # Zero means that the model has no experts or no window.
     unknown = [
         key
-        for key, value in own.items()
+        for key, value in metadata.items()
         if key not in supported | computed.keys()
-        and (_says(value) or (key == PATTERN and _says(own.get(WINDOW_SIZE, 0))))
+        and (_says(value) or (key == PATTERN and _says(metadata.get(WINDOW_SIZE, 0))))
     ]
     if unknown:
         raise UnsupportedModel(
             f"{file.path}: jaxserve does not know {listed(prefix + key for key in unknown)}"
         )
-    for key in own.keys() & PER_LAYER:
-        own[key] = _of_all_layers(own[key], own.get("block_count"))
-    for key in own.keys() & supported - {PATTERN, *VISION_KEYS}:
-        if np.ndim(own[key]) or isinstance(own[key], str) != (key in TEXTS):
+    for key in metadata.keys() & PER_LAYER:
+        metadata[key] = _of_all_layers(metadata[key], metadata.get("block_count"))
+    for key in metadata.keys() & supported - {PATTERN, *VISION_KEYS}:
+        if np.ndim(metadata[key]) or isinstance(metadata[key], str) != (key in TEXTS):
             kind = "text" if key in TEXTS else "a number"
             if key in PER_LAYER:
                 kind += ", or one number for each layer, all equal"
             raise UnsupportedModel(
-                f"{file.path}: {prefix + key} is {shown(own[key])}; allowed: {kind}"
+                f"{file.path}: {prefix + key} is {shown(metadata[key])}; allowed: {kind}"
             )
-    return own
+    return metadata
 
 
-def _computed(own: Raw, rules: GgufRules) -> dict[str, tuple[Any, ...]]:
+def _computed(metadata: Raw, rules: GgufRules) -> dict[str, tuple[Any, ...]]:
     # Allowed values, by key, of metadata that is not a config field.
     computed = {**COMPUTED, "use_parallel_residual": (rules.parallel,)}
-    has_experts = "expert_count" in rules.fields and _says(own.get("expert_count", 0))
+    has_experts = "expert_count" in rules.fields and _says(metadata.get("expert_count", 0))
     return {**computed, **COMPUTED_BY_EXPERTS} if has_experts else computed
 
 
@@ -170,13 +170,13 @@ def named_tensors(file: GgufFile, config: ModelConfig) -> Checkpoint:
         UnsupportedModel: the architecture is not supported.
     """
     rules = rules_of(file)
-    left = dict(file.tensors)
-    if left.keys() >= rules.factors:
-        left = {name: entry for name, entry in left.items() if name not in rules.factors}
+    remaining = dict(file.tensors)
+    if remaining.keys() >= rules.factors:
+        remaining = {name: entry for name, entry in remaining.items() if name not in rules.factors}
     tensors: dict[str, TensorEntry] = {}
-    for entry in _joined(file, rules, config, left):
+    for entry in _joined(file, rules, config, remaining):
         tensors[entry.name] = entry
-    for entry in left.values():
+    for entry in remaining.values():
         for tensor in _renamed(entry, file, rules, config):
             if tensors.setdefault(tensor.name, tensor).offset != tensor.offset:
                 raise CheckpointError(f"{file.path}: two tensors are {tensor.name!r}")
@@ -184,14 +184,14 @@ def named_tensors(file: GgufFile, config: ModelConfig) -> Checkpoint:
 
 
 def _joined(
-    file: GgufFile, rules: GgufRules, config: ModelConfig, left: dict[str, GgufTensor]
+    file: GgufFile, rules: GgufRules, config: ModelConfig, remaining: dict[str, GgufTensor]
 ) -> Iterator[TensorEntry]:
-    # The parts are removed from `left`.
+    # The parts are removed from `remaining`.
     for join in rules.joins:
         for layer in range(config.num_hidden_layers):
             names = [f"blk.{layer}.{part}" for part in join.parts]
-            if left.keys() >= set(names):
-                parts = [left.pop(name) for name in names]
+            if remaining.keys() >= set(names):
+                parts = [remaining.pop(name) for name in names]
                 yield joined(f"model.layers.{layer}.{join.name}", join, parts)
 
 

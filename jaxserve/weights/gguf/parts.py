@@ -84,15 +84,15 @@ def open_gguf(path: str | Path) -> GgufFile:
 
 def _check(part: GgufFile, number: int, first: GgufFile) -> None:
     """Check that the metadata of a part has its number, and agrees with the first part."""
-    wanted: dict[str, Any] = {"split.no": number}
+    expected: dict[str, Any] = {"split.no": number}
     for key in ("split.count", "split.tensors.count"):
-        wanted[key] = first.metadata.get(key)
+        expected[key] = first.metadata.get(key)
     if "general.architecture" in part.metadata:
-        wanted["general.architecture"] = first.metadata.get("general.architecture")
-    for key, value in wanted.items():
-        own = part.metadata.get(key)
-        if type(own) is not type(value) or not isinstance(own, int | str) or own != value:
-            found = str(part.metadata.get(key))[:80]
+        expected["general.architecture"] = first.metadata.get("general.architecture")
+    for key, value in expected.items():
+        actual = part.metadata.get(key)
+        if type(actual) is not type(value) or not isinstance(actual, int | str) or actual != value:
+            shown = str(part.metadata.get(key))[:80]
             raise CheckpointError(
-                f"{part.path}: is no part of this model: {key} is {found}, not {str(value)[:80]}"
+                f"{part.path}: is no part of this model: {key} is {shown}, not {str(value)[:80]}"
             )
