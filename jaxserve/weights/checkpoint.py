@@ -1,4 +1,4 @@
-"""Files that make up a checkpoint, and the tensors in each."""
+"""Find the files of a checkpoint, and list the tensors in each."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -24,7 +24,7 @@ TEXT_ENDINGS = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".bpe")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Every tensor of a checkpoint by name, checked but not read.
+    """The tensors of a checkpoint by name, with checked headers. No values have been read.
 
     Attributes:
         directory: folder of the checkpoint, or a GGUF file.
@@ -55,7 +55,8 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
         directory: holds `model.safetensors`, or shards with `model.safetensors.index.json`.
 
     Raises:
-        CheckpointError: files missing, outside the folder, malformed, or in disagreement.
+        CheckpointError: a file is missing, malformed or outside the folder, or the index disagrees
+            with the files.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -81,8 +82,8 @@ def check_text_files(directory: Path) -> None:
     """Check that configuration and tokenizer files are regular files inside the folder.
 
     Raises:
-        CheckpointError: a link out of the folder, a broken link, a pipe, a socket, a device or a
-            folder with the name of such a file.
+        CheckpointError: a file with such a name is a link out of the folder, a broken link, a pipe,
+            a socket, a device or a folder.
     """
     for name in sorted(os.listdir(directory)):
         path = directory / name

@@ -60,7 +60,7 @@ class ConvertedModel:
 
     Attributes:
         directory: path of the folder.
-        dtype: dtype of the parameters that are not quantized.
+        dtype: dtype of the unquantized parameters.
         parameters: shape, dtype and digest of each array, by name.
         forms: forms of the quantized parameters, by path.
         quantization: form to which the conversion quantized the model. None without quantization,
@@ -236,7 +236,7 @@ def restored(converted: ConvertedModel, use: Callable[[Any], Any]) -> Any:
         return _with_orbax(use)
     except (CheckpointError, UnsupportedModel):
         raise
-    except Exception as error:  # Orbax and TensorStore raise whatever they meet
+    except Exception as error:  # Orbax and TensorStore raise exceptions of many types
         text = " ".join(str(error).split())[:300]
         raise CheckpointError(
             f"{converted.directory / WEIGHTS}: cannot be restored ({text})"

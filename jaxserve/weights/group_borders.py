@@ -18,7 +18,7 @@ from jaxserve.weights.quantize import GROUP
 from pallas_kernels.cpu.blocks import FORMATS
 from pallas_kernels.quantized_codes import codes_a_row
 
-_NAMED = 3  # parameters that a refusal names
+_NAMED = 3  # number of parameters that an error names
 
 
 def check_groups(

@@ -275,7 +275,7 @@ def parameters_of(model: Decoder) -> dict[str, nnx.Param[Array]]:
 
 
 def parameter_values(model: Decoder) -> dict[str, Array]:
-    """Return a model's arrays by path."""
+    """Return the arrays of a model's parameters by path."""
     return {path: parameter[...] for path, parameter in parameters_of(model).items()}
 
 

@@ -119,7 +119,7 @@ class SharedFile:
             self._file = os.fdopen(open_regular(shard.path), "rb", buffering=0)
             self._shard = shard
             if hasattr(os, "posix_fadvise"):  # not on every system
-                # The kernel reads ahead twice as far, so that the disk works between turns.
+                # The kernel then reads ahead twice as far, so that the disk works between reads.
                 os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         _check_unchanged(shard, self._file.fileno())
         return self._file
@@ -143,7 +143,7 @@ class TensorEntry:
         memory: np.ndarray | None = None,
         file: SharedFile | None = None,
     ) -> np.ndarray:
-        """Read the rows [first, last), along the first dimension.
+        """Read the rows [first, last) of the tensor, in its dtype.
 
         Args:
             first, last: bounds in the tensor's first dimension.
@@ -276,7 +276,7 @@ def _check_unchanged(shard: Shard, descriptor: int) -> None:
 
 
 def identity(descriptor: int) -> tuple[int, int, int, int]:
-    """Return the device, inode, size and modification time of an open file, for `Shard`."""
+    """Return `Shard.identity` of an open file: device, inode, size and modification time."""
     status = os.fstat(descriptor)
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 

@@ -157,7 +157,7 @@ class GgufTensor(TensorEntry):
 
 
 def unpacked(raw: np.ndarray, encoding: Encoding) -> np.ndarray:
-    """Unpack rows of whole blocks, [N, bytes], into float32 values, [N, values]."""
+    """Dequantize rows of whole GGUF blocks, uint8 [N, bytes], to float32 [N, values]."""
     # Imported here because other checkpoints do not need it.
     gguf: Any = importlib.import_module("gguf")
     kind = gguf.GGMLQuantizationType[encoding.name]
@@ -292,7 +292,7 @@ class _Header:
             raise self.fail(f"{what} is not UTF-8") from None
 
     def start(self) -> tuple[int, int]:
-        """Read the number of tensors and the number of keys."""
+        """Check magic number and version; return the numbers of tensors and of metadata keys."""
         magic = self._file.read(4)
         self.position = len(magic)
         if magic != MAGIC:
