@@ -25,6 +25,8 @@ from tests.support.kept_programs import (
     kept_folder,
     kernels_kept_folder,
     users_kept_folder,
+    users_kept_kernels,
+    users_kernels,
     users_objects,
 )
 
@@ -61,6 +63,7 @@ def make_folder() -> None:
     objects = users_objects(Path(folder))
     objects.parent.mkdir(mode=0o700, parents=True)  # code is read from no folder open to others
     borrow_programs(objects, users_kept_folder())
+    borrow_programs(users_kernels(Path(folder)), users_kept_kernels())
     borrow_programs(Path(folder, KERNELS), kernels_kept_folder())
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{folder}/compiled")
     # Otherwise the folder's name is in every key.
@@ -77,6 +80,7 @@ def remove_folder() -> None:
     folder = Path(os.environ[FOLDER])
     keep_programs(folder / "compiled", kept_folder())
     keep_objects(users_objects(folder), users_kept_folder())
+    keep_objects(users_kernels(folder), users_kept_kernels())
     keep_objects(folder / KERNELS, kernels_kept_folder())
     shutil.rmtree(folder, ignore_errors=True)
 

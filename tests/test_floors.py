@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -100,6 +101,12 @@ ONLY = {
 FORBIDDEN_ENDINGS = ("Manager", "Handler", "Helper", "Mixin")
 MOST_LINES = {"jaxserve": 500, "pallas_kernels": 600}
 MOST_FUNCTION_LINES = 60
+# Share of the files that have at most 300 lines.
+SHORT_FILE_LINES, SHORT_FILES = 300, 0.8
+# Fewest lines of a module with one importer, except families and commands.
+FEWEST_LINES = 60
+ROOT_MODULES = {"__init__", "__main__", "errors", "outputs", "ray_app", "request", "structured"}
+MOST_READER_LINES = 150
 
 Modules = dict[str, str]
 
@@ -258,11 +265,26 @@ def size_faults(known: Modules) -> Iterator[str]:
                     yield f"{name}.{node.name} has {length} lines; at most {MOST_FUNCTION_LINES}"
 
 
+def fragment_faults(known: Modules) -> Iterator[str]:
+    """Yield the short modules with one importer, which should be part of it."""
+    importers: dict[str, set[str]] = {}
+    for name in known:
+        for target, _ in imports(name, known):
+            if target in known and target != name:
+                importers.setdefault(target, set()).add(name)
+    apart = ("jaxserve.models.families", "jaxserve.commands")
+    for name, others in importers.items():
+        if any(within(name, package) for package in apart) or known[name].count("\n") < 2:
+            continue
+        if len(others) == 1 and known[name].count("\n") < FEWEST_LINES:
+            yield f"{name} has {known[name].count(chr(10))} lines and one importer, {min(others)}"
+
+
 CHECKS = {
     check.__name__: check
     for check in (
         *(floor_faults, library_faults, cycle_faults, room_faults),
-        *(environment_faults, name_faults, size_faults),
+        *(environment_faults, name_faults, size_faults, fragment_faults),
     )
 }
 
@@ -270,6 +292,29 @@ CHECKS = {
 @pytest.mark.parametrize("check", CHECKS)
 def test_structure(check: str) -> None:
     assert list(CHECKS[check](modules())) == []
+
+
+def test_most_files_are_short() -> None:
+    short = [source.count("\n") <= SHORT_FILE_LINES for source in modules().values()]
+    assert sum(short) / len(short) >= SHORT_FILES
+
+
+def test_the_root_has_the_values_of_callers() -> None:
+    assert {path.stem for path in (ROOT / "jaxserve").glob("*.py")} == ROOT_MODULES
+
+
+def test_one_short_reader_answers_names_that_are_not_served() -> None:
+    assert modules()["jaxserve.settings.compat"].count("\n") <= MOST_READER_LINES
+    assert [
+        name for name, source in modules().items() if re.search(r"\bUNSUPPORTED\b", source)
+    ] == []
+
+
+def test_sizes_of_a_step_are_read_where_the_start_is_planned() -> None:
+    pattern = re.compile(r"\b(?:config|resolved)\.max_(?:num_seqs|model_len)\b")
+    readers = {name for name, source in modules().items() if pattern.search(source)}
+    planners = ("jaxserve.settings", "jaxserve.start.plan")
+    assert [name for name in readers if not any(within(name, p) for p in planners)] == []
 
 
 QUICK = {"XLA_FLAGS": " ".join(f"--{name}={str(value).lower()}" for name, value in FAST.items())}
@@ -317,6 +362,10 @@ FAULTY: list[tuple[str, Modules]] = [
     ("size_faults", {"jaxserve.engine.x": "\n" * 501}),
     ("size_faults", {"pallas_kernels.x": "\n" * 601}),
     ("size_faults", {"jaxserve.engine.x": LONG}),
+    (
+        "fragment_faults",
+        {"jaxserve.engine.x": "import jaxserve.engine.y", "jaxserve.engine.y": "\n" * 59},
+    ),
 ]
 
 

@@ -34,11 +34,7 @@ class Front:
         if scope["type"] != "http" or scope["path"].startswith(_OWN):
             await self._app(scope, receive, send)
             return
-<<<<<<< HEAD
-        body, answer = _Body(receive), _ConvertedAnswer(send)
-=======
         body, answer = _StoredBody(receive), _FrontAnswer(send)
->>>>>>> main
         for _ in range(2):
             # A copy, because Serve changes the scope.
             await self._app(dict(scope), body.receive, answer.send)
@@ -94,11 +90,7 @@ class _StoredBody:
         self._next = 0
 
 
-<<<<<<< HEAD
-class _ConvertedAnswer:
-=======
 class _FrontAnswer:
->>>>>>> main
     """The answer of a request. Errors of Serve itself are converted to OpenAI's form.
 
     Attributes:

@@ -18,7 +18,7 @@ import msgspec
 from jaxserve import SamplingParams
 from jaxserve.server.api.anthropic import MessagesFormatter
 from jaxserve.server.api.chat import ChatFormatter, Echo
-from jaxserve.server.api.generation import Generation, Part
+from jaxserve.server.api.generation import ChoicePart, Generation
 from jaxserve.server.api.response_events import ResponsesFormatter
 from jaxserve.server.schema.openai import ChatMessage, ChatRequest, Tool
 from jaxserve.server.schema.response_items import InputItem
@@ -97,14 +97,14 @@ def read_as(
     return Drawn(text, reads)
 
 
-def generated(model: ServedModel, drawn: Drawn) -> tuple[Generation, list[Part]]:
+def generated(model: ServedModel, drawn: Drawn) -> tuple[Generation, list[ChoicePart]]:
     """Return a generation at its end, and its only part, which nothing has read yet."""
     request = model.llm.requests.make([1, 2, 3], SamplingParams(max_tokens=8))
     generation = Generation(model, [request], [drawn.reads])
     choice = generation.choices[0]
     choice.text, choice.token_ids = drawn.text, [5] * 8
     choice.finish_reason = "length" if drawn.is_cut else "stop"
-    part = Part(0, drawn.text, [5] * 8, choice.finish_reason)
+    part = ChoicePart(0, drawn.text, [5] * 8, choice.finish_reason)
     choice.read(part)
     return generation, [part]
 

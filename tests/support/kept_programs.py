@@ -67,6 +67,16 @@ def users_kept_folder() -> Path:
     return kept_folder().parent.with_name("users") / kept_folder().name
 
 
+def users_kernels(run: Path) -> Path:
+    """Return where, in a run's folder, jaxserve keeps the machine code of kernels."""
+    return users_objects(run).with_name("kernels")
+
+
+def users_kept_kernels() -> Path:
+    """Return the folder of the machine code that jaxserve itself kept."""
+    return kept_folder().parent.with_name("users-kernels") / kept_folder().name
+
+
 def kernels_kept_folder() -> Path:
     """Return the folder of machine code: see `kept_kernels`."""
     return kept_folder().parent.with_name("kernels") / kept_folder().name
