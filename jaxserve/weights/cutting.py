@@ -42,7 +42,8 @@ def cut(value: Any, axes: Any, part: Part, path: str) -> Any:
         the host.
 
     Raises:
-        UnsupportedModel: the part ends within a group of inputs, or the inputs are sorted by group.
+        UnsupportedModel: the part ends within a group of inputs, or its matrix would be cut between
+            inputs that are sorted by group.
     """
     if isinstance(value, TokenRounded):
         # An activation row is rounded by the maximum over its inputs on all devices.

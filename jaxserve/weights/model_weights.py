@@ -67,20 +67,20 @@ def load_weights(
     packed: bool = False,
     mesh: Mesh | None = None,
 ) -> Decoder:
-    """Return a model with the weights of a Hugging Face checkpoint or GGUF file, as `dtype`.
+    """Return a model with the weights of a Hugging Face checkpoint or GGUF file, cast to `dtype`.
 
     Host memory holds only a few parameters besides the placed ones.
 
     Args:
         source: a folder with `model.safetensors` or with shards and an index, or a GGUF file.
         config: configuration that the checkpoint must match.
-        quantization: "int8", "fp8" or "int4" for the layers' matrices; None for the file's form.
+        quantization: form of the layers' matrices, "int8", "fp8" or "int4". None keeps theirs.
         kv_scales: use the checkpoint's scales for an fp8 cache, if it has them.
         check_finite: refuse NaN and infinity, including overflows of the cast.
         on_progress: called after each tensor.
         place: places an array, by default on JAX's default device.
         panels: lay out matrices for our CPU kernels; see `models/panels.py`.
-        packed: keep file blocks that a kernel supports. Ignored if `quantization` is given.
+        packed: keep GGUF and MXFP4 blocks that a kernel reads. Ignored with `quantization`.
         mesh: devices over which `config.split` divides the model, None for one device.
 
     Raises:
