@@ -53,11 +53,6 @@ def block_forms(path: str, inputs: int, layers: int) -> tuple[str, ...]:
     The choice follows llama.cpp's Q4_K_M. The embedding gets 8 bits. Rows that are not a multiple
     of 256, which occur only in small models, may get 5 bits. The down projections of about half of
     the layers may get 6 bits: the first and last eighth, and every third layer between them.
-
-    Args:
-        path: path of the parameter.
-        inputs: number of inputs of the matrix.
-        layers: number of layers of the model.
     """
     name, _, kind = path.rpartition(".")
     if name == "embedding":

@@ -46,10 +46,6 @@ class _Job:
     """A row block to read.
 
     Attributes:
-        path: path of the parameter.
-        entry: the tensor.
-        file: file of the stream.
-        into: destination of the rows.
         parameter: the whole parameter, or its panels.
         ends_part: this is the last row block of its part.
         ends_parameter: this is the last row block of its parameter.
@@ -88,8 +84,6 @@ def read_parameters(
 
     Args:
         table: the tensor of each part of each parameter.
-        entries: location of each tensor in the files.
-        dims: sizes of the dimensions that the layouts of the table name.
         shapes: shapes and dtypes of the parameters, by path.
         report: called after each tensor, or part of one, with the bytes read since its last call.
         plans: plans of the parameters that are read into panels, by path.
@@ -143,7 +137,6 @@ def reading_ahead(
 
     Args:
         table: the tensor of each part of each parameter.
-        entries: location of each tensor in the files.
         meanwhile: function to run on another thread. The context exits after it has returned, and
             raises its exceptions.
     """

@@ -62,7 +62,6 @@ class InPanels:
     Attributes:
         rows: first row, and one past the last.
         panels: the panels that the rows fill.
-        dtype: dtype of the weights.
         column: column of the first row in its panel, if the panels have rows of other tensors too.
             None if the rows fill the panels alone.
     """
@@ -137,7 +136,6 @@ def prepare_panels(
     Args:
         stored: dtypes of the tensors in the checkpoint.
         together: dtypes of the tensors that hold the matrices of all experts.
-        dtype: dtype of the weights.
     """
     shape, word = panel_shape(PANEL, PANEL, dtype)
     for source in stored:

@@ -28,7 +28,6 @@ class Checkpoint:
 
     Attributes:
         directory: folder of the checkpoint, or a GGUF file.
-        tensors: tensors by their names.
         whole: the checkpoint holds one model only, as a GGUF file does. Every tensor must be used.
         ignored: tensors and files that the index does not list.
     """

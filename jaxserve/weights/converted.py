@@ -59,7 +59,6 @@ class ConvertedModel:
     """Contents of a converted folder: the description in its card, and its files.
 
     Attributes:
-        directory: path of the folder.
         dtype: dtype of the unquantized parameters.
         parameters: shape, dtype and digest of each array, by name.
         forms: forms of the quantized parameters, by path.
@@ -100,7 +99,6 @@ def write_converted(
     Args:
         values: arrays by path, on any devices. The dict is emptied, so that memory never holds
             them twice.
-        config: configuration of the model.
         directory: folder to create; it must not exist.
         extra: function that writes configuration and tokenizer into a folder.
         dtype: dtype of the parameters that are not quantized.
@@ -196,7 +194,6 @@ def load_converted(
     """Load the model of a converted folder, with every parameter placed and verified.
 
     Args:
-        converted: the folder.
         config: configuration that the parameters must match.
         sharding_of: returns the sharding of an array, given its path and shape. By default, all
             arrays are placed on JAX's default device.

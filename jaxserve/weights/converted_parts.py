@@ -47,9 +47,7 @@ def load_converted_parts(
     """Load the model of a converted folder on several devices, each array verified.
 
     Args:
-        converted: the folder.
         config: configuration that the parameters must match, with its split over the mesh.
-        mesh: the devices.
         panels: lay out matrices for our CPU kernels.
         kv_scales: use the folder's scales for an fp8 cache, if it has them.
 

@@ -35,7 +35,6 @@ def cut(value: Any, axes: Any, part: Part, path: str) -> Any:
         value: the whole parameter, in any form except panels of floats or of codes.
         axes: logical axes of the parameter.
         part: the index ranges of the part.
-        path: path of the parameter, for errors.
 
     Returns:
         The part in the form of `value`. `BlockPanels` are on JAX's default device, other arrays on
@@ -78,11 +77,9 @@ def _cut_matrix(
     """Return the part of a quantized matrix with the given inputs and outputs.
 
     Args:
-        weight: the whole matrix.
         inputs: consecutive indices.
         outputs: indices in any order.
         shape: shape of the outputs of the result.
-        path: path of the parameter, for errors.
     """
     if weight.order is not None and len(inputs) < weight.inputs:
         raise UnsupportedModel(

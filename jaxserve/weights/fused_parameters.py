@@ -51,8 +51,6 @@ def fused_blocks(
         parts: the blocks of each tensor.
         outputs: shape of the outputs.
         contract: number of the parameter's dimensions that are inputs.
-        dims: sizes of the dimensions that the layouts of the parts name.
-        dtype: dtype of the parameter.
 
     Returns:
         One matrix if all parts have the same format, otherwise a `SplitWeight` with a matrix for

@@ -75,7 +75,6 @@ def group_sizes(
     """Return the number of inputs in a quantization group, by path of the quantized parameters.
 
     Args:
-        config: configuration of the model.
         parameters: whole parameters by path.
         form: form to which parameters are quantized while they are read, or None.
         on_cpu: "int4" means GGUF blocks, as on CPU.

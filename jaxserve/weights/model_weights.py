@@ -227,8 +227,6 @@ def random_weights(
     activations neither vanish nor explode. Norms are 1 and biases are 0.
 
     Args:
-        config: configuration of the model.
-        dtype: dtype of the parameters.
         seed: the same seed gives the same weights.
         quantization: form to which the layers' matrices are quantized, or None.
         panels: lay out matrices for our CPU kernels.

@@ -25,7 +25,6 @@ def renamed(checkpoint: Checkpoint, patterns: Iterable[tuple[str, str]]) -> Chec
     """Return the checkpoint with its tensors renamed to the names of the model family's table.
 
     Args:
-        checkpoint: the checkpoint.
         patterns: regular expressions and replacements, applied to each name in order.
 
     Raises:

@@ -91,7 +91,6 @@ def _codes(
     """Convert unsigned codes to `Codes`, or to floats if they have 8 bits and zero points.
 
     Args:
-        packed: the matrix.
         values: uint8 [in, out].
         scales: [groups, out].
         zeros: uint8 [groups, out], or None for the middle of the range.

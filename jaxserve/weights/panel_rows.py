@@ -60,7 +60,6 @@ class PanelPlan:
     Attributes:
         shape: shape of the panels, [E, ...] for experts.
         stored: dtype of the panels.
-        dtype: dtype of the weights.
         inputs: number of inputs.
         outputs: shape of the outputs.
         rows: consecutive rows by tensor name and part number, in the order of the file. None if a
@@ -87,10 +86,7 @@ def panel_plan(
 
     Args:
         parts: the tensors of the parameter.
-        entries: location of each tensor in the files.
-        dims: sizes of the dimensions that the layouts of the parts name.
         shape: shape of the parameter.
-        dtype: dtype of the parameter.
         axes: input axes and output axes of the parameter.
     """
     inputs, outputs = (tuple(shape[axis] for axis in group) for group in axes)

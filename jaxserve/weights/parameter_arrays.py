@@ -72,7 +72,6 @@ def abstract_parameter(
     """Return a quantized parameter with shapes in place of arrays.
 
     Args:
-        path: path of the parameter.
         form: its entry in `forms`, read from a file that is not trusted.
         parameter: the same parameter of the model without quantization.
         shapes: shapes and dtypes of the arrays in the file, by name.

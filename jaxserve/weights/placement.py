@@ -89,7 +89,6 @@ def divided(place: Place, config: ModelConfig, parameters: Parameters, mesh: Mes
     Args:
         place: places a part on JAX's default device, given the path of the parameter.
         config: configuration of the model, with its split over the mesh.
-        parameters: parameters of the model by path.
         mesh: the devices, None for one device, which returns `place`.
     """
     if mesh is None:
@@ -128,7 +127,6 @@ def finishing(
 
     Args:
         config: configuration of the model, with its split over the mesh.
-        parameters: parameters of the model by path.
         panels: lay them out for our CPU kernels.
         mesh: the devices, None for one device.
     """
@@ -198,7 +196,6 @@ def panel_axes(names: Any, dtype: np.dtype) -> Axes | None:
 
     Args:
         names: logical axes of the parameter.
-        dtype: dtype of the parameter.
     """
     if names == ("vocab", "embed"):
         return ((1,), (0,)) if dtype.itemsize == 2 else None
@@ -263,7 +260,6 @@ def quantizing(
 
     Args:
         place: places a parameter that is not quantized.
-        parameters: parameters of the model by path.
         form: "int8", "fp8", "int4", or None for no quantization.
         panels: the weights are for our CPU kernels. "int4" is then GGUF blocks.
     """
@@ -308,9 +304,6 @@ def read_packed(
     So are experts that cannot be stacked.
 
     Args:
-        checkpoint: the checkpoint, with its quantized tensors.
-        parameters: parameters of the model by path.
-        dims: sizes of the dimensions that the layouts of the weight table name.
         place: places a dequantized parameter.
         report: called with the bytes of each parameter after it was read.
         finish: lays out and places a quantized parameter.

@@ -74,10 +74,7 @@ def sort_packed(
     """Divide a checkpoint into plain tensors, quantized matrices and cache scales.
 
     Args:
-        checkpoint: the checkpoint.
         stored: the quantization that config.json describes, or None.
-        table: the weights of the model.
-        dims: sizes of the dimensions that the layouts of the table name.
     """
     remaining, table = dict(checkpoint.tensors), list(table)
     if stored is None:

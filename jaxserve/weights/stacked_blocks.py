@@ -32,8 +32,6 @@ class StackedBlocks:
     """The matrices of all experts of a layer, in blocks of one format.
 
     Attributes:
-        form: name of the format.
-        count: number of experts.
         read: a function for each tensor that reads the rows of an expert, uint8 [outputs, blocks,
             bytes per block]. Outputs are numbered by taking one from each tensor in turn.
         order: number of each output of the model, in this numbering.

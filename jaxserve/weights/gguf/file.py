@@ -170,9 +170,7 @@ class GgufFile:
     """The checked header of a GGUF file.
 
     Attributes:
-        path: path of the file.
         metadata: values by key. Arrays of numbers are NumPy's, arrays of text are lists.
-        tensors: tensors by their names in the file.
     """
 
     path: Path

@@ -162,7 +162,6 @@ def named_tensors(file: GgufFile, config: ModelConfig) -> Checkpoint:
     """Return the tensors of a GGUF file under their Hugging Face names.
 
     Args:
-        file: the GGUF file.
         config: configuration of the model, which may differ from `gguf_config(file)`.
 
     Raises:
