@@ -82,13 +82,7 @@ def panel_plan(
     dtype: np.dtype,
     axes: Axes,
 ) -> PanelPlan | None:
-    """Return the plan to read a parameter into panels, or None if its rows do not fit panels.
-
-    Args:
-        parts: the tensors of the parameter.
-        shape: shape of the parameter.
-        axes: input axes and output axes of the parameter.
-    """
+    """Return the plan to read a parameter into panels, or None if its rows do not fit panels."""
     inputs, outputs = (tuple(shape[axis] for axis in group) for group in axes)
     leading = shape[: len(shape) - len(axes[0]) - len(axes[1])]
     panels, stored = panel_shape(prod(inputs), prod(outputs), dtype)

@@ -47,7 +47,6 @@ def joined_place(
     """Return the shape and the sharding of an array that is joined from all devices' parts.
 
     Args:
-        mesh: a mesh with one axis.
         shape: shape of one part.
         is_whole: every device has the whole array, so it is replicated.
     """
@@ -60,7 +59,6 @@ def joined(mesh: Mesh, forms: Sequence[Any], is_whole: bool = False) -> Any:
     """Join the parts of a parameter on this host's devices into sharded arrays.
 
     Args:
-        mesh: a mesh with one axis.
         forms: the part of each of this host's devices, in the order of the mesh.
         is_whole: every device has the whole parameter.
 

@@ -193,9 +193,6 @@ def panel_axes(names: Any, dtype: np.dtype) -> Axes | None:
 
     An embedding table is put in panels only if its dtype has 16 bits. XLA on CPU would convert the
     whole table to float32 for a lookup in a loop, but a lookup in panels reads the bits directly.
-
-    Args:
-        names: logical axes of the parameter.
     """
     if names == ("vocab", "embed"):
         return ((1,), (0,)) if dtype.itemsize == 2 else None
@@ -337,11 +334,7 @@ def _read_packed(
     dims: Mapping[str, int],
     place: Place,
 ) -> Any:
-    """Read one parameter: its codes on the host, or its dequantized values, placed.
-
-    Raises:
-        CheckpointError: a tensor is invalid, or dequantized values are not finite.
-    """
+    """Read one parameter: its codes on the host, or its dequantized values, placed."""
     codes = {name: checkpoint.packed[name].read() for name in {w.name for w in weights}}
     parts = [(weight, codes[weight.name]) for weight in weights]
     contract = contracted(parameter)
