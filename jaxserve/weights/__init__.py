@@ -1,4 +1,4 @@
-"""Checkpoint files into placed arrays."""
+"""Load the weights of checkpoints into the parameters of a model, placed on devices."""
 
 from jaxserve.weights.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.weights.converted import (

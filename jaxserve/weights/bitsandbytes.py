@@ -1,14 +1,15 @@
-"""Matrices that bitsandbytes has quantized, as Transformers saves them.
+"""Read matrices quantized by bitsandbytes, in the format that Transformers saves.
 
-Of 4 bits (nf4, fp4; Dettmers et al. 2023, QLoRA): `X.weight`, uint8 [out * in / 2, 1], holds the
-matrix row by row, the first of two codes in the high half of a byte. A code is a place in
-`X.weight.quant_map`, float32[16]; the number there times `absmax` of its block is the weight.
-Where absmax was quantized too, `X.weight.absmax` is uint8, places in nested_quant_map[256], which
-nested_absmax scales, a block at a time, and to which nested_offset is added. The sizes of blocks
-are JSON in the bytes of `X.weight.quant_state.bitsandbytes__nf4`.
+4 bits (nf4 and fp4, from Dettmers et al. 2023, QLoRA): `X.weight`, uint8 [out * in / 2, 1], holds
+the matrix row by row. The high half of each byte is the first of two codes. A code is an index into
+`X.weight.quant_map`, float32[16], and a weight is the indexed number times the `absmax` of its
+quantization block. With nested quantization, `X.weight.absmax` is uint8 and holds indices into
+nested_quant_map[256]. The indexed number is multiplied by the nested_absmax of its block, and
+nested_offset is added. The bytes of `X.weight.quant_state.bitsandbytes__nf4` are JSON with the
+block sizes.
 
-Of 8 bits (Dettmers et al. 2022, LLM.int8): `X.weight`, int8 [out, in], and `X.SCB`, float32[out],
-the number that 127 stands for.
+8 bits (Dettmers et al. 2022, LLM.int8): `X.weight` is int8 [out, in], and `X.SCB`, float32[out],
+holds the weight that code 127 represents in each row.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def _read_4_bits(packed: PackedTensor) -> Codes | FullValues:
     values = pairs[codes].reshape(-1)[:count]
     absmax = _absmax(packed, state_name, state, -(-count // block))
     whole = count // block * block
-    with np.errstate(all="ignore"):  # what overflows is reported with the tensor's name
+    with np.errstate(all="ignore"):  # the caller reports overflows with the tensor's name
         values[:whole].reshape(-1, block)[...] *= absmax[: count // block, None]
         values[whole:] *= absmax[-1]
     return FullValues(values.reshape(outputs, inputs))
@@ -50,7 +51,7 @@ def _read_4_bits(packed: PackedTensor) -> Codes | FullValues:
 def _absmax(
     packed: PackedTensor, state_name: str, state: Mapping[str, Any], blocks: int
 ) -> np.ndarray:
-    """Read the largest magnitude of each block."""
+    """Read the largest magnitude of each quantization block: float32 [blocks]."""
     if ".weight.nested_absmax" not in packed.entries:
         return packed.scales(".weight.absmax", (blocks,)).astype(np.float32)
     each = _block(packed, state_name, state, "nested_blocksize")
@@ -66,14 +67,16 @@ def _absmax(
 
 
 def _state(packed: PackedTensor) -> tuple[str, dict[str, Any]]:
-    found = [suffix for suffix in STATES if suffix in packed.entries]
-    if len(found) != 1:
-        raise packed.wrong(STATES[0], f"{len(found)} such tensors; expected one, of nf4 or of fp4")
-    size = packed.entries[found[0]].num_bytes
+    suffixes = [suffix for suffix in STATES if suffix in packed.entries]
+    if len(suffixes) != 1:
+        raise packed.wrong(
+            STATES[0], f"{len(suffixes)} such tensors; expected one, of nf4 or of fp4"
+        )
+    size = packed.entries[suffixes[0]].num_bytes
     if size > MAX_STATE_BYTES:
-        raise packed.wrong(found[0], f"has {size} bytes; allowed: {MAX_STATE_BYTES}")
-    text = packed.tensor(found[0], (size,), "uint8").tobytes()
-    return found[0], parse_object(text, str(packed.wrong(found[0], "JSON")))
+        raise packed.wrong(suffixes[0], f"has {size} bytes; allowed: {MAX_STATE_BYTES}")
+    text = packed.tensor(suffixes[0], (size,), "uint8").tobytes()
+    return suffixes[0], parse_object(text, str(packed.wrong(suffixes[0], "JSON")))
 
 
 def _block(packed: PackedTensor, state_name: str, state: Mapping[str, Any], key: str) -> int:

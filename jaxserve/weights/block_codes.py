@@ -1,4 +1,4 @@
-"""Blocks of a few bits as the codes, scales and minima that products on a GPU take."""
+"""Convert GGUF blocks to the codes, scales and minima that the GPU matrix products read."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from pallas_kernels.cpu.blocks import FORMATS, BlockFormat, unpacked
 
 
 def codes_of(rows: BlockRows) -> Codes:
-    """Return blocks as codes, rows being inputs.
+    """Convert a matrix of GGUF blocks to codes, with inputs as rows.
 
-    Codes of 4 bits or fewer become int4, all others, and numbers of a table, int8. Scales and
-    minima are in float16: to the bit as the blocks have them where those have one for 32 inputs,
-    and the products of two numbers, which the K-quants have, rounded to it, as are MXFP4's powers
-    of two below 2^-24 or above 2^15.
+    Codes of at most 4 bits become int4. Wider codes, and formats with a table of values, become
+    int8. Scales and minima are float16. Formats with one scale for 32 inputs keep its bits. The
+    scale of a K-quant is the product of two numbers, rounded to float16. MXFP4's powers of two are
+    rounded to float16 below 2^-24 and above 2^15.
     """
-    made = FORMATS[rows.form]
-    found = {
+    format_ = FORMATS[rows.form]
+    fields = {
         name: rows.blocks[..., place.start : place.start + place.count * place.item]
-        for name, place in made.fields.items()
+        for name, place in format_.fields.items()
     }
-    values = unpacked(found["low"], made.low)
-    if made.high:
-        values |= unpacked(found["high"], made.high) << made.low
-    if made.numbers:
-        values = np.array(made.numbers, np.uint8)[values]
-    is_int4 = _is_int4(made)
-    if not made.has_minimum:
-        # As int8 codes are negative then; of int4, 8 stands for zero.
-        values += np.uint8((8 if is_int4 else 0) - made.offset & 0xFF)
-    scales = _powers(found["scale"]) if made.is_power else _halves(found["scale"])
-    minima = _halves(found["minimum"]) if made.has_minimum else None
-    if made.scaled:
-        factors = found["scales"]
-        if not made.has_minimum:
+    values = unpacked(fields["low"], format_.low)
+    if format_.high:
+        values |= unpacked(fields["high"], format_.high) << format_.low
+    if format_.numbers:
+        values = np.array(format_.numbers, np.uint8)[values]
+    is_int4 = _is_int4(format_)
+    if not format_.has_minimum:
+        # int8 codes are signed; the int4 code 8 represents zero.
+        values += np.uint8((8 if is_int4 else 0) - format_.offset & 0xFF)
+    scales = _powers(fields["scale"]) if format_.is_power else _halves(fields["scale"])
+    minima = _halves(fields["minimum"]) if format_.has_minimum else None
+    if format_.scaled:
+        factors = fields["scales"]
+        if not format_.has_minimum:
             factors = np.ascontiguousarray(factors).view(np.int8)
         scales = as_float16(scales.astype(np.float32) * factors)
         if minima is not None:
-            minima = as_float16(-(minima.astype(np.float32) * found["minima"]))
+            minima = as_float16(-(minima.astype(np.float32) * fields["minima"]))
 
     def turned(array: np.ndarray) -> np.ndarray:
         return np.ascontiguousarray(array.reshape(len(rows.blocks), -1).T)
@@ -50,19 +50,19 @@ def codes_of(rows: BlockRows) -> Codes:
         turned(scales),
         None if minima is None else turned(minima),
         None,
-        made.run,
+        format_.run,
     )
 
 
 def code_bits(name: str) -> float:
-    """Return the bits that a weight of such blocks takes as codes."""
-    made = FORMATS[name]
-    codes = 4 if _is_int4(made) else 8
-    return codes + 16 * (1 + made.has_minimum) / made.run
+    """Return the bits per weight of GGUF format `name` as codes, including scales and minima."""
+    format_ = FORMATS[name]
+    codes = 4 if _is_int4(format_) else 8
+    return codes + 16 * (1 + format_.has_minimum) / format_.run
 
 
-def _is_int4(made: BlockFormat) -> bool:
-    return made.low + made.high <= 4 and not made.numbers
+def _is_int4(format_: BlockFormat) -> bool:
+    return format_.low + format_.high <= 4 and not format_.numbers
 
 
 def _powers(field: np.ndarray) -> np.ndarray:

@@ -1,10 +1,10 @@
-"""Copy what was read into a parameter: cast, transposed, and checked for NaN and infinity.
+"""Copy tensor values into a parameter: cast, transpose, and check for NaN and infinity.
 
-A transposition reads or writes with a stride, and is slow where what lies between does not stay in
-the processor's cache. So tiles are copied one after the other: in the order of the source into a
-buffer, cast on the way, and from there in the order of the target. The buffer's rows are a little
-longer than the tile's, or a column would fall into the same few places of the cache. NumPy lets
-other threads run meanwhile, except in casts of `ml_dtypes`, which keep the interpreter's lock.
+A transposition reads or writes with a stride, and is slow when the skipped values leave the
+processor's cache. The copy therefore proceeds in tiles: each tile is cast into a buffer in the
+order of the source, and copied from there in the order of the target. The rows of the buffer are
+padded, because the values of a column would otherwise share a few cache sets. NumPy releases the
+interpreter lock during the copies, except in casts of `ml_dtypes`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from numpy.lib.stride_tricks import as_strided
 
 TILE = (256, 256)  # along the last axis of the target, and of the source
 PADDING = 1  # values
-FEW = 8  # turns that are copied one by one: tiles would be slivers
-CHUNK = 1 << 16  # values copied at a time where nothing is transposed
+FEW = 8  # a shorter inner axis is copied index by index, because tiles would be too thin
+CHUNK = 1 << 16  # values copied at a time without transposition
 SCRATCH_BYTES = 8 * TILE[0] * (TILE[1] + PADDING)
 
 
@@ -28,9 +28,9 @@ class _Cast:
     """Conversion of values from one dtype to another.
 
     Attributes:
-        widens: whether bfloat16 becomes float32, by a shift of integers: a bfloat16 is the upper
-            half of a float32.
-        check: whether the cast values must be finite and the cast may overflow.
+        widens: convert bfloat16 to float32 by an integer shift. A bfloat16 is the upper half of a
+            float32.
+        check: check the cast values for NaN and infinity, because the cast may overflow.
     """
 
     widens: bool
@@ -49,13 +49,16 @@ class _Cast:
 def copy_checked(
     target: np.ndarray, source: np.ndarray, scratch: np.ndarray, check_finite: bool
 ) -> bool:
-    """Copy and cast the values; return False once checked values are not all finite.
+    """Copy `source` to `target`, cast to the target's dtype.
 
     Args:
         target: array of any strides.
-        source: array of the target's shape, its memory in any order.
-        scratch: uint8 [SCRATCH_BYTES], aligned, for this call alone.
-        check_finite: whether to look for NaN and infinity, also where the cast makes them.
+        source: array of the target's shape, in any memory order.
+        scratch: uint8 [SCRATCH_BYTES], aligned, not used by any other thread.
+        check_finite: check for NaN and infinity, including overflows of the cast.
+
+    Returns:
+        Whether the values passed the check. A failed check ends the copy early.
     """
     if not target.size:
         return True
@@ -71,7 +74,7 @@ def copy_checked(
             source, target = source.view(np.uint16), target.view(np.uint32)
     target, source = _merged(target, source)
     inner = int(np.argmin(source.strides))
-    with np.errstate(over="ignore", invalid="ignore"):  # the caller reports it, with names
+    with np.errstate(over="ignore", invalid="ignore"):  # the caller names the tensor
         if inner == source.ndim - 1:
             return _copy_chunks(target, source, cast)
         if source.shape[inner] < FEW:
@@ -81,7 +84,7 @@ def copy_checked(
 
 
 def _merged(target: np.ndarray, source: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return both arrays with as few axes as possible: axes contiguous in both are merged."""
+    """Return views of both arrays in which axes that are contiguous in both are merged."""
     axes: list[tuple[int, int, int]] = []
     for size, to, origin in zip(target.shape, target.strides, source.strides, strict=True):
         if size == 1:
@@ -95,7 +98,6 @@ def _merged(target: np.ndarray, source: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def _copy_chunks(target: np.ndarray, source: np.ndarray, cast: _Cast) -> bool:
-    """Copy a few rows at a time and check them in the cache; little or nothing is transposed."""
     count = max(1, CHUNK // prod(target.shape[1:]))
     for start in range(0, len(target), count):
         rows = target[start : start + count]
@@ -108,7 +110,10 @@ def _copy_chunks(target: np.ndarray, source: np.ndarray, cast: _Cast) -> bool:
 def _copy_tiles(
     target: np.ndarray, source: np.ndarray, inner: int, scratch: np.ndarray, cast: _Cast
 ) -> bool:
-    """Copy tiles where `inner` is the last axis in the source's memory, but not in the target's."""
+    """Transpose and cast tile by tile; return whether the checked values are finite.
+
+    inner: the axis with the smallest stride in the source, which is not the target's last axis.
+    """
     last = target.ndim - 1
     order = (*(axis for axis in range(last) if axis != inner), inner, last)
     target, source = target.transpose(order), source.transpose(order)
@@ -119,7 +124,7 @@ def _copy_tiles(
                 piece = source[index][window].T
                 rows, columns = piece.shape
                 padded = scratch[: rows * (columns + PADDING)].reshape(rows, -1)
-                padded[:, columns:] = 0  # finite, whatever was there
+                padded[:, columns:] = 0  # the check for NaN reads the padding too
                 tile = padded[:, :columns]
                 cast.move(tile, piece)
                 if not cast.accepts(padded):
@@ -129,26 +134,24 @@ def _copy_tiles(
 
 
 def all_finite(values: np.ndarray) -> bool:
-    """Return whether no value is NaN or infinite, reading the values in memory order."""
+    """Return whether all values are finite. The values are read in memory order."""
     values = values.transpose(np.argsort(values.strides)[::-1].tolist())
     if values.dtype.itemsize == 2:
         return all(map(_all_finite_16, _chunks(values)))
     with np.errstate(over="ignore", invalid="ignore"):
-        if np.isfinite(np.add.reduce(values, axis=None)):  # so every value is; needs no memory
+        # A finite sum implies finite values, and needs no temporary array.
+        if np.isfinite(np.add.reduce(values, axis=None)):
             return True
     return all(bool(np.isfinite(rows).all()) for rows in _chunks(values))
 
 
 def _all_finite_16(values: np.ndarray) -> bool:
-    """Check 16-bit values by their bits: without the sign, infinity and NaN are the largest.
-
-    NumPy computes with neither 16-bit dtype natively.
-    """
+    # NumPy has no native arithmetic for the 16-bit dtypes. In their bits, without the sign,
+    # infinity and NaN are the largest numbers.
     infinity = np.array(np.inf, values.dtype).view(np.uint16)
     return bool((values.view(np.uint16) & 0x7FFF).max(initial=0) < infinity)
 
 
 def _chunks(values: np.ndarray) -> Iterator[np.ndarray]:
-    """Iterate over the rows, a few at a time."""
     count = max(1, CHUNK // max(1, prod(values.shape[1:])))
     return (values[start : start + count] for start in range(0, len(values), count))

@@ -1,4 +1,4 @@
-"""Matrices of a GGUF file that stay in its blocks."""
+"""Load matrices that stay quantized in the blocks of a GGUF or MXFP4 checkpoint."""
 
 from __future__ import annotations
 
@@ -46,22 +46,22 @@ def block_parts(
     parameters: Parameters,
     on_cpu: bool,
 ) -> dict[str, list[WeightName]]:
-    """Return, by path, the tensors of the parameters that can stay in blocks.
+    """Return the parameters that can stay quantized in file blocks, as path to tensor names.
 
-    On CPU those of the embedding are among them; a GPU multiplies the layers' matrices alone.
+    On CPU, this includes the embedding. On a GPU, only the matrices of the layers stay quantized.
     """
     ordered = sorted(table, key=lambda part: part.path)
-    found: dict[str, list[WeightName]] = {}
+    parts_by_path: dict[str, list[WeightName]] = {}
     for path, group in groupby(ordered, key=lambda part: part.path):
         parts = list(group)
-        parameter, own = parameters[path], [entries[part.name] for part in parts]
-        forms = {_form_that_stays(entry, on_cpu) for entry in own}
+        parameter, tensors = parameters[path], [entries[part.name] for part in parts]
+        forms = {_form_that_stays(entry, on_cpu) for entry in tensors}
         if np.dtype(parameter.dtype).itemsize > 4 or None in forms:
             continue
         is_matrix = (block_inputs if on_cpu else contracted)(parameter) is not None
         if is_matrix or (holds_experts(parameter) and len(forms) == 1):
-            found[path] = parts
-    return found
+            parts_by_path[path] = parts
+    return parts_by_path
 
 
 def read_blocks(
@@ -75,13 +75,14 @@ def read_blocks(
     on_cpu: bool,
     leave_host: bool,
 ) -> list[WeightName]:
-    """Read the parameters that stay in blocks into `values`, by path; return the rest of the table.
+    """Read the parameters that stay quantized, and add them to `values` by path.
 
-    For a CPU's products they are laid out in panels, for a GPU's they become codes with scales.
-    Where what is read is not what stays (`leave_host`), one more is read while one is finished.
+    On CPU, the blocks are laid out in panels. On a GPU, they become codes with scales. With
+    `leave_host`, one parameter is read while the previous one is copied to the devices. Returns
+    the rows of `table` for all other parameters.
 
     Raises:
-        CheckpointError: a file that cannot be read, or scales that are no numbers.
+        CheckpointError: a file cannot be read, or a scale is NaN or infinite.
     """
     parts = block_parts(table, entries, parameters, on_cpu)
 
@@ -111,12 +112,13 @@ def read_blocks(
         pairs = [(part, rows[part.name]) for part in parts[path]]
         return fused_blocks(pairs, outputs, contract, dims, np.dtype(parameter.dtype).name)
 
-    # NumPy lets other threads run meanwhile. Codes take 4 bytes a weight on their way to a GPU.
+    # NumPy releases the interpreter lock. Codes for a GPU take 4 bytes a weight while they are
+    # converted, so only two threads do that.
     threads = cpu_threads() if on_cpu else min(2, cpu_threads())
     with ThreadPoolExecutor(threads) as pool:
-        for path, made in _ahead(pool, read, parts, 1 if leave_host else 2 * threads):
-            values[path] = finish(path, made)
-            del made
+        for path, value in _ahead(pool, read, parts, 1 if leave_host else 2 * threads):
+            values[path] = finish(path, value)
+            del value
             report(sum(entries[name].num_bytes for name in {part.name for part in parts[path]}))
     return [weight for weight in table if weight.path not in parts]
 
@@ -124,12 +126,13 @@ def read_blocks(
 def _ahead(
     pool: ThreadPoolExecutor, read: Callable[[str], Any], paths: Iterable[str], count: int
 ) -> Iterator[tuple[str, Any]]:
-    """Yield each path and what is read of it, in order, while at most `count` more are read."""
+    # Yields pairs of path and `read(path)` in order, with up to `count` further reads in progress.
     waiting: deque[tuple[str, Future[Any]]] = deque()
     for path in paths:
         waiting.append((path, pool.submit(read, path)))
         if len(waiting) > count:
-            yield waiting[0][0], waiting.popleft()[1].result()  # which this keeps no longer
+            # popleft releases the result here, so that the caller holds the only reference.
+            yield waiting[0][0], waiting.popleft()[1].result()
     while waiting:
         yield waiting[0][0], waiting.popleft()[1].result()
 
@@ -140,28 +143,34 @@ def _experts(
     parameter: nnx.Param[Any],
     dims: Mapping[str, int],
 ) -> BlockPanels:
-    """Read every expert's matrix, one after the other."""
+    """Read the matrices of all experts, still in blocks, into the panels of one parameter.
+
+    Only one expert's matrix is held besides the panels.
+    """
     outputs, dtype = parameter.shape[2:], np.dtype(parameter.dtype).name
     stack = _stack(parts, entries, dims)
     if stack is not None:
         rows = map(stack.rows_of, range(stack.count))
         return BlockPanels.of_experts(rows, stack.count, stack.form, dtype, outputs)
-    own: dict[Any, list[WeightName]] = {}
+    by_expert: dict[Any, list[WeightName]] = {}
     for part in parts:
-        own.setdefault(part.index[0], []).append(replace(part, index=part.index[1:] or (...,)))
+        by_expert.setdefault(part.index[0], []).append(
+            replace(part, index=part.index[1:] or (...,))
+        )
 
     def rows_of(expert: int) -> np.ndarray:
-        pairs = [(part, _read(entries[part.name])) for part in own[expert]]
+        pairs = [(part, _read(entries[part.name])) for part in by_expert[expert]]
         return joined_blocks(pairs, outputs, 1, dims)
 
     form = _form(entries[parts[0].name])
-    return BlockPanels.of_experts(map(rows_of, sorted(own)), len(own), form, dtype, outputs)
+    return BlockPanels.of_experts(
+        map(rows_of, sorted(by_expert)), len(by_expert), form, dtype, outputs
+    )
 
 
 def _stack(
     parts: Sequence[WeightName], entries: Mapping[str, TensorEntry], dims: Mapping[str, int]
 ) -> StackedBlocks | None:
-    """Return the experts of a parameter that is one tensor; None where each has tensors."""
     entry = entries[parts[0].name]
     return None if stacked_form(entry) is None else stacked_blocks(parts[0], entry, dims)
 
@@ -175,7 +184,7 @@ def _form(entry: TensorEntry) -> str:
 def block_bytes(
     file: GgufFile, config: ModelConfig, parameters: Parameters, on_cpu: bool
 ) -> dict[str, int]:
-    """Return the bytes, by path, of the parameters that can stay in a file's blocks."""
+    """Return the parameters that can stay in GGUF blocks, as path to bytes in device memory."""
     entries = named_tensors(file, config).tensors
     table = [weight for weight in checkpoint_weights(config) if weight.name in entries]
     sizes: dict[str, int] = {}
@@ -188,12 +197,12 @@ def block_bytes(
 def mxfp4_bytes(config: ModelConfig, parameters: Parameters) -> dict[str, int]:
     """Return the bytes, by path, of the experts that a Hugging Face checkpoint holds in MXFP4.
 
-    On CPU they stay in its blocks.
+    These are the sizes on CPU, where the experts stay in MXFP4 blocks.
     """
-    made = FORMATS[MXFP4]
+    format_ = FORMATS[MXFP4]
     is_packed = config.experts is not None and config.experts.packed
     return {
-        path: prod(parameter.shape) // made.size * made.num_bytes
+        path: prod(parameter.shape) // format_.size * format_.num_bytes
         for path, parameter in parameters.items()
         if is_packed and holds_experts(parameter) and np.dtype(parameter.dtype).itemsize <= 4
     }
@@ -205,27 +214,28 @@ def block_sizes(
     parameters: Parameters,
     on_cpu: bool,
 ) -> dict[str, int]:
-    """Return the inputs of a block, by path, of the parameters that stay in a file's blocks.
+    """Return the inputs per block of the parameters that stay in a file's blocks, by path.
 
-    On a GPU those of a scale: blocks become codes.
+    On a GPU, where blocks become codes, this is the number of inputs that share a scale.
     """
     sizes: dict[str, int] = {}
     for path, parts in block_parts(table, entries, parameters, on_cpu).items():
-        made = [FORMATS[_form(entries[part.name])] for part in parts]
-        sizes[path] = max(format_.size if on_cpu else format_.run for format_ in made)
+        formats = [FORMATS[_form(entries[part.name])] for part in parts]
+        sizes[path] = max(format_.size if on_cpu else format_.run for format_ in formats)
     return sizes
 
 
 def _held(entry: TensorEntry, on_cpu: bool) -> int:
-    made = FORMATS[_form(entry)]
-    bits = 8 * made.num_bytes / made.size if on_cpu else code_bits(made.name)
+    format_ = FORMATS[_form(entry)]
+    bits = 8 * format_.num_bytes / format_.size if on_cpu else code_bits(format_.name)
     return int(prod(entry.shape) * bits / 8)
 
 
 def _form_that_stays(entry: TensorEntry, on_cpu: bool) -> str | None:
-    """Return the format of a tensor that can stay in blocks; None for others.
+    """Return the block format of a tensor if it can stay in blocks, otherwise None.
 
-    On a GPU the MXFP4 of a Hugging Face checkpoint is widened, which no scale of it is rounded in.
+    On a GPU, MXFP4 tensors of Hugging Face checkpoints are widened instead, because float16 would
+    round some of their scales.
     """
     if isinstance(entry, PackedEntry):
         return stacked_form(entry) if on_cpu else None
@@ -237,6 +247,6 @@ def _form_that_stays(entry: TensorEntry, on_cpu: bool) -> str | None:
 
 
 def _read(entry: TensorEntry) -> BlockRows:
-    """Read a matrix in blocks, its outputs in the order of the checkpoint."""
+    # In the order of outputs of the Hugging Face checkpoint, not of llama.cpp.
     assert isinstance(entry, GgufTensor)
     return BlockRows(entry.encoding.name, entry.in_order(read_rows(entry)))

@@ -1,10 +1,11 @@
-"""Quantization to blocks of a few bits: those of GGUF files, with scales that are searched for.
+"""Quantize matrices to the block formats of GGUF files, with a search for the best scales.
 
-A scale taken from the largest value of a block is rarely the best: rounding errs less on the others
-where it is a little smaller. So several are tried for each block, each with the least squares'
-scale and minimum for its codes, and the one that errs least is kept. Then scale and minimum are
-rounded to what the format holds, and codes are computed anew with those. Weights that were made of
-such blocks become the same blocks again.
+A scale that maps the largest value of a block to the largest code is rarely the best: with a
+slightly smaller scale, the other values have smaller rounding errors. For each block, several
+candidate ranges are tried. The codes of a candidate determine the least squares scale and minimum,
+and the candidate with the smallest error is used. Scale and minimum are then rounded to the dtype
+of the format, and the codes are computed again from the rounded numbers. Weights that were
+dequantized from such blocks become the same blocks again.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from jaxserve.settings.config import cpu_threads
 from jaxserve.weights.gguf.blocks import BlockRows, as_float16
 from pallas_kernels.cpu.blocks import FORMATS, BlockFormat, packed
 
-# How much larger than the range of its codes a block's range is taken to be.
+# Candidates for the ratio between the value range of a block and the range of its codes.
 _STRETCHES = (1.0, 0.94, 1.03, 1.06, 1.12)
 SHORT_ROW = 1024  # inputs
-_VALUES = 1 << 18  # quantized at a time, so that temporaries stay in the processor's cache
+_VALUES = 1 << 18  # values quantized at a time, so that temporaries fit in the processor's cache
 _TINY = np.float32(1e-30)
 
 
@@ -28,30 +29,30 @@ def quantize_rows(weight: np.ndarray, form: str) -> tuple[BlockRows, float]:
     """Quantize float32[O, I] to "Q4_1", "Q5_0", "Q6_K" or "Q8_0"; I is a whole number of blocks.
 
     Returns:
-        The blocks, and the sum of the squares by which their numbers are off.
+        The blocks, and the sum of the squared differences between weights and dequantized values.
     """
-    made = FORMATS[form]
+    format_ = FORMATS[form]
     outputs, inputs = weight.shape
-    blocks = np.empty((outputs, inputs // made.size, made.num_bytes), np.uint8)
+    blocks = np.empty((outputs, inputs // format_.size, format_.num_bytes), np.uint8)
 
     step = max(1, _VALUES // inputs)
 
     def fill(start: int) -> float:
-        # Copied here: a copy of all pieces is one of the whole weight.
+        # Copied piece by piece, because a copy of the whole weight would take its memory twice.
         rows = np.ascontiguousarray(weight[start : start + step], np.float32)
-        blocks[start : start + step], error = _quantized(rows, made)
+        blocks[start : start + step], error = _quantized(rows, format_)
         return error
 
-    with ThreadPoolExecutor(cpu_threads()) as pool:  # NumPy lets other threads run meanwhile
+    with ThreadPoolExecutor(cpu_threads()) as pool:  # NumPy releases the interpreter lock
         return BlockRows(form, blocks), sum(pool.map(fill, range(0, outputs, step)))
 
 
 def block_forms(path: str, inputs: int, layers: int) -> tuple[str, ...]:
-    """Return the formats of which a matrix takes that which errs least, for "int4".
+    """Return the candidate formats of a matrix for "int4"; see `best_rows`.
 
-    As in llama.cpp's Q4_K_M: the embedding takes 8 bits; rows that are not whole blocks of 256,
-    which only small models have, may take 5; the projections down of half of the layers, about the
-    first, the last and each third between, take 6.
+    The choice follows llama.cpp's Q4_K_M. The embedding gets 8 bits. Rows that are not a multiple
+    of 256, which occur only in small models, may get 5 bits. The down projections of about half of
+    the layers may get 6 bits: the first and last eighth, and every third layer between them.
     """
     name, _, kind = path.rpartition(".")
     if name == "embedding":
@@ -65,34 +66,34 @@ def block_forms(path: str, inputs: int, layers: int) -> tuple[str, ...]:
 
 
 def grouped_form(inputs: int) -> str:
-    """Return the format of a matrix for "int4" where it becomes codes, which have 4 or 8 bits.
+    """Return the block format to which "int4" quantizes a matrix that becomes codes of 4 or 8 bits.
 
-    Small models, whose rows are short, bear 4 bits badly.
+    Short rows get 8 bits, because small models lose too much accuracy with 4.
     """
     return "Q8_0" if inputs <= SHORT_ROW else "Q4_1"
 
 
 def best_rows(weight: np.ndarray, forms: tuple[str, ...]) -> BlockRows:
-    """Quantize to each of some formats, and return what errs least; the first of equals."""
-    return min((quantize_rows(weight, form) for form in forms), key=lambda made: made[1])[0]
+    """Quantize float32[O, I] to each format, and return the blocks with the smallest error."""
+    return min((quantize_rows(weight, form) for form in forms), key=lambda result: result[1])[0]
 
 
-def _quantized(rows: np.ndarray, made: BlockFormat) -> tuple[np.ndarray, float]:
-    """Return blocks uint8 [O, blocks, bytes] of float32[O, I], and their error.
+def _quantized(rows: np.ndarray, format_: BlockFormat) -> tuple[np.ndarray, float]:
+    """Quantize float32[O, I] to blocks uint8 [O, blocks, bytes]; return them with their error.
 
-    What float16 cannot hold is cut.
+    Values beyond the range of float16 are clipped.
     """
     most = np.float32(np.finfo(np.float16).max)
     rows = np.clip(rows, -most, most)
-    runs = rows.reshape(len(rows), -1, made.runs, made.run)
+    runs = rows.reshape(len(rows), -1, format_.runs, format_.run)
     field: dict[str, np.ndarray] = {}
-    if made.has_minimum:
-        scale, minimum = _with_minimum(runs, (1 << made.low + made.high) - 1)
+    if format_.has_minimum:
+        scale, minimum = _with_minimum(runs, (1 << format_.low + format_.high) - 1)
         field["minimum"] = _as_bytes(minimum[..., 0])
         runs = runs - _rounded(minimum)[..., None]
     else:
-        scale = _symmetric(runs, made)
-    if made.scaled:
+        scale = _symmetric(runs, format_)
+    if format_.scaled:
         largest = np.take_along_axis(scale, np.abs(scale).argmax(-1, keepdims=True), -1)
         whole = largest / np.float32(-128)
         field["scale"] = _as_bytes(whole[..., 0])
@@ -103,32 +104,37 @@ def _quantized(rows: np.ndarray, made: BlockFormat) -> tuple[np.ndarray, float]:
     else:
         field["scale"] = _as_bytes(scale[..., 0])
         scale = _rounded(scale)
-    least, most = _bounds(made)
+    least, most = _bounds(format_)
     numbers = np.clip(np.rint(runs / _nonzero(scale)[..., None]), least, most)
-    codes = numbers.astype(np.int8).reshape(*runs.shape[:2], made.size)
-    codes = codes.view(np.uint8) if made.low == 8 else (codes + np.int8(made.offset)).view(np.uint8)
-    field["low"] = packed(codes & 15 if made.low == 4 else codes, made.low)
-    if made.high:
-        field["high"] = packed(codes >> 4, made.high)
+    codes = numbers.astype(np.int8).reshape(*runs.shape[:2], format_.size)
+    codes = (
+        codes.view(np.uint8)
+        if format_.low == 8
+        else (codes + np.int8(format_.offset)).view(np.uint8)
+    )
+    field["low"] = packed(codes & 15 if format_.low == 4 else codes, format_.low)
+    if format_.high:
+        field["high"] = packed(codes >> 4, format_.high)
     numbers *= scale[..., None]
     numbers -= runs
     error = float(np.square(numbers, out=numbers).sum(dtype=np.float64))
-    return np.concatenate([field[name] for name in made.fields], axis=-1), error
+    return np.concatenate([field[name] for name in format_.fields], axis=-1), error
 
 
-def _bounds(made: BlockFormat) -> tuple[int, int]:
-    """Return the least and the greatest code less its offset."""
-    if made.low == 8:
+# The least and the greatest code, minus the offset of the format.
+def _bounds(format_: BlockFormat) -> tuple[int, int]:
+    if format_.low == 8:
         return -127, 127
-    return -made.offset, (1 << made.low + made.high) - 1 - made.offset
+    return -format_.offset, (1 << format_.low + format_.high) - 1 - format_.offset
 
 
 def _with_minimum(runs: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return scales and minima [...] of runs [..., values] whose codes go from 0 to `most`."""
+    """Find scales and minima [...] for runs [..., values] with codes from 0 to `most`."""
     low, high, mean = runs.min(-1), runs.max(-1), runs.mean(-1)
     centered = runs - mean[..., None]
     spread = np.square(centered).sum(-1)
-    # What the range itself gives, rounded as it is stored: of blocks that were such, no error.
+    # The first candidate is the range itself, rounded as it is stored. For weights that were
+    # dequantized from such blocks, its error is zero.
     scale, minimum = _rounded((high - low) / np.float32(most)), _rounded(low)
     codes = _codes(runs, minimum, scale, most)
     codes *= scale[..., None]
@@ -142,7 +148,7 @@ def _with_minimum(runs: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
         codes -= mean_code[..., None]
         products = (codes * centered).sum(-1)
         step = products / _nonzero(np.square(codes, out=codes).sum(-1))
-        error = np.maximum(spread - products * step, np.float32(1e-6) * spread)  # least squares'
+        error = np.maximum(spread - products * step, np.float32(1e-6) * spread)
         better = error < best
         best = np.where(better, error, best)
         scale = np.where(better, step, scale)
@@ -156,17 +162,20 @@ def _codes(runs: np.ndarray, start: np.ndarray, step: np.ndarray, most: int) -> 
     return np.clip(np.rint(codes, out=codes), 0, most, out=codes)
 
 
-def _symmetric(runs: np.ndarray, made: BlockFormat) -> np.ndarray:
-    """Return scales [...] of runs [..., values]; the largest value has the code furthest from 0."""
-    least, most = _bounds(made)
+def _symmetric(runs: np.ndarray, format_: BlockFormat) -> np.ndarray:
+    """Find scales [...] for runs [..., values] without a minimum.
+
+    The value of largest magnitude gets the code furthest from 0.
+    """
+    least, most = _bounds(format_)
     index = np.abs(runs).argmax(-1)[..., None]
     largest = np.take_along_axis(runs, index, -1)[..., 0]
     best = np.full(largest.shape, np.inf, np.float32)
     scale = np.zeros_like(largest)
     for stretch in _STRETCHES:
         step = largest / np.float32(least * stretch)
-        if made.low != 8 or stretch == 1.0:
-            if not made.scaled:
+        if format_.low != 8 or stretch == 1.0:
+            if not format_.scaled:
                 step = _rounded(step)
             codes = np.rint(runs / _nonzero(step)[..., None])
             np.clip(codes, least, most, out=codes)
@@ -177,7 +186,6 @@ def _symmetric(runs: np.ndarray, made: BlockFormat) -> np.ndarray:
 
 
 def _rounded(values: np.ndarray) -> np.ndarray:
-    """Round to float16, in float32; what would overflow stays the largest of them."""
     return as_float16(values).astype(np.float32)
 
 
@@ -186,5 +194,4 @@ def _as_bytes(values: np.ndarray) -> np.ndarray:
 
 
 def _nonzero(values: np.ndarray) -> np.ndarray:
-    """Replace values too small to divide by with 1, which makes the codes zeros."""
     return np.where(np.abs(values) < _TINY, np.float32(1), values)

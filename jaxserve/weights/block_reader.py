@@ -1,10 +1,10 @@
-"""Read tensors block by block, on several threads, into the parameters that they fill.
+"""Read tensors in row blocks, on several threads, into the parameters of a model.
 
-A block is read, cast and transposed by one thread, which holds it besides the parameters. What is
-read comes in a few streams, stretches of the files of about equal size: each is read from one end
-to the other, by one thread at a time, so that the kernel reads ahead for all of them. Several,
-because most of the time of reading from a fast disk is the kernel's own, for pages that it takes
-and copies: one stream would keep one core at it, whatever the other cores do.
+Each row block is read, cast and transposed by one thread, in buffers of that thread. The files are
+divided into a few streams of about equal size. Each stream is read sequentially, by one thread at a
+time, so that the kernel reads ahead in all of them. Several streams are needed because reading from
+a fast disk is mostly kernel time for allocating and copying pages, and one stream would use only
+one core for it.
 """
 
 from __future__ import annotations
@@ -32,18 +32,24 @@ from pallas_kernels.cpu.panels import PANEL
 
 THREADS = 4
 STREAMS = 4
-BLOCK_BYTES = 2 << 20  # size of a block that is read at a time
-PANEL_BYTES = 1 << 20  # the same for panels, which are made while a block is in the CPU's cache
-AHEAD_BYTES = 256 << 20  # bound on the bytes of each stream that are read before use
-SKIM_BYTES = 16 << 20  # a read of fewer bytes spends its time waiting for the interpreter
-SKIM_MEMORY = 256 << 10  # size of the buffer that they are read into repeatedly
+BLOCK_BYTES = 2 << 20  # size of a row block
+PANEL_BYTES = 1 << 20  # size of a row block for panels, which are filled from the CPU's cache
+AHEAD_BYTES = 256 << 20  # bound on the bytes of each stream that `reading_ahead` reads
+SKIM_BYTES = 16 << 20  # smaller reads would spend their time waiting for the interpreter lock
+SKIM_MEMORY = 256 << 10  # size of the buffer that `SKIM_BYTES` are read into repeatedly
 
 Shapes = Mapping[str, tuple[tuple[int, ...], np.dtype]]
 
 
 @dataclass(frozen=True)
 class _Job:
-    """Rows to be read, where they go, and whether they end their part and their parameter."""
+    """A row block to read.
+
+    Attributes:
+        parameter: the whole parameter, or its panels.
+        ends_part: this is the last row block of its part.
+        ends_parameter: this is the last row block of its parameter.
+    """
 
     path: str
     entry: TensorEntry
@@ -70,20 +76,19 @@ def read_parameters(
     check_finite: bool = True,
     leave_host: bool = False,
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield each parameter's path and values, or panels, in the order in which streams end them.
+    """Yield the path and the values (or panels) of each parameter as soon as it is read.
 
-    A stream holds the parameter that it fills. Where those do not stay on the host, there are so
-    few streams, at least one, that these and a float32 copy of each fit in the largest shard.
+    Each stream holds its current parameter in host memory. With `leave_host`, there are so few
+    streams (at least one) that these parameters and a float32 copy of each fit in the memory of
+    the largest shard.
 
     Args:
-        table: which tensor fills what.
-        entries: where each tensor lies.
-        dims: sizes of the letters in the table's layouts.
+        table: the tensor of each part of each parameter.
         shapes: shapes and dtypes of the parameters, by path.
         report: called after each tensor, or part of one, with the bytes read since its last call.
         plans: plans of the parameters that are read into panels, by path.
-        check_finite: refuse NaN and infinity, also where the cast makes them.
-        leave_host: whether parameters end elsewhere, or in another form.
+        check_finite: refuse NaN and infinity, including overflows of the cast.
+        leave_host: the caller copies the parameters to a device, or converts them.
 
     Raises:
         CheckpointError: a file cannot be read or has changed, or values are not finite.
@@ -109,9 +114,10 @@ def read_parameters(
                 report(done)
                 done = 0
             if job.ends_parameter:
+                # Keep no reference here: the memory is free as soon as the caller drops the array.
                 ended = [(job.path, job.parameter)]
                 del job
-                yield ended.pop()  # which then is the caller's alone, and goes when it lets it go
+                yield ended.pop()
     finally:
         pool.shutdown(cancel_futures=True)
         for file in files:
@@ -124,15 +130,15 @@ def reading_ahead(
     entries: Mapping[str, TensorEntry],
     meanwhile: Callable[[], object],
 ) -> Iterator[None]:
-    """Let the system read, while this is open, what `read_parameters` will request first.
+    """Read the first bytes of each stream into the system's file cache while the body runs.
 
-    The disk thus works while the caller determines the parameters. Errors in a file are left for
-    `read_parameters` to raise.
+    The disk thus works while the caller builds the abstract parameters. Errors in a file are not
+    raised here, because `read_parameters` raises them later.
 
     Args:
-        table: which tensor fills what.
-        entries: where each tensor lies.
-        meanwhile: called by another thread, which has ended, as all others, when this is closed.
+        table: the tensor of each part of each parameter.
+        meanwhile: function to run on another thread. The context exits after it has returned, and
+            raises its exceptions.
     """
     stop = Event()
     pool = ThreadPoolExecutor(STREAMS + 1, "ahead")
@@ -150,22 +156,20 @@ def reading_ahead(
 
 
 def _skim(entries: Iterable[TensorEntry], stop: Event) -> None:
-    """Read the first AHEAD_BYTES and forget them."""
-    memory, left = aligned_empty((SKIM_MEMORY,), BYTES), AHEAD_BYTES
+    memory, remaining = aligned_empty((SKIM_MEMORY,), BYTES), AHEAD_BYTES
     with closing(SharedFile()) as file:
         for entry in entries:
             for start in range(0, entry.num_bytes, SKIM_BYTES):
-                size = min(left, entry.num_bytes - start, SKIM_BYTES)
+                size = min(remaining, entry.num_bytes - start, SKIM_BYTES)
                 if stop.is_set() or not size:
                     return
                 file.skim(entry.shard, entry.offset + start, size, memory)
-                left -= size
+                remaining -= size
 
 
 def _in_order(
     table: Iterable[WeightName], entries: Mapping[str, TensorEntry]
 ) -> list[list[WeightName]]:
-    """Return the parts grouped by parameter, parts and groups in the order of the files."""
     table = sorted(table, key=lambda part: part.path)
     groups = [list(parts) for _, parts in groupby(table, key=lambda part: part.path)]
     for parts in groups:
@@ -179,7 +183,7 @@ def _place(entry: TensorEntry) -> tuple[str, int]:
 
 
 def _few_streams(entries: Mapping[str, TensorEntry], shapes: Shapes) -> int:
-    """Return the number of streams where parameters leave the host; see `read_parameters`."""
+    # See `read_parameters` for the memory bound.
     shards: Counter[str] = Counter()
     for entry in entries.values():
         shards[str(entry.shard.path)] += entry.num_bytes
@@ -192,19 +196,19 @@ def _few_streams(entries: Mapping[str, TensorEntry], shapes: Shapes) -> int:
 def _stretches(
     groups: Sequence[list[WeightName]], entries: Mapping[str, TensorEntry], count: int
 ) -> list[list[list[WeightName]]]:
-    """Divide the groups, in their order, into `count` stretches of about equal bytes."""
+    """Divide the groups, in their order, into `count` lists of about equal bytes."""
     sizes = [sum(entries[part.name].num_bytes for part in parts) for parts in groups]
     total, before = max(1, sum(sizes)), 0
-    found: list[list[list[WeightName]]] = [[] for _ in range(count)]
+    streams: list[list[list[WeightName]]] = [[] for _ in range(count)]
     for parts, size in zip(groups, sizes, strict=True):
-        # Where its middle is; of no bytes at all, the last ends behind the last stretch.
-        found[min(count - 1, (2 * before + size) * count // (2 * total))].append(parts)
+        # By the middle of the group. A last group of zero bytes would be past the last list.
+        streams[min(count - 1, (2 * before + size) * count // (2 * total))].append(parts)
         before += size
-    return found
+    return streams
 
 
 def _in_step(streams: Iterable[Iterator[_Job]]) -> Iterator[_Job]:
-    """Yield every stream's jobs in order, the next from the stream that has advanced least."""
+    # Yields all jobs, the next one always from the stream with the fewest bytes so far.
     far = dict.fromkeys(streams, 0)
     while far:
         stream = min(far, key=far.__getitem__)
@@ -224,13 +228,13 @@ def _jobs(
     plans: Mapping[str, PanelPlan],
     file: SharedFile,
 ) -> Iterator[_Job]:
-    """Yield every block of a stream in order; the first of a parameter allocates it."""
+    """Yield the row blocks of a stream in order, and allocate each parameter at its first one."""
     for parts in groups:
         path = parts[0].path
         plan = plans.get(path)
         parameter = aligned_empty(*(shapes[path] if plan is None else (plan.shape, plan.stored)))
         if plan is not None and prod(plan.outputs) % PANEL:
-            parameter[..., -1, :, :] = 0  # beyond the last output, where tensors share panels
+            parameter[..., -1, :, :] = 0  # padding after the last output
         for part in parts:
             entry = entries[part.name]
             if plan is None:

@@ -1,4 +1,4 @@
-"""Targets of a block that has been read: it is cast, and copied or laid out as panels."""
+"""Destinations of the row blocks of a tensor, which are cast and copied or laid out in panels."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ BYTES = np.dtype(np.uint8)
 
 
 class Memory(local):
-    """Buffers that one thread reads into and casts in, over and over.
+    """Reusable buffers of one thread, for reading and casting.
 
-    Fresh memory for each block would cost more than reading it: the kernel clears every page.
+    New memory for each row block would cost more time than reading it, because the kernel clears
+    every page.
     """
 
     def __init__(self) -> None:
@@ -28,7 +29,7 @@ class Memory(local):
         self.scratch = aligned_empty((SCRATCH_BYTES,), BYTES)
 
     def of(self, use: str, size: int) -> np.ndarray:
-        """Return a buffer of at least `size` bytes; each use has its own."""
+        """Return the buffer for the purpose `use`, uint8, with at least `size` bytes."""
         if len(self._kept.get(use, ())) < size:
             self._kept[use] = aligned_empty((size,), BYTES)
         return self._kept[use]
@@ -36,7 +37,7 @@ class Memory(local):
 
 @dataclass(frozen=True)
 class Strided:
-    """Location of a block in a parameter that keeps its own shape."""
+    """Destination of a row block in a parameter in its normal layout; `target` is a view of it."""
 
     block: Block
     target: np.ndarray
@@ -50,13 +51,20 @@ class Strided:
         return self.target.dtype
 
     def fill(self, rows: np.ndarray, memory: Memory, check_finite: bool) -> bool:
-        """Write the rows; return False if values that are checked are not finite."""
+        """Write the rows. Return False if `check_finite` and a value is not finite."""
         return copy_checked(self.target, self.block.arrange(rows), memory.scratch, check_finite)
 
 
 @dataclass(frozen=True)
 class InPanels:
-    """The panels that rows make, of their own, or, from a column on, with others."""
+    """Destination of rows in panels.
+
+    Attributes:
+        rows: first row, and one past the last.
+        panels: the panels that the rows fill.
+        column: column of the first row in its panel, if the panels have rows of other tensors too.
+            None if the rows fill the panels alone.
+    """
 
     rows: tuple[int, int]
     panels: np.ndarray
@@ -64,7 +72,7 @@ class InPanels:
     column: int | None = None
 
     def fill(self, rows: np.ndarray, memory: Memory, check_finite: bool) -> bool:
-        """Write the rows; return False if values that are checked are not finite."""
+        """Write the rows. Return False if `check_finite` and a value is not finite."""
         rows = _castable(rows, self.dtype, memory)
         if self.column is not None:
             rows = rows.astype(self.dtype, copy=False)
@@ -75,7 +83,7 @@ class InPanels:
 
 @dataclass(frozen=True)
 class TransposedPanels:
-    """The panels that a block becomes which holds all of one expert's matrix, in whatever order."""
+    """Destination of one expert's whole matrix in panels, whatever the order of its axes."""
 
     block: Block
     panels: np.ndarray
@@ -86,7 +94,7 @@ class TransposedPanels:
         return self.block.rows
 
     def fill(self, rows: np.ndarray, memory: Memory, check_finite: bool) -> bool:
-        """Write the rows; return False if values that are checked are not finite."""
+        """Write the rows. Return False if `check_finite` and a value is not finite."""
         rows = _castable(rows, self.dtype, memory)
         (matrix,) = self.block.arrange(rows)
         inputs = _inputs_first(matrix)
@@ -103,7 +111,7 @@ class TransposedPanels:
 
 
 def _castable(rows: np.ndarray, dtype: np.dtype, memory: Memory) -> np.ndarray:
-    """Return contiguous rows in a dtype that the kernels read; they widen bfloat16 themselves."""
+    # The kernels widen bfloat16 to float32 themselves.
     if rows.dtype != dtype and not (rows.dtype.name == "bfloat16" and dtype == np.float32):
         size = rows.size * dtype.itemsize
         cast = memory.of("cast", size)[:size].view(dtype).reshape(rows.shape)
@@ -113,7 +121,7 @@ def _castable(rows: np.ndarray, dtype: np.dtype, memory: Memory) -> np.ndarray:
 
 
 def _inputs_first(matrix: np.ndarray) -> np.ndarray | None:
-    """View a matrix [I, outputs...] as [I, M, turns] where memory allows it; None elsewhere."""
+    # Views a matrix [I, outputs...] as [I, M, turns], or returns None if that needs a copy.
     if matrix.flags.c_contiguous:
         return matrix.reshape(len(matrix), -1, 1)
     turns = matrix.swapaxes(1, -1)
@@ -123,12 +131,11 @@ def _inputs_first(matrix: np.ndarray) -> np.ndarray | None:
 def prepare_panels(
     stored: Iterable[np.dtype], together: Iterable[np.dtype], dtype: np.dtype
 ) -> None:
-    """Compile the kernels that make panels of `dtype` from rows of these dtypes.
+    """Compile the kernels that lay out panels of `dtype`, by running them on zeros.
 
     Args:
-        stored: dtypes of the tensors.
-        together: dtypes of the tensors that hold all experts' matrices.
-        dtype: dtype of the weights.
+        stored: dtypes of the tensors in the checkpoint.
+        together: dtypes of the tensors that hold the matrices of all experts.
     """
     shape, word = panel_shape(PANEL, PANEL, dtype)
     for source in stored:

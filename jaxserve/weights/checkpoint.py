@@ -1,4 +1,4 @@
-"""Files that make up a checkpoint, and the tensors in each."""
+"""Find the files of a checkpoint, and list the tensors in each."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -18,19 +18,18 @@ from jaxserve.weights.safetensors import (
 
 MAX_INDEX_BYTES = 64 << 20
 MAX_LISTED = 20
-# What configurations, tokenizers and chat templates end in, whoever reads them.
+# File name endings of configurations, tokenizers and chat templates, for all their readers.
 TEXT_ENDINGS = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".bpe")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Every tensor of a checkpoint by name, checked but not read.
+    """The tensors of a checkpoint by name, with checked headers. No values have been read.
 
     Attributes:
         directory: folder of the checkpoint, or a GGUF file.
-        tensors: tensors by their names.
-        whole: all of it is one model's, as in a GGUF file: every tensor must be used.
-        ignored: tensors of the shards, and files, that the index does not list.
+        whole: the checkpoint holds one model only, as a GGUF file does. Every tensor must be used.
+        ignored: tensors and files that the index does not list.
     """
 
     directory: Path
@@ -39,7 +38,7 @@ class Checkpoint:
     ignored: tuple[str, ...] = ()
 
     def check_unchanged(self) -> None:
-        """Raise CheckpointError if a file is not the one that was opened."""
+        """Raise CheckpointError if a file has changed since its header was read."""
         shards: set[Shard] = {entry.shard for entry in self.tensors.values()}
         for shard in shards:
             check_unchanged(shard)
@@ -48,13 +47,15 @@ class Checkpoint:
 def open_checkpoint(directory: str | Path) -> Checkpoint:
     """Find a checkpoint's files and read their headers.
 
-    Where there is an index, it decides which file each tensor is read from. All else is ignored.
+    If there is an index, it determines the file of each tensor. Other tensors and files are
+    ignored.
 
     Args:
         directory: holds `model.safetensors`, or shards with `model.safetensors.index.json`.
 
     Raises:
-        CheckpointError: files missing, outside the folder, malformed, or in disagreement.
+        CheckpointError: a file is missing, malformed or outside the folder, or the index disagrees
+            with the files.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -77,11 +78,11 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
 
 
 def check_text_files(directory: Path) -> None:
-    """Refuse a folder with configuration or tokenizer files that are none, or lie elsewhere.
+    """Check that configuration and tokenizer files are regular files inside the folder.
 
     Raises:
-        CheckpointError: a link out of the folder, a broken link, a pipe, a socket, a device or a
-            folder with the name of such a file.
+        CheckpointError: a file with such a name is a link out of the folder, a broken link, a pipe,
+            a socket, a device or a folder.
     """
     for name in sorted(os.listdir(directory)):
         path = directory / name
@@ -99,7 +100,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     if len(weight_map) > MAX_TENSORS:
         raise CheckpointError(f"{index}: lists {len(weight_map)} tensors; allowed: {MAX_TENSORS}")
     for name, file in weight_map.items():
-        # A file name and nothing else: no path, no parent, no NUL.
+        # Only a file name: no path, no parent, no NUL.
         plain = isinstance(file, str) and Path(file).name == file and file.isprintable()
         if not plain or not file.endswith(".safetensors"):
             raise CheckpointError(
@@ -110,7 +111,6 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _shard_files(directory: Path, names: Iterable[str]) -> list[Path]:
-    """Return the shards' paths, after checking that all exist and lie within the folder."""
     names, present = list(names), set(os.listdir(directory))
     missing = [name for name in names if name not in present or not (directory / name).exists()]
     if missing:
@@ -121,10 +121,7 @@ def _shard_files(directory: Path, names: Iterable[str]) -> list[Path]:
 
 
 def _check_inside(directory: Path, path: Path) -> None:
-    """Refuse a link out of the folder, other than those of the Hugging Face cache.
-
-    There, `<model>/snapshots/<revision>/<name>` links to `<model>/blobs/<hash>`.
-    """
+    # The Hugging Face cache links `<model>/snapshots/<revision>/<name>` to `<model>/blobs/<hash>`.
     home, target = directory.resolve(), path.resolve()
     inside = [home]
     if home.parent.name == "snapshots":
@@ -136,7 +133,11 @@ def _check_inside(directory: Path, path: Path) -> None:
 def _by_index(
     index: Path, weight_map: Mapping[str, str], entries: Iterable[TensorEntry]
 ) -> tuple[dict[str, TensorEntry], list[str]]:
-    """Return the tensors that the index lists, each from its file, and names of all others."""
+    """Return the tensors that the index lists, by name, and descriptions of all other tensors.
+
+    Raises:
+        CheckpointError: a file lacks a tensor that the index lists there.
+    """
     tensors: dict[str, TensorEntry] = {}
     ignored: list[str] = []
     for entry in entries:
@@ -154,9 +155,9 @@ def _by_index(
 
 
 def _what_instead(directory: Path) -> str:
-    found = sorted(path.name for path in directory.iterdir() if path.is_file())
-    pickles = [name for name in found if name.endswith((".bin", ".pt", ".pth", ".pkl", ".ckpt"))]
-    others = [name for name in found if name.endswith((".safetensors", ".gguf"))]
+    files = sorted(path.name for path in directory.iterdir() if path.is_file())
+    pickles = [name for name in files if name.endswith((".bin", ".pt", ".pth", ".pkl", ".ckpt"))]
+    others = [name for name in files if name.endswith((".safetensors", ".gguf"))]
     if pickles and not others:
         return (
             f"has only PyTorch pickles ({listed(pickles)}), which can run code when loaded; "
@@ -167,7 +168,7 @@ def _what_instead(directory: Path) -> str:
 
 
 def listed(items: Iterable[str]) -> str:
-    """Format items for an error: the first few, and the number of the rest."""
+    """Join the first items for an error message, and append the number of omitted ones."""
     items = list(items)
     more = f" and {len(items) - MAX_LISTED} more" if len(items) > MAX_LISTED else ""
     return ", ".join(item[:200] for item in items[:MAX_LISTED]) + more

@@ -1,4 +1,4 @@
-"""Quantized matrices on the host, on their way to a device."""
+"""Quantized matrices on the host, before they are packed and copied to a device."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 @dataclass(frozen=True)
 class Codes:
-    """A quantized matrix on the host, rows being inputs; int4 has one code a byte here.
+    """A quantized matrix on the host, with inputs as rows and one code per byte, also for int4.
 
     Attributes:
         form: "int8", "fp8" or "int4".
         values: int8 or uint8 [I, O].
-        scales: [groups, O]; groups of `group` inputs, the last one may be shorter.
-        zeros: [groups, O], zero points as uint8, or minima as floats: what code 0 stands for; None
+        scales: [groups, O].
+        zeros: [groups, O], zero points as uint8, or minima (the values of code 0) as floats. None
             means zero points of 8 for int4.
-        order: i32[I], the input of each row; None where they are in order.
+        order: i32[I], the input of each row. None if the inputs are in order.
+        group: number of inputs that share a scale. The last group may be shorter.
     """
 
     form: str
@@ -36,7 +37,7 @@ class Codes:
     group: int
 
     def with_columns(self, columns: np.ndarray) -> Codes:
-        """Return the codes of these outputs alone, in this order."""
+        """Return the matrix with only the outputs `columns`, in that order."""
         zeros = None if self.zeros is None else self.zeros[:, columns]
         return replace(
             self, values=self.values[:, columns], scales=self.scales[:, columns], zeros=zeros
@@ -44,20 +45,23 @@ class Codes:
 
     @property
     def has_minima(self) -> bool:
-        """Return whether `zeros` are minima."""
+        """Whether `zeros` are minima, not zero points."""
         return self.zeros is not None and self.zeros.dtype != np.uint8
 
     @property
     def layout(self) -> tuple[object, ...]:
-        """Form, group, dtype of scales and kind of zeros, which joined matrices share."""
+        """Key for joining: form, group, dtype of the scales, and whether zeros are minima.
+
+        Matrices can be joined only if their keys and their `order` are equal.
+        """
         return self.form, self.group, self.scales.dtype, self.has_minima
 
     def zeros_or_default(self) -> np.ndarray:
-        """Zero points, also where they are all the middle of the range."""
+        """Return `zeros`, or zero points of 8 if it is None."""
         return np.full(self.scales.shape, 8, np.uint8) if self.zeros is None else self.zeros
 
     def dequantized(self) -> np.ndarray:
-        """Return float32[I, O], with inputs in order."""
+        """Return the weights as float32[I, O], with inputs in order."""
         group = np.arange(len(self.values)) // self.group
         stored = np.dtype(np.uint8) if self.form == "int4" else np.dtype(np.int8)
         stored = FP8 if self.form == "fp8" else stored
@@ -74,12 +78,12 @@ class Codes:
         return out
 
     def packed(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Return codes padded to whole groups, two a byte for int4, with scales and zero points."""
+        """Return codes padded to whole groups, scales, and `zeros`. int4 has two codes a byte."""
         values, inputs = self.values, len(self.values)
         groups, missing = len(self.scales), len(self.scales) * self.group - inputs
         neutral = 8 if self.form == "int4" else 0
         if missing:
-            # What stands for zero in a group with zero points of its own does not matter: the
+            # With other zero points the padding is not zero. That does not matter, because the
             # activations are padded with zeros.
             values = np.pad(values, ((0, missing), (0, 0)), constant_values=neutral)
         if self.form == "int4":
@@ -90,13 +94,11 @@ class Codes:
         return values, self.scales, self.zeros
 
     def as_weight(self, outputs: tuple[int, ...]) -> QuantizedWeight:
-        """Pack the codes as a weight whose arrays are NumPy's."""
+        """Pack the codes into a weight of NumPy arrays, with outputs of shape `outputs`."""
         values, scales, zeros = (cast(Any, part) for part in self.packed())
         order: Any = self.order
-        return QuantizedWeight(
-            *(values, scales, zeros, order), self.form, len(self.values), outputs
-        )
+        return QuantizedWeight(values, scales, zeros, order, self.form, len(self.values), outputs)
 
     def placed(self, outputs: tuple[int, ...]) -> QuantizedWeight:
-        """Pack the codes and place them on JAX's default device."""
+        """Pack the codes into a weight with outputs of shape `outputs` on JAX's default device."""
         return jax.tree.map(jnp.asarray, self.as_weight(outputs))

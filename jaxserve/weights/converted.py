@@ -1,9 +1,9 @@
-"""Folders that `jaxserve convert` writes: a model's placed parameters, kept by Orbax.
+"""Write and load the folders of `jaxserve convert`: placed parameters, stored with Orbax.
 
-`jaxserve.json` lists every file with its size, every array with its shape, dtype and digest, and
-how those of quantized parameters belong together (`stored_trees.py`). It is the last file written,
-and the folder gets its name only then, so a folder with that file is whole, unless it was damaged
-later, which shows.
+The card, `jaxserve.json`, lists every file with its size, every array with its shape, dtype and
+digest, and the form of each quantized parameter (`parameter_arrays.py`). It is the last file
+written, and the folder is renamed to its final name afterwards. A folder with a card is therefore
+complete, and the digests reveal later damage.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MAX_FILES = 1 << 17
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 CODES = ("int8", "uint8", "int32")  # dtypes of quantized parameters
 
-# The sharding of a parameter, given its path and shape.
+# Returns the sharding of a parameter, given its path and shape.
 ShardingOf = Callable[[str, tuple[int, ...]], jax.sharding.Sharding]
 
 
@@ -56,15 +56,15 @@ class _Parameter:
 
 @dataclass(frozen=True)
 class ConvertedModel:
-    """Description of a converted folder, as its card gives it, and its files.
+    """Contents of a converted folder: the description in its card, and its files.
 
     Attributes:
-        dtype: dtype of the parameters that are not quantized.
-        parameters: description of each array, by name.
+        dtype: dtype of the unquantized parameters.
+        parameters: shape, dtype and digest of each array, by name.
         forms: forms of the quantized parameters, by path.
-        quantization: what they were quantized to while they were read; None if nothing was, also
-            where the checkpoint was quantized already.
-        files: files below the folder, and their sizes.
+        quantization: form to which the conversion quantized the model. None without quantization,
+            and for checkpoints that were already quantized.
+        files: sizes in bytes of the files below the folder, by relative path.
     """
 
     directory: Path
@@ -76,7 +76,10 @@ class ConvertedModel:
 
 
 def is_converted(directory: Path) -> bool:
-    """Return whether `write_converted` made a folder; a partial one counts and is refused later."""
+    """Return whether a folder was written by `write_converted`, even if it is incomplete.
+
+    `open_converted` refuses incomplete folders.
+    """
     return (directory / CARD).exists() or (directory / WEIGHTS).is_dir()
 
 
@@ -88,21 +91,22 @@ def write_converted(
     dtype: str,
     quantization: str | None = None,
 ) -> None:
-    """Write a model's parameters and what `extra` writes beside them, all or nothing.
+    """Write a folder with a model's parameters and the files that `extra` adds.
 
-    Everything is written under another name, read back and compared bit for bit, and then renamed.
+    The folder is written under a temporary name, read back, compared bit for bit, and then renamed.
+    After an error, the temporary folder is removed.
 
     Args:
         values: arrays by path, on any devices. The dict is emptied, so that memory never holds
             them twice.
-        config: configuration of the model.
         directory: folder to create; it must not exist.
         extra: function that writes configuration and tokenizer into a folder.
         dtype: dtype of the parameters that are not quantized.
-        quantization: what they were quantized to while they were read.
+        quantization: form to which the model was quantized while it was read, or None.
 
     Raises:
-        CheckpointError: the folder exists, cannot be written, or what was read back differs.
+        CheckpointError: the folder exists or cannot be written, or the arrays that were read back
+            differ.
     """
     directory = directory.absolute()
     if directory.exists() or directory.is_symlink():
@@ -140,10 +144,10 @@ def write_converted(
 
 
 def open_converted(directory: Path) -> ConvertedModel:
-    """Read a folder's card, and check that its files are all there and no others.
+    """Read the card of a converted folder, and check that the folder has exactly its files.
 
     Raises:
-        CheckpointError: it is not whole, or malformed.
+        CheckpointError: the folder is incomplete or has other files, or the card is malformed.
     """
     card = directory / CARD
     if not card.exists():
@@ -155,7 +159,7 @@ def open_converted(directory: Path) -> ConvertedModel:
         fields.refuse("format", f"{FORMAT}; convert the model again")
     dtype = fields.choice("dtype", DTYPES)
     described, files = fields.take("parameters"), fields.take("files")
-    # Neither is in a card of a version that could not keep quantized parameters.
+    # Cards of versions without quantized parameters lack both fields.
     quantized = fields.take("forms") if fields.mentions("forms") else {}
     quantization = fields.take("quantization")
     if quantization not in (None, *FORMS):
@@ -165,19 +169,19 @@ def open_converted(directory: Path) -> ConvertedModel:
     fields.finish()
     if fields.problems:
         raise CheckpointError(f"{card}: " + "; ".join(fields.problems))
-    found = _files(directory)
-    if not isinstance(files, dict) or files != found:
+    sizes = _files(directory)
+    if not isinstance(files, dict) or files != sizes:
         names = set(files) if isinstance(files, dict) else set()
-        wrong = [f"{name[:100]!r} missing" for name in sorted(names - found.keys(), key=str)]
-        wrong += [f"{name!r} not listed" for name in sorted(found.keys() - names)]
+        wrong = [f"{name[:100]!r} missing" for name in sorted(names - sizes.keys(), key=str)]
+        wrong += [f"{name!r} not listed" for name in sorted(sizes.keys() - names)]
         wrong += [
             f"{name!r} of another size"
-            for name in sorted(names & found.keys())
-            if files[name] != found[name]
+            for name in sorted(names & sizes.keys())
+            if files[name] != sizes[name]
         ]
         raise CheckpointError(f"{card}: its list is not what the folder holds: {listed(wrong)}")
     parameters = _parameters(card, described)
-    return ConvertedModel(directory, dtype, parameters, quantized, quantization, found)
+    return ConvertedModel(directory, dtype, parameters, quantized, quantization, sizes)
 
 
 def load_converted(
@@ -190,14 +194,13 @@ def load_converted(
     """Load the model of a converted folder, with every parameter placed and verified.
 
     Args:
-        converted: the folder.
-        config: what it should hold.
-        sharding_of: sharding of an array by path and shape; by default, everything goes to JAX's
-            default device.
-        kv_scales: take over the scales for a cache in fp8, if it has them.
+        config: configuration that the parameters must match.
+        sharding_of: returns the sharding of an array, given its path and shape. By default, all
+            arrays are placed on JAX's default device.
+        kv_scales: use the folder's scales for an fp8 cache, if it has them.
 
     Raises:
-        CheckpointError: parameters that are not those of `config`, or differ from what was written.
+        CheckpointError: the parameters do not match `config`, or an array differs from its digest.
     """
     model = abstract_model(config, jnp.dtype(converted.dtype))
     tree = expected_tree(converted, model)
@@ -215,22 +218,22 @@ def load_converted(
         lambda orbax: orbax.restore(converted.directory.absolute() / WEIGHTS, abstract),
     )
     verify(converted.directory, values, converted.parameters)
-    # The leaves are in the tree's own order, which is not that of the names.
+    # The leaves must be in the order of the tree, which differs from the order of `values`.
     values = jax.tree.structure(tree).unflatten([values[name] for name in abstract])
     return with_scales(model, values, kv_scales)
 
 
 def restored(converted: ConvertedModel, use: Callable[[Any], Any]) -> Any:
-    """Call `use` with a checkpointer of Orbax, in a thread of its own.
+    """Call `use` with an Orbax checkpointer, on a new thread, and return its result.
 
     Raises:
-        CheckpointError: the folder cannot be restored.
+        CheckpointError: the folder cannot be restored. Errors of Orbax are converted to this one.
     """
     try:
         return _with_orbax(use)
     except (CheckpointError, UnsupportedModel):
         raise
-    except Exception as error:  # Orbax and TensorStore raise whatever they meet
+    except Exception as error:  # Orbax and TensorStore raise exceptions of many types
         text = " ".join(str(error).split())[:300]
         raise CheckpointError(
             f"{converted.directory / WEIGHTS}: cannot be restored ({text})"
@@ -238,7 +241,10 @@ def restored(converted: ConvertedModel, use: Callable[[Any], Any]) -> Any:
 
 
 def with_scales(model: Decoder, values: dict[str, Any], kv_scales: bool) -> Decoder:
-    """Fill a model, with the scales of its cache where they are to be taken over."""
+    """Return the model filled with `values`, with the scales of its cache only if `kv_scales`.
+
+    The scales are removed from `values`.
+    """
     scales = {path: values.pop(path) for path in list(values) if path in scales_of(model)}
     model = filled(model, values)
     if kv_scales:
@@ -248,18 +254,18 @@ def with_scales(model: Decoder, values: dict[str, Any], kv_scales: bool) -> Deco
 
 
 def expected_tree(converted: ConvertedModel, model: Decoder) -> dict[str, Any]:
-    """Return the parameters that the folder must hold, once its card agrees.
+    """Return the parameters that the folder must hold, by path, with shapes in place of arrays.
 
     Raises:
-        CheckpointError: the card lists others.
+        CheckpointError: the card lists other arrays, shapes or dtypes.
     """
     tree = _abstract_tree(converted, model)
     expected = {
         name: (tuple(leaf.shape), str(leaf.dtype)) for name, leaf in named_arrays(tree).items()
     }
-    held = {path: (entry.shape, entry.dtype) for path, entry in converted.parameters.items()}
-    if held != expected:
-        wrong = [path for path in {**expected, **held} if expected.get(path) != held.get(path)]
+    stored = {path: (entry.shape, entry.dtype) for path, entry in converted.parameters.items()}
+    if stored != expected:
+        wrong = [path for path in {**expected, **stored} if expected.get(path) != stored.get(path)]
         raise CheckpointError(
             f"{converted.directory}: the parameters are not those of config.json: "
             f"{listed(sorted(wrong))}"
@@ -268,7 +274,10 @@ def expected_tree(converted: ConvertedModel, model: Decoder) -> dict[str, Any]:
 
 
 def _abstract_tree(converted: ConvertedModel, model: Decoder) -> dict[str, Any]:
-    """Return the parameters that the folder must hold, with shapes in place of arrays."""
+    """Return the parameters of `model`, by path, as shapes and in the forms of the card.
+
+    Scales of the cache are included if the card lists them.
+    """
     parameters = parameters_of(model)
     tree: dict[str, Any] = {
         path: jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype)
@@ -290,14 +299,14 @@ def _abstract_tree(converted: ConvertedModel, model: Decoder) -> dict[str, Any]:
 
 
 def _with_orbax(use: Callable[[Any], Any]) -> Any:
-    """Call `use` with a checkpointer, in a thread of its own, and return its result.
+    """Call `use` with an Orbax checkpointer, on a new thread, and return its result.
 
-    Orbax runs event loops: it refuses to where the thread runs one already, as a notebook's does,
-    and takes away one that the thread only has, which is then never closed. It is imported here
-    because that takes seconds.
+    Orbax runs event loops. On a thread that already runs one, such as a notebook's, it fails. If
+    the thread has an event loop that is not running, Orbax replaces it, and that loop is never
+    closed. Orbax is imported here because the import takes seconds.
     """
-    config: Any = jax.config  # whose settings types do not list
-    wide = config.jax_enable_x64  # may be this thread's alone
+    config: Any = jax.config  # its type stubs lack the settings
+    wide = config.jax_enable_x64  # the setting may apply to this thread only
 
     def call() -> Any:
         orbax = importlib.import_module("orbax.checkpoint")
@@ -309,10 +318,10 @@ def _with_orbax(use: Callable[[Any], Any]) -> Any:
 
 
 def verify(where: Path, values: Mapping[str, Any], written: Mapping[str, _Parameter]) -> None:
-    """Compare arrays with what was written, by digests.
+    """Compare the shapes, dtypes and digests of arrays with the descriptions in `written`.
 
     Raises:
-        CheckpointError: names those that differ.
+        CheckpointError: arrays differ. The error names them.
     """
     got = _describe(values)
     wrong = sorted(path for path in written if got[path] != written[path])
@@ -321,8 +330,7 @@ def verify(where: Path, values: Mapping[str, Any], written: Mapping[str, _Parame
 
 
 def _describe(values: Mapping[str, Array]) -> dict[str, _Parameter]:
-    """Describe each array by shape, dtype and digest; the host holds a few copies at a time."""
-
+    # Two threads: the host holds copies of only a few arrays at a time.
     def describe(value: Array) -> _Parameter:
         host = np.ascontiguousarray(np.asarray(value))
         digest = hashlib.sha256(host.reshape(-1).view(np.uint8).data).hexdigest()
@@ -333,8 +341,12 @@ def _describe(values: Mapping[str, Array]) -> dict[str, _Parameter]:
 
 
 def _files(directory: Path) -> dict[str, int]:
-    """Return every file below a folder but its card, with its size; refuse links and others."""
-    found: dict[str, int] = {}
+    """Return the sizes of all files below a folder except its card, by relative path.
+
+    Raises:
+        CheckpointError: there are links, devices or other special files, or too many files.
+    """
+    sizes: dict[str, int] = {}
     waiting = [directory]
     while waiting:
         with os.scandir(waiting.pop()) as entries:
@@ -346,16 +358,16 @@ def _files(directory: Path) -> dict[str, int]:
             elif not entry.is_file(follow_symlinks=False):
                 raise CheckpointError(f"{directory / name}: not a regular file of this folder")
             elif name != CARD:
-                found[name] = entry.stat(follow_symlinks=False).st_size
-            if len(found) + len(waiting) > MAX_FILES:
+                sizes[name] = entry.stat(follow_symlinks=False).st_size
+            if len(sizes) + len(waiting) > MAX_FILES:
                 raise CheckpointError(f"{directory}: holds more than {MAX_FILES} files")
-    return found
+    return sizes
 
 
 def _parameters(card: Path, described: Any) -> dict[str, _Parameter]:
     if not isinstance(described, dict):
         raise CheckpointError(f"{card}: parameters must map paths to their descriptions")
-    found = {}
+    parameters = {}
     for path, entry in described.items():
         try:
             shape, dtype, sha256 = entry["shape"], entry["dtype"], entry["sha256"]
@@ -364,8 +376,8 @@ def _parameters(card: Path, described: Any) -> dict[str, _Parameter]:
             sound = False
         if not sound or dtype not in (*DTYPES, *CODES):
             raise CheckpointError(f"{card}: {path[:200]!r} needs a shape, a dtype and a sha256")
-        found[path] = _Parameter(tuple(shape), dtype, sha256)
-    return found
+        parameters[path] = _Parameter(tuple(shape), dtype, sha256)
+    return parameters
 
 
 def _write_synced(path: Path, text: str) -> None:
@@ -382,7 +394,7 @@ def _sync_all(directory: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Flush a file, or the names in a folder, to the disk."""
+    # For a folder, this flushes the names of its files.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

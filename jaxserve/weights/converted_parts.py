@@ -1,8 +1,7 @@
 # pyright: reportUnknownMemberType=false
-"""Converted folders on several devices: parameters are read whole, one after the other, and cut.
+"""Load converted folders on several devices: read each parameter whole, then cut it.
 
-Folders hold the forms that one device multiplies, whatever they were made on, and are read on any
-number of devices.
+A folder holds the parameters in the forms of a single device, so any number of devices can read it.
 """
 
 from __future__ import annotations
@@ -48,15 +47,13 @@ def load_converted_parts(
     """Load the model of a converted folder on several devices, each array verified.
 
     Args:
-        converted: the folder.
-        config: what it should hold, with its split over the mesh.
-        mesh: the devices.
-        panels: lay out matrices for the CPU's own products.
-        kv_scales: take over the scales for a cache in fp8, if it has them.
+        config: configuration that the parameters must match, with its split over the mesh.
+        panels: lay out matrices for our CPU kernels.
+        kv_scales: use the folder's scales for an fp8 cache, if it has them.
 
     Raises:
         CheckpointError: see `load_converted`.
-        UnsupportedModel: codes that cannot be cut where devices would.
+        UnsupportedModel: the split would cut through a group of inputs that share a scale.
     """
     model = abstract_model(config, jnp.dtype(converted.dtype))
     parameters, tree = parameters_of(model), expected_tree(converted, model)
@@ -78,7 +75,7 @@ def load_converted_parts(
 
 
 def _whole(converted: ConvertedModel, path: str, form: Any) -> Any:
-    """Read one parameter onto the host, and verify it.
+    """Read one parameter onto the host, verify its digests, and return it as NumPy arrays.
 
     Args:
         form: the parameter with shapes in place of arrays.
@@ -97,13 +94,13 @@ def _whole(converted: ConvertedModel, path: str, form: Any) -> Any:
 
 
 def _groups(tree: Mapping[str, Any]) -> dict[str, int]:
-    """Return the inputs of a group, by path of the parameters that have codes."""
-    found: dict[str, int] = {}
+    # Inputs that share a scale, by path of the quantized parameters.
+    sizes: dict[str, int] = {}
     for path, value in tree.items():
         weight = value.weight if isinstance(value, TokenRounded) else value
         for part in weight.weights if isinstance(weight, SplitWeight) else (weight,):
             if isinstance(part, QuantizedWeight | QuantizedExperts):
                 groups, width = part.scales.shape[-2], codes_a_row(part.form)
                 size = part.values.shape[-2] * width // groups if groups > 1 else width
-                found[path] = max(size, found.get(path, 1))
-    return found
+                sizes[path] = max(size, sizes.get(path, 1))
+    return sizes

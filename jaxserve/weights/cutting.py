@@ -1,8 +1,7 @@
-"""Pieces of a parameter for several devices: cut from what was read or quantized whole.
+"""Cut parameters into parts for several devices, after they were read or quantized whole.
 
-Codes are those of the whole matrix, whose scales may span inputs that lie on several devices: a
-matrix quantized piece by piece would be another one. Outputs are cut anywhere, inputs where a group
-of them that shares a scale ends.
+The codes are those of the whole matrix, because a matrix quantized part by part would have other
+scales. Outputs can be cut anywhere. Inputs are cut only between groups that share a scale.
 """
 
 from __future__ import annotations
@@ -30,19 +29,23 @@ from pallas_kernels.quantized_codes import codes_a_row
 
 
 def cut(value: Any, axes: Any, part: Part, path: str) -> Any:
-    """Return a part of a parameter: blocks on JAX's default device, other arrays on the host.
+    """Return one device's part of a parameter.
 
     Args:
-        value: the whole, in any form but that of panels of floats or of codes.
+        value: the whole parameter, in any form except panels of floats or of codes.
         axes: logical axes of the parameter.
-        part: indices of its dimensions.
-        path: of the parameter, for errors.
+        part: the index ranges of the part.
+
+    Returns:
+        The part in the form of `value`. `BlockPanels` are on JAX's default device, other arrays on
+        the host.
 
     Raises:
-        UnsupportedModel: its inputs are cut within a group, or lie in an order of their own.
+        UnsupportedModel: the part ends within a group of inputs, or its matrix would be cut between
+            inputs that are sorted by group.
     """
     if isinstance(value, TokenRounded):
-        # A row is rounded by the largest of all of its inputs, wherever those lie.
+        # An activation row is rounded by the maximum over its inputs on all devices.
         axis = AXIS if _cuts_inputs(axes, part) else None
         return replace(value, weight=cut(value.weight, axes, part, path), axis=axis)
     if isinstance(value, QuantizedExperts):
@@ -71,12 +74,12 @@ def _cut_matrix(
     shape: tuple[int, ...],
     path: str,
 ) -> QuantizedWeight:
-    """Cut a quantized matrix.
+    """Return the part of a quantized matrix with the given inputs and outputs.
 
     Args:
-        inputs: consecutive.
-        outputs: in any order.
-        shape: that the outputs have.
+        inputs: consecutive indices.
+        outputs: indices in any order.
+        shape: shape of the outputs of the result.
     """
     if weight.order is not None and len(inputs) < weight.inputs:
         raise UnsupportedModel(
@@ -96,7 +99,11 @@ def _taken(
     outputs: np.ndarray,
     path: str,
 ) -> tuple[Any, Any, Any]:
-    """Take rows and columns of codes [..., rows, O], scales and zero points [..., groups, O]."""
+    """Return the codes, scales and zero points of some consecutive inputs and some outputs.
+
+    arrays: codes [..., rows, O], scales and zero points [..., groups, O]; all_inputs: number of
+    inputs of the whole matrix.
+    """
     values, scales, zeros = arrays
     assert values is not None and scales is not None
     width, groups = codes_a_row(form), scales.shape[-2]
@@ -114,15 +121,15 @@ def _taken(
         is_whole = len(outputs) == array.shape[-1] and (np.diff(outputs) == 1).all()
         return np.ascontiguousarray(array if is_whole else array[..., outputs])
 
-    kept = None if zeros is None else take(zeros, of_groups)
-    return take(values, rows), take(scales, of_groups), kept
+    cut_zeros = None if zeros is None else take(zeros, of_groups)
+    return take(values, rows), take(scales, of_groups), cut_zeros
 
 
 def check_border(path: str, inputs: int, group: int) -> None:
-    """Refuse pieces of so many inputs where they would end within a group.
+    """Check that `inputs`, the number of inputs of each device, is a multiple of `group`.
 
     Raises:
-        UnsupportedModel: names the parameter and both sizes.
+        UnsupportedModel: it is not. The error names the parameter and both sizes.
     """
     if inputs % group:
         raise UnsupportedModel(
@@ -132,16 +139,15 @@ def check_border(path: str, inputs: int, group: int) -> None:
 
 
 def _cut_experts(experts: QuantizedExperts, part: Part, path: str) -> QuantizedExperts:
-    """Cut every expert's matrix, or take some of the experts."""
     chosen, matrix = _chosen(part), Part(part.shape[1:], part.spans[1:])
-    own = [None if array is None else array[chosen] for array in _arrays(experts)]
+    arrays = [None if array is None else array[chosen] for array in _arrays(experts)]
     taken = matrix.inputs(1), matrix.outputs(1)
-    host = _taken(own, experts.form, experts.inputs, *taken, path)
+    host = _taken(arrays, experts.form, experts.inputs, *taken, path)
     return QuantizedExperts(*host, experts.form, len(matrix.inputs(1)), matrix.own_shape[1:])
 
 
 def _chosen(part: Part) -> slice | np.ndarray:
-    """Return what takes a part's experts: a slice, of which no copy is made, where it can be."""
+    # A slice, if possible, selects the experts without a copy.
     spans = part.spans[0]
     return slice(*spans[0]) if len(spans) == 1 else part.inputs(1)
 
@@ -152,20 +158,21 @@ def _arrays(weight: QuantizedWeight | QuantizedExperts) -> list[np.ndarray | Non
 
 
 def _cut_parts(weight: SplitWeight, contract: int, part: Part, path: str) -> SplitWeight:
-    """Cut each of a fused projection's matrices; those of which nothing is left go."""
-    own = np.full(part.shape[contract:], -1, np.int64).reshape(-1)
+    """Cut each matrix of a fused projection, and drop the matrices without outputs in the part."""
+    index_in_part = np.full(part.shape[contract:], -1, np.int64).reshape(-1)
     outputs = part.outputs(contract)
-    own[outputs] = np.arange(len(outputs))
-    own = own.reshape(part.shape[contract:])
+    index_in_part[outputs] = np.arange(len(outputs))
+    index_in_part = index_in_part.reshape(part.shape[contract:])
     weights, places = [], []
     for matrix, place in zip(weight.weights, weight.places, strict=True):
         window = tuple(slice(start, start + size) for start, size in place)
-        numbers = own[window].reshape(-1)  # of each output of the matrix, its number in the piece
-        kept = np.flatnonzero(numbers >= 0)
-        if not len(kept):
+        # Index in the part of each output of the matrix, or -1.
+        numbers = index_in_part[window].reshape(-1)
+        chosen = np.flatnonzero(numbers >= 0)
+        if not len(chosen):
             continue
-        piece_place = _place(numbers[kept], part.own_shape[contract:])
-        order = kept[np.argsort(numbers[kept])]
+        piece_place = _place(numbers[chosen], part.own_shape[contract:])
+        order = chosen[np.argsort(numbers[chosen])]
         shape = (len(order),)
         if isinstance(matrix, BlockPanels):
             weights.append(_cut_rows(matrix, part.inputs(contract), order, shape, path))
@@ -176,7 +183,7 @@ def _cut_parts(weight: SplitWeight, contract: int, part: Part, path: str) -> Spl
 
 
 def _place(numbers: np.ndarray, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Return start and size, along each dimension, of flat indices that fill a window."""
+    # `numbers` are flat indices that fill a window of `shape`.
     corners = (np.unravel_index(numbers.min(), shape), np.unravel_index(numbers.max(), shape))
     place = tuple((int(a), int(b - a + 1)) for a, b in zip(*corners, strict=True))
     assert prod(size for _, size in place) == len(numbers)
@@ -184,7 +191,7 @@ def _place(numbers: np.ndarray, shape: tuple[int, ...]) -> tuple[tuple[int, int]
 
 
 def _cut_blocks(value: BlockPanels, axes: Any, part: Part, path: str) -> BlockPanels:
-    """Cut a matrix in blocks: of a layer, of the embedding, or of each expert."""
+    """Cut a matrix in GGUF blocks: a layer's, the embedding's, or the matrices of all experts."""
     if axes not in EXPERTS:
         contract = PROJECTIONS.get(axes, 0 if axes == ("vocab", "embed") else 1)
         if not contract:  # a table, whose rows are outputs
@@ -195,7 +202,7 @@ def _cut_blocks(value: BlockPanels, axes: Any, part: Part, path: str) -> BlockPa
     matrix = Part(part.shape[1:], part.spans[1:])
     taken = matrix.inputs(1), matrix.outputs(1)
     panels = np.asarray(value.panels)[_chosen(part)]
-    rows = (_rows_taken(own, value.form, *taken, path) for own in panels)
+    rows = (_rows_taken(expert, value.form, *taken, path) for expert in panels)
     own_outputs = matrix.own_shape[1:]
     return BlockPanels.of_experts(rows, len(panels), value.form, value.dtype, own_outputs)
 
@@ -218,7 +225,10 @@ def _rows_taken(
     outputs: np.ndarray,
     path: str,
 ) -> np.ndarray:
-    """Take blocks of some outputs from panels; outputs past the last one are zeros."""
+    """Return the blocks of some inputs and outputs from panels, uint8 [outputs, blocks, bytes].
+
+    Outputs beyond the panels are zeros.
+    """
     size = FORMATS[form].size
     first, last = int(inputs[0]), int(inputs[-1]) + 1
     if last - first < panels.shape[1] * size:
@@ -226,7 +236,7 @@ def _rows_taken(
     lowest = int(outputs.min()) // PANEL
     used = panels[lowest : int(outputs.max()) // PANEL + 1, first // size : last // size]
     rows = rows_of_panels(used, form)
-    # Behind the last output panels hold zeros; behind the last panel they are added.
+    # Outputs that pad the last panel are zeros in the panel. Zeros beyond it are added here.
     missing = int(outputs.max()) - lowest * PANEL + 1 - len(rows)
     if missing > 0:
         rows = np.concatenate([rows, np.zeros((missing, *rows.shape[1:]), np.uint8)])
@@ -235,9 +245,10 @@ def _rows_taken(
 
 
 def rows_of_panels(panels: np.ndarray, form: str) -> np.ndarray:
-    """Return rows of blocks, uint8 [outputs, blocks, bytes of one], of panels.
+    """Convert panels back to rows of GGUF blocks, uint8 [outputs, blocks, bytes per block].
 
-    This undoes `pallas_kernels.cpu.blocks.in_panels`; rows of padding come with the others.
+    This is the inverse of `pallas_kernels.cpu.blocks.in_panels`, including the rows that pad the
+    last panel.
     """
     count, blocks = panels.shape[:2]
     fields = []

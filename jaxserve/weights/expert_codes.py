@@ -1,4 +1,4 @@
-"""Quantized experts: the codes of each one's matrix, side by side, in NumPy's arrays."""
+"""Quantize or fuse the matrices of experts into one parameter, as NumPy arrays."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ THREADS = 4
 def quantized_experts(values: np.ndarray, form: str) -> QuantizedExperts:
     """Quantize every expert's matrix [E, I, outputs...] to "int8", "fp8" or "int4".
 
-    Each thread quantizes one matrix at a time. Errors of the codes are those of `quantize`, with
-    scales for each expert.
+    Each expert has its own scales. Each thread quantizes one matrix at a time. The rounding errors
+    are those of `quantize`.
     """
     count, inputs, *outputs = values.shape
 
@@ -38,8 +38,9 @@ def fused_experts(
 ) -> QuantizedExperts | None:
     """Fuse a checkpoint's quantized experts into one parameter of `shape`.
 
-    The result is None where that is impossible: experts have inputs in an order of their own, or
-    are stored differently.
+    Returns:
+        The parameter, or None if experts cannot be fused: some have sorted inputs, they have
+        different layouts, or some are missing.
     """
 
     def expert_of(part: Part) -> int:
@@ -48,8 +49,8 @@ def fused_experts(
         return index
 
     experts = [
-        [(replace(part, index=part.index[1:] or (...,)), codes) for part, codes in own]
-        for _, own in groupby(sorted(parts, key=expert_of), key=expert_of)
+        [(replace(part, index=part.index[1:] or (...,)), codes) for part, codes in group]
+        for _, group in groupby(sorted(parts, key=expert_of), key=expert_of)
     ]
     every = [codes for _, codes in parts]
     kinds = {codes.layout for codes in every}
@@ -68,7 +69,11 @@ def fused_experts(
 def stacked_codes(
     codes_of: Callable[[int], Codes], count: int, outputs: tuple[int, ...]
 ) -> QuantizedExperts:
-    """Make the codes of so many experts, alike in layout, and lay them side by side."""
+    """Stack the packed codes of `count` experts into one parameter.
+
+    codes_of: returns the codes of an expert, all in the same layout; it is called on several
+    threads. outputs: shape of the outputs.
+    """
     first = codes_of(0)
     packed = first.packed()
     whole = [

@@ -1,4 +1,4 @@
-"""Quantized tensors of a checkpoint into the fused parameters of a model."""
+"""Join quantized tensors of a checkpoint into the fused parameters of a model."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def fused(
 ) -> Quantized:
     """Fuse parts into one parameter of `shape`, whose first `contract` dimensions are inputs.
 
-    Its arrays are NumPy's.
-
-    Parts of one layout and order of inputs become one matrix; others stay apart.
+    Returns:
+        NumPy arrays: one matrix if all parts have the same layout and order of inputs, otherwise a
+        `SplitWeight` with a matrix for each part.
     """
     outputs = shape[contract:]
     if all(_alike(parts[0][1], codes) for _, codes in parts):
@@ -45,13 +45,16 @@ def fused_blocks(
     dims: Mapping[str, int],
     dtype: str,
 ) -> BlockPanels | SplitWeight:
-    """Fuse parts of a matrix in blocks, whose first `contract` dimensions are inputs.
-
-    Parts of one format become one matrix; of several, they stay apart.
+    """Fuse parts in GGUF blocks into one parameter.
 
     Args:
+        parts: the blocks of each tensor.
         outputs: shape of the outputs.
-        dtype: of the parameter.
+        contract: number of the parameter's dimensions that are inputs.
+
+    Returns:
+        One matrix if all parts have the same format, otherwise a `SplitWeight` with a matrix for
+        each part.
     """
     forms = [rows.form for _, rows in parts]
     if len(set(forms)) == 1:
@@ -68,14 +71,17 @@ def fused_blocks(
 def joined_blocks(
     parts: Sequence[BlockPart], outputs: tuple[int, ...], contract: int, dims: Mapping[str, int]
 ) -> np.ndarray:
-    """Join the rows of blocks of parts of one format, in the model's order of outputs."""
+    """Join parts in the same block format: uint8 [outputs, blocks, bytes], in the model's order.
+
+    If one part has all outputs in order, its array is returned without a copy.
+    """
     whole: np.ndarray | None = None
     numbers = np.arange(prod(outputs)).reshape(*[1] * contract, *outputs)
     for part, rows in parts:
         columns = _columns(part, rows.inputs, contract, dims)
         places = numbers[part.index].reshape(-1)
         if len(columns) == numbers.size and np.array_equal(columns, places):
-            return rows.blocks  # a table of embeddings is large: it is not copied
+            return rows.blocks  # a copy of the embedding table would be large
         if whole is None:
             whole = np.empty((numbers.size, *rows.blocks.shape[1:]), np.uint8)
         whole[places] = rows.blocks[columns]
@@ -89,7 +95,7 @@ def dequantized(
     dtype: np.dtype,
     dims: Mapping[str, int],
 ) -> np.ndarray:
-    """Dequantize the parts of a parameter that is not kept quantized."""
+    """Dequantize the parts of a parameter into one array of `shape` and `dtype`."""
     parameter = np.empty(shape, dtype)
     for part, codes in parts:
         parameter[part.index] = part.arrange(codes.dequantized().T, dims)
@@ -97,12 +103,11 @@ def dequantized(
 
 
 def _arranged(part: WeightName, codes: Codes, contract: int, dims: Mapping[str, int]) -> Codes:
-    """Return the codes of a part with its outputs in the model's order."""
     return codes.with_columns(_columns(part, len(codes.values), contract, dims))
 
 
 def _columns(part: WeightName, inputs: int, contract: int, dims: Mapping[str, int]) -> np.ndarray:
-    """Return the output of a tensor that each output of a part is, in the model's order."""
+    # The output of the tensor for each output of the part in the model's order.
     outputs = part.shape(dims)[0]
     if not contract:  # a table, whose rows are looked up
         return np.arange(outputs)
@@ -121,7 +126,7 @@ def _alike(codes: Codes, other: Codes) -> bool:
 def joined(
     parts: Sequence[Part], contract: int, dims: Mapping[str, int], outputs: tuple[int, ...]
 ) -> Codes:
-    """Join parts that are grouped alike into one matrix, its outputs in the model's order."""
+    """Join parts of equal layout and input order into one matrix with outputs in model order."""
     pieces = [_arranged(part, codes, contract, dims) for part, codes in parts]
 
     def join(arrays: Sequence[np.ndarray]) -> np.ndarray:
@@ -146,7 +151,7 @@ def joined(
 
 
 def _place(part: WeightName, outputs: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Return (start, size), for each output dimension, of the outputs that a tensor fills."""
+    # Start and size, along each output dimension, of the window that the part fills.
     numbers = np.arange(np.prod(outputs)).reshape(outputs)[part.index]
     first = np.unravel_index(numbers.min(), outputs)
     last = np.unravel_index(numbers.max(), outputs)

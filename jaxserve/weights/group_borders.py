@@ -1,4 +1,4 @@
-"""Inputs that share a scale, which devices cannot share: checked before a weight is read."""
+"""Check, before weights are read, that devices do not share a quantization group."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxserve.weights.quantize import GROUP
 from pallas_kernels.cpu.blocks import FORMATS
 from pallas_kernels.quantized_codes import codes_a_row
 
-_NAMED = 3  # parameters that a refusal names
+_NAMED = 3  # number of parameters that an error names
 
 
 def check_groups(
@@ -27,22 +27,22 @@ def check_groups(
     sizes: Mapping[str, int],
     remedy: str = "",
 ) -> None:
-    """Refuse a division over devices that would cut a group of inputs.
+    """Check that the split over devices does not cut a group of inputs that share a scale.
 
     Args:
-        config: of the model, with its split.
-        parameters: by path, whole, with or without their values.
-        sizes: inputs of a group, by path of the parameters that have such.
-        remedy: another way out, which the refusal names first.
+        config: configuration of the model, with its split.
+        parameters: whole parameters by path, with or without values.
+        sizes: number of inputs in a group, by path of the quantized parameters.
+        remedy: an alternative that the error names before other sizes.
 
     Raises:
-        UnsupportedModel: names parameters, their inputs on a device and the group.
+        UnsupportedModel: groups would be cut. The error names parameters, inputs and group sizes.
     """
     devices = config.split.devices
     wrong = [
         f"{path} has {inputs} inputs in groups of {sizes[path]}"
-        for path, inputs, own in _inputs(config, parameters)
-        if path in sizes and own < inputs and own % sizes[path]
+        for path, inputs, on_device in _inputs(config, parameters)
+        if path in sizes and on_device < inputs and on_device % sizes[path]
     ]
     if wrong:
         more = f", and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
@@ -56,7 +56,7 @@ def check_groups(
 def _inputs(
     config: ModelConfig, parameters: Mapping[str, nnx.Param[Any]]
 ) -> Iterator[tuple[str, int, int]]:
-    """Yield path, inputs and inputs on each device of the matrices that may be quantized."""
+    """Yield (path, inputs, inputs on each device) of each matrix that may be quantized."""
     for path, parameter in parameters.items():
         axes, shape = parameter.get_metadata()["axes"], tuple(parameter.shape)
         if axes in EXPERTS:
@@ -65,32 +65,31 @@ def _inputs(
             inputs = slice(PROJECTIONS[axes])
         else:
             continue
-        own = part_of(config, axes, shape, 0).own_shape
-        yield path, prod(shape[inputs]), prod(own[inputs])
+        part_shape = part_of(config, axes, shape, 0).own_shape
+        yield path, prod(shape[inputs]), prod(part_shape[inputs])
 
 
 def group_sizes(
     config: ModelConfig, parameters: Mapping[str, Any], form: str | None, on_cpu: bool
 ) -> dict[str, int]:
-    """Return the inputs of a group by path, as the checkpoint has them or `form` makes them.
+    """Return the number of inputs in a quantization group, by path of the quantized parameters.
 
     Args:
-        config: of the model.
-        parameters: by path, whole.
-        form: what is quantized to while it is read.
-        on_cpu: whether "int4" is blocks, as on CPU.
+        parameters: whole parameters by path.
+        form: form to which parameters are quantized while they are read, or None.
+        on_cpu: "int4" means GGUF blocks, as on CPU.
     """
-    stored, found = config.quantization, dict[str, int]()
+    stored, sizes = config.quantization, dict[str, int]()
     is_stacked = config.experts is not None and config.experts.stacked
     for path, inputs, _ in _inputs(config, parameters):
         if is_stacked and form is None and parameters[path].get_metadata()["axes"] in EXPERTS:
-            continue  # such files keep these in full
+            continue  # checkpoints with stacked experts do not quantize them
         if stored is not None and stored.form != "full":
             group = stored.group or (stored.block or (0, 0))[1]
-            found[path] = max(group, codes_a_row(stored.form))
+            sizes[path] = max(group, codes_a_row(stored.form))
         elif in_blocks(parameters[path], form, on_cpu) is not None:
             names = block_forms(path, inputs, config.num_hidden_layers)
-            found[path] = max(FORMATS[name].size for name in names)
+            sizes[path] = max(FORMATS[name].size for name in names)
         elif form == "int4":
-            found[path] = GROUP
-    return found
+            sizes[path] = GROUP
+    return sizes

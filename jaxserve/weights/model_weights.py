@@ -1,4 +1,4 @@
-"""Fill a model with weights: a checkpoint's, or random ones."""
+"""Build a model with the weights of a checkpoint, or with random weights."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array
 
 logger = logging.getLogger(__name__)
-# Called with the bytes read so far and the bytes to read in all.
+# Called with the bytes read so far and the total bytes to read.
 Progress = Callable[[int, int], None]
 
 
@@ -67,27 +67,26 @@ def load_weights(
     packed: bool = False,
     mesh: Mesh | None = None,
 ) -> Decoder:
-    """Load a model with the weights of a Hugging Face checkpoint or GGUF file, cast to `dtype`.
+    """Return a model with the weights of a Hugging Face checkpoint or GGUF file, cast to `dtype`.
 
-    Beyond the parameters already placed, host memory holds a few parameters and blocks of tensors.
+    Host memory holds only a few parameters besides the placed ones.
 
     Args:
-        source: a folder with `model.safetensors`, or shards and their index; or a GGUF file.
-        config: what the checkpoint should hold.
-        dtype: dtype of the parameters.
-        quantization: "int8", "fp8" or "int4" for the blocks' matrices; None keeps them as stored.
-        kv_scales: take over the checkpoint's scales for a cache in fp8, if it has them.
-        check_finite: refuse NaN and infinity, also where the cast to `dtype` makes them.
+        source: a folder with `model.safetensors` or with shards and an index, or a GGUF file.
+        config: configuration that the checkpoint must match.
+        quantization: form of the layers' matrices, "int8", "fp8" or "int4". None keeps theirs.
+        kv_scales: use the checkpoint's scales for an fp8 cache, if it has them.
+        check_finite: refuse NaN and infinity, including overflows of the cast.
         on_progress: called after each tensor.
-        place: places an array; by default on JAX's default device.
-        panels: lay out matrices for the CPU's own products; see `models/panels.py`.
-        packed: keep a GGUF file's blocks where those take them.
-        mesh: devices that `config.split` divides the model over; None for one.
+        place: places an array, by default on JAX's default device.
+        panels: lay out matrices for our CPU kernels; see `models/panels.py`.
+        packed: keep GGUF and MXFP4 blocks that a kernel reads. Ignored with `quantization`.
+        mesh: devices over which `config.split` divides the model, None for one device.
 
     Raises:
-        UnsupportedModel: groups of inputs that devices would share.
-        CheckpointError: files missing, malformed, unsafe, not as `config` says, or changed
-            meanwhile; or values that are not finite.
+        UnsupportedModel: the split over devices would cut a quantization group.
+        CheckpointError: a file is missing, malformed, unsafe, changed or not as in `config`, or
+            values are not finite.
     """
     opened, dims = _open(source, config), dimensions(config)
     stored = as_stored(checkpoint_weights(config), opened, dims)
@@ -102,8 +101,8 @@ def load_weights(
     finish = finishing(config, parameters, panels, mesh)
     values, table = read_packed(sorted_, parameters, dims, place, report, finish), sorted_.table
     if in_blocks:
-        own: Any = {"on_cpu": panels, "leave_host": mesh is not None}
-        table = read_blocks(table, entries, parameters, dims, report, values, finish, **own)
+        block_flags: Any = {"on_cpu": panels, "leave_host": mesh is not None}
+        table = read_blocks(table, entries, parameters, dims, report, values, finish, **block_flags)
     straight = panels and mesh is None  # into panels
     plans = panel_plans(table, entries, dims, parameters, quantization) if straight else {}
     leave = quantization is not None or mesh is not None or target_device().platform != "cpu"
@@ -125,13 +124,16 @@ def _read_plain(
     finish: Finish,
     flags: dict[str, Any],
 ) -> Iterator[tuple[str, Any]]:
-    """Read the parameters of tensors in full, and place each; `flags` are of `read_parameters`."""
+    """Read the parameters whose tensors are not quantized, and yield each path and placed value.
+
+    flags: the keyword arguments of `read_parameters`.
+    """
     shapes = {path: (leaf.shape, np.dtype(leaf.dtype)) for path, leaf in parameters.items()}
     for path, array in read_parameters(table, entries, dims, shapes, report, **flags):
         plan = flags["plans"].get(path)
-        made = place(path, array) if plan is None else place_panels(plan, array)
-        del array  # while what was made of it is laid out
-        yield path, finish(path, made)
+        value = place(path, array) if plan is None else place_panels(plan, array)
+        del array  # free its memory before `finish` allocates more
+        yield path, finish(path, value)
 
 
 def _check_division(
@@ -142,13 +144,13 @@ def _check_division(
     checkpoint: SplitCheckpoint,
     blocks: Mapping[str, int],
 ) -> None:
-    """Refuse a division over devices that cuts groups of what is quantized, or is stored so.
+    """Check that the split over devices cuts no quantization group and no GGUF block.
 
     Args:
-        blocks: inputs of a block, by path of the parameters that stay in a file's blocks.
+        blocks: inputs in a block, by path of the parameters that stay in a file's blocks.
 
     Raises:
-        UnsupportedModel: see `check_groups`.
+        UnsupportedModel: a group or block would be cut; see `check_groups`.
     """
     sizes = group_sizes(config, parameters, quantization, panels)
     if quantization is None:
@@ -159,7 +161,7 @@ def _check_division(
 
 
 def _open(source: str | Path | GgufFile, config: ModelConfig) -> Checkpoint:
-    """Return the model's tensors under the names that its table has."""
+    """Open a checkpoint, and return its tensors under the names of the model's weight table."""
     if isinstance(source, GgufFile):
         return named_tensors(source, config)
     opened = open_checkpoint(source)
@@ -183,7 +185,10 @@ def _structure(
     entries: Mapping[str, TensorEntry],
     panels: bool,
 ) -> tuple[Decoder, dict[str, nnx.Param[Array]]]:
-    """Build the abstract model and its parameters while the disk reads and kernels compile."""
+    """Build the abstract model, and return it with its parameters by path.
+
+    Meanwhile the first tensors are read into the file cache, and the panel kernels are compiled.
+    """
     stored = {entry.dtype for entry in entries.values()} if panels else set()
     together = {entry.dtype for entry in entries.values() if len(entry.shape) == 3 and panels}
     kernels = partial(prepare_panels, stored, together, np.dtype(dtype))
@@ -195,7 +200,7 @@ def _structure(
 def _counted(
     on_progress: Progress | None, entries: Sequence[TensorEntry | PackedTensor]
 ) -> Callable[[int], None]:
-    """Return a report that adds up the bytes it receives and passes the sum to `on_progress`."""
+    """Return a function that sums the byte counts it gets and passes the sum to `on_progress`."""
     done, total = 0, sum(entry.num_bytes for entry in entries)
 
     def report(num_bytes: int) -> None:
@@ -215,10 +220,17 @@ def random_weights(
     panels: bool = False,
     mesh: Mesh | None = None,
 ) -> Decoder:
-    """Build a model with normal weights, for benchmarks, fast and with logits of about unit size.
+    """Build a model with normally distributed weights, for benchmarks. Logits have about unit size.
 
-    Every projection has variance 1 / inputs, those that end in the residual stream divided by the
-    2 * layers of them, so that activations neither vanish nor explode. Norms are 1, biases 0.
+    The weights of a projection have variance 1 / inputs. For projections that end in the residual
+    stream, of which there are 2 * layers, the variance is also divided by 2 * layers, so that
+    activations neither vanish nor explode. Norms are 1 and biases are 0.
+
+    Args:
+        seed: the same seed gives the same weights.
+        quantization: form to which the layers' matrices are quantized, or None.
+        panels: lay out matrices for our CPU kernels.
+        mesh: devices over which `config.split` divides the model, None for one device.
     """
     model = abstract_model(config, dtype)
     depth = (2 * config.num_hidden_layers) ** -0.5
@@ -245,29 +257,30 @@ def random_weights(
 
 
 def place_on_default(path: str, values: np.ndarray) -> Array:
-    """Place values on the default device; on CPU this copies nothing, unlike `jnp.asarray`."""
+    """Place values on JAX's default device. On CPU this makes no copy, unlike `jnp.asarray`."""
     return jax.device_put(values)
 
 
 def parameters_of(model: Decoder) -> dict[str, nnx.Param[Array]]:
     """Return a model's parameters by path, such as "layers.0.mlp.down".
 
-    Flax's own flattening, which `nnx.state` does for a filter too, leaves them in a cycle, where a
-    closed engine's weights would wait for Python's collection of garbage.
+    Flax's own flattening, which `nnx.state` also does for a filter, creates a reference cycle with
+    the parameters. The weights of a closed engine would then stay in memory until Python's garbage
+    collector runs.
     """
     leaves = tree_leaves_with_path(nnx.split(model)[1], is_leaf=_is_variable)
     return {keystr(path, simple=True, separator="."): parameter for path, parameter in leaves}
 
 
 def parameter_values(model: Decoder) -> dict[str, Array]:
-    """Return a model's arrays by path."""
+    """Return the arrays of a model's parameters by path."""
     return {path: parameter[...] for path, parameter in parameters_of(model).items()}
 
 
 def filled(model: Decoder, values: Mapping[str, Any]) -> Decoder:
-    """Return the abstract model with arrays in place of shapes.
+    """Return the abstract model with the arrays of `values`, by path, in place of shapes.
 
-    Flax takes the variables as a list, in its order; it would flatten a state, see
+    The variables are passed to Flax as a list, because Flax would flatten a state; see
     `parameters_of`.
     """
     parameters = parameters_of(model)

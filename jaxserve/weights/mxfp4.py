@@ -1,8 +1,8 @@
-"""MXFP4 (Open Compute Project, Microscaling Formats 1.0), in which gpt-oss's experts are stored.
+"""Read MXFP4 tensors (Open Compute Project, Microscaling Formats 1.0), used by gpt-oss's experts.
 
-32 values share one power of two (E8M0); each is 4 bits (E2M1), the even one in the low half of a
-byte. A matrix is two tensors: `NAME_blocks`, [..., inputs / 32, 16] bytes, and `NAME_scales`,
-[..., inputs / 32].
+Each group of 32 values has one power of two (E8M0). A value has 4 bits (E2M1), and the low half of
+a byte holds the even one. A matrix is stored as two tensors: `NAME_blocks`, [..., inputs / 32, 16]
+bytes, and `NAME_scales`, [..., inputs / 32].
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ PAIRS = np.stack([np.tile(_VALUES, 16), np.repeat(_VALUES, 16)], axis=1)  # both
 
 @dataclass(frozen=True)
 class PackedEntry(TensorEntry):
-    """Blocks and their scales as one tensor of float32; `shape` is what it unpacks to."""
+    """A tensor stored as MXFP4 blocks and scales, read as float32; `shape` is the unpacked one."""
 
     blocks: TensorEntry
     scales: TensorEntry
@@ -35,13 +35,13 @@ class PackedEntry(TensorEntry):
         memory: np.ndarray | None = None,
         file: SharedFile | None = None,
     ) -> np.ndarray:
-        """Read the values of rows, with the arguments and errors of `TensorEntry.read_rows`."""
+        """Read and dequantize the rows [first, last) to float32; see `TensorEntry.read_rows`."""
         blocks = self.blocks.read_rows(first, last, memory, file)
         return dequantize(blocks, self.scales.read_rows(first, last, file=file))
 
 
 def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Dequantize to float32, which holds each value exactly.
+    """Dequantize MXFP4 blocks to float32, without rounding.
 
     Args:
         blocks: uint8 [..., G, 16].
@@ -59,15 +59,15 @@ def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def rows_of_pairs(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Return rows of blocks in the order of `pallas_kernels.cpu.blocks`.
+    """Convert MXFP4 rows to the block layout of `pallas_kernels.cpu.blocks`.
 
     Args:
         blocks: uint8 [O, G, 16].
         scales: uint8 [O, G].
 
     Returns:
-        uint8 [O, G, 17]: the scale, then words whose lower half has the codes of even inputs, their
-        bits turned, and whose upper half those of odd ones.
+        uint8 [O, G, 17]: the scale, then 32-bit words with inverted bits. The lower half of a word
+        has the codes of even inputs, the upper half the codes of odd inputs.
     """
     words = ~np.ascontiguousarray(blocks).view(np.uint32)
     whole = np.zeros_like(words)
@@ -79,17 +79,19 @@ def rows_of_pairs(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def unpacked(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """Return a checkpoint's tensors with each pair as one, under the name of its blocks.
+    """Return a checkpoint's tensors with each pair of blocks and scales joined into one entry.
+
+    The entry has the name of the blocks.
 
     Raises:
-        CheckpointError: blocks without scales, or of other shapes or dtypes than they must have.
+        CheckpointError: scales are missing, or a shape or dtype is wrong.
     """
-    found = dict(tensors)
+    entries = dict(tensors)
     for name, blocks in tensors.items():
         if not name.endswith(BLOCKS):
             continue
         other = name.removesuffix(BLOCKS) + SCALES
-        scales = found.pop(other, None)
+        scales = entries.pop(other, None)
         if scales is None:
             raise CheckpointError(f"{blocks.shard.path}: tensor {name!r} has no {other!r}")
         if blocks.dtype != np.uint8 or scales.dtype != np.uint8:
@@ -99,7 +101,7 @@ def unpacked(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
                 f"{blocks.shard.path}: tensor {name!r} has shape {list(blocks.shape)}; its scales "
                 f"imply {[*scales.shape, WIDTH // 2]}"
             )
-        found[name] = PackedEntry(
+        entries[name] = PackedEntry(
             name=name,
             shard=blocks.shard,
             dtype=np.dtype(np.float32),
@@ -109,4 +111,4 @@ def unpacked(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
             blocks=blocks,
             scales=scales,
         )
-    return found
+    return entries

@@ -1,4 +1,4 @@
-"""Match a checkpoint's tensors with the ones that the model's configuration implies."""
+"""Match a checkpoint's tensors with the tensors that the model's configuration implies."""
 
 import logging
 import re
@@ -15,17 +15,20 @@ from jaxserve.weights.safetensors import FLOATS, TensorEntry, read_blocks
 
 logger = logging.getLogger(__name__)
 
-# Rotary frequencies, which Transformers once stored with the weights; they follow from the config.
+# Rotary frequencies. Old versions of Transformers stored them, but the config determines them.
 COMPUTED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 OUTPUT = "lm_head.weight"
 
 
 def renamed(checkpoint: Checkpoint, patterns: Iterable[tuple[str, str]]) -> Checkpoint:
-    """Return a checkpoint whose tensors have the names that its family's table has.
+    """Return the checkpoint with its tensors renamed to the names of the model family's table.
+
+    Args:
+        patterns: regular expressions and replacements, applied to each name in order.
 
     Raises:
-        CheckpointError: two tensors would have one name.
+        CheckpointError: two tensors would have the same name.
     """
     patterns, tensors = tuple(patterns), dict[str, TensorEntry]()
     if not patterns:
@@ -43,25 +46,27 @@ def renamed(checkpoint: Checkpoint, patterns: Iterable[tuple[str, str]]) -> Chec
 def as_stored(
     table: Iterable[WeightName], checkpoint: Checkpoint, dims: Mapping[str, int]
 ) -> list[WeightName]:
-    """Return the table with the layouts that this checkpoint has, where there are several."""
+    """Return the table with each layout chosen by the shape of the checkpoint's tensor."""
     tensors = checkpoint.tensors
     shapes = {name: entry.shape for name, entry in tensors.items()}
     return [tensor.stored_as(shapes.get(tensor.name), dims) for tensor in table]
 
 
 def has_own_output(checkpoint: Checkpoint, output: str, embedding: str) -> bool:
-    """Return whether a checkpoint's output projection is there, and not the embedding once more.
+    """Return whether a checkpoint has an output projection that is not a copy of the embedding.
+
+    The bytes of both tensors are compared if their dtypes and shapes are equal.
 
     Args:
-        checkpoint: as its files name the tensors.
-        output: what the names of the output projection's tensors begin with.
+        checkpoint: with the tensor names of its files.
+        output: prefix of the names of the output projection's tensors.
         embedding: name of the embedding.
     """
     tensors = checkpoint.tensors
-    found = [name for name in tensors if name.startswith(output)]
-    if found != [f"{output}weight"] or embedding not in tensors:
-        return bool(found)
-    return not _same(tensors[found[0]], tensors[embedding])
+    outputs = [name for name in tensors if name.startswith(output)]
+    if outputs != [f"{output}weight"] or embedding not in tensors:
+        return bool(outputs)
+    return not _same(tensors[outputs[0]], tensors[embedding])
 
 
 def match_names(
@@ -69,10 +74,11 @@ def match_names(
 ) -> dict[str, TensorEntry]:
     """Return the checkpoint's entry for every name of the table.
 
-    An output projection in the checkpoint of a model that ties it to the embedding is left out:
-    `has_own_output` has said that the two are equal. So are, with a warning that names them,
-    tensors that are nobody's: of another head, of layers after the model's last. Those of a layer
-    or a module that the model has are not: leaving them out would compute something else.
+    An output projection is ignored if the model ties it to the embedding, because `has_own_output`
+    has shown that the two are equal. Tensors outside the model are ignored with a warning that
+    names them, for example another head, or layers after the last one. Unknown tensors of a layer
+    or module of the model are an error, because without them the model would compute other
+    results.
 
     Raises:
         CheckpointError: one error that lists every missing, unexpected and misshapen tensor.
@@ -83,44 +89,44 @@ def match_names(
     tensors = unpacked(checkpoint.tensors) if packed else checkpoint.tensors
     layers = config.num_hidden_layers
     further = tuple(f"model.layers.{layers + index}." for index in range(config.extra_layers))
-    found = {
+    present = {
         name: entry
         for name, entry in tensors.items()
         if not COMPUTED.fullmatch(name) and not name.startswith(further)
     }
     if config.tie_word_embeddings:
-        found.pop(OUTPUT, None)
-    extra = sorted(found.keys() - expected.keys())
+        present.pop(OUTPUT, None)
+    extra = sorted(present.keys() - expected.keys())
     modules = {name.rpartition(".")[0] for name in (*expected, OUTPUT)}
     bad = [name for name in extra if checkpoint.whole or _changes(name, modules, layers)]
-    _check(checkpoint, found, expected, bad)
+    _check(checkpoint, present, expected, bad)
     if extra:
         logger.warning(
             "%s: %d tensor(s) belong to nothing in config.json and are left out: %s",
             checkpoint.directory, len(extra), listed(extra),
         )  # fmt: skip
-    return {name: found[name] for name in expected}
+    return {name: present[name] for name in expected}
 
 
 def _check(
     checkpoint: Checkpoint,
-    found: Mapping[str, TensorEntry],
+    present: Mapping[str, TensorEntry],
     expected: Mapping[str, tuple[int, ...]],
     unexpected: list[str],
 ) -> None:
-    """Raise one CheckpointError for all that is wrong with the tensors found."""
+    """Raise one CheckpointError that lists all missing, unexpected and misshapen tensors."""
     problems = {
-        "missing": sorted(expected.keys() - found.keys()),
+        "missing": sorted(expected.keys() - present.keys()),
         "unexpected": unexpected,
         "of the wrong shape": [
-            f"{name} {list(found[name].shape)} (config.json implies {list(shape)})"
+            f"{name} {list(present[name].shape)} (config.json implies {list(shape)})"
             for name, shape in expected.items()
-            if name in found and found[name].shape != shape
+            if name in present and present[name].shape != shape
         ],
         f"of a dtype other than {', '.join(sorted(FLOATS))}": [
-            f"{name} {found[name].dtype_name} (in {found[name].shard.path.name})"
+            f"{name} {present[name].dtype_name} (in {present[name].shard.path.name})"
             for name in expected
-            if name in found and found[name].dtype_name not in FLOATS
+            if name in present and present[name].dtype_name not in FLOATS
         ],
     }
     if any(problems.values()):
@@ -134,7 +140,7 @@ def _check(
 
 
 def _changes(name: str, modules: Set[str], layers: int) -> bool:
-    """Return whether a tensor that the model does not read is of one of its layers or modules."""
+    # Whether an unread tensor belongs to a layer or module that the model computes.
     layer = LAYER.match(name)
     if layer is not None:
         return int(layer[1]) < layers

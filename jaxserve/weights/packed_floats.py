@@ -1,14 +1,15 @@
-"""Matrices of narrow floats.
+"""Read matrices of 8-bit and 4-bit floats.
 
-* FP8 keeps the name `X.weight`, with codes [out, in] and scales beside it: one for the tensor, one
-  an output, or one for a block of outputs and inputs (DeepSeek-V3 report, section 3.3). A weight is
-  code times scale, also where that is called `weight_scale_inv`.
-* NVFP4 (compressed-tensors' nvfp4-pack-quantized, NVIDIA's modelopt): E2M1, two to a byte, the even
-  input low, [out, in / 2]; weight_scale, E4M3 [out, in / 16]; and one float32, which divides the
-  scales (`weight_global_scale`) or multiplies them (modelopt's `weight_scale_2`). Twice a number of
-  E2M1 is whole, so that int8 with half the scales holds each weight exactly.
-* MXFP4 (compressed-tensors' mxfp4-pack-quantized): the same codes with weight_scale, E8M0
-  [out, in / 32], and no other scale.
+* FP8: `X.weight` holds codes [out, in]. There is one scale for the tensor, for each output, or for
+  each block of outputs and inputs (DeepSeek-V3 report, section 3.3). A weight is code times scale,
+  even if the scale is called `weight_scale_inv`.
+* NVFP4 (compressed-tensors' nvfp4-pack-quantized, NVIDIA's modelopt): E2M1 codes [out, in / 2], two
+  per byte with the even input in the low half, and E4M3 scales [out, in / 16], `weight_scale`. One
+  float32 divides the scales (`weight_global_scale`) or multiplies them (modelopt's
+  `weight_scale_2`). Twice an E2M1 number is an integer, so int8 codes with half the scales
+  represent each weight exactly.
+* MXFP4 (compressed-tensors' mxfp4-pack-quantized): the same codes with E8M0 scales [out, in / 32],
+  `weight_scale`, and no further scale.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ from jaxserve.weights.packed_tensor import FullValues, Layout, PackedTensor
 
 E4M3 = "float8_e4m3fn"
 FP8_SCALES = (".weight_scale_inv", ".weight_scale")
-# Scales of activations, which stay in their dtype; Transformers writes the second.
+# Scales of activations, which are not quantized here. Transformers writes the second.
 ACTIVATION_SCALES = (".input_scale", ".activation_scale", ".input_scale_ub", ".input_global_scale")
 _TWICE = (2 * PAIRS).astype(np.int8)  # [256, 2]
 
 
 def _read_fp8(packed: PackedTensor) -> Codes | FullValues:
     outputs, inputs = packed.shape
-    found = [suffix for suffix in FP8_SCALES if suffix in packed.entries]
-    if len(found) != 1:
+    suffixes = [suffix for suffix in FP8_SCALES if suffix in packed.entries]
+    if len(suffixes) != 1:
         stem = packed.name.removesuffix(".weight")
         raise CheckpointError(
             f"{packed.entries['.weight'].shard.path}: tensor {packed.name!r} is {E4M3} and has "
-            f"{len(found)} scales; expected one of "
+            f"{len(suffixes)} scales; expected one of "
             f"{', '.join(stem + suffix for suffix in FP8_SCALES)}"
         )
-    values, suffix = _bits(packed, ".weight", packed.shape), found[0]
+    values, suffix = _bits(packed, ".weight", packed.shape), suffixes[0]
     block = packed.stored.block
     if block is not None:
         grid = -(-outputs // block[0]), -(-inputs // block[1])
@@ -48,7 +49,6 @@ def _read_fp8(packed: PackedTensor) -> Codes | FullValues:
 
 
 def _bits(packed: PackedTensor, suffix: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Read float8_e4m3fn as its bits, none of which is NaN."""
     values = packed.tensor(suffix, shape, E4M3).view(np.uint8)
     if ((values & 0x7F) == 0x7F).any():
         raise packed.wrong(suffix, "holds NaN")
@@ -77,7 +77,7 @@ def _read_mxfp4(packed: PackedTensor) -> Codes | FullValues:
 
 
 def _fp4_codes(packed: PackedTensor, scales: np.ndarray) -> Codes:
-    """Return twice the numbers of E2M1 as int8, with half the scales, float32 [out, groups]."""
+    # Twice an E2M1 number is an integer, so int8 codes with half the scales are exact.
     outputs, inputs = packed.shape
     if inputs % packed.group:
         raise packed.wrong(".weight_scale", f"{inputs} inputs are not groups of {packed.group}")

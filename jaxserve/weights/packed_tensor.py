@@ -1,4 +1,4 @@
-"""One quantized matrix of a checkpoint, in the several tensors that hold it."""
+"""Describe and read a quantized matrix that a checkpoint stores in several tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 
 @dataclass(frozen=True)
 class FullValues:
-    """A matrix whose stored form has no exact twin here, widened as it was read.
+    """A matrix that was dequantized while it was read, because no form here is exact for it.
 
     Attributes:
         values: float32 [out, in].
@@ -26,20 +26,20 @@ class FullValues:
     values: np.ndarray
 
     def dequantized(self) -> np.ndarray:
-        """Return float32[I, O], as `Codes.dequantized` does."""
+        """Return the weights as float32[I, O], the transpose of `values`."""
         return self.values.T
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Tensors that hold one matrix, whose weight would be called `X.weight`.
+    """Names and dtypes of the tensors that hold a quantized matrix `X.weight`.
 
     Attributes:
-        codes: end of the name of the tensor that holds the codes, behind X.
-        dtype: of the codes.
-        parts: ends of the other tensors.
-        unused: ends of tensors that say how activations were calibrated.
-        read: reads the matrix.
+        codes: name suffix, after X, of the tensor with the codes.
+        dtype: dtype of the codes.
+        parts: name suffixes of the other tensors.
+        unused: name suffixes of tensors with the calibration of activations, which are ignored.
+        read: function that reads the matrix.
     """
 
     codes: str
@@ -49,14 +49,18 @@ class Layout:
     read: Callable[[PackedTensor], Codes | FullValues]
 
     def holds(self, stem: str, tensors: Mapping[str, TensorEntry]) -> bool:
-        """Return whether the matrix called `stem` is stored so; `X.weight` may also be floats."""
+        """Return whether `tensors` has the matrix `stem` in this layout.
+
+        If the codes are called `X.weight`, their dtype tells them from a matrix that is not
+        quantized.
+        """
         entry = tensors.get(stem + self.codes)
         return entry is not None and (self.codes != ".weight" or entry.dtype.name == self.dtype)
 
 
 @dataclass(frozen=True)
 class PackedTensor:
-    """One quantized matrix of a checkpoint: its tensors by suffix, and its shape once unpacked."""
+    """One quantized matrix of a checkpoint: its tensors by suffix, and its unpacked shape."""
 
     name: str
     entries: Mapping[str, TensorEntry]
@@ -75,19 +79,22 @@ class PackedTensor:
 
     @property
     def groups(self) -> int:
-        """Number of scales of an output."""
+        """Number of scales for each output."""
         return -(-self.shape[1] // self.group)
 
     def read(self) -> Codes | FullValues:
-        """Read the codes, rows as inputs and columns as outputs, in the checkpoint's order.
+        """Read the matrix: codes [in, out] in the checkpoint's order, or dequantized values.
 
         Raises:
-            CheckpointError: a tensor that is missing, of another shape or dtype, or not finite.
+            CheckpointError: a tensor is missing, has another shape or dtype, or is not finite.
         """
         return self.layout.read(self)
 
     def tensor(self, suffix: str, shape: tuple[int, ...], *dtypes: str) -> np.ndarray:
-        """Read a tensor of this shape and one of these dtypes; floats where none is given."""
+        """Read the tensor with name suffix `suffix`, which must have this shape and dtype.
+
+        dtypes: the allowed dtypes; without any, all float dtypes are allowed.
+        """
         entry = self.entries.get(suffix)
         if entry is None:
             raise self.wrong(suffix, "is missing")
@@ -101,16 +108,16 @@ class PackedTensor:
         return read_tensor(entry)
 
     def scales(self, suffix: str, shape: tuple[int, ...]) -> np.ndarray:
-        """Read scales: those of 16 bits as they are, others as float32, as the products are."""
+        """Read finite scales: 16-bit floats in their dtype, others converted to float32."""
         scales = self.tensor(suffix, shape)
         if not np.isfinite(scales.astype(np.float32)).all():
             raise self.wrong(suffix, "holds NaN or infinity")
         return scales if scales.dtype.itemsize == 2 else scales.astype(np.float32)
 
     def scales_by_output(self, suffix: str) -> np.ndarray:
-        """Read [groups, out] scales that are stored [out, groups], or one of all outputs.
+        """Read scales stored as [out, groups], and return [groups, out].
 
-        A single one of an output may lack its dimension.
+        With one group, the stored shape may also be [out], or one number for all outputs.
         """
         outputs, groups = self.shape[0], self.groups
         entry = self.entries.get(suffix)
@@ -120,7 +127,7 @@ class PackedTensor:
         return np.broadcast_to(self.scales(suffix, shape).reshape(1, -1), (1, outputs))
 
     def factor(self, suffix: str) -> np.float32:
-        """Read one positive number that scales the whole matrix."""
+        """Read a positive float32 number that scales the whole matrix."""
         shape = (1,) if suffix in self.entries and self.entries[suffix].shape == (1,) else ()
         value = self.tensor(suffix, shape, "float32").item()
         if not 0 < value < np.inf:
@@ -128,7 +135,7 @@ class PackedTensor:
         return np.float32(value)
 
     def wrong(self, suffix: str, what: str) -> CheckpointError:
-        """Return the error of a tensor."""
+        """Return, without raising it, a CheckpointError that names the file and the tensor."""
         path = next(iter(self.entries.values())).shard.path
         name = self.name.removesuffix(".weight") + suffix
         return CheckpointError(f"{path}: tensor {name!r}: {what}")
@@ -139,4 +146,4 @@ def _read_plain(packed: PackedTensor) -> FullValues:
 
 
 PLAIN = Layout(".weight", "", (), (), _read_plain)
-"""Floats beside matrices that are widened to floats."""
+"""Layout of matrices that are not quantized, for parameters that join them with quantized ones."""

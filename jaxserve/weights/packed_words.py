@@ -1,13 +1,14 @@
-"""Matrices of integers: a code a byte, or several packed into an int32, the first lowest.
+"""Read matrices of integer codes, stored as bytes or packed into int32 with the first code lowest.
 
-* AWQ (AutoAWQ): "gemm" holds qweight [in, out / 8], qzeros [groups, out / 8], scales [groups, out];
-  nibble i of a word is output `AWQ_ORDER[i]` of 8. "gemv" holds qweight [out, in / 8], qzeros
-  [out, W] and scales [out, 8 W], codes in order; W words are enough for an output's groups.
-* GPTQ (AutoGPTQ): qweight [in * bits / 32, out], inputs in order; qzeros [groups, out * bits / 32],
-  less one in the first version of the format; `g_idx` [in] names each input's group where groups
-  are not runs.
+* AWQ (AutoAWQ): "gemm" has qweight [in, out / 8], qzeros [groups, out / 8] and scales
+  [groups, out]. Nibble i of a word is output `AWQ_ORDER[i]` of 8. "gemv" has qweight [out, in / 8],
+  qzeros [out, W] and scales [out, 8 W], with codes in order. W is the number of words for the
+  groups of an output.
+* GPTQ (AutoGPTQ): qweight [in * bits / 32, out], with inputs in order, and qzeros
+  [groups, out * bits / 32], reduced by one in the first version of the format. `g_idx` [in] is the
+  group of each input, for groups that are not consecutive.
 * compressed-tensors' pack-quantized: weight_packed [out, in * bits / 32], codes plus half of their
-  range; weight_scale [out, groups]; weight_zero_point [out * bits / 32, groups]; weight_g_idx.
+  range, weight_scale [out, groups], weight_zero_point [out * bits / 32, groups], and weight_g_idx.
 * compressed-tensors' int-quantized: weight, int8 [out, in], and weight_scale.
 """
 
@@ -19,7 +20,7 @@ from jaxserve.weights.codes import Codes
 from jaxserve.weights.packed_tensor import FullValues, Layout, PackedTensor
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-MIDDLE = {4: 8, 8: 128}  # the unsigned code that stands for zero where codes are symmetric
+MIDDLE = {4: 8, 8: 128}  # the unsigned code for zero in symmetric quantization, by bits
 
 
 def _read_awq(packed: PackedTensor) -> Codes | FullValues:
@@ -87,14 +88,13 @@ def _codes(
     zeros: np.ndarray | None,
     order: np.ndarray | None,
 ) -> Codes | FullValues:
-    """Return codes that were unsigned as jaxserve holds them.
+    """Convert unsigned codes to `Codes`, or to floats if they have 8 bits and zero points.
 
     Args:
-        packed: the matrix.
         values: uint8 [in, out].
         scales: [groups, out].
         zeros: uint8 [groups, out], or None for the middle of the range.
-        order: that sorts inputs by group, or None.
+        order: permutation that sorts the inputs by group, or None.
     """
     bits, group = packed.stored.bits, packed.group
     if order is not None:
@@ -123,7 +123,7 @@ def _check_shape(packed: PackedTensor) -> None:
 
 
 def _order(packed: PackedTensor, suffix: str) -> np.ndarray | None:
-    """Return the order that sorts inputs by group; None where they are sorted."""
+    """Return the permutation that sorts the inputs by group, or None if they are sorted."""
     if suffix not in packed.entries:
         return None
     inputs, group = packed.shape[1], packed.group
@@ -140,7 +140,7 @@ def _order(packed: PackedTensor, suffix: str) -> np.ndarray | None:
 def _unpacked(words: np.ndarray, bits: int, order: tuple[int, ...] | None = None) -> np.ndarray:
     """Unpack int32 [R, C] into uint8 [R, C * 32 / bits].
 
-    Code i of a word is column `order[i]` of the word's, or column i.
+    order: the column, among the columns of a word, of each code; None for codes in order.
     """
     codes = np.ascontiguousarray(words, "<i4").view(np.uint8)
     if bits == 4:

@@ -1,10 +1,10 @@
-"""Panels that the rows of a checkpoint fill, so that rows are read straight into them.
+"""Plan how rows of a checkpoint are read directly into panels, without an intermediate array.
 
-Checkpoints store most matrices as [O, I], outputs first, also those that are fused here. Where
-PANEL rows in a row are the outputs of one panel, with their inputs in order, no parameter is needed
-in its own shape in between. Nor is one of experts: where tensors share a panel each writes its own
-columns, and where a tensor holds all experts' matrices, in whatever order, these are turned one by
-one.
+Checkpoints store most matrices as [O, I], outputs first, including the matrices that are fused
+here. If PANEL consecutive rows are the outputs of one panel, with their inputs in order, they can
+be written to the panel directly. The tensors of experts may share a panel; each tensor then writes
+its own columns. If one tensor holds the matrices of all experts, in any order of axes, the matrices
+are transposed one by one.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from jaxserve.models.weight_table import WeightName
 from jaxserve.weights.safetensors import TensorEntry
 from pallas_kernels.cpu.panels import PANEL, panel_shape
 
-# The axes of a parameter that are inputs, and those that are outputs; one in front is the expert.
+# The input axes and the output axes of a parameter. An axis before them numbers the experts.
 Axes = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class PanelRows:
-    """Rows of a tensor that make panels.
+    """Consecutive rows of a tensor that fill panels.
 
     Attributes:
         rows: bounds of the rows, [first, last).
-        panel: the first, all experts' counted.
-        column: column of the first row in its panel, where others share the panels; None where
-            none do.
+        panel: index of the first panel, counted over all experts.
+        column: column of the first row in its panel, if other tensors share the panels. None if
+            the rows fill their panels alone.
     """
 
     rows: tuple[int, int]
@@ -39,7 +39,10 @@ class PanelRows:
     column: int | None = None
 
     def blocks(self, entry: TensorEntry, most: int) -> Iterator[PanelRows]:
-        """Yield the rows in pieces of about `most` bytes, never splitting rows read together."""
+        """Split the rows into row blocks of about `most` bytes.
+
+        A row block ends only at a panel border and at a multiple of `entry.rows_together`.
+        """
         first, last = self.rows
         least = lcm(PANEL, entry.rows_together)
         row = max(1, entry.num_bytes // entry.shape[0])
@@ -52,16 +55,15 @@ class PanelRows:
 
 @dataclass(frozen=True)
 class PanelPlan:
-    """Plan by which a parameter is read into panels.
+    """Description of how a parameter is read into panels.
 
     Attributes:
-        shape: shape of the panels; that of experts is [E, ...].
+        shape: shape of the panels, [E, ...] for experts.
         stored: dtype of the panels.
-        dtype: dtype of the weights.
         inputs: number of inputs.
-        outputs: sizes of the outputs' dimensions.
-        rows: runs of rows by a tensor's name and the part of it, in the order of the file; None
-            where a tensor holds all experts' matrices, to be turned one by one.
+        outputs: shape of the outputs.
+        rows: consecutive rows by tensor name and part number, in the order of the file. None if a
+            tensor holds the matrices of all experts, which are transposed one by one.
     """
 
     shape: tuple[int, ...]
@@ -80,7 +82,7 @@ def panel_plan(
     dtype: np.dtype,
     axes: Axes,
 ) -> PanelPlan | None:
-    """Plan how these tensors fill a parameter of `shape`; None where rows cannot become panels."""
+    """Return the plan to read a parameter into panels, or None if its rows do not fit panels."""
     inputs, outputs = (tuple(shape[axis] for axis in group) for group in axes)
     leading = shape[: len(shape) - len(axes[0]) - len(axes[1])]
     panels, stored = panel_shape(prod(inputs), prod(outputs), dtype)
@@ -91,7 +93,7 @@ def panel_plan(
     if leading and parts[0].index == (...,):
         return plan(None)
     rows = {}
-    planned: dict[str, list[PanelRows] | None] = {}  # experts' tensors are alike
+    planned: dict[str, list[PanelRows] | None] = {}  # equal layouts are planned only once
     for part in parts:
         expert, matrix = _matrix_of(part) if leading else (0, part)
         like = repr(replace(matrix, name=""))
@@ -102,18 +104,17 @@ def panel_plan(
             )
             shared = bool(leading)
             planned[like] = None if order is None else _panel_rows(*order, prod(outputs), shared)
-        found = planned[like]
-        if found is None or any(
-            row % entries[part.name].rows_together for run in found for row in run.rows
+        runs = planned[like]
+        if runs is None or any(
+            row % entries[part.name].rows_together for run in runs for row in run.rows
         ):
             return None
         first = expert * panels[0]
-        rows[part.name, part.part] = [replace(run, panel=first + run.panel) for run in found]
+        rows[part.name, part.part] = [replace(run, panel=first + run.panel) for run in runs]
     return plan(rows)
 
 
 def _matrix_of(part: WeightName) -> tuple[int, WeightName]:
-    """Return the expert that a tensor belongs to, and the part with its place in that matrix."""
     expert, *place = part.index
     assert isinstance(expert, int)
     return expert, replace(part, index=tuple(place) or (...,))
@@ -122,11 +123,11 @@ def _matrix_of(part: WeightName) -> tuple[int, WeightName]:
 def _output_of_rows(
     part: WeightName, dims: Mapping[str, int], shape: tuple[int, ...], axes: Axes
 ) -> tuple[int, np.ndarray] | None:
-    """Return the first row of the part, and the output that each of its rows is.
+    """Return the first row of the part in its tensor, and the output index of each row.
 
-    Numbers of rows and of their places go the way of the values, as arrays without memory: an axis
-    along which they do not change has no stride. The result is None where rows are no
-    outputs, or their inputs are not all of the parameter's in order.
+    The indices of rows and columns are arranged as the values would be. They are broadcast arrays,
+    in which an axis has stride zero if the index is constant along it. The result is None if a row
+    is not an output, or does not have all inputs of the parameter in order.
     """
     stored = part.shape(dims)
     if len(stored) != 2:
@@ -152,7 +153,6 @@ def _output_of_rows(
 
 
 def _numbered(shape: tuple[int, ...], axes: tuple[int, ...]) -> np.ndarray:
-    """Number the positions of these axes, the same along all other axes."""
     sizes = tuple(size if axis in axes else 1 for axis, size in enumerate(shape))
     return np.broadcast_to(np.arange(prod(sizes)).reshape(sizes), shape)
 
@@ -160,9 +160,11 @@ def _numbered(shape: tuple[int, ...], axes: tuple[int, ...]) -> np.ndarray:
 def _along(
     row: np.ndarray, column: np.ndarray, output: np.ndarray, input_: np.ndarray
 ) -> tuple[np.ndarray, ...] | None:
-    """Return rows and outputs along their axes, columns and inputs along theirs.
+    """Flatten row and output indices along the axes of rows, column and input indices along theirs.
 
-    The result is None if both change along one axis.
+    Returns:
+        Flat arrays of rows, outputs, columns and inputs, or None if rows and columns change along
+        the same axis.
     """
     of_rows, of_columns = [], []
     for axis, size in enumerate(row.shape):
@@ -177,17 +179,24 @@ def _along(
 
 
 def _panel_rows(first: int, outputs: np.ndarray, end: int, shared: bool) -> list[PanelRows] | None:
-    """Return runs of rows that make panels, given each row's output; `end` counts the outputs.
+    """Return the runs of consecutive outputs among the rows of a part.
 
-    The result is None where tensors would share a panel, unless `shared` allows it.
+    Args:
+        first: first row of the part in its tensor.
+        outputs: output index of each row.
+        end: number of outputs of the parameter.
+        shared: allow panels that are shared with other tensors.
+
+    Returns:
+        The runs, or None if a panel would be shared and `shared` is false.
     """
     breaks = np.flatnonzero(np.diff(outputs) != 1) + 1
-    found = []
+    runs = []
     for run in np.split(np.arange(len(outputs)), breaks):
         output = int(outputs[run[0]])
         whole = not output % PANEL and (not len(run) % PANEL or output + len(run) == end)
         if not whole and not shared:
             return None
         rows = (first + int(run[0]), first + int(run[-1]) + 1)
-        found.append(PanelRows(rows, output // PANEL, None if whole else output % PANEL))
-    return found
+        runs.append(PanelRows(rows, output // PANEL, None if whole else output % PANEL))
+    return runs

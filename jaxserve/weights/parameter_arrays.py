@@ -1,10 +1,11 @@
-"""Parameters, quantized or not, as plain arrays by name, and back.
+"""Convert parameters, quantized or not, to plain arrays by name, and back.
 
-A quantized parameter is several arrays, named by its path and its attribute:
-"layers.0.mlp.down.values"; where its parts are stored differently it is several such:
-"layers.0.attention.qkv.weights.0.values". What else it takes to put them together, `forms`, is its
-form; for several parts a list of the form and the place of each; where activations are rounded,
-{"token_rounded": that}, and arrays are named "layers.0.mlp.down.weight.values".
+A quantized parameter consists of several arrays, named by its path and attribute, as in
+"layers.0.mlp.down.values". If its parts are stored separately, the name has their index, as in
+"layers.0.attention.qkv.weights.0.values". `forms` returns the remaining information: the form of
+the parameter, or, for separate parts, a list with the form and place of each. If activations are
+rounded, this is wrapped as {"token_rounded": ...}, and the names contain "weight", as in
+"layers.0.mlp.down.weight.values".
 """
 
 from __future__ import annotations
@@ -31,18 +32,17 @@ from pallas_kernels.quantized_codes import codes_a_row
 
 ROUNDED = "token_rounded"
 SCALES = ("float32", "bfloat16", "float16")
-# Shape and dtype by an array's name.
+# Shape and dtype of each array by name.
 Shapes = Mapping[str, tuple[tuple[int, ...], str]]
 
 
 def named_arrays(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return every array of a tree of parameters by path, quantized or not."""
+    """Return the arrays of parameters by name. Quantized parameters have several arrays."""
     leaves = jax.tree_util.tree_flatten_with_path(dict(values))[0]
     return {".".join(map(_key, keys)): leaf for keys, leaf in leaves}
 
 
 def _key(key: Any) -> str:
-    """Return the name of a step into a dictionary, a dataclass or a tuple."""
     for attribute in ("key", "name", "idx"):
         if hasattr(key, attribute):
             return str(getattr(key, attribute))
@@ -50,7 +50,7 @@ def _key(key: Any) -> str:
 
 
 def forms(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Describe the forms of the quantized parameters, by path, for JSON."""
+    """Return descriptions, as JSON values, of the forms of the quantized parameters, by path."""
     every = {path: _form(value) for path, value in values.items()}
     return {path: form for path, form in every.items() if form is not None}
 
@@ -72,13 +72,12 @@ def abstract_parameter(
     """Return a quantized parameter with shapes in place of arrays.
 
     Args:
-        path: path of the parameter.
         form: its entry in `forms`, read from a file that is not trusted.
-        parameter: the model's parameter, in full.
-        shapes: shapes of the arrays that are there, by name.
+        parameter: the same parameter of the model without quantization.
+        shapes: shapes and dtypes of the arrays in the file, by name.
 
     Raises:
-        ValueError: arrays that are missing or do not fit the parameter, or another form.
+        ValueError: the form is unknown, or arrays are missing or do not fit the parameter.
     """
     if isinstance(form, dict):
         if list(form) != [ROUNDED] or isinstance(form[ROUNDED], dict):
@@ -116,7 +115,11 @@ def abstract_parameter(
 def _part(
     path: str, described: Any, outputs: tuple[int, ...]
 ) -> tuple[Any, tuple[tuple[int, int], ...]]:
-    """Return the form of a part, and its place within the outputs."""
+    """Return the form of a part, and the (start, size) of its window along each output dimension.
+
+    Raises:
+        ValueError: the description is malformed, or the window exceeds the outputs.
+    """
     try:
         form, spans = described
         place = tuple((start, size) for start, size in spans)
@@ -142,15 +145,21 @@ def _weight(
 def _arrays(
     path: str, form: Any, inputs: int, outputs: int, leading: tuple[int, ...], shapes: Shapes
 ) -> dict[str, Any]:
-    """Return the arrays of a matrix, or of one for each expert, checked against each other."""
+    """Return the abstract arrays of a quantized matrix, or of the matrices of all experts.
+
+    leading: (number of experts,) for experts, otherwise empty.
+
+    Raises:
+        ValueError: an array is missing, or its shape or dtype does not fit.
+    """
     if form not in FORMS:
         raise ValueError(f"{path} has form {str(form)[:40]!r}; allowed: {', '.join(FORMS)}")
     names = ("values", "scales", "zeros", "order")
-    held = {name: shapes[f"{path}.{name}"] for name in names if f"{path}.{name}" in shapes}
+    stored = {name: shapes[f"{path}.{name}"] for name in names if f"{path}.{name}" in shapes}
     for name in ("values", "scales"):
-        if name not in held or len(held[name][0]) != len(leading) + 2:
+        if name not in stored or len(stored[name][0]) != len(leading) + 2:
             raise ValueError(f"{path}.{name} is missing or has another number of dimensions")
-    rows, groups = held["values"][0][-2], held["scales"][0][-2]
+    rows, groups = stored["values"][0][-2], stored["scales"][0][-2]
     width = codes_a_row(form)
     padding = rows * width - inputs
     whole = 0 < groups <= rows and rows % groups == 0 and 0 <= padding <= rows // groups * width
@@ -160,12 +169,13 @@ def _arrays(
         "zeros": ((*leading, groups, outputs), ("uint8", "float16") if form == "int4" else ()),
         "order": ((inputs,), ("int32",)),
     }
-    for name, (shape, dtype) in held.items():
+    for name, (shape, dtype) in stored.items():
         if not whole or shape != allowed[name][0] or dtype not in allowed[name][1]:
             raise ValueError(f"{path}.{name} is {dtype}{list(shape)}, which does not fit")
-    has_minima = held.get("zeros", ((), "uint8"))[1] == "float16"
-    if has_minima and (held["scales"][1] != "float16" or rows * width != GROUP * groups):
+    has_minima = stored.get("zeros", ((), "uint8"))[1] == "float16"
+    if has_minima and (stored["scales"][1] != "float16" or rows * width != GROUP * groups):
         raise ValueError(f"{path}.zeros are float16, for scales in float16 of {GROUP} inputs")
     return {
-        name: jax.ShapeDtypeStruct(shape, np.dtype(dtype)) for name, (shape, dtype) in held.items()
+        name: jax.ShapeDtypeStruct(shape, np.dtype(dtype))
+        for name, (shape, dtype) in stored.items()
     }

@@ -1,9 +1,9 @@
 # pyright: reportUnknownMemberType=false
-"""Parameters on several devices: each device's part in its own form, joined leaf by leaf.
+"""Join the parts of a parameter on several devices into sharded arrays.
 
-A form that one device multiplies (panels, codes with scales) is made of each part, and the arrays
-of all forms are joined along their first axis. Inside the step, which is mapped over the mesh, each
-device then sees a form as it is on one device.
+Each device's part is converted separately to the form of a single device (panels, or codes with
+scales). The arrays of all parts are then joined along their first axis. Inside the step, which is
+mapped over the mesh, each device sees its part in the form of a single device.
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ if TYPE_CHECKING:
 
 
 def placed_parts(mesh: Mesh, parts: Sequence[Part], form: Callable[[int], Any]) -> Any:
-    """Make each device's form of a parameter there, and join them.
+    """Create each device's part of a parameter on that device, and join the parts.
 
     Args:
-        mesh: of one axis.
-        parts: of the parameter, one a device.
-        form: returns the form of a device's part, by the number of the device; its arrays must be
-            placed on JAX's default device. Called for this host's devices alone.
+        mesh: a mesh with one axis.
+        parts: the part of each device.
+        form: returns the part of a device, given the index of the device, in its form and with its
+            arrays on JAX's default device. It is called only for the devices of this host.
+
+    Returns:
+        The parameter, with arrays sharded over the mesh.
     """
     forms: list[Any] = []
     for index, device in enumerate(mesh.devices.flat):
@@ -41,11 +44,11 @@ def placed_parts(mesh: Mesh, parts: Sequence[Part], form: Callable[[int], Any]) 
 def joined_place(
     mesh: Mesh, shape: tuple[int, ...], is_whole: bool
 ) -> tuple[tuple[int, ...], NamedSharding]:
-    """Return the shape of an array joined of each device's part, and how it lies.
+    """Return the shape and the sharding of an array that is joined from all devices' parts.
 
     Args:
-        shape: of one part.
-        is_whole: every device has the whole array.
+        shape: shape of one part.
+        is_whole: every device has the whole array, so it is replicated.
     """
     if is_whole:
         return shape, NamedSharding(mesh, PartitionSpec())
@@ -53,13 +56,14 @@ def joined_place(
 
 
 def joined(mesh: Mesh, forms: Sequence[Any], is_whole: bool = False) -> Any:
-    """Join the forms of a parameter that lie on a host's devices of a mesh, in their order.
+    """Join the parts of a parameter on this host's devices into sharded arrays.
 
     Args:
+        forms: the part of each of this host's devices, in the order of the mesh.
         is_whole: every device has the whole parameter.
 
     Raises:
-        ValueError: forms of different kinds or sizes.
+        ValueError: the parts have different forms or sizes.
     """
 
     def join(*leaves: Array) -> Array:

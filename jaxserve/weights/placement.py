@@ -1,4 +1,4 @@
-"""Parameters on their way to the device: quantized if asked for, or as the checkpoint has them."""
+"""Quantize parameters, lay them out for the kernels, and place them on devices."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ from pallas_kernels.cpu.blocks import FORMATS
 from pallas_kernels.devices import DeviceLimits, target_device
 
 Parameters = Mapping[str, nnx.Param[Any]]
-# Puts a parameter, given its path and values, on its device or devices.
+# Places a parameter, given its path and values, on its device or devices.
 Place = Callable[[str, np.ndarray], Any]
-# Lays out a parameter's form, given its path, and puts on a device what is not on one yet.
+# Lays out a quantized parameter, given its path and value, and places it if it is on the host.
 Finish = Callable[[str, Any], Any]
 
 SCALES_AXES = ("key_value", "kv_heads")
@@ -53,28 +53,28 @@ QUANTIZED = QuantizedWeight | SplitWeight | QuantizedExperts | BlockPanels | Tok
 
 
 def contracted(parameter: nnx.Param[Any]) -> int | None:
-    """Return the number of a parameter's dimensions that are inputs; None if it stays in full."""
+    """Return how many dimensions of a parameter are inputs, or None if it is never quantized."""
     return PROJECTIONS.get(parameter.get_metadata()["axes"])
 
 
-# Matrices of the embedding that may be kept in blocks, by their axes, and how many of those are
-# inputs: of a table none, since its outputs are looked up.
+# Number of input dimensions of the embedding matrices that may stay in blocks, by axes. A table has
+# 0, because its rows are looked up.
 _EMBEDDINGS = {("embed", "vocab"): 1, ("vocab", "embed"): 0}
 
 
 def block_inputs(parameter: nnx.Param[Any]) -> int | None:
-    """Return the number of a parameter's dimensions that are inputs, if it may be in blocks."""
+    """Return how many dimensions of a parameter are inputs; None if it is never in GGUF blocks."""
     axes = parameter.get_metadata()["axes"]
     return PROJECTIONS.get(axes, _EMBEDDINGS.get(axes))
 
 
 def holds_experts(parameter: nnx.Param[Any]) -> bool:
-    """Return whether a parameter is a matrix for each expert, which may be quantized."""
+    """Return whether a parameter holds the matrices of all experts, which may be quantized."""
     return parameter.get_metadata()["axes"] in EXPERTS
 
 
 def panelled(place: Place, parameters: Parameters) -> Place:
-    """Return `place`, changed to lay out matrices as the CPU's own product reads them."""
+    """Return a function like `place` that places matrices as panels for our CPU kernels."""
 
     def place_panels(path: str, values: np.ndarray) -> Any:
         panels = _panels(parameters[path].get_metadata()["axes"], values)
@@ -84,12 +84,12 @@ def panelled(place: Place, parameters: Parameters) -> Place:
 
 
 def divided(place: Place, config: ModelConfig, parameters: Parameters, mesh: Mesh | None) -> Place:
-    """Return `place`, changed to put on each device of a mesh the part that it has.
+    """Return a function like `place` that divides parameters over the devices of a mesh.
 
     Args:
-        place: makes a part's form on JAX's default device, given the parameter's path.
-        config: of the model, with its split over the mesh.
-        mesh: None for one device.
+        place: places a part on JAX's default device, given the path of the parameter.
+        config: configuration of the model, with its split over the mesh.
+        mesh: the devices, None for one device, which returns `place`.
     """
     if mesh is None:
         return place
@@ -109,9 +109,10 @@ def placing(
     panels: bool,
     mesh: Mesh | None,
 ) -> Place:
-    """Return `place`, changed to quantize, to lay out panels and to divide over a mesh.
+    """Return a function like `place` that also quantizes, lays out panels and divides over a mesh.
 
-    Args are those of `quantizing` and `divided`. What is quantized is whole; see `finishing`.
+    Quantized parameters are returned whole and on the host. `finishing` divides and places them.
+    For the arguments see `quantizing` and `divided`.
     """
     place = panelled(place, parameters) if panels else place
     return quantizing(divided(place, config, parameters, mesh), parameters, form, panels)
@@ -120,12 +121,14 @@ def placing(
 def finishing(
     config: ModelConfig, parameters: Parameters, panels: bool, mesh: Mesh | None
 ) -> Finish:
-    """Return what lays out quantized matrices, each device's part of them on a mesh.
+    """Return a function that lays out quantized parameters and places them on the devices.
+
+    The function returns other parameters, which are placed already, unchanged.
 
     Args:
-        config: of the model, with its split over the mesh.
-        panels: lay them out for the CPU's own products.
-        mesh: None for one device.
+        config: configuration of the model, with its split over the mesh.
+        panels: lay them out for our CPU kernels.
+        mesh: the devices, None for one device.
     """
 
     def placed(value: Any) -> Any:
@@ -133,7 +136,7 @@ def finishing(
 
     def finish(path: str, value: Any) -> Any:
         if not isinstance(value, QUANTIZED):
-            return value  # which has its place
+            return value  # placed already
         if mesh is None:
             return placed(value)
         parameter = parameters[path]
@@ -151,12 +154,12 @@ def finishing(
 
 
 def multiplies_input_major(device: DeviceLimits) -> bool:
-    """Return whether a device multiplies quantized matrices whose rows are inputs."""
+    """Return whether a device's kernels read quantized matrices with inputs as rows."""
     return not device.is_gpu or device.runs_triton
 
 
 def use_panels(model: Decoder) -> None:
-    """Lay out a model's matrices in panels, in place, one after the other."""
+    """Convert the matrices of a model to panels, in place and one at a time."""
     for _, node in nnx.iter_graph(model):
         if not isinstance(node, nnx.Param):
             continue
@@ -169,14 +172,13 @@ def use_panels(model: Decoder) -> None:
 
 
 def use_output_rows(model: Decoder) -> None:
-    """Transpose a model's quantized matrices, in place, one after the other."""
+    """Convert a model's quantized matrices to outputs as rows, in place and one at a time."""
     for _, node in nnx.iter_graph(model):
         if isinstance(node, nnx.Param) and not isinstance(node[...], jax.Array):
             node.set_value(with_weight(node[...], with_output_rows))
 
 
 def _panels(names: Any, values: np.ndarray) -> PanelWeight | None:
-    """Return a parameter in panels; None if it has none."""
     axes = panel_axes(names, values.dtype)
     if axes is None:
         return None
@@ -187,10 +189,10 @@ def _panels(names: Any, values: np.ndarray) -> PanelWeight | None:
 
 
 def panel_axes(names: Any, dtype: np.dtype) -> Axes | None:
-    """Return the axes of inputs and of outputs of a parameter that has panels, else None.
+    """Return the input axes and output axes of a parameter, or None if it is not put in panels.
 
-    A table of embeddings has panels only in 16 bits: for a lookup of its rows within a loop, XLA
-    on CPU would convert all of it to float32. From panels the bits themselves are looked up.
+    An embedding table is put in panels only if its dtype has 16 bits. XLA on CPU would convert the
+    whole table to float32 for a lookup in a loop, but a lookup in panels reads the bits directly.
     """
     if names == ("vocab", "embed"):
         return ((1,), (0,)) if dtype.itemsize == 2 else None
@@ -209,7 +211,10 @@ def panel_plans(
     parameters: Parameters,
     form: str | None,
 ) -> dict[str, PanelPlan]:
-    """Plan, by path, how parameters not quantized to `form` are read straight into panels."""
+    """Return the plans, by path, of the parameters that are read directly into panels.
+
+    Parameters that `form` quantizes have no plan.
+    """
     plans = {}
     for path, parts in groupby(sorted(table, key=lambda part: part.path), lambda part: part.path):
         parameter = parameters[path]
@@ -226,14 +231,15 @@ def panel_plans(
 
 
 def place_panels(plan: PanelPlan, panels: np.ndarray) -> PanelWeight:
-    """Place the panels that were read, as a parameter."""
+    """Place panels on JAX's default device, and return them as the parameter of `plan`."""
     return PanelWeight(jax.device_put(panels), plan.dtype.name, plan.outputs, plan.inputs)
 
 
 def in_blocks(parameter: nnx.Param[Any], form: str | None, panels: bool) -> int | None:
-    """Return how many dimensions of a parameter are inputs that is quantized to blocks.
+    """Return how many dimensions of a parameter are inputs, if `form` quantizes it to GGUF blocks.
 
-    With "int4" on CPU these are all matrices, those of the embedding too; None for others.
+    This applies to all matrices, including the embedding, with "int4" on CPU (`panels`) if their
+    inputs are whole blocks. The result is None for other parameters.
     """
     if form != "int4" or not panels or np.dtype(parameter.dtype).itemsize > 4:
         return None
@@ -245,10 +251,14 @@ def in_blocks(parameter: nnx.Param[Any], form: str | None, panels: bool) -> int 
 def quantizing(
     place: Place, parameters: Parameters, form: str | None, panels: bool = False
 ) -> Place:
-    """Return `place`, preceded by quantization to `form` for the blocks' matrices.
+    """Return a function that quantizes the layers' matrices to `form`, and places other parameters.
+
+    Quantized matrices are returned on the host.
 
     Args:
-        panels: whether they are for the CPU's own products, which take blocks of 4 bits.
+        place: places a parameter that is not quantized.
+        form: "int8", "fp8", "int4", or None for no quantization.
+        panels: the weights are for our CPU kernels. "int4" is then GGUF blocks.
     """
     layers = 1 + max(
         (int(path.split(".")[1]) for path in parameters if "layers." in path), default=0
@@ -257,8 +267,8 @@ def quantizing(
     def quantize_to_blocks(path: str, values: np.ndarray, contract: int) -> BlockPanels:
         outputs = values.shape[contract:] if contract else values.shape[:1]
         rows = values.reshape(-1, prod(outputs)).T if contract else values
-        made = best_rows(rows, block_forms(path, rows.shape[1], layers))
-        return BlockPanels.of(made.blocks, made.form, values.dtype.name, outputs)
+        best = best_rows(rows, block_forms(path, rows.shape[1], layers))
+        return BlockPanels.of(best.blocks, best.form, values.dtype.name, outputs)
 
     def quantize_and_place(path: str, values: np.ndarray) -> Any:
         blocked = in_blocks(parameters[path], form, panels)
@@ -285,14 +295,19 @@ def read_packed(
     report: Callable[[int], None],
     finish: Finish,
 ) -> dict[str, Any]:
-    """Read the parameters that a checkpoint holds quantized, by path; each is finished at once.
+    """Read the parameters that a checkpoint stores quantized, and return them placed, by path.
 
-    Those that jaxserve keeps in full (an output projection, say) are dequantized, and so are
-    experts that cannot be kept side by side. `report` receives the bytes of every parameter read.
+    Parameters that are not quantized in jaxserve, such as an output projection, are dequantized.
+    So are experts that cannot be stacked.
+
+    Args:
+        place: places a dequantized parameter.
+        report: called with the bytes of each parameter after it was read.
+        finish: lays out and places a quantized parameter.
 
     Raises:
-        CheckpointError: see `PackedTensor.read`; or a fused parameter of which the checkpoint has
-            quantized only a part.
+        CheckpointError: see `PackedTensor.read`. Also if only some tensors of a fused parameter
+            are quantized.
     """
     table = sorted(checkpoint.packed_table, key=lambda part: part.path)
     plain = {weight.path: weight.name for weight in checkpoint.table}
@@ -304,10 +319,10 @@ def read_packed(
                 f"{checkpoint.checkpoint.directory}: {weights[0].name!r} is quantized and "
                 f"{plain[path]!r} is not; they are one product here and must be stored alike"
             )
-        # What was read goes before the next is.
-        made = _read_packed(checkpoint, weights, parameters[path], dims, place)
-        values[path] = finish(path, made)
-        del made
+        # Free the host memory of this parameter before the next one is read.
+        value = _read_packed(checkpoint, weights, parameters[path], dims, place)
+        values[path] = finish(path, value)
+        del value
         report(sum(checkpoint.packed[name].num_bytes for name in {w.name for w in weights}))
     return values
 
@@ -319,19 +334,19 @@ def _read_packed(
     dims: Mapping[str, int],
     place: Place,
 ) -> Any:
-    """Read one parameter of `read_packed`: its codes, or, placed, what they stand for."""
+    """Read one parameter: its codes on the host, or its dequantized values, placed."""
     codes = {name: checkpoint.packed[name].read() for name in {w.name for w in weights}}
     parts = [(weight, codes[weight.name]) for weight in weights]
     contract = contracted(parameter)
-    narrow = [(part, own) for part, own in parts if isinstance(own, Codes)]
-    kept: Any = None
+    narrow = [(part, value) for part, value in parts if isinstance(value, Codes)]
+    quantized: Any = None
     if len(narrow) == len(parts) and contract is not None:
-        kept = fused(narrow, parameter.shape, contract, dims)
+        quantized = fused(narrow, parameter.shape, contract, dims)
     elif len(narrow) == len(parts) and holds_experts(parameter):
-        kept = fused_experts(narrow, parameter.shape, dims)
-    if kept is not None:
+        quantized = fused_experts(narrow, parameter.shape, dims)
+    if quantized is not None:
         rounds = checkpoint.packed[weights[0].name].stored.rounds_rows
-        return TokenRounded(kept) if rounds else kept
+        return TokenRounded(quantized) if rounds else quantized
     with np.errstate(over="ignore"):  # reported with the tensor's name
         whole = dequantized(parts, parameter.shape, np.dtype(parameter.dtype), dims)
     if not np.isfinite(whole).all():
@@ -345,16 +360,20 @@ def _read_packed(
 def set_kv_scales(
     model: Decoder, entries: Mapping[str, TensorEntry], mesh: Mesh | None = None
 ) -> None:
-    """Give each layer the scales of its cache that a checkpoint holds, 1 where it holds one only.
+    """Set the scales of the fp8 cache in each layer for which a checkpoint has some.
+
+    If a layer has only one of the scales for keys and values, the other one is 1.
 
     Args:
-        entries: of the checkpoint's scales, by name.
-        mesh: devices that the model is divided over; None for one.
+        model: the model, changed in place.
+        entries: the checkpoint's cache scales, by name.
+        mesh: devices over which the model is divided, None for one device.
 
     Raises:
-        CheckpointError: a scale that is not one positive number for a layer of the model.
+        CheckpointError: a scale is not one positive number, its layer is not in the model, or the
+            layer has latent attention.
     """
-    found: dict[int, np.ndarray] = {}
+    by_layer: dict[int, np.ndarray] = {}
     for name, entry in entries.items():
         layer, kind = kv_scale_of(name) or (len(model.layers), "")
         value = read_tensor(entry).astype(np.float32) if entry.shape in ((), (1,)) else None
@@ -368,16 +387,18 @@ def set_kv_scales(
                 f"{entry.shard.path}: tensor {name!r} scales a cache, which is not supported with "
                 "latent attention"
             )
-        scales = found.setdefault(layer, np.ones((2, model.config.num_key_value_heads), np.float32))
+        scales = by_layer.setdefault(
+            layer, np.ones((2, model.config.num_key_value_heads), np.float32)
+        )
         scales[0 if kind == "k" else 1] = value.item()
-    for layer, scales in found.items():
+    for layer, scales in by_layer.items():
         attention = model.layers[layer].attention
         assert isinstance(attention, Attention)
         attention.kv_scales = scales_parameter(placed_scales(scales, model.config, mesh))
 
 
 def placed_scales(scales: np.ndarray, config: ModelConfig, mesh: Mesh | None) -> jax.Array:
-    """Place float32[2, K], the scales of a layer's cache, on the device or devices."""
+    """Place the scales of a layer's cache, float32[2, K], on the default device or on a mesh."""
     if mesh is None:
         return jnp.asarray(scales)
     parts = parts_of(config, SCALES_AXES, scales.shape)
@@ -385,12 +406,12 @@ def placed_scales(scales: np.ndarray, config: ModelConfig, mesh: Mesh | None) ->
 
 
 def scales_parameter(values: Any) -> nnx.Param[Any]:
-    """Wrap float32[2, K] as the scales of a layer's cache, first of its keys, then its values."""
+    """Return a parameter with the scales of a layer's cache, float32[2, K]: keys, then values."""
     return nnx.Param(values, axes=SCALES_AXES)
 
 
 def scales_of(model: Decoder) -> dict[str, Attention]:
-    """Return the attention that holds each layer's scales, by their path as a parameter."""
+    """Return the attention modules that have cache scales, by the parameter path of the scales."""
     return {
         f"layers.{index}.attention.kv_scales": layer.attention
         for index, layer in enumerate(model.layers)

@@ -1,12 +1,12 @@
 """Quantize weights while they are loaded, one parameter at a time.
 
-Rounding to nearest, with the scale that the largest value of a channel asks for. With s the scale,
-each weight w is off by at most
+int8 and fp8 round to nearest, with one scale for each output, determined by the output's largest
+magnitude. With scale s, the error of a weight w is at most
 
-* int8, one scale an output channel: s / 2, where s = max|w| / 127;
-* fp8 (e4m3), likewise: the larger of |w| / 16 and s / 1024, where s = max|w| / 448.
+* int8: s / 2, where s = max|w| / 127
+* fp8 (e4m3): the larger of |w| / 16 and s / 1024, where s = max|w| / 448
 
-int4 is llama.cpp's Q4_1, a scale and a minimum in float16 for 32 inputs, which are searched for
+int4 is llama.cpp's Q4_1: a scale and a minimum in float16 for each 32 inputs, found by a search
 (`block_quantize.py`).
 """
 
@@ -21,13 +21,13 @@ from jaxserve.weights.block_quantize import quantize_rows
 from jaxserve.weights.codes import FP8, Codes
 
 FORMS = ("int8", "fp8", "int4")
-GROUP = 32  # inputs of a scale of int4
+GROUP = 32  # inputs that share a scale in int4
 FP8_MAX, INT8_MAX = 448.0, 127
-ROOM_BYTES = 1 << 20  # of temporaries: rows that are rounded while they are in the CPU's cache
+ROOM_BYTES = 1 << 20  # size of temporaries, so that they stay in the CPU's cache
 
 
 def quantize(weight: np.ndarray, form: str) -> Codes:
-    """Quantize float32[I, O] to "int8", "fp8" or "int4"; the module gives the codes' errors."""
+    """Quantize float32[I, O] to "int8", "fp8" or "int4". The module docstring bounds the errors."""
     inputs, outputs = weight.shape
     if form == "int4":
         return in_groups(weight, "Q4_1")
@@ -40,7 +40,7 @@ def quantize(weight: np.ndarray, form: str) -> Codes:
         rows = weight[start : start + count]
         scaled = np.divide(rows, scales, out=room[: len(rows)])
         if form == "fp8":
-            np.clip(scaled, -FP8_MAX, FP8_MAX, out=scaled)  # a rounding above it would be NaN
+            np.clip(scaled, -FP8_MAX, FP8_MAX, out=scaled)  # larger values would round to NaN
             values[start : start + count] = scaled.astype(FP8).view(np.uint8)
         else:
             values[start : start + count] = np.rint(scaled, out=scaled)
@@ -48,9 +48,9 @@ def quantize(weight: np.ndarray, form: str) -> Codes:
 
 
 def in_groups(weight: np.ndarray, name: str) -> Codes:
-    """Quantize float32[I, O] to codes of the format "Q4_1" or "Q8_0".
+    """Quantize float32[I, O] to the codes of format `name`, "Q4_1" or "Q8_0".
 
-    A last group that lacks inputs repeats those that it has meanwhile.
+    To quantize an incomplete last group, its inputs are repeated; the result has I rows again.
     """
     inputs, rest = len(weight), len(weight) % GROUP
     whole = weight
@@ -66,6 +66,5 @@ def _largest(rows: np.ndarray) -> np.ndarray:
 
 
 def _nonzero(scales: np.ndarray) -> np.ndarray:
-    """Replace scales too small to divide by with 1, which makes their weights zeros."""
     tiny = np.asarray(np.finfo(np.float32).tiny, scales.dtype)
     return np.where(scales < tiny, np.ones_like(scales), scales)

@@ -1,7 +1,7 @@
-"""Checkpoints whose weights are stored quantized: which tensors hold them.
+"""Find the tensors of quantized matrices in a checkpoint.
 
-Each matrix `X.weight` is several tensors: `packed_words.py`, `packed_floats.py` and
-`bitsandbytes.py` say which, and read them.
+A quantized matrix `X.weight` consists of several tensors. `packed_words.py`, `packed_floats.py` and
+`bitsandbytes.py` describe their formats and read them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
         "bnb8": BNB8,
     }
 )
-# Scales of the cache; the suffix and its kind.
+# Name suffixes of cache scales, and whether they scale keys or values.
 KV_SCALES: Mapping[str, str] = MappingProxyType(
     {
         "self_attn.k_scale": "k",
@@ -48,9 +48,14 @@ KV_SCALES: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True)
 class SplitCheckpoint:
-    """A checkpoint whose quantized tensors have been taken out, and those by weight name.
+    """A checkpoint divided into plain tensors, quantized matrices and cache scales.
 
-    `table` lists the weights that are stored as they are, `packed_table` the others.
+    Attributes:
+        checkpoint: the checkpoint without the tensors of the other two kinds.
+        table: the weights that are not quantized.
+        packed_table: the quantized weights.
+        packed: the quantized matrices, by weight name.
+        kv_scales: the scales of an fp8 cache, by tensor name.
     """
 
     checkpoint: Checkpoint
@@ -66,8 +71,12 @@ def sort_packed(
     table: Iterable[WeightName],
     dims: Mapping[str, int],
 ) -> SplitCheckpoint:
-    """Tell the quantized tensors of a checkpoint from the others."""
-    left, table = dict(checkpoint.tensors), list(table)
+    """Divide a checkpoint into plain tensors, quantized matrices and cache scales.
+
+    Args:
+        stored: the quantization that config.json describes, or None.
+    """
+    remaining, table = dict(checkpoint.tensors), list(table)
     if stored is None:
         return SplitCheckpoint(checkpoint, table, [], {}, {})
     layout = LAYOUTS[stored.layout]
@@ -76,56 +85,64 @@ def sort_packed(
         shape = weight.shape(dims)
         if weight.name in packed or not weight.name.endswith(".weight") or len(shape) != 2:
             continue
-        entries = _entries(left, weight.name, layout)
+        entries = _entries(remaining, weight.name, layout)
         if entries:
             size = shape[0], shape[1]
             packed[weight.name] = PackedTensor(weight.name, entries, stored, layout, size)
-            _drop_null_bias(left, weight.name, table)
+            _drop_null_bias(remaining, weight.name, table)
     if stored.form == "full":
-        _take_neighbours(left, packed, table, stored, dims)
-    kv_scales = {name: left.pop(name) for name in list(left) if _kv_kind(name)}
+        _take_neighbours(remaining, packed, table, stored, dims)
+    kv_scales = {name: remaining.pop(name) for name in list(remaining) if _kv_kind(name)}
     rest = [weight for weight in table if weight.name not in packed]
     taken = [weight for weight in table if weight.name in packed]
-    return SplitCheckpoint(replace(checkpoint, tensors=left), rest, taken, packed, kv_scales)
+    return SplitCheckpoint(replace(checkpoint, tensors=remaining), rest, taken, packed, kv_scales)
 
 
-def _entries(left: dict[str, TensorEntry], name: str, layout: Layout) -> dict[str, TensorEntry]:
-    """Take a weight's tensors out of `left`; return none if it is stored in full."""
+def _entries(
+    remaining: dict[str, TensorEntry], name: str, layout: Layout
+) -> dict[str, TensorEntry]:
+    # Removes the tensors of a quantized matrix from `remaining`. Returns {} for a plain matrix.
     stem = name.removesuffix(".weight")
-    if not layout.holds(stem, left):
+    if not layout.holds(stem, remaining):
         return {}
     for suffix in layout.unused:
-        left.pop(stem + suffix, None)
-    return {s: left.pop(stem + s) for s in (layout.codes, *layout.parts) if stem + s in left}
+        remaining.pop(stem + suffix, None)
+    return {
+        s: remaining.pop(stem + s) for s in (layout.codes, *layout.parts) if stem + s in remaining
+    }
 
 
 def _take_neighbours(
-    left: dict[str, TensorEntry],
+    remaining: dict[str, TensorEntry],
     packed: dict[str, PackedTensor],
     table: list[WeightName],
     stored: StoredQuantization,
     dims: Mapping[str, int],
 ) -> None:
-    """Take floats that are one parameter with a matrix that is widened: they are read together."""
+    """Move plain tensors that share a parameter with a quantized one from `remaining` to `packed`.
+
+    This is for quantized matrices that are read as floats, so that the whole parameter is read at
+    once.
+    """
     paths = {weight.path for weight in table if weight.name in packed}
     for weight in table:
-        if weight.path in paths and weight.name in left:
+        if weight.path in paths and weight.name in remaining:
             outputs, inputs = weight.shape(dims)
-            entries = {PLAIN.codes: left.pop(weight.name)}
+            entries = {PLAIN.codes: remaining.pop(weight.name)}
             size = outputs, inputs
             packed[weight.name] = PackedTensor(weight.name, entries, stored, PLAIN, size)
 
 
-def _drop_null_bias(left: dict[str, TensorEntry], name: str, table: list[WeightName]) -> None:
-    """Drop a bias of zeros, which AutoGPTQ writes for layers that have none."""
+def _drop_null_bias(remaining: dict[str, TensorEntry], name: str, table: list[WeightName]) -> None:
+    # AutoGPTQ writes a bias of zeros for layers without a bias.
     bias = name.removesuffix(".weight") + ".bias"
-    unknown = bias in left and all(weight.name != bias for weight in table)
-    if unknown and not read_tensor(left[bias]).any():
-        del left[bias]
+    unknown = bias in remaining and all(weight.name != bias for weight in table)
+    if unknown and not read_tensor(remaining[bias]).any():
+        del remaining[bias]
 
 
 def kv_scale_of(name: str) -> tuple[int, str] | None:
-    """Return the layer that a scale of the cache is for, and "k" or "v"; None for other names."""
+    """Return the layer of a cache scale, and "k" or "v", or None if `name` is no cache scale."""
     kind = _kv_kind(name)
     layer = name.removeprefix("model.layers.").partition(".")[0]
     return (int(layer), kind) if kind and layer.isdecimal() else None

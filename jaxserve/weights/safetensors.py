@@ -1,10 +1,10 @@
-"""Read safetensors checkpoints that nobody vouches for.
+"""Read safetensors files that are not trusted.
 
-The format: 8 bytes of header length (little-endian), a JSON header that maps each tensor's name to
-its dtype, shape and byte range, then the data, which the ranges must tile without gap or overlap
-(github.com/huggingface/safetensors). The header is parsed here, because the reference library
-accepts duplicate keys; and the data is read, not mapped, because the process dies (SIGBUS) when a
-mapped file is truncated.
+The format is 8 bytes of header length (little-endian), a JSON header that maps each tensor's name
+to its dtype, shape and byte range, and the data, which the ranges must tile without gap or overlap
+(github.com/huggingface/safetensors). The header is parsed here because the reference library
+accepts duplicate keys. The data is read, not mapped, because the process would die (SIGBUS) if a
+mapped file were truncated.
 """
 
 import os
@@ -27,7 +27,8 @@ from jaxserve.models.config.strict_json import open_regular, parse_object
 # The reference library allows 100 MB; a model of 100 billion parameters needs 0.2 MB, and a parsed
 # header takes 20 times its size in memory.
 MAX_HEADER_BYTES = 8 << 20
-MAX_TENSORS = 1 << 17  # in one checkpoint; the largest that a config.json may imply has a tenth
+# In one checkpoint. The largest model that a config.json may describe has a tenth of it.
+MAX_TENSORS = 1 << 17
 READ_BYTES = 16 << 20
 
 DTYPES: Mapping[str, np.dtype] = MappingProxyType(
@@ -37,7 +38,7 @@ DTYPES: Mapping[str, np.dtype] = MappingProxyType(
         "F16": np.dtype(np.float16),
         "BF16": np.dtype(ml_dtypes.bfloat16),
         "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-        # Codes of quantized weights, and shapes of those.
+        # Codes of quantized weights, and their shapes.
         "I64": np.dtype(np.int64),
         "I32": np.dtype(np.int32),
         "I8": np.dtype(np.int8),
@@ -50,7 +51,7 @@ FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 @dataclass(frozen=True)
 class Shard:
-    """One file, and what identifies its contents while a load lasts."""
+    """A checkpoint file, with the attributes by which a change during loading is detected."""
 
     path: Path
     # Device, inode, size in bytes, time of last change in nanoseconds.
@@ -58,11 +59,11 @@ class Shard:
 
 
 class SharedFile:
-    """A shard that stays open until another is asked for, read by one thread at a time.
+    """Reader of shards that keeps the last shard open. A lock admits one thread at a time.
 
-    So it is read in order if that is how blocks are asked for, and the kernel reads ahead: in
-    larger pieces, and with less work, than where it is told what to fetch, or each block is read
-    from a file opened anew. To be closed.
+    Row blocks requested in order are thus read sequentially, so that the kernel reads ahead. Its
+    read-ahead uses larger requests and less work than explicit prefetching, or than opening the
+    file for each row block. The caller must close it.
     """
 
     def __init__(self) -> None:
@@ -76,7 +77,10 @@ class SharedFile:
             file.close()
 
     def read(self, shard: Shard, offset: int, values: np.ndarray) -> bool:
-        """Fill `values`, uint8, with what lies at `offset`; False where the file ends before.
+        """Fill `values`, uint8, with the bytes at `offset`.
+
+        Returns:
+            False if the file ends before `values` is full, otherwise True.
 
         Raises:
             CheckpointError: the file cannot be read, or changed since its header was read.
@@ -84,20 +88,20 @@ class SharedFile:
         with self._lock:
             file = self._opened(shard)
             file.seek(offset)
-            left = values.data
-            while left:
-                count = file.readinto(left)
+            remaining = values.data
+            while remaining:
+                count = file.readinto(remaining)
                 if not count:
                     return False
-                left = left[count:]
+                remaining = remaining[count:]
             _check_unchanged(shard, file.fileno())
             return True
 
     def skim(self, shard: Shard, offset: int, size: int, memory: np.ndarray) -> None:
-        """Bring the bytes at `offset` into the system's cache by reading them into `memory`.
+        """Load `size` bytes at `offset` into the system's file cache. `memory` is overwritten.
 
-        This is one system call, which does not hold the interpreter. Where there is no such call
-        nothing is read.
+        This is one system call, preadv, without the interpreter lock. On systems without preadv,
+        this does not read.
 
         Raises:
             CheckpointError: the file cannot be read, or changed since its header was read.
@@ -110,13 +114,12 @@ class SharedFile:
             os.preadv(self._opened(shard).fileno(), [*pieces, rest], offset)
 
     def _opened(self, shard: Shard) -> FileIO:
-        """Return the shard's open file; the errors are those of `read`."""
         if self._file is None or self._shard != shard:
             self.close()
             self._file = os.fdopen(open_regular(shard.path), "rb", buffering=0)
             self._shard = shard
             if hasattr(os, "posix_fadvise"):  # not on every system
-                # The kernel reads ahead twice as far, so that the disk works between turns.
+                # The kernel then reads ahead twice as far, so that the disk works between reads.
                 os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         _check_unchanged(shard, self._file.fileno())
         return self._file
@@ -124,7 +127,7 @@ class SharedFile:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Location of one tensor: `num_bytes` bytes from `offset` (from the file's start)."""
+    """Location of one tensor: `num_bytes` bytes at `offset` from the start of the file."""
 
     name: str
     shard: Shard
@@ -140,12 +143,12 @@ class TensorEntry:
         memory: np.ndarray | None = None,
         file: SharedFile | None = None,
     ) -> np.ndarray:
-        """Read the rows [first, last), along the first dimension.
+        """Read the rows [first, last) of the tensor, in its dtype.
 
         Args:
             first, last: bounds in the tensor's first dimension.
-            memory: aligned uint8 memory that the file may be read into; None allocates it.
-            file: open file to read from; None opens the file for this call.
+            memory: aligned uint8 memory that the file may be read into. None allocates it.
+            file: open file to read from. None opens the file for this call.
 
         Raises:
             CheckpointError: the file cannot be read, or changed since its header was read.
@@ -160,7 +163,7 @@ class TensorEntry:
         memory: np.ndarray | None = None,
         file: SharedFile | None = None,
     ) -> np.ndarray:
-        """Read the bytes of rows, with the arguments and errors of `read_rows`."""
+        """Read the rows [first, last) as uint8. Arguments and errors are as in `read_rows`."""
         size = self.num_bytes // max(1, self.shape[0] if self.shape else 1)
         count = (last - first) * size
         values = np.empty(count, np.uint8) if memory is None else memory[:count]
@@ -171,7 +174,7 @@ class TensorEntry:
 
     @property
     def rows_together(self) -> int:
-        """Rows are read from and to multiples of so many."""
+        """Row ranges must begin and end at multiples of this number."""
         return 1
 
     @property
@@ -181,10 +184,11 @@ class TensorEntry:
 
 
 def read_header(path: Path) -> list[TensorEntry]:
-    """Return the tensors of one safetensors file, checked but not read.
+    """Read and check the header of a safetensors file, and return its tensors.
 
     Raises:
-        CheckpointError: naming the file, and the tensor where one is to blame.
+        CheckpointError: the header is malformed, or does not fit the file size. The error names
+            the file, and the tensor if one is malformed.
     """
     with os.fdopen(open_regular(path), "rb") as file:
         shard = Shard(path, identity(file.fileno()))
@@ -216,7 +220,7 @@ def read_header(path: Path) -> list[TensorEntry]:
 
 
 def _entry(name: str, raw: Any, shard: Shard, start: int) -> TensorEntry:
-    """Check one tensor's description; `start` is where the file's data begins."""
+    """Check the description of a tensor in the header; `start` is the offset of the file's data."""
     where = f"{shard.path}: tensor {name[:200]!r}"
     if not isinstance(raw, dict) or set(raw) != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError(f"{where}: must have dtype, shape and data_offsets, and no more")
@@ -239,29 +243,29 @@ def _entry(name: str, raw: Any, shard: Shard, start: int) -> TensorEntry:
 
 
 def read_tensor(entry: TensorEntry) -> np.ndarray:
-    """Read all of a tensor's values; see `TensorEntry.read_rows` for errors."""
+    """Read a whole tensor. Errors are as in `TensorEntry.read_rows`."""
     if not entry.shape:
         return entry.read_bytes(0, 1).view(entry.dtype).reshape(())
     return entry.read_rows(0, entry.shape[0])
 
 
 def read_blocks(entry: TensorEntry) -> Iterator[bytes]:
-    """Yield the tensor's bytes, a block at a time; see `TensorEntry.read_rows` for errors."""
+    """Yield a tensor's bytes in chunks of READ_BYTES. Errors are as in `TensorEntry.read_rows`."""
     with os.fdopen(open_regular(entry.shard.path), "rb", buffering=0) as file:
         _check_unchanged(entry.shard, file.fileno())
         file.seek(entry.offset)
-        left = entry.num_bytes
-        while left:
-            block = file.read(min(left, READ_BYTES))
+        remaining = entry.num_bytes
+        while remaining:
+            block = file.read(min(remaining, READ_BYTES))
             if not block:
                 raise CheckpointError(f"{entry.shard.path}: ends inside tensor {entry.name!r}")
-            left -= len(block)
+            remaining -= len(block)
             yield block
         _check_unchanged(entry.shard, file.fileno())
 
 
 def check_unchanged(shard: Shard) -> None:
-    """Raise CheckpointError if the file is not the one whose header was read."""
+    """Raise CheckpointError if the file has changed since its header was read."""
     with os.fdopen(open_regular(shard.path), "rb") as file:
         _check_unchanged(shard, file.fileno())
 
@@ -272,13 +276,13 @@ def _check_unchanged(shard: Shard, descriptor: int) -> None:
 
 
 def identity(descriptor: int) -> tuple[int, int, int, int]:
-    """Return the device, inode, size and modification time of an open file, for `Shard`."""
+    """Return `Shard.identity` of an open file: device, inode, size and modification time."""
     status = os.fstat(descriptor)
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _describe(path: Path, size: int) -> str:
-    """Describe what a file that is no safetensors file seems to be."""
+    """Return the end of an error message for a file that is not a safetensors file."""
     if size == 0:
         return "is empty"
     with os.fdopen(open_regular(path), "rb") as file:

@@ -1,7 +1,8 @@
-"""Blocks of experts whose matrices a file holds as one tensor: an expert's rows at a time.
+"""Read the quantized blocks of one expert from a tensor that holds all experts' matrices.
 
-gpt-oss's lie so: in GGUF files gates and upward projections apart, [E, outputs, inputs] each; in
-Hugging Face checkpoints as one tensor, whose outputs they are in turn.
+gpt-oss stores its experts in this way. A GGUF file has two tensors [E, outputs, inputs], for gate
+and up projections. A Hugging Face checkpoint has one tensor, whose outputs alternate between the
+two.
 """
 
 from __future__ import annotations
@@ -31,11 +32,9 @@ class StackedBlocks:
     """The matrices of all experts of a layer, in blocks of one format.
 
     Attributes:
-        form: name of the format.
-        count: how many experts there are.
-        read: read the rows of an expert, uint8 [outputs, blocks, bytes of one], from each tensor;
-            outputs of the whole are those of the tensors in turn.
-        order: which output of the whole each of the model's is.
+        read: a function for each tensor that reads the rows of an expert, uint8 [outputs, blocks,
+            bytes per block]. Outputs are numbered by taking one from each tensor in turn.
+        order: number of each output of the model, in this numbering.
     """
 
     form: str
@@ -44,10 +43,10 @@ class StackedBlocks:
     order: np.ndarray
 
     def rows_of(self, expert: int) -> np.ndarray:
-        """Read an expert's rows of blocks, in the model's order of outputs.
+        """Read an expert's blocks, uint8 [outputs, blocks, bytes], in the model's output order.
 
         Raises:
-            CheckpointError: a file that cannot be read, or scales that are no numbers.
+            CheckpointError: a file cannot be read, or a scale is NaN or infinite.
         """
         turns, whole = len(self.read), None
         for turn, read in enumerate(self.read):
@@ -61,7 +60,7 @@ class StackedBlocks:
 
 
 def stacked_form(entry: TensorEntry) -> str | None:
-    """Return the format of the experts' blocks in a tensor; None if it holds no such."""
+    """Return the block format of a tensor of all experts, or None for other tensors and formats."""
     if isinstance(entry, PackedEntry):
         return MXFP4
     if not isinstance(entry, JoinedTensor) or not entry.join.of_experts:
@@ -71,12 +70,12 @@ def stacked_form(entry: TensorEntry) -> str | None:
 
 
 def stacked_blocks(part: WeightName, entry: TensorEntry, dims: Mapping[str, int]) -> StackedBlocks:
-    """Return the blocks of a tensor that `stacked_form` has named the format of."""
+    """Return the reader of a tensor for which `stacked_form` returns a format."""
     if isinstance(entry, PackedEntry):
-        # Of [E, outputs, inputs].
+        # The shape is [E, outputs, inputs].
         read, numbers = [partial(_read_pairs, entry)], np.arange(entry.shape[1])[:, None]
     else:
-        # Of [E, inputs, outputs].
+        # The shape is [E, inputs, outputs].
         assert isinstance(entry, JoinedTensor)
         read = [partial(_read_expert, tensor) for tensor in entry.parts]
         numbers = np.arange(entry.shape[2])
@@ -88,10 +87,12 @@ def stacked_blocks(part: WeightName, entry: TensorEntry, dims: Mapping[str, int]
 
 
 def read_rows(entry: GgufTensor) -> np.ndarray:
-    """Read the rows of blocks of a matrix, uint8 [outputs, blocks, bytes of one], a few at a time.
+    """Read a matrix as GGUF blocks in the kernels' field order, uint8 [outputs, blocks, bytes].
+
+    The rows are converted a few at a time, so that the raw bytes take little memory.
 
     Raises:
-        CheckpointError: a file that cannot be read, or scales that are no numbers.
+        CheckpointError: a file cannot be read, or a scale is NaN or infinite.
     """
     form, outputs = entry.encoding.name, entry.shape[0]
     blocks = entry.shape[1] // entry.encoding.values
@@ -106,7 +107,6 @@ def read_rows(entry: GgufTensor) -> np.ndarray:
 
 
 def _read_expert(entry: GgufTensor, expert: int) -> np.ndarray:
-    """Read one of the matrices of a tensor [E, outputs, inputs]."""
     size = entry.num_bytes // entry.shape[0]
     offset = entry.offset + expert * size
     return read_rows(replace(entry, shape=entry.shape[1:], offset=offset, num_bytes=size))

@@ -1,4 +1,4 @@
-"""Tensors of the text model inside a checkpoint of a wrapper: of images or sound, and text."""
+"""Find the tensors of the text model in the checkpoint of a multimodal model."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ logger = logging.getLogger(__name__)
 
 OUTPUT = "lm_head."
 # Prefixes of the text model's tensors and of its output projection, in place of "model." and
-# "lm_head.": as Transformers named them before its version 4.52 or names them since, or a
-# checkpoint's own code does.
+# "lm_head.". Some were used by Transformers before version 4.52, some since, and some by the code
+# of a checkpoint.
 NAMINGS = (
     ("language_model.model.", "language_model.lm_head."),
     ("model.language_model.", OUTPUT),
@@ -27,21 +27,21 @@ NAMINGS = (
 
 
 def text_tensors(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the tensors of a wrapper's text model under the names that they have without it.
+    """Return the checkpoint with only the text model's tensors, named as in a text-only checkpoint.
 
-    What belongs to the other parts is left out, and counted in one line of the log.
+    One log message counts the omitted tensors of the other parts.
 
     Raises:
-        CheckpointError: there is no embedding under any of the names that one has.
+        CheckpointError: the checkpoint has no text embedding under a known name.
     """
     prefix, head = naming(checkpoint)
-    found: dict[str, TensorEntry] = {}
+    tensors: dict[str, TensorEntry] = {}
     others: Counter[str] = Counter()
     for name, entry in checkpoint.tensors.items():
         for start, plain in ((head, OUTPUT), (prefix, "model.")):
             if name.startswith(start) and not _is_tower(name, start, prefix):
                 plain = plain + name.removeprefix(start)
-                found[plain] = replace(entry, name=plain)
+                tensors[plain] = replace(entry, name=plain)
                 break
         else:
             others[".".join(name.split(".")[: 2 if name.startswith("model.") else 1])] += 1
@@ -51,14 +51,14 @@ def text_tensors(checkpoint: Checkpoint) -> Checkpoint:
             "%s: its text alone is served; left out are tensors of its other parts: %s",
             checkpoint.directory, listed(counts),
         )  # fmt: skip
-    return replace(checkpoint, tensors=found)
+    return replace(checkpoint, tensors=tensors)
 
 
 def naming(checkpoint: Checkpoint) -> tuple[str, str]:
     """Return the prefixes of the text model's tensors and of its output projection.
 
     Raises:
-        CheckpointError: there is no embedding under any of the names that one has.
+        CheckpointError: the checkpoint has no text embedding under a known name.
     """
     for prefix, head in NAMINGS:
         if f"{prefix}embed_tokens.weight" in checkpoint.tensors:
@@ -70,7 +70,7 @@ def naming(checkpoint: Checkpoint) -> tuple[str, str]:
 
 
 def _is_tower(name: str, start: str, prefix: str) -> bool:
-    """Return whether a tensor below "model." is of another part beside the text model's layers."""
+    # Without a prefix of its own, the text model shares "model." with the other parts.
     if start != prefix or prefix != "model.":
         return False
     return not name.startswith(("model.layers.", "model.embed_tokens.", "model.norm."))

@@ -1,1 +1,1 @@
-"""llama.cpp's GGUF files, under the names of the checkpoints that they were made from."""
+"""Read llama.cpp's GGUF files as the Hugging Face checkpoints that they were converted from."""

@@ -1,6 +1,7 @@
-"""Blocks of a GGUF file as our products take them: the same bits in another order.
+"""Reorder the bits of GGUF blocks into the block layout that our kernels read.
 
-The layouts are those of ggml (github.com/ggml-org/ggml, src/ggml-common.h and ggml-quants.c).
+The layouts in the files are described in ggml (github.com/ggml-org/ggml, src/ggml-common.h and
+ggml-quants.c).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pallas_kernels.implementation import deferred
 
 
 class _Codes(NamedTuple):
-    """Codes of blocks as a file has them; see `block_order.reorder`."""
+    """Codes of GGUF blocks in the order of the file; see `block_order.reorder` for the fields."""
 
     bytes_: np.ndarray
     bits: int
@@ -25,18 +26,18 @@ class _Codes(NamedTuple):
 
 
 Fields = dict[str, np.ndarray | _Codes]
-# The largest number of a block, 12 times half of two to the power of this, less 127, is finite.
+# With this exponent e, the largest value of an MXFP4 block, 12 * 2**(e - 127) / 2, is finite.
 _MOST_EXPONENT = 251
 _reorder = deferred("pallas_kernels.cpu.block_order", "reorder")
 
 
 @dataclass(frozen=True)
 class BlockRows:
-    """A matrix in blocks, an output a row.
+    """A matrix in GGUF blocks, with outputs as rows.
 
     Attributes:
-        form: name of the blocks' format.
-        blocks: uint8 [outputs, blocks, bytes of one].
+        form: name of the block format.
+        blocks: uint8 [outputs, blocks, bytes per block], in the kernels' field order.
     """
 
     form: str
@@ -44,21 +45,24 @@ class BlockRows:
 
     @property
     def inputs(self) -> int:
-        """Inputs of the matrix."""
+        """Number of inputs of the matrix."""
         return self.blocks.shape[1] * FORMATS[self.form].size
 
 
 def rows_of_blocks(raw: np.ndarray, form: str) -> np.ndarray:
-    """Return blocks [outputs, blocks, bytes as in the file] with their fields in our order.
+    """Reorder the fields of GGUF blocks for our kernels.
 
     Args:
-        raw: uint8.
-        form: of the blocks, see `pallas_kernels.cpu.blocks`.
+        raw: uint8 [outputs, blocks, bytes per block in the file].
+        form: name of the block format in `pallas_kernels.cpu.blocks`.
+
+    Returns:
+        uint8 [outputs, blocks, bytes per block].
     """
-    made = FORMATS[form]
+    format_ = FORMATS[form]
     fields = _READERS[form](raw)
-    rows = np.empty((*raw.shape[:-1], made.num_bytes), np.uint8)
-    for name, place in made.fields.items():
+    rows = np.empty((*raw.shape[:-1], format_.num_bytes), np.uint8)
+    for name, place in format_.fields.items():
         target = rows[..., place.start : place.start + place.count * place.item]
         field = fields[name]
         if isinstance(field, _Codes):
@@ -69,13 +73,13 @@ def rows_of_blocks(raw: np.ndarray, form: str) -> np.ndarray:
 
 
 def as_float16(values: np.ndarray) -> np.ndarray:
-    """Round to float16; numbers beyond it become the largest of it."""
+    """Round to float16. Values beyond its range become its largest finite number."""
     most = np.float32(np.finfo(np.float16).max)
     return np.clip(values, -most, most).astype(np.float16)
 
 
 def are_finite(rows: np.ndarray, form: str) -> bool:
-    """Return whether the scales and minima of rows of blocks are numbers."""
+    """Return whether the scales and minima of blocks [..., bytes per block] are all finite."""
     fields = FORMATS[form].fields
     if FORMATS[form].is_power:
         return bool((rows[..., fields["scale"].start] <= _MOST_EXPONENT).all())
@@ -85,7 +89,7 @@ def are_finite(rows: np.ndarray, form: str) -> bool:
 
 
 def _bits(raw: np.ndarray) -> np.ndarray:
-    """Return the bits of a word, the lowest first, as `blocks.packed` has them."""
+    # The bits of a word, the lowest first, in the order of `blocks.packed`.
     word = np.ascontiguousarray(raw).view(np.uint32)
     halves = [word & 0x55555555, word >> 1 & 0x55555555]  # every second bit moves to the lower half
     for step, mask in ((1, 0x33333333), (2, 0x0F0F0F0F), (4, 0x00FF00FF), (8, 0x0000FFFF)):
@@ -152,7 +156,7 @@ def _iq4_xs(raw: np.ndarray) -> Fields:
 
 
 def _k_scales(raw: np.ndarray) -> Fields:
-    """Read the scale and minimum of a block, and those of its runs, 6 bits each in 12 bytes."""
+    # The scale and minimum of a block, and 6 bits for each of its runs, in 12 bytes.
     first, second, third = raw[..., 4:8], raw[..., 8:12], raw[..., 12:16]
     scales = [first & 63, (third & 15) | (first >> 6) << 4]
     minima = [second & 63, (third >> 4) | (second >> 6) << 4]

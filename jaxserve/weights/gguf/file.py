@@ -1,9 +1,9 @@
-"""Read GGUF files that nobody vouches for.
+"""Read GGUF files that are not trusted.
 
-The format (github.com/ggml-org/ggml, docs/gguf.md): counts, then metadata as typed keys, then a
-table of tensors, then their data. The header is parsed here, since the reference reader maps the
-file (the process dies when a mapped file is truncated), believes every count, and makes an array of
-every token; values are unpacked by the `gguf` package's own functions.
+The format (github.com/ggml-org/ggml, docs/gguf.md) is: counts, metadata with typed keys, a table of
+tensors, and their data. The header is parsed here, because the reference reader maps the file (the
+process would die if a mapped file were truncated), trusts every count, and creates an array for
+each token. Values are unpacked by the functions of the `gguf` package.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ VERSIONS = (2, 3)
 MAX_HEADER_BYTES = 128 << 20
 MAX_KEYS = 1 << 14
 MAX_KEY_BYTES = 1 << 16
-MAX_STRINGS = 1 << 22  # bound on the strings of an array
+MAX_STRINGS = 1 << 22  # in one array
 MAX_DIMENSIONS = 4
 MAX_ALIGNMENT = 1 << 16
 
-# struct's letter of a metadata value, by the number of its type.
+# Format letter of `struct` for each type number of a metadata value.
 SCALARS: Mapping[int, str] = MappingProxyType(
     dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 )
@@ -44,10 +44,12 @@ STRING, ARRAY = 8, 9
 
 @dataclass(frozen=True)
 class Encoding:
-    """Storage of a tensor's values: blocks of `values` in `num_bytes`, along the rows.
+    """Storage format of a tensor: blocks of consecutive values in a row.
 
     Attributes:
         name: name in the package gguf.
+        values: number of values in a block.
+        num_bytes: size of a block.
         dtype: dtype of the unpacked values.
     """
 
@@ -76,7 +78,7 @@ ENCODINGS: Mapping[int, Encoding] = MappingProxyType(
         12: Encoding("Q4_K", 256, 144, _FLOAT32),
         13: Encoding("Q5_K", 256, 176, _FLOAT32),
         14: Encoding("Q6_K", 256, 210, _FLOAT32),
-        # Of those below, all but IQ4_NL, IQ4_XS and MXFP4 are widened as they are read.
+        # The formats below are widened as they are read, except IQ4_NL, IQ4_XS and MXFP4.
         16: Encoding("IQ2_XXS", 256, 66, _FLOAT32),
         17: Encoding("IQ2_XS", 256, 74, _FLOAT32),
         18: Encoding("IQ3_XXS", 256, 98, _FLOAT32),
@@ -97,13 +99,15 @@ ENCODINGS: Mapping[int, Encoding] = MappingProxyType(
 
 @dataclass(frozen=True)
 class GgufTensor(TensorEntry):
-    """A tensor of a GGUF file, in the dtype and the order of its Hugging Face twin.
+    """A tensor of a GGUF file, read in the dtype and row order of the Hugging Face checkpoint.
 
     Attributes:
-        encoding: how it is stored.
-        heads: where not 0, of how many heads rows `0, 1, 2, ...` are stored as `0, half, 1, ...`,
-            as llama.cpp rotates neighbours and not halves.
-        added: number added to every value; llama.cpp stores Gemma's norms as 1 + weight.
+        encoding: storage format.
+        heads: number of heads, if their rows are permuted, otherwise 0. The file stores the rows of
+            a head in the order `0, half, 1, half + 1, ...`, because llama.cpp rotates neighbours
+            instead of halves.
+        added: number that the file has added to every value. llama.cpp stores Gemma's norms as
+            1 + weight.
     """
 
     encoding: Encoding
@@ -112,7 +116,7 @@ class GgufTensor(TensorEntry):
 
     @property
     def rows_together(self) -> int:
-        """Whole heads where rows are permuted."""
+        """Rows of a head if rows are permuted, otherwise 1; see `TensorEntry.rows_together`."""
         return self.shape[0] // self.heads if self.heads else 1
 
     def read_rows(
@@ -122,9 +126,9 @@ class GgufTensor(TensorEntry):
         memory: np.ndarray | None = None,
         file: SharedFile | None = None,
     ) -> np.ndarray:
-        """Read and unpack the rows [first, last), whole heads where rows are permuted.
+        """Read and unpack the rows [first, last), which must be whole heads if rows are permuted.
 
-        `memory` and `file` are as in `TensorEntry.read_rows`.
+        For `memory` and `file` see `TensorEntry.read_rows`.
 
         Raises:
             CheckpointError: the file cannot be read, or changed since its header was read.
@@ -141,7 +145,10 @@ class GgufTensor(TensorEntry):
         return values - self.dtype.type(self.added) if self.added else values
 
     def in_order(self, rows: np.ndarray) -> np.ndarray:
-        """Return rows, whole heads where they are permuted, in the order of the twin."""
+        """Return rows in the order of the Hugging Face checkpoint.
+
+        rows: an array of rows, which must be whole heads if rows are permuted.
+        """
         if not self.heads:
             return rows
         half = self.shape[0] // self.heads // 2
@@ -150,24 +157,20 @@ class GgufTensor(TensorEntry):
 
 
 def unpacked(raw: np.ndarray, encoding: Encoding) -> np.ndarray:
-    """Unpack rows of whole blocks, [N, bytes], into float32 values, [N, values]."""
-    # Imported where a file needs it: other checkpoints load without it.
+    """Dequantize rows of whole GGUF blocks, uint8 [N, bytes], to float32 [N, values]."""
+    # Imported here because other checkpoints do not need it.
     gguf: Any = importlib.import_module("gguf")
     kind = gguf.GGMLQuantizationType[encoding.name]
-    with np.errstate(
-        all="ignore"
-    ):  # values that are not finite are reported with its tensor's name
+    with np.errstate(all="ignore"):  # the caller reports infinite values with the tensor's name
         return gguf.dequantize(raw, kind)
 
 
 @dataclass(frozen=True)
 class GgufFile:
-    """A GGUF file's header, checked; no tensor has been read.
+    """The checked header of a GGUF file.
 
     Attributes:
-        path: path of the file.
-        metadata: values by key; arrays of numbers are NumPy's, arrays of text are lists.
-        tensors: tensors by their names in the file.
+        metadata: values by key. Arrays of numbers are NumPy's, arrays of text are lists.
     """
 
     path: Path
@@ -176,10 +179,11 @@ class GgufFile:
 
 
 def read_gguf(path: str | Path) -> GgufFile:
-    """Read the header of one GGUF file, of a whole model or of a part; see `open_gguf`.
+    """Read the header of one GGUF file. `open_gguf` also reads the other parts of a model.
 
     Raises:
-        CheckpointError: naming the file, and the key or the tensor where one is to blame.
+        CheckpointError: the header is malformed, or does not fit the file size. The error names
+            the file, and the key or tensor if one is malformed.
     """
     path = Path(path)
     with os.fdopen(open_regular(path), "rb") as file:
@@ -199,7 +203,7 @@ def read_gguf(path: str | Path) -> GgufFile:
 
 @dataclass(frozen=True)
 class _Info:
-    """A row of the table of tensors."""
+    """A tensor in the table of a header; `offset` is relative to the start of the data."""
 
     name: str
     shape: tuple[int, ...]
@@ -212,7 +216,10 @@ class _Info:
 
 
 def _tensors(shard: Shard, infos: list[_Info], start: int, alignment: int) -> dict[str, GgufTensor]:
-    """Check that the tensors tile the rest of the file, each at a multiple of the alignment."""
+    """Return the tensors by name, after checking that they tile the data of the file.
+
+    Each must begin at the first multiple of the alignment after the previous one.
+    """
     path, size = shard.path, shard.identity[2]
     tensors: dict[str, GgufTensor] = {}
     end, last = 0, "the header"
@@ -244,7 +251,7 @@ def _tensors(shard: Shard, infos: list[_Info], start: int, alignment: int) -> di
 
 
 class _Header:
-    """Reader of a header from its start, never beyond the file or MAX_HEADER_BYTES."""
+    """Sequential reader of a header, limited to the file size and MAX_HEADER_BYTES."""
 
     def __init__(self, path: Path, file: BinaryIO, size: int) -> None:
         self._path = path
@@ -261,7 +268,7 @@ class _Header:
         return self.fail(f"{what} would take {count} bytes, beyond the end of {limit}")
 
     def take(self, count: int, what: str) -> bytes:
-        """Read the next bytes; the error names `what` is missing."""
+        """Read the next `count` bytes, which errors call `what`."""
         if not 0 <= count <= self._end - self.position:
             raise self._beyond(count, what)
         data = self._file.read(count)
@@ -283,7 +290,7 @@ class _Header:
             raise self.fail(f"{what} is not UTF-8") from None
 
     def start(self) -> tuple[int, int]:
-        """Read the number of tensors and the number of keys."""
+        """Check magic number and version; return the numbers of tensors and of metadata keys."""
         magic = self._file.read(4)
         self.position = len(magic)
         if magic != MAGIC:
@@ -300,20 +307,20 @@ class _Header:
         return tensors, keys
 
     def metadata(self, count: int) -> dict[str, Any]:
-        """Read every key and its value."""
-        found: dict[str, Any] = {}
+        """Read `count` keys and their values."""
+        values: dict[str, Any] = {}
         for index in range(count):
             key = self.text(MAX_KEY_BYTES, f"key {index}")
-            if key in found:
+            if key in values:
                 raise self.fail(f"the key {key[:200]!r} appears twice")
-            found[key] = self._value(f"the value of {key[:200]!r}")
-        return found
+            values[key] = self._value(f"the value of {key[:200]!r}")
+        return values
 
     def _value(self, what: str) -> Any:
         kind = self.number("I", what)
         if kind in SCALARS:
             value = self.number(SCALARS[kind], what)
-            # The number is kept as it was written: 1e-5, where its float32 is 9.99999974e-06.
+            # Restore the decimal number: 1e-5, where the float32 is 9.99999974e-06.
             return float(str(np.float32(value))) if SCALARS[kind] == "f" else value
         if kind == STRING:
             return self.text(MAX_HEADER_BYTES, what)
@@ -330,8 +337,8 @@ class _Header:
         return self._texts(count, what)
 
     def _texts(self, count: int, what: str) -> list[str]:
-        """Read texts in a row: as `text` does, but a vocabulary holds hundreds of thousands."""
-        read, lengths, found = self._file.read, struct.Struct("<Q"), []
+        """Read `count` consecutive texts, faster than `text`: a vocabulary has 100,000s of them."""
+        read, lengths, texts = self._file.read, struct.Struct("<Q"), []
         for _ in range(count):
             head = read(lengths.size)
             if len(head) < lengths.size:
@@ -345,13 +352,13 @@ class _Header:
                 raise self.fail("changed while it was being loaded")
             self.position += length
             try:
-                found.append(data.decode())
+                texts.append(data.decode())
             except UnicodeDecodeError:
                 raise self.fail(f"{what} is not UTF-8") from None
-        return found
+        return texts
 
     def tensor_info(self) -> _Info:
-        """Read the next row of the table of tensors."""
+        """Read and check the next tensor in the table."""
         name = self.text(MAX_KEY_BYTES, "a tensor's name")
         where = f"tensor {name[:200]!r}"
         count = self.number("I", where)

@@ -1,4 +1,4 @@
-"""Tensors of a Hugging Face checkpoint that a GGUF file holds in parts, or turned around."""
+"""Join the tensors of a GGUF file that are one tensor, maybe transposed, in Hugging Face files."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from jaxserve.weights.safetensors import SharedFile, TensorEntry
 
 @dataclass(frozen=True)
 class JoinedTensor(TensorEntry):
-    """Tensor joined from several parts; `shape` is that of the whole."""
+    """A tensor joined from several GGUF tensors; `shape` is the shape of the joined tensor."""
 
     parts: tuple[GgufTensor, ...]
     join: Join
 
     @property
     def rows_together(self) -> int:
-        """The rows that one row of each part becomes."""
+        """Number of rows of the joined tensor for each row of a part."""
         return self.shape[0] // self.parts[0].shape[0]
 
     def read_rows(
@@ -32,10 +32,13 @@ class JoinedTensor(TensorEntry):
         memory: np.ndarray | None = None,
         file: SharedFile | None = None,
     ) -> np.ndarray:
-        """Read rows between multiples of `rows_together`, with `TensorEntry.read_rows`'s errors."""
+        """Read and join the rows [first, last), which are multiples of `rows_together`.
+
+        Arguments and errors are as in `TensorEntry.read_rows`.
+        """
         each = self.rows_together
         first, last = first // each, last // each
-        # Only one part may be read into the memory: the others come beside it.
+        # `memory` has room for one part. The other parts allocate their own.
         rooms = [memory, *[None] * (len(self.parts) - 1)]
         rows = [
             part.read_rows(first, last, room, file)
@@ -45,10 +48,10 @@ class JoinedTensor(TensorEntry):
 
 
 def joined(name: str, join: Join, parts: Sequence[GgufTensor]) -> JoinedTensor:
-    """Join parts into one tensor called `name`.
+    """Return an entry called `name` that joins GGUF tensors by the rule `join`.
 
     Raises:
-        CheckpointError: their shapes do not fit.
+        CheckpointError: the shapes of the parts do not fit the rule.
     """
     shapes = [part.shape for part in parts]
     try:

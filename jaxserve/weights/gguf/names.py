@@ -1,4 +1,4 @@
-"""A GGUF file's metadata and tensors under the names of the checkpoint that it was made from."""
+"""Convert the metadata and tensor names of GGUF files to Hugging Face configs and names."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ FUSED = r"blk\.(\d{1,5})\.attn_qkv\.(weight|bias)"
 
 
 def gguf_config(file: GgufFile) -> ModelConfig:
-    """Return the configuration of the model in a GGUF file; see `gguf_fields` for errors."""
+    """Return the configuration of the model in a GGUF file. Errors are as in `gguf_fields`."""
     return parse_model_config(gguf_fields(file), str(file.path))
 
 
 def gguf_fields(file: GgufFile) -> Raw:
-    """Return the fields of the config.json that the metadata of a GGUF file replaces.
+    """Convert the metadata of a GGUF file to the fields of a config.json.
 
     Raises:
-        UnsupportedModel: an architecture or a field that jaxserve does not compute.
-        CheckpointError: metadata that contradicts itself.
+        UnsupportedModel: jaxserve does not support the architecture or a field.
+        CheckpointError: the metadata is inconsistent.
     """
     rules = rules_of(file)
-    own = _own(file, rules)
+    metadata = _own(file, rules)
     fields = {**FIELDS, **rules.fields}
-    raw: Raw = {fields[key]: value for key, value in own.items() if key in fields}
+    raw: Raw = {fields[key]: value for key, value in metadata.items() if key in fields}
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise CheckpointError(f"{file.path}: has no tensor token_embd.weight")
@@ -61,7 +61,7 @@ def gguf_fields(file: GgufFile) -> Raw:
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
     }
-    sizes = own.get("attention.value_length", raw.get("head_dim")), raw.get("head_dim")
+    sizes = metadata.get("attention.value_length", raw.get("head_dim")), raw.get("head_dim")
     if sizes[0] != sizes[1] and not rules.latent:
         raise UnsupportedModel(f"{file.path}: keys and values of different sizes")
     rules.finish(_metadata(file), raw)
@@ -69,10 +69,10 @@ def gguf_fields(file: GgufFile) -> Raw:
 
 
 def rules_of(file: GgufFile) -> GgufRules:
-    """Return the rules by which a file is read.
+    """Return the conversion rules for a file's architecture.
 
     Raises:
-        UnsupportedModel: its architecture is none of those that are read.
+        UnsupportedModel: the architecture is not supported.
     """
     name = file.metadata.get("general.architecture")
     if name == "clip":
@@ -102,54 +102,58 @@ def _metadata(file: GgufFile) -> GgufMetadata:
 
 
 def _own(file: GgufFile, rules: GgufRules) -> dict[str, Any]:
-    """Return the architecture's metadata; refuse unsupported keys and values of a wrong kind."""
+    """Return the metadata of the architecture, without the prefix of the keys.
+
+    Raises:
+        UnsupportedModel: a key or value is not supported, or a value has the wrong type.
+    """
     prefix = f"{file.metadata['general.architecture']}."
-    own = {
+    metadata = {
         key.removeprefix(prefix): value
         for key, value in file.metadata.items()
         if key.startswith(prefix)
     }
     supported = FIELDS.keys() | rules.fields.keys() | READ | rules.read
-    computed = _computed(own, rules)
-    for key in sorted(own.keys() & computed.keys() - supported):
-        if not is_neutral(own[key], computed[key]):
+    computed = _computed(metadata, rules)
+    for key in sorted(metadata.keys() & computed.keys() - supported):
+        if not is_neutral(metadata[key], computed[key]):
             allowed = " or ".join(map(shown, computed[key]))
             raise UnsupportedModel(
-                f"{file.path}: {prefix + key} is {shown(own[key])}; allowed: {allowed}"
+                f"{file.path}: {prefix + key} is {shown(metadata[key])}; allowed: {allowed}"
             )
-    # Zero means that a model has no experts or no window.
+    # Zero means that the model has no experts or no window.
     unknown = [
         key
-        for key, value in own.items()
+        for key, value in metadata.items()
         if key not in supported | computed.keys()
-        and (_says(value) or (key == PATTERN and _says(own.get(WINDOW_SIZE, 0))))
+        and (_says(value) or (key == PATTERN and _says(metadata.get(WINDOW_SIZE, 0))))
     ]
     if unknown:
         raise UnsupportedModel(
             f"{file.path}: jaxserve does not know {listed(prefix + key for key in unknown)}"
         )
-    for key in own.keys() & PER_LAYER:
-        own[key] = _of_all_layers(own[key], own.get("block_count"))
-    for key in own.keys() & supported - {PATTERN, *VISION_KEYS}:
-        if np.ndim(own[key]) or isinstance(own[key], str) != (key in TEXTS):
+    for key in metadata.keys() & PER_LAYER:
+        metadata[key] = _of_all_layers(metadata[key], metadata.get("block_count"))
+    for key in metadata.keys() & supported - {PATTERN, *VISION_KEYS}:
+        if np.ndim(metadata[key]) or isinstance(metadata[key], str) != (key in TEXTS):
             kind = "text" if key in TEXTS else "a number"
             if key in PER_LAYER:
                 kind += ", or one number for each layer, all equal"
             raise UnsupportedModel(
-                f"{file.path}: {prefix + key} is {shown(own[key])}; allowed: {kind}"
+                f"{file.path}: {prefix + key} is {shown(metadata[key])}; allowed: {kind}"
             )
-    return own
+    return metadata
 
 
-def _computed(own: Raw, rules: GgufRules) -> dict[str, tuple[Any, ...]]:
-    """Return the values of keys without a field that stand for the model as it is computed."""
+def _computed(metadata: Raw, rules: GgufRules) -> dict[str, tuple[Any, ...]]:
+    # Allowed values, by key, of metadata that is not a config field.
     computed = {**COMPUTED, "use_parallel_residual": (rules.parallel,)}
-    has_experts = "expert_count" in rules.fields and _says(own.get("expert_count", 0))
+    has_experts = "expert_count" in rules.fields and _says(metadata.get("expert_count", 0))
     return {**computed, **COMPUTED_BY_EXPERTS} if has_experts else computed
 
 
 def _of_all_layers(value: Any, layers: Any) -> Any:
-    """Return the size that a list gives for every layer; a list of unequal sizes stays one."""
+    # One size if all layers have the same. Unequal sizes stay a list.
     is_list = isinstance(value, np.ndarray) and len(value) == layers
     return value[0].item() if is_list and (value == value[0]).all() else value
 
@@ -158,19 +162,20 @@ def named_tensors(file: GgufFile, config: ModelConfig) -> Checkpoint:
     """Return the tensors of a GGUF file under their Hugging Face names.
 
     Args:
-        config: of the model, which need not be the file's own in every field.
+        config: configuration of the model, which may differ from `gguf_config(file)`.
 
     Raises:
-        CheckpointError, UnsupportedModel: tensors that are no such model's.
+        CheckpointError: a tensor does not fit the model, or a name occurs twice.
+        UnsupportedModel: the architecture is not supported.
     """
     rules = rules_of(file)
-    left = dict(file.tensors)
-    if left.keys() >= rules.factors:
-        left = {name: entry for name, entry in left.items() if name not in rules.factors}
+    remaining = dict(file.tensors)
+    if remaining.keys() >= rules.factors:
+        remaining = {name: entry for name, entry in remaining.items() if name not in rules.factors}
     tensors: dict[str, TensorEntry] = {}
-    for entry in _joined(file, rules, config, left):
+    for entry in _joined(file, rules, config, remaining):
         tensors[entry.name] = entry
-    for entry in left.values():
+    for entry in remaining.values():
         for tensor in _renamed(entry, file, rules, config):
             if tensors.setdefault(tensor.name, tensor).offset != tensor.offset:
                 raise CheckpointError(f"{file.path}: two tensors are {tensor.name!r}")
@@ -178,21 +183,25 @@ def named_tensors(file: GgufFile, config: ModelConfig) -> Checkpoint:
 
 
 def _joined(
-    file: GgufFile, rules: GgufRules, config: ModelConfig, left: dict[str, GgufTensor]
+    file: GgufFile, rules: GgufRules, config: ModelConfig, remaining: dict[str, GgufTensor]
 ) -> Iterator[TensorEntry]:
-    """Yield tensors joined from several, which are taken out of `left`."""
+    # The parts are removed from `remaining`.
     for join in rules.joins:
         for layer in range(config.num_hidden_layers):
             names = [f"blk.{layer}.{part}" for part in join.parts]
-            if left.keys() >= set(names):
-                parts = [left.pop(name) for name in names]
+            if remaining.keys() >= set(names):
+                parts = [remaining.pop(name) for name in names]
                 yield joined(f"model.layers.{layer}.{join.name}", join, parts)
 
 
 def _renamed(
     entry: GgufTensor, file: GgufFile, rules: GgufRules, config: ModelConfig
 ) -> Iterator[GgufTensor]:
-    """Yield a tensor under its name, or each matrix of a stack of experts' matrices."""
+    """Yield a tensor under its Hugging Face name.
+
+    A tensor of all experts yields one matrix for each, and fused queries, keys and values yield
+    three tensors.
+    """
     expert = re.fullmatch(r"blk\.(\d{1,5})\.(\w+?)(?:_exps|\.(\d{1,5}))\.weight", entry.name)
     if expert is not None and expert[2] in rules.experts:
         name, layer, number = rules.experts[expert[2]], int(expert[1]), expert[3]
@@ -220,7 +229,7 @@ def _renamed(
 def _query_key_value(
     entry: GgufTensor, fused: re.Match[str], file: GgufFile, config: ModelConfig
 ) -> Iterator[GgufTensor]:
-    """Yield queries, keys and values of one tensor that holds their rows one after another."""
+    """Split a tensor with the rows of queries, then keys, then values into three tensors."""
     keys = config.num_key_value_heads * config.head_dim
     rows = {"q": config.num_attention_heads * config.head_dim, "k": keys, "v": keys}
     if entry.shape[0] != sum(rows.values()):
@@ -241,7 +250,7 @@ def _query_key_value(
 
 
 def _experts(entry: GgufTensor, file: GgufFile, config: ModelConfig) -> Iterator[GgufTensor]:
-    """Yield each expert's matrix of a stack."""
+    """Split a tensor [E, outputs, inputs] into the matrices of its experts."""
     count = config.experts.count if config.experts is not None else 0
     if len(entry.shape) != 3 or entry.shape[0] != count:
         raise CheckpointError(
@@ -255,7 +264,7 @@ def _experts(entry: GgufTensor, file: GgufFile, config: ModelConfig) -> Iterator
 
 
 def hugging_face_name(name: str, names: Names) -> str:
-    """Return a tensor's name in a Hugging Face checkpoint, or its own where there is none."""
+    """Return a tensor's name in a Hugging Face checkpoint, or `name` if `names` lacks it."""
     layer = re.fullmatch(r"blk\.(\d{1,5})\.(.+)", name)
     number = layer[1] if layer else ""
     key = name if layer is None else f"blk.{{}}.{layer[2]}"
@@ -272,8 +281,8 @@ def _says(value: Any) -> bool:
 
 
 def _dtype(file: GgufFile) -> str:
-    """Return the dtype of matrices that are not packed; float16, as blocks' scales, if all are."""
+    # The dtype of the matrices outside blocks. Without such matrices: float16, as block scales.
     names = {entry.encoding.name for entry in file.tensors.values() if len(entry.shape) > 1}
-    if names & {"BF16", "MXFP4"}:  # the latter's scales reach beyond float16
+    if names & {"BF16", "MXFP4"}:  # the scales of MXFP4 exceed the range of float16
         return "bfloat16"
     return "float32" if names == {"F32"} else "float16"

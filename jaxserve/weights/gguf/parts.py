@@ -1,7 +1,7 @@
-"""Models in several GGUF files, as llama.cpp's `llama-gguf-split` writes them.
+"""Open models that llama.cpp's `llama-gguf-split` has divided into several GGUF files.
 
-Parts are called `NAME-00001-of-00003.gguf`. The first holds all metadata; each says which it is and
-how many parts and tensors there are.
+The files are called `NAME-00001-of-00003.gguf`. The first one holds all metadata. Each file has its
+own number, the number of files and the number of tensors.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ MAX_PARTS = 4096
 
 
 def part_names(name: str) -> list[str] | None:
-    """Return the names of all parts of a model, the first one's first; None for a single file.
+    """Return the file names of all parts of a model, in order, or None for a single file.
 
     Args:
-        name: of one of the parts, with or without folders in front.
+        name: file name of one of the parts, with or without folders.
     """
     parsed = PART_NAME.fullmatch(name)
     if parsed is None or not 0 < int(parsed["count"]) <= MAX_PARTS:
@@ -33,14 +33,17 @@ def part_names(name: str) -> list[str] | None:
 
 
 def open_gguf(path: str | Path) -> GgufFile:
-    """Read the headers of a model's GGUF file and of the other parts beside it.
+    """Read the header of a GGUF file, and of the other parts in its folder if it has some.
 
     Args:
-        path: of the file, the first where there are several.
+        path: path of the file, or of the first part.
+
+    Returns:
+        The file, with the metadata of the first part and the tensors of all parts.
 
     Raises:
-        CheckpointError: a part is missing, is another model's or is not the one that its name says;
-            see also `read_gguf`.
+        CheckpointError: a part is missing, belongs to another model, or has the wrong number; see
+            also `read_gguf`.
     """
     path = Path(path)
     first = read_gguf(path)
@@ -80,16 +83,16 @@ def open_gguf(path: str | Path) -> GgufFile:
 
 
 def _check(part: GgufFile, number: int, first: GgufFile) -> None:
-    """Refuse a part that is not the one its name says, or that is another model's."""
-    wanted: dict[str, Any] = {"split.no": number}
+    """Check that the metadata of a part has its number, and agrees with the first part."""
+    expected: dict[str, Any] = {"split.no": number}
     for key in ("split.count", "split.tensors.count"):
-        wanted[key] = first.metadata.get(key)
+        expected[key] = first.metadata.get(key)
     if "general.architecture" in part.metadata:
-        wanted["general.architecture"] = first.metadata.get("general.architecture")
-    for key, value in wanted.items():
-        own = part.metadata.get(key)
-        if type(own) is not type(value) or not isinstance(own, int | str) or own != value:
-            found = str(part.metadata.get(key))[:80]
+        expected["general.architecture"] = first.metadata.get("general.architecture")
+    for key, value in expected.items():
+        actual = part.metadata.get(key)
+        if type(actual) is not type(value) or not isinstance(actual, int | str) or actual != value:
+            shown = str(part.metadata.get(key))[:80]
             raise CheckpointError(
-                f"{part.path}: is no part of this model: {key} is {found}, not {str(value)[:80]}"
+                f"{part.path}: is no part of this model: {key} is {shown}, not {str(value)[:80]}"
             )
