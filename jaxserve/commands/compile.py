@@ -68,7 +68,7 @@ def compile_programs(arguments: argparse.Namespace) -> int:
         specs = plan_models(arguments.models, engine_settings(arguments, OWN), server)
         check_models(specs)
         check_devices(specs[0].config)
-        load = importlib.import_module("jaxserve.start.loading").load  # brings JAX with it
+        load = importlib.import_module("jaxserve.start.start").load  # brings JAX with it
         for spec in specs:
             # All stay loaded: on a GPU the next model's cache gets what this one leaves free.
             config = replace(spec.config, wait_for_all_programs=True)

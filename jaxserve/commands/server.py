@@ -27,7 +27,7 @@ def load_models(specs: Iterable[ModelSpec], config: ServerConfig, report: StartR
     """Load one model after the other, and report progress and the memory that each takes.
 
     Raises:
-        CheckpointError, UnsupportedModel, ValueError: see `engine.loading.load`.
+        CheckpointError, UnsupportedModel, ValueError: see `start.start.load`.
     """
     describe = at_length if report.is_verbose else summary
     return start_models(specs, config, report.say, report.progress, describe)
@@ -51,7 +51,7 @@ def serve(
         The exit status: 0 after an orderly end, 1 where an engine died.
 
     Raises:
-        CheckpointError, UnsupportedModel, ValueError: see `engine.loading.load`, `make_room`.
+        CheckpointError, UnsupportedModel, ValueError: see `start.start.load`, `make_room`.
     """
     log_json()
     stop = Stop()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxserve.start.loading import Loaded
+from jaxserve.start.loaded import Loaded
 
 
 def summary(loaded: Loaded) -> list[str]:

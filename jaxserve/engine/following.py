@@ -9,7 +9,7 @@ from pathlib import Path
 from jaxserve.execution.hosts.group import Follower
 from jaxserve.execution.runner import OnProgress
 from jaxserve.settings.config import EngineConfig
-from jaxserve.start.loading import begin
+from jaxserve.start.start import begin
 
 
 def follow(

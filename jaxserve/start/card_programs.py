@@ -23,7 +23,8 @@ from jaxserve.start.programs.for_card import (
     card_memory,
     start_card_compiler,
 )
-from jaxserve.start.sources.source import Source, find_source
+from jaxserve.start.sources.find import find_source
+from jaxserve.start.sources.source import Source
 from jaxserve.weights.expected import divide_shapes
 from jaxserve.weights.gguf.file import GgufFile
 from jaxserve.weights.quantized_shapes import quantize_shapes

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -78,8 +78,14 @@ class Layout:
 
     panels: bool = False
     output_rows: bool = False
-    keeps_blocks: bool = True
+    keeps_blocks: bool = False
     kv_scales: bool = False
+
+
+PLAIN = Layout()
+RANDOM = "random"
+"""In place of stored tensors: random weights, none of which a checkpoint has quantized."""
+Stored = StoredTensors | ConvertedModel | Literal["random"]
 
 
 def placed_shapes(
@@ -87,7 +93,7 @@ def placed_shapes(
     dtype: DTypeLike,
     form: str | None,
     layout: Layout,
-    stored: StoredTensors | ConvertedModel | None = None,
+    stored: Stored | None = None,
 ) -> Decoder:
     """Build the structure of a model whose weights are placed, with shapes in place of arrays.
 
@@ -99,9 +105,9 @@ def placed_shapes(
         dtype: of the parameters that are not quantized.
         form: "int8", "fp8" or "int4" to quantize to; None to keep the weights as they are stored.
         layout: of the device.
-        stored: what weights are read from. None if it is not known, or weights are random: then
-            a quantized checkpoint is taken to have all of its matrices in the form that
-            `config.quantization` names.
+        stored: what weights are read from, or `RANDOM`. None if it is not known: then a quantized
+            checkpoint is taken to have all of its matrices in the form that `config.quantization`
+            names.
 
     Raises:
         CheckpointError: a quantized tensor of the checkpoint is malformed.
@@ -114,7 +120,7 @@ def placed_shapes(
         scales = {path: values.pop(path) for path in list(values) if path in scales_of(model)}
     else:
         values = _as_read(config, parameters, form, layout, stored)
-        if layout.kv_scales and stored is not None:
+        if layout.kv_scales and isinstance(stored, StoredTensors):
             scales = _scales(model, stored)
     place = _Place(config, layout)
     model = filled(
@@ -144,17 +150,16 @@ def _as_read(
     parameters: Mapping[str, _Parameter],
     form: str | None,
     layout: Layout,
-    stored: StoredTensors | None,
+    stored: StoredTensors | Literal["random"] | None,
 ) -> dict[str, Any]:
     """Return each parameter as it is before it is laid out: quantized with shapes, or a shape."""
-    if stored is not None:
+    found: dict[str, Any] = {}
+    if isinstance(stored, StoredTensors):
         found = _packed(stored, parameters)
         if form is None and layout.keeps_blocks:
             found |= _stored_blocks(stored, parameters, layout.panels)
-    elif form is None:
+    elif form is None and stored is None:
         found = _declared(config, parameters, layout)
-    else:
-        found = {}
     quantize = partial(_quantized, config, form, layout)
     return {
         path: found[path] if path in found else quantize(path, parameter)

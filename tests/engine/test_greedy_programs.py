@@ -9,9 +9,9 @@ import pytest
 
 from jaxserve import LLM, EngineConfig, SamplingParams
 from jaxserve.execution.buckets import Bucket
-from jaxserve.start.loading import Loaded
+from jaxserve.start.loaded import Loaded
 from jaxserve.start.programs.warm_up import start_runner
-from jaxserve.start.sources.source import find_source
+from jaxserve.start.sources.find import find_source
 
 WORK = [
     ("one", SamplingParams(temperature=0, max_tokens=30)),

@@ -14,15 +14,16 @@ from typing import Any
 
 import jax
 import pytest
+from jaxserve.start.plan.host_cache import cpu_page_budget
 
 from jaxserve import LLM, AsyncLLM, CheckpointError, EngineConfig, SamplingParams, UnsupportedModel
 from jaxserve.models import read_model_config
 from jaxserve.start import loading
 from jaxserve.start.garbage import collection_paused
-from jaxserve.start.plan.host_cache import cpu_page_budget
 from jaxserve.start.programs import compilation, programs
 from jaxserve.start.programs.compilation import fingerprint, prepare_cache
-from jaxserve.start.sources.source import Source, find_source
+from jaxserve.start.sources.find import find_source
+from jaxserve.start.sources.source import Source
 from jaxserve.weights.expected import expected_model
 from tests.support.checkpoint import save_checkpoint
 from tests.support.quick_code import compile_quickly
