@@ -13,8 +13,7 @@ from jaxserve.start.plan.memory_plan import plan_memory
 from jaxserve.start.plan.refusal import refusal
 from jaxserve.start.plan.weight_forms import chosen_form, keeps_blocks, placed_dtype
 from jaxserve.start.plan.weight_sizes import Weights
-from jaxserve.start.programs.autotuning import read_choices
-from jaxserve.start.programs.compilation import keep_choices
+from jaxserve.start.programs.autotuning import keep_choices, read_choices
 from jaxserve.start.programs.described_card import DescribedCard
 from jaxserve.start.programs.for_card import (
     CardPrograms,

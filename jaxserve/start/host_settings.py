@@ -9,7 +9,7 @@ from typing import Any
 from jaxserve.execution.hosts.group import Group
 from jaxserve.models import ModelConfig
 from jaxserve.settings.config import EngineConfig
-from jaxserve.start.programs.compilation import fingerprint
+from jaxserve.start.programs.fingerprint import fingerprint
 
 # Settings that hosts of one engine may have each its own, and those of which the least counts.
 _OF_A_HOST = (

@@ -39,8 +39,8 @@ from jaxserve.start.plan.weight_forms import (
     placed_weights,
     report_narrow,
 )
+from jaxserve.start.programs.autotuning import prepare_cache
 from jaxserve.start.programs.behind import ProgramsBehind
-from jaxserve.start.programs.compilation import prepare_cache
 from jaxserve.start.programs.report import StartReport
 from jaxserve.start.programs.warm_up import WarmUp
 from jaxserve.start.sources.source import Source, find_source

@@ -11,7 +11,7 @@ from jax.stages import Lowered
 from jaxserve import LLM, EngineConfig, SamplingParams
 from jaxserve.start.loading import Loaded, load
 from jaxserve.start.plan import weight_sizes
-from jaxserve.start.programs.programs import ProgramStore
+from jaxserve.start.programs.store import ProgramStore
 from scripts.lib.fast_compile import FAST
 from tests.support.checkpoint import save_checkpoint
 from tests.support.quick_code import quick_programs

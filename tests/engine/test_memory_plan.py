@@ -43,7 +43,7 @@ from jaxserve.start.plan.planning import plan_model
 from jaxserve.start.plan.weight_sizes import Weights
 from jaxserve.start.programs import cache_size
 from jaxserve.start.programs.cache_size import CACHE_NOTES, CacheSize, temporary_bytes_of
-from jaxserve.start.programs.programs import ProgramStore
+from jaxserve.start.programs.store import ProgramStore
 from jaxserve.start.programs.warm_up import WarmUp
 from jaxserve.weights import random_weights
 from jaxserve.weights.model_weights import parameter_values

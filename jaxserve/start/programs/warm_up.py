@@ -32,8 +32,8 @@ from jaxserve.start.plan.bucket_plan import (
 )
 from jaxserve.start.programs.behind import COMPILE_SECONDS, ProgramsBehind
 from jaxserve.start.programs.cache_size import CacheSize, temporary_bytes_of
-from jaxserve.start.programs.compilation import open_store
 from jaxserve.start.programs.compiler import Compiler
+from jaxserve.start.programs.fingerprint import open_store
 from jaxserve.start.programs.report import StartReport
 from jaxserve.start.timeline import Timeline
 from pallas_kernels.devices import target_device
