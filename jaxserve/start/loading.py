@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -41,10 +40,9 @@ from jaxserve.start.plan.weight_forms import (
 )
 from jaxserve.start.programs.autotuning import prepare_cache
 from jaxserve.start.programs.behind import ProgramsBehind
-from jaxserve.start.programs.report import StartReport
 from jaxserve.start.programs.warm_up import WarmUp
+from jaxserve.start.report import StartReport, Timeline
 from jaxserve.start.sources.source import Source, find_source
-from jaxserve.start.timeline import Timeline
 from jaxserve.text.generation_config import default_sampling, recommends_sampling
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.weights import random_weights
@@ -114,9 +112,9 @@ def load(
     sampling = default_sampling(source.generation_config)
     ends = _eos_token_ids(begun.model_config, source.generation_config, begun.tokenizer)
     capacity = _capacity(config, begun.model_config, start.num_pages)
-    with start.timeline.span("programs"):
+    with start.report.timeline.span("programs"):
         runner = start.run(on_progress)
-    start.timeline.mark("ready")
+    start.report.timeline.mark("ready")
     _log.info("%s", start.report)
     limits = Limits(
         *(begun.model_config.vocab_size, capacity, ends, config.seed, runner.most_steps),
@@ -125,7 +123,7 @@ def load(
     )
     longest = source.generation_config.get("max_new_tokens")
     behind = start.behind(runner)
-    start.timeline.write()
+    start.report.timeline.write()
     if begun.group is not None:
         begun.group.serve()
     made = (config, runner, begun.tokenizer, limits, sampling, longest)
@@ -159,6 +157,7 @@ def begin(config: EngineConfig, on_progress: OnProgress | None, root: Path) -> B
     profile = config.profile_start
     timeline = Timeline(None if profile is None else Path(profile))
     timeline.begin()
+    report = StartReport(timeline)
     with timeline.span("read the configuration"):
         source = find_source(config, on_progress)
     group = open_group(config, read_secret(config.nodes_secret, "nodes_secret"))
@@ -177,17 +176,15 @@ def begin(config: EngineConfig, on_progress: OnProgress | None, root: Path) -> B
 
     def plan(model: Decoder) -> WarmUp:
         with timeline.span("plan the cache and the programs"):
-            made: Any = {"cache": programs, "timeline": timeline, "group": group}
-            return WarmUp(config, model_config, model, **made)
+            return WarmUp(config, model_config, model, cache=programs, report=report, group=group)
 
     def read() -> Decoder:
         with timeline.span("read and place the weights"):
             return _model(config, source, model_config, dtype, device, on_progress)
 
-    started = time.perf_counter()
-    start = _warm_up(_expected(config, source, model_config, dtype, device), plan, read)
-    return_memory()  # of what reading took: programs and the cache take its place
-    start.report.stages["weights"] = time.perf_counter() - started
+    with report.stage("weights"):
+        start = _warm_up(_expected(config, source, model_config, dtype, device), plan, read)
+        return_memory()  # of what reading took: programs and the cache take its place
     return Begun(config, source, model_config, tokenizer, start, group)
 
 

@@ -29,7 +29,7 @@ from jaxserve.start.programs.private_files import (
     make_private,
     prune,
 )
-from jaxserve.start.timeline import Timeline
+from jaxserve.start.report import Timeline
 from pallas_kernels import kernel_code, kernels_from, restore_kernels
 
 _log = logging.getLogger(__name__)
