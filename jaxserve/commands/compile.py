@@ -16,7 +16,7 @@ from jaxserve.commands.options import (
     engine_settings,
     given,
 )
-from jaxserve.server.http.start_report import StartReport
+from jaxserve.commands.start_output import StartOutput
 from jaxserve.server.served.specs import check_models, plan_models
 from jaxserve.server.settings import ServerConfig
 from jaxserve.settings.config import check_devices, prepare_process
@@ -62,7 +62,7 @@ def compile_programs(arguments: argparse.Namespace) -> int:
     """
     if arguments.device is not None:
         return _compile_for_card(arguments)
-    loaded, report = [], StartReport(sys.stderr)
+    loaded, output = [], StartOutput(sys.stderr)
     try:
         server = ServerConfig(**given(arguments, ["model_weights"]))
         specs = plan_models(arguments.models, engine_settings(arguments, OWN), server)
@@ -72,7 +72,7 @@ def compile_programs(arguments: argparse.Namespace) -> int:
         for spec in specs:
             # All stay loaded: on a GPU the next model's cache gets what this one leaves free.
             config = replace(spec.config, wait_for_all_programs=True)
-            loaded.append(load(config, report.progress))
+            loaded.append(load(config, output.progress))
             print(f"{spec.names[0]}: {loaded[-1].start}")
     except (ValueError, OSError) as error:
         raise CommandError(str(error)) from error
@@ -89,7 +89,7 @@ def _compile_for_card(arguments: argparse.Namespace) -> int:
     Raises:
         CommandError: no such card, model or plugin, or a setting is wrong.
     """
-    report = StartReport(sys.stderr)
+    output = StartOutput(sys.stderr)
     try:
         specs = plan_models(arguments.models, engine_settings(arguments, OWN), ServerConfig())
         check_models(specs)
@@ -98,9 +98,9 @@ def _compile_for_card(arguments: argparse.Namespace) -> int:
             raise CommandError("device: programs for a card are compiled for one model at a time")
         prepare_process(for_gpu=True, JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1")
         compile_for_card = importlib.import_module(
-            "jaxserve.start.card_programs"  # brings JAX with it
+            "jaxserve.start.absent_device"  # brings JAX with it
         ).compile_for_card
-        on_program = partial(report.progress, "compile")
+        on_program = partial(output.progress, "compile")
         made = compile_for_card(specs[0].config, arguments.device, on_program)
     except (ValueError, OSError) as error:
         raise CommandError(str(error)) from error

@@ -19,6 +19,7 @@ from jaxserve.commands.options import (
     engine_settings,
     given,
 )
+from jaxserve.commands.start_output import StartOutput, Stop
 from jaxserve.commands.vllm_flags import SERVER
 from jaxserve.errors import InvalidRequest
 from jaxserve.fleet.options import FleetConfig, check_cluster, check_gang, check_server
@@ -155,8 +156,7 @@ def _serve_fleet(specs: list[ModelSpec], config: ServerConfig, fleet: FleetConfi
         # Lets a cluster of one machine have the loopback address, whatever the system.
         more["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = 0
     prepare_process(**{**_CLUSTER, **more})
-    report = importlib.import_module("jaxserve.server.http.start_report")
-    stop = report.Stop()
+    stop = Stop()
     try:
         cluster = importlib.import_module("jaxserve.fleet.cluster")
     except ModuleNotFoundError as error:
@@ -165,5 +165,5 @@ def _serve_fleet(specs: list[ModelSpec], config: ServerConfig, fleet: FleetConfi
             f"run {install_command('ray')}",
             "data_parallel_backend",
         ) from error
-    say = report.StartReport(sys.stderr, stop).say
+    say = StartOutput(sys.stderr, stop).say
     return cluster.serve_fleet(specs, config, fleet, say, stop.check)

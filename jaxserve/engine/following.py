@@ -36,7 +36,7 @@ def follow(
     assert isinstance(group, Follower)
     with group.ending_with_the_others():
         replay = begun.warm_up.replay(on_progress)
-        begun.warm_up.timeline.write()
+        begun.warm_up.report.timeline.write()
         group.serve()
         on_ready()
         group.follow(replay.run)

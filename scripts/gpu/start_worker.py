@@ -21,8 +21,7 @@ from jaxserve.models import abstract_model, parse_model_config
 from jaxserve.models.shards import Split
 from jaxserve.settings.config import EngineConfig
 from jaxserve.start.device import importing_kernels
-from jaxserve.start.programs.autotuning import read_choices
-from jaxserve.start.programs.compilation import keep_choices
+from jaxserve.start.programs.autotuning import keep_choices, read_choices
 from jaxserve.start.programs.described_card import DescribedCard
 from jaxserve.start.programs.for_card import CardPrograms
 from jaxserve.weights.expected import divide_shapes

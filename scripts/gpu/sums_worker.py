@@ -24,9 +24,9 @@ from jaxserve.models import abstract_model, parse_model_config
 from jaxserve.models.collectives import summed
 from jaxserve.models.shards import AXIS, Split
 from jaxserve.settings.config import EngineConfig
-from jaxserve.start.programs.compilation import open_store
 from jaxserve.start.programs.compiler import Compiler
 from jaxserve.start.programs.described_card import DescribedCard
+from jaxserve.start.programs.fingerprint import open_store
 from jaxserve.weights.expected import divide_shapes
 from scripts.gpu.compile_sums import CHOICES, ROWS, strategies_of, thunk_counts
 from scripts.gpu.models import MODELS

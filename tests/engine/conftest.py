@@ -10,7 +10,7 @@ from jax.stages import Lowered
 
 from jaxserve import LLM, EngineConfig, SamplingParams
 from jaxserve.start.loaded import Loaded
-from jaxserve.start.programs.programs import ProgramStore
+from jaxserve.start.programs.store import ProgramStore
 from jaxserve.start.start import load
 from jaxserve.weights import shapes
 from scripts.lib.fast_compile import FAST

@@ -23,7 +23,7 @@ from jaxserve.start.programs import compiling_process
 from jaxserve.start.programs.behind import ProgramsBehind
 from jaxserve.start.programs.compiler import program_name
 from jaxserve.start.programs.compiling_process import CompilingProcess
-from jaxserve.start.programs.kept_files import file_name
+from jaxserve.start.programs.private_files import file_name
 
 SIZES: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 64}
 WORK = [

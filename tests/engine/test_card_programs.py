@@ -101,7 +101,8 @@ def test_programs_that_are_there_are_not_compiled_again(tmp_path: Path) -> None:
     names = [name for name, _ in programs.programs(pages)]
     assert names[0] == f"16 tokens, 2 rows, {pages} pages" and len(set(names)) == len(names) == 8
     store = programs.compiler.store
-    assert store.where["platform"] is None and store.where["device"] == f"gpu {card.card.name}"
+    found = store.fingerprint
+    assert found["platform"] is None and found["device"] == f"gpu {card.card.name}"
     for name in names:  # any program does
         store.get(name, lambda: jax.jit(lambda x: x + 1).lower(1.0))
     store.note({"pages": pages}, CACHE_NOTES)

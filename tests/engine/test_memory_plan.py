@@ -41,7 +41,7 @@ from jaxserve.start.plan.start_plan import StartPlan
 from jaxserve.start.plan.weights import Weights
 from jaxserve.start.programs import cache_size
 from jaxserve.start.programs.cache_size import CACHE_NOTES, CacheSize, temporary_bytes_of
-from jaxserve.start.programs.programs import ProgramStore
+from jaxserve.start.programs.store import ProgramStore
 from jaxserve.start.programs.warm_up import WarmUp
 from jaxserve.start.sources.find import find_source
 from jaxserve.weights import random_weights

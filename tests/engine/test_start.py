@@ -20,10 +20,12 @@ from jaxserve import LLM, AsyncLLM, CheckpointError, EngineConfig, SamplingParam
 from jaxserve.models import read_model_config
 from jaxserve.start import loading
 from jaxserve.start.garbage import collection_paused
-from jaxserve.start.programs import compilation, programs
-from jaxserve.start.programs.compilation import fingerprint, prepare_cache
+from jaxserve.start.plan.memory import cpu_page_budget
+from jaxserve.start.programs import fingerprint as fingerprint_module
+from jaxserve.start.programs.autotuning import prepare_cache
+from jaxserve.start.programs.fingerprint import fingerprint
+from jaxserve.start.programs.store import ProgramStore
 from jaxserve.start.sources.find import find_source
-from jaxserve.start.sources.source import Source
 from jaxserve.weights.expected import expected_model
 from tests.support.checkpoint import save_checkpoint
 from tests.support.quick_code import compile_quickly
@@ -127,14 +129,14 @@ def test_programs_are_compiled_while_weights_are_read(
         assert compiles.wait(60), "no program is compiled before the weights are there"
         return read(*given, **more)
 
-    class Store(programs.ProgramStore):
+    class Store(ProgramStore):
         def _compile(self, *given: Any) -> Any:
             compiles.set()
             return super()._compile(*given)
 
     monkeypatch.setattr(loading, "_LONG_READ", 0)
     monkeypatch.setattr(Source, "load", slow_load)
-    monkeypatch.setattr(compilation, "ProgramStore", Store)
+    monkeypatch.setattr(fingerprint_module, "ProgramStore", Store)
     prompt, sampling = [[5] * 9], SamplingParams(max_tokens=8, temperature=0)
     with LLM(checkpoint, **SMALL) as llm:
         [found] = llm.generate(prompt, sampling)
@@ -366,8 +368,8 @@ def test_the_fingerprint_names_what_programs_depend_on(monkeypatch: pytest.Monke
 def test_a_source_that_has_moved_is_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise its edits would leave the fingerprint, and programs of older ones be loaded."""
     for package in ("jaxserve", "pallas_kernels"):
-        shutil.copytree(compilation._PACKAGES / package, tmp_path / package)
-    monkeypatch.setattr(compilation, "_PACKAGES", tmp_path)
+        shutil.copytree(fingerprint_module._PACKAGES / package, tmp_path / package)
+    monkeypatch.setattr(fingerprint_module, "_PACKAGES", tmp_path)
     before = fingerprint()["source"]
     kept = tmp_path / "jaxserve/execution/step.py"
     kept.write_text(kept.read_text() + "# another line\n")

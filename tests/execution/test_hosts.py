@@ -364,7 +364,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jaxserve.execution.hosts.join import join_jax
 from jaxserve.execution.mesh import PARTS, make_mesh
-from jaxserve.start.programs.programs import ProgramStore
+from jaxserve.start.programs.store import ProgramStore
 from jaxserve.settings.hosts import HostsConfig
 
 logging.basicConfig(format="%(message)s")

@@ -13,7 +13,7 @@ from jaxserve import EngineConfig
 from jaxserve.execution.buckets import Bucket
 from jaxserve.models import parse_model_config
 from jaxserve.start.programs.compiler import Compiler
-from jaxserve.start.programs.programs import ProgramStore
+from jaxserve.start.programs.store import ProgramStore
 from jaxserve.weights import random_weights
 from tests.equivalence import TINY
 

@@ -13,7 +13,7 @@ from jaxserve.models import Decoder, parse_model_config
 from jaxserve.request import MAX_LOGPROBS
 from jaxserve.settings.config import EngineConfig
 from jaxserve.start.programs.compiler import Compiler
-from jaxserve.start.programs.programs import ProgramStore
+from jaxserve.start.programs.store import ProgramStore
 from tests.equivalence import TINY
 
 PAGES = 3

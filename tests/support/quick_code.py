@@ -15,7 +15,7 @@ import pytest
 from llvmlite import binding as llvm
 from llvmlite import ir
 
-from jaxserve.start.programs.programs import ProgramStore
+from jaxserve.start.programs.store import ProgramStore
 from pallas_kernels.cpu import ffi
 from pallas_kernels.cpu.ir_builder import Host
 from scripts.lib.fast_compile import FAST

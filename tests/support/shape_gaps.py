@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
 
 from jaxserve.models import Decoder, ModelConfig
 from jaxserve.start.plan.model_shapes import ModelShapes
-from jaxserve.weights import ConvertedModel, GgufFile
+from jaxserve.weights import ConvertedModel
 from jaxserve.weights.shapes import Layout, placed_shapes
 from jaxserve.weights.tensors import open_tensors
 
@@ -37,10 +36,8 @@ def gap(
     shapes = ModelShapes.of(described)
     arrays = jax.tree.leaves(nnx.state(model))
     held = sum(array.addressable_shards[0].data.nbytes for array in arrays)
-    difference = shapes.difference(model)
+    difference = shapes.difference(ModelShapes.of(model))
     if difference is None and shapes.num_bytes != held:
         return f"{shapes.num_bytes} bytes are planned and {held} held"
     return difference
 
-
-__all__ = ["GgufFile", "gap", "np"]

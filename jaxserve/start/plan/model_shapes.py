@@ -75,12 +75,11 @@ class ModelShapes:
         model.config = config
         return ModelShapes.of(model)
 
-    def difference(self, model: Decoder) -> str | None:
-        """Return how a placed model differs from this description; None if it does not.
+    def difference(self, placed: ModelShapes) -> str | None:
+        """Return how the shapes of a placed model differ from these; None if they do not.
 
         The text names the first parameter that differs, its planned shape and its actual one.
         """
-        placed = ModelShapes.of(model)
         planned, actual = dict(self._parameters()), dict(placed._parameters())
         for path in {**planned, **actual}:
             if planned.get(path) != actual.get(path):

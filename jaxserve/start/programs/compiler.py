@@ -51,7 +51,7 @@ from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.slot_table import SlotTable
 from jaxserve.settings.config import EngineConfig
 from jaxserve.start.programs.described_card import DescribedCard
-from jaxserve.start.programs.programs import ProgramStore
+from jaxserve.start.programs.store import ProgramStore
 from pallas_kernels.devices import target_device
 
 if TYPE_CHECKING:

@@ -23,9 +23,9 @@ from jax.stages import Lowered
 
 from jaxserve.execution.buckets import Program
 from jaxserve.start.memory_return import return_memory
-from jaxserve.start.programs.compilation import fingerprint
 from jaxserve.start.programs.compiler import Compiler
-from jaxserve.start.programs.programs import ProgramStore
+from jaxserve.start.programs.fingerprint import fingerprint
+from jaxserve.start.programs.store import ProgramStore
 
 # Settings of JAX that programs depend on, and which a caller may have changed in its process.
 _SETTINGS = (
@@ -59,8 +59,8 @@ class _Task:
     compiler: Compiler
     num_pages: int
     directory: Path
-    what: Mapping[str, Any]
-    where: Mapping[str, Any]
+    subject: Mapping[str, Any]
+    fingerprint: Mapping[str, Any]
     settings: Mapping[str, Any]
 
 
@@ -82,7 +82,9 @@ class CompilingProcess:
         store = compiler.store
         assert store.directory is not None
         settings = {name: getattr(jax.config, name) for name in _SETTINGS}
-        task = _Task(compiler, num_pages, store.directory, store.what, store.where, settings)
+        task = _Task(
+            compiler, num_pages, store.directory, store.subject, store.fingerprint, settings
+        )
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _CODE.format(path=sys.path)],
@@ -179,9 +181,9 @@ def _answer(requests: BinaryIO, answers: BinaryIO) -> None:
     for name, value in task.settings.items():
         jax.config.update(name, value)
     where = fingerprint()
-    task.compiler.store = _FrugalStore(task.directory, task.what, where)
+    task.compiler.store = _FrugalStore(task.directory, task.subject, where)
     gc.freeze()  # what was imported stays: `_forget` need not look through it
-    differs = sorted(name for name in where if where[name] != task.where.get(name))
+    differs = sorted(name for name in where if where[name] != task.fingerprint.get(name))
     error = f"it has another {', '.join(differs)} than the engine" if differs else None
     seconds = 0.0
     while True:

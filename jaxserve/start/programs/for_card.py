@@ -29,10 +29,10 @@ from jaxserve.start.device import DeviceMemory, named_device
 from jaxserve.start.jax_start import find_parts, plugin_remedy
 from jaxserve.start.plan.bucket_plan import buckets_of
 from jaxserve.start.programs.cache_size import CACHE_NOTES, CacheSize
-from jaxserve.start.programs.compilation import open_store
 from jaxserve.start.programs.compiler import Compiler, program_name
 from jaxserve.start.programs.described_card import RESERVED, DescribedCard
-from jaxserve.start.programs.programs import ProgramStore
+from jaxserve.start.programs.fingerprint import open_store
+from jaxserve.start.programs.store import ProgramStore
 
 # Called with the number of programs that are there, and that there will be.
 OnProgram = Callable[[int, int], None]

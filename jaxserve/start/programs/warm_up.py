@@ -32,10 +32,9 @@ from jaxserve.start.plan.bucket_plan import (
 )
 from jaxserve.start.programs.behind import COMPILE_SECONDS, ProgramsBehind
 from jaxserve.start.programs.cache_size import CacheSize, temporary_bytes_of
-from jaxserve.start.programs.compilation import open_store
 from jaxserve.start.programs.compiler import Compiler
-from jaxserve.start.programs.report import StartReport
-from jaxserve.start.timeline import Timeline
+from jaxserve.start.programs.fingerprint import open_store
+from jaxserve.start.report import StartReport
 from pallas_kernels.devices import target_device
 
 _COMPILE_THREADS = 4
@@ -68,7 +67,7 @@ class WarmUp:
         model: with its weights placed, or shapes in their place until `place`.
         greedy_decode: see BucketSet; None for yes on a GPU.
         cache: folder of compiled programs; None keeps none.
-        timeline: of the start.
+        report: of the start, which receives the facts about its programs.
         group: of hosts that the engine lies on; None for this one alone.
 
     Attributes:
@@ -88,7 +87,7 @@ class WarmUp:
         model: Decoder,
         greedy_decode: bool | None = None,
         cache: Path | None = None,
-        timeline: Timeline | None = None,
+        report: StartReport | None = None,
         group: Group | None = None,
     ) -> None:
         device = target_device()
@@ -104,13 +103,10 @@ class WarmUp:
         self._counter = CompileCounter()
         self.compiler = Compiler(config, model_config, model)
         self.compiler.store = open_store(cache, config, model_config, self.compiler.leaves)
-        self.timeline = self.compiler.store.timeline = timeline or Timeline()
-        self.report = StartReport(
-            self.compiler.store,
-            BucketPlan.of(self.buckets),
-            stages={},
-            device=str(device),
-        )
+        self.report = report or StartReport()
+        self.report.device, self.report.store = str(device), self.compiler.store
+        self.report.bucket_plan = BucketPlan.of(self.buckets)
+        self.compiler.store.timeline = self.report.timeline
         self.page_bytes = page_bytes(model_config, config.block_size, self.compiler.kv_dtype)
         self._steps: dict[Bucket, Compiled] = {}
         self._compiling: dict[Bucket, Future[Compiled]] = {}
@@ -173,12 +169,8 @@ class WarmUp:
         for.
         """
         programs = self._programs(on_progress)
-        started = time.perf_counter()
-        with self.timeline.span("run once on padding"):
-            state = self._first_state(programs)
-            runner = self._make_runner(programs, state)
-        self.report.stages["warm_up"] = time.perf_counter() - started
-        return runner
+        with self.report.stage("warm_up"), self.report.timeline.span("run once on padding"):
+            return self._make_runner(programs, self._first_state(programs))
 
     def replay(self, on_progress: OnProgress | None = None) -> Replay:
         """Make what a follower has in place of a runner; otherwise as `run`."""
@@ -189,15 +181,14 @@ class WarmUp:
         return Replay(made.leaves, programs, self._first_state(programs), padding)
 
     def _programs(self, on_progress: OnProgress | None) -> Programs:
-        started = time.perf_counter()
-        self.begin()
-        try:
-            with collection_paused():
-                programs = self._compile(on_progress)
-        finally:
-            self.close()
-        self.compiler.store.prune()
-        self.report.stages["compile"] = time.perf_counter() - started
+        with self.report.stage("compile"):
+            self.begin()
+            try:
+                with collection_paused():
+                    programs = self._compile(on_progress)
+            finally:
+                self.close()
+            self.compiler.store.prune()
         return programs
 
     def _compile(self, on_progress: OnProgress | None) -> Programs:
@@ -297,6 +288,7 @@ class WarmUp:
         if self._waits_for_all:
             return None
         plan, samplers = self.report.bucket_plan, list(map(Sampler, self._few_sizes[:-1]))
+        assert plan is not None
         is_chosen = self._sizes_are_named or plan.step_seconds is not None
         return ProgramsBehind(
             *(runner, self.compiler, self.buckets, samplers),

@@ -14,7 +14,7 @@ from jaxserve.request import SamplingParams
 from jaxserve.start.loaded import Loaded
 from jaxserve.start.plan.limits import Limits
 from jaxserve.start.programs.compiler import Compiler
-from jaxserve.start.programs.programs import ProgramStore
+from jaxserve.start.programs.store import ProgramStore
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.weights.placement import use_panels
 from tests.machine_code.steps.models import BUNDLED, END, MODELS, VOCAB, leaves_of

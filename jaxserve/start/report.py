@@ -1,4 +1,4 @@
-"""Timeline: the parts of a start with their times, for a viewer of traces."""
+"""StartReport: facts about a start, and its parts with their times for a viewer of traces."""
 
 from __future__ import annotations
 
@@ -9,20 +9,23 @@ import threading
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+from jaxserve.start.plan.bucket_plan import BucketPlan
 
 _log = logging.getLogger(__name__)
 
 
 class Timeline:
-    """Spans of a start, from the process's own start on, by thread.
+    """Spans of a start by thread, in microseconds since the process began.
 
-    `write` makes a file in the trace event format of Chromium, which Perfetto (ui.perfetto.dev) and
+    `write` writes them in Chromium's trace event format, which Perfetto (ui.perfetto.dev) and
     chrome://tracing show.
 
     Args:
-        path: of the file; None for none.
+        path: of the file; None writes no file.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -32,16 +35,16 @@ class Timeline:
         self._process_start = _process_start()
 
     def begin(self) -> None:
-        """Note that what was imported until now is there: the first span, from the process's
-        start."""
+        """Record the first span, "python and imports": from the start of the process to now."""
         self._add("python and imports", self._process_start, time.time())
 
     @contextmanager
     def span(self, name: str, **facts: Any) -> Generator[None]:
-        """Note how long the body takes.
+        """Record the duration of the body.
 
         Args:
-            facts: JSON values that the viewer shows beside the span.
+            name: of the span.
+            facts: JSON values that the viewer shows with the span.
         """
         started = time.time()
         try:
@@ -50,7 +53,7 @@ class Timeline:
             self._add(name, started, time.time(), **facts)
 
     def mark(self, name: str) -> None:
-        """Note a moment."""
+        """Record an event without a duration."""
         self._append({"name": name, "ph": "i", "s": "p", "ts": self._micros(time.time())})
 
     def _add(self, name: str, start: float, end: float, **facts: Any) -> None:
@@ -68,7 +71,7 @@ class Timeline:
         return round((moment - self._process_start) * 1e6)
 
     def events(self) -> list[dict[str, Any]]:
-        """Return all events so far, and the names of their threads."""
+        """Return the names of all threads with an event, then all events in the order of time."""
         with self._lock:
             events = [dict(event) for event in self._events]
         names = {event["tid"]: event.pop("thread") for event in events}
@@ -85,7 +88,7 @@ class Timeline:
         return named + sorted(events, key=lambda event: event["ts"])
 
     def write(self) -> None:
-        """Write the file anew, if there is to be one; what prevents that is a warning."""
+        """Replace the file of this timeline, if it has one; log a warning if that fails."""
         if self._path is None:
             return
         try:
@@ -94,12 +97,54 @@ class Timeline:
             _log.warning("the timeline of the start is not written: %s", error)
 
 
+class StoreFacts(Protocol):
+    """Facts about a `ProgramStore`, whose attributes of these names have descriptions."""
+
+    num_built: int
+    num_loaded: int
+    folder: Path | None
+    seconds: dict[str, float]
+
+
+@dataclass
+class StartReport:
+    """Facts about a start. The command line, log lines and benchmarks format them.
+
+    Attributes:
+        timeline: of the start.
+        device: that the engine runs on, as text.
+        stages: seconds of each stage by name.
+        store: of the programs; it counts the programs compiled and loaded.
+        bucket_plan: padded sizes, with the measurements by which they were chosen.
+        temporary_bytes: most bytes of a launch beside weights and cache.
+    """
+
+    timeline: Timeline = field(default_factory=Timeline)
+    device: str = ""
+    stages: dict[str, float] = field(default_factory=dict[str, float])
+    store: StoreFacts | None = None
+    bucket_plan: BucketPlan | None = None
+    temporary_bytes: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.store}; {self.bucket_plan}; on {self.device}"
+
+    @contextmanager
+    def stage(self, name: str) -> Generator[None]:
+        """Record the seconds of the body as those of a stage."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.stages[name] = time.perf_counter() - started
+
+
 def _process_start() -> float:
-    """Return the time at which this process began, or now where the system does not say."""
+    """Return the time at which this process began, or now if /proc is missing."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         seconds_up = float(Path("/proc/uptime").read_text().split()[0])
     except OSError:
         return time.time()
-    # The 22nd field of the line; the first two are before the last bracket.
+    # The start time is field 22 of the line, and the first two fields precede the last bracket.
     return time.time() - seconds_up + int(fields[19]) / os.sysconf("SC_CLK_TCK")
