@@ -10,18 +10,14 @@ from jaxserve.models import Decoder, ModelConfig, abstract_model
 from jaxserve.settings.config import EngineConfig
 from jaxserve.start.loading import cache_folder, resolved_config
 from jaxserve.start.plan.memory_plan import plan_memory
+from jaxserve.start.plan.placed_plan import plan_of_model
 from jaxserve.start.plan.refusal import refusal
 from jaxserve.start.plan.weight_forms import chosen_form, keeps_blocks, placed_dtype
 from jaxserve.start.plan.weight_sizes import Weights
+from jaxserve.start.programs.ahead import OnProgram, compile_ahead
 from jaxserve.start.programs.autotuning import keep_choices, read_choices
 from jaxserve.start.programs.described_card import DescribedCard
-from jaxserve.start.programs.for_card import (
-    CardPrograms,
-    CardProgramsReport,
-    OnProgram,
-    card_memory,
-    start_card_compiler,
-)
+from jaxserve.start.report import StartReport
 from jaxserve.start.sources.source import Source, find_source
 from jaxserve.weights.expected import divide_shapes
 from jaxserve.weights.gguf.file import GgufFile
@@ -30,7 +26,7 @@ from jaxserve.weights.quantized_shapes import quantize_shapes
 
 def compile_for_card(
     config: EngineConfig, name: str, on_program: OnProgram, root: Path = Path("/")
-) -> CardProgramsReport:
+) -> StartReport:
     """Compile the programs that an engine runs on a card, and keep them in the compilation cache.
 
     Args:
@@ -62,21 +58,21 @@ def compile_for_card(
     source = find_source(config, config_only=True)
     dtype = placed_dtype(config, source, card.card.limits)
     form = _form(config, source)
-    memory = card_memory(card)
+    memory = card.memory
     weights = Weights(source.model_config, dtype)
     plan = plan_memory(config, weights, form, memory)
     if not plan.fits:
         raise InvalidRequest(refusal(config, weights, plan, memory), "gpu_memory_utilization")
     sizes = plan.sizes.seqs, plan.sizes.tokens
-    start_card_compiler(card, root)
+    card.start_compiler(root)
     config = resolved_config(config, source, card.card.limits, sizes)
     assert config.max_model_len is not None
     model_config = source.model_config.for_length(config.max_model_len)
     num_choices = len(read_choices(card.card.name))
     keep_choices(card.card.name, directory / "autotuning")
     model = _shapes(model_config, dtype, form, card)
-    programs = CardPrograms(config, model_config, model, card, directory / "programs")
-    return programs.compile(num_choices, on_program)
+    start = plan_of_model(config, model_config, model, device=memory)
+    return compile_ahead(start, card, directory / "programs", num_choices, on_program)
 
 
 def _form(config: EngineConfig, source: Source) -> str | None:

@@ -28,6 +28,7 @@ from jaxserve.start.memory_return import return_memory
 from jaxserve.start.plan.context_length import held_tokens, settle_cache
 from jaxserve.start.plan.limits import Limits
 from jaxserve.start.plan.memory_plan import MemoryPlan, plan_memory
+from jaxserve.start.plan.placed_plan import model_leaves, plan_of_model
 from jaxserve.start.plan.refusal import refusal
 from jaxserve.start.plan.sum_options import sum_options
 from jaxserve.start.plan.weight_forms import (
@@ -111,9 +112,9 @@ def load(
     config, start, source = begun.config, begun.warm_up, begun.source
     sampling = default_sampling(source.generation_config)
     ends = _eos_token_ids(begun.model_config, source.generation_config, begun.tokenizer)
-    capacity = _capacity(config, begun.model_config, start.num_pages)
+    capacity = _capacity(config, begun.model_config, start.plan.num_pages)
     with start.report.timeline.span("programs"):
-        runner = start.run(on_progress)
+        runner = start.run(begun.leaves, on_progress)
     start.report.timeline.mark("ready")
     _log.info("%s", start.report)
     limits = Limits(
@@ -145,6 +146,7 @@ class Begun:
     model_config: ModelConfig
     tokenizer: Tokenizer | None
     warm_up: WarmUp
+    leaves: list[Any]
     group: Group | None
 
 
@@ -176,16 +178,18 @@ def begin(config: EngineConfig, on_progress: OnProgress | None, root: Path) -> B
 
     def plan(model: Decoder) -> WarmUp:
         with timeline.span("plan the cache and the programs"):
-            return WarmUp(config, model_config, model, cache=programs, report=report, group=group)
+            planned = plan_of_model(config, model_config, model)
+            return WarmUp(planned, programs, report, group)
 
     def read() -> Decoder:
         with timeline.span("read and place the weights"):
             return _model(config, source, model_config, dtype, device, on_progress)
 
     with report.stage("weights"):
-        start = _warm_up(_expected(config, source, model_config, dtype, device), plan, read)
+        expected = _expected(config, source, model_config, dtype, device)
+        start, leaves = _warm_up(expected, plan, read)
         return_memory()  # of what reading took: programs and the cache take its place
-    return Begun(config, source, model_config, tokenizer, start, group)
+    return Begun(config, source, model_config, tokenizer, start, leaves, group)
 
 
 def _programs_folder(config: EngineConfig) -> Path | None:
@@ -349,28 +353,32 @@ def _tensor_bytes(folder: Path) -> int:
 
 def _warm_up(
     expected: Decoder | None, plan: Callable[[Decoder], WarmUp], read: Callable[[], Decoder]
-) -> WarmUp:
-    """Read the weights, while programs are compiled where it is known what for; return the rest.
+) -> tuple[WarmUp, list[Any]]:
+    """Read the weights, while programs are compiled where it is known what for.
 
     Args:
         expected: the model without its weights, if it is known.
         plan: makes the start of a model.
         read: returns the model with its weights.
+
+    Returns:
+        The start, and the model's arrays.
     """
     if expected is None:
-        return plan(read())
+        model = read()
+        return plan(model), model_leaves(model)
     start = plan(expected)
     try:
         start.begin()
         model = read()
-        if start.compiler.place(model):
-            return start
+        if start.plan.model.difference(model) is None:
+            return start, model_leaves(model)
     except BaseException:
         start.close(wait=False)
         raise
     start.close()
     _log.warning("programs were compiled for another model than was read; they are compiled anew")
-    return plan(model)
+    return plan(model), model_leaves(model)
 
 
 def _eos_token_ids(

@@ -24,14 +24,15 @@ from jaxserve.models import abstract_model, parse_model_config
 from jaxserve.models.collectives import summed
 from jaxserve.models.shards import AXIS, Split
 from jaxserve.settings.config import EngineConfig
-from jaxserve.start.programs.compiler import Compiler
 from jaxserve.start.programs.described_card import DescribedCard
 from jaxserve.start.programs.fingerprint import open_store
+from jaxserve.start.programs.suppliers import Compiling
 from jaxserve.weights.expected import divide_shapes
 from scripts.gpu.compile_sums import CHOICES, ROWS, strategies_of, thunk_counts
 from scripts.gpu.models import MODELS
 from scripts.gpu.offline_compiler import Dumps
 from scripts.gpu.progress import interruptible
+from scripts.lib.placed_model import plan_of_model
 
 
 def compile_step(choice: str, devices: int, rows: int, layers: int, dumps: Dumps) -> dict[str, Any]:
@@ -48,12 +49,13 @@ def compile_step(choice: str, devices: int, rows: int, layers: int, dumps: Dumps
         max_num_batched_tokens=max(rows, 16),
         tensor_parallel_size=devices,
         all_reduce=choice,  # type: ignore[arg-type]
+        num_gpu_blocks_override=2048,
     )
     dumps.clear()
     with card.tracing():
-        compiler = Compiler(config, model_config, model, card)
-        compiler.store = open_store(None, config, model_config, compiler.leaves, card)
-        program = compiler.step(Bucket(rows, rows, decode_only=True, greedy=True), 2048)
+        plan = plan_of_model(config, model_config, model, device=card.memory)
+        supplier = Compiling(plan, open_store(None, plan, card), card)
+        program = supplier.supply(Bucket(rows, rows, decode_only=True, greedy=True))
     [thunks] = dumps.xla.glob("*.thunk_sequence_after*.txt")
     reports = [path.read_text() for path in dumps.mosaic.glob("*.ptxas")]
     return {

@@ -10,8 +10,8 @@ import pytest
 from jaxserve import LLM, EngineConfig, SamplingParams
 from jaxserve.execution.buckets import Bucket
 from jaxserve.start.loading import Loaded
-from jaxserve.start.programs.warm_up import start_runner
 from jaxserve.start.sources.source import find_source
+from scripts.lib.placed_model import start_runner
 
 WORK = [
     ("one", SamplingParams(temperature=0, max_tokens=30)),
