@@ -6,6 +6,7 @@ import signal
 import time
 from typing import TYPE_CHECKING, TextIO
 
+from jaxserve.settings.config import slots_of
 from jaxserve.start.interrupts import on_signal
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def summary(loaded: Loaded) -> list[str]:
         f"{readable(runner.weight_bytes)} of weights{device}",
         f"cache: {readable(runner.num_pages * runner.page_bytes)} for {tokens:,} tokens, "
         f"in {_cache_dtype(loaded)}",
-        f"limits: {config.max_num_seqs} sequences together, each of "
+        f"limits: {slots_of(config)} sequences together, each of "
         f"{loaded.limits.max_model_len:,} tokens at most; more requests wait",
     ]
     store = None if loaded.start is None else loaded.start.store
@@ -117,7 +118,7 @@ def at_length(loaded: Loaded) -> list[str]:
         f"KV cache in {_cache_dtype(loaded)}, {pages:,} pages x "
         f"{runner.page_bytes:,} = {pages * runner.page_bytes:,} bytes "
         f"({(pages - 1) * config.block_size:,} tokens); temporaries of a step at most "
-        f"{temporary:,} bytes; at most {config.max_num_seqs} sequences "
+        f"{temporary:,} bytes; at most {slots_of(config)} sequences "
         f"of {loaded.limits.max_model_len:,} tokens",
         f"{loaded.start}",
     ]

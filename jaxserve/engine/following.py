@@ -35,7 +35,7 @@ def follow(
     group = begun.group
     assert isinstance(group, Follower)
     with group.ending_with_the_others():
-        replay = begun.warm_up.replay(on_progress)
+        replay = begun.warm_up.replay(begun.placed.leaves, on_progress)
         begun.warm_up.report.timeline.write()
         group.serve()
         on_ready()

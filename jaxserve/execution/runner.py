@@ -272,7 +272,8 @@ class Runner:
         if any_features & _ALLOWED:
             state = self._guide(state, plan, slots)
         submitted = time.perf_counter()
-        state, output = self._steps[bucket](self._leaves, state, batch)
+        leaves = self._leaves  # once per launch: another thread may replace them
+        state, output = self._steps[bucket](leaves, state, batch)
         logits, rows = output.logits if keeps_logits else None, output.expert_rows
         prompts: Mapping[int, TokenLogprobs] = {}
         if bucket.keeps_logits and greedy:
@@ -285,10 +286,10 @@ class Runner:
             if scores:
                 assert self._score is not None
                 kept = replace(output, token_ids=drawn.token_ids, expert_rows=None)
-                drawn = replace(drawn, logprobs=self._score(self._leaves, kept, batch))
+                drawn = replace(drawn, logprobs=self._score(leaves, kept, batch))
                 if self._project is not None:
                     assert kept.hidden is not None
-                    how = self._project, self._leaves, self.vocab_size
+                    how = self._project, leaves, self.vocab_size
                     prompts = score_prompts(plan, slots, kept.hidden, *how)
             output = drawn
         self._state = state

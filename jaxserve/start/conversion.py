@@ -11,8 +11,8 @@ from jaxserve.errors import CheckpointError
 from jaxserve.execution.runner import OnProgress
 from jaxserve.settings.config import EngineConfig
 from jaxserve.start.device import open_device, this_device
-from jaxserve.start.plan.memory import DEFAULT_SHARE
 from jaxserve.start.plan.forms import choose_quantization, placed_dtype
+from jaxserve.start.plan.memory import DEFAULT_SHARE
 from jaxserve.start.sources.find import find_source
 from jaxserve.start.sources.paths import copy_text, local_path
 from jaxserve.start.sources.source import Source

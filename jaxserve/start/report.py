@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jaxserve.start.plan.bucket_plan import BucketPlan
+from jaxserve.start.plan.start_plan import StartPlan
 
 _log = logging.getLogger(__name__)
 
@@ -112,22 +113,32 @@ class StartReport:
 
     Attributes:
         timeline: of the start.
-        device: that the engine runs on, as text.
+        plan: of the start, with the cache as it was allocated.
+        device: that the programs run on, as text.
         stages: seconds of each stage by name.
         store: of the programs; it counts the programs compiled and loaded.
         bucket_plan: padded sizes, with the measurements by which they were chosen.
         temporary_bytes: most bytes of a launch beside weights and cache.
+        num_choices: for an absent card, XLA's measured choices of such a card; None otherwise.
     """
 
     timeline: Timeline = field(default_factory=Timeline)
+    plan: StartPlan | None = None
     device: str = ""
     stages: dict[str, float] = field(default_factory=dict[str, float])
     store: StoreFacts | None = None
     bucket_plan: BucketPlan | None = None
     temporary_bytes: int = 0
+    num_choices: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.store}; {self.bucket_plan}; on {self.device}"
+        if self.num_choices is None:
+            return f"{self.store}; {self.bucket_plan}; on {self.device}"
+        choices = f"with {self.num_choices} choices of XLA's that were measured on one"
+        if not self.num_choices:
+            choices = "with none of XLA's choices measured: its cost model chose"
+        pages = 0 if self.plan is None else self.plan.num_pages
+        return f"{self.store}; for {self.device}, {pages} pages of cache, {choices}"
 
     @contextmanager
     def stage(self, name: str) -> Generator[None]:

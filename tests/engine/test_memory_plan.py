@@ -20,7 +20,7 @@ import pytest
 
 from jaxserve.commands.cli import main
 from jaxserve.errors import InvalidRequest
-from jaxserve.execution.buckets import Sampler
+from jaxserve.execution.buckets import Bucket, Sampler
 from jaxserve.models import ModelConfig, parse_model_config
 from jaxserve.settings.config import EngineConfig
 from jaxserve.settings.machine import DriverCard, VisibleCard
@@ -39,14 +39,16 @@ from jaxserve.start.plan.memory_plan import plan_memory
 from jaxserve.start.plan.refusal import refusal
 from jaxserve.start.plan.start_plan import StartPlan
 from jaxserve.start.plan.weights import Weights
-from jaxserve.start.programs import cache_size
-from jaxserve.start.programs.cache_size import CACHE_NOTES, CacheSize, temporary_bytes_of
+from jaxserve.start.programs import settling
+from jaxserve.start.programs.settling import CACHE_NOTES, settled, temporary_bytes_of
 from jaxserve.start.programs.store import ProgramStore
+from jaxserve.start.programs.suppliers import Compiling
 from jaxserve.start.programs.warm_up import WarmUp
 from jaxserve.start.sources.find import find_source
 from jaxserve.weights import random_weights
 from jaxserve.weights.model_weights import parameter_values
 from pallas_kernels.devices import GIB, DeviceLimits
+from scripts.lib.placed_model import model_leaves, plan_of_model
 from tests.models.test_published_configs import (
     DEEPSEEK_V3,
     GPT_OSS,
@@ -144,31 +146,30 @@ SMALL: Any = LLAMA_3 | shape(256, 704, 2, 4, 2, 4096) | {"head_dim": 64, "bos_to
 SMALL |= {"eos_token_id": 2, "max_position_embeddings": 256, "rope_scaling": None}
 
 
-def start_of(form: str | None = None, raw: Any = SMALL, **settings: Any) -> WarmUp:
-    config = parse_model_config(raw)
+def small_plan(
+    form: str | None = None, device: DeviceMemory | None = None, **settings: Any
+) -> tuple[StartPlan, list[Any]]:
+    """Return the plan of a small model's start, and the model's arrays."""
+    config = parse_model_config(SMALL)
     sizes: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
     sizes |= {"decode_sizes": (8,), "token_sizes": (64,), "num_gpu_blocks_override": 20}
     model = random_weights(config, jnp.float32, quantization=form)
-    return WarmUp(EngineConfig(**sizes | settings).resolve("cpu", 256), config, model)
-
-
-def size_of(start: WarmUp) -> CacheSize:
-    """Return the size of the cache of a start."""
-    largest = start.buckets.largest
-    return CacheSize(start.config, start.model_config, start.compiler, start.page_bytes, largest)
+    resolved = EngineConfig(**sizes | settings).resolve("cpu", 256)
+    return plan_of_model(resolved, config, model, device=device), model_leaves(model)
 
 
 def test_temporaries_are_near_what_xla_says_on_cpu() -> None:
-    start = start_of()
-    largest = max(start.buckets, key=lambda bucket: bucket.num_tokens)
+    plan, _ = small_plan()
+    largest = max(plan.buckets, key=lambda bucket: bucket.num_tokens)
     logits = 8 * SMALL["vocab_size"] * 4
+    supply = Compiling(plan, ProgramStore(None, {}, {})).supply
     compiled = max(
-        temporary_bytes_of(start.compiler.step(largest, 20)),
-        temporary_bytes_of(start.compiler.sampler(Sampler(8))) + logits,
-        temporary_bytes_of(start.compiler.step(min(start.buckets), 20)),
+        temporary_bytes_of(supply(largest)),
+        temporary_bytes_of(supply(Sampler(8))) + logits,
+        temporary_bytes_of(supply(min(plan.buckets))),
     )
     limits = DeviceLimits("cpu", "CPU")
-    found = temporary_bytes(start.model_config, "float32", Sizes(1.0, 8, 64), limits)
+    found = temporary_bytes(plan.model_config, "float32", Sizes(1.0, 8, 64), limits)
     assert found == pytest.approx(compiled, rel=0.35)
 
 
@@ -325,97 +326,97 @@ def test_an_allocator_without_statistics_is_no_error(started: type[Started]) -> 
     assert plan("8B", "int4", found).budget == int(0.9 * CARD.free)
 
 
-def test_a_start_takes_what_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    start = start_of("int4")
-    temporaries = temporary_bytes(
-        start.model_config, "float32", Sizes(0.9, 8, 64), DeviceLimits("gpu", "", (8, 9))
-    )
-    own = sum(leaf.nbytes for leaf in start.compiler.leaves)
-    memory = DeviceMemory(FREE.limits, 2 * GIB, GIB, is_limit=True, in_use=own)
-    monkeypatch.setattr(cache_size, "started_device", lambda **_: memory)
-    size = size_of(start)
-    room = size.room(temporaries)
-    config = replace(start.config, num_gpu_blocks_override=None)
+def test_a_start_takes_what_the_plan_says() -> None:
+    memory = DeviceMemory(FREE.limits, 2 * GIB, GIB, is_limit=True)
+    start, leaves = small_plan("int4", memory, num_gpu_blocks_override=None)
+    assert start.weight_bytes == sum(leaf.nbytes for leaf in leaves)
     weights = Weights(start.model_config, "float32")
-    found = plan_memory(config, weights, "int4", replace(memory, in_use=0))
-    assert found.weights == own and room == pytest.approx(found.pages * found.page_bytes, rel=0.01)
+    found = plan_memory(start.config, weights, "int4", memory)
+    assert found.weights == start.weight_bytes
+    assert start.room == pytest.approx(found.pages * found.page_bytes, rel=0.01)
     # Of an engine that shares the memory, and of an allocator without statistics.
-    size.config = replace(start.config, memory_share=0.5)
-    assert room - size.room(temporaries) == pytest.approx(GIB // 2, rel=0.01)
-    size.config = start.config
-    bare = replace(memory, free=GIB - own, is_limit=False, in_use=0)
-    monkeypatch.setattr(cache_size, "started_device", lambda **_: bare)
-    assert size.room(temporaries) == pytest.approx(room - 0.1 * GIB, rel=0.01)
+    shared, _ = small_plan("int4", memory, num_gpu_blocks_override=None, memory_share=0.5)
+    assert start.room - shared.room == pytest.approx(GIB // 2, rel=0.02)
+    bare = replace(memory, is_limit=False)
+    unlimited, _ = small_plan("int4", bare, num_gpu_blocks_override=None)
+    assert unlimited.room == pytest.approx(start.room - 0.1 * GIB, rel=0.01)
 
 
-def sized_on_a_card(monkeypatch: pytest.MonkeyPatch) -> tuple[WarmUp, CacheSize, int]:
-    """Return a start, the size of its cache as on a card, and the temporaries estimated there."""
+@pytest.fixture
+def card_plan(monkeypatch: pytest.MonkeyPatch) -> tuple[StartPlan, list[tuple[Any, int]], Any]:
+    """Return a plan on a card, the programs compiled for it with their pages, and their memory."""
     limits = DeviceLimits("gpu", "", (8, 9))
-    start = start_of()
-    size = size_of(start)
-    size.config = replace(start.config, num_gpu_blocks_override=None)
-    own = sum(leaf.nbytes for leaf in start.compiler.leaves)
-    memory = DeviceMemory(FREE.limits, 2 * GIB, GIB, is_limit=True, in_use=own)
-    monkeypatch.setattr(cache_size, "started_device", lambda **_: memory)
-    monkeypatch.setattr(cache_size, "target_device", lambda: limits)
-    monkeypatch.setattr(cache_size, "devices", lambda: [SimpleNamespace(platform="gpu")])
-    sizes = Sizes(0.9, 8, 64)
-    return start, size, temporary_bytes(start.model_config, start.compiler.dtype, sizes, limits)
+    memory = DeviceMemory(limits, 2 * GIB, GIB, is_limit=True)
+    plan, _ = small_plan(None, memory, num_gpu_blocks_override=None)
+    compiled: list[tuple[Any, int]] = []
+    analysis = SimpleNamespace(temp_size_in_bytes=plan.temporary_bytes)
+
+    def compiling(plan: StartPlan, *_: Any) -> Any:
+        def supply(key: Any) -> Any:
+            compiled.append((key, plan.num_pages))
+            return SimpleNamespace(memory_analysis=lambda: analysis)
+
+        return SimpleNamespace(supply=supply)
+
+    monkeypatch.setattr(settling, "Compiling", compiling)
+    return plan, compiled, analysis
 
 
 @pytest.mark.parametrize(("needs", "compiled"), [(1.0, 1), (1.1, 1), (1.5, 2), (40.0, 2)])
 def test_the_largest_program_is_compiled_once_if_the_estimate_was_enough(
-    monkeypatch: pytest.MonkeyPatch, needs: float, compiled: int
+    card_plan: Any, needs: float, compiled: int
 ) -> None:
     """Of a GPU's start, whose cache is what the largest program leaves."""
-    start, size, estimate = sized_on_a_card(monkeypatch)
-    analysis = SimpleNamespace(temp_size_in_bytes=int(needs * estimate))
-    asked: list[tuple[Any, int]] = []
-
-    def compile_step(bucket: Any, num_pages: int) -> Any:
-        asked.append((bucket, num_pages))
-        return SimpleNamespace(memory_analysis=lambda: analysis)
-
-    monkeypatch.setattr(start.compiler, "step", compile_step)
-    pages = size.pages()
-    assert pages == size.within(size.room(max(analysis.temp_size_in_bytes, estimate * 9 // 8)))
+    start, asked, analysis = card_plan
+    estimate = start.temporary_bytes
+    analysis.temp_size_in_bytes = int(needs * estimate)
+    found, program = settled(start, ProgramStore(None, {}, {}))
+    pages = found.num_pages
+    assert pages == start.settle(max(analysis.temp_size_in_bytes, estimate * 9 // 8)).num_pages
     largest = start.buckets.largest
-    again = [] if size.program else [(largest, pages)]
+    again = [] if program else [(largest, pages)]
     assert asked[0][0] == largest and len([*asked, *again]) == compiled
-    assert (size.program is not None) == (asked == [(largest, pages)])
+    assert (program is not None) == (asked == [(largest, pages)])
 
 
 @pytest.mark.parametrize("needs", [1.0, 1.5])
 def test_a_card_takes_the_pages_that_programs_were_compiled_for_if_they_fit(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, needs: float
+    card_plan: Any, tmp_path: Path, needs: float
 ) -> None:
-    start, size, estimate = sized_on_a_card(monkeypatch)
-    analysis = SimpleNamespace(temp_size_in_bytes=int(needs * estimate))
-    program = SimpleNamespace(memory_analysis=lambda: analysis)
-    start.compiler.store = ProgramStore(tmp_path / "programs", {}, {})
-    monkeypatch.setattr(start.compiler, "step", lambda *_: program)
-    fitting = size.pages()
+    start, _, analysis = card_plan
+    analysis.temp_size_in_bytes = int(needs * start.temporary_bytes)
+    store = ProgramStore(tmp_path / "programs", {}, {})
+    fitting = settled(start, store)[0].num_pages
     for noted, taken in ((0.95, 0.95), (1.0, 1.0), (1.01, 1.0), (0.8, 1.0)):
-        start.compiler.store.note({"pages": int(noted * fitting)}, CACHE_NOTES)
-        size.program = None
-        assert size.pages() == int(taken * fitting)
-    start.compiler.store.note({"pages": int(0.95 * fitting)}, CACHE_NOTES)
-    assert size.pages() == int(0.95 * fitting) and size.program is program
+        store.note({"pages": int(noted * fitting)}, CACHE_NOTES)
+        assert settled(start, store)[0].num_pages == int(taken * fitting)
+    store.note({"pages": int(0.95 * fitting)}, CACHE_NOTES)
+    found, program = settled(start, store)
+    assert found.num_pages == int(0.95 * fitting) and program is not None
+
+
+def test_a_cache_of_less_than_two_pages_is_refused(card_plan: Any) -> None:
+    start, _, analysis = card_plan
+    analysis.temp_size_in_bytes = 2 * GIB
+    with pytest.raises(InvalidRequest, match="no memory for the KV cache"):
+        settled(start, ProgramStore(None, {}, {}))
 
 
 @pytest.mark.parametrize("is_gpu", [True, False])
 def test_the_cache_is_made_once_all_is_compiled(is_gpu: bool) -> None:
     """On a GPU XLA tries kernels while it compiles, and on any machine that takes memory."""
-    start = start_of(num_scheduler_steps=1)
+    plan, leaves = small_plan(num_scheduler_steps=1)
+    start = WarmUp(plan)
     start._compile_first = is_gpu
-    compiled, step = [], start.compiler.step
+    compiled, supply = [], start.supplier.supply
 
-    def watched(*arguments: Any, **named: Any) -> Any:
-        compiled.append(start._state is None)
-        return step(*arguments, **named)
+    def watched(key: Any) -> Any:
+        if isinstance(key, Bucket):
+            compiled.append(start._state is None)
+        return supply(key)
 
-    start.compiler.step = watched
-    runner = start.run()
+    start.supplier.supply = watched  # type: ignore[method-assign]
+    runner = start.run(leaves)
     assert compiled == [True, True] and runner._state is not None
     runner.close()
 

@@ -14,8 +14,8 @@ import jax
 
 from jaxserve.execution.mesh import spec_of
 from jaxserve.execution.typed_jax import devices
-from jaxserve.models import ModelConfig
-from jaxserve.settings.config import EngineConfig, compiler_settings, cpu_threads
+from jaxserve.settings.config import compiler_settings, cpu_threads
+from jaxserve.start.plan.start_plan import StartPlan
 from jaxserve.start.plan.sum_options import sum_options
 from jaxserve.start.programs.described_card import DescribedCard
 from jaxserve.start.programs.store import ProgramStore
@@ -50,43 +50,44 @@ _NOT_COMPILED = frozenset(
 
 def open_store(
     directory: Path | None,
-    config: EngineConfig,
-    model_config: ModelConfig,
-    leaves: list[jax.Array],
+    plan: StartPlan,
     card: DescribedCard | None = None,
+    store_class: type[ProgramStore] = ProgramStore,
 ) -> ProgramStore:
-    """Open the store of the programs of one engine configuration.
+    """Open the store of a plan's programs.
 
     Args:
-        directory: of the programs; None keeps none.
-        config: resolved.
-        model_config: of the model.
-        leaves: the model's arrays, or their shapes.
+        directory: of the programs of all plans; None keeps none.
+        plan: of the start.
         card: to compile for, if it is not JAX's device.
+        store_class: of the store.
 
     Raises:
         InvalidRequest: see `sum_options`.
     """
+    config = plan.config
     settings = {
         field.name: getattr(config, field.name)
         for field in dataclasses.fields(config)
         if field.name not in _NOT_COMPILED
     }
+    leaves = [f"{x.dtype}{list(x.shape)}{_division(x)}" for x in plan.model.leaves]
+    device = devices()[0]
     subject: dict[str, Any] = {
         "settings": repr(sorted(settings.items())),
-        "model": repr(model_config),
-        "leaves": [f"{leaf.dtype}{list(leaf.shape)}{_division(leaf)}" for leaf in leaves],
+        "model": repr(plan.model_config),
+        "leaves": leaves,
         "asked_sizes": [config.decode_sizes, config.token_sizes],
-        "device": devices()[0].device_kind if card is None else card.card.name,
+        "device": device.device_kind if card is None else card.card.name,
         # A card's programs do not depend on the threads of its host.
-        "threads": cpu_threads() if card is None and devices()[0].platform == "cpu" else 0,
+        "threads": cpu_threads() if card is None and device.platform == "cpu" else 0,
     }
-    number = model_config.split.devices
+    number = plan.model_config.split.devices
     options = sum_options(config, target_device() if card is None else card.card.limits)
-    return ProgramStore(directory, subject, fingerprint(card), card is None, number, options)
+    return store_class(directory, subject, fingerprint(card), card is None, number, options)
 
 
-def _division(leaf: jax.Array) -> str:
+def _division(leaf: Any) -> str:
     """Describe how an array is sharded; "" for a whole array."""
     spec = spec_of(leaf)
     return f" {spec}" if any(spec) else ""
