@@ -26,6 +26,7 @@ from jaxserve.start.programs.autotuning import prepare_cache
 from jaxserve.start.programs.fingerprint import fingerprint
 from jaxserve.start.programs.store import ProgramStore
 from jaxserve.start.sources.find import find_source
+from jaxserve.start.sources.source import CheckpointSource
 from tests.support.checkpoint import save_checkpoint
 from tests.support.quick_code import compile_quickly
 
