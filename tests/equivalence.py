@@ -49,7 +49,7 @@ from jaxserve.models.shards import ONE_DEVICE, Split
 from jaxserve.request import MAX_LOGPROBS, Request, SamplingParams
 from jaxserve.scheduling.logprobs import TokenLogprobs
 from jaxserve.settings.config import KV_CACHE_DTYPES, EngineConfig, LogprobsMode
-from jaxserve.start.loading import Loaded
+from jaxserve.start.loaded import Loaded
 from jaxserve.start.plan.limits import Limits
 from jaxserve.structured import StructuredOutputsParams
 from jaxserve.text.grammars import grammar_source

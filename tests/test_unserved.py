@@ -13,7 +13,7 @@ from jaxserve.commands.cli import main, make_parser
 from jaxserve.commands.options import engine_settings
 from jaxserve.errors import InvalidRequest
 from jaxserve.settings.unserved import UNSERVED, served
-from jaxserve.start.loading import load
+from jaxserve.start.start import load
 from tests.support.checkpoint import save_checkpoint
 from tests.support.quick_code import quick_programs
 

@@ -68,7 +68,7 @@ def compile_programs(arguments: argparse.Namespace) -> int:
         specs = plan_models(arguments.models, engine_settings(arguments, OWN), server)
         check_models(specs)
         check_devices(specs[0].config)
-        load = importlib.import_module("jaxserve.start.loading").load  # brings JAX with it
+        load = importlib.import_module("jaxserve.start.start").load  # brings JAX with it
         for spec in specs:
             # All stay loaded: on a GPU the next model's cache gets what this one leaves free.
             config = replace(spec.config, wait_for_all_programs=True)
@@ -98,7 +98,7 @@ def _compile_for_card(arguments: argparse.Namespace) -> int:
             raise CommandError("device: programs for a card are compiled for one model at a time")
         prepare_process(for_gpu=True, JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1")
         compile_for_card = importlib.import_module(
-            "jaxserve.start.card_programs"  # brings JAX with it
+            "jaxserve.start.absent_device"  # brings JAX with it
         ).compile_for_card
         on_program = partial(output.progress, "compile")
         made = compile_for_card(specs[0].config, arguments.device, on_program)

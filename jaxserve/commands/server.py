@@ -26,7 +26,7 @@ def load_models(specs: Iterable[ModelSpec], config: ServerConfig, output: StartO
     """Load one model after the other, and report progress and the memory that each takes.
 
     Raises:
-        CheckpointError, UnsupportedModel, ValueError: see `engine.loading.load`.
+        CheckpointError, UnsupportedModel, ValueError: see `start.start.load`.
     """
     describe = at_length if output.is_verbose else summary
     return start_models(specs, config, output.say, output.progress, describe)
@@ -50,7 +50,7 @@ def serve(
         The exit status: 0 after an orderly end, 1 where an engine died.
 
     Raises:
-        CheckpointError, UnsupportedModel, ValueError: see `engine.loading.load`, `make_room`.
+        CheckpointError, UnsupportedModel, ValueError: see `start.start.load`, `make_room`.
     """
     log_json()
     stop = Stop()

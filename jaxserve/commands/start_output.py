@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TextIO
 from jaxserve.start.interrupts import on_signal
 
 if TYPE_CHECKING:
-    from jaxserve.start.loading import Loaded
+    from jaxserve.start.loaded import Loaded
 
 _BAR_CELLS = 24
 # From this total on, progress is a percentage: totals of bytes reach it, totals of programs do not.

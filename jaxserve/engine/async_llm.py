@@ -30,7 +30,7 @@ from jaxserve.outputs import BeamSearchOutput, CompletionOutput, RequestOutput
 from jaxserve.request import FinishReason, Request, SamplingParams
 from jaxserve.scheduling.logprobs import TokenLogprobs
 from jaxserve.settings.config import EngineConfig
-from jaxserve.start.loading import Loaded
+from jaxserve.start.loaded import Loaded
 from jaxserve.start.plan.limits import Limits
 
 T = TypeVar("T")
@@ -50,7 +50,7 @@ class AsyncLLM:
         requests: makes what `open` takes; any thread may use it.
 
     Raises:
-        CheckpointError, UnsupportedModel, InvalidRequest: see `engine.loading.load`.
+        CheckpointError, UnsupportedModel, InvalidRequest: see `start.start.load`.
     """
 
     def __init__(

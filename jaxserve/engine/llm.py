@@ -34,7 +34,7 @@ from jaxserve.scheduling.logprobs import TokenLogprobs
 from jaxserve.settings.checks import exact_int
 from jaxserve.settings.config import EngineConfig
 from jaxserve.settings.unserved import served
-from jaxserve.start.loading import Loaded
+from jaxserve.start.loaded import Loaded
 from jaxserve.text.messages import plain_messages
 from jaxserve.text.template_names import HOW_TO_GIVE
 from jaxserve.text.tokenizer import NO_TEMPLATE

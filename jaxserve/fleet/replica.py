@@ -37,7 +37,7 @@ class ReplicaServer:
         hosts_secret: by which the replica's hosts authenticate each other, if it has several.
 
     Raises:
-        CheckpointError, UnsupportedModel, ValueError: see `engine.loading.load`.
+        CheckpointError, UnsupportedModel, ValueError: see `start.start.load`.
     """
 
     def __init__(

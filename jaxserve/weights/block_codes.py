@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxserve.weights.codes import Codes
+from jaxserve.weights.codes import Codes, CodesLayout
 from jaxserve.weights.gguf.blocks import BlockRows, as_float16
 from pallas_kernels.cpu.blocks import FORMATS, BlockFormat, unpacked
 
@@ -54,11 +54,12 @@ def codes_of(rows: BlockRows) -> Codes:
     )
 
 
-def code_bits(name: str) -> float:
-    """Return the bits that a weight of such blocks takes as codes."""
+def codes_layout(name: str) -> CodesLayout:
+    """Return the layout of the codes that `codes_of` makes of blocks of a format."""
     made = FORMATS[name]
-    codes = 4 if _is_int4(made) else 8
-    return codes + 16 * (1 + made.has_minimum) / made.run
+    half = np.dtype(np.float16)
+    form = "int4" if _is_int4(made) else "int8"
+    return CodesLayout(form, made.run, half, half if made.has_minimum else None)
 
 
 def _is_int4(made: BlockFormat) -> bool:

@@ -7,6 +7,7 @@ of them that shares a scale ends.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -43,7 +44,7 @@ def cut(value: Any, axes: Any, part: Part, path: str) -> Any:
     """
     if isinstance(value, TokenRounded):
         # A row is rounded by the largest of all of its inputs, wherever those lie.
-        axis = AXIS if _cuts_inputs(axes, part) else None
+        axis = AXIS if cuts_inputs(axes, part) else None
         return replace(value, weight=cut(value.weight, axes, part, path), axis=axis)
     if isinstance(value, QuantizedExperts):
         return _cut_experts(value, part, path)
@@ -58,7 +59,7 @@ def cut(value: Any, axes: Any, part: Part, path: str) -> Any:
     return part.cut(np.asarray(value))
 
 
-def _cuts_inputs(axes: Any, part: Part) -> bool:
+def cuts_inputs(axes: Any, part: Part) -> bool:
     first = 1 if axes in EXPERTS else 0
     inputs = slice(first, first + PROJECTIONS.get(axes, 1))
     return part.own_shape[inputs] != part.shape[inputs]
@@ -151,27 +152,40 @@ def _arrays(weight: QuantizedWeight | QuantizedExperts) -> list[np.ndarray | Non
     return [None if array is None else np.asarray(array) for array in arrays]
 
 
-def _cut_parts(weight: SplitWeight, contract: int, part: Part, path: str) -> SplitWeight:
-    """Cut each of a fused projection's matrices; those of which nothing is left go."""
+def split_pieces(
+    weight: SplitWeight, contract: int, part: Part
+) -> Iterator[tuple[Any, np.ndarray, tuple[tuple[int, int], ...]]]:
+    """Yield the matrices of a fused projection that a device has outputs of.
+
+    Args:
+        weight: the whole projection.
+        contract: number of its dimensions in front that are inputs.
+        part: indices of its dimensions.
+
+    Returns:
+        For each matrix: the matrix, int64 numbers of its outputs in the order of the piece, and
+        start and size along each output dimension of the piece.
+    """
     own = np.full(part.shape[contract:], -1, np.int64).reshape(-1)
     outputs = part.outputs(contract)
     own[outputs] = np.arange(len(outputs))
     own = own.reshape(part.shape[contract:])
-    weights, places = [], []
     for matrix, place in zip(weight.weights, weight.places, strict=True):
         window = tuple(slice(start, start + size) for start, size in place)
         numbers = own[window].reshape(-1)  # of each output of the matrix, its number in the piece
-        kept = np.flatnonzero(numbers >= 0)
-        if not len(kept):
-            continue
-        piece_place = _place(numbers[kept], part.own_shape[contract:])
-        order = kept[np.argsort(numbers[kept])]
-        shape = (len(order),)
-        if isinstance(matrix, BlockPanels):
-            weights.append(_cut_rows(matrix, part.inputs(contract), order, shape, path))
-        else:
-            weights.append(_cut_matrix(matrix, part.inputs(contract), order, shape, path))
-        places.append(piece_place)
+        present = np.flatnonzero(numbers >= 0)
+        if len(present):
+            piece_place = _place(numbers[present], part.own_shape[contract:])
+            yield matrix, present[np.argsort(numbers[present])], piece_place
+
+
+def _cut_parts(weight: SplitWeight, contract: int, part: Part, path: str) -> SplitWeight:
+    """Cut each of a fused projection's matrices; those of which nothing is left go."""
+    weights, places, inputs = [], [], part.inputs(contract)
+    for matrix, order, place in split_pieces(weight, contract, part):
+        cut_one: Any = _cut_rows if isinstance(matrix, BlockPanels) else _cut_matrix
+        weights.append(cut_one(matrix, inputs, order, (len(order),), path))
+        places.append(place)
     return SplitWeight(tuple(weights), tuple(places), part.own_shape[contract:])
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.models.shards import AXIS, Part
 
@@ -39,7 +39,7 @@ def placed_parts(mesh: Mesh, parts: Sequence[Part], form: Callable[[int], Any]) 
 
 
 def joined_place(
-    mesh: Mesh, shape: tuple[int, ...], is_whole: bool
+    mesh: Mesh | AbstractMesh, shape: tuple[int, ...], is_whole: bool
 ) -> tuple[tuple[int, ...], NamedSharding]:
     """Return the shape of an array joined of each device's part, and how it lies.
 

@@ -28,7 +28,7 @@ from jaxserve.models.shards import Split, check_split
 from jaxserve.request import SamplingParams
 from jaxserve.settings.config import EngineConfig
 from jaxserve.settings.eplb import EplbConfig
-from jaxserve.start.loading import Loaded
+from jaxserve.start.loaded import Loaded
 from jaxserve.start.plan.limits import Limits
 from jaxserve.start.sources.expert_load import placement_of
 from jaxserve.weights import random_weights

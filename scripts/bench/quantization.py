@@ -34,7 +34,7 @@ from jaxserve.models import Decoder, parse_model_config, read_model_config
 from jaxserve.models.quantized import QuantizedWeight
 from jaxserve.request import SamplingParams
 from jaxserve.settings.config import EngineConfig, bundled_model
-from jaxserve.start.loading import Loaded
+from jaxserve.start.loaded import Loaded
 from jaxserve.start.plan.limits import Limits
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.weights import load_weights, random_weights

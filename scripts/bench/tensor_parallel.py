@@ -26,7 +26,7 @@ from jaxserve.models import parse_model_config
 from jaxserve.models.shards import Split, check_split
 from jaxserve.request import SamplingParams
 from jaxserve.settings.config import EngineConfig
-from jaxserve.start.loading import Loaded
+from jaxserve.start.loaded import Loaded
 from jaxserve.start.plan.limits import Limits
 from jaxserve.weights import random_weights
 from scripts.lib.argument_types import results_file

@@ -12,13 +12,14 @@ from __future__ import annotations
 import argparse
 import re
 
+from jaxserve.start.plan.weight_sizes import Weights
+
 from jaxserve.models.registry import parse_model_config
 from jaxserve.models.shards import Split
 from jaxserve.settings.config import EngineConfig
 from jaxserve.start.device import named_device
 from jaxserve.start.plan.memory_plan import MemoryPlan, plan_memory
 from jaxserve.start.plan.step_time import StepTimes
-from jaxserve.start.plan.weight_sizes import Weights
 from pallas_kernels.devices import GIB, find_card
 from scripts.gpu import models as gpu_models
 from scripts.lib.paths import RESULTS, ROOT

@@ -24,7 +24,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.execution.buckets import Bucket
 from jaxserve.execution.runner import InFlight
 from jaxserve.scheduling.plan import LaunchPlan
-from jaxserve.start.loading import Loaded
+from jaxserve.start.loaded import Loaded
 from scripts.simulate.client import add_request, alike, serve_really
 from scripts.simulate.fits import (
     Measured,

@@ -16,7 +16,8 @@ from jaxserve.execution.runner import Runner
 from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.slot_table import SlotTable
 from jaxserve.settings.config import EngineConfig
-from jaxserve.start.loading import Loaded, load
+from jaxserve.start.loaded import Loaded
+from jaxserve.start.start import load
 from scripts.simulate.calibrate import Calibration
 from scripts.simulate.fits import Line, Measured, attention_work
 from scripts.simulate.loop import Setting

@@ -9,9 +9,10 @@ import pytest
 from jax.stages import Lowered
 
 from jaxserve import LLM, EngineConfig, SamplingParams
-from jaxserve.start.loading import Loaded, load
-from jaxserve.start.plan import weight_sizes
+from jaxserve.start.loaded import Loaded
 from jaxserve.start.programs.store import ProgramStore
+from jaxserve.start.start import load
+from jaxserve.weights import shapes
 from scripts.lib.fast_compile import FAST
 from tests.support.checkpoint import save_checkpoint
 from tests.support.quick_code import quick_programs
@@ -74,7 +75,7 @@ def shapes_once() -> Generator[None]:
     A description is read only, and that of a large model takes a second.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weight_sizes, "abstract_model", cache(weight_sizes.abstract_model))
+        patch.setattr(shapes, "abstract_model", cache(shapes.abstract_model))
         yield
 
 

@@ -12,7 +12,7 @@ from jaxserve import LLM
 from jaxserve.errors import UnsupportedModel
 from jaxserve.models.registry import ARCHITECTURES
 from jaxserve.start import loading
-from jaxserve.start.plan.weight_forms import choose_dtype
+from jaxserve.start.plan.forms import choose_dtype
 from pallas_kernels.devices import DeviceLimits, find_card
 from tests.support.checkpoint import save_checkpoint
 

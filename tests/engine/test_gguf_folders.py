@@ -10,8 +10,8 @@ import pytest
 from jaxserve import CheckpointError, EngineConfig
 from jaxserve.errors import UnsupportedModel
 from jaxserve.settings.model_name import kind_of_model
+from jaxserve.start.sources.find import find_source
 from jaxserve.start.sources.hub_gguf import gguf_of_folder
-from jaxserve.start.sources.source import find_source
 from jaxserve.weights import GgufFile, open_gguf
 from tests.engine.test_gguf_text import whole_model
 from tests.support.checkpoint import save_checkpoint

@@ -9,8 +9,8 @@ import pytest
 
 from jaxserve import LLM, EngineConfig, SamplingParams
 from jaxserve.execution.buckets import Bucket
-from jaxserve.start.loading import Loaded
-from jaxserve.start.sources.source import find_source
+from jaxserve.start.loaded import Loaded
+from jaxserve.start.sources.find import find_source
 from scripts.lib.placed_model import start_runner
 
 WORK = [

@@ -25,7 +25,7 @@ from jaxserve.models import ModelConfig, parse_model_config
 from jaxserve.settings.config import EngineConfig
 from jaxserve.settings.machine import DriverCard, VisibleCard
 from jaxserve.start import device as device_module
-from jaxserve.start import loading
+from jaxserve.start import start as start_module
 from jaxserve.start.device import (
     DeviceMemory,
     named_device,
@@ -33,20 +33,18 @@ from jaxserve.start.device import (
     started_device,
     this_device,
 )
-from jaxserve.start.plan.memory_plan import (
-    MemoryPlan,
-    Sizes,
-    plan_memory,
-    temporary_bytes,
-)
-from jaxserve.start.plan.planning import plan_model
+from jaxserve.start.plan.make_plan import plan_model, plan_start
+from jaxserve.start.plan.memory import Sizes, temporary_bytes
+from jaxserve.start.plan.memory_plan import plan_memory
+from jaxserve.start.plan.refusal import refusal
 from jaxserve.start.plan.start_plan import StartPlan
-from jaxserve.start.plan.weight_sizes import Weights
+from jaxserve.start.plan.weights import Weights
 from jaxserve.start.programs import settling
 from jaxserve.start.programs.settling import CACHE_NOTES, settled, temporary_bytes_of
 from jaxserve.start.programs.store import ProgramStore
 from jaxserve.start.programs.suppliers import Compiling
 from jaxserve.start.programs.warm_up import WarmUp
+from jaxserve.start.sources.find import find_source
 from jaxserve.weights import random_weights
 from jaxserve.weights.model_weights import parameter_values
 from pallas_kernels.devices import GIB, DeviceLimits
@@ -76,7 +74,7 @@ def weights_of(name: str) -> Weights:
     return Weights(parse_model_config(MODELS[name]), "bfloat16")
 
 
-def plan(name: str, form: str | None, device: str | DeviceMemory, **settings: Any) -> MemoryPlan:
+def plan(name: str, form: str | None, device: str | DeviceMemory, **settings: Any) -> StartPlan:
     memory = named_device(device) if isinstance(device, str) else device
     return plan_memory(EngineConfig(**settings), weights_of(name), form, memory)
 
@@ -101,9 +99,9 @@ def plan(name: str, form: str | None, device: str | DeviceMemory, **settings: An
 )
 def test_what_fits(model: str, form: str | None, card: str, least: int) -> None:
     found = plan(model, form, card)
-    assert found.fits == (least > 0) and found.cache_tokens >= least
+    assert found.starts == (least > 0) and found.cache_tokens >= least
     assert found.needed <= found.budget if least else found.needed > found.budget
-    taken = found.weights + found.temporaries + found.sampler + found.pages * found.page_bytes
+    taken = found.weight_bytes + found.temporary_bytes + found.sampler_bytes + found.pages.num_bytes
     assert taken <= found.budget < named_device(card).free or not least
 
 
@@ -210,7 +208,7 @@ def test_other_families_have_plans(raw: Any) -> None:
     found = plan_memory(
         EngineConfig(), Weights(parse_model_config(raw), "bfloat16"), None, named_device("B200")
     )
-    assert found.temporaries > 0 and found.weights > 30 * GIB
+    assert found.temporary_bytes > 0 and found.weight_bytes > 30 * GIB
 
 
 def kinds() -> list[str]:
@@ -232,8 +230,8 @@ def test_every_family_and_stored_form_has_a_plan(name: str, tmp_path: Path) -> N
     found = plan_model(EngineConfig(model=str(tmp_path), quantization=form), "B200")
     assert found.stored == (None if stored == "mxfp4" else stored)  # read into another form
     for plan in found.plans:
-        assert plan.read <= plan.weights and plan.page_bytes > 0
-        assert plan.fits == (found.refusal is None) and (plan.pages > 0 or not plan.fits)
+        assert plan.read_bytes <= plan.weight_bytes and plan.page_bytes > 0
+        assert plan.starts == (found.refusal is None) and (plan.num_pages > 0 or not plan.starts)
         assert plan.longest <= PUBLISHED[name][1]
 
 
@@ -249,8 +247,8 @@ def refused(model: str, form: str | None, card: str, **settings: Any) -> str:
     weights, device = weights_of(model), named_device(card)
     config = EngineConfig(**settings)
     found = plan_memory(config, weights, form, device)
-    assert not found.fits
-    return loading.refusal(config, weights, found, device)
+    assert not found.starts
+    return refusal(config, weights, found, device)
 
 
 def test_a_refusal_says_what_would_fit() -> None:
@@ -334,8 +332,8 @@ def test_a_start_takes_what_the_plan_says() -> None:
     assert start.weight_bytes == sum(leaf.nbytes for leaf in leaves)
     weights = Weights(start.model_config, "float32")
     found = plan_memory(start.config, weights, "int4", memory)
-    assert found.weights == start.weight_bytes
-    assert start.room == pytest.approx(found.pages * found.page_bytes, rel=0.01)
+    assert found.weight_bytes == start.weight_bytes
+    assert start.room == pytest.approx(found.pages.num_bytes, rel=0.01)
     # Of an engine that shares the memory, and of an allocator without statistics.
     shared, _ = small_plan("int4", memory, num_gpu_blocks_override=None, memory_share=0.5)
     assert start.room - shared.room == pytest.approx(GIB // 2, rel=0.02)
@@ -426,20 +424,20 @@ def test_the_cache_is_made_once_all_is_compiled(is_gpu: bool) -> None:
 def test_a_model_that_does_not_fit_is_refused_before_its_weights(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "this_device", lambda *_: replace(FREE, free=1 << 16))
-    monkeypatch.setattr(loading, "open_device", lambda *_: pytest.fail("the card was opened"))
+    monkeypatch.setattr(start_module, "this_device", lambda *_: replace(FREE, free=1 << 16))
+    monkeypatch.setattr(start_module, "open_device", lambda *_: pytest.fail("the card was opened"))
     with pytest.raises(InvalidRequest, match="does not fit on NVIDIA GeForce RTX 4090"):
-        loading.load(EngineConfig(model=checkpoint))
+        start_module.load(EngineConfig(model=checkpoint))
 
 
 def test_the_whole_share_is_opened_for_several_engines(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[int] = []
-    monkeypatch.setattr(loading, "open_device", lambda _, budget: opened.append(budget))
-    source = loading.find_source(EngineConfig(model=checkpoint))
-    config = EngineConfig(memory_share=0.25)
-    found = loading._open_device(config, source, FREE)
+    monkeypatch.setattr(start_module, "open_device", lambda _, budget: opened.append(budget))
+    source = find_source(EngineConfig(model=checkpoint))
+    found = plan_start(EngineConfig(memory_share=0.25), source, FREE)
+    start_module.open_planned(found, FREE)
     assert opened == [int(0.9 * FREE.free)] and found.sizes == Sizes(0.9, 64, 2048)
 
 

@@ -34,7 +34,7 @@ from jaxserve.engine.request_factory import RequestFactory, check_logprobs
 from jaxserve.errors import EngineDead
 from jaxserve.scheduling.logprobs import TokenLogprobs, score_tokens
 from jaxserve.settings.config import LogprobsMode
-from jaxserve.start.loading import Loaded
+from jaxserve.start.loaded import Loaded
 from jaxserve.text.detokenizer import Detokenizer
 from jaxserve.text.tokenizer_calls import LibraryCalls
 from tests.engine.conftest import GREEDY, Canary

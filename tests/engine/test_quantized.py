@@ -17,9 +17,9 @@ from jaxserve.execution.buckets import Bucket
 from jaxserve.execution.state import addressable_pages
 from jaxserve.models import parse_model_config, read_model_config
 from jaxserve.settings.config import bundled_model
+from jaxserve.start.plan.forms import choose_quantization
 from jaxserve.start.plan.start_plan import StartPlan
-from jaxserve.start.plan.weight_forms import choose_quantization
-from jaxserve.start.plan.weight_sizes import Weights
+from jaxserve.start.plan.weights import Weights
 from jaxserve.start.programs.store import ProgramStore
 from jaxserve.start.programs.suppliers import Compiling
 from jaxserve.weights import random_weights

@@ -19,12 +19,12 @@ from jaxserve import LLM, AsyncLLM, CheckpointError, EngineConfig, SamplingParam
 from jaxserve.models import read_model_config
 from jaxserve.start import loading
 from jaxserve.start.garbage import collection_paused
-from jaxserve.start.plan.host_cache import cpu_page_budget
+from jaxserve.start.plan.memory import cpu_page_budget
 from jaxserve.start.programs import fingerprint as fingerprint_module
 from jaxserve.start.programs.autotuning import prepare_cache
 from jaxserve.start.programs.fingerprint import fingerprint
 from jaxserve.start.programs.store import ProgramStore
-from jaxserve.start.sources.source import Source, find_source
+from jaxserve.start.sources.find import find_source
 from jaxserve.weights.expected import expected_model
 from tests.support.checkpoint import save_checkpoint
 from tests.support.quick_code import compile_quickly

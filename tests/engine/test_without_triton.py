@@ -15,7 +15,7 @@ from jaxserve.models import Decoder, ModelConfig, parse_model_config
 from jaxserve.models.output_rows import QuantizedRows
 from jaxserve.request import SamplingParams
 from jaxserve.settings.config import EngineConfig
-from jaxserve.start.loading import Loaded
+from jaxserve.start.loaded import Loaded
 from jaxserve.start.plan.limits import Limits
 from jaxserve.weights import random_weights
 from jaxserve.weights.placement import use_output_rows

@@ -18,9 +18,9 @@ from jaxserve.errors import CheckpointError
 from jaxserve.models.panels import BlockPanels
 from jaxserve.settings.config import EngineConfig
 from jaxserve.start.device import DeviceMemory
-from jaxserve.start.plan.weight_forms import placed_weights
-from jaxserve.start.plan.weight_sizes import Weights
-from jaxserve.start.sources.source import find_source
+from jaxserve.start.plan.make_plan import placed_weights
+from jaxserve.start.plan.weights import Weights
+from jaxserve.start.sources.find import find_source
 from jaxserve.weights import load_weights
 from jaxserve.weights.gguf.file import ENCODINGS, read_gguf
 from jaxserve.weights.model_weights import parameters_of

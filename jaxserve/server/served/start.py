@@ -11,7 +11,8 @@ from jaxserve.server.served.chat_template import template_thread
 from jaxserve.server.served.models import Models, ServedModel
 from jaxserve.server.served.specs import ModelSpec
 from jaxserve.server.settings import ServerConfig
-from jaxserve.start.loading import Loaded, load
+from jaxserve.start.loaded import Loaded
+from jaxserve.start.start import load
 
 BUNDLED = (
     "no model is named, so this is the bundled toy; a real one: jaxserve serve Qwen/Qwen3-0.6B "
@@ -36,7 +37,7 @@ def start_models(
         describe: returns lines about a model that was loaded.
 
     Raises:
-        CheckpointError, UnsupportedModel, ValueError: see `engine.loading.load`.
+        CheckpointError, UnsupportedModel, ValueError: see `start.start.load`.
     """
     specs = list(specs)
     for spec in specs:

@@ -13,7 +13,8 @@ from jax.sharding import Mesh
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from jaxserve.execution.mesh import local_bytes, placed_arguments, spec_of
-from jaxserve.models import Decoder
+from jaxserve.models import Decoder, ModelConfig
+from jaxserve.models.panels import PanelWeight
 
 
 @dataclass(frozen=True)
@@ -52,16 +53,33 @@ class ModelShapes:
         return self.leaves if mesh is None else placed_arguments(mesh, self.leaves)
 
     @property
+    def parameters(self) -> dict[str, Any]:
+        """The model's parameters by path, with shapes for arrays; a quantized one has several."""
+        leaves = tree_leaves_with_path(self.state, is_leaf=_is_variable)
+        return {keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the arrays on each device."""
         return sum(map(local_bytes, self.leaves))
 
-    def difference(self, model: Decoder) -> str | None:
-        """Return how a placed model differs from this description; None if it does not.
+    @property
+    def is_quantized(self) -> bool:
+        """Whether some parameters are neither in full nor panels of numbers in full."""
+        values = (parameter.get_value() for parameter in self.parameters.values())
+        return any(not isinstance(value, jax.ShapeDtypeStruct | PanelWeight) for value in values)
+
+    def for_config(self, config: ModelConfig) -> ModelShapes:
+        """Return the same shapes of a model whose configuration differs in its positions."""
+        model: Decoder = nnx.merge(self.graphdef, self.state)
+        model.config = config
+        return ModelShapes.of(model)
+
+    def difference(self, placed: ModelShapes) -> str | None:
+        """Return how the shapes of a placed model differ from these; None if they do not.
 
         The text names the first parameter that differs, its planned shape and its actual one.
         """
-        placed = ModelShapes.of(model)
         planned, actual = dict(self._parameters()), dict(placed._parameters())
         for path in {**planned, **actual}:
             if planned.get(path) != actual.get(path):
@@ -89,3 +107,7 @@ def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(
         leaf.shape, leaf.dtype, sharding=jax.sharding.NamedSharding(mesh, sharding.spec)
     )
+
+
+def _is_variable(node: Any) -> bool:
+    return isinstance(node, nnx.Variable)

@@ -12,8 +12,9 @@ from jaxserve.models import ModelConfig
 from jaxserve.settings.config import EngineConfig
 from jaxserve.start.device import DeviceMemory
 from jaxserve.start.plan.bucket_plan import buckets_of
-from jaxserve.start.plan.memory_plan import SLACK, cache_pages
+from jaxserve.start.plan.memory import SLACK, Sizes, count_pages
 from jaxserve.start.plan.model_shapes import ModelShapes
+from jaxserve.start.plan.weights import read_bytes
 
 PAGES, SAMPLER = "KV cache", "sampler state"
 """Names of the memory kinds."""
@@ -62,6 +63,8 @@ class StartPlan:
             the checkpoint's own.
         device: the device as it is described, which need not be in this machine.
         greedy_decode: whether decode steps without a sampler are compiled.
+        asked_length: max_model_len as the user set it; None if it was left open.
+        share: share of the free memory.
         budget: bytes that the engine may take.
         temporary_bytes: bytes of the largest launch beside weights and cache.
         memory: what the device state is allocated in.
@@ -77,6 +80,8 @@ class StartPlan:
     form: str | None
     device: DeviceMemory
     greedy_decode: bool
+    asked_length: int | None
+    share: float
     budget: int
     temporary_bytes: int
     memory: tuple[MemoryKind, ...]
@@ -144,6 +149,15 @@ class StartPlan:
         )
         return replace(self, memory=memory)
 
+    def with_length(self, length: int) -> StartPlan:
+        """Return the plan for sequences of at most `length` tokens."""
+        model_config = self.model_config.for_length(length)
+        model = self.model
+        if model_config != self.model_config:  # which is part of the model's structure
+            model = model.for_config(model_config)
+        config = replace(self.config, max_model_len=length)
+        return replace(self, config=config, model_config=model_config, model=model)
+
     @property
     def estimate(self) -> int:
         """Bytes that the largest launch is expected not to exceed beside weights and cache.
@@ -162,28 +176,83 @@ class StartPlan:
             temporary_bytes: bytes of the launch beside its arguments and results.
         """
         plan = replace(self, temporary_bytes=temporary_bytes)
-        if self.platform == "cpu":
-            return plan
-        pages, room = self.pages, plan.room
-        return plan.with_pages(
-            cache_pages(
-                self.config, pages.layers, self.page_bytes, self.kv_dtype, room, self.platform
-            )
+        return plan if self.platform == "cpu" else plan.sized()
+
+    def sized(self) -> StartPlan:
+        """Return the plan with the cache that fits, or that the settings name."""
+        pages, full, least = count_pages(
+            self.config,
+            self.model_config,
+            self.asked_length,
+            self.page_bytes,
+            self.kv_dtype,
+            self.room,
+            self.platform == "gpu",
         )
+        return replace(self, full_pages=full, least_pages=least).with_pages(pages)
+
+    @property
+    def sampler_bytes(self) -> int:
+        """Bytes of the sampler's state."""
+        return next(kind.num_bytes for kind in self.memory if kind.name == SAMPLER)
+
+    @property
+    def _taken(self) -> int:
+        """Bytes of everything but the cache."""
+        others = sum(kind.num_bytes for kind in self.memory if kind.name != PAGES)
+        return self.weight_bytes + self.temporary_bytes + others
 
     @property
     def room(self) -> int:
         """Bytes that are left for the cache."""
-        others = sum(kind.num_bytes for kind in self.memory if kind.name != PAGES)
-        taken = self.weight_bytes + self.temporary_bytes + others
-        return int(self.budget * (1 - SLACK)) - taken
+        return int(self.budget * (1 - SLACK)) - self._taken
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of weights, device state and the largest launch."""
-        state = sum(kind.num_bytes for kind in self.memory)
-        return self.weight_bytes + state + self.temporary_bytes
+    def needed(self) -> int:
+        """Bytes that a start takes at least."""
+        return int((self._taken + self.least_pages * self.page_bytes) / (1 - SLACK))
+
+    @property
+    def starts(self) -> bool:
+        """Whether the engine starts: whether the least cache fits into the budget."""
+        return self.needed <= self.budget
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the engine starts with a cache as large as where memory is ample."""
+        return self.starts and self.num_pages >= self.full_pages
 
     def fits(self, free_bytes: int) -> bool:
         """Return whether weights, device state and the largest launch fit into free memory."""
-        return int(self.num_bytes / (1 - SLACK)) <= free_bytes
+        total = self._taken + self.pages.num_bytes
+        return int(total / (1 - SLACK)) <= free_bytes
+
+    @property
+    def sizes(self) -> Sizes:
+        """Sizes of the start."""
+        return Sizes(self.share, self.max_num_seqs, self.max_num_batched_tokens)
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens of KV cache; page 0 is the null page."""
+        return (self.num_pages - 1) * self.block_size if self.starts else 0
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of one sequence."""
+        return min(self.max_model_len, self.cache_tokens)
+
+    @property
+    def sequences(self) -> int:
+        """Number of sequences of the longest context that run at once."""
+        return min(self.max_num_seqs, self.cache_tokens // max(1, self.longest))
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of weights that a step of one row reads."""
+        return read_bytes(self.model, self.model_config, 1)
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Seconds below which no step can be: the weights, once through the memory's bus."""
+        return self.read_bytes / self.device.bandwidth if self.device.bandwidth else None

@@ -11,7 +11,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.execution.runner import CompileCounter, Programs, Runner
 from jaxserve.execution.state import DeviceState
 from jaxserve.request import SamplingParams
-from jaxserve.start.loading import Loaded
+from jaxserve.start.loaded import Loaded
 from jaxserve.start.plan.limits import Limits
 from jaxserve.start.programs.compiler import LOAD_SLOT, SET_ROWS, STATE, Part
 from jaxserve.start.programs.store import ProgramStore
