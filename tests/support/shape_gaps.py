@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ from flax import nnx
 
 from jaxserve.models import Decoder, ModelConfig
 from jaxserve.start.plan.model_shapes import ModelShapes
-from jaxserve.weights import ConvertedModel
+from jaxserve.weights import GgufFile
 from jaxserve.weights.shapes import Layout, placed_shapes
 from jaxserve.weights.tensors import open_tensors
 
@@ -26,10 +27,10 @@ def gap(
 
     Args:
         model: as it was loaded, with the settings that the others describe.
-        source: folder, GGUF file or converted folder; None for random weights.
+        source: folder, GGUF file, converted folder or `RANDOM`; None if it is not known.
     """
     stored = source
-    if source is not None and not isinstance(source, ConvertedModel):
+    if isinstance(source, Path | GgufFile):
         stored = open_tensors(source, config)
     described = placed_shapes(config, dtype, form, layout, stored)
     assert not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(nnx.state(described)))
@@ -40,4 +41,3 @@ def gap(
     if difference is None and shapes.num_bytes != held:
         return f"{shapes.num_bytes} bytes are planned and {held} held"
     return difference
-
