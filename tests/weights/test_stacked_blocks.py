@@ -21,10 +21,10 @@ from jaxserve.start.device import DeviceMemory
 from jaxserve.start.plan.make_plan import placed_weights
 from jaxserve.start.plan.weights import Weights
 from jaxserve.start.sources.find import find_source
-from jaxserve.weights.shapes import Layout
 from jaxserve.weights import load_weights
 from jaxserve.weights.gguf.file import ENCODINGS, read_gguf
 from jaxserve.weights.model_weights import parameters_of
+from jaxserve.weights.shapes import Layout
 from pallas_kernels.devices import GIB, DeviceLimits
 from tests.models.packed import random_codes
 from tests.support.gguf_blocks import random_blocks
