@@ -113,12 +113,11 @@ class StartReport:
 
     Attributes:
         timeline: of the start.
-        plan: of the start, with the cache as it was allocated.
+        plan: of the start, with the allocated cache and the memory of the compiled launches.
         device: that the programs run on, as text.
         stages: seconds of each stage by name.
         store: of the programs; it counts the programs compiled and loaded.
         bucket_plan: padded sizes, with the measurements by which they were chosen.
-        temporary_bytes: most bytes of a launch beside weights and cache.
         num_choices: for an absent card, XLA's measured choices of such a card; None otherwise.
     """
 
@@ -128,7 +127,6 @@ class StartReport:
     stages: dict[str, float] = field(default_factory=dict[str, float])
     store: StoreFacts | None = None
     bucket_plan: BucketPlan | None = None
-    temporary_bytes: int = 0
     num_choices: int | None = None
 
     def __str__(self) -> str:

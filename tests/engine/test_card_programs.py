@@ -16,7 +16,7 @@ import pytest
 from jaxserve import EngineConfig
 from jaxserve.errors import DeviceError, InvalidRequest, UnsupportedModel
 from jaxserve.models import abstract_model, parse_model_config
-from jaxserve.start.card_programs import compile_for_card
+from jaxserve.start.absent_device import compile_for_card
 from jaxserve.start.jax_start import CudaParts, plugin_remedy
 from jaxserve.start.programs import described_card
 from jaxserve.start.programs.ahead import all_programs, compile_ahead

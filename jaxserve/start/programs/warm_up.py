@@ -59,7 +59,8 @@ class WarmUp:
         group: of hosts that the engine runs on; None for this host alone.
 
     Attributes:
-        plan: with the cache that the compiled largest launch leaves room for.
+        plan: with the cache that the compiled largest launch leaves room for; after `run`, with the
+            memory of the launches.
         buckets: padded sizes to compile.
         store: of the programs.
         supplier: of the programs.
@@ -95,6 +96,7 @@ class WarmUp:
         self.report.plan = self.plan
         self.supplier = Compiling(self.plan, self.store)
         self._leaves: list[jax.Array] = []
+        self._temporary_bytes = 0
         self._steps: dict[Bucket, Compiled] = {}
         self._compiling: dict[Key, Future[Compiled]] = {}
         self._pool = ThreadPoolExecutor(min(_COMPILE_THREADS, cpu_threads()), "jaxserve-compile")
@@ -198,6 +200,7 @@ class WarmUp:
             if on_progress is not None:
                 on_progress("programs", len(steps) + len(others), total)
         self._run_new(steps)
+        self.plan = self.report.plan = replace(self.plan, temporary_bytes=self._temporary_bytes)
         return Programs(
             self._steps,
             {key: program for key, program in others.items() if isinstance(key, Sampler)},
@@ -297,8 +300,7 @@ class WarmUp:
         for done, bucket in enumerate(buckets, 1):
             step = self._compiling[bucket].result()
             if bucket in kinds.values():
-                needed = temporary_bytes_of(step)
-                self.report.temporary_bytes = max(self.report.temporary_bytes, needed)
+                self._temporary_bytes = max(self._temporary_bytes, temporary_bytes_of(step))
             if on_progress is not None:
                 on_progress("programs", done, total)
 
