@@ -24,6 +24,7 @@ PAGES: dict[str, int | None] = {
     "BUILD.md": 260,
     "jaxserve/README.md": 60,
     "jaxserve/server/README.md": 80,
+    "jaxserve/start/README.md": 60,
     "jaxserve/fleet/README.md": 60,
     "pallas_kernels/README.md": 60,
     "pallas_kernels/gpu/README.md": 60,

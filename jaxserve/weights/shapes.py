@@ -88,7 +88,7 @@ RANDOM = "random"
 Stored = StoredTensors | ConvertedModel | Literal["random"]
 
 
-def placed_shapes(
+def shapes_of_model(
     config: ModelConfig,
     dtype: DTypeLike,
     form: str | None,

@@ -12,14 +12,14 @@ from __future__ import annotations
 import argparse
 import re
 
-from jaxserve.start.plan.weight_sizes import Weights
-
 from jaxserve.models.registry import parse_model_config
 from jaxserve.models.shards import Split
 from jaxserve.settings.config import EngineConfig
 from jaxserve.start.device import named_device
-from jaxserve.start.plan.memory_plan import MemoryPlan, plan_memory
+from jaxserve.start.plan.memory_plan import plan_memory
+from jaxserve.start.plan.start_plan import StartPlan
 from jaxserve.start.plan.step_time import StepTimes
+from jaxserve.start.plan.weights import Weights
 from pallas_kernels.devices import GIB, find_card
 from scripts.gpu import models as gpu_models
 from scripts.lib.paths import RESULTS, ROOT
@@ -82,13 +82,13 @@ def model_weights(name: str, dtype: str) -> Weights:
     return Weights(parse_model_config(gpu_models.MODELS[MODELS[name]].config()), dtype)
 
 
-def predictions() -> dict[str, dict[str, list[MemoryPlan]]]:
+def predictions() -> dict[str, dict[str, list[StartPlan]]]:
     """Plan every model on every card, in each form: by card, then by model."""
     by_dtype = {
         dtype: {name: model_weights(name, dtype) for name in MODELS}
         for dtype in ("bfloat16", "float16")
     }
-    plans: dict[str, dict[str, list[MemoryPlan]]] = {}
+    plans: dict[str, dict[str, list[StartPlan]]] = {}
     for label, name in CARD_NAMES.items():
         device = named_device(name)
         weights = by_dtype["bfloat16" if device.limits.has_bfloat16 else "float16"]
@@ -111,15 +111,15 @@ def _row(*cells: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _words(kind: str, plan: MemoryPlan) -> str:
-    if not plan.fits:
+def _words(kind: str, plan: StartPlan) -> str:
+    if not plan.starts:
         return UNKNOWN
     if kind == "tokens":
         return _thousands(plan.cache_tokens)
     return _milliseconds(plan.step_seconds or 0.0)
 
 
-def _table(kind: str, plans: dict[str, dict[str, list[MemoryPlan]]]) -> str:
+def _table(kind: str, plans: dict[str, dict[str, list[StartPlan]]]) -> str:
     """Make a table of all cards and models: of "tokens" or of "seconds"."""
     lines = [_row("card", *MODELS), "|---" * (len(MODELS) + 1) + "|"]
     for label, models in plans.items():
@@ -155,13 +155,13 @@ def divided_table() -> str:
     return "\n".join(lines)
 
 
-def page(plans: dict[str, dict[str, list[MemoryPlan]]]) -> str:
+def page(plans: dict[str, dict[str, list[StartPlan]]]) -> str:
     """Return the page of all predictions."""
     tables = {kind: _table(kind, plans) for kind in ("tokens", "seconds")}
     return PAGE.format(forms=" / ".join(FORMS), unknown=UNKNOWN, divided=divided_table(), **tables)
 
 
-def short_table(plans: dict[str, dict[str, list[MemoryPlan]]]) -> str:
+def short_table(plans: dict[str, dict[str, list[StartPlan]]]) -> str:
     """Return README's table."""
     head = ("largest model in 16 bits / 8 bits / int4", "8B in 16 bits: tokens of cache, floor")
     lines = [_row("card", *head, "8B in int4"), "|---" * 4 + "|"]
@@ -173,7 +173,9 @@ def short_table(plans: dict[str, dict[str, list[MemoryPlan]]]) -> str:
             names = [name.split()[-1] for name, forms in models.items() if forms[index].fits]
             largest.append(names[-1] if names else UNKNOWN)
         cells = [
-            f"{_words('tokens', plan)},000, {_words('seconds', plan)} ms" if plan.fits else UNKNOWN
+            f"{_words('tokens', plan)},000, {_words('seconds', plan)} ms"
+            if plan.starts
+            else UNKNOWN
             for plan in (models[EXAMPLE][0], models[EXAMPLE][2])
         ]
         capability = ".".join(map(str, find_card(CARD_NAMES[label]).capability))

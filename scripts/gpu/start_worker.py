@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxserve.models import abstract_model, parse_model_config
+from jaxserve.models import parse_model_config
 from jaxserve.models.shards import Split
 from jaxserve.settings.config import EngineConfig
 from jaxserve.start.device import importing_kernels
@@ -28,7 +28,7 @@ from jaxserve.start.programs.described_card import DescribedCard
 from jaxserve.start.programs.fingerprint import open_store
 from jaxserve.start.programs.settling import estimated
 from jaxserve.start.programs.suppliers import Compiling
-from jaxserve.weights.expected import divide_shapes
+from jaxserve.weights.shapes import PLAIN, RANDOM, shapes_of_model
 from scripts.gpu.models import MODELS
 from scripts.lib.placed_model import plan_of_model
 
@@ -65,9 +65,7 @@ def main() -> int:
     began = time.perf_counter()
     split = Split(card.count)
     model_config = replace(parse_model_config(MODELS[model].config()), split=split)
-    described = abstract_model(model_config, jnp.bfloat16)
-    if card.cards is not None:
-        divide_shapes(described, model_config, card.cards)
+    described = shapes_of_model(model_config, jnp.bfloat16, None, PLAIN, RANDOM)
     sizes = int(rows), int(tokens)
     config = EngineConfig(tensor_parallel_size=card.count)
     config = config.resolve("gpu", model_config.context_length, sizes)

@@ -20,14 +20,14 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.execution.buckets import Bucket
-from jaxserve.models import abstract_model, parse_model_config
+from jaxserve.models import parse_model_config
 from jaxserve.models.collectives import summed
 from jaxserve.models.shards import AXIS, Split
 from jaxserve.settings.config import EngineConfig
 from jaxserve.start.programs.described_card import DescribedCard
 from jaxserve.start.programs.fingerprint import open_store
 from jaxserve.start.programs.suppliers import Compiling
-from jaxserve.weights.expected import divide_shapes
+from jaxserve.weights.shapes import PLAIN, RANDOM, shapes_of_model
 from scripts.gpu.compile_sums import CHOICES, ROWS, strategies_of, thunk_counts
 from scripts.gpu.models import MODELS
 from scripts.gpu.offline_compiler import Dumps
@@ -41,8 +41,7 @@ def compile_step(choice: str, devices: int, rows: int, layers: int, dumps: Dumps
     assert card.cards is not None
     shape = dataclasses.replace(MODELS["8b"], L=layers)
     model_config = dataclasses.replace(parse_model_config(shape.config()), split=split)
-    model = abstract_model(model_config, jnp.bfloat16)
-    divide_shapes(model, model_config, card.cards)
+    model = shapes_of_model(model_config, jnp.bfloat16, None, PLAIN, RANDOM)
     config = EngineConfig(
         max_model_len=1024,
         max_num_seqs=rows,

@@ -36,13 +36,14 @@ from jaxserve.models.shards import Split, local_kv_heads
 from jaxserve.request import SamplingParams
 from jaxserve.settings.config import EngineConfig
 from jaxserve.settings.eplb import EplbConfig
+from jaxserve.start.plan.model_shapes import ModelShapes
 from jaxserve.start.programs.compiler import Compiler
 from jaxserve.start.programs.warm_up import WarmUp
 from jaxserve.start.sources.expert_load import placement_of
 from jaxserve.weights import random_weights
-from jaxserve.weights.expected import divide_shapes
 from jaxserve.weights.model_weights import filled, parameters_of, place_on_default
 from jaxserve.weights.placement import divided
+from jaxserve.weights.shapes import PLAIN, RANDOM, shapes_of_model
 from scripts.lib.fast_compile import FAST
 from scripts.lib.placed_model import model_leaves, plan_of_model
 from tests.equivalence import EXPERTS, LARGEST, TINY, Bench, fields_of_case, run_schedule
@@ -104,9 +105,9 @@ def logits_of(
     place = divided(place_on_default, config, parameters_of(model), mesh)
     graphdef, state = nnx.split(filled(model, {path: place(path, values[path]) for path in values}))
     if mesh is not None:
-        described = abstract_model(config, jnp.float64)
-        divide_shapes(described, config, mesh)
-        assert places(nnx.state(described)) == places(state), "compiled ahead for other parts"
+        described = shapes_of_model(config, jnp.float64, None, PLAIN, RANDOM)
+        planned = ModelShapes.of(described).leaves_on(mesh)
+        assert places(planned) == places(state), "compiled ahead for other parts"
     heads = local_kv_heads(config) * config.split.devices
     pages: Any = jax.ShapeDtypeStruct((4, heads, 4, config.head_dim), jnp.float64)
     if mesh is not None:

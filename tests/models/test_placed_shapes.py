@@ -51,8 +51,8 @@ def test_random_weights_are_known_before_they_are_made(
 
 
 def test_a_difference_names_the_parameter(checkpoints: Any) -> None:
-    directory: Path = checkpoints["llama_tied"][0]
+    directory: Path = checkpoints["llama_gqa_untied"][0]
     config = read_model_config(directory)
     model = load_weights(directory, config, "float32")
     found = gap(model, config, "bfloat16", None, Layout(), directory)
-    assert found == "embedding.table.value is float32[96, 32]; planned: bfloat16[96, 32]"
+    assert found == "embedding.project.value is float32[32, 96]; planned: bfloat16[32, 96]"

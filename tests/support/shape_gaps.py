@@ -11,7 +11,7 @@ from flax import nnx
 from jaxserve.models import Decoder, ModelConfig
 from jaxserve.start.plan.model_shapes import ModelShapes
 from jaxserve.weights import GgufFile
-from jaxserve.weights.shapes import Layout, placed_shapes
+from jaxserve.weights.shapes import Layout, shapes_of_model
 from jaxserve.weights.tensors import open_tensors
 
 
@@ -32,7 +32,7 @@ def gap(
     stored = source
     if isinstance(source, Path | GgufFile):
         stored = open_tensors(source, config)
-    described = placed_shapes(config, dtype, form, layout, stored)
+    described = shapes_of_model(config, dtype, form, layout, stored)
     assert not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(nnx.state(described)))
     shapes = ModelShapes.of(described)
     arrays = jax.tree.leaves(nnx.state(model))

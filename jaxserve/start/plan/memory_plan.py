@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
+
 from jaxserve.execution.state import kv_dtype, page_bytes
 from jaxserve.models import ModelConfig
 from jaxserve.settings.config import EngineConfig
@@ -14,6 +18,7 @@ from jaxserve.start.plan.memory import (
     slot_bytes,
     temporary_bytes,
 )
+from jaxserve.start.plan.model_shapes import ModelShapes
 from jaxserve.start.plan.start_plan import PAGES, SAMPLER, MemoryKind, StartPlan
 from jaxserve.start.plan.weights import Weights
 from jaxserve.weights.quantize import FORMS
@@ -40,32 +45,57 @@ def plan_memory(
 def _plan(
     config: EngineConfig, weights: Weights, form: str | None, device: DeviceMemory, sizes: Sizes
 ) -> StartPlan:
-    model, is_gpu = weights.config, device.limits.is_gpu
-    platform = "gpu" if is_gpu else "cpu"
-    resolved = config.resolve(platform, model.context_length, (sizes.seqs, sizes.tokens))
-    seqs, tokens = resolved.max_num_seqs, resolved.max_num_batched_tokens
-    assert seqs and tokens
+    platform = "gpu" if device.limits.is_gpu else "cpu"
+    context = weights.config.context_length
+    resolved = config.resolve(platform, context, (sizes.seqs, sizes.tokens))
     share = config.gpu_memory_utilization or sizes.share
+    plan = plan_of_shapes(
+        resolved, weights.config, weights.shapes(form), weights.dtype, device, share
+    )
+    return replace(plan, form=form, asked_length=config.max_model_len).sized()
+
+
+def plan_of_shapes(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    shapes: ModelShapes,
+    dtype: np.dtype,
+    device: DeviceMemory,
+    share: float,
+) -> StartPlan:
+    """Plan the start of a model whose shapes are known, with the cache that fits.
+
+    Args:
+        config: resolved.
+        model_config: of the model.
+        shapes: of the placed model.
+        dtype: of activations.
+        device: to start on.
+        share: of the free memory.
+    """
+    seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
+    assert seqs and tokens
+    is_gpu = device.limits.is_gpu
+    pages_dtype = kv_dtype(config.kv_cache_dtype, dtype, "gpu" if is_gpu else "cpu")
+    page = page_bytes(model_config, config.block_size, pages_dtype)
+    layers, window = model_config.num_hidden_layers, model_config.layers.window
     sizes = Sizes(share, seqs, tokens)
-    dtype = kv_dtype(config.kv_cache_dtype, weights.dtype, platform)
-    page = page_bytes(model, config.block_size, dtype)
-    layers, window = model.num_hidden_layers, model.layers.window
     plan = StartPlan(
-        config=resolved,
-        model_config=model,
-        model=weights.shapes(form),
-        dtype=weights.dtype,
-        kv_dtype=dtype,
-        form=form,
+        config=config,
+        model_config=model_config,
+        model=shapes,
+        dtype=dtype,
+        kv_dtype=pages_dtype,
+        form=None,
         device=device,
         greedy_decode=is_gpu,
         asked_length=config.max_model_len,
         share=share,
         budget=engine_budget(config, device, share),
-        temporary_bytes=temporary_bytes(model, weights.dtype, sizes, device.limits),
+        temporary_bytes=temporary_bytes(model_config, dtype, sizes, device.limits),
         memory=(
             MemoryKind(PAGES, layers, "page", page, 0, window),
-            MemoryKind(SAMPLER, 0, "slot", slot_bytes(model.vocab_size), seqs + 1),
+            MemoryKind(SAMPLER, 0, "slot", slot_bytes(model_config.vocab_size), seqs + 1),
         ),
         full_pages=0,
         least_pages=0,

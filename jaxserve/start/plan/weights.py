@@ -17,7 +17,7 @@ from jaxserve.models.shards import Split, part_of
 from jaxserve.start.plan.model_shapes import ModelShapes
 from jaxserve.weights.converted import ConvertedModel
 from jaxserve.weights.model_weights import parameters_of
-from jaxserve.weights.shapes import PLAIN, Layout, Stored, placed_shapes
+from jaxserve.weights.shapes import PLAIN, Layout, Stored, shapes_of_model
 
 
 class Weights:
@@ -29,7 +29,7 @@ class Weights:
         config: of the model, with its split.
         dtype: of weights that are not quantized.
         layout: of the device.
-        stored: what weights are read from, if that is known; see `placed_shapes`.
+        stored: what weights are read from, if that is known; see `shapes_of_model`.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class Weights:
         return part
 
     def shapes(self, form: str | None) -> ModelShapes:
-        """Return the shapes of the model in a form; see `placed_shapes`."""
+        """Return the shapes of the model in a form; see `shapes_of_model`."""
         if form not in self._shapes:
             # A conversion has quantized the folder's matrices: nothing is quantized again.
             own = None if isinstance(self.stored, ConvertedModel) else form
-            model = placed_shapes(self.config, self.dtype, own, self.layout, self.stored)
+            model = shapes_of_model(self.config, self.dtype, own, self.layout, self.stored)
             self._shapes[form] = ModelShapes.of(model)
         return self._shapes[form]
 
