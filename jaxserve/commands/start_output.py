@@ -21,7 +21,7 @@ _PERCENT_TOTAL = 100_000
 class Stop:
     """Handlers of SIGTERM and SIGINT that end a start with an exception.
 
-    Python loses an exception that a signal raises during garbage collection; `check` raises it
+    Python loses an exception that a signal raises during garbage collection. `check` raises it
     again.
     """
 

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +12,7 @@ import pytest
 from jaxserve.models import parse_model_config
 from jaxserve.settings.config import EngineConfig
 from jaxserve.start.plan.start_plan import StartPlan
-from jaxserve.start.programs.compiler import LOAD_SLOT, SET_ROWS, Compiler, Key
+from jaxserve.start.programs.compiler import SET_ROWS, Key
 from jaxserve.start.programs.compiling_process import CompilationFailed, CompilingProcess
 from jaxserve.start.programs.fingerprint import open_store
 from jaxserve.start.programs.suppliers import Compiling, ProgramSupplier, Stored
@@ -35,20 +30,6 @@ SETTINGS: dict[str, Any] = {
     "num_gpu_blocks_override": 6,
     "num_scheduler_steps": 1,
 }
-# Plans a model of this process's settings where JAX has no device at all.
-PLANNER = """
-import json, pickle, sys
-from jax._src import xla_bridge
-from jaxserve.settings.config import EngineConfig
-from jaxserve.start.device import named_device
-from jaxserve.start.plan.make_plan import plan_start
-from jaxserve.start.sources.find import find_source
-
-config = EngineConfig(model=sys.argv[1], load_format="dummy", **json.loads(sys.argv[2]))
-plan = plan_start(config, find_source(config, config_only=True), named_device("cpu"))
-assert not xla_bridge.backends_are_initialized()
-sys.stdout.buffer.write(pickle.dumps(plan))
-"""
 
 
 def planned(form: str | None = None) -> tuple[StartPlan, list[Any]]:
@@ -90,22 +71,6 @@ def test_another_process_compiles_from_a_plan_with_equal_keys(
         _, output = program(leaves, state, compiling.compiler.null_batch(decode))
         tokens.append(np.asarray(output.token_ids).tolist())
     assert tokens[0] == tokens[1]
-
-
-def test_a_plan_is_made_without_a_device_and_gives_the_programs_of_this_one(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(dict(TINY)))
-    command = [sys.executable, "-c", PLANNER, str(tmp_path), json.dumps(SETTINGS)]
-    environment = os.environ | {"JAX_PLATFORMS": "nowhere"}
-    done = subprocess.run(command, capture_output=True, env=environment, check=False, timeout=120)
-    assert done.returncode == 0, done.stderr.decode()
-    plan: StartPlan = pickle.loads(done.stdout)
-    own, _ = planned()
-    assert plan.model.leaves == own.model.leaves and plan.num_pages == own.num_pages
-    for key in (plan.buckets.largest_decode, LOAD_SLOT):
-        texts = [Compiler(one_plan).lower(key).as_text() for one_plan in (plan, own)]
-        assert texts[0] == texts[1]
 
 
 def test_a_process_of_another_fingerprint_compiles_nothing(tmp_path: Path) -> None:

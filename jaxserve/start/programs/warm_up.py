@@ -50,17 +50,17 @@ _COMPILE_THREADS = 4
 
 
 class WarmUp:
-    """The start of a runner, so that no request waits for a compilation.
+    """Start of a runner, which compiles before requests come.
 
     Args:
         plan: of the start.
-        directory: of compiled programs; None keeps none.
+        directory: of compiled programs, or None to keep no files.
         report: of the start, which receives the facts about its programs.
-        group: of hosts that the engine runs on; None for this host alone.
+        group: of hosts that the engine runs on, or None for this host alone.
 
     Attributes:
-        plan: with the cache that the compiled largest launch leaves room for; after `run`, with the
-            memory of the launches.
+        plan: with the cache that the compiled largest launch leaves room for. `run` adds the memory
+            of the launches.
         buckets: padded sizes to compile.
         store: of the programs.
         supplier: of the programs.
@@ -127,7 +127,7 @@ class WarmUp:
         self._submit(self._others)
 
     def close(self, wait: bool = True) -> None:
-        """End what `begin` started. Programs that no thread compiles yet are dropped. Idempotent.
+        """End the compilations of `begin`, and drop programs that no thread compiles yet. Idempotent.
 
         Args:
             wait: for the programs that threads compile now.
@@ -150,7 +150,7 @@ class WarmUp:
             return self._make_runner(programs, self._first_state(programs))
 
     def replay(self, leaves: list[jax.Array], on_progress: OnProgress | None = None) -> Replay:
-        """Make a follower's counterpart of the runner; the arguments are those of `run`."""
+        """Make a follower's counterpart of the runner, from the arguments of `run`."""
         programs = self._programs(leaves, on_progress)
         compiler = self.supplier.compiler
         words = {bucket: compiler.null_batch(bucket) for bucket in programs.steps}
@@ -158,7 +158,7 @@ class WarmUp:
         return Replay(leaves, programs, self._first_state(programs), padding)
 
     def behind(self, runner: Runner) -> ProgramsBehind | None:
-        """Start to add the programs that `run` left out; return None if there are none."""
+        """Start to add the programs that `run` left out, or return None if it compiled all."""
         if self._waits_for_all:
             return None
         chosen = self.report.bucket_plan
@@ -305,10 +305,10 @@ class WarmUp:
                 on_progress("programs", done, total)
 
     def _run_new(self, buckets: list[Bucket]) -> None:
-        """Run compiled programs that have not run yet, once on padding; make a missing cache."""
+        """Make a missing cache, and run compiled programs once on padding that have not run yet."""
         if self._state is None:
             assert self._make_state is not None
-            return_memory()  # the cache needs what compiling and loading have freed
+            return_memory()  # the cache needs the memory that compiling and loading have freed
             self._state = self._make_state()
         for bucket in buckets:
             if bucket not in self._steps:
@@ -316,7 +316,7 @@ class WarmUp:
                 self._run_padding(bucket)
 
     def _choose_sizes(self) -> None:
-        """Replace the default sizes by those that are worth their compilation on this device."""
+        """Replace the default sizes by the sizes that are worth their compilation on this device."""
         notes = self._shared(self.store.notes())
         if notes is not None:
             self._take(BucketPlan.from_notes(notes))
