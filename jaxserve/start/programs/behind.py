@@ -228,7 +228,6 @@ class ProgramsBehind:
         return demand
 
     def _compile(self, program: Program) -> None:
-        """Have a program compiled into a file. Add the programs in use during the wait."""
         with self._stored.store.timeline.span(f"wait for {program}"):
             seconds = self._open_process().compile(program, self._add_used)
         self._compile_seconds.append(seconds)
@@ -252,7 +251,6 @@ class ProgramsBehind:
             demand = without(best, demand)
 
     def _add(self, program: Program) -> None:
-        """Load a program from its file and add it to the runner."""
         with self._stored.store.timeline.span(f"add {program}"):
             compiled = self._stored.supply(program)
             if compiled is None:
@@ -264,7 +262,6 @@ class ProgramsBehind:
             return_memory()
 
     def _read(self, program: Program) -> object:
-        """Load a program from its file, which is compiled anew if it is damaged."""
         compiled = self._stored.supply(program)
         if compiled is None:
             self._discard(program)

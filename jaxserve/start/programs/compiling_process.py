@@ -226,7 +226,6 @@ class _FrugalStore(ProgramStore):
 
 
 def _forget() -> None:
-    """Free the memory that JAX and the heap keep of earlier programs."""
     jax.clear_caches()
     gc.collect()
     return_memory()

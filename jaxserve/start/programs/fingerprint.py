@@ -118,7 +118,6 @@ def fingerprint(card: DescribedCard | None = None) -> dict[str, Any]:
 
 
 def _cpu_features() -> str:
-    """Return the machine's architecture and a digest of its instruction sets."""
     try:
         text = Path("/proc/cpuinfo").read_text(errors="replace")
     except OSError:

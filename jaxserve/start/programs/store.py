@@ -241,7 +241,6 @@ class ProgramStore:
         return None
 
     def _differs(self, other: Mapping[str, Any]) -> list[str]:
-        """Return the names of the values by which another fingerprint differs from this one."""
         ours = self.fingerprint
         pairs = {name: (other.get(name), ours.get(name)) for name in {*other, *ours}}
         return sorted(name for name, (a, b) in pairs.items() if a != b and None not in (a, b))

@@ -127,7 +127,7 @@ class WarmUp:
         self._submit(self._others)
 
     def close(self, wait: bool = True) -> None:
-        """End the compilations of `begin`, and drop programs that no thread compiles yet. Idempotent.
+        """End the compilations of `begin`, and drop the ones that wait for a thread. Idempotent.
 
         Args:
             wait: for the programs that threads compile now.
@@ -247,7 +247,6 @@ class WarmUp:
 
     @property
     def _later_samplers(self) -> list[Sampler]:
-        """The samplers that a start does not wait for: all but the largest."""
         return [key for key in other_programs(self.plan) if isinstance(key, Sampler)][:-1]
 
     def _first_steps(self) -> list[Bucket]:
@@ -266,7 +265,6 @@ class WarmUp:
         return [largest, early]
 
     def _take_noted_sizes(self) -> None:
-        """Take the sizes that an earlier start chose, if there was one."""
         notes = None if self._sizes_are_named else self.store.notes()
         if notes is not None:
             self._take(BucketPlan.from_notes(notes))
@@ -281,7 +279,6 @@ class WarmUp:
         self.store.note(chosen.notes())
 
     def _submit(self, keys: Iterable[Key]) -> None:
-        """Start to compile programs, each once."""
         for key in keys:
             if key not in self._compiling:
                 self._compiling[key] = self._pool.submit(self.supplier.supply, key)
@@ -316,7 +313,7 @@ class WarmUp:
                 self._run_padding(bucket)
 
     def _choose_sizes(self) -> None:
-        """Replace the default sizes by the sizes that are worth their compilation on this device."""
+        """Take the sizes that are worth their compilation on this device."""
         notes = self._shared(self.store.notes())
         if notes is not None:
             self._take(BucketPlan.from_notes(notes))
@@ -337,7 +334,6 @@ class WarmUp:
         self._steps = {bucket: step for bucket, step in self._steps.items() if bucket in remaining}
 
     def _shared(self, notes: Any) -> Any:
-        """Return the leader's notes, because each host would measure other times."""
         return notes if self._group is None else self._group.share(notes)
 
     def _run_padding(self, bucket: Bucket) -> StepOutput:
