@@ -147,7 +147,9 @@ class WarmUp:
         """
         programs = self._programs(leaves, on_progress)
         with self.report.stage("warm_up"), self.report.timeline.span("run once on padding"):
-            return self._make_runner(programs, self._first_state(programs))
+            runner = self._make_runner(programs, self._first_state(programs))
+        self._leaves = []  # only the runner keeps the arrays, so that they can be released
+        return runner
 
     def replay(self, leaves: list[jax.Array], on_progress: OnProgress | None = None) -> Replay:
         """Make a follower's counterpart of the runner, from the arguments of `run`."""
@@ -155,6 +157,7 @@ class WarmUp:
         compiler = self.supplier.compiler
         words = {bucket: compiler.null_batch(bucket) for bucket in programs.steps}
         padding = Padding(words, compiler.null_load(), compiler.null_rows())
+        self._leaves = []
         return Replay(leaves, programs, self._first_state(programs), padding)
 
     def behind(self, runner: Runner) -> ProgramsBehind | None:
