@@ -70,7 +70,7 @@ def compile_programs(arguments: argparse.Namespace) -> int:
         check_devices(specs[0].config)
         load = importlib.import_module("jaxserve.start.start").load  # brings JAX with it
         for spec in specs:
-            # All stay loaded: on a GPU the next model's cache gets what this one leaves free.
+            # All stay loaded: on a GPU the next model's cache gets the memory that this one leaves.
             config = replace(spec.config, wait_for_all_programs=True)
             loaded.append(load(config, output.progress))
             print(f"{spec.names[0]}: {loaded[-1].start}")
@@ -101,8 +101,8 @@ def _compile_for_card(arguments: argparse.Namespace) -> int:
             "jaxserve.start.absent_device"  # brings JAX with it
         ).compile_for_card
         on_program = partial(output.progress, "compile")
-        made = compile_for_card(specs[0].config, arguments.device, on_program)
+        report = compile_for_card(specs[0].config, arguments.device, on_program)
     except (ValueError, OSError) as error:
         raise CommandError(str(error)) from error
-    print(f"{specs[0].names[0]}: {made}")
-    return 0 if made.store.folder is not None else 1
+    print(f"{specs[0].names[0]}: {report}")
+    return 0 if report.store.folder is not None else 1

@@ -6,11 +6,12 @@ import signal
 import time
 from typing import TYPE_CHECKING, TextIO
 
-from jaxserve.settings.config import slots_of
 from jaxserve.start.interrupts import on_signal
 
 if TYPE_CHECKING:
     from jaxserve.start.loaded import Loaded
+    from jaxserve.start.plan.start_plan import StartPlan
+    from jaxserve.start.report import StartReport
 
 _BAR_CELLS = 24
 # From this total on, progress is a percentage: totals of bytes reach it, totals of programs do not.
@@ -20,7 +21,7 @@ _PERCENT_TOTAL = 100_000
 class Stop:
     """Handlers of SIGTERM and SIGINT that end a start with an exception.
 
-    Python loses an exception that a signal raises during garbage collection; `check` raises it
+    Python loses an exception that a signal raises during garbage collection. `check` raises it
     again.
     """
 
@@ -88,39 +89,33 @@ class StartOutput:
 
 def summary(loaded: Loaded) -> list[str]:
     """Return one line each about a started model's weights, cache, limits and programs."""
-    runner, config = loaded.runner, loaded.config
-    tokens = (runner.num_pages - 1) * config.block_size
-    device = "" if loaded.start is None else f" on {loaded.start.device}"
-    lines = [
-        f"model: {runner.model_config.architecture}{_quantization(loaded)}, "
-        f"{readable(runner.weight_bytes)} of weights{device}",
-        f"cache: {readable(runner.num_pages * runner.page_bytes)} for {tokens:,} tokens, "
-        f"in {_cache_dtype(loaded)}",
-        f"limits: {slots_of(config)} sequences together, each of "
+    report, plan = _report(loaded)
+    tokens = (plan.num_pages - 1) * plan.block_size
+    store, later = report.store, 0 if loaded.behind is None else loaded.behind.num_missing
+    assert store is not None
+    counts = f"{store.num_built} compiled, {store.num_loaded} loaded from files"
+    after = f"; {later} more, of less padding, are added while it serves" if later else ""
+    return [
+        f"model: {plan.model_config.architecture}{_quantization(plan)}, "
+        f"{readable(loaded.runner.weight_bytes)} of weights on {report.device}",
+        f"cache: {readable(plan.pages.num_bytes)} for {tokens:,} tokens, in {_cache_dtype(plan)}",
+        f"limits: {plan.max_num_seqs} sequences together, each of "
         f"{loaded.limits.max_model_len:,} tokens at most; more requests wait",
+        f"programs: {counts}{after}",
     ]
-    store = None if loaded.start is None else loaded.start.store
-    if store is not None:
-        later = 0 if loaded.behind is None else loaded.behind.num_missing
-        after = f"; {later} more, of less padding, are added while it serves" if later else ""
-        counts = f"{store.num_built} compiled, {store.num_loaded} loaded from files"
-        lines.append(f"programs: {counts}{after}")
-    return lines
 
 
 def at_length(loaded: Loaded) -> list[str]:
     """Return lines with all figures of a start, sizes in bytes."""
-    runner, config = loaded.runner, loaded.config
-    pages = runner.num_pages
-    temporary = 0 if loaded.start is None else loaded.start.temporary_bytes
+    report, plan = _report(loaded)
     lines = [
-        f"memory: weights {runner.weight_bytes:,} bytes{_quantization(loaded)}; "
-        f"KV cache in {_cache_dtype(loaded)}, {pages:,} pages x "
-        f"{runner.page_bytes:,} = {pages * runner.page_bytes:,} bytes "
-        f"({(pages - 1) * config.block_size:,} tokens); temporaries of a step at most "
-        f"{temporary:,} bytes; at most {slots_of(config)} sequences "
+        f"memory: weights {loaded.runner.weight_bytes:,} bytes{_quantization(plan)}; "
+        f"KV cache in {_cache_dtype(plan)}, {plan.num_pages:,} pages x "
+        f"{plan.page_bytes:,} = {plan.pages.num_bytes:,} bytes "
+        f"({(plan.num_pages - 1) * plan.block_size:,} tokens); temporaries of a step at most "
+        f"{plan.temporary_bytes:,} bytes; at most {plan.max_num_seqs} sequences "
         f"of {loaded.limits.max_model_len:,} tokens",
-        f"{loaded.start}",
+        f"{report}",
     ]
     if loaded.behind is not None and loaded.behind.num_missing:
         missing = loaded.behind.num_missing
@@ -128,18 +123,23 @@ def at_length(loaded: Loaded) -> list[str]:
     return lines
 
 
-def _cache_dtype(loaded: Loaded) -> str:
-    if loaded.config.kv_cache_dtype == "fp8":
+def _report(loaded: Loaded) -> tuple[StartReport, StartPlan]:
+    assert loaded.start is not None and loaded.start.plan is not None
+    return loaded.start, loaded.start.plan
+
+
+def _cache_dtype(plan: StartPlan) -> str:
+    if plan.config.kv_cache_dtype == "fp8":
         return "float8_e4m3fn"
-    if loaded.config.kv_cache_dtype == "int8_per_token_head":
+    if plan.config.kv_cache_dtype == "int8_per_token_head":
         return "int8, with a scale for each token and kv head"
-    return loaded.runner.kv_dtype.name
+    return plan.kv_dtype.name
 
 
-def _quantization(loaded: Loaded) -> str:
+def _quantization(plan: StartPlan) -> str:
     """Return the format of quantized weights as a remark, or ""."""
-    stored = loaded.runner.model_config.quantization
-    form = stored.method if stored is not None else loaded.config.quantization
+    stored = plan.model_config.quantization
+    form = stored.method if stored is not None else plan.config.quantization
     return "" if form is None else f" (blocks in {form})"
 
 

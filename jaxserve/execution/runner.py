@@ -120,12 +120,12 @@ class InFlight:
 class Runner:
     """The device's side of an engine: weights, device state and compiled launches.
 
-    `execution.start.warm_up` makes it. Launches run in the order of their submission.
+    `start.programs.warm_up` makes it. Launches run in the order of their submission.
 
     Args:
         config: resolved (see `EngineConfig.resolve`).
         model_config: of the model.
-        leaves: the model's placed arrays.
+        leaves: the model's placed arrays, which launches read from one field, each launch once.
         programs: compiled; those that are missing come by `add`.
         buckets: the padded shapes, those that there are no programs for yet among them.
         num_pages: pages of KV cache, the null page included.

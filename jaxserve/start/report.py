@@ -26,7 +26,7 @@ class Timeline:
     chrome://tracing show.
 
     Args:
-        path: of the file; None writes no file.
+        path: of the file, or None to write no file.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -89,7 +89,7 @@ class Timeline:
         return named + sorted(events, key=lambda event: event["ts"])
 
     def write(self) -> None:
-        """Replace the file of this timeline, if it has one; log a warning if that fails."""
+        """Replace the file of this timeline, if it has one, or log a warning."""
         if self._path is None:
             return
         try:
@@ -113,13 +113,12 @@ class StartReport:
 
     Attributes:
         timeline: of the start.
-        plan: of the start, with the cache as it was allocated.
+        plan: of the start, with the allocated cache and the memory of the compiled launches.
         device: that the programs run on, as text.
         stages: seconds of each stage by name.
-        store: of the programs; it counts the programs compiled and loaded.
+        store: of the programs, which counts the programs compiled and loaded.
         bucket_plan: padded sizes, with the measurements by which they were chosen.
-        temporary_bytes: most bytes of a launch beside weights and cache.
-        num_choices: for an absent card, XLA's measured choices of such a card; None otherwise.
+        num_choices: for an absent card, XLA's measured choices of such a card. None otherwise.
     """
 
     timeline: Timeline = field(default_factory=Timeline)
@@ -128,7 +127,6 @@ class StartReport:
     stages: dict[str, float] = field(default_factory=dict[str, float])
     store: StoreFacts | None = None
     bucket_plan: BucketPlan | None = None
-    temporary_bytes: int = 0
     num_choices: int | None = None
 
     def __str__(self) -> str:
@@ -142,7 +140,7 @@ class StartReport:
 
     @contextmanager
     def stage(self, name: str) -> Generator[None]:
-        """Record the seconds of the body as those of a stage."""
+        """Record the seconds of the body under the name of a stage."""
         started = time.perf_counter()
         try:
             yield

@@ -21,9 +21,8 @@ from jaxserve.models import parse_model_config
 from jaxserve.models.shards import Split
 from jaxserve.settings.config import EngineConfig
 from jaxserve.start.device import importing_kernels
-from jaxserve.start.programs.ahead import all_programs
 from jaxserve.start.programs.autotuning import keep_choices, read_choices
-from jaxserve.start.programs.compiler import program_name
+from jaxserve.start.programs.compiler import all_programs, program_name
 from jaxserve.start.programs.described_card import DescribedCard
 from jaxserve.start.programs.fingerprint import open_store
 from jaxserve.start.programs.settling import estimated

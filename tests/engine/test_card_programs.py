@@ -16,11 +16,10 @@ import pytest
 from jaxserve import EngineConfig
 from jaxserve.errors import DeviceError, InvalidRequest, UnsupportedModel
 from jaxserve.models import abstract_model, parse_model_config
-from jaxserve.start.absent_device import compile_for_card
+from jaxserve.start.absent_device import compile_ahead, compile_for_card
 from jaxserve.start.jax_start import CudaParts, plugin_remedy
 from jaxserve.start.programs import described_card
-from jaxserve.start.programs.ahead import all_programs, compile_ahead
-from jaxserve.start.programs.compiler import program_name
+from jaxserve.start.programs.compiler import all_programs, program_name
 from jaxserve.start.programs.described_card import DescribedCard
 from jaxserve.start.programs.fingerprint import open_store
 from jaxserve.start.programs.settling import CACHE_NOTES, estimated

@@ -1,4 +1,4 @@
-"""Start of a server's models, by whatever process serves them."""
+"""Start of the models of a server, in the process that serves them."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def start_models(
     progress: OnProgress | None = None,
     describe: Callable[[Loaded], Iterable[str]] = lambda loaded: (),
 ) -> Models:
-    """Load one model after the other.
+    """Load the models one after the other, and close them all if one fails.
 
     Args:
         specs: the models.
         config: the server's settings.
-        say: receives a line for each model, and what `describe` returns for it.
-        progress: receives reports of each start.
+        say: receives a line for each model, and the lines of `describe`.
+        progress: receives the progress of each start.
         describe: returns lines about a model that was loaded.
 
     Raises:

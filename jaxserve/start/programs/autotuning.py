@@ -44,7 +44,7 @@ def prepare_cache(directory: Path) -> Path | None:
     `ProgramStore`). If the user has configured that cache, it stays and replaces ours.
 
     Returns:
-        The folder for compiled programs; None if JAX's cache stores them.
+        The folder for compiled programs, or None if JAX's cache stores them.
     """
     configured, autotuning = getattr(jax.config, "jax_compilation_cache_dir", None), "autotuning"
     if configured not in (None, str(directory / autotuning)):
@@ -61,7 +61,7 @@ def keep_choices(kind: str, autotuning: Path) -> None:
 
     Args:
         kind: of the card.
-        autotuning: the folder; a warning is logged if it cannot be private.
+        autotuning: the folder. A warning is logged if it cannot be private.
     """
     try:
         make_private(autotuning)
@@ -84,7 +84,7 @@ def table_path(kind: str) -> Path:
 
 
 def read_choices(kind: str) -> Choices:
-    """Read the choices that were measured on cards of this kind; {} without a table."""
+    """Read the choices that were measured on cards of this kind, or {} without a table."""
     path = table_path(kind)
     if not path.is_file():
         return {}

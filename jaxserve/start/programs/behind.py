@@ -23,18 +23,18 @@ from jaxserve.start.programs.compiling_process import CompilingProcess
 from jaxserve.start.programs.suppliers import Stored
 
 _log = logging.getLogger(__name__)
-# Launches of padding in a measurement; each delays requests by one step.
+# Launches of padding in a measurement, each of which delays requests by one step.
 _REPEATS = 3
 # Seconds between two looks at the launches that were counted.
 _PAUSE_S = 0.1
-# Seconds to compile a program if this start compiled none: those of 137M parameters on two cores.
+# Seconds to compile a program, if this start did not measure it: of 137M parameters on two cores.
 COMPILE_SECONDS = 5.0
 
 
 class ProgramsBehind:
-    """Adds the programs that an engine was started without.
+    """Background thread that adds the programs that an engine was started without.
 
-    A thread has the programs without a file compiled by a process, one after the other. The next
+    It has the programs without a file compiled by a process, one after the other. The next
     program is the one that would have saved the most time recently. A program is loaded when a
     launch would have used it, because an unused one would only take memory. After a failure the
     engine serves with the programs that it has.
@@ -43,14 +43,14 @@ class ProgramsBehind:
         runner: receives the programs.
         stored: supplies the programs that have a file.
         compiler: of the same plan.
-        buckets: padded sizes: all candidates, or those of `chosen`.
+        buckets: padded sizes: all candidates, or the sizes of `chosen`.
         samplers: keys of the missing samplers.
-        chosen: the sizes that the settings name or an earlier start chose; None to measure.
+        chosen: the sizes that the settings name or an earlier start chose, or None to measure.
         on_chosen: receives the sizes if they are measured.
 
     Attributes:
         num_compiled: programs compiled so far.
-        finished_at: time.time() when the last program had a file; None before.
+        finished_at: time.time() when the last program had a file, or None before.
         error: reason why no more programs are added, or None.
     """
 
@@ -81,7 +81,7 @@ class ProgramsBehind:
         self._door = threading.Lock()
         present = set(runner.buckets)
         missing = [bucket for bucket in best_first(buckets) if bucket not in present]
-        # Programs that the runner lacks, and those of them that have no file.
+        # Programs that the runner lacks, and the part of them that has no file.
         self._absent: list[Program] = [*samplers, *missing]
         self._missing = [program for program in self._absent if not stored.has(program)]
         self._discarded: set[Program] = set()  # programs with a damaged file
@@ -98,7 +98,7 @@ class ProgramsBehind:
         return 0 if self.error is not None else len(self._missing)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until all programs are compiled; return False after a timeout."""
+        """Wait until all programs are compiled, and return False after a timeout."""
         return self._is_complete.wait(timeout)
 
     def close(self) -> None:
@@ -114,7 +114,7 @@ class ProgramsBehind:
 
     def _run(self) -> None:
         try:
-            return_memory()  # the programs that come now need what the start has freed
+            return_memory()  # the programs that come now need the memory that the start has freed
             self._runner.counts_demand = True
             for program in self._runner.programs():
                 self._time(program, None, 1)
@@ -228,7 +228,6 @@ class ProgramsBehind:
         return demand
 
     def _compile(self, program: Program) -> None:
-        """Have a program compiled into a file; add the programs in use during the wait."""
         with self._stored.store.timeline.span(f"wait for {program}"):
             seconds = self._open_process().compile(program, self._add_used)
         self._compile_seconds.append(seconds)
@@ -252,7 +251,6 @@ class ProgramsBehind:
             demand = without(best, demand)
 
     def _add(self, program: Program) -> None:
-        """Load a program from its file and add it to the runner."""
         with self._stored.store.timeline.span(f"add {program}"):
             compiled = self._stored.supply(program)
             if compiled is None:
@@ -264,7 +262,6 @@ class ProgramsBehind:
             return_memory()
 
     def _read(self, program: Program) -> object:
-        """Load a program from its file, which is compiled anew if it is damaged."""
         compiled = self._stored.supply(program)
         if compiled is None:
             self._discard(program)
@@ -273,7 +270,7 @@ class ProgramsBehind:
         return compiled
 
     def _discard(self, program: Program) -> None:
-        """Mark a program with a damaged file for compilation; raise if it was marked before."""
+        """Mark a program with a damaged file for compilation, or raise if it was marked before."""
         if program in self._discarded:
             raise FileNotFoundError(f"{program} was compiled anew, and cannot be read either")
         self._discarded.add(program)

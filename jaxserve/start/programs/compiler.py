@@ -76,7 +76,7 @@ class Part:
     """Key of a program that is neither a launch nor a sampler.
 
     Attributes:
-        kind: "score" and "project" follow the largest launch; "state" makes the device state;
+        kind: "score" and "project" follow the largest launch. "state" makes the device state, and
             "load slot", "set rows" and "set allowed" change it.
         count: slots whose masks "set allowed" replaces.
     """
@@ -115,8 +115,13 @@ def other_programs(plan: StartPlan) -> list[Key]:
     return [*keys, LOAD_SLOT, SET_ROWS, *(Part("set allowed", size) for size in sizes)]
 
 
+def all_programs(plan: StartPlan) -> list[Key]:
+    """Return the keys of all programs of a start, the longest compilation first."""
+    return [*sorted(plan.buckets, reverse=True), *other_programs(plan), STATE]
+
+
 class Compiler:
-    """Lowers the programs of a plan, from the shapes of the model alone.
+    """Lowering of a plan's programs, from the shapes of the model alone.
 
     Args:
         plan: of the start.
@@ -151,7 +156,7 @@ class Compiler:
         return null_rows(self._null_slots)
 
     def make_state(self) -> DeviceState:
-        """Make an empty device state; traceable."""
+        """Make an empty device state, inside or outside of a trace."""
         plan = self.plan
         return make_state(
             plan.model_config,
@@ -211,7 +216,6 @@ class Compiler:
         return self._lower_placed(jax.jit(function, donate_argnums=donate), arguments)
 
     def _lower_placed(self, program: Any, arguments: tuple[Any, ...] = ()) -> Lowered:
-        """Lower a result of `jax.jit` whose arguments or results name their devices."""
         if self._card is not None:
             return self._card.lower_placed(program, arguments)
         return program.lower(*arguments)
@@ -337,5 +341,4 @@ def _shape(shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 def _first(count: int) -> Callable[[Array], Array]:
-    """Return a function that takes the first `count` entries of an array; a scalar stays."""
     return lambda array: array[:count] if array.ndim else array

@@ -30,7 +30,9 @@ from jaxserve.start.programs.suppliers import Compiling, Stored
 
 # Settings of JAX that programs depend on and that the parent may have changed.
 _SETTINGS = (
-    *("jax_enable_x64", "jax_default_matmul_precision", "jax_debug_nans"),
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_debug_nans",
     "jax_num_cpu_devices",
 )
 # The child imports its modules from the same folders as its parent.
@@ -58,7 +60,7 @@ class _Task:
     """The first message to the child.
 
     Attributes:
-        plan: whose programs it compiles; the store's keys depend on the plan alone.
+        plan: of the programs. The store's keys depend on the plan alone.
         directory: of the store.
         fingerprint: of the parent, which the child's must equal.
         settings: of JAX, which the parent may have changed.
@@ -77,7 +79,7 @@ class CompilingProcess:
     ends when its parent ends for any reason.
 
     Args:
-        plan: of the start; only the plan is sent to the process.
+        plan: of the start, and all that the process knows of the engine.
         store: of the engine, which receives the programs.
 
     Raises:
@@ -126,7 +128,7 @@ class CompilingProcess:
         self._is_ready = True
 
     def compile(self, key: Key, meanwhile: Callable[[], None]) -> float:
-        """Compile a program into the store, without loading it; return the seconds it took.
+        """Compile a program into the store without loading it, and return the seconds it took.
 
         Args:
             key: of the program.
@@ -173,7 +175,7 @@ class CompilingProcess:
 
 
 def _is_readable(pipe: IO[bytes]) -> bool:
-    """Wait a moment; return whether the pipe has data or is at its end."""
+    """Wait a moment, and return whether the pipe has data or is at its end."""
     with suppress(OSError, ValueError):  # another thread has closed it
         return bool(select.select([pipe], [], [], _INTERVAL_S)[0])
     return True
@@ -224,7 +226,6 @@ class _FrugalStore(ProgramStore):
 
 
 def _forget() -> None:
-    """Free the memory that JAX and the heap keep of earlier programs."""
     jax.clear_caches()
     gc.collect()
     return_memory()

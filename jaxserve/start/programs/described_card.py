@@ -2,7 +2,7 @@
 """DescribedCard: an absent card, in the forms that XLA's compiler and Pallas take.
 
 XLA compiles for an absent card from a description, and Pallas from a card's name. The result is
-the code that the card's own machine would compile, except that nothing is measured: XLA takes its
+the code that the card's own machine would compile, without measurements: XLA takes its
 choices from files (see `autotuning`) and leaves the rest to its cost model.
 """
 
@@ -139,7 +139,7 @@ class DescribedCard:
 
     @property
     def links(self) -> int:
-        """NVLinks of each card to the others; 0 for a single card."""
+        """NVLinks of each card to the others, or 0 for a single card."""
         return NVLINKS.get(self.card.name, 0) if self.count > 1 else 0
 
     @property
@@ -208,7 +208,7 @@ class DescribedCard:
 
     @functools.cached_property
     def cards(self) -> Mesh | None:
-        """Mesh of all cards; None for a single card.
+        """Mesh of all cards, or None for a single card.
 
         Raises:
             RuntimeError: see `device`.

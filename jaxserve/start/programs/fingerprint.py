@@ -57,7 +57,7 @@ def open_store(
     """Open the store of a plan's programs.
 
     Args:
-        directory: of the programs of all plans; None keeps none.
+        directory: of the programs of all plans, or None to keep no files.
         plan: of the start.
         card: to compile for, if it is not JAX's device.
         store_class: of the store.
@@ -88,7 +88,6 @@ def open_store(
 
 
 def _division(leaf: Any) -> str:
-    """Describe how an array is sharded; "" for a whole array."""
     spec = spec_of(leaf)
     return f" {spec}" if any(spec) else ""
 
@@ -97,7 +96,7 @@ def fingerprint(card: DescribedCard | None = None) -> dict[str, Any]:
     """Return the versions, the machine and the digest of the source that programs depend on.
 
     Args:
-        card: an absent card; the other values of its machine are None, which is unknown.
+        card: an absent card. The other values of its machine are None, which means unknown.
     """
     device = devices()[0]
     is_cpu = card is None and device.platform == "cpu"
@@ -119,7 +118,6 @@ def fingerprint(card: DescribedCard | None = None) -> dict[str, Any]:
 
 
 def _cpu_features() -> str:
-    """Return the machine's architecture and a digest of its instruction sets."""
     try:
         text = Path("/proc/cpuinfo").read_text(errors="replace")
     except OSError:

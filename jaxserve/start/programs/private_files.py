@@ -61,7 +61,7 @@ class PrivateFiles:
         return body
 
     def write(self, path: Path, header: Mapping[str, Any], content: bytes) -> None:
-        """Replace a file atomically; log a warning if the disk is full or read-only."""
+        """Replace a file atomically, or log a warning if the disk is full or read-only."""
         line = json.dumps({**header, "sha256": digest(content), "bytes": len(content)}).encode()
         try:
             replace_file(path, _MAGIC + line + b"\n" + content)
@@ -88,7 +88,7 @@ class KernelFiles:
     Args:
         files: reads and writes the files.
         folder: existing private folder of the kernels.
-        machine: what the machine code depends on; each value has files of its own.
+        machine: versions and processor that the code is for. Another value has other files.
     """
 
     def __init__(self, files: PrivateFiles, folder: Path, machine: Mapping[str, Any]) -> None:
@@ -96,7 +96,7 @@ class KernelFiles:
         self._machine = digest(json.dumps(machine, sort_keys=True).encode())
 
     def get(self, name: str) -> bytes | None:
-        """Return the machine code of a kernel, or None; delete a file that fails a check."""
+        """Return the machine code of a kernel, or None. Delete a file that fails a check."""
         path = self._path(name)
         code = self._files.read(path)
         if code is None:

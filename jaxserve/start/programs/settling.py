@@ -27,7 +27,7 @@ def settled(
     Args:
         plan: of the start.
         store: of its programs.
-        card: absent card to compile for; None for JAX's device.
+        card: absent card to compile for, or None for JAX's device.
 
     Raises:
         InvalidRequest: there is no memory for two pages.
@@ -65,7 +65,7 @@ def estimated(plan: StartPlan, store: ProgramStore) -> StartPlan:
 def _as_noted(plan: StartPlan, store: ProgramStore) -> StartPlan:
     """Take the pages that programs were compiled for without the card, if they fit.
 
-    A cache that is a tenth smaller costs less than minutes of compiling; a smaller one costs more.
+    A cache that is a tenth smaller costs less than minutes of compiling. A smaller one costs more.
     """
     notes = store.notes(CACHE_NOTES)
     pages = plan.num_pages if notes is None else int(notes["pages"])

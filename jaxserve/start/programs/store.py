@@ -33,7 +33,7 @@ from jaxserve.start.report import Timeline
 from pallas_kernels import kernel_code, kernels_from, restore_kernels
 
 _log = logging.getLogger(__name__)
-# Version of an object's content; it is part of the object's key.
+# Version of an object's content, and a part of the object's key.
 _FORM = "3: payload, trees, machine code of kernels by name"
 _KERNEL = re.compile(r'\b(?:custom_call_target="|stablehlo\.custom_call @)(jaxserve_\w+)')
 _MOST_BYTES = 8 << 30
@@ -45,8 +45,8 @@ class ProgramStore:
     There are two levels. `starts/SUBJECT/NAME` names the object that was compiled for a program of
     one configuration, together with a fingerprint. A start with the same fingerprint loads the
     object without tracing. `objects/KEY` contains programs by XLA's input. A start with another
-    fingerprint, for example after a change of this package, traces its programs and compiles only
-    those whose XLA input changed.
+    fingerprint, for example after a change of this package, traces its programs and compiles a
+    program only if its XLA input changed.
 
     Objects are native code and are executed. Therefore all folders are private and all files are
     checked as `PrivateFiles` describes. The program of a file that fails is compiled again.
@@ -61,9 +61,9 @@ class ProgramStore:
     serialized again, because its functions are missing when it runs (jaxlib 0.10.2).
 
     Args:
-        directory: of all files, created if missing; None keeps no programs.
-        subject: JSON values that say which programs these are; their digest names the folder.
-        fingerprint: of the compiler, machine and source; files with another one are refused.
+        directory: of all files, created if missing, or None to keep no programs.
+        subject: JSON values that say which programs these are. Their digest names the folder.
+        fingerprint: of the compiler, machine and source. Files with another one are refused.
         is_loadable: whether compiled programs can be loaded by this process.
         devices: number of JAX's devices that a program runs on, counted from the first.
         options: of XLA's compiler, for every program.
@@ -71,7 +71,7 @@ class ProgramStore:
     Attributes:
         directory, subject, fingerprint, is_loadable: as above.
         num_loaded, num_built: programs loaded from files, and programs compiled.
-        folder: in which this configuration's programs are named; None if no programs are kept.
+        folder: in which this configuration's programs are named, or None if no programs are kept.
         timeline: receives a span for each load, trace and compilation. Set it before the first one.
         seconds: of loading, tracing and compiling, summed over threads.
     """
@@ -118,7 +118,7 @@ class ProgramStore:
         return f"{self.num_built} programs compiled, {self.num_loaded} read; kept in {folder}"
 
     def _name_subject(self) -> None:
-        """Write the subject into a new folder; warn if another folder is for another device."""
+        """Write the subject into a new folder. Warn if another folder is for another device."""
         assert self.folder is not None
         if (self.folder / "what").exists():
             return
@@ -142,7 +142,7 @@ class ProgramStore:
 
         Args:
             name: of the program in this configuration.
-            lower: traces the program; called if no usable file names an object.
+            lower: traces the program. It is called if no usable file names an object.
         """
         if self.folder is None:
             return self._compile(self._trace(lower, name), name)
@@ -178,7 +178,7 @@ class ProgramStore:
         return None if named is None else self._load(self._objects / named, name)
 
     def notes(self, name: str = "notes") -> dict[str, Any] | None:
-        """Return the JSON values that `note` wrote; None without a file of this fingerprint."""
+        """Return the JSON values that `note` wrote, or None without a file of this fingerprint."""
         if self.folder is None:
             return None
         text = self._files.read(self.folder / name)
@@ -241,7 +241,6 @@ class ProgramStore:
         return None
 
     def _differs(self, other: Mapping[str, Any]) -> list[str]:
-        """Return the names of the values by which another fingerprint differs from this one."""
         ours = self.fingerprint
         pairs = {name: (other.get(name), ours.get(name)) for name in {*other, *ours}}
         return sorted(name for name, (a, b) in pairs.items() if a != b and None not in (a, b))
@@ -257,7 +256,7 @@ class ProgramStore:
                 payload, in_tree, out_tree, kernels = pickle.loads(content)
                 if kernels:
                     restore_kernels(kernels)
-                # By default JAX loads a program for all visible devices; an engine uses the first.
+                # By default JAX loads a program for all visible devices. An engine uses the first.
                 program = serialize_executable.deserialize_and_load(
                     payload,
                     in_tree,

@@ -26,7 +26,7 @@ class ProgramSupplier(Protocol):
         ...
 
     def close(self) -> None:
-        """Release what the supplier holds. Idempotent."""
+        """End the processes and files of the supplier. Idempotent."""
         ...
 
 
@@ -50,7 +50,7 @@ class Stored:
         return self.store.has(program_name(key, self.plan))
 
     def close(self) -> None:
-        """Do nothing: files are opened for each read."""
+        """Return at once, because files are closed after each read."""
 
 
 class Compiling:
@@ -59,7 +59,7 @@ class Compiling:
     Args:
         plan: of the start.
         store: of the programs.
-        card: absent card to compile for; None for JAX's device.
+        card: absent card to compile for, or None for JAX's device.
 
     Attributes:
         compiler: of the plan.
@@ -72,9 +72,9 @@ class Compiling:
         self._store = store
 
     def supply(self, key: Key) -> Compiled:
-        """Load or compile a program; write it to the store if it was compiled. Thread-safe."""
+        """Load or compile a program, and write a compiled one to the store. Thread-safe."""
         name = program_name(key, self.compiler.plan)
         return self._store.get(name, partial(self.compiler.lower, key))
 
     def close(self) -> None:
-        """Do nothing: compilations end with the threads that run them."""
+        """Return at once, because compilations end with the threads that run them."""

@@ -50,16 +50,17 @@ _COMPILE_THREADS = 4
 
 
 class WarmUp:
-    """The start of a runner, so that no request waits for a compilation.
+    """Start of a runner, which compiles before requests come.
 
     Args:
         plan: of the start.
-        directory: of compiled programs; None keeps none.
+        directory: of compiled programs, or None to keep no files.
         report: of the start, which receives the facts about its programs.
-        group: of hosts that the engine runs on; None for this host alone.
+        group: of hosts that the engine runs on, or None for this host alone.
 
     Attributes:
-        plan: with the cache that the compiled largest launch leaves room for.
+        plan: with the cache that the compiled largest launch leaves room for. `run` adds the memory
+            of the launches.
         buckets: padded sizes to compile.
         store: of the programs.
         supplier: of the programs.
@@ -95,6 +96,7 @@ class WarmUp:
         self.report.plan = self.plan
         self.supplier = Compiling(self.plan, self.store)
         self._leaves: list[jax.Array] = []
+        self._temporary_bytes = 0
         self._steps: dict[Bucket, Compiled] = {}
         self._compiling: dict[Key, Future[Compiled]] = {}
         self._pool = ThreadPoolExecutor(min(_COMPILE_THREADS, cpu_threads()), "jaxserve-compile")
@@ -125,7 +127,7 @@ class WarmUp:
         self._submit(self._others)
 
     def close(self, wait: bool = True) -> None:
-        """End what `begin` started. Programs that no thread compiles yet are dropped. Idempotent.
+        """End the compilations of `begin`, and drop the ones that wait for a thread. Idempotent.
 
         Args:
             wait: for the programs that threads compile now.
@@ -145,18 +147,21 @@ class WarmUp:
         """
         programs = self._programs(leaves, on_progress)
         with self.report.stage("warm_up"), self.report.timeline.span("run once on padding"):
-            return self._make_runner(programs, self._first_state(programs))
+            runner = self._make_runner(programs, self._first_state(programs))
+        self._leaves = []  # only the runner keeps the arrays, so that they can be released
+        return runner
 
     def replay(self, leaves: list[jax.Array], on_progress: OnProgress | None = None) -> Replay:
-        """Make a follower's counterpart of the runner; the arguments are those of `run`."""
+        """Make a follower's counterpart of the runner, from the arguments of `run`."""
         programs = self._programs(leaves, on_progress)
         compiler = self.supplier.compiler
         words = {bucket: compiler.null_batch(bucket) for bucket in programs.steps}
         padding = Padding(words, compiler.null_load(), compiler.null_rows())
+        self._leaves = []
         return Replay(leaves, programs, self._first_state(programs), padding)
 
     def behind(self, runner: Runner) -> ProgramsBehind | None:
-        """Start to add the programs that `run` left out; return None if there are none."""
+        """Start to add the programs that `run` left out, or return None if it compiled all."""
         if self._waits_for_all:
             return None
         chosen = self.report.bucket_plan
@@ -198,6 +203,7 @@ class WarmUp:
             if on_progress is not None:
                 on_progress("programs", len(steps) + len(others), total)
         self._run_new(steps)
+        self.plan = self.report.plan = replace(self.plan, temporary_bytes=self._temporary_bytes)
         return Programs(
             self._steps,
             {key: program for key, program in others.items() if isinstance(key, Sampler)},
@@ -244,7 +250,6 @@ class WarmUp:
 
     @property
     def _later_samplers(self) -> list[Sampler]:
-        """The samplers that a start does not wait for: all but the largest."""
         return [key for key in other_programs(self.plan) if isinstance(key, Sampler)][:-1]
 
     def _first_steps(self) -> list[Bucket]:
@@ -263,7 +268,6 @@ class WarmUp:
         return [largest, early]
 
     def _take_noted_sizes(self) -> None:
-        """Take the sizes that an earlier start chose, if there was one."""
         notes = None if self._sizes_are_named else self.store.notes()
         if notes is not None:
             self._take(BucketPlan.from_notes(notes))
@@ -278,7 +282,6 @@ class WarmUp:
         self.store.note(chosen.notes())
 
     def _submit(self, keys: Iterable[Key]) -> None:
-        """Start to compile programs, each once."""
         for key in keys:
             if key not in self._compiling:
                 self._compiling[key] = self._pool.submit(self.supplier.supply, key)
@@ -297,16 +300,15 @@ class WarmUp:
         for done, bucket in enumerate(buckets, 1):
             step = self._compiling[bucket].result()
             if bucket in kinds.values():
-                needed = temporary_bytes_of(step)
-                self.report.temporary_bytes = max(self.report.temporary_bytes, needed)
+                self._temporary_bytes = max(self._temporary_bytes, temporary_bytes_of(step))
             if on_progress is not None:
                 on_progress("programs", done, total)
 
     def _run_new(self, buckets: list[Bucket]) -> None:
-        """Run compiled programs that have not run yet, once on padding; make a missing cache."""
+        """Make a missing cache, and run compiled programs once on padding that have not run yet."""
         if self._state is None:
             assert self._make_state is not None
-            return_memory()  # the cache needs what compiling and loading have freed
+            return_memory()  # the cache needs the memory that compiling and loading have freed
             self._state = self._make_state()
         for bucket in buckets:
             if bucket not in self._steps:
@@ -314,7 +316,7 @@ class WarmUp:
                 self._run_padding(bucket)
 
     def _choose_sizes(self) -> None:
-        """Replace the default sizes by those that are worth their compilation on this device."""
+        """Take the sizes that are worth their compilation on this device."""
         notes = self._shared(self.store.notes())
         if notes is not None:
             self._take(BucketPlan.from_notes(notes))
@@ -335,7 +337,6 @@ class WarmUp:
         self._steps = {bucket: step for bucket, step in self._steps.items() if bucket in remaining}
 
     def _shared(self, notes: Any) -> Any:
-        """Return the leader's notes, because each host would measure other times."""
         return notes if self._group is None else self._group.share(notes)
 
     def _run_padding(self, bucket: Bucket) -> StepOutput:
