@@ -1,7 +1,7 @@
 """jaxserve: an LLM inference engine in JAX.
 
-The names below are resolved on first use, so that importing the package, or its host half,
-imports neither JAX nor a tokenizer library.
+Names are resolved on first use, so that `import jaxserve` imports neither JAX nor a tokenizer
+library.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from jaxserve.start.garbage import collection_paused
 
 if TYPE_CHECKING:
-    from jaxserve.beams import BeamSearchParams
     from jaxserve.engine.arguments import AsyncEngineArgs, EngineArgs
     from jaxserve.engine.async_llm import AsyncLLM
     from jaxserve.engine.llm import LLM
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
         RequestOutput,
         RequestStateStats,
     )
-    from jaxserve.request import FinishReason, SamplingParams
+    from jaxserve.request import BeamSearchParams, FinishReason, SamplingParams
     from jaxserve.settings.config import EngineConfig
     from jaxserve.structured import StructuredOutputsParams
 
@@ -45,7 +44,7 @@ _HOMES = {
     "EngineConfig": "jaxserve.settings.config",
     "EngineArgs": "jaxserve.engine.arguments",
     "AsyncEngineArgs": "jaxserve.engine.arguments",
-    "BeamSearchParams": "jaxserve.beams",
+    "BeamSearchParams": "jaxserve.request",
     "BeamSearchOutput": "jaxserve.outputs",
     "BeamSearchSequence": "jaxserve.outputs",
     "RequestStateStats": "jaxserve.outputs",
@@ -100,8 +99,7 @@ def __getattr__(name: str) -> object:
 
 
 def _version() -> str:
-    """Return the version that was installed; "0+unknown" where a checkout was not."""
-    # Imported here, since it takes longer than all of this module.
+    # importlib.metadata takes longer to import than this module.
     metadata = import_module("importlib.metadata")
     try:
         return metadata.version("jaxserve")

@@ -1,4 +1,4 @@
-"""Entry point of `jaxserve` and `python -m jaxserve`: it handles interrupts of the imports too."""
+"""Entry point of `jaxserve` and `python -m jaxserve`, with interrupts handled during imports."""
 
 import sys
 from importlib import import_module

@@ -1,18 +1,15 @@
-"""Errors that callers can catch.
-
-Every message says what was wrong, where, and what is allowed.
-"""
+"""Errors that callers can catch. A message names the fault, its place and the allowed values."""
 
 
 class JaxserveError(Exception):
-    """Base of every error that jaxserve raises on purpose."""
+    """Base class of all errors of jaxserve."""
 
 
 class InvalidRequest(JaxserveError, ValueError):
-    """A request that can never be served: its fields, its tokens or its size.
+    """A request or a setting with an invalid field, token or size.
 
     Attributes:
-        parameter: name of the offending field, or None where no single field is to blame.
+        parameter: name of the invalid field, or None if it is not a single field.
     """
 
     def __init__(self, message: str, parameter: str | None = None) -> None:
@@ -21,28 +18,28 @@ class InvalidRequest(JaxserveError, ValueError):
 
 
 class PromptTooLong(InvalidRequest):
-    """A prompt that leaves no room for an answer within the model's length."""
+    """A prompt that leaves no room for an answer in the model's context."""
 
 
 class UnsupportedModel(JaxserveError, ValueError):
-    """A model whose architecture or configuration jaxserve does not compute."""
+    """A model whose architecture or configuration jaxserve does not support."""
 
 
 class CheckpointError(JaxserveError, ValueError):
-    """Files that do not hold the weights which the model's configuration promises."""
+    """Files of a model that are missing, malformed, or contradict its configuration."""
 
 
 class DeviceError(JaxserveError, RuntimeError):
-    """A device that JAX cannot start, or that its build does not run."""
+    """A device that JAX cannot start or does not support."""
 
 
 class Overloaded(JaxserveError, RuntimeError):
-    """More work than the configured queue holds; try again later."""
+    """The queue is full. The caller may try again later."""
 
 
 class EngineClosed(JaxserveError, RuntimeError):
-    """The engine was closed, or belongs to another process, and takes no more work."""
+    """The engine was closed or belongs to another process, and accepts no requests."""
 
 
 class EngineDead(JaxserveError, RuntimeError):
-    """The engine loop ended on an error it could not recover from."""
+    """The engine loop has ended after an error from which it could not recover."""

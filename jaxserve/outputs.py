@@ -1,4 +1,4 @@
-"""Outputs of the engine: the types that callers receive, with vLLM's names."""
+"""Outputs of the engine, with vLLM's names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 class Logprob:
     """A token's natural log-probability, its rank (1 is the most likely) and its text.
 
-    The text is None where there is no tokenizer, or with `detokenize=False`.
+    The text is None without a tokenizer, or with `detokenize=False`.
     """
 
     logprob: float
@@ -19,12 +19,12 @@ class Logprob:
 
 @dataclass
 class CompletionOutput:
-    """One completion of a prompt, as far as it has come.
+    """One completion of a prompt, complete or so far.
 
-    `logprobs` has, for each token, that token's Logprob first and then those of the most likely
-    ones by their ids; `cumulative_logprob` is the sum over the tokens. Both are None unless the
-    request asked for logprobs. `error` says why it ended with finish_reason "error" (or, where
-    the engine closed or was stopped, "abort"); its text and tokens are what came before.
+    `logprobs` has a dict for each token, with its own Logprob first and then the Logprobs of the
+    most likely tokens, by their ids. `cumulative_logprob` is the sum over the tokens. Both are None
+    unless the request set logprobs. `error` is the reason of the finish_reason "error", or of
+    "abort" if the engine was closed or stopped. Text and tokens before the error are present.
     """
 
     index: int
@@ -44,10 +44,10 @@ class CompletionOutput:
 class RequestStateStats:
     """Times of a request and counts of its tokens, with vLLM's names.
 
-    `arrival_time` is the wall clock's (`time.time`), the others are of `time.monotonic`: when the
-    engine took the request in, gave it its first slot, and read its first and its last token; of
-    several completions the earliest, and the last one's end. They are 0 until a token has ended a
-    completion. `first_token_latency` is in seconds, from `queued_ts` on.
+    `arrival_time` is of the wall clock (`time.time`). The other times are of `time.monotonic`: when
+    the engine accepted the request, gave it the first slot, and read its first and last token. For
+    several completions they are the earliest times, and the end of the last completion. They are 0
+    until a completion has ended. `first_token_latency` is in seconds, from `queued_ts`.
     """
 
     num_generation_tokens: int = 0
@@ -62,13 +62,13 @@ class RequestStateStats:
 
 @dataclass
 class RequestOutput:
-    """A request's answer: complete from `LLM`, what is new since the last from `AsyncLLM`.
+    """The answer of a request: complete from `LLM`, the part since the last one from `AsyncLLM`.
 
-    `num_cached_tokens` counts the prompt tokens whose KV was found in the prefix cache.
-    `error` is that of the first completion that failed, None where none has: one failed request
-    raises nothing, so that others in the same call keep their answers. `prompt_logprobs`, where
-    they were asked for, has an entry for each prompt token, the first of them None. `metrics` are
-    complete in a request's last output.
+    `num_cached_tokens` counts the prompt tokens whose keys and values were in the prefix cache.
+    `error` is the error of the first failed completion, or None. A failed request does not raise,
+    so that other requests of a call keep their answers. `prompt_logprobs`, if requested, has an
+    entry for each token of the prompt, with None for the first. `metrics` are complete in the last
+    output of a request.
     """
 
     request_id: str
@@ -84,10 +84,10 @@ class RequestOutput:
 
 @dataclass
 class BeamSearchSequence:
-    """A sequence that a beam search found: tokens and text of prompt and answer together.
+    """A sequence of a beam search: tokens and text of the prompt and the answer together.
 
-    `logprobs` has, for each generated token, the candidates at its place by their ids;
-    `cum_logprob` is the sum over the tokens, an ending one included.
+    `logprobs` has a dict of the candidates for each generated token, by their ids. `cum_logprob` is
+    the sum over the tokens, including one that ended the sequence.
     """
 
     tokens: list[int]
@@ -100,6 +100,6 @@ class BeamSearchSequence:
 
 @dataclass
 class BeamSearchOutput:
-    """The best sequences of a beam search, the best one first."""
+    """The sequences of a beam search, the best one first."""
 
     sequences: list[BeamSearchSequence]

@@ -1,6 +1,6 @@
-"""Replicas from a configuration file of Ray Serve: `import_path: jaxserve.ray_app:deployment`."""
+"""Entry point for configuration files of Ray Serve: `jaxserve.ray_app:deployment`."""
 
-# Ray has no wheels for every Python.
+# Ray has no wheels for some versions of Python.
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
@@ -19,31 +19,32 @@ from jaxserve.settings.config import EngineConfig
 
 
 def deployment(args: Mapping[str, Any]) -> serve.Application:
-    """Return an application of replicas, for `serve.run` or a configuration file.
+    """Return the application of replicas, for `serve.run` or a configuration file.
 
     Args:
-        args: settings, as the file's `args` gives them: `model`, and fields of `EngineConfig`,
-            `ServerConfig` and `FleetConfig`.
+        args: settings, `args` in the file: `model`, and fields of `EngineConfig`, `ServerConfig`
+            and `FleetConfig`.
 
     Raises:
-        InvalidRequest: (a ValueError) a setting is unknown, out of range, or holds in no fleet.
-        CheckpointError: the model is not there.
+        InvalidRequest: (a ValueError) a setting is unknown, out of range, or not supported with
+            replicas.
+        CheckpointError: the model does not exist.
     """
-    given = dict(args)
-    given.setdefault("data_parallel_backend", "ray")
+    settings = dict(args)
+    settings.setdefault("data_parallel_backend", "ray")
     fleet, server, engine = (
-        _take(given, kind) for kind in (FleetConfig, ServerConfig, EngineConfig)
+        _take(settings, kind) for kind in (FleetConfig, ServerConfig, EngineConfig)
     )
-    if given:
-        raise InvalidRequest(f"{', '.join(map(str, given))}: there is no such setting")
+    if settings:
+        raise InvalidRequest(f"{', '.join(map(str, settings))}: there is no such setting")
     model = engine.pop("model", None)
     config = ServerConfig(**server)
     specs = plan_models([] if model is None else [str(model)], engine, config)
     check_models(specs)
-    # A file's replicas are those of a cluster that is there.
+    # Serve deploys the file to a running cluster.
     return make_application(specs, config, FleetConfig(**{"ray_address": "auto", **fleet}))
 
 
-def _take(given: dict[str, Any], kind: type) -> dict[str, Any]:
+def _take(settings: dict[str, Any], kind: type) -> dict[str, Any]:
     names = {field.name for field in dataclasses.fields(kind)}
-    return {name: given.pop(name) for name in list(given) if name in names}
+    return {name: settings.pop(name) for name in list(settings) if name in names}

@@ -1,13 +1,13 @@
-"""SamplingParams and Request: sampling settings, and a prompt that has been checked.
+"""Inputs of the engine: SamplingParams, BeamSearchParams, and the checked Request.
 
-Names and defaults of fields are those of vLLM's `SamplingParams`, so that code written for it
-reads the same here. Results are in `outputs.py`.
+Names and defaults of the fields follow vLLM. Results are in `outputs.py`.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,7 +15,6 @@ from typing import Any
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.settings.checks import exact_int, finite_float, flag, is_listing, within
-from jaxserve.stop_strings import StopStrings
 from jaxserve.structured import NAME as STRUCTURED
 from jaxserve.structured import StructuredOutputsParams
 
@@ -25,7 +24,7 @@ MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 32
 MIN_TEMPERATURE = 1e-4
 MAX_TEMPERATURE = 100.0
-# The device computes with float32, for which numbers below 1.1755e-38 are zero.
+# The device computes in float32 and treats smaller numbers as zero.
 MIN_TOP_P = 1.1755e-38
 MAX_CACHE_SALT_CHARS = 128
 MAX_PENALTY = 2.0
@@ -34,18 +33,85 @@ MAX_REPETITION_PENALTY = 100.0
 MAX_LOGIT_BIAS = 100.0
 MAX_BIASED_TOKENS = 300
 MAX_ALLOWED_TOKEN_IDS = 2**20
-# Alternatives that the device finds; the host finds more, where the engine allows it.
+# Largest number of alternatives from the device. The host computes more, if the engine allows it.
 MAX_LOGPROBS = 20
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_BAD_WORDS = 1000
 MAX_BAD_WORD_CHARS = 256
-# Once they are tokens: most sequences of two and more, and most tokens of each.
+# After tokenization: most sequences of two or more tokens, and most tokens of a sequence.
 MAX_BAD_WORDS_TOKENIZED = 256
 MAX_BAD_WORD_TOKENS = 16
 
 
+class StopStrings:
+    """Index of stop strings. The time to search a token's text hardly depends on their number.
+
+    A match must end in the newest piece of the text. Each character of the piece selects the
+    strings that end with it, and only these strings are compared.
+
+    Args:
+        strings: one or more strings, each with one or more characters.
+
+    Attributes:
+        longest: length of the longest string.
+    """
+
+    def __init__(self, strings: Iterable[str]) -> None:
+        self._sorted = sorted(set(strings))
+        self.longest = max(map(len, self._sorted))
+        self._first_characters = frozenset(string[0] for string in self._sorted)
+        self._by_end: dict[str, tuple[str, ...]] = {}
+        for string in self._sorted:
+            self._by_end[string[-1]] = (*self._by_end.get(string[-1], ()), string)
+
+    def find(self, text: str, start: int, settled: int) -> tuple[int, str] | None:
+        """Return the index and the string of the first match, or None.
+
+        Of several matches that begin at one index, it is the shortest.
+
+        Args:
+            text: the text to search.
+            start: smallest index at which a match may begin.
+            settled: length of the text without its newest piece, which has been searched before.
+        """
+        if self._by_end.keys().isdisjoint(text[settled:]):
+            return None
+        best: tuple[int, int] | None = None
+        for end in range(settled + 1, len(text) + 1):
+            if best is not None and end - self.longest > best[0]:
+                break  # all further matches begin later
+            strings = self._by_end.get(text[end - 1])
+            if strings is not None and text.endswith(strings, start, end):
+                matches = [(end - len(s), len(s)) for s in strings if text.endswith(s, start, end)]
+                best = min(matches) if best is None else min(best, *matches)
+        if best is None:
+            return None
+        place, length = best
+        return place, text[place : place + length]
+
+    def first_beginning(self, text: str, start: int) -> int:
+        """Return the first index from which the rest of the text is the beginning of a string.
+
+        The result is the length of the text if no index qualifies. No string begins before the
+        result in any longer text, so the next search may start there.
+
+        Args:
+            text: the text to search.
+            start: smallest index to consider.
+        """
+        for place in range(max(start, len(text) - self.longest + 1), len(text)):
+            if text[place] not in self._first_characters:
+                continue
+            rest = text[place:]
+            # Longer strings that begin with `rest` follow it in sorted order.
+            following = bisect_right(self._sorted, rest)
+            if following < len(self._sorted) and self._sorted[following].startswith(rest):
+                return place
+        return len(text)
+
+
 class FinishReason(enum.StrEnum):
-    """Why a sequence ended."""
+    """The reason why a sequence ended."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -54,70 +120,69 @@ class FinishReason(enum.StrEnum):
 
 
 class SamplerFeature(enum.IntFlag):
-    """Features of the sampler that a request uses beyond the settings that every row has."""
+    """Features of the sampler that a request uses in addition to the settings of every row."""
 
     PENALTIES = 1
     ALLOWED = 2
     BANNED = 4
     BIAS = 8
-    # These change logits, from data of the request that is kept on the device.
+    # Features that change logits by data of the request on the device.
     EDITS = PENALTIES | ALLOWED | BANNED | BIAS
     LOGPROBS = 16
     PROMPT_LOGPROBS = 32
-    # Log-probabilities of tokens drawn that the host computes, from logits.
+    # The host computes log-probabilities of drawn tokens from logits.
     LOGITS = 64
     SCORES = LOGPROBS | PROMPT_LOGPROBS | LOGITS
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Settings of how the tokens of one request are chosen and when they end.
+    """Settings of the sampling, the length and the format of the answers to one prompt.
 
     Args:
-        n: independent completions of the prompt, 1 to 128; choice i uses `seed + i`.
-        temperature: 0 to 100; below 0.0001 is 0, greedy decoding.
-        top_p: smallest set of tokens whose probability reaches this, 0 to 1; below 1.1755e-38 the
-            most likely token, so that `temperature` becomes 0.
-        top_k: number of most likely tokens kept; 0 or -1 keeps all.
-        min_p: least probability kept, relative to the most likely token's, in [0, 1].
-        seed: -2**63 to 2**64 - 1, of which -1 means none; other negative ones count modulo 2**64.
-            None draws one from the engine's seed.
-        stop: string or up to 128 strings that end the text (not part of it unless
-            `include_stop_str_in_output`).
-        stop_token_ids: token ids that end the sequence, besides the model's own.
-        ignore_eos: go on past the model's end-of-sequence tokens.
-        max_tokens: most tokens generated; None for as many as the model's context holds.
-        min_tokens: tokens generated before any end is allowed, at most `max_tokens`; where the
-            context ends sooner, it ends the sequence, as in vLLM.
-        detokenize: whether outputs carry text.
-        skip_special_tokens: whether special tokens are left out of the text.
-        spaces_between_special_tokens: whether a special token behind another one keeps the spaces
-            that the tokenizer puts before it, where such tokens are part of the text.
-        include_stop_str_in_output: whether a matched stop string stays in the text.
-        presence_penalty: taken from the logit of each generated token, -2 to 2.
-        frequency_penalty: the same, times how often it was generated, -2 to 2.
+        n: number of independent completions of the prompt, 1 to 128. Choice i uses `seed + i`.
+        temperature: 0 to 100. Values below 0.0001 are 0, greedy decoding.
+        top_p: sample from the smallest set of tokens whose probability reaches this value, 0 to 1.
+            Below 1.1755e-38 this is the most likely token, so that `temperature` becomes 0.
+        top_k: number of most likely tokens to sample from. 0 or -1 is all tokens.
+        min_p: smallest probability of a token relative to the most likely token, 0 to 1.
+        seed: -2**63 to 2**64 - 1. Negative values count modulo 2**64, except -1, which is None.
+            None draws a seed from the engine's seed.
+        stop: string, or up to 128 strings, that end the text. The text excludes them unless
+            `include_stop_str_in_output` is set.
+        stop_token_ids: token ids that end the sequence, besides those of the model.
+        ignore_eos: continue after the model's end-of-sequence tokens.
+        max_tokens: largest number of generated tokens. None is the rest of the model's context.
+        min_tokens: number of tokens before the sequence may end, at most `max_tokens`. As in vLLM,
+            the end of the context still ends it.
+        detokenize: whether outputs contain text.
+        skip_special_tokens: whether special tokens are omitted from the text.
+        spaces_between_special_tokens: whether a special token after another one keeps the spaces
+            that the tokenizer puts before it, if such tokens are part of the text.
+        include_stop_str_in_output: whether a matched stop string is part of the text.
+        presence_penalty: subtracted from the logit of each generated token, -2 to 2.
+        frequency_penalty: subtracted once for each occurrence of a generated token, -2 to 2.
         repetition_penalty: divides positive logits of tokens of the prompt and the output, and
-            multiplies negative ones; 0.01 to 100, 1 for none.
-        logit_bias: added to the logits of up to 300 tokens, -100 to 100 each.
-        allowed_token_ids: the only tokens that may be generated; None for all.
-        bad_words: strings that may not be generated: the token that would complete one is
+            multiplies negative logits, 0.01 to 100. 1 has no effect.
+        logit_bias: numbers from -100 to 100 that are added to the logits of up to 300 tokens.
+        allowed_token_ids: the only tokens that may be generated, or None.
+        bad_words: strings that may not be generated. The token that would complete a string is
             excluded, at the start of a word and in the middle of a text.
-        logprobs: outputs carry the log-probability of each of their tokens, and of this many most
-            likely ones, up to the engine's `max_logprobs`; -1 for all, None for none. The engine's
-            `logprobs_mode` says whether they are the model's own, which is the default, or those
-            that tokens are drawn from.
-        prompt_logprobs: the same for the tokens of the prompt, but for the first.
-        logprob_token_ids: up to 128 token ids, whose log-probabilities outputs carry in place of
-            those of the most likely ones; `logprobs` is then None, or their number.
-        structured_outputs: the form that the text must have.
-        thinking_token_budget: tokens after which thoughts are ended, where the model is known to
-            think before it answers; None for no bound.
+        logprobs: number of most likely tokens whose log-probabilities outputs contain, besides
+            those of the generated tokens. -1 is all, None omits log-probabilities. The limit is the
+            engine's `max_logprobs`, and its `logprobs_mode` selects raw or processed values.
+        prompt_logprobs: the same for the tokens of the prompt except the first.
+        logprob_token_ids: up to 128 token ids, whose log-probabilities outputs contain instead of
+            the most likely tokens. `logprobs` is then None or their number.
+        structured_outputs: the format that the text must have.
+        thinking_token_budget: number of tokens after which thinking is ended, for a model whose
+            thinking can be recognized. None is no limit.
 
     Attributes:
         features: flags of `SamplerFeature` for settings of extra cost (all but PROMPT_LOGPROBS).
 
     Raises:
-        InvalidRequest: on construction, naming the first bad field.
+        InvalidRequest: on construction, names the first invalid field.
     """
 
     n: int = 1
@@ -179,14 +244,13 @@ class SamplingParams:
 
     @cached_property
     def stop_strings(self) -> StopStrings | None:
-        """The stop strings as the completions of a request share them, or None."""
+        """The index of the stop strings, which all completions of a request share, or None."""
         return StopStrings(self.stop) if self.stop else None
 
     @property
     def _scores_on_host(self) -> bool:
-        """Return whether something is to be scored that the device does not find."""
-        wanted = 0 if self.logprobs is None else self.logprobs
-        return bool(self.logprob_token_ids) or not 0 <= wanted <= MAX_LOGPROBS
+        count = 0 if self.logprobs is None else self.logprobs
+        return bool(self.logprob_token_ids) or not 0 <= count <= MAX_LOGPROBS
 
     def _features(self) -> int:
         penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
@@ -263,7 +327,7 @@ def _logit_bias(value: Any) -> dict[int, float] | None:
         raise InvalidRequest(f"{name} takes at most {MAX_BIASED_TOKENS} tokens", name)
     biases: dict[int, float] = {}
     for key, bias in value.items():
-        # JSON has no integer keys, so that OpenAI's clients send decimal strings.
+        # JSON has no integer keys: OpenAI's clients send decimal strings.
         decimal = isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 12
         token = exact_int(int(key) if decimal else key, f"{name}: a token id", 0, 2**31 - 1, name)
         number = finite_float(bias, name)
@@ -334,24 +398,72 @@ def _stop_token_ids(value: Any) -> tuple[int, ...]:
     return tuple(exact_int(token, "stop_token_ids", 0, 2**31 - 1) for token in value)
 
 
+@dataclass(frozen=True)
+class BeamSearchParams:
+    """Settings of a beam search, with vLLM's names.
+
+    Args:
+        beam_width: number of sequences of each step and of the result, 1 to 128. Twice as many
+            candidates of each sequence are compared, so that the engine's `max_logprobs` limits it.
+        max_tokens: number of steps of the search.
+        ignore_eos: continue after the model's end-of-sequence tokens.
+        temperature: divides logits if the engine's `logprobs_mode` is a processed one.
+        length_penalty: the score of a sequence is its sum of log-probabilities divided by the
+            number of generated tokens to this power, -16 to 16.
+        include_stop_str_in_output: whether the token that ended a sequence is one of its tokens.
+        skip_special_tokens: whether special tokens are omitted from the text.
+        allowed_token_ids: the only candidates, up to 128, or None.
+
+    Raises:
+        InvalidRequest: on construction, names the first invalid field.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    allowed_token_ids: Listing[int] | None = None
+
+    def __post_init__(self) -> None:
+        exact_int(self.beam_width, "beam_width", 1, MAX_CHOICES)
+        exact_int(self.max_tokens, "max_tokens", 1, 2**31 - 1)
+        within(self.length_penalty, "length_penalty", -16.0, 16.0)
+        checked = SamplingParams(
+            temperature=self.temperature,
+            ignore_eos=self.ignore_eos,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            skip_special_tokens=self.skip_special_tokens,
+            allowed_token_ids=self.allowed_token_ids,
+        )
+        name = "allowed_token_ids"
+        if len(checked.allowed_token_ids or ()) > MAX_LOGPROB_TOKEN_IDS:
+            raise InvalidRequest(
+                f"{name} takes at most {MAX_LOGPROB_TOKEN_IDS} token ids in a beam search", name
+            )
+        object.__setattr__(self, name, checked.allowed_token_ids)
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One prompt to continue, already checked against the engine's limits.
 
     Args:
-        request_id: the caller's name for it.
-        prompt_token_ids: int32[prompt length], never written to.
-        sampling: shared between requests freely, being frozen.
-        seed: resolved; two requests with one seed draw the same numbers.
-        stop_token_ids: every id that ends it, the model's own included (empty: none).
-        max_length: prompt and output tokens together, at most.
-        priority: lower is served earlier under the priority policy.
-        arrival_time: seconds, `time.monotonic`.
-        cache_salt: requests share cached pages only with those of the same salt.
-        bad_words_token_ids: what `sampling.bad_words` are in tokens: never the last token of one
-            after those before it.
-        constraint: what `sampling.structured_outputs` lets through, at its start; each completion
-            has a copy. None for anything.
+        request_id: name that the caller has chosen.
+        prompt_token_ids: int32[prompt length], read-only.
+        sampling: settings, which several requests may share.
+        seed: the final seed. Requests with equal seeds draw equal random numbers.
+        stop_token_ids: all token ids that end a completion, those of the model included.
+        max_length: largest number of tokens of prompt and output together.
+        priority: under the priority policy, requests with lower values run first.
+        arrival_time: seconds of `time.monotonic`.
+        cache_salt: the request shares cached pages only with requests of an equal salt.
+        bad_words_token_ids: token sequences of `sampling.bad_words`. The last token of a sequence
+            is excluded after the tokens before it.
+        constraint: initial state of the grammar of `sampling.structured_outputs`, which each
+            completion copies, or None.
     """
 
     request_id: str

@@ -1,4 +1,4 @@
-"""StructuredOutputsParams: the form that an answer must have, as the request states it."""
+"""StructuredOutputsParams: the format that the text of an answer must have."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_CHOICE_CHARS = 4096
 
 Form = Literal["json", "json_object", "regex", "choice", "grammar", "structural_tag"]
 NAME = "structured_outputs"
-# Keywords whose entries are schemas by name, and those whose content is no schema.
+# Keywords of JSON Schema whose entries are schemas by name, and keywords with plain values.
 _OF_NAMES = frozenset(("properties", "patternProperties", "$defs", "definitions"))
 _VALUES = frozenset(("enum", "const", "default", "examples"))
 _FORMATS = frozenset(
@@ -29,30 +29,30 @@ _FORMATS = frozenset(
 
 @dataclass(frozen=True)
 class StructuredOutputsParams:
-    """Exactly one of six forms; the names are vLLM's.
+    """Exactly one of six formats, with options, under vLLM's names.
 
     Args:
         json: a JSON schema, as text or as a mapping.
         json_object: any JSON object.
-        regex: a regular expression that the whole text matches; no backreferences, no
+        regex: a regular expression that matches the whole text, without backreferences and
             look-around.
         choice: texts, one of which is the answer.
-        grammar: a context-free grammar in Lark's syntax, or in GBNF's (`root ::= ...`).
-        structural_tag: text that takes a form where a trigger begins a tag, as JSON or as a
-            mapping: {"type": "structural_tag", "format": {...}} in xgrammar's language, or the
+        grammar: a context-free grammar in the syntax of Lark or GBNF (`root ::= ...`).
+        structural_tag: text with a format inside of tags, which begin with triggers, as JSON or as
+            a mapping: {"type": "structural_tag", "format": {...}} in xgrammar's language, or the
             older {"structures": [{"begin", "schema", "end"}], "triggers": [...]}.
-        whitespace_pattern: what may stand between the parts of a JSON text, as a regular
-            expression; None for up to 16 spaces and line ends.
-        disable_any_whitespace: nothing stands between them.
-        disable_additional_properties: objects of the schema that name properties hold no others.
-        lenient: keywords of `json` that are malformed, or that no grammar enforces, are left out.
+        whitespace_pattern: a regular expression for the whitespace between the parts of a JSON
+            text. None is up to 16 spaces and line ends.
+        disable_any_whitespace: forbid whitespace between these parts.
+        disable_additional_properties: allow only the properties that an object of the schema names.
+        lenient: omit keywords of `json` that are malformed or that a grammar cannot enforce.
 
     Raises:
-        InvalidRequest: none or several of them, or one that is larger than the limits. Whether
-            its meaning can be served is found out when it is compiled.
+        InvalidRequest: there is not exactly one format, or it exceeds a limit. Unsupported contents
+            are found later, by the compiler of grammars.
     """
 
-    # `form` and `text` say the same in values that can be hashed.
+    # `form` and `text` are the format as values that can be hashed.
     json: str | Mapping[str, Any] | None = field(default=None, hash=False)
     json_object: bool | None = None
     regex: str | None = None
@@ -65,13 +65,13 @@ class StructuredOutputsParams:
     lenient: bool = False
 
     def __post_init__(self) -> None:
-        given = [name for name in Form.__args__ if getattr(self, name) not in (None, False)]
-        if len(given) != 1:
-            said = " and ".join(given) or "none"
+        forms = [name for name in Form.__args__ if getattr(self, name) not in (None, False)]
+        if len(forms) != 1:
+            said = " and ".join(forms) or "none"
             raise InvalidRequest(
                 f"{NAME} takes exactly one of {', '.join(Form.__args__)}, got {said}", NAME
             )
-        form: Form = given[0]
+        form: Form = forms[0]
         for name in ("disable_any_whitespace", "disable_additional_properties", "lenient"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequest(f"{NAME}.{name} must be true or false", NAME)
@@ -88,27 +88,29 @@ class StructuredOutputsParams:
 
 
 def plain_schema(schema: Any, closes: bool = False) -> Any:
-    """Drop formats that the compiler of grammars does not support: by JSON Schema, an unknown
-    format does not limit a value.
+    """Return a schema without formats that the compiler of grammars does not support.
+
+    By JSON Schema, an unknown format does not restrict a value.
 
     Args:
-        closes: objects that name properties hold no others.
+        schema: a JSON schema, or a part of one.
+        closes: forbid additional properties of objects that name properties.
     """
     if isinstance(schema, list):
         return [plain_schema(item, closes) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    made: dict[str, Any] = {}
+    plain: dict[str, Any] = {}
     for name, value in schema.items():
         if name in _OF_NAMES and isinstance(value, dict):
-            made[name] = {key: plain_schema(item, closes) for key, item in value.items()}
+            plain[name] = {key: plain_schema(item, closes) for key, item in value.items()}
         elif name in _VALUES:
-            made[name] = value
+            plain[name] = value
         elif name != "format" or not isinstance(value, str) or value in _FORMATS:
-            made[name] = plain_schema(value, closes)
-    if closes and isinstance(made.get("properties"), dict):
-        made["additionalProperties"] = False
-    return made
+            plain[name] = plain_schema(value, closes)
+    if closes and isinstance(plain.get("properties"), dict):
+        plain["additionalProperties"] = False
+    return plain
 
 
 def _problem(form: str, message: str) -> InvalidRequest:
@@ -116,7 +118,7 @@ def _problem(form: str, message: str) -> InvalidRequest:
 
 
 def _object(form: str, noun: str) -> Any:
-    """Return a check that a JSON object is small, which returns it as canonical text."""
+    """Return a function that checks the size of a JSON object and returns it as text."""
 
     def check(value: Any) -> str:
         text = value
@@ -128,19 +130,19 @@ def _object(form: str, noun: str) -> Any:
         if len(text.encode(errors="replace")) > MAX_SCHEMA_BYTES:
             raise _problem(form, f"takes at most {MAX_SCHEMA_BYTES} bytes")
         try:
-            found = json.loads(text)
+            result = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise _problem(form, f"is not JSON: {error}"[:200]) from None
-        if not isinstance(found, dict):
+        if not isinstance(result, dict):
             raise _problem(form, f"must be {noun}, an object")
-        _check_size(found, form)
-        return json.dumps(found)
+        _check_size(result, form)
+        return json.dumps(result)
 
     return check
 
 
 def _check_size(schema: Any, form: str) -> None:
-    """Refuse what is too deep or too wide, level by level."""
+    """Check depth and width of a schema, level by level."""
     level: list[Any] = [schema]
     for _ in range(MAX_SCHEMA_DEPTH):
         below: list[Any] = []

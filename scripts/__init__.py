@@ -1,1 +1,1 @@
-"""Programs that measure, tune and show this project; scripts/README.md lists their commands."""
+"""Programs that measure, tune and show this project. scripts/README.md lists their commands."""

@@ -1,6 +1,7 @@
 """Choice of the JAX build for this machine's driver and cards, for scripts/bootstrap.
 
-Prints three lines: cpu, cuda12 or cuda13; the cards to use, where not all of them can be; and why.
+Prints three lines: cpu, cuda12 or cuda13, then the cards to use, if some cannot be, then the
+reason.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Choice:
 
 
 def find(seconds: float = SECONDS) -> Choice:
-    """Choose what fits this machine; never fails, and waits no longer than `seconds`."""
+    """Choose the build that fits this machine. Never fails, and waits at most `seconds`."""
     found = _reason_against() or _query(QUERY, seconds)
     if isinstance(found, subprocess.CompletedProcess):
         return _judge(found, seconds)
@@ -41,7 +42,7 @@ def find(seconds: float = SECONDS) -> Choice:
 
 
 def _reason_against() -> str | None:
-    """Find what rules a GPU out before the driver is looked at."""
+    """Return a reason not to use a GPU that is known without the driver."""
     platforms = os.environ.get("JAX_PLATFORMS", "").lower()
     if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
         return f"JAX_PLATFORMS is {platforms}"
@@ -54,7 +55,7 @@ def _reason_against() -> str | None:
 
 
 def _query(fields: str, seconds: float) -> subprocess.CompletedProcess[str] | str:
-    """Run nvidia-smi; return what came of it, or a sentence if nothing did.
+    """Run nvidia-smi. Return its result, or a sentence if it has none.
 
     On a broken driver it can wait in the kernel, where not even a signal ends it: it is left there.
     """
@@ -87,7 +88,7 @@ def _query(fields: str, seconds: float) -> subprocess.CompletedProcess[str] | st
 
 
 def _judge(result: subprocess.CompletedProcess[str], seconds: float) -> Choice:
-    """Choose by what nvidia-smi printed."""
+    """Choose by the output of nvidia-smi."""
     lines = [line.strip() for line in result.stdout.splitlines() if line.strip()]
     if result.returncode:
         return Choice("cpu", "", _failure(result, lines, seconds))
@@ -127,7 +128,7 @@ def _old_driver(driver: int) -> str:
 
 
 def _failure(result: subprocess.CompletedProcess[str], lines: list[str], seconds: float) -> str:
-    """Explain why nvidia-smi failed; drivers before 510 do not report compute capabilities."""
+    """Explain why nvidia-smi failed. Drivers before 510 do not report compute capabilities."""
     if "compute_cap" in result.stdout:
         again = _query("driver_version", seconds)
         if isinstance(again, subprocess.CompletedProcess):

@@ -19,7 +19,7 @@ class Heard(logging.Handler):
 
 
 def try_cuda() -> tuple[bool, str]:
-    """Try whether CUDA runs; return that, with the device's name or the reason in one line."""
+    """Try whether CUDA runs. Return the answer, and the device's name or the reason in a line."""
     heard = Heard()
     logging.getLogger("jax").addHandler(heard)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import secrets
 import shutil
 import sys
 import tempfile
@@ -15,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
+from tests.support import run_costs, selection, weekly
 from tests.support.kept_programs import (
     FOLDER,
     borrow_programs,
@@ -36,6 +38,7 @@ settings.register_profile(
 settings.load_profile("jaxserve")
 
 NEED_GPU = Path(__file__).parent / "gpu"
+SELECTED = "selected"  # in a run's folder: how many tests were selected, and why others were not
 LEFT_OUT = "left-out-"  # in that folder, by a path of tests: why some of them were left out
 # Their tests share servers, a browser or checkpoints, which are costly to make. The longest first:
 # a process goes through such a folder alone, and at the end no other shall wait for it.
@@ -94,10 +97,52 @@ def deselect(config: pytest.Config, items: list[pytest.Item], those: list[pytest
     items[:] = [item for item in items if item not in left_out]
 
 
+def select(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out tests that `--since` or `--changed` does not select, and say how many of which."""
+    if config.option.changed is None and config.option.since is None:
+        return
+    chosen = selection.Selection(
+        selection.Graph.of_tree(),
+        config.option.changed_files,
+        only_concerned=config.option.changed is not None,
+    )
+    subjects = {} if config.getoption("long") else weekly.subjects(items)
+    reasons: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        reason = chosen.reason(weekly.path_of(item), subjects.get(item))
+        if reason is not None:
+            reasons.setdefault(reason, []).append(item)
+    for those in reasons.values():
+        deselect(config, items, those)
+    lines = [f"{len(those):>6} cases left out: {reason}" for reason, those in reasons.items()]
+    chosen_file = Path(os.environ[FOLDER], SELECTED)  # the same from every process
+    chosen_file.write_text("\n".join([*lines, f"{len(items):>6} cases selected"]))
+
+
+def find_changes(config: pytest.Config) -> None:
+    """Find the changed files once, for all processes; if that is not possible, select all tests."""
+    option = config.option
+    if option.since is None and option.changed is None:
+        option.changed_files, option.selected_by = None, ""
+        return
+    try:
+        option.changed_files = selection.files_of(option.since, option.changed)
+        option.selected_by = f"{len(option.changed_files)} files changed"
+    except selection.NoHistory as error:
+        option.changed_files = None
+        option.selected_by = f"all tests, because changes are not known: {error}"
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    seed = f"seed of fresh schedules: --schedule-seed {config.option.schedule_seed}"
+    return [seed, *filter(None, [config.option.selected_by])]
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put folders that stay in one process before all files, and leave out long forms."""
     if not config.getoption("long"):
         deselect(config, items, [item for item in items if item.get_closest_marker("long")])
+    select(config, items)
 
     def rank(item: pytest.Item) -> int:
         starts = enumerate(map(item.nodeid.startswith, TOGETHER))
@@ -135,6 +180,24 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
         action="store_true",
         help="check arrays against the shapes in the signatures of models and execution",
     )
+    parser.addoption(
+        "--changed",
+        metavar="REF",
+        help="only tests of files that changed since a commit, and of what imports them",
+    )
+    parser.addoption(
+        "--since",
+        metavar="REF",
+        help="leave out weekly tests whose subject has not changed since a commit; "
+        f"{selection.DAY}: the newest that is more than a day old",
+    )
+    run_costs.pytest_addoption(parser)
+    parser.addoption(
+        "--schedule-seed",
+        type=int,
+        default=None,
+        help="of fresh random schedules; the header names that of a run",
+    )
     parser.addoption("--long", action="store_true", help="long forms too: of tests/real 40 minutes")
     parser.addoption(
         "--real-folder", type=Path, metavar="DIR", help="where files of real models are kept"
@@ -158,12 +221,27 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     for file in sorted(Path(os.environ[FOLDER]).glob(f"{LEFT_OUT}*")):
         what = file.name.removeprefix(LEFT_OUT).replace("::", "/")
         terminalreporter.write_line(f"tests/{what} left out: {file.read_text()}")
+    if (file := Path(os.environ[FOLDER], SELECTED)).is_file():
+        selected_by = terminalreporter.config.option.selected_by
+        terminalreporter.section(f"selection: {selected_by}")
+        terminalreporter.write_line(file.read_text())
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):
+    if not hasattr(config, "workerinput"):  # the processes of xdist get its options
         choose_platform(config)
+        find_changes(config)
+        if config.option.schedule_seed is None:
+            config.option.schedule_seed = secrets.randbits(32)
         config.add_cleanup(remove_folder)
+    if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):
+        # Imported here: JAX reads the variables above when it is imported.
+        from tests.support import shared_engine
+        from tests.support.quick_code import QuickCode
+
+        config.pluginmanager.register(shared_engine, "jaxserve-shared-engine")
+        config.pluginmanager.register(QuickCode(), "jaxserve-quick-code")
+    run_costs.pytest_configure(config)
     # A process of tests holds millions of objects, which Python would look through at every turn.
     gc.set_threshold(10_000, 20, 20)
     if config.getoption("--check-shapes") and "tests.support.shape_checks" not in sys.modules:

@@ -26,9 +26,11 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, get_args
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -36,17 +38,17 @@ import llguidance
 import llguidance.numpy
 import numpy as np
 
-from jaxserve.beams import BeamSearchParams
-from jaxserve.engine.beam_search import BeamSearch, run_searches
 from jaxserve.engine.delta import Delta, Sink
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.llm import LLM
 from jaxserve.engine.request_factory import bad_words_token_ids
 from jaxserve.errors import InvalidRequest
 from jaxserve.execution.hosts.group import Group
 from jaxserve.execution.mesh import make_mesh
 from jaxserve.models import ModelConfig, parse_model_config
 from jaxserve.models.shards import ONE_DEVICE, Split
-from jaxserve.request import MAX_LOGPROBS, Request, SamplingParams
+from jaxserve.outputs import RequestOutput
+from jaxserve.request import MAX_LOGPROBS, BeamSearchParams, SamplingParams
 from jaxserve.scheduling.logprobs import TokenLogprobs
 from jaxserve.settings.config import KV_CACHE_DTYPES, EngineConfig, LogprobsMode
 from jaxserve.start.loaded import Loaded
@@ -376,9 +378,8 @@ def run_search(bench: Bench, seed: int) -> int:
     assert bench.oracle is not None
     rng = random.Random(seed)
     page = rng.choice(list(bench.loaded))
-    config = replace(bench.loaded[page].config, enable_prefix_caching=rng.random() < 0.8)
-    engine = Engine(replace(bench.loaded[page], config=config))
-    engine.pool.__init__(min(2 + 2 * -(-MAX_LEN // page), DEVICE_PAGES), page)
+    loaded = bench.loaded[page]
+    config = replace(loaded.config, enable_prefix_caching=rng.random() < 0.8)
     prompt = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, LONGEST_PROMPT))]
     params = BeamSearchParams(
         beam_width=rng.choice([1, 2, 3, 7]),
@@ -387,41 +388,44 @@ def run_search(bench: Bench, seed: int) -> int:
         length_penalty=rng.choice([1.0, 1.0, 0.0, -1.5, 3.0]),
         allowed_token_ids=rng.choice([None, None, rng.sample(range(VOCAB), 5)]),
     )
-    search = BeamSearch(prompt, params, engine.requests, engine.limits)
-    for number, ask in enumerate(
-        adversarial_workload(
-            rng, count=3, vocab=VOCAB, page=page, longest_prompt=20, longest_output=9
-        )
+    asks = adversarial_workload(
+        rng, count=3, vocab=VOCAB, page=page, longest_prompt=20, longest_output=9
+    )
+    # The runner serves later schedules too.
+    with (
+        patch.object(loaded.runner, "close"),
+        _ResettingLLM(replace(loaded, config=config), rng) as llm,
     ):
-        got = [Got() for _ in range(ask.sampling.n)]
-        _start(engine, number, ask, lambda delta: None, got)
-    drawn: dict[str, TokenLogprobs] = {}
-
-    def sink(delta: Delta) -> None:
-        if delta.logprobs is not None:
-            drawn[delta.request_id] = delta.logprobs
-
-    def serve(requests: list[Request]) -> list[TokenLogprobs]:
-        for request in requests:
-            engine.add(request, sink)
-        while not all(request.request_id in drawn for request in requests):
-            engine.step()
-            if rng.random() < 0.1:
-                engine.reset_prefix_cache(rng.random() < 0.5)
-        return [drawn[request.request_id] for request in requests]
-
-    run_searches([search], serve)
-    while engine.has_work:
-        engine.step()
-    engine.scheduler.check()
-    assert engine.stats().pages_in_use == 0 and engine.stats().num_compiles == 0
-    got = search.best()
+        pages = min(2 + 2 * -(-MAX_LEN // page), DEVICE_PAGES)
+        llm._thread.engine.pool.__init__(pages, page)
+        for ask in asks:
+            beside = {"prompt_token_ids": ask.prompt, "cache_salt": ask.salt}
+            with suppress(InvalidRequest):
+                llm.enqueue(beside, ask.sampling, priority=ask.priority)
+        [found] = llm.beam_search({"prompt_token_ids": prompt}, params)
+        llm.wait_for_completion(use_tqdm=False)
+        llm.check()
+        assert llm.stats().pages_in_use == 0 and llm.stats().num_compiles == 0
+    got = found.sequences
     want = found_beams(bench.oracle, prompt, params, () if params.ignore_eos else (END,))
     where = f"search {seed}: {params}\n got {got}\nwant {want}"
-    assert [beam.token_ids for beam in got] == [tokens for tokens, _ in want], where
+    assert [beam.tokens for beam in got] == [prompt + tokens for tokens, _ in want], where
     sums = [total for _, total in want]
     assert np.allclose([beam.cum_logprob for beam in got], sums, rtol=0, atol=1e-9), where
     return len(got)
+
+
+class _ResettingLLM(LLM):
+    """An LLM that forgets cached prefixes before some of its calls."""
+
+    def __init__(self, loaded: Loaded, rng: random.Random) -> None:
+        super().__init__(loaded)
+        self._rng = rng
+
+    def generate(self, *arguments: Any, **named: Any) -> list[RequestOutput]:
+        if self._rng.random() < 0.3:
+            self.reset_prefix_cache(self._rng.random() < 0.5)
+        return super().generate(*arguments, **named)
 
 
 def found_beams(

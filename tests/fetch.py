@@ -1,13 +1,15 @@
 """Fetches what tests need and the checkout does not hold, before they run.
 
-    python -m tests.fetch
+    python -m tests.fetch [compiler]
 
-Published tokenizers, two models with real weights, the compiler for cards that are not here, and a
-Chromium. Prints what cannot be had: the tests that need it look again, and say so by themselves.
+Published tokenizers, two models with real weights, a Chromium, and, if it is named, the compiler
+for cards that are not here. Prints what cannot be fetched; the tests that need it try again, and
+report it.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -49,13 +51,16 @@ def fetch_browser() -> Iterator[str]:
 ALL: tuple[Callable[[], Iterator[str]], ...] = (
     fetch_tokenizers,
     fetch_models,
-    fetch_compiler,
     fetch_browser,
 )
 
 
 def main() -> None:
-    for fetch in ALL:
+    # The names of scripts/test come here; clients are fetched by scripts/clients.
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("needs", nargs="*", choices=("clients", "compiler", []))
+    more = (fetch_compiler,) if "compiler" in parser.parse_args().needs else ()
+    for fetch in (*ALL, *more):
         for reason in fetch():
             print(reason)
 

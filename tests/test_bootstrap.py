@@ -233,7 +233,8 @@ class Copy:
             check=False,
         )
         assert result.returncode == 0, result.stderr
-        quiet = result.stdout.replace(" -qq --editable", "").replace(" -qq", "")
+        quiet = result.stdout.replace(" -qq --no-compile", " -qq")
+        quiet = quiet.replace(" -qq --editable", "").replace(" -qq", "")
         return quiet.splitlines(), result.stderr.splitlines()
 
 
@@ -377,17 +378,38 @@ def test_the_suite_runs_on_cpu_and_tests_of_a_gpu_by_themselves(copy: Copy, star
     for stage in ("check", "clients"):
         play(copy.folder / "scripts", stage, f"echo {stage}")
     copy.run("install_for_tests")
-    copy.pip('echo "on ${JAX_PLATFORMS-all}"')
+    # The modules print what their tests need besides .venv.
+    copy.pip(
+        '[[ $2 != tests.support.weekly ]] || exec echo "clients"\necho "on ${JAX_PLATFORMS-all}"'
+    )
     if not starts:
         copy.try_cuda("sys.exit(1)")
     out, err = copy.run("exec bash scripts/test")
     gpu = ["-n 0 tests/gpu", "on all"]
-    # Clients are installed while it checks.
+    # Clients are installed while it checks, if a selected test uses them.
     assert sorted(out[:2]) == ["check", "clients"]
-    assert out[2:] == ["-n 2", "on cpu", *(gpu if starts else [])]
+    assert out[2:] == ["-n 2 --since day", "on cpu", *(gpu if starts else [])]
     assert err[-1].startswith("Runs on NVIDIA H100, " if starts else "Runs on cpu: CUDA does not ")
-    # With arguments, tests/conftest.py decides.
-    assert copy.run("exec bash scripts/test -k a")[0][2:] == ["-n 2 -k a", "on all"]
+
+
+@pytest.mark.parametrize(
+    ("given", "passed"),
+    [
+        ("-k a", "-k a"),
+        ("--changed", "--changed HEAD~1"),
+        ("--changed main", "--changed main"),
+        ("--changed -x", "--changed HEAD~1 -x"),
+        ("--since main -k a", "--since main -k a"),
+        ("--long", "--long"),
+    ],
+)
+def test_arguments_of_the_suite_go_to_pytest(copy: Copy, given: str, passed: str) -> None:
+    (copy.folder / "scripts/test").write_bytes((ROOT / "scripts/test").read_bytes())
+    play(copy.folder / "scripts", "check", "echo check")
+    copy.run("install_for_tests")
+    copy.pip("true")
+    out, _ = copy.run(f"exec bash scripts/test {given}")
+    assert f"-n 2 {passed}" in out
 
 
 # ------------------------------------------------------------------- CUDA's start

@@ -17,20 +17,12 @@ import pytest
 
 from jaxserve import EngineConfig
 from jaxserve.commands.cli import main, make_parser
-from jaxserve.commands.llama_flags import (
-    AUTOMATIC,
-    EQUIVALENTS,
-    REASONS,
-    in_our_words,
-    is_llama_flag,
-)
-from jaxserve.commands.options import declare_unserved, engine_settings, given
+from jaxserve.commands.options import RENAMED, declare_unserved, engine_settings, given
 from jaxserve.commands.parser import CommandParser
-from jaxserve.commands.serve import SERVER_FIELDS
-from jaxserve.commands.vllm_flags import RENAMED, SERVER
+from jaxserve.commands.serve import SERVER_FIELDS, llama_command, llama_options
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.settings import ServerConfig
-from jaxserve.settings.unserved import UNSERVED, served
+from jaxserve.settings.compat import ENGINE, SERVER, served, table, unserved
 
 FLAGS = Path(__file__).parent / "support/flags"
 VLLM = [line.split() for line in (FLAGS / "vllm-0.33.0.txt").read_text().splitlines()]
@@ -69,20 +61,21 @@ def test_every_option_of_vllm_has_a_word(row: list[str]) -> None:
     name = options[0][2:].replace("-", "_")
     name = RENAMED.get(name, name)
     settings = {*EngineConfig.__dataclass_fields__, *ServerConfig.__dataclass_fields__, "config"}
-    row_here = UNSERVED.get(name) or SERVER.get(name)
+    row_here = unserved(ENGINE).get(name) or unserved(SERVER).get(name)
     assert name in settings or (row_here is not None and row_here.instead), name
 
 
-@pytest.mark.parametrize(("name", "row"), [*SERVER.items()])
+@pytest.mark.parametrize("name", unserved(SERVER))
 def test_an_option_of_the_server_is_refused_or_changes_nothing(
-    name: str, row: object, capsys: pytest.CaptureFixture
+    name: str, capsys: pytest.CaptureFixture
 ) -> None:
-    neutral = SERVER[name].neutral
+    neutral = unserved(SERVER)[name].neutral
     for value in (None, *(neutral or ())):
-        assert served({name: value}, SERVER) == {}
+        assert served({name: value}, (), SERVER) == {}
     flag = "--" + name.replace("_", "-")
     if neutral is None:
-        assert served(given(parse([flag, "anything", "--strict"]), SERVER), SERVER) == {}
+        arguments = parse([flag, "anything", "--strict"])
+        assert served(given(arguments, unserved(SERVER)), (), SERVER) == {}
         return
     if any(isinstance(value, bool) for value in neutral):
         other = [value for value in (True, False) if value not in neutral]
@@ -97,8 +90,8 @@ def test_an_option_of_the_server_is_refused_or_changes_nothing(
 
 def test_no_name_is_both_served_and_not() -> None:
     ours = {field.name for cls in (EngineConfig, ServerConfig) for field in fields(cls)}
-    assert not ours & SERVER.keys() and not ours & RENAMED.keys()
-    assert not UNSERVED.keys() & SERVER.keys()
+    assert not ours & unserved(SERVER).keys() and not ours & RENAMED.keys()
+    assert not unserved(ENGINE).keys() & unserved(SERVER).keys()
     assert set(RENAMED.values()) <= ours
 
 
@@ -110,12 +103,12 @@ def test_spellings_of_vllm() -> None:
     with pytest.raises(SystemExit):
         parse(words)  # --enable-async-scheduling is no option of vLLM's either
     arguments = parse(words.replace("--enable-async-scheduling ", "--dtype half "))
-    settings = engine_settings(arguments, SERVER_FIELDS)
+    settings = engine_settings(arguments)
     config = EngineConfig(**settings)
     assert (config.quantization, config.max_model_len, config.dtype) == ("int8", 77, "float16")
     assert config.gpu_memory_utilization == 0.5 and not config.enable_prefix_caching
     for name, method in (("awq_marlin", "awq"), ("int8_per_channel_weight_only", "int8")):
-        settings = engine_settings(parse(f"--quantization {name}"), SERVER_FIELDS)
+        settings = engine_settings(parse(f"--quantization {name}"))
         assert EngineConfig(**settings) == EngineConfig(quantization=method)
         assert EngineConfig(quantization=name).quantization == method
     server = ServerConfig(**given(arguments, SERVER_FIELDS))
@@ -123,7 +116,7 @@ def test_spellings_of_vllm() -> None:
 
 
 def test_a_cache_in_fp8_has_two_names() -> None:
-    settings = engine_settings(parse("--kv-cache-dtype fp8_e4m3"), SERVER_FIELDS)
+    settings = engine_settings(parse("--kv-cache-dtype fp8_e4m3"))
     assert EngineConfig(**settings) == EngineConfig(kv_cache_dtype="fp8")
     older: Any = "fp8_e4m3"
     assert EngineConfig(kv_cache_dtype=older).kv_cache_dtype == "fp8"
@@ -154,7 +147,7 @@ def test_another_form_of_the_cache_is_refused_with_a_word(
 
 def test_an_option_newer_than_the_list_has_a_word() -> None:
     words = ["m.gguf", "--cpu-moe", "--moe-cache-mib", "4096", "-c", "8k"]
-    said = in_our_words(words, ())
+    said = llama_command(words, ())
     assert said is not None and "`jaxserve serve m.gguf --max-model-len 8k`" in said
     assert "--cpu-moe, --moe-cache-mib: the whole model is on the device" in said
 
@@ -194,8 +187,8 @@ def test_fields_of_json_options_are_options() -> None:
 @pytest.mark.parametrize("flag", LLAMA)
 def test_every_option_of_llama_cpp_has_a_word(flag: str) -> None:
     ours = serve_parser()._option_string_actions
-    assert flag in ours or is_llama_flag(flag)
-    said = in_our_words([flag, "41", "--strict"], ours)
+    assert flag in ours or any(flag in options for options in llama_options())
+    said = llama_command([flag, "41", "--strict"], ours)
     if flag in ours:
         assert said is None
     else:
@@ -205,12 +198,15 @@ def test_every_option_of_llama_cpp_has_a_word(flag: str) -> None:
 
 def test_what_replaces_an_option_of_llama_cpp_is_an_option() -> None:
     ours = serve_parser()._option_string_actions
-    for here in EQUIVALENTS.values():
+    equivalents, reasons = llama_options()
+    for here in equivalents.values():
         flags = [word for word in here.split() if word.startswith("--")]
         assert all(flag in ours for flag in flags), here
-    assert all(reason for reason in REASONS.values())
-    flags = " ".join([*EQUIVALENTS, *REASONS]).split()
-    assert len(flags) == len(set(flags))
+    assert all(reasons.values())
+    groups = [*table()["llama"]["equivalents"], *(r["flags"] for r in table()["llama"]["unserved"])]
+    flags = " ".join(groups).split()
+    assert len(flags) == len(set(flags)) == len(equivalents) + len(reasons)
+    assert set(table()["llama"]["without_value"].split()) <= set(flags)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +229,7 @@ def test_a_command_of_llama_cpp_is_spelled_out(
 
 
 def test_no_setting_is_automatic_by_a_value_of_its_own() -> None:
-    assert set(AUTOMATIC) == {"0", "-1", "auto"}
+    assert set(table()["llama"]["automatic"]) == {"0", "-1", "auto"}
 
 
 FILE = """
@@ -262,7 +258,7 @@ def test_a_file_gives_options(tmp_path: Path) -> None:
     assert (config.api_key, config.served_model_name) == (["own"], ["a", "b"])
     assert config.allowed_origins == ["*"]
     assert config.default_chat_template_kwargs == {"enable_thinking": False}
-    assert engine_settings(arguments, SERVER_FIELDS) == {
+    assert engine_settings(arguments) == {
         "max_model_len": 64,
         "enable_prefix_caching": False,
         "decode_sizes": (1, 2),
@@ -287,7 +283,7 @@ def test_the_environment_comes_between(tmp_path: Path, monkeypatch: pytest.Monke
     config = ServerConfig(**given(arguments, SERVER_FIELDS))
     assert (config.port, config.strict, config.api_key) == (8124, False, ["x", "y"])
     assert config.allowed_origins == ["http://a", "http://b"]
-    settings = engine_settings(arguments, SERVER_FIELDS)
+    settings = engine_settings(arguments)
     assert (settings["max_model_len"], settings["decode_sizes"]) == (66, (4, 8))
     assert "max_num_seqs" not in settings
 

@@ -22,8 +22,6 @@ PACKAGES = ("jaxserve", "pallas_kernels")
 FLOORS = {
     "pallas_kernels": 0,
     "jaxserve.errors": 1,
-    "jaxserve.beams": 1,
-    "jaxserve.stop_strings": 1,
     "jaxserve.structured": 1,
     "jaxserve.request": 1,
     "jaxserve.outputs": 1,
@@ -47,7 +45,6 @@ FLOORS = {
 BASE = (
     *("jaxserve.errors", "jaxserve.structured", "jaxserve.request", "jaxserve.outputs"),
     *("jaxserve.settings", "jaxserve", "jaxserve.start.garbage", "jaxserve.start.interrupts"),
-    *("jaxserve.beams", "jaxserve.stop_strings"),
 )
 # All that crosses from the host half to the device half.
 SEAM = tuple(f"jaxserve.scheduling.{name}" for name in ("plan", "logprobs", "slot_table"))
@@ -94,7 +91,6 @@ ONLY = {
     "jaxserve.scheduling": {"numpy"},
     "jaxserve.errors": set(),
     "jaxserve.structured": set(),
-    "jaxserve.stop_strings": set(),
     "jaxserve.request": set(),
     "jaxserve.outputs": set(),
     "jaxserve.settings": set(),

@@ -1,156 +1,167 @@
-"""English that a machine can check: first words of docstrings, and names that are no nouns.
-
-A function's docstring begins with a verb in the imperative, that of a class, a module or a property
-with a noun. BUILD.md has the rest of the style.
-"""
+"""Limits on words, names and literals, and on the front page (see `tests/prose.py`)."""
 
 from __future__ import annotations
 
 import ast
-import textwrap
+import re
+import subprocess
+from collections import Counter
 from collections.abc import Iterator
+from datetime import date, timedelta
 from pathlib import Path
 
 import pytest
 
+from tests.prose import (
+    COUNTED,
+    long_signatures,
+    page_prose,
+    python_prose,
+    rates,
+    starred_literals,
+    vague_names,
+)
+
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("jaxserve", "pallas_kernels", "scripts")
-
-VERBS = frozenset(
-    """
-Abort Accept Account Act Add Adjust Admit Advance Agree Align Allocate Allow Analyze Annotate
-Answer Append Apply Arrange Ask Assemble Assert Assign Attach Attend Await Balance Begin Bind
-Block Bound Break Bring Broadcast Buffer Build Cache Calculate Calibrate Call Cancel Carry Cast
-Catch Change Charge Check Choose Claim Classify Clean Clear Close Collect Combine Come Commit
-Compare Compile Complete Compute Concatenate Configure Connect Consume Continue Convert Copy
-Correct Cost Count Cover Create Cut Deal Decide Declare Decode Decrease Define Delay Delete
-Deliver Demand Depend Dequantize Derive Describe Detect Detokenize Determine Disconnect Discard
-Dispatch Display Divide Do Download Drain Draw Drive Drop Dump Emit Empty Enable Encode End
-Enforce Enqueue Enter Enumerate Estimate Evaluate Evict Examine Exclude Execute Exit Expand
-Expect Explain Export Express Extend Extract Fail Feed Fetch Fill Filter Find Finish Fit Flatten
-Flush Follow Forbid Force Forget Form Format Free Fuse Gather Generate Get Give Go Grant Grow
-Guard Guess Hand Handle Hash Hold Identify Ignore Import Include Increase Index Infer Inform
-Initialize Insert Inspect Install Interleave Interpret Invert Issue Iterate Join Judge Keep Kill
-Label Launch Lay Learn Leave Let Limit Link List Listen Load Locate Lock Log Look Lookup Lower
-Make Map Mark Mask Match Measure Merge Mix Move Multiply Name Narrow Normalize Note Notice
-Notify Number Observe Offer Open Order Overwrite Pack Pad Parse Part Pass Patch Pause Perform
-Permute Pick Place Plan Plot Point Pop Post Predict Prefix Prepare Preempt Print Probe Process
-Produce Profile Promote Propose Provide Publish Pull Push Put Quantize Queue Quote Raise Rank
-Read Rebuild Receive Recompute Record Recover Reduce Refuse Register Reject Release Reload
-Remember Remove Rename Render Reorder Repeat Replace Replay Reply Report Represent Request
-Require Resample Reserve Reset Reshape Resolve Respond Restart Restore Resume Retry Return Reuse
-Reverse Rewrite Rotate Round Route Run Sample Save Say Scale Scan Schedule Score Search Seed
-Select Send Separate Serialize Serve Set Shape Share Shift Show Shrink Shuffle Shut Sign
-Simulate Size Skip Sleep Slice Slow Solve Sort Speak Specify Spell Split Spread Stack Start
-State Step Stop Store Stream Strip Submit Subtract Sum Summarize Supply Swap Switch Take Tell
-Test Throw Tie Tile Time Tokenize Trace Track Train Translate Transfer Transpose Treat Trim
-Truncate Try Tune Turn Undo Unpack Update Upload Use Validate Verify View Visit Wait Wake Walk
-Warm Warn Watch Weigh Widen Wire Withdraw Work Wrap Write Yield Zero Terminate Pretend Escape
-Unescape Shorten Group Expire Tabulate Stamp Sweep Blend Rescale Dress
-    """.split()
-)
-# Verbs that are nouns too, and may begin a class's docstring.
-ALSO_NOUNS = frozenset(
-    """
-Step Request Answer Stream Queue State Time Part Form Index Plan Order Test Report Scale Tile Cost
-Name Number Cache Call Block Format Prefix Work Trace Limit Label Shape Size View Mark Match
-Slice Stack Process Profile Record Sample Score Share Log Model Guard Set List Map Mask Filter
-    """.split()
-)
-NO_NOUNS = frozenset(
-    """
-What How Whether Where Which Who Whose As Of That When If Whatever Knows Holds Says Tells Keeps
-Makes Reads Finds Gives Runs Parts Writes
-    """.split()
-)
-NO_NAMES = frozenset("one some of at told known asks lead well".split())
-
-Function = ast.FunctionDef | ast.AsyncFunctionDef
+PACKAGES = ("jaxserve", "pallas_kernels")
+# Most occurrences per 1,000 words of docstrings and comments.
+PACKAGE_RATES = {"what": 1.0, "nothing": 1.0, "those": 1.0, "semicolons": 4.0}
+OTHER_RATES = {"what": 3.0, "nothing": 2.0, "those": 2.0, "semicolons": 6.0}
+MOST_VAGUE_NAMES = 100
+MOST_LONG_SIGNATURES = 8
+MEASUREMENT = re.compile(r"\| (\d{4}-\d\d-\d\d) \|")
 
 
-def is_property(node: Function) -> bool:
-    names = [getattr(d, "attr", getattr(d, "id", "")) for d in node.decorator_list]
-    return any(name in ("property", "cached_property", "setter") for name in names)
+def sources(*folders: str) -> dict[Path, str]:
+    """Return the sources of the modules of folders, by path."""
+    return {path: path.read_text() for name in folders for path in (ROOT / name).rglob("*.py")}
 
 
-def docstring_faults(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if not isinstance(node, Function | ast.ClassDef | ast.Module):
-            continue
-        text = ast.get_docstring(node)
-        if not text:
-            continue
-        first = text.split()[0].strip(".,:;`'\"()")
-        where = f"{getattr(node, 'lineno', 1)}: docstring begins with {first!r}"
-        is_function = isinstance(node, Function)
-        if is_function and not is_property(node):
-            if first not in VERBS:
-                yield f"{where}, no verb"
-            continue
-        no_nouns = NO_NOUNS - {"Whether"} if is_function else NO_NOUNS
+def pages() -> list[Path]:
+    """Return the front pages and the READMEs of folders, without tables of results and cards."""
+    others = ("scripts/results", "scripts/traces", "jaxserve/demo_model")
+    folders = ("jaxserve", "pallas_kernels", "scripts", "tests")
+    found = [path for name in folders for path in (ROOT / name).rglob("README.md")]
+    kept = [p for p in found if not str(p.relative_to(ROOT)).startswith(others)]
+    return [ROOT / "README.md", ROOT / "BUILD.md", *kept]
+
+
+def excesses(measured: dict[str, float], limits: dict[str, float]) -> dict[str, float]:
+    """Return the rates that exceed their limits."""
+    return {name: rate for name, rate in measured.items() if rate > limits[name]}
+
+
+def test_words_of_the_packages_keep_the_limits() -> None:
+    assert excesses(rates(list(sources(*PACKAGES))), PACKAGE_RATES) == {}
+
+
+def test_words_of_the_pages_keep_the_limits() -> None:
+    assert excesses(rates(pages()), PACKAGE_RATES) == {}
+
+
+def test_words_of_scripts_and_tests_keep_the_limits() -> None:
+    assert excesses(rates(list(sources("scripts", "tests"))), OTHER_RATES) == {}
+
+
+def test_few_variables_have_vague_names() -> None:
+    places = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path, source in sources(*PACKAGES).items()
+        for line, name in vague_names(source)
+    ]
+    assert len(places) <= MOST_VAGUE_NAMES, places
+
+
+def test_few_functions_have_nine_parameters() -> None:
+    places = [
+        f"{path.relative_to(ROOT)}:{line}: {text}"
+        for path, source in sources(*PACKAGES).items()
+        for line, text in long_signatures(source)
+    ]
+    assert len(places) <= MOST_LONG_SIGNATURES, places
+
+
+def test_no_literal_is_unpacked_in_place() -> None:
+    places = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path, source in sources(*PACKAGES).items()
+        for line, _ in starred_literals(source)
+    ]
+    assert places == []
+
+
+def class_names(source: str) -> Iterator[str]:
+    """Yield the names of the classes of a module, those within functions excluded."""
+    for node in ast.parse(source).body:
         if isinstance(node, ast.ClassDef):
-            no_nouns = no_nouns | (VERBS - ALSO_NOUNS)
-        if first in no_nouns:
-            yield f"{where}, no noun"
+            yield node.name
 
 
-def field_names(tree: ast.Module) -> set[int]:
-    """Collect the nodes that name fields, as ids: others may depend on these names."""
-    bodies = [node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-    return {id(part.target) for body in bodies for part in body if isinstance(part, ast.AnnAssign)}
+def test_class_names_are_unique() -> None:
+    counts = Counter(name for source in sources(*PACKAGES).values() for name in class_names(source))
+    assert {name: count for name, count in counts.items() if count > 1} == {}
 
 
-def name_faults(tree: ast.Module) -> Iterator[str]:
-    fields = field_names(tree)
-    for node in ast.walk(tree):
-        stored = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-        name = node.id if stored else node.arg if isinstance(node, ast.arg) else ""
-        if name in NO_NAMES and id(node) not in fields:
-            yield f"{getattr(node, 'lineno', 1)}: a variable is named {name!r}"
+def today() -> date:
+    """Return the date of the newest commit, or this day's where there is no history."""
+    command = ["git", "-C", str(ROOT), "log", "-1", "--format=%cs"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    return date.fromisoformat(result.stdout.strip()) if result.returncode == 0 else date.today()
 
 
-def faults(source: str) -> list[str]:
-    tree = ast.parse(source)
-    return [*docstring_faults(tree), *name_faults(tree)]
+def old_measurements(text: str, newest: date) -> list[str]:
+    """Return the dates of measurements that are more than a month older than the newest commit."""
+    dates = MEASUREMENT.findall(text)
+    return [day for day in dates if date.fromisoformat(day) < newest - timedelta(days=31)]
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_style(folder: str) -> None:
-    paths = sorted((ROOT / folder).rglob("*.py"))
-    assert paths
-    found = [f"{path.relative_to(ROOT)}:{f}" for path in paths for f in faults(path.read_text())]
-    assert found == []
+def test_measurements_of_the_front_page_are_of_the_last_month() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(MEASUREMENT.findall(text)) == 4
+    assert old_measurements(text, today()) == []
+
+
+def test_the_front_page_is_short() -> None:
+    text = (ROOT / "README.md").read_text()
+    lines = text.splitlines()
+    assert len(lines) <= 70
+    assert [line for line in lines if len(line) > 88] == []
+    assert len(text.split()) <= 520
 
 
 @pytest.mark.parametrize(
-    "source",
+    ("name", "text"),
     [
-        'def f():\n    """The pages."""',
-        'def f():\n    """Whether it is."""',
-        'async def f():\n    """Returns pages."""',
-        'class A:\n    """What a row has."""',
-        'class A:\n    """Return pages."""',
-        'class A:\n    @property\n    def f(self):\n        """How many."""',
-        '"""Where pages are."""',
-        "one = 1",
-        "for at in range(3): ...",
-        "def f(told): ...",
-        "[some for some in range(3)]",
+        ("what", "what stays"),
+        ("nothing", "none of them"),
+        ("nothing", "Nobody reads it"),
+        ("those", "whoever reads"),
+        ("semicolons", "a; b"),
     ],
 )
-def test_faults_are_found(source: str) -> None:
-    assert len(faults(source)) == 1
+def test_words_are_counted(name: str, text: str) -> None:
+    assert [key for key, pattern in COUNTED.items() if pattern.search(text)] == [name]
 
 
-def test_good_style_passes() -> None:
-    source = """
-        class Step:
-            "Step of rows."
-            at: float
-            @property
-            def is_empty(self):
-                "Whether no row is left."
-            def f(self):
-                "Return `bool[n]`: the rows."
-    """
-    assert faults(textwrap.dedent(source)) == []
+def test_none_in_code_is_not_counted() -> None:
+    assert not COUNTED["nothing"].search("Return None if it is missing.")
+
+
+def test_only_prose_is_read() -> None:
+    source = '"""A module."""\nx = "what"  # a comment\ndef f():\n    """Return x."""\n'
+    lines = [text.strip() for _, text in python_prose(source)]
+    assert sorted(lines) == sorted(['"""A module."""', "# a comment", '"""Return x."""'])
+    page = "a\n```\nwhat\n```\n<!-- t: begin -->\nwhat\n<!-- t: end -->\nb\n"
+    assert [text for _, text in page_prose(page) if text] == ["a", "b"]
+
+
+def test_faults_of_code_are_found() -> None:
+    assert len(list(vague_names("made = 1\ndef f(own): ...\nx.left = 2"))) == 2
+    assert len(list(starred_literals("f(*(a, b))\n[*x, *[c]]"))) == 2
+    signature = ", ".join(f"a{n}" for n in range(9))
+    assert len(list(long_signatures(f"def f({signature}): ...\ndef g(self, a): ..."))) == 1
+
+
+def test_old_measurements_are_found() -> None:
+    table = "| 5 ms | 2026-01-01 | H200 | `x` |\n| 6 ms | 2026-03-01 | H200 | `x` |"
+    assert old_measurements(table, date(2026, 3, 20)) == ["2026-01-01"]

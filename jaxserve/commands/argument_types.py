@@ -1,4 +1,4 @@
-"""Types of arguments. argparse names the argument, and these say what is allowed."""
+"""Types of command-line arguments. Their errors state the allowed values."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ OBJECTIVES = ("ttft", "tpot", "e2el")
 
 
 def positive_integer(text: str, least: int = 1, most: int | None = None) -> int:
-    """Parse an integer from 1 on.
+    """Parse an integer from `least` to `most`.
 
     Raises:
-        ArgumentTypeError: anything else, as with all types here.
+        ArgumentTypeError: the text is invalid. All functions of this module raise it.
     """
     try:
         value = int(text)
@@ -33,26 +33,26 @@ def positive_integer(text: str, least: int = 1, most: int | None = None) -> int:
 
 
 def integer_from_0(text: str) -> int:
-    """Parse an integer from 0 on."""
+    """Parse an integer of at least 0."""
     return positive_integer(text, least=0)
 
 
 def some_of(names: Collection[str]) -> Callable[[str], list[str]]:
-    """Make the type of names out of `names`, with commas between them; each counts once."""
+    """Return a function that parses a comma-separated list of `names` without repetitions."""
 
     def type_(text: str) -> list[str]:
-        found = [part for part in text.split(",") if part]
-        unknown = [part for part in found if part not in names]
-        if unknown or not found:
+        parts = [part for part in text.split(",") if part]
+        unknown = [part for part in parts if part not in names]
+        if unknown or not parts:
             said = f"there is no {', '.join(unknown)}" if unknown else "none is named"
             raise argparse.ArgumentTypeError(f"{said}; there are {', '.join(names)}")
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(parts))
 
     return type_
 
 
 def number_in(least: float, most: float, below: bool = False) -> Callable[[str], float]:
-    """Make the type of numbers from `least` to `most`, or below `most`."""
+    """Return a function that parses a number from `least` to `most`, or below `most`."""
 
     def type_(text: str) -> float:
         try:
@@ -70,7 +70,7 @@ def number_in(least: float, most: float, below: bool = False) -> Callable[[str],
 
 
 def positive_or_inf(text: str) -> float:
-    """Parse a number above 0, which may be `inf`."""
+    """Parse a number above 0 or `inf`."""
     try:
         value = float(text)
     except ValueError:
@@ -89,7 +89,7 @@ def positive(text: str) -> float:
 
 
 def objective(text: str) -> tuple[str, float]:
-    """Parse `ttft:200`: milliseconds that a request must meet, of its TTFT, TPOT or latency."""
+    """Parse a goal like `ttft:200`, in milliseconds, for TTFT, TPOT or the latency of a request."""
     name, _, limit = text.partition(":")
     if name not in OBJECTIVES:
         names = ", ".join(OBJECTIVES)
@@ -98,7 +98,10 @@ def objective(text: str) -> tuple[str, float]:
 
 
 def writable_file(text: str) -> Path:
-    """Check a file that is to be written: what takes minutes must not fail at its end."""
+    """Return the path of a file after a check that it can be written.
+
+    A command that takes minutes must not fail at its end.
+    """
     path = Path(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} is a folder; it must be a file to write")
@@ -110,14 +113,14 @@ def writable_file(text: str) -> Path:
 
 
 def existing_file(text: str) -> Path:
-    """Check a file that must be there."""
+    """Return the path of an existing file."""
     if not Path(text).is_file():
         raise argparse.ArgumentTypeError(f"{text!r} must be a file that exists")
     return Path(text)
 
 
 def writable_folder(text: str) -> Path:
-    """Check a folder that files can be written to."""
+    """Return the path of an existing folder in which files can be written."""
     path = Path(text)
     if not path.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} must be a folder that exists")
@@ -127,11 +130,11 @@ def writable_folder(text: str) -> Path:
 
 
 def http_url(text: str) -> str:
-    """Parse `http://HOST:PORT`, without a slash at its end."""
+    """Return a URL like `http://HOST:PORT` without a slash at its end."""
     try:
         parts = urlsplit(text)
         is_url = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:  # a port that is no number
+    except ValueError:  # the port is not a number
         is_url = False
     if not is_url:
         raise argparse.ArgumentTypeError(f"{text!r} must be a URL, like http://10.0.0.7:8000")
@@ -147,7 +150,7 @@ def name_value(text: str) -> tuple[str, str]:
 
 
 def header(text: str) -> tuple[str, str]:
-    """Parse `NAME=VALUE` of what a request may have as a header."""
+    """Parse `NAME=VALUE` for a valid HTTP header."""
     name, value = name_value(text)
     if not re.fullmatch(r"[\w!#$%&'*+.^`|~-]+", name, re.ASCII) or re.search(r"[\r\n\0]", value):
         raise argparse.ArgumentTypeError(
@@ -157,7 +160,7 @@ def header(text: str) -> tuple[str, str]:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """Parse an object in JSON."""
+    """Parse a JSON object."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:

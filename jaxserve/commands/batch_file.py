@@ -1,4 +1,4 @@
-"""Work of `jaxserve run-batch`: OpenAI's batch files, through the server's own application."""
+"""Implementation of `jaxserve run-batch`: answers from the application of the server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from jaxserve.commands.server import load_models
 from jaxserve.commands.start_output import StartOutput
-from jaxserve.server.api.inner import InnerClient
+from jaxserve.server.api.batch_service import InnerClient
 from jaxserve.server.http.app import App
 from jaxserve.server.kept.batch_lines import (
     LINE_FACTOR,
@@ -27,12 +27,12 @@ from jaxserve.server.served.models import NO_LIMIT, NO_SECONDS
 from jaxserve.server.served.specs import ModelSpec
 from jaxserve.server.settings import ServerConfig
 
-# Lines in progress for each slot of the engine: enough that no slot waits for its next line.
+# Lines in progress per slot of the engine, so that no slot waits for its next line.
 LINES_A_SLOT = 2
 
 
 def batch_config(**settings: Any) -> ServerConfig:
-    """Return settings without queue limits and deadlines: no other client waits."""
+    """Return a ServerConfig without queue limits and deadlines, since no other client waits."""
     return ServerConfig(
         **settings,
         max_num_queued_reqs=NO_LIMIT,
@@ -44,15 +44,16 @@ def batch_config(**settings: Any) -> ServerConfig:
 
 
 class Batch:
-    """A run over the lines of a file, which writes each answer as soon as it is there.
+    """The answering of a batch file, which writes each answer when it is complete.
 
     Args:
-        client: of the application.
-        sink: receives the output.
-        at_once: number of lines in progress together.
+        client: sends requests to the application.
+        sink: file for the answers.
+        at_once: number of lines in progress at once.
 
     Attributes:
-        num_done, num_failed: lines so far, and those without a good answer.
+        num_done: number of answered lines, failed ones included.
+        num_failed: number of lines whose request failed.
     """
 
     def __init__(self, client: InnerClient, sink: BinaryIO, at_once: int) -> None:
@@ -64,11 +65,11 @@ class Batch:
         self.num_done = self.num_failed = 0
 
     async def run(self, texts: Iterator[tuple[int, bytes | None]]) -> None:
-        """Answer all lines, which a thread reads, since lines of a pipe may come late."""
+        """Answer all lines. A thread reads them, because a pipe may deliver them late."""
         async with asyncio.TaskGroup() as group:
-            while (found := await asyncio.to_thread(next, texts, None)) is not None:
+            while (line := await asyncio.to_thread(next, texts, None)) is not None:
                 await self._places.acquire()
-                group.create_task(self._process(*found))
+                group.create_task(self._process(*line))
         self._bar.close()
 
     async def _process(self, number: int, text: bytes | None) -> None:
@@ -93,10 +94,10 @@ class Batch:
 
 
 def run_batch(specs: Iterable[ModelSpec], config: ServerConfig, source: Path, sink: Path) -> int:
-    """Answer the lines of a file into another, in the order in which the answers end.
+    """Answer the lines of `source` and write the answers to `sink` in the order of their ends.
 
     Returns:
-        The exit status: 0 where every line has a good answer, else 1.
+        The exit status: 1 if a line failed, else 0.
 
     Raises:
         OSError: a file cannot be read or written.
@@ -106,7 +107,7 @@ def run_batch(specs: Iterable[ModelSpec], config: ServerConfig, source: Path, si
     with source.open("rb") as file:
         models = load_models(specs, config, output)
         try:
-            with sink.open("wb") as out:  # until now answers of before have stayed
+            with sink.open("wb") as out:  # only now, so that a failed start keeps earlier answers
                 batch = asyncio.run(_run(App(models, config), file, out))
         finally:
             models.close()

@@ -1,4 +1,4 @@
-"""`jaxserve chat` and `jaxserve complete`: a running server, from a terminal."""
+"""`jaxserve chat` and `jaxserve complete`: use a running server in a terminal."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def add_chat(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def chat(arguments: argparse.Namespace) -> int:
-    """Run `jaxserve chat` or `jaxserve complete`. Return 1 where the server did not answer."""
+    """Run `jaxserve chat` or `jaxserve complete`. Return 1 if the server did not answer."""
     module = importlib.import_module("jaxserve.commands.terminal")
     options = {name: getattr(arguments, name) for name in ("max_tokens", "temperature")}
     key = environment_settings().get("api_key", "").split(",")[0]

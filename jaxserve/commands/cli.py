@@ -1,9 +1,9 @@
-"""The `jaxserve` command: its parser, and the dispatch to the commands' modules.
+"""The `jaxserve` command: its parser, and the call of the selected command.
 
-Options are made from the fields of `EngineConfig` and `SamplingParams`, so there is one list of
-each: `max_num_seqs` is `--max-num-seqs`, a boolean has a `--no-` form, and the help text is the
-field's line in the class's docstring. A command's module declares its options; it imports JAX, and
-the modules that need it, once the arguments have been read.
+Options are derived from the fields of `EngineConfig`, `ServerConfig` and `SamplingParams`:
+`max_num_seqs` is `--max-num-seqs`, a boolean also has a `--no-` form, and the help text is the line
+of the field in the docstring of the class. The module of a command declares its options, and
+imports JAX only after the arguments have been parsed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from jaxserve.start.interrupts import INTERRUPTED
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands. A command's `run` is called with the arguments."""
+    """Return the parser of all commands. It sets `run` to the function of the selected command."""
     parser = CommandParser(prog="jaxserve", description="An LLM inference engine in JAX.")
     parser.add_argument("--version", action="version", version=f"jaxserve {jaxserve.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
@@ -48,10 +48,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command.
+    """Run the command of `argv`, or of `sys.argv`.
 
     Returns:
-        The exit status: 2 for bad input, 130 when interrupted, 1 where the output cannot be
+        The exit status: 2 for bad input, 130 after an interrupt, 1 if standard output cannot be
         written.
     """
     settle_streams()
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
             return _run(argv)
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:  # the reader of the output has closed it
+    except BrokenPipeError:  # the reader has closed the pipe
         drop_output()
     except OSError as error:
         drop_output()

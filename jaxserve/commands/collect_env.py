@@ -1,4 +1,4 @@
-"""`jaxserve collect-env`: what a report of a fault should say of the machine."""
+"""`jaxserve collect-env`: print facts about the machine for a bug report."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import textwrap
 from collections.abc import Callable
 
-from jaxserve.engine.environment import collect_environment
+from jaxserve.settings.installation import collect_environment
 
 _WIDTH, _INDENT = 100, 13
 

@@ -65,7 +65,7 @@ def compile_programs(arguments: argparse.Namespace) -> int:
     loaded, output = [], StartOutput(sys.stderr)
     try:
         server = ServerConfig(**given(arguments, ["model_weights"]))
-        specs = plan_models(arguments.models, engine_settings(arguments, OWN), server)
+        specs = plan_models(arguments.models, engine_settings(arguments), server)
         check_models(specs)
         check_devices(specs[0].config)
         load = importlib.import_module("jaxserve.start.start").load  # brings JAX with it
@@ -91,7 +91,7 @@ def _compile_for_card(arguments: argparse.Namespace) -> int:
     """
     output = StartOutput(sys.stderr)
     try:
-        specs = plan_models(arguments.models, engine_settings(arguments, OWN), ServerConfig())
+        specs = plan_models(arguments.models, engine_settings(arguments), ServerConfig())
         check_models(specs)
         check_devices(specs[0].config)
         if len(specs) > 1:

@@ -1,4 +1,4 @@
-"""`jaxserve convert`: a checkpoint written as a folder that loads without work."""
+"""`jaxserve convert`: write a checkpoint as a folder whose weights need no conversion."""
 
 from __future__ import annotations
 

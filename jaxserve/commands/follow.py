@@ -1,4 +1,4 @@
-"""Work of `jaxserve serve --headless`: hold a part of another host's engine, until that ends."""
+"""Implementation of `jaxserve serve --headless`: run a part of another host's engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxserve.server.served.specs import ModelSpec
 
 
 def follow(spec: ModelSpec, is_verbose: bool = False) -> int:
-    """Follow until the leader ends in order; return 0.
+    """Run this host's part of the engine until the leader has ended in order. Return 0.
 
     Raises:
         ValueError, OSError: see `engine.following.follow`.
@@ -23,7 +23,7 @@ def follow(spec: ModelSpec, is_verbose: bool = False) -> int:
     output.say(f"loading {spec.names[0]}: host {config.node_rank} of {config.nnodes}")
 
     def say_ready() -> None:
-        # Whoever stops a group signals all of it; the leader drains, and ends the others then.
+        # Ctrl-C signals the whole process group. The leader finishes its requests first.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         output.say(f"following {config.master_addr}:{config.master_port}")
 

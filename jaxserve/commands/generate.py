@@ -1,4 +1,4 @@
-"""`jaxserve generate`: answers to prompts given on the command line."""
+"""`jaxserve generate`: answer prompts of the command line."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from jaxserve.text.template_names import HOW_TO_GIVE
 TEMPLATES = "jaxserve.text.named_templates"  # imports Jinja
 # Options that vLLM's server has, too.
 OWN = ("chat_template",)
-# Fields of SamplingParams that have a meaning for prompts given on a command line.
+# Fields of SamplingParams that are options of this command.
 SAMPLING_FIELDS = (
     "n temperature top_p top_k min_p seed stop max_tokens min_tokens ignore_eos".split()
 )
@@ -77,22 +77,22 @@ def add_generate(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         f"{spell(CHAT_SAMPLING)}. {DEFAULT_MAX_TOKENS} tokens.",
     )
     add_fields(sampling, SamplingParams, SAMPLING_FIELDS, skip_default=True)
-    add_engine(parser, own=OWN)
+    add_engine(parser, excluded=OWN)
     add_sources(parser, ["model"])
     parser.set_defaults(run=generate)
 
 
 def generate(arguments: argparse.Namespace) -> int:
-    """Run `jaxserve generate`. Return 1 where an answer failed.
+    """Run `jaxserve generate`. Return 1 if an answer failed.
 
     Raises:
-        CommandError: the model cannot be loaded, or a prompt is no list of token ids.
+        CommandError: the model cannot be loaded, or a prompt is not a list of token ids.
         InvalidRequest: a setting is out of range.
     """
     prompts = [sys.stdin.read() if text == "-" else text for text in arguments.prompts]
     chosen: dict[str, Any] = {"max_tokens": DEFAULT_MAX_TOKENS} | given(arguments, SAMPLING_FIELDS)
     SamplingParams(**chosen)  # refuses a bad value before the model is loaded
-    settings = engine_settings(arguments, OWN)
+    settings = engine_settings(arguments)
     check_model(arguments.model)
     check_devices(EngineConfig(**settings))
     template = arguments.chat_template
@@ -125,17 +125,16 @@ def generate(arguments: argparse.Namespace) -> int:
 def _open(model: str | None, settings: dict[str, Any]) -> jaxserve.LLM:
     try:
         return jaxserve.LLM(model, **settings)
-    except (ValueError, OSError) as error:  # settings, or files that are not what they should be
+    except (ValueError, OSError) as error:  # wrong settings or files
         raise CommandError(str(error)) from error
 
 
 def spell(sampling: Mapping[str, float]) -> str:
-    """Return settings in words."""
+    """Return sampling settings as text, such as 'temperature 0.6, top_p 0.95'."""
     return ", ".join(f"{name} {value:g}" for name, value in sampling.items())
 
 
 def _show_sampling(usual: Mapping[str, float]) -> None:
-    """Tell a user at a terminal what is drawn with, where nobody said so."""
     console = Console(stderr=True, highlight=False)
     if usual and console.is_terminal:
         console.print(f"[dim]{spell(usual)}: the checkpoint recommends nothing[/]")
@@ -159,7 +158,6 @@ def _token_ids(text: str) -> list[int]:
 
 
 def _show(prompt: str, output: RequestOutput) -> None:
-    """Print a prompt and its answers, in colour on a terminal."""
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"[bold cyan]> {escape(prompt)}[/]")
     for choice in output.outputs:

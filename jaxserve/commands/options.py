@@ -1,4 +1,4 @@
-"""Options of the command line, made from the fields of dataclasses: one list of names."""
+"""Options of the command line, derived from the fields of dataclasses."""
 
 from __future__ import annotations
 
@@ -9,20 +9,35 @@ import json
 import re
 import types
 import typing
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable
 from functools import partial
 from typing import Any, NoReturn
 
 from jaxserve.commands.argument_types import json_object
-from jaxserve.commands.vllm_flags import RENAMED, SHORT
 from jaxserve.errors import InvalidRequest
-from jaxserve.settings.config import EngineConfig
-from jaxserve.settings.setting_values import OTHER_NAMES, usual_value
-from jaxserve.settings.unserved import UNSERVED, Unserved, served
+from jaxserve.settings.compat import ENGINE, served, unserved
+from jaxserve.settings.config import EngineConfig, usual_value
 
 BAD_INPUT = 2
 DEFAULT_MAX_TOKENS = 256
 MODEL_HELP = "a checkpoint folder, a .gguf file or a name on the hub (default: the bundled model)"
+# vLLM's names of settings that have another name here.
+RENAMED = {
+    "device_memory_utilization": "gpu_memory_utilization",
+    "max_num_queued_tokens": "max_queued_prompt_tokens",
+    "shutdown_timeout": "drain_timeout",
+}
+# vLLM's short forms of served options. `compat.toml` has the short forms of other options.
+SHORT = {
+    "quantization": "-q",
+    "nnodes": "-n",
+    "node_rank": "-r",
+    "tensor_parallel_size": "-tp",
+    "decode_context_parallel_size": "-dcp",
+    "data_parallel_size": "-dp",
+    "data_parallel_backend": "-dpb",
+    "enable_expert_parallel": "-ep",
+}
 # `model` is declared by each command. `seed` is that of the sampling, which dummy weights follow.
 ENGINE_FIELDS = [
     field.name for field in dataclasses.fields(EngineConfig) if field.name not in ("model", "seed")
@@ -37,30 +52,30 @@ class Parser(argparse.ArgumentParser):
 
 
 class CommandError(Exception):
-    """An error that the user can put right. Its message is shown alone."""
+    """An error that the user can correct. Only its message is shown."""
 
 
 def field_help(cls: type) -> dict[str, str]:
-    """Return each field's text in the Args section of a dataclass's docstring."""
-    found: dict[str, str] = {}
+    """Return the text of each field in the Args section of a dataclass's docstring."""
+    texts: dict[str, str] = {}
     for base in cls.__mro__:
         # From 3.13 on Python itself leaves out the indentation that all lines share.
         text = inspect.cleandoc(base.__doc__ or "")
         section = text.partition("Args:\n")[2].partition("\n\n")[0]
         entries = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", section, re.MULTILINE)
-        found |= {name: " ".join(text.split()) for name, text in entries}
-    return found
+        texts |= {name: " ".join(text.split()) for name, text in entries}
+    return texts
 
 
 def _integer(text: str) -> int:
-    """Return a whole number, which may be written as vLLM takes it: 32k is 32,000, 32K 32,768."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt])|(\d+)([KMGT])", text)
+    # As in vLLM, 32k is 32,000 and 32K is 32,768.
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt])|(\d+)([KMGT])", text)
     try:
-        if found is None:
+        if match is None:
             return int(text)
-        if found[1]:
-            return int(float(found[1]) * 1000 ** ("kmgt".index(found[2]) + 1))
-        return int(found[3]) << 10 * ("KMGT".index(found[4]) + 1)
+        if match[1]:
+            return int(float(match[1]) * 1000 ** ("kmgt".index(match[2]) + 1))
+        return int(match[3]) << 10 * ("KMGT".index(match[4]) + 1)
     except (ValueError, OverflowError):
         raise argparse.ArgumentTypeError(f"invalid int value: {text!r}") from None
 
@@ -72,12 +87,12 @@ def _integers(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list like 1,2,4") from None
 
 
-# Arguments of argparse for a list whose entries may follow each other.
+# argparse's arguments for an option with one or more words.
 WORDS: dict[str, Any] = {"action": "extend", "nargs": "+", "metavar": "TEXT"}
 
 
 class Switch(argparse.BooleanOptionalAction):
-    """A flag with its `--no-` form, and as vLLM has it `--disable-x` beside `--enable-x`."""
+    """A flag with a `--no-` form, and as in vLLM `--disable-x` for `--enable-x`."""
 
     def __init__(self, option_strings: list[str], dest: str, **named: Any) -> None:
         super().__init__(option_strings, dest, **named)
@@ -99,7 +114,7 @@ class Switch(argparse.BooleanOptionalAction):
 
 
 class Entries(argparse.Action):
-    """An option that may be given several times, or once with a JSON list, as vLLM takes it."""
+    """An option that is repeated for each entry, or has a JSON list, as in vLLM."""
 
     def __call__(
         self, parser: Any, namespace: Any, values: Any, option_string: str | None = None
@@ -110,15 +125,15 @@ class Entries(argparse.Action):
         setattr(namespace, self.dest, [*(getattr(namespace, self.dest, None) or ()), *entries])
 
 
-def _usual(field: str, value: str) -> str:
+def _usual(field: str, choices: Container[str], value: str) -> str:
     try:
-        return usual_value(value, field)
+        return value if value in choices else usual_value(value, field)
     except InvalidRequest as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _option(hint: Any) -> dict[str, Any]:
-    """Return argparse's arguments for an option of a field's type."""
+    """Return argparse's arguments for an option, from the type of its field."""
     if typing.get_origin(hint) is dict:
         return {"type": json_object, "metavar": "JSON"}
     if typing.get_origin(hint) is typing.Literal:
@@ -140,7 +155,10 @@ def _option(hint: Any) -> dict[str, Any]:
 def add_fields(
     parser: argparse._ArgumentGroup, cls: type, names: Iterable[str], skip_default: bool = False
 ) -> None:
-    """Declare an option for each named field of a dataclass. An absent one sets no attribute."""
+    """Declare an option for each named field of a dataclass.
+
+    An option that is absent from the command line sets no attribute of the namespace.
+    """
     hints, helps = typing.get_type_hints(cls), field_help(cls)
     for field in dataclasses.fields(cls):
         if field.name not in names:
@@ -153,8 +171,8 @@ def add_fields(
             kind = WORDS
         elif field.metadata.get("entries"):
             kind = {"action": Entries, "metavar": "TEXT"}
-        elif field.name in OTHER_NAMES and "choices" in kind:
-            kind["type"] = partial(_usual, field.name)
+        elif "choices" in kind:
+            kind["type"] = partial(_usual, field.name, kind["choices"])
         parser.add_argument(
             *flags_of(field.name),
             dest=field.name,
@@ -162,7 +180,7 @@ def add_fields(
             help=text.replace("%", "%%"),
             **kind,
         )
-        for name in (name for name, own in RENAMED.items() if own == field.name):
+        for name in (name for name, ours in RENAMED.items() if ours == field.name):
             parser.add_argument(
                 *flags_of(name),
                 dest=field.name,
@@ -172,23 +190,27 @@ def add_fields(
             )
 
 
-def flags_of(name: str) -> list[str]:
-    """Return the options of a field or of vLLM's argument: the long one, then its short form."""
-    return ["--" + name.replace("_", "-"), *([SHORT[name]] if name in SHORT else [])]
+def flags_of(name: str, short: str | None = None) -> list[str]:
+    """Return the long option of a field or of vLLM's argument, and its short form if it has one."""
+    short = SHORT.get(name, short)
+    return ["--" + name.replace("_", "-"), *([] if short is None else [short])]
 
 
 def add_engine(
     parser: argparse.ArgumentParser,
     about: str | None = None,
     more: Iterable[str] = (),
-    own: Container[str] = (),
+    excluded: Container[str] = (),
 ) -> None:
-    """Declare an engine's settings, and vLLM's unsupported ones, which `--help` leaves out.
+    """Declare the settings of an engine, which `engine_settings` returns.
 
-    `engine_settings` returns those that are given.
+    vLLM's other options are declared, and refused, when a command line has an unknown option.
 
     Args:
-        own: names that the command gives a meaning of its own.
+        parser: of the command.
+        about: description of the group of options.
+        more: further fields of EngineConfig, such as "seed".
+        excluded: options that the command declares itself.
     """
     group = parser.add_argument_group("engine", about)
     names = [*ENGINE_FIELDS, *more]
@@ -200,40 +222,46 @@ def add_engine(
         "precedence, and variables JAXSERVE_<OPTION> of the environment, like "
         "JAXSERVE_MAX_MODEL_LEN",
     )
-    add_unserved(parser, {name: row for name, row in UNSERVED.items() if name not in own})
+    parser.set_defaults(unserved=(ENGINE,), own=excluded)
     add_sources(parser, names)
 
 
 def add_sources(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
-    """Let the environment give these fields too; see `CommandParser`."""
+    """Let variables of the environment set these fields (`CommandParser`)."""
     parser.set_defaults(settings={*(parser.get_default("settings") or ()), *names})
 
 
-def add_unserved(parser: argparse.ArgumentParser, rows: Mapping[str, Unserved]) -> None:
-    """Let a command refuse these options; `declare_unserved` declares them when it is run."""
-    parser.set_defaults(unserved={**(parser.get_default("unserved") or {}), **rows})
-
-
 def declare_unserved(parser: argparse.ArgumentParser) -> None:
-    """Declare options that `--help` leaves out, since they are there to be refused.
+    """Declare vLLM's options that jaxserve refuses. `--help` does not show them.
 
-    There are so many that they would cost the commands that are not run 30 ms.
+    The defaults of the parser select them: `unserved` has the tables and `own` the names that the
+    command declares itself. Sets the default `refused` to the declared names.
     """
-    rows: Mapping[str, Unserved] = parser.get_default("unserved") or {}
-    for name, row in rows.items():
-        if flags_of(name)[0] in parser._option_string_actions:
-            continue  # the other form of a flag
-        neutral = row.neutral or ()
-        kind: dict[str, Any] = {"type": _plain_value}
-        if any(isinstance(value, bool) for value in neutral):
-            kind = {"action": Switch}
-        elif [] in neutral:
-            kind["nargs"] = "+"
-        elif name == "hf_token":
-            kind |= {"nargs": "?", "const": True}
-        parser.add_argument(
-            *flags_of(name), dest=name, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **kind
-        )
+    excluded, refused = parser.get_default("own") or (), []
+    for kind in parser.get_default("unserved") or ():
+        for name, row in unserved(kind).items():
+            if name in excluded:
+                continue
+            refused.append(name)
+            flags = flags_of(name, row.short)
+            if flags[0] in parser._option_string_actions:
+                continue  # the other form of a flag
+            neutral = row.neutral or ()
+            arguments: dict[str, Any] = {"type": _plain_value}
+            if any(isinstance(value, bool) for value in neutral):
+                arguments = {"action": Switch}
+            elif [] in neutral:
+                arguments["nargs"] = "+"
+            elif name == "hf_token":
+                arguments |= {"nargs": "?", "const": True}
+            parser.add_argument(
+                *flags,
+                dest=name,
+                default=argparse.SUPPRESS,
+                help=argparse.SUPPRESS,
+                **arguments,
+            )
+    parser.set_defaults(refused=refused)
 
 
 def _plain_value(text: str) -> Any:
@@ -243,16 +271,22 @@ def _plain_value(text: str) -> Any:
         return text
 
 
-def engine_settings(arguments: argparse.Namespace, own: Container[str] = ()) -> dict[str, Any]:
-    """Return an engine's settings that are given, the seed included; `own` as for `add_engine`.
+def engine_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return an engine's settings on the command line, the seed included.
 
     Raises:
-        InvalidRequest: one that is not supported, with what to do instead.
+        InvalidRequest: a setting is not served. The message has a suggestion.
     """
-    unserved = [name for name in UNSERVED if name not in own]
-    return served(given(arguments, [*ENGINE_FIELDS, "seed", *unserved]))
+    names = [*ENGINE_FIELDS, "seed"]
+    return served(given(arguments, [*names, *refused_names(arguments, ENGINE)]), names)
+
+
+def refused_names(arguments: argparse.Namespace, kind: str) -> list[str]:
+    """Return the options of a table of unserved names that the command's parser has declared."""
+    names = getattr(arguments, "refused", ())
+    return [name for name in names if name in unserved(kind)]
 
 
 def given(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """Return those of the named options that are given."""
+    """Return the options among `names` that the arguments have."""
     return {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}

@@ -1,7 +1,7 @@
-"""CommandParser: a command line, filled up from a file of options and from the environment.
+"""CommandParser: a parser that also takes options from a file and from the environment.
 
-An option of the command line takes precedence over its variable in the environment, and that over
-the file; vLLM, which has no such variables, lets the command line take precedence over the file.
+The command line takes precedence over the environment, and the environment over the file. vLLM has
+no such variables, and its command line takes precedence over the file, too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jaxserve.server.settings import ServerConfig
 from jaxserve.settings.config import VARIABLE_PREFIX, EngineConfig, environment_settings
 
 MAX_FILE_BYTES = 1 << 20
-# Options that most users need. The help of a command with many options begins with them.
+# Options that most users need. `--help` of a command with many options shows them first.
 COMMON = frozenset(
     """
     host port api_key served_model_name model dtype quantization kv_cache_dtype max_model_len
@@ -36,12 +36,12 @@ _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
 class Setting(NamedTuple):
-    """A setting from elsewhere than the command line.
+    """A setting from the environment or a file.
 
     Attributes:
-        origin: the variable, or the file and line.
-        name: of the option, with underscores.
-        value: text from the environment, any value of YAML from a file.
+        origin: name of the variable, or file and line.
+        name: name of the option, with underscores.
+        value: text from the environment, or any value of YAML from a file.
     """
 
     origin: str
@@ -50,22 +50,23 @@ class Setting(NamedTuple):
 
     @property
     def is_variable(self) -> bool:
-        """Return whether it comes from the environment."""
+        """Whether the setting comes from the environment."""
         return self.origin.startswith(VARIABLE_PREFIX)
 
 
 class CommandParser(Parser):
-    """Parser of a command, which reads options as vLLM's parser does, from elsewhere too.
+    """Parser of a command that accepts vLLM's spellings, the environment and a file of options.
 
-    Defaults of a parser (`set_defaults`) say what it does: `settings` names the options that the
-    environment may give, and `examine` is called with all words before they are read.
+    Its defaults (`set_defaults`) configure it: `settings` has the options that the environment can
+    set, and `examine` is called with all words before they are parsed.
     """
 
     def parse_known_args(  # type: ignore[override]
         self, args: list[str] | None = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
         words = sys.argv[1:] if args is None else list(args)
-        declare_unserved(self)
+        if not self._knows(plain_words(words)):
+            declare_unserved(self)
         examine = self.get_default("examine")
         if examine is not None:
             examine(words, self._option_string_actions)
@@ -79,8 +80,13 @@ class CommandParser(Parser):
             self._fill(parsed, settings, self._given(words))
         return parsed, rest
 
+    def _knows(self, words: list[str]) -> bool:
+        flags = [word.partition("=")[0] for word in words if word.startswith("-")]
+        # A file may contain any option.
+        return "--config" not in flags and all(f in self._option_string_actions for f in flags)
+
     def _given(self, words: list[str]) -> set[str]:
-        """Return the names that the command line itself sets."""
+        """Return the names that `words` set, without defaults."""
         defaults = {action: action.default for action in self._actions}
         try:
             for action in defaults:
@@ -92,8 +98,8 @@ class CommandParser(Parser):
             for action, default in defaults.items():
                 action.default = default
 
-    def _fill(self, parsed: argparse.Namespace, names: Iterable[str], given: set[str]) -> None:
-        """Set what the command line leaves out, and remember from where it came."""
+    def _fill(self, parsed: argparse.Namespace, names: Iterable[str], present: set[str]) -> None:
+        """Set options that the command line lacks, and store their origins in `parsed.origins`."""
         origins: dict[str, str] = {}
         path = getattr(parsed, "config", None)
         listed = [] if path is None else list(read_file(path))
@@ -101,7 +107,7 @@ class CommandParser(Parser):
             action = self._option_string_actions.get("--" + setting.name.replace("_", "-"))
             if action is None or action.dest in ("config", "help"):
                 raise CommandError(f"{setting.origin}: {self._no_option(setting.name)}")
-            if action.dest in given or action.dest in origins:
+            if action.dest in present or action.dest in origins:
                 continue
             value = _read(setting, action)
             if value is not None:
@@ -117,7 +123,7 @@ class CommandParser(Parser):
         return f"there is no option {name!r}{hint}"
 
     def format_help(self) -> str:
-        """Return the help text; where options are many, it begins with the common ones."""
+        """Return the help text, which begins with common options if there are many options."""
         shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
         words = [action for action in shown if not action.option_strings]
         common = [action for action in shown if action.dest in COMMON and action not in words]
@@ -140,17 +146,17 @@ class CommandParser(Parser):
 
 
 class _SingleOption(Parser):
-    """Parser of one option from elsewhere; `prog` is its origin."""
+    """Parser of an option from a file or variable, with the origin as `prog`."""
 
     def error(self, message: str) -> NoReturn:
         raise CommandError(f"{self.prog}: {message}")
 
 
 def plain_words(words: list[str]) -> list[str]:
-    """Return words with vLLM's spellings of options turned into argparse's.
+    """Return the words of a command line with vLLM's spellings replaced by argparse's.
 
-    An underscore is a dash. `--x.a.b 1` is the field a.b of the JSON object that `--x` takes; with
-    `+` after the name, an entry of a list.
+    Underscores become dashes. `--x.a.b 1` becomes `--x '{"a": {"b": 1}}'`, and a `+` after the name
+    makes the value a list.
     """
     end = words.index("--") if "--" in words else len(words)
     plain: list[str] = []
@@ -159,17 +165,17 @@ def plain_words(words: list[str]) -> list[str]:
     while pending:
         word = pending.pop(0)
         flag, equals, value = word.partition("=")
-        found = re.fullmatch(r"(--[A-Za-z][\w-]*)((?:\.\w+)*)(\+?)", flag)
-        if found is None:
+        match = re.fullmatch(r"(--[A-Za-z][\w-]*)((?:\.\w+)*)(\+?)", flag)
+        if match is None:
             plain.append(word)
             continue
-        name = found[1].replace("_", "-")
-        if not found[2]:
-            plain.append(name + found[3] + equals + value)
+        name = match[1].replace("_", "-")
+        if not match[2]:
+            plain.append(name + match[3] + equals + value)
             continue
         if not equals and pending:
             value = pending.pop(0)
-        _put(nested.setdefault(name, {}), found[2][1:].split("."), value, bool(found[3]))
+        _put(nested.setdefault(name, {}), match[2][1:].split("."), value, bool(match[3]))
     for name, fields_of_it in nested.items():
         plain += [name, json.dumps(fields_of_it)]
     return plain + words[end:]
@@ -198,7 +204,7 @@ def _variables(names: Iterable[str]) -> Iterator[Setting]:
 
 
 def unknown_variables() -> list[str]:
-    """Return what to say of variables that look like settings, and are none."""
+    """Return a warning for each variable JAXSERVE_<NAME> without a setting of that name."""
     names = {field.name for cls in (EngineConfig, ServerConfig) for field in fields(cls)}
     said = []
     for name in sorted(environment_settings().keys() - names):
@@ -209,21 +215,21 @@ def unknown_variables() -> list[str]:
 
 
 def with_options(message: str) -> str:
-    """Return a message about settings with their options in place of the fields' names."""
+    """Return a message with the names of fields replaced by their options."""
     classes = (EngineConfig, ServerConfig, FleetConfig, SamplingParams)
     names = {field.name for cls in classes for field in fields(cls)}
     words = "|".join(name for name in names if "_" in name or name == "nnodes")
-    # Other names of one word are ordinary words too, except before the allowed values.
+    # Fields of one word are also ordinary words, except at the beginning of "x must be".
     first = "|".join(name for name in names if "_" not in name)
-    found = rf"(?<![\w.\-'\"])(?:{words})(?![\w'\"])|^(?:{first})(?= must )"
-    return re.sub(found, lambda match: "--" + match[0].replace("_", "-"), message)
+    pattern = rf"(?<![\w.\-'\"])(?:{words})(?![\w'\"])|^(?:{first})(?= must )"
+    return re.sub(pattern, lambda match: "--" + match[0].replace("_", "-"), message)
 
 
 def read_file(path: str) -> Iterator[Setting]:
-    """Yield the options in a YAML file, in their order.
+    """Yield the options of a YAML file, in their order.
 
     Raises:
-        CommandError: naming the file, and the line where there is one.
+        CommandError: the file is invalid. The message names the file, and the line if possible.
     """
     import yaml  # takes longer than the rest of the command line
 
@@ -255,11 +261,6 @@ def read_file(path: str) -> Iterator[Setting]:
 
 
 def _read(setting: Setting, action: argparse.Action) -> Any:
-    """Return a setting's value as its option would have it on the command line.
-
-    Raises:
-        CommandError: naming its origin.
-    """
     single = _SingleOption(prog=setting.origin, add_help=False, allow_abbrev=False)
     single._add_action(action)
     words = _words(setting, action)
@@ -267,7 +268,7 @@ def _read(setting: Setting, action: argparse.Action) -> Any:
 
 
 def _words(setting: Setting, action: argparse.Action) -> list[str]:
-    """Return the words of a command line that say a setting."""
+    """Return the words of a command line for a setting."""
     flag, value = "--" + setting.name.replace("_", "-"), setting.value
     if action.nargs == 0:
         if str(value).lower() not in _TRUE + _FALSE:

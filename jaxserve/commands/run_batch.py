@@ -1,4 +1,4 @@
-"""`jaxserve run-batch`: a batch file of OpenAI's form, answered in this process."""
+"""`jaxserve run-batch`: answer a batch file in OpenAI's format in this process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jaxserve.commands.options import (
 from jaxserve.server.served.specs import plan_models
 from jaxserve.server.settings import ServerConfig
 
-# Fields of ServerConfig that have a meaning for a file of requests.
+# Fields of ServerConfig that are options of this command.
 SERVER_FIELDS = (
     "served_model_name tool_call_parser enable_auto_tool_choice reasoning_parser chat_template "
     "trust_request_chat_template default_chat_template_kwargs reasoning_effort_map "
@@ -50,7 +50,7 @@ def add_run_batch(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def run_batch(arguments: argparse.Namespace) -> int:
-    """Run `jaxserve run-batch`. Return 1 where a line has no good answer.
+    """Run `jaxserve run-batch`. Return 1 if a line failed.
 
     Raises:
         CommandError: a file or a setting is wrong, or the model cannot be loaded.
@@ -63,14 +63,14 @@ def run_batch(arguments: argparse.Namespace) -> int:
         config = module.batch_config(**given(arguments, SERVER_FIELDS))
         importlib.import_module("jaxserve.server.served.chat_template").server_template(config)
         models = [arguments.model] if arguments.model else []
-        specs = plan_models(models, engine_settings(arguments, SERVER_FIELDS), config)
+        specs = plan_models(models, engine_settings(arguments), config)
         return module.run_batch(specs, config, source, sink)
     except (ValueError, OSError) as error:
         raise CommandError(str(error)) from error
 
 
 def _check_input(source: Path) -> None:
-    """Check a file, a pipe or /dev/stdin without opening it: a pipe's writer would notice."""
+    # Opening a pipe would affect its writer.
     if not source.exists():
         raise CommandError(f"--input-file: there is no file {str(source)!r}")
     if source.is_dir() or not os.access(source, os.R_OK):
@@ -78,10 +78,10 @@ def _check_input(source: Path) -> None:
 
 
 def _check_output(sink: Path, source: Path) -> None:
-    """Check that a file can be written, and leave it as it is.
+    """Check that the output can be written, without changing the file.
 
     Raises:
-        CommandError: it cannot, or it is the input.
+        CommandError: the file cannot be written, or it is the input.
     """
     is_there = sink.exists()
     if is_there and source.is_file() and sink.samefile(source):

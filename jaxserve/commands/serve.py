@@ -1,45 +1,45 @@
-"""`jaxserve serve`: models over HTTP."""
+"""`jaxserve serve`: serve models over HTTP."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import importlib
+import shlex
 import sys
 from collections.abc import Callable, Container
+from functools import cache
 from typing import Any
 
-from jaxserve.commands.llama_flags import in_our_words
 from jaxserve.commands.options import (
     CommandError,
     add_engine,
     add_fields,
     add_sources,
-    add_unserved,
     engine_settings,
     given,
+    refused_names,
 )
 from jaxserve.commands.start_output import StartOutput, Stop
-from jaxserve.commands.vllm_flags import SERVER
 from jaxserve.errors import InvalidRequest
 from jaxserve.fleet.options import FleetConfig, check_cluster, check_gang, check_server
 from jaxserve.server.http.listener import bind, bind_path
 from jaxserve.server.http.tls import check_certificates
 from jaxserve.server.served.specs import ModelSpec, check_models, plan_models
 from jaxserve.server.settings import ServerConfig, check_files_dir
+from jaxserve.settings.compat import ENGINE, SERVER, served, table
 from jaxserve.settings.config import EngineConfig, check_devices, prepare_process
 from jaxserve.settings.hosts import check_secret
 from jaxserve.settings.installation import install_command
-from jaxserve.settings.unserved import served
 from jaxserve.start.garbage import collection_paused
 
 SERVER_FIELDS = [field.name for field in dataclasses.fields(ServerConfig)]
 FLEET_FIELDS = [field.name for field in dataclasses.fields(FleetConfig)]
-# Names that mean something else, or nothing, to other commands.
+# Settings that only this command has.
 OWN_FIELDS = [*SERVER_FIELDS, *FLEET_FIELDS]
-# Settings that name files with a secret.
+# Settings that are the path of a secret.
 SECRETS = ("prefix_caching_secret", "nodes_secret")
-# What the processes of a cluster read that is started here.
+# Variables for the processes of a Ray cluster that this command starts.
 _CLUSTER: dict[str, Any] = {
     "RAY_USAGE_STATS_ENABLED": 0,
     "RAY_SERVE_LOG_TO_STDERR": 0,
@@ -65,7 +65,9 @@ def add_serve(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         help="checkpoint folders, .gguf files or names on the hub, each with the name to serve it "
         "by (default: the bundled model)",
     )
-    parser.add_argument("--model", help=argparse.SUPPRESS)  # vLLM's older form, and its file's
+    parser.add_argument(
+        "--model", help=argparse.SUPPRESS
+    )  # of older versions of vLLM, and of its files
     parser.add_argument(
         "--verbose", action="store_true", help="report the start at length, with all of its parts"
     )
@@ -73,15 +75,76 @@ def add_serve(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     add_fields(server, ServerConfig, SERVER_FIELDS)
     add_fields(parser.add_argument_group("replicas"), FleetConfig, FLEET_FIELDS)
     add_engine(parser, "For each model.", ["seed"], OWN_FIELDS)
-    add_unserved(parser, SERVER)
     add_sources(parser, [*OWN_FIELDS, "model"])
-    parser.set_defaults(run=serve, examine=_refuse_llama_flags)
+    parser.set_defaults(run=serve, examine=_refuse_llama_flags, unserved=(ENGINE, SERVER))
 
 
-def _refuse_llama_flags(words: list[str], own: Container[str]) -> None:
-    said = in_our_words(words, own)
-    if said is not None:
-        raise CommandError(said)
+def _refuse_llama_flags(words: list[str], ours: Container[str]) -> None:
+    if all(word.partition("=")[0] in ours for word in words if word.startswith("-")):
+        return
+    message = llama_command(words, ours)
+    if message is not None:
+        raise CommandError(message)
+
+
+@cache
+def llama_options() -> tuple[dict[str, str], dict[str, str]]:
+    """Return two maps of llama.cpp's options: to options of jaxserve, and to reasons."""
+    rows = table()["llama"]
+    here = rows["equivalents"].items()
+    equivalents = {flag: option for flags, option in here for flag in flags.split()}
+    reasons = {flag: row["instead"] for row in rows["unserved"] for flag in row["flags"].split()}
+    return equivalents, reasons
+
+
+def llama_command(words: list[str], ours: Container[str]) -> str | None:
+    """Translate a command line for llama.cpp's server.
+
+    Args:
+        words: the words after `jaxserve serve`.
+        ours: options of `jaxserve serve`.
+
+    Returns:
+        A sentence with the command for jaxserve and a reason for each option without equivalent,
+        or None if no word is an option of llama.cpp alone.
+    """
+    equivalents, reasons = llama_options()
+    flags = [word.partition("=")[0] for word in words if word.startswith("-")]
+    foreign = [
+        flag for flag in flags if (flag in equivalents or flag in reasons) and flag not in ours
+    ]
+    if not foreign:
+        return None
+    without_value = table()["llama"]["without_value"].split()
+    automatic = table()["llama"]["automatic"]
+    models, command, omitted = [], [], dict[str, list[str]]()
+    pending = list(words)
+    while pending:
+        flag, equals, value = pending.pop(0).partition("=")
+        if flag not in equivalents and flag not in reasons:
+            command.append(shlex.quote(flag + equals + value))
+            continue
+        if not (equals or flag in without_value) and pending and _is_value(pending[0]):
+            value = pending.pop(0)
+        if flag in reasons:
+            omitted.setdefault(reasons[flag], []).append(flag)
+        elif "{}" not in equivalents[flag] or value not in ("", *automatic):
+            option = equivalents[flag].format(shlex.quote(value))
+            (models if equivalents[flag] == "{}" else command).append(option)
+    # Models come first, since an option may take all words after it.
+    whole = " ".join(["jaxserve serve", *models, *command])
+    names = list(dict.fromkeys(foreign))
+    listed = (
+        f"{', '.join(names[:-1])} and {names[-1]} are options"
+        if names[1:]
+        else (f"{names[0]} is an option")
+    )
+    message = f"{listed} of llama.cpp's server: here it is `{whole}`"
+    return message + "".join(f"; {', '.join(names)}: {why}" for why, names in omitted.items())
+
+
+def _is_value(word: str) -> bool:
+    return not word.startswith("-") or word[1:].replace(".", "", 1).isdigit()
 
 
 def serve(arguments: argparse.Namespace) -> int:
@@ -96,10 +159,10 @@ def serve(arguments: argparse.Namespace) -> int:
     elif arguments.model and arguments.origins.get("model") is None:
         raise CommandError(f"models are {', '.join(models)}, and --model {arguments.model} besides")
     try:
-        served(given(arguments, SERVER), SERVER)
+        served(given(arguments, refused_names(arguments, SERVER)), (), SERVER)
         config = ServerConfig(**given(arguments, SERVER_FIELDS))
         fleet = FleetConfig(**given(arguments, FLEET_FIELDS))
-        specs = plan_models(models, engine_settings(arguments, OWN_FIELDS), config)
+        specs = plan_models(models, engine_settings(arguments), config)
         check_models(specs)
         check_certificates(config)
         check_files_dir(config)
@@ -122,7 +185,7 @@ def serve(arguments: argparse.Namespace) -> int:
 
 
 def _check_engines(specs: list[ModelSpec]) -> None:
-    """Check devices and secrets before JAX is imported."""
+    # Before JAX is imported, which takes seconds.
     check_devices(specs[0].config)
     names = [name for name in SECRETS if getattr(specs[0].config, name) is not None]
     if names:
@@ -147,13 +210,13 @@ def _check_hosts(engine: EngineConfig, config: ServerConfig, fleet: FleetConfig)
 def _serve_fleet(specs: list[ModelSpec], config: ServerConfig, fleet: FleetConfig) -> int:
     check_server(config)
     check_cluster(fleet)
-    if fleet.ray_address is None:  # a port in use is found before Ray starts
+    if fleet.ray_address is None:  # report a port in use before Ray starts
         with bind(config.host, config.port) as listener:
             config = dataclasses.replace(config, port=listener.getsockname()[1])
     is_routed = fleet.request_routing == "prefix"
     more: dict[str, Any] = {"RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY": 1} if is_routed else {}
     if fleet.ray_address is None:
-        # Lets a cluster of one machine have the loopback address, whatever the system.
+        # Lets a cluster of one machine use the loopback address on every operating system.
         more["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = 0
     prepare_process(**{**_CLUSTER, **more})
     stop = Stop()

@@ -1,4 +1,4 @@
-"""Work of `jaxserve serve`: load the models, then answer until a signal to stop."""
+"""Implementation of `jaxserve serve`: load the models, and answer requests until a signal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jaxserve.server.settings import ServerConfig
 
 
 def load_models(specs: Iterable[ModelSpec], config: ServerConfig, output: StartOutput) -> Models:
-    """Load one model after the other, and report progress and the memory that each takes.
+    """Load the models in turn, and report the progress and the memory of each.
 
     Raises:
         CheckpointError, UnsupportedModel, ValueError: see `start.start.load`.
@@ -44,10 +44,10 @@ def serve(
         specs: the models to serve.
         config: the server's settings.
         listener: from `listener.bind`.
-        is_verbose: report the start at length.
+        is_verbose: report all parts of the start.
 
     Returns:
-        The exit status: 0 after an orderly end, 1 where an engine died.
+        The exit status: 0 after an orderly end, 1 if an engine failed.
 
     Raises:
         CheckpointError, UnsupportedModel, ValueError: see `start.start.load`, `make_room`.
@@ -72,7 +72,8 @@ def serve(
             f"{room.limit} (ulimit -n)"
         )
     process = Process(App(models, config, page.routes(), page.OPEN_PATHS, files), room)
-    # Objects alive now live on. A collection that walked them would hold up every stream.
+    # The objects of the start stay alive. Without freezing, collections that visit them would
+    # delay every stream.
     gc.collect()
     gc.freeze()
     try:

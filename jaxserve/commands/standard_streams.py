@@ -1,4 +1,4 @@
-"""Standard streams of a command, which may be closed, full, or without a reader."""
+"""Standard streams of a command that may be closed, full, or without a reader."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 
 class DroppingFile(io.FileIO):
-    """A file that drops what cannot be written to it."""
+    """A file that discards bytes if a write fails."""
 
     def write(self, data: Any, /) -> int:
-        """Return the number of bytes, written or not. A full non-blocking pipe drops them too."""
+        """Write `data` and return its size, even if the write fails or a pipe is full."""
         size = memoryview(data).nbytes
         try:
             written = super().write(data)
@@ -22,16 +22,16 @@ class DroppingFile(io.FileIO):
 
 
 def settle_streams() -> None:
-    """Open the streams that are closed, and let standard error drop what no reader takes.
+    """Open closed standard streams, and make standard error discard output that it cannot write.
 
-    The next file opened would get a closed stream's descriptor, and libraries write to number 2.
-    A report of progress must never end a command. Streams that were replaced stay as they are.
+    Otherwise the next opened file would get the descriptor of a closed stream, and libraries write
+    to descriptor 2. Reports of progress must not end a command. Replaced streams are not changed.
     """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
+            os.open(os.devnull, os.O_RDWR)  # takes this number, the lowest free one
     if sys.stdin is None:
         sys.stdin = open(0, closefd=False)  # noqa: SIM115
     if sys.stdout is None:
@@ -44,7 +44,7 @@ def settle_streams() -> None:
 
 
 def drop_output() -> None:
-    """Point standard output to the null device, so that flushing the rest raises nothing."""
+    """Point standard output to the null device, so that flushing it cannot fail."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

@@ -1,4 +1,4 @@
-"""Work of `jaxserve chat` and `jaxserve complete`: requests to a server from a terminal."""
+"""Implementation of `jaxserve chat` and `jaxserve complete`: requests from a terminal."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ import msgspec
 from jaxserve.errors import JaxserveError
 
 CONNECT_SECONDS = 10
-# Controls but tab and line feed, which are replaced so that no model can control the terminal.
+# Control characters except tab and line feed. They are replaced, so that no model can control the
+# terminal.
 _CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)], "\ufffd")
 
 
 class NoAnswer(JaxserveError):
-    """The server cannot be reached, or refused a request."""
+    """The server cannot be reached or has refused a request."""
 
 
 @dataclass
 class Answer:
-    """An answer as it came in: its text, its tokens, and seconds to its first and last part."""
+    """An answer in progress: text, number of tokens, seconds to the first and the last part."""
 
     text: str = ""
     tokens: int = 0
@@ -43,14 +44,15 @@ class Remote:
     """A server under an OpenAI-compatible URL, as a context manager.
 
     Args:
-        url: with or without `/v1`.
-        model: its name there; the first one listed by default.
-        api_key: sent as a bearer token.
-        options: fields for every request, such as max_tokens.
-        draws_as_chat: take what the model's card says of a chat's sampling, where jaxserve has it.
+        url: address of the server, with or without `/v1`.
+        model: name of the model. The default is the first one that the server lists.
+        api_key: key for the server, sent as a bearer token.
+        options: fields of every request, such as max_tokens.
+        draws_as_chat: use the sampling settings for chats in the model's card, which servers of
+            jaxserve have.
 
     Raises:
-        NoAnswer: on entering, no such server.
+        NoAnswer: on entering the context, if the server does not answer.
     """
 
     url: str
@@ -81,7 +83,6 @@ class Remote:
         self._client.close()
 
     def _chat_sampling(self) -> dict[str, Any]:
-        """Return what the model's card says; other servers than jaxserve say nothing."""
         try:
             listed = self._get("models", CONNECT_SECONDS)["data"]
             cards = [card for card in listed if card["id"] == self.model]
@@ -104,10 +105,10 @@ class Remote:
         return f"cannot reach {self.url}: {str(error) or type(error).__name__}"
 
     def stream(self, path: str, body: dict[str, Any], answer: Answer) -> Iterator[str]:
-        """Yield the text of an answer as it comes, and keep `answer` up to date.
+        """Yield the parts of an answer as they arrive, and update `answer`.
 
         Raises:
-            NoAnswer: the request was refused, failed, or its answer broke off.
+            NoAnswer: the request was refused or failed, or its answer ended early.
         """
         fields = self.options | body | {"model": self.model, "stream": True}
         fields["stream_options"] = {"include_usage": True}
@@ -132,7 +133,7 @@ class Remote:
 
 
 def _take(data: str, answer: Answer) -> str:
-    """Return the text in an event."""
+    """Update `answer` with an event, and return the text in it."""
     try:
         event = msgspec.json.decode(data)
         if event.get("error"):
@@ -156,7 +157,7 @@ def _reason(response: httpx2.Response) -> str:
 
 
 class Terminal:
-    """A terminal that reads lines and shows answers.
+    """A terminal from which lines are read and on which answers are shown.
 
     Args:
         show_stats: print tokens and speed after each answer, on standard error.
@@ -167,11 +168,11 @@ class Terminal:
         self._prompt = ""
         if sys.stdin.isatty():
             self._prompt = "> "
-            with suppress(ImportError):  # line editing and history, where Python has it
+            with suppress(ImportError):  # line editing and history, if Python has them
                 __import__("readline")
 
     def lines(self) -> Iterator[str]:
-        """Yield the lines typed until Ctrl-D. Ctrl-C discards a line."""
+        """Yield typed lines until Ctrl-D. Ctrl-C discards the current line."""
         while True:
             try:
                 line = input(self._prompt)
@@ -186,7 +187,7 @@ class Terminal:
                 yield line
 
     def show(self, remote: Remote, path: str, body: dict[str, Any]) -> Answer:
-        """Print an answer as it comes. Ctrl-C ends it, at the server too.
+        """Print an answer as it arrives. Ctrl-C cancels it, also at the server.
 
         Raises:
             NoAnswer: see `Remote.stream`.
@@ -215,10 +216,16 @@ def _say(error: NoAnswer) -> None:
 
 
 def chat(remote: Remote, terminal: Terminal, system: str | None, quick: str | None) -> int:
-    """Run `jaxserve chat`: a conversation, or the answer to one message.
+    """Run `jaxserve chat`: a conversation, or one message.
+
+    Args:
+        remote: the server.
+        terminal: source of messages.
+        system: first message of the conversation, with role system.
+        quick: the only message; None reads messages from the terminal.
 
     Returns:
-        The exit status: 1 where the server did not answer and no user can type another line.
+        The exit status: 1 if the server did not answer and there is no terminal to try again.
     """
     messages = [{"role": "system", "content": system}] if system else []
     try:
@@ -240,7 +247,7 @@ def chat(remote: Remote, terminal: Terminal, system: str | None, quick: str | No
 
 
 def complete(remote: Remote, terminal: Terminal, quick: str | None) -> int:
-    """Run `jaxserve complete`: each line is a prompt of its own.
+    """Run `jaxserve complete`: complete each line separately.
 
     Returns:
         The exit status, as `chat`.

@@ -6,8 +6,8 @@ from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
+from jaxserve.settings.compat import ENGINE, served, unserved
 from jaxserve.settings.config import EngineConfig
-from jaxserve.settings.unserved import UNSERVED, served
 
 
 class EngineArgs(SimpleNamespace):
@@ -24,7 +24,8 @@ class EngineArgs(SimpleNamespace):
 
     def __init__(self, model: Any = None, **settings: Any) -> None:
         known_names = {field.name: field.default for field in fields(EngineConfig)}
-        unknown = sorted(settings.keys() - known_names.keys() - UNSERVED.keys())
+        others = sorted(settings.keys() - known_names.keys())
+        unknown = [name for name in others if name not in unserved(ENGINE)]
         if unknown:
             raise TypeError(f"{type(self).__name__} has no argument {unknown[0]!r}")
         super().__init__(**known_names | {"model": model} | settings)
@@ -35,7 +36,7 @@ class EngineArgs(SimpleNamespace):
         Raises:
             InvalidRequest: a setting is out of range or not supported.
         """
-        return EngineConfig(**served(vars(self)))
+        return EngineConfig(**served(vars(self), EngineConfig.__dataclass_fields__))
 
 
 class AsyncEngineArgs(EngineArgs):

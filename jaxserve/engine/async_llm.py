@@ -4,31 +4,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from collections.abc import Sequence as Listing
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 from uuid import uuid4
 
-from jaxserve.beams import BeamSearchParams
 from jaxserve.engine.arguments import EngineArgs
-from jaxserve.engine.beam_search import BeamSearch
 from jaxserve.engine.delta import Delta
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.logprobs import LogprobReader
 from jaxserve.engine.metric_values import Metric, metric_values
 from jaxserve.engine.metrics import EngineStats, Histogram
-from jaxserve.engine.prompts import Prompt, encoded, prompt_parts, tokenized
+from jaxserve.engine.prompts import Prompt, prompt_parts, tokenized
 from jaxserve.engine.request_factory import RequestFactory
 from jaxserve.engine.request_stats import RequestStats
 from jaxserve.engine.stream import Delivery, Stream
 from jaxserve.engine.thread import NOT_PICKLED, EngineThread
-from jaxserve.errors import EngineDead, InvalidRequest
+from jaxserve.errors import InvalidRequest
 from jaxserve.execution.runner import OnProgress
-from jaxserve.outputs import BeamSearchOutput, CompletionOutput, RequestOutput
-from jaxserve.request import FinishReason, Request, SamplingParams
-from jaxserve.scheduling.logprobs import TokenLogprobs
+from jaxserve.outputs import CompletionOutput, RequestOutput
+from jaxserve.request import Request, SamplingParams
 from jaxserve.settings.config import EngineConfig
 from jaxserve.start.loaded import Loaded
 from jaxserve.start.plan.limits import Limits
@@ -144,78 +140,6 @@ class AsyncLLM:
             internal = self._internal.get(name)
             if internal is not None:
                 self._thread.abort(internal)
-
-    async def search(self, search: BeamSearch) -> None:
-        """Run a beam search to its end; where it is cancelled, its requests are aborted.
-
-        Raises:
-            EngineClosed, EngineDead: the engine takes no requests, or one of the search failed.
-        """
-        while not search.is_done:
-            stream = self.open(search.requests())
-            drawn: dict[str, TokenLogprobs] = {}
-            try:
-                while not stream.is_finished:
-                    for delta in await stream.take():
-                        if delta.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
-                            why = delta.error or "it was ended"
-                            raise EngineDead(f"the beam search failed: {why}")
-                        if delta.logprobs is not None:
-                            drawn[delta.request_id] = delta.logprobs
-            finally:
-                stream.close()
-            search.advance([drawn[request.request_id] for request in stream.requests])
-
-    async def search_all(self, searches: Listing[BeamSearch]) -> None:
-        """Run beam searches to their ends; where one of them fails, none of the others goes on.
-
-        Raises:
-            EngineClosed, EngineDead: as `search`.
-        """
-        tasks = [asyncio.ensure_future(self.search(search)) for search in searches]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def beam_search(
-        self,
-        prompt: Prompt,
-        params: BeamSearchParams,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-    ) -> BeamSearchOutput:
-        """Search for the most likely continuations of a prompt.
-
-        Raises:
-            InvalidRequest: it cannot be served; nothing has been started.
-            EngineClosed, EngineDead: as `search`.
-        """
-        _, body, own_salt = prompt_parts(prompt)
-        ids = encoded(body, self.get_tokenizer())
-        salt = cache_salt if own_salt is None else own_salt
-        search = self.make_search(ids, params, priority=priority, cache_salt=salt)
-        await self.search(search)
-        return search.output(self.get_tokenizer())
-
-    def make_search(
-        self, prompt_token_ids: Any, params: BeamSearchParams, **options: Any
-    ) -> BeamSearch:
-        """Make what `search` takes.
-
-        Args:
-            options: stop_token_ids, priority and cache_salt.
-
-        Raises:
-            InvalidRequest: it cannot be served.
-        """
-        is_processed = self.config.logprobs_mode.startswith("processed")
-        return BeamSearch(
-            prompt_token_ids, params, self.requests, self.limits, is_processed, **options
-        )
 
     async def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False

@@ -15,7 +15,6 @@ from jaxserve.engine.thread import EngineThread
 from jaxserve.errors import EngineDead
 from jaxserve.outputs import CompletionOutput, RequestOutput
 from jaxserve.request import Request
-from jaxserve.scheduling.logprobs import TokenLogprobs
 
 _log = logging.getLogger(__name__)
 
@@ -27,7 +26,6 @@ class Batch:
         thread: serves them.
         requests: from the engine's factory.
         texts: of the prompts that have one.
-        keeps_scores: keep log-probabilities as arrays, for `scores`, and not in the outputs.
 
     Raises:
         EngineClosed, EngineDead: the engine takes no requests; none has been started.
@@ -38,7 +36,6 @@ class Batch:
         thread: EngineThread,
         requests: Iterable[Request],
         texts: Iterable[str | None],
-        keeps_scores: bool = False,
     ) -> None:
         self._thread = thread
         self._requests = list(requests)
@@ -54,10 +51,8 @@ class Batch:
             for request, text in zip(self._requests, texts, strict=True)
         }
         tokenizer = thread.engine.tokenizer
-        readers = () if keeps_scores else self._requests
-        self._readers = {r.request_id: LogprobReader(r, tokenizer) for r in readers}
+        self._readers = {r.request_id: LogprobReader(r, tokenizer) for r in self._requests}
         self._inbox: queue.SimpleQueue[Delta] = queue.SimpleQueue()
-        self._scores: dict[str, TokenLogprobs] | None = {} if keeps_scores else None
         self._unfinished = sum(request.sampling.n for request in self._requests)
         try:
             for request in self._requests:
@@ -91,11 +86,6 @@ class Batch:
             progress.close()
         return list(self._outputs.values())
 
-    def scores(self) -> list[TokenLogprobs]:
-        """Return the scores of the one token that each request drew, if they were kept."""
-        assert self._scores is not None
-        return [self._scores[request.request_id] for request in self._requests]
-
     def abort(self) -> None:
         """End the requests that have not ended."""
         for request_id, output in self._outputs.items():
@@ -114,10 +104,7 @@ class Batch:
         completion = output.outputs[delta.index]
         completion.text += delta.text
         completion.token_ids += delta.token_ids
-        if self._scores is None:
-            self._readers[delta.request_id].add(output, completion, delta)
-        elif delta.logprobs is not None:
-            self._scores[delta.request_id] = delta.logprobs
+        self._readers[delta.request_id].add(output, completion, delta)
         self._stats[delta.request_id].add(delta)
         output.num_cached_tokens = max(output.num_cached_tokens, delta.num_cached_tokens)
         if delta.finish_reason is None:

@@ -10,30 +10,27 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
-from jaxserve.beams import BeamSearchParams
 from jaxserve.engine.arguments import EngineArgs
 from jaxserve.engine.batch import Batch
-from jaxserve.engine.beam_search import BeamSearch, run_searches
+from jaxserve.engine.beam_search import BeamSearch, run_searches, step_settings
 from jaxserve.engine.metric_values import Metric, metric_values
 from jaxserve.engine.metrics import EngineStats
 from jaxserve.engine.prompts import (
     Prompt,
     as_list,
     chat_tokenizer,
-    encoded,
     one_each,
     prompt_parts,
     template_inputs,
     tokenized,
 )
 from jaxserve.engine.thread import NOT_PICKLED, EngineThread, report_start
-from jaxserve.errors import EngineDead, InvalidRequest
+from jaxserve.errors import InvalidRequest
 from jaxserve.outputs import BeamSearchOutput, RequestOutput
-from jaxserve.request import Request, SamplingParams
-from jaxserve.scheduling.logprobs import TokenLogprobs
+from jaxserve.request import BeamSearchParams, Request, SamplingParams
 from jaxserve.settings.checks import exact_int
+from jaxserve.settings.compat import served
 from jaxserve.settings.config import EngineConfig
-from jaxserve.settings.unserved import served
 from jaxserve.start.loaded import Loaded
 from jaxserve.text.messages import plain_messages
 from jaxserve.text.template_names import HOW_TO_GIVE
@@ -59,7 +56,7 @@ class LLM:
     """
 
     def __init__(self, model: str | Path | Loaded | None = None, **settings: Any) -> None:
-        settings = served(settings)
+        settings = served(settings, EngineConfig.__dataclass_fields__)
         parts = model if isinstance(model, Loaded) else EngineConfig(model=model, **settings)
         self._thread = EngineThread(parts, report_start(model))
         self._requests = self._thread.engine.requests
@@ -286,43 +283,19 @@ class LLM:
             EngineClosed, EngineDead: the engine takes no requests, or a request failed.
         """
         many = as_list(prompts)
-        ranks = one_each(priority, len(many), "priority")
         if not isinstance(params, BeamSearchParams):
             kind = type(params).__name__
             raise InvalidRequest(f"params must be BeamSearchParams, got {kind}", "params")
         count = len(many) if concurrency_limit is None else concurrency_limit
         exact_int(count, "concurrency_limit", 1, 2**31 - 1)
-        self._thread.check_open()
         engine = self._thread.engine
         is_processed = engine.config.logprobs_mode.startswith("processed")
-        tokenizer = engine.tokenizer
-        searches: list[BeamSearch] = []
-        for prompt, rank in zip(many, ranks, strict=True):
-            _, body, salt = prompt_parts(prompt)
-            ids = encoded(body, tokenizer)
-            searches.append(
-                BeamSearch(
-                    ids,
-                    params,
-                    self._requests,
-                    engine.limits,
-                    is_processed,
-                    priority=rank or 0,
-                    cache_salt=salt,
-                )
-            )
+        step = step_settings(params, params.temperature if is_processed else 0.0, engine.limits)
+        requests, _ = self._requests_of(many, step, priority=priority)
+        searches = [BeamSearch(request, params, engine.limits) for request in requests]
         for start in range(0, len(searches), count):
-            run_searches(searches[start : start + count], self._serve_step)
-        return [search.output(tokenizer) for search in searches]
-
-    def _serve_step(self, requests: list[Request]) -> list[TokenLogprobs]:
-        """Return what each of these requests of one token drew."""
-        batch = Batch(self._thread, requests, [None] * len(requests), keeps_scores=True)
-        outputs = batch.wait(False)
-        for output in outputs:
-            if output.outputs[0].finish_reason not in ("stop", "length"):
-                raise EngineDead(f"the beam search failed: {output.error or 'it was ended'}")
-        return batch.scores()
+            run_searches(searches[start : start + count], step, self.generate)
+        return [search.output(engine.tokenizer) for search in searches]
 
     def get_tokenizer(self) -> Any:
         """Return the tokenizer, or None with skip_tokenizer_init."""

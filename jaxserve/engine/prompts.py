@@ -8,9 +8,8 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from jaxserve.errors import InvalidRequest
-from jaxserve.settings.chat_config import check_content_format
-from jaxserve.settings.checks import exact_int, is_listing
-from jaxserve.settings.unserved import is_neutral, refuse_unsupported
+from jaxserve.settings.checks import check_content_format, exact_int, is_listing, is_neutral
+from jaxserve.settings.compat import endpoint_fields, refuse_unsupported
 from jaxserve.text.content_format import WordsLost
 from jaxserve.text.messages import COMMON_INPUTS, RENDERING_ARGUMENTS
 from jaxserve.text.named_templates import find_template
@@ -19,16 +18,6 @@ from jaxserve.text.tokenizer import Tokenizer
 
 CONTENT_FORMAT = "chat_template_content_format"
 Prompt = str | Listing[int] | Mapping[str, Any]
-
-
-# Keys of vLLM's prompt dicts and arguments of its `LLM.chat` that are not supported, each with its
-# neutral values, which pass.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "lora_request": (None,),
-    "mm_processor_kwargs": (None, {}),
-    "multi_modal_data": (None, {}),
-    "multi_modal_uuids": (None, {}),
-}
 
 
 class PromptParts(NamedTuple):
@@ -57,8 +46,9 @@ def prompt_parts(prompt: Any) -> PromptParts:
     if not isinstance(prompt, Mapping):
         return PromptParts(prompt if isinstance(prompt, str) else None, prompt)
     for name, value in prompt.items():
-        is_served = name in ("prompt", "prompt_token_ids", "cache_salt")
-        if not is_served and not is_neutral(value, UNSUPPORTED.get(name, ())):
+        if name in ("prompt", "prompt_token_ids", "cache_salt"):
+            continue
+        if not is_neutral(value, endpoint_fields("prompts").get(name, ())):
             raise InvalidRequest(f"a prompt dict may not hold {str(name)[:60]!r}", "prompt")
     text, salt = prompt.get("prompt"), prompt.get("cache_salt")
     if prompt.get("prompt_token_ids") is not None:
@@ -103,10 +93,11 @@ def template_inputs(tokenizer: Tokenizer, options: Mapping[str, Any], free: Any)
     name = "chat_template_kwargs"
     if free is not None and not isinstance(free, Mapping):
         raise InvalidRequest(f"{name} must be a dict, got {type(free).__name__}", name)
-    refuse_unsupported(options, UNSUPPORTED)
+    unsupported = endpoint_fields("prompts") if options else {}
+    refuse_unsupported(options, unsupported)
     inputs = {}
     for option, value in options.items():
-        if option in UNSUPPORTED or option == CONTENT_FORMAT:
+        if option in unsupported or option == CONTENT_FORMAT:
             continue
         if option in RENDERING_ARGUMENTS:
             raise InvalidRequest(f"{option} is not supported", option)

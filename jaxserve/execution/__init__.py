@@ -1,1 +1,1 @@
-"""The seam: where the host half's plan becomes the device half's arrays, and back."""
+"""The seam between host and device: plans become arrays, and arrays become results."""

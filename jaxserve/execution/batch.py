@@ -1,4 +1,4 @@
-"""StepBatch: a plan as fixed-shape arrays, packed in one: the message from host to device."""
+"""StepBatch: a plan as arrays of fixed shape, packed into one array for the device."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from jaxserve.scheduling.slot_table import NO_TOKEN, WIDTH, Settings, SlotTable
 if TYPE_CHECKING:
     from jaxtyping import Float32, Int, Int32, UInt32
 
-# An array of numpy on the host, where batches are packed, and of JAX in a program.
+# A NumPy array on the host, where batches are packed, and a JAX array in a program.
 AnyArray = TypeVar("AnyArray", np.ndarray, jax.Array)
 
 
 @dataclass(frozen=True)
 class StepBatch(Generic[AnyArray]):
-    """The inputs of one step, as `unpack` finds them.
+    """The inputs of one step.
 
-    Rows and tokens past the plan's are padding: their slot is the null slot, their kv_len 0,
-    and no cell of the cache is written for them.
+    Rows and tokens beyond the plan are padding. Their slot is the null slot, their kv_len is 0,
+    and they write no cell of the cache.
     """
 
-    # NO_TOKEN where the device knows the token and the host does not.
+    # NO_TOKEN for a token that only the device knows.
     tokens: Int32[AnyArray, " T"]
     positions: Int32[AnyArray, " T"]
     row_of_token: Int32[AnyArray, " T"]
-    # The prompt's next token where its logprob is requested, or NO_TOKEN.
+    # The prompt's next token if its log-probability is requested, or NO_TOKEN.
     targets: Int32[AnyArray, " T"]
-    kv_len: Int32[AnyArray, " R"]  # tokens of the row's sequence once this step has run
+    kv_len: Int32[AnyArray, " R"]  # tokens of the row's sequence after this step
     slots: Int32[AnyArray, " R"]
-    sample_index: Int32[AnyArray, " R"]  # where in T the row's last token is
-    # The slot that keeps the drawn token; the null slot if none is drawn.
+    sample_index: Int32[AnyArray, " R"]  # the position of the row's last token in T
+    # The slot that stores the sampled token, or the null slot if the row does not sample.
     sample_slots: Int32[AnyArray, " R"]
     query_start: Int32[AnyArray, " R_plus_1"]
-    num_steps: Int32[AnyArray, ""]  # decode steps to take; read where the bucket has several
-    # Pages that the rows' slots got since their last launch, and their places in the flat page
-    # table; unused places lie past its end.
+    num_steps: Int32[AnyArray, ""]  # decode steps, used by buckets of several steps
+    # Pages that the rows' slots got since their last launch, and their positions in the flat page
+    # table. Unused positions lie beyond its end.
     page_places: Int32[AnyArray, " C"]
     page_ids: Int32[AnyArray, " C"]
-    # The rest as in `Settings`.
+    # The fields of `Settings`.
     stop_length: Int32[AnyArray, " R"]
     min_length: Int32[AnyArray, " R"]
     temperature: Float32[AnyArray, " R"]
@@ -65,19 +65,19 @@ jax.tree_util.register_dataclass(
 
 
 _ROWS = (
-    *("kv_len", "slots", "sample_slots", "min_length", "temperature", "top_p", "min_p", "top_k"),
-    *("seed", "penalties", "features", "stop_token_ids"),
-)
+    "kv_len slots sample_slots min_length temperature top_p min_p top_k "
+    "seed penalties features stop_token_ids"
+).split()
 
 
 def row_fields(batch: StepBatch[AnyArray]) -> dict[str, AnyArray]:
-    """Return, by name, the arrays of R rows that a sampler reads."""
+    """Return the arrays of R rows that a sampler reads, by name."""
     return {name: getattr(batch, name) for name in _ROWS}
 
 
 @dataclass(slots=True)
 class _Parts(Generic[AnyArray]):
-    """The parts of a batch in its one array, from front to back."""
+    """The parts of a packed batch, in order."""
 
     tokens: Int32[AnyArray, "4 T"]  # the first four arrays of `StepBatch`
     rows: Int32[AnyArray, "4 R"]  # the next four
@@ -93,7 +93,7 @@ def _size(bucket: Bucket, page_size: int) -> int:
 
 
 def _parts(words: Int32[AnyArray, " N"], num_tokens: int, num_rows: int) -> _Parts[AnyArray]:
-    """Return the parts of a batch, whose length says how many new pages it has room for."""
+    # The room for new pages follows from the length of the array.
     T, R, W = num_tokens, num_rows, WIDTH
     starts = 4 * (T + R)
     settings = starts + R + 2
@@ -109,7 +109,13 @@ def _parts(words: Int32[AnyArray, " N"], num_tokens: int, num_rows: int) -> _Par
 
 
 def unpack(words: Int32[AnyArray, " N"], num_tokens: int, num_rows: int) -> StepBatch[AnyArray]:
-    """Return what `pack` laid out for a bucket: views on the host, parts in a program."""
+    """Return the batch of a packed array: views of it on the host, slices of it in a program.
+
+    Args:
+        words: the result of `pack`.
+        num_tokens: T of the bucket.
+        num_rows: R of the bucket.
+    """
     parts = _parts(words, num_tokens, num_rows)
 
     def read(columns: slice | int, dtype: type[np.generic]) -> AnyArray:
@@ -139,12 +145,12 @@ def unpack(words: Int32[AnyArray, " N"], num_tokens: int, num_rows: int) -> Step
 
 
 def rows_of(words: Int32[AnyArray, " N"], num_tokens: int, num_rows: int) -> Int32[AnyArray, " n"]:
-    """Return a packed batch without its tokens and pages: what `unpack` reads of no tokens."""
+    """Return a packed batch without its tokens and pages, which `unpack` reads with T = 0."""
     return words[4 * num_tokens : 4 * num_tokens + rows_size(num_rows)]
 
 
 def rows_size(num_rows: int) -> int:
-    """Return the length of what `rows_of` returns."""
+    """Return the length of the result of `rows_of`."""
     return num_rows * (5 + WIDTH) + 2
 
 
@@ -154,13 +160,14 @@ def pack(
     bucket: Bucket,
     new_pages: Int[np.ndarray, " n"] | None = None,
 ) -> Int32[np.ndarray, " N"]:
-    """Lay a ragged plan out in a bucket's shapes, all of it in one array.
+    """Pack a ragged plan into one new array with a bucket's shapes.
 
-    One argument of a compiled program costs the host a tenth of what twenty do. It is new each
-    time: XLA on CPU may read a numpy argument in place, long after the call that passed it.
+    A call with one argument costs the host a tenth of a call with twenty. The array must be new:
+    XLA on CPU may read a NumPy argument in place long after the call.
 
     Args:
-        new_pages: places of the pages that the batch brings, no more than `room_for_pages`.
+        slots: the slot table, with tokens and settings.
+        new_pages: positions of new pages in the flat page table, at most `room_for_pages`.
     """
     num_rows, num_tokens = len(plan), plan.total_tokens
     words = np.empty(_size(bucket, slots.page_size), np.int32)
@@ -195,7 +202,7 @@ def pack(
     sample_slots[:] = padded
     if np.count_nonzero(plan.samples) < num_rows:
         sample_slots[:num_rows][~plan.samples] = slots.num_slots
-    # With another mode than clip numpy would copy once more.
+    # With any other mode than clip, NumPy makes another copy.
     slots.settings.take(rows, axis=0, out=parts.settings, mode="clip")
     places, pages = parts.pages
     count = 0 if new_pages is None else len(new_pages)
@@ -209,7 +216,7 @@ def pack(
 
 
 def _first_tokens(plan: LaunchPlan, slots: SlotTable) -> Int32[np.ndarray, " R"] | int:
-    """Return each row's first token where the host knows it, or one number for all."""
+    """Return each row's first token, or NO_TOKEN for rows (or all rows) unknown to the host."""
     on_host = (plan.starts < slots.num_known[plan.slots]).nonzero()[0]
     if not len(on_host):
         return NO_TOKEN
@@ -219,9 +226,9 @@ def _first_tokens(plan: LaunchPlan, slots: SlotTable) -> Int32[np.ndarray, " R"]
 
 
 def _lay_chunks(plan: LaunchPlan, slots: SlotTable, parts: _Parts[np.ndarray]) -> None:
-    """Lay out the rows of several tokens, whose tokens are all known: chunks of prompts.
+    """Write the rows of several tokens (chunks of prompts, whose tokens are known).
 
-    They are few, and long: a copy each costs less than an index for each of their tokens.
+    Such rows are few and long: one copy per row costs less than an index per token.
     """
     tokens, positions, row_of_token, _ = parts.tokens
     for row in (plan.num_tokens > 1).nonzero()[0].tolist():
@@ -235,7 +242,8 @@ def _lay_chunks(plan: LaunchPlan, slots: SlotTable, parts: _Parts[np.ndarray]) -
 def _prompt_targets(
     plan: LaunchPlan, slots: SlotTable, where: Int32[np.ndarray, " tokens"]
 ) -> Int32[np.ndarray, " tokens"]:
-    """Return the prompt token after each whose log-probability is requested."""
+    """Return the next prompt token of each position, or NO_TOKEN if its score is not requested."""
+
     owner = plan.slots.repeat(plan.num_tokens)
     following = np.minimum(where + 1, slots.max_model_len - 1)
     return np.where(slots.wants_logprob(owner, where), slots.tokens[owner, following], NO_TOKEN)

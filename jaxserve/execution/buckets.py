@@ -1,4 +1,4 @@
-"""Buckets: the padded shapes of a step, and with them the complete list of compiled programs."""
+"""Buckets: the padded shapes of a step, which determine the compiled programs."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from jaxserve.scheduling.plan import LaunchPlan
 
 @dataclass(frozen=True, order=True)
 class Bucket:
-    """One compiled variant of `model_step`.
+    """A compiled variant of `model_step`.
 
     Attributes:
         num_tokens: T, tokens after padding.
         num_rows: R, rows after padding.
-        decode_only: every row has one token, so T == R.
-        greedy: the program holds no sampler: every row takes its most likely token.
-        num_steps: most decode steps of one launch.
-        keeps_logits: the launch returns logits and hidden states, and where a row is not greedy, a
-            `Sampler` behind it draws.
+        decode_only: whether every row has one token, so that T == R.
+        greedy: whether the program has no sampler, and every row takes its most likely token.
+        num_steps: the most decode steps of one launch.
+        keeps_logits: whether the launch returns logits and hidden states. A `Sampler` then
+            samples if a row is not greedy.
     """
 
     num_tokens: int
@@ -43,10 +43,10 @@ class Bucket:
 
 @dataclass(frozen=True, order=True)
 class Sampler:
-    """The program that draws behind launches which keep their logits.
+    """A program that samples after a launch that returns logits.
 
     Attributes:
-        num_rows: rows that it draws for; the launch may have had more, the rest padding.
+        num_rows: the rows that it samples. The launch can have more rows, which are padding.
     """
 
     num_rows: int
@@ -56,36 +56,41 @@ class Sampler:
 
 
 Program = Bucket | Sampler
-# Launches counted by the program that ran, and the rows or tokens that it had to hold.
+# Number of launches by program, and by the rows or tokens before padding.
 Demand = Mapping[tuple[Program, int], int]
 
 
 def gain(program: Program, demand: Demand, seconds: Mapping[Program, float]) -> float:
-    """Return the time that a program would have saved, had it been there.
+    """Return the seconds that a program would have saved in past launches.
 
     Args:
-        demand: the launches that there were.
-        seconds: of a launch on padding, which is what a smaller size saves a part of.
+        program: the program.
+        demand: the past launches.
+        seconds: the duration of a launch of each program on padding. A smaller size saves a
+            proportional part of it.
     """
     saved = 0.0
-    for (used, held), count in demand.items():
-        if _fits_better(program, used, held):
+    for (used, needed), count in demand.items():
+        if _fits_better(program, used, needed):
             saved += count * seconds.get(used, 0.0) * (1 - _size(program) / _size(used))
     return saved
 
 
 def without(program: Program, demand: Demand) -> Demand:
-    """Return the launches that would have gained nothing from a program."""
+    """Return the launches that would not have used a program."""
     return {key: count for key, count in demand.items() if not _fits_better(program, *key)}
 
 
-def _fits_better(program: Program, used: Program, held: int) -> bool:
-    """Return whether a launch that another program ran would have had less padding with this."""
+def _fits_better(program: Program, used: Program, needed: int) -> bool:
+    """Return whether `program` would have run a launch of `used` with less padding.
+
+    needed: the rows or tokens of the launch before padding.
+    """
     is_alike = type(used) is type(program) and (
         not (isinstance(used, Bucket) and isinstance(program, Bucket))
         or used.decode_only == program.decode_only
     )
-    return is_alike and held <= _size(program) < _size(used)
+    return is_alike and needed <= _size(program) < _size(used)
 
 
 def _size(program: Program) -> int:
@@ -93,26 +98,29 @@ def _size(program: Program) -> int:
 
 
 def few_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Return the row counts of small programs: samplers, and those that replace masks."""
+    """Return the row counts of samplers and of programs that replace token masks."""
     return tuple(sorted({1, 8, max_num_seqs} & set(range(1, max_num_seqs + 1))))
 
 
 def default_steps(platform: str) -> int:
-    """Return the most decode steps of one launch: short steps share the cost of starting it.
+    """Return the most decode steps of one launch, which share the cost of starting it.
 
-    On a GPU such a launch is one graph, its loop included (`machine.gpu_flags`): the host of an
-    H200 took about as long to start one of eight steps as one of a single step.
+    On a GPU a launch is one graph, including its loop (`machine.gpu_flags`). The host of an H200
+    took about as long to start a launch of eight steps as one of a single step.
     """
     return 16 if platform == "cpu" else 8
 
 
 def default_decode_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Return 1, 2, 4, 8, 16, then sizes at most a half larger each, up to `max_num_seqs`."""
+    """Return 1, 2, 4, 8, 16, and then sizes that grow by at most a half, up to `max_num_seqs`."""
     return _ladder(max_num_seqs, (1, 2, 4, 8, 16), halves_from=16)
 
 
 def default_token_sizes(max_num_batched_tokens: int) -> tuple[int, ...]:
-    """Return 16, 32, 48, 64, 96, ... up to the budget: at most a third of a step is padding."""
+    """Return 16, 32, 48, 64, 96, ... up to `max_num_batched_tokens`.
+
+    With these sizes at most a third of a step is padding.
+    """
     return _ladder(max_num_batched_tokens, (16, 32), halves_from=32)
 
 
@@ -126,7 +134,7 @@ def _ladder(largest: int, small: tuple[int, ...], halves_from: int) -> tuple[int
 
 
 def _mixed_bucket(size: int, max_num_seqs: int, split_sampler: bool) -> Bucket:
-    if split_sampler:  # the samplers follow steps of any size where all have as many rows
+    if split_sampler:  # all steps have the same number of rows, so any sampler can follow them
         return Bucket(size, max_num_seqs, False, greedy=True, keeps_logits=True)
     return Bucket(size, min(size, max_num_seqs), False)
 
@@ -137,21 +145,23 @@ class BucketSet:
     Args:
         max_num_seqs: most rows of a step.
         max_num_batched_tokens: most tokens of a step.
-        decode_sizes, token_sizes: padded sizes; None for the defaults. The largest of each
-            must reach the limit.
-        greedy_decode: have programs of their own for decode steps that are greedy in every row.
-            Skipping the sampler at run time costs a GPU conditional nodes in every step's graph;
-            a CPU nothing, where each program costs seconds to compile.
-        num_steps: most decode steps of one launch.
-        split_sampler: have no sampler in the programs of rows of several tokens, but one program
-            for all of them. Compiled into each, it is half of what they take to compile.
+        decode_sizes: padded row counts of decode steps, or None for the defaults. The largest
+            must reach `max_num_seqs`.
+        token_sizes: padded token counts of other steps, or None for the defaults. The largest
+            must reach `max_num_batched_tokens`.
+        greedy_decode: whether decode steps in which all rows are greedy have separate programs.
+            Skipping the sampler at run time adds conditional nodes to the graph of every step on
+            a GPU. It is free on a CPU, where each program takes seconds to compile.
+        num_steps: the most decode steps of one launch.
+        split_sampler: whether programs for rows of several tokens have no sampler, and separate
+            programs sample. The sampler takes half of the time to compile such a program.
 
     Attributes:
-        num_steps: most decode steps of one launch.
-        token_sizes: padded sizes of steps with rows of several tokens, ascending.
-        early: a decode step of the most rows that is compiled in half the time of the others,
-            whose sampler is apart: it serves until the largest of those is there. None where no
-            sampler is apart.
+        num_steps: the most decode steps of one launch.
+        token_sizes: the padded sizes of mixed steps, ascending.
+        early: the decode bucket with the most rows and a separate sampler, or None without
+            `split_sampler`. It compiles in half the time of the other decode programs, and runs
+            until the largest of them has been compiled.
     """
 
     def __init__(
@@ -190,22 +200,21 @@ class BucketSet:
         self._greedy_sizes = [bucket.num_rows for bucket in greedy]
         self._mixed_sizes = [bucket.num_tokens for bucket in mixed]
         self.token_sizes = np.array(self._mixed_sizes)
-        # A launch of several steps must find a program whatever its rows are.
+        # There must be a program for every number of rows of a launch of several steps.
         most_rows = mixed[-1].num_rows
         has_decode = bool(decode) and decode[-1].num_rows >= most_rows
         self.num_steps = self._most_steps if has_decode else 1
 
     def present(self, buckets: Container[Bucket]) -> BucketSet:
-        """Return a set of those that are among `buckets`, which has the largest mixed one."""
+        """Return the subset of buckets in `buckets`, which must contain the largest mixed one."""
         part = copy(self)
         part._has_early = self.early is not None and self.early in buckets
         part._set(
-            *([bucket for bucket in kind if bucket in buckets] for kind in self._kinds()),
+            [bucket for bucket in self._decode if bucket in buckets],
+            [bucket for bucket in self._greedy if bucket in buckets],
+            [bucket for bucket in self._mixed if bucket in buckets],
         )
         return part
-
-    def _kinds(self) -> tuple[list[Bucket], list[Bucket], list[Bucket]]:
-        return self._decode, self._greedy, self._mixed
 
     def __iter__(self) -> Iterator[Bucket]:
         return iter(dict.fromkeys((*self._decode, *self._greedy, *self._mixed)))
@@ -215,12 +224,12 @@ class BucketSet:
 
     @property
     def largest_decode(self) -> Bucket:
-        """The decode step of the most rows."""
+        """The decode bucket with the most rows."""
         return self._decode[-1]
 
     @property
     def largest(self) -> Bucket:
-        """The bucket that holds every plan, but for launches of several steps."""
+        """The bucket that fits every plan of one step."""
         return self._mixed[-1]
 
     def pick(
@@ -230,14 +239,16 @@ class BucketSet:
         scores: bool = False,
         keeps_logits: bool = False,
     ) -> Bucket:
-        """Return the smallest bucket that holds the plan.
+        """Return the smallest bucket that fits a plan.
 
         Args:
-            greedy: no row draws, or uses a feature of the sampler.
-            scores: the log-probabilities of a prompt's tokens are requested, for which only
-                programs of mixed rows exist; where the sampler is apart, for the largest alone.
-            keeps_logits: the host needs the logits, which programs of mixed rows keep.
+            plan: the plan.
+            greedy: whether all rows are greedy and no row uses a feature of the sampler.
+            scores: whether log-probabilities of a prompt are requested. Only mixed buckets have
+                programs for them, and with a separate sampler only the largest.
+            keeps_logits: whether the host needs logits, which only mixed buckets return.
         """
+
         rows, tokens = len(plan), plan.total_tokens
         if scores and self._mixed[-1].keeps_logits:
             return self._mixed[-1]

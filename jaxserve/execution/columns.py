@@ -1,5 +1,5 @@
 # pyright: reportUnknownMemberType=false
-"""Columns of logits: the greatest of a row, on one device or where each has a part of them."""
+"""Argmax over the vocabulary, which may be sharded over devices."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 def in_groups(x: Float[Array, "R V"], fill: float) -> Float[Array, "R groups 128"]:
-    """Return columns in groups of 128, padded with `fill`."""
+    """Reshape columns into groups of 128, padded with `fill`."""
     pad = -x.shape[1] % LANES
     if pad:
         x = jnp.pad(x, ((0, 0), (0, pad)), constant_values=fill)
@@ -37,15 +37,15 @@ def in_groups(x: Float[Array, "R V"], fill: float) -> Float[Array, "R groups 128
 
 
 def argmax(logits: Float[Array, "R V"]) -> Int32[Array, " R"]:
-    """Return the first index of the greatest value; see `best`."""
+    """Return the first index of each row's greatest value (see `best`)."""
     return best(logits)[0]
 
 
 def best(logits: Float[Array, "R V"]) -> tuple[Int32[Array, " R"], Float[Array, " R"]]:
-    """Return the first index of the greatest value, and that value, in two levels.
+    """Return the first index of each row's greatest value, and the value.
 
-    XLA's argmax on CPU costs 13 to 57 times its max over a vocabulary; here the index is only
-    searched among group maxima and then within one group.
+    XLA's argmax on CPU takes 13 to 57 times as long as its max over a vocabulary. Here the index
+    is searched among the maxima of groups, and then within one group.
     """
     groups = in_groups(logits, -jnp.inf)
     tops = groups.max(axis=-1)
@@ -55,20 +55,21 @@ def best(logits: Float[Array, "R V"]) -> tuple[Int32[Array, " R"], Float[Array, 
 
 
 def is_finite(logits: Float[Array, "R V"]) -> Bool[Array, " R"]:
-    """Return which rows hold neither NaN nor infinity.
+    """Return for each row whether all its values are finite.
 
-    They are the greatest of a row; XLA on CPU vectorizes a maximum, no conjunction.
+    NaN and infinity propagate through the maximum of absolute values. XLA on CPU vectorizes a
+    maximum, but not a conjunction.
     """
     return jnp.isfinite(jnp.abs(logits).max(axis=1))
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of logits over the devices of an axis: each has a part, in their order.
+    """The columns of logits, sharded in order over the devices of a mesh axis.
 
     Attributes:
-        vocab_size: how many there are, the padding of the last devices not counted.
-        axis: of the devices; None where one device has all.
+        vocab_size: the number of columns without padding.
+        axis: the mesh axis, or None if one device has all columns.
     """
 
     vocab_size: int
@@ -82,25 +83,25 @@ class Columns:
     def greatest(
         self, logits: Float[Array, "R V"], implementation: str
     ) -> tuple[Int32[Array, " R"], Float[Array, " R"], Bool[Array, " R"]]:
-        """Return each row's likeliest token and its logit, and whether the whole row is finite.
+        """Return each row's most likely token, its logit, and whether the row is finite.
 
-        Devices exchange one token and one number a row; of equals the lowest token counts.
+        Devices exchange one token and one number per row. Ties go to the lowest token id.
         """
         assert self.axis is not None
         size, index = logits.shape[1], device_index(self.axis)
         first = index * size
         padded = axis_size(self.axis) * size > self.vocab_size
-        if not padded and has_greatest(logits, implementation):  # whose -1 is NO_TOKEN
+        if not padded and has_greatest(logits, implementation):  # -1 is NO_TOKEN
             ids = greatest(logits, implementation=implementation)
             ok = ids != NO_TOKEN
             ids = jnp.maximum(ids, 0)
             values = jnp.take_along_axis(logits, ids[:, None], axis=1)[:, 0]
         else:
-            ok, own = is_finite(logits), logits
+            ok, unpadded = is_finite(logits), logits
             if padded:
                 is_token = first + jnp.arange(size) < self.vocab_size
-                own = jnp.where(is_token, logits, -jnp.inf)
-            ids, values = best(own)
+                unpadded = jnp.where(is_token, logits, -jnp.inf)
+            ids, values = best(unpadded)
         bits = lax.bitcast_convert_type(values, jnp.int32).reshape(len(values), -1)
         ids = jnp.where(ok, first + ids, NO_TOKEN)
         pairs = of_all(jnp.concatenate([ids[:, None], bits], axis=1), self.axis)  # [N, R, 2 or 3]
@@ -119,14 +120,19 @@ class Columns:
         logits: Float[Array, "R V"],
         rows: Any,
     ) -> T:
-        """Compute something of whole rows of logits, where each device does it for some rows.
+        """Apply a function to whole rows of logits, with the rows sharded over the devices.
 
-        Devices exchange columns of all rows for all columns of some rows, and then the results.
+        Devices exchange their columns of all rows for all columns of their rows, and then the
+        results.
 
         Args:
-            compute: called with whole rows and their part of `rows`; returns arrays of as many
-                rows. A row's result must depend on no other row.
+            compute: a function of whole rows and the matching part of `rows`. It returns arrays
+                with the same number of rows. The result of a row depends on that row only.
+            logits: the logits, with sharded columns.
             rows: arrays of R rows.
+
+        Returns:
+            The result for all R rows, on every device.
         """
         if self.axis is None:
             return compute(logits, rows)
@@ -137,12 +143,12 @@ class Columns:
         def padded(array: Array) -> Array:
             return jnp.pad(array, ((0, devices * each - num_rows), *[(0, 0)] * (array.ndim - 1)))
 
-        def own(array: Array) -> Array:
+        def local(array: Array) -> Array:
             return lax.dynamic_slice_in_dim(padded(array), start, each)
 
         whole = rows_for_columns(padded(logits), self.axis)[:, : self.vocab_size]
-        found = compute(whole, jax.tree.map(own, rows))
+        results = compute(whole, jax.tree.map(local, rows))
         return jax.tree.map(
             lambda array: of_all(array, self.axis, tiled=True)[:num_rows],  # pyright: ignore
-            found,
+            results,
         )

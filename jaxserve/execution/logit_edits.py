@@ -1,5 +1,5 @@
 # pyright: reportUnknownMemberType=false
-"""Edits of logits that requests may make before a token is drawn from them."""
+"""Edits of logits before sampling: token masks, bad words, min_tokens, bias, penalties."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Float32, Int32
 
     Logits = Float[Array, "R V"]
-    # Columns of logits, and what is added to them; columns below 0 change nothing.
+    # Columns of logits, and the amounts to add to them. Columns below 0 are unused.
     Changes = tuple[Int32[Array, "R N"], Float32[Array, "R N"]]
 
 
 def edit_logits(logits: Logits, batch: StepBatch[Array], state: SamplerState) -> Logits:
-    """Apply each row's edits to its logits; tokens that may not be drawn get -inf.
+    """Apply each row's edits to its logits, with -inf for excluded tokens.
 
-    The order is vLLM's (vllm/v1/sample/sampler.py): allowed tokens, bad words, min_tokens, bias;
-    then penalties: repetition, frequency, presence. A row without edits keeps its bits.
+    The order is vLLM's (vllm/v1/sample/sampler.py): allowed tokens, bad words, min_tokens, bias,
+    and then repetition, frequency and presence penalties. A row without edits keeps its bits.
     """
     logits = _only_allowed(logits, batch, state)
-    # One sum for all edits of few tokens: whatever is added to -inf, it stays.
+    # One scatter for all edits of single tokens. -inf stays -inf after any addition.
     changes = (_bad_words(batch, state), _stops(batch), _biases(batch, state))
     columns, amounts = (jnp.concatenate(parts, axis=1) for parts in zip(*changes, strict=True))
     columns = jnp.where(columns >= 0, columns, logits.shape[1])
     rows = jnp.arange(logits.shape[0])[:, None]
-    # On CPU this scatter takes several times as long as all the rest, whatever it changes: guided
-    # rows alone need none of it.
+    # On CPU this scatter takes several times as long as all other edits. Guided rows alone do not
+    # need it.
     logits = cond(
         jnp.any(columns < logits.shape[1]),
         lambda: logits.at[rows, columns].add(amounts.astype(logits.dtype), mode="drop"),
@@ -45,7 +45,6 @@ def edit_logits(logits: Logits, batch: StepBatch[Array], state: SamplerState) ->
 
 
 def _uses(batch: StepBatch[Array], feature: SamplerFeature) -> Bool[Array, "R 1"]:
-    """Return the rows that use a feature."""
     return (batch.features & int(feature) != 0)[:, None]
 
 
@@ -57,7 +56,7 @@ def _only_allowed(logits: Logits, batch: StepBatch[Array], state: SamplerState) 
 
 
 def _bad_words(batch: StepBatch[Array], state: SamplerState) -> Changes:
-    """Exclude the last token of each bad word whose others are the row's newest tokens."""
+    """Exclude the last token of each bad word whose other tokens are the row's newest ones."""
     banned = state.banned.at[batch.slots].get(mode="clip")
     recent = state.recent.at[batch.slots].get(mode="clip")
     before, last = banned[:, :, :-1], banned[:, :, -1]
@@ -66,7 +65,6 @@ def _bad_words(batch: StepBatch[Array], state: SamplerState) -> Changes:
 
 
 def _stops(batch: StepBatch[Array]) -> Changes:
-    """Return the stop tokens of rows that may not end yet, and -inf."""
     return _excluded(batch.stop_token_ids, (batch.kv_len < batch.min_length)[:, None])
 
 
@@ -81,11 +79,13 @@ def _biases(batch: StepBatch[Array], state: SamplerState) -> Changes:
 
 
 def _penalized(logits: Logits, batch: StepBatch[Array], state: SamplerState) -> Logits:
-    """Apply penalties; neutral ones change no bit, whatever an earlier request left in the history.
+    """Apply repetition, frequency and presence penalties.
 
-    A logit that overflows becomes the greatest finite one: an infinite logit would exclude its
-    token, or leave no probability to any other.
+    Neutral penalties change no bit, so the history of an earlier request has no effect. A logit
+    that overflows becomes the greatest finite number: an infinite logit would exclude its token
+    or all other tokens.
     """
+
     history = state.history.at[batch.slots].get(mode="clip")
     penalties = batch.penalties.astype(logits.dtype)[:, :, None]
     repetition, frequency, presence = penalties[:, 0], penalties[:, 1], penalties[:, 2]

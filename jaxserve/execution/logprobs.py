@@ -1,5 +1,5 @@
 # pyright: reportUnknownMemberType=false
-"""Log-probabilities of tokens, computed where they are requested and nowhere else."""
+"""Log-probabilities of tokens, computed only if a request needs them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from pallas_kernels import row_sums
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int32
 
-BLOCK = 32  # positions whose logits are computed at a time
+BLOCK = 32  # number of positions whose logits are computed at once
 _ONE_LEVEL = 2048
 _VECTOR = 16
 
 
 class DeviceLogprobs(NamedTuple):
-    """Log-probabilities of N tokens on the device; `TokenLogprobs` says what each field means."""
+    """Log-probabilities of N tokens on the device, with the fields of `TokenLogprobs`."""
 
     logprob: Float[Array, " N"]
     rank: Int32[Array, " N"]
@@ -35,10 +35,10 @@ class DeviceLogprobs(NamedTuple):
 
 
 def top_k(x: Float[Array, "N V"], k: int) -> tuple[Float[Array, "N K"], Int32[Array, "N K"]]:
-    """Return each row's k greatest values and their columns; of equals, the lower column is first.
+    """Return each row's k greatest values and their columns. Ties go to the lower column.
 
-    Exact, in two levels: the k greatest lie in the k groups of greatest maximum. Those are taken
-    in the order of their columns, so that equals keep theirs. Few columns need one level, which
+    The result is exact. The k greatest values lie in the k groups with the greatest maxima, which
+    are searched in the order of their columns. Rows with few columns are searched directly, which
     compiles in a tenth of the time.
     """
     if x.shape[1] <= _ONE_LEVEL:
@@ -55,23 +55,23 @@ def top_k(x: Float[Array, "N V"], k: int) -> tuple[Float[Array, "N K"], Int32[Ar
 
 
 def logprobs_of(logits: Float[Array, "N V"], tokens: Int32[Array, " N"]) -> DeviceLogprobs:
-    """Compute the log-probability of one token a row under the row's logits."""
+    """Compute the log-probability and rank of one token per row, and the most likely tokens."""
     total = logits.max(axis=1) + _log(row_sums(logits, "exps"))
-    is_own = jnp.arange(logits.shape[1]) == tokens[:, None]
-    own = jnp.where(is_own, logits, 0).sum(axis=1, keepdims=True)
-    rank = 1 + (logits > own).sum(axis=1, dtype=jnp.int32)
+    is_token = jnp.arange(logits.shape[1]) == tokens[:, None]
+    logit = jnp.where(is_token, logits, 0).sum(axis=1, keepdims=True)
+    rank = 1 + (logits > logit).sum(axis=1, dtype=jnp.int32)
     values, ids = top_k(logits, min(MAX_LOGPROBS, logits.shape[1]))
-    return DeviceLogprobs(own[:, 0] - total, rank, ids, values - total[:, None])
+    return DeviceLogprobs(logit[:, 0] - total, rank, ids, values - total[:, None])
 
 
 def _log(x: Float[Array, " R"]) -> Float[Array, " R"]:
-    """Return natural logarithms, in whole vectors: XLA on CPU rounds a rest differently."""
+    # Whole vectors only: XLA on CPU rounds the elements of a partial vector differently.
     whole = lax.optimization_barrier(jnp.pad(x, (0, -len(x) % _VECTOR), constant_values=1))
     return lax.optimization_barrier(jnp.log(whole))[: len(x)]
 
 
 def no_logprobs(count: int, vocab_size: int, dtype: DTypeLike) -> DeviceLogprobs:
-    """Return zeros, for a launch without requested log-probabilities."""
+    """Return zeros for `count` tokens, for a launch without requested log-probabilities."""
     width = min(MAX_LOGPROBS, vocab_size)
     return DeviceLogprobs(
         jnp.zeros(count, dtype),
@@ -87,7 +87,7 @@ def draw_logprobs(
     batch: StepBatch[Array],
     columns: Columns,
 ) -> DeviceLogprobs:
-    """Compute log-probabilities of a decode step's draws, of all rows if any requests them."""
+    """Compute log-probabilities of sampled tokens, for all rows if any row requests them."""
     none = no_logprobs(logits.shape[0], columns.vocab_size, logits.dtype)
     is_requested = jnp.any(batch.features & int(SamplerFeature.LOGPROBS) != 0)
     return cond(is_requested, lambda: columns.by_rows(logprobs_of, logits, token_ids), lambda: none)
@@ -102,17 +102,21 @@ def position_logprobs(
     batch: StepBatch[Array],
     columns: Columns,
 ) -> DeviceLogprobs:
-    """Compute the log-probabilities of the token that follows each of a step's tokens.
+    """Compute the log-probability of the successor of each token of a step, where requested.
 
-    After a prompt's token that is the prompt's next (`batch.targets`), after a row's last one the
-    token drawn. Logits are computed anew, 32 positions at a time, and only for blocks with a
-    requested position: memory does not grow with a chunk's length. Others are undefined.
+    The successor of a row's last token is the sampled token. The successor of another token is
+    the next token of the prompt (`batch.targets`). Logits are computed again for blocks of 32
+    positions with a requested one, so memory does not grow with the length of a chunk. Other
+    positions of the result are undefined.
 
     Args:
-        project: hidden states [N, D] to logits [N, V].
-        logits: those of each row's last token; only their type counts.
-        token_ids: the draws.
-        draws: which rows draw.
+        project: maps hidden states [N, D] to logits [N, V].
+        hidden: the hidden states of the step.
+        logits: the logits of each row's last token, of which only the dtype is used.
+        token_ids: the sampled tokens.
+        draws: whether each row samples.
+        batch: the inputs of the step.
+        columns: the columns of the logits.
     """
     num_tokens, size = len(hidden), min(BLOCK, len(hidden))
     row = batch.row_of_token
@@ -125,19 +129,19 @@ def position_logprobs(
     none = no_logprobs(num_tokens, columns.vocab_size, logits.dtype)
 
     def block(index: Array, logprobs: DeviceLogprobs) -> DeviceLogprobs:
-        # The last block begins where it still fits, and so does what it writes.
+        # The last block starts earlier if necessary, for reading and for writing.
         start = index * size
         here = lax.dynamic_slice_in_dim(targets, start, size)
 
         def put(old: Array, part: Array) -> Array:
             return lax.dynamic_update_slice_in_dim(old, part, start, 0)
 
-        def found() -> DeviceLogprobs:
+        def scored() -> DeviceLogprobs:
             part = project(lax.dynamic_slice_in_dim(hidden, start, size))
             new = columns.by_rows(logprobs_of, part, here)
             return jax.tree.map(put, logprobs, new)
 
-        return cond(jnp.any(here >= 0), found, lambda: logprobs)
+        return cond(jnp.any(here >= 0), scored, lambda: logprobs)
 
     return cond(
         jnp.any(targets >= 0),

@@ -1,9 +1,9 @@
 # pyright: reportUnknownMemberType=false
-"""The mesh of an engine's devices, and what programs over it are made of.
+"""The mesh of an engine's devices, and sharded shapes of programs over it.
 
-A whole step is mapped over the mesh with one `jax.shard_map`: kernels, panels and quantized
-products run on each device's part as on one device, and every exchange between devices stands in
-the code that is mapped (see `models.collectives`).
+One `jax.shard_map` maps a whole step over the mesh. Kernels, panels and quantized products run on
+each device's shard as on one device. Every exchange between devices is explicit in the mapped code
+(see `models.collectives`).
 """
 
 from __future__ import annotations
@@ -23,47 +23,47 @@ from jaxserve.settings.hosts import too_few
 
 WHOLE, PARTS = PartitionSpec(), PartitionSpec(AXIS)
 SECOND = PartitionSpec(None, AXIS)
-"""Specs of arrays: whole on each device, or divided along their first or second axis."""
+"""Partition specs of arrays: replicated, or sharded along the first or second axis."""
 
 
 def make_mesh(devices: int) -> Mesh | None:
-    """Return the mesh of JAX's first devices, in the order of their hosts; None for one device.
+    """Return the mesh of JAX's first devices, in the order of their hosts, or None for one device.
 
     Raises:
-        InvalidRequest: there are fewer.
+        InvalidRequest: JAX has fewer devices.
     """
     return None if devices == 1 else mesh_of(mesh_devices(devices))
 
 
 def mesh_of(devices: Sequence[Any]) -> Mesh:
-    """Return the mesh of some devices, in their order."""
+    """Return a mesh of the given devices, in their order."""
     return Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
 
 
 def mesh_devices(count: int) -> list[HostDevice]:
-    """Return JAX's first devices, as many of each host's as of any other's.
+    """Return JAX's first `count` devices, with the same number from each host.
 
     Raises:
-        InvalidRequest: there are fewer.
+        InvalidRequest: JAX has fewer devices.
     """
     hosts = jax.process_count()
-    found: list[HostDevice] = []
+    devices: list[HostDevice] = []
     for host in range(hosts):
         visible = [device for device in all_devices() if device.process_index == host]
         if len(visible) * hosts < count:
             raise too_few(count // hosts, len(visible), visible[0].platform)
-        found += visible[: count // hosts]
-    return found
+        devices += visible[: count // hosts]
+    return devices
 
 
 def spec_of(array: Any) -> PartitionSpec:
-    """Return how an array, or its shape, lies on the mesh; whole where it does not say."""
+    """Return the partition spec of an array or shape, or `WHOLE` if it has no named sharding."""
     sharding = getattr(array, "sharding", None)
     return sharding.spec if isinstance(sharding, NamedSharding) else WHOLE
 
 
 def local_bytes(array: Any) -> int:
-    """Return the bytes of an array, or of its shape, on one device."""
+    """Return the bytes of an array or shape on one device."""
     shape, sharding = array.shape, getattr(array, "sharding", None)
     if isinstance(sharding, NamedSharding):
         shape = sharding.shard_shape(shape)
@@ -71,10 +71,12 @@ def local_bytes(array: Any) -> int:
 
 
 def placed_shapes(mesh: Mesh, shapes: Any, specs: Any) -> Any:
-    """Return shapes that say how their arrays lie on the mesh.
+    """Return shapes with named shardings on the mesh.
 
     Args:
-        specs: of all of them, or of each in a tree that theirs begins with.
+        mesh: the mesh.
+        shapes: a tree of arrays or shapes.
+        specs: one partition spec, or a tree of specs that is a prefix of `shapes`.
     """
 
     def place(spec: PartitionSpec, tree: Any) -> Any:
@@ -84,7 +86,7 @@ def placed_shapes(mesh: Mesh, shapes: Any, specs: Any) -> Any:
 
 
 def placed_arguments(mesh: Mesh, arguments: Any) -> Any:
-    """Return shapes of arguments, or of their shapes, each of which says how it lies."""
+    """Return the shapes of arguments with named shardings on the mesh, `WHOLE` by default."""
 
     def place(leaf: Any) -> Any:
         return _placed(NamedSharding(mesh, spec_of(leaf)), leaf)
@@ -101,12 +103,15 @@ def _is_spec(tree: Any) -> bool:
 
 
 def mapped(mesh: Mesh, function: Callable[..., Any], arguments: Any, results: Any) -> Any:
-    """Return a function of whole arrays that runs on each device's parts of them.
+    """Return a function of global arrays that runs on the shards of each device.
 
     Args:
-        arguments: arrays or shapes, which say how they lie.
-        results: specs of the results.
+        mesh: the mesh.
+        function: a function of shards.
+        arguments: arrays or shapes with their shardings.
+        results: partition specs of the results.
     """
+
     return jax.shard_map(
         function,
         mesh=mesh,

@@ -1,10 +1,10 @@
 # pyright: reportUnknownMemberType=false
-"""The page table on the device: what launches send of it, and what puts that in its place.
+"""The page table on the device, and the updates that launches send.
 
-The host's table (`SlotTable.page_table`) is the one that counts. The device has a copy, and each
-launch brings the pages that its rows got since their last one: a few words, where the rows
-themselves would be megabytes. Pages that a sequence gives back while it runs are not sent: they lie
-outside every window, and nothing reads their entries.
+The host's table (`SlotTable.page_table`) is authoritative. The device has a copy. Each launch
+sends the pages that its rows got since their last launch, a few words instead of megabytes. Pages
+that a sequence frees while it runs are not sent, because they are outside every window and their
+entries are not read.
 """
 
 from __future__ import annotations
@@ -22,40 +22,44 @@ from jaxserve.scheduling.slot_table import SlotTable
 if TYPE_CHECKING:
     from jaxtyping import Array, Int, Int32
 
-    # Slots, and their rows of the table.
+    # Slots, and their rows of the page table.
     WholeRows = tuple[Int32[np.ndarray, " 8"], Int32[np.ndarray, "8 M"]]
 
-# Rows that `set_rows` replaces at once.
+# Number of rows that one call of `set_rows` replaces.
 ROWS = 8
 
 
 def room_for_pages(bucket: Bucket, page_size: int) -> int:
-    """Return how many new pages a launch of a bucket can bring: as many as its tokens can take.
+    """Return the number of new pages that a launch of a bucket has room for.
 
-    n tokens of a row take at most ceil(n / page_size) pages. A row that has more, because its
-    sequence shares cached ones, is sent whole.
+    n tokens of a row need at most ceil(n / page_size) pages. A row with more new pages, which are
+    shared cached pages, is sent as a whole.
     """
     num_tokens = bucket.num_tokens * bucket.num_steps
-    # At least 2: XLA makes five launches on a GPU of a scatter of a single entry.
+    # At least 2: on a GPU XLA compiles a scatter of a single entry to five kernel launches.
     return max(2, bucket.num_rows + num_tokens // page_size)
 
 
 def take_new_pages(
     plan: LaunchPlan, slots: SlotTable, room: int
 ) -> tuple[Int[np.ndarray, " n"], list[WholeRows]]:
-    """Return the places of pages that a plan's rows got since their last launch.
-
-    They count as sent from now on.
+    """Return the new pages of a plan's rows, and mark them as sent.
 
     Args:
-        room: of the launch; what exceeds it comes as whole rows, for `set_rows` before it.
+        plan: the plan.
+        slots: the slot table.
+        room: the most new pages that the launch has room for.
+
+    Returns:
+        Positions in the flat page table for the launch, and whole rows to pass to `set_rows`
+        before the launch, if there are more new pages than room.
     """
     places = slots.take_unsent(plan.slots)
     if len(places) <= room:
         return places, []
     owners = places // slots.max_pages
     new = np.bincount(owners, minlength=slots.num_slots + 1)[plan.slots]
-    # Those that have more new pages than their own tokens can take.
+    # Slots with more new pages than their tokens can need.
     whole = plan.slots[new > 1 + plan.num_tokens * plan.num_steps // slots.page_size]
     return places[~np.isin(owners, whole)], list(_whole_rows(whole, slots))
 
@@ -69,7 +73,7 @@ def _whole_rows(whole: Int[np.ndarray, " n"], slots: SlotTable) -> Iterator[Whol
 
 
 def null_rows(slots: SlotTable) -> WholeRows:
-    """Make slots and rows that change nothing."""
+    """Return arguments for `set_rows` that do not change the page table."""
     owners = np.full(ROWS, slots.num_slots + 1, np.int32)
     return owners, np.zeros((ROWS, slots.max_pages), np.int32)
 
@@ -77,20 +81,22 @@ def null_rows(slots: SlotTable) -> WholeRows:
 def put_pages(
     table: Int32[Array, "slots_plus_1 M"], places: Int32[Array, " C"], pages: Int32[Array, " C"]
 ) -> Int32[Array, "slots_plus_1 M"]:
-    """Put new pages in their places in the flat table; places past its end are unused."""
+    """Write pages to positions of the flat page table. Positions beyond its end are ignored."""
     return table.reshape(-1).at[places].set(pages, mode="drop").reshape(table.shape)
 
 
 def set_rows(
     table: Int32[Array, "slots_plus_1 M"], slots: Int32[Array, " 8"], rows: Int32[Array, "8 M"]
 ) -> Int32[Array, "slots_plus_1 M"]:
-    """Replace whole rows.
+    """Replace whole rows of the page table.
 
     Args:
-        table: donated.
-        slots: past the table where unused.
+        table: the page table, donated.
+        slots: the rows to replace. Slots beyond the table are ignored.
+        rows: the new rows.
     """
-    # Entry by entry: of a scatter of rows, as XLA compiles it for a GPU, idle threads read past the
-    # end of `slots`.
+    # Entry by entry: in a scatter of rows that XLA compiles for a GPU, idle threads read beyond
+    # the end of `slots`.
+
     places = slots[:, None] * table.shape[1] + jnp.arange(table.shape[1])
     return put_pages(table, places.reshape(-1), rows.reshape(-1))

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts' tokens that the host computes, from logits of their positions."""
+"""Log-probabilities of prompt tokens that the host computes from logits."""
 
 from __future__ import annotations
 
@@ -24,23 +24,26 @@ def score_prompts(
     leaves: list[jax.Array],
     vocab_size: int,
 ) -> dict[int, TokenLogprobs]:
-    """Score the prompts' tokens that are the host's to score, by row of the plan.
+    """Score the prompt tokens that the host has to score, and wait for the device.
 
-    At once, a few positions at a time: the logits of a whole chunk may take gigabytes.
+    A few positions are computed at once, because the logits of a whole chunk may take gigabytes.
 
     Args:
-        plan: of the step.
+        plan: the plan of the step.
         slots: the slot table, which has the prompts' tokens.
         hidden: [T, D], the step's hidden states.
-        project: see `Programs`.
+        project: the program `Programs.project`.
         leaves: the model's placed arrays.
-        vocab_size: columns of logits before padding.
+        vocab_size: columns of logits without padding.
+
+    Returns:
+        The log-probabilities by row of the plan.
     """
     scored: dict[int, TokenLogprobs] = {}
     ends = np.cumsum(plan.num_tokens)
     total = np.array(ends[-1], np.int32)
-    wanted = slots.wants_logprob(plan.slots, plan.starts)
-    for row in np.flatnonzero(wanted).tolist():
+    is_requested = slots.wants_logprob(plan.slots, plan.starts)
+    for row in np.flatnonzero(is_requested).tolist():
         sequence, start = slots.sequences[plan.slots[row]], int(plan.starts[row])
         prompt = sequence.prompt_logprobs
         if not prompt.by_host:

@@ -1,8 +1,8 @@
 # pyright: reportUnknownMemberType=false
-"""Random numbers for rows: those of jax.random, written out.
+"""Random numbers of rows, equal to the numbers of jax.random.
 
-JAX runs the rounds of Threefry as a loop on CPU, which takes XLA 0.3 seconds to compile in every
-program; these few additions take a quarter of that, and are one kernel on a GPU.
+JAX runs the rounds of Threefry in a loop on CPU, which takes XLA 0.3 seconds to compile in every
+program. This code compiles in a quarter of that, and is one kernel on a GPU.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def threefry(key: tuple[Words, Words], count: tuple[Words, Words]) -> tuple[Word
 
 
 def _rehash(_: Int32[Array, ""], words: tuple[Pairs, Pairs]) -> tuple[Pairs, Pairs]:
-    """Return the next key, and zeros to count by."""
+    # Returns the next key and a zero counter.
     key, count = words
     return jnp.stack(threefry((key[0], key[1]), (count[0], count[1]))), jnp.zeros_like(count)
 
@@ -50,14 +50,16 @@ def uniform(seed: UInt32[Array, "R 2"], position: Int32[Array, " R"]) -> Float32
     """Return jax.random.uniform(fold_in(key, position)) of each row, in [0, 1).
 
     Args:
-        seed: the words of a threefry key.
+        seed: the two words of each row's threefry key.
+        position: the position of each row's new token.
     """
     zero = jnp.zeros(position.shape, jnp.uint32)
     key, count = (seed[:, 0], seed[:, 1]), (zero, position.astype(jnp.uint32))
     if target_device().is_gpu:  # a loop would keep the step from being one graph
         high, low = threefry(threefry(key, count), (zero, zero))
     else:
-        # XLA on CPU computes the words anew for each use, unless they come out of a loop.
+        # XLA on CPU recomputes the words for each use, unless they are the result of a loop.
+
         high, low = fori_loop(0, 2, _rehash, (jnp.stack(key), jnp.stack(count)))[0]
     mantissa = ((high ^ low) >> 9) | jnp.uint32(_ONE)
     return lax.bitcast_convert_type(mantissa, jnp.float32) - 1

@@ -43,17 +43,17 @@ SetRows = Callable[[jax.Array, np.ndarray, np.ndarray], jax.Array]
 SetAllowed = Callable[[SamplerState, np.ndarray, np.ndarray], SamplerState]
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
-# As plain numbers: an operation on an IntFlag costs half a microsecond.
+# Plain integers, because an operation on an IntFlag takes half a microsecond.
 _EDITS, _ALLOWED = int(SamplerFeature.EDITS), int(SamplerFeature.ALLOWED)
 _SCORES, _LOGITS = int(SamplerFeature.SCORES), int(SamplerFeature.LOGITS)
 _PROMPT_LOGPROBS = int(SamplerFeature.PROMPT_LOGPROBS)
 
 
 class CompileCounter:
-    """A count of the programs that JAX has compiled in this process since it was made.
+    """A counter of the programs that JAX compiles in this process.
 
     Attributes:
-        num_compiles: the count.
+        num_compiles: the number of compilations since the counter was created.
     """
 
     def __init__(self) -> None:
@@ -77,18 +77,19 @@ class Programs:
     """The compiled programs of an engine.
 
     Attributes:
-        steps: the launches, by their padded shape: (leaves, state, words) to (state, output).
-        samplers: behind launches that keep their logits: (last token, sampler's state, logits,
-            words of the rows) to (last token, sampler's state, output).
-        score: log-probabilities of prompts behind the largest such step, if there are any:
-            (leaves, output, words) to log-probabilities.
-        make_state: the empty device state.
-        load_slot: (sampler, load) to the sampler state with one slot's settings replaced.
-        set_rows: (page table, slots, rows) to the page table with rows replaced.
-        set_allowed: by how many slots' masks they replace, (sampler, slots, words) to the sampler
-            state.
-        project: logits at positions of the largest step of mixed rows, where the engine's settings
-            let the host score prompts: (leaves, hidden states, first position, tokens) to logits.
+        steps: the launches by bucket. (leaves, state, words) to (state, output).
+        samplers: the samplers that follow launches with `keeps_logits`. (last tokens, sampler
+            state, logits, words of the rows) to (last tokens, sampler state, output).
+        score: the log-probabilities of prompts after the largest launch with `keeps_logits`, or
+            None without such launches. (leaves, output, words) to log-probabilities.
+        make_state: creates an empty device state.
+        load_slot: replaces one slot's settings. (sampler state, load) to sampler state.
+        set_rows: replaces rows of the page table. (page table, slots, rows) to page table.
+        set_allowed: the programs that replace token masks, by their number of slots. (sampler
+            state, slots, words) to sampler state.
+        project: the logits at positions of the largest mixed step, or None unless the engine's
+            settings let the host score prompts. (leaves, hidden states, first position, tokens)
+            to logits.
     """
 
     steps: Mapping[Bucket, Step]
@@ -108,11 +109,11 @@ class InFlight:
     plan: LaunchPlan
     output: StepOutput
     bucket: Bucket
-    num_logprobs: Int32[np.ndarray, " R"] | None  # alternatives asked for; None if none is
-    has_positions: bool  # whether there is a log-probability for each token, not for each row
-    submitted: float  # by time.perf_counter
-    logits: jax.Array | None = None  # of each row's draw, where the host scores one
-    # What the host has scored of prompts, by row.
+    num_logprobs: Int32[np.ndarray, " R"] | None  # requested alternatives, None without requests
+    has_positions: bool  # whether log-probabilities are by token instead of by row
+    submitted: float  # time.perf_counter at submission
+    logits: jax.Array | None = None  # of each row's sampled token, if the host scores one
+    # Log-probabilities of prompts that the host has computed, by row.
     prompts: Mapping[int, TokenLogprobs] = field(default_factory=dict[int, TokenLogprobs])
     expert_rows: jax.Array | None = None  # see `StepOutput`
 
@@ -120,28 +121,29 @@ class InFlight:
 class Runner:
     """The device's side of an engine: weights, device state and compiled launches.
 
-    `start.programs.warm_up` makes it. Launches run in the order of their submission.
+    `jaxserve.start` creates it. Launches run in the order of their submission.
 
     Args:
-        config: resolved (see `EngineConfig.resolve`).
-        model_config: of the model.
-        leaves: the model's placed arrays, which launches read from one field, each launch once.
-        programs: compiled; those that are missing come by `add`.
-        buckets: the padded shapes, those that there are no programs for yet among them.
-        num_pages: pages of KV cache, the null page included.
-        kv_dtype: of the pages.
-        page_bytes: of one page, in all layers.
+        config: the resolved configuration (see `EngineConfig.resolve`).
+        model_config: the configuration of the model.
+        leaves: the model's placed arrays, which each launch reads once from one field.
+        programs: the compiled programs. `add` adds others later.
+        buckets: all padded shapes, including shapes without a program yet.
+        num_pages: the pages of KV cache, including the null page.
+        kv_dtype: the dtype of the pages.
+        page_bytes: the bytes of one page in all layers.
         state: the device state that the programs ran on last.
-        counter: counts compilations; closed with the runner.
+        counter: the counter of compilations, closed with the runner.
 
     Attributes:
-        buckets: the padded shapes that there are programs for.
-        most_steps: most decode steps of one launch, once all programs are there.
-        keeps_logits: whether the host can have the logits of what is drawn.
+        buckets: the padded shapes that have programs.
+        most_steps: the most decode steps of one launch after all programs were added.
+        keeps_logits: whether the host can get the logits of sampled tokens.
         counts_demand: whether launches are counted for `take_demand`.
-        has_demand: set while such a count waits to be taken.
-        weight_bytes: of the parameters as they are stored.
-        expert_rows: that each device has computed, up to the last launch that was read.
+        has_demand: an event that is set while `take_demand` would return launches.
+        weight_bytes: the bytes of the parameters as they are stored.
+        expert_rows: the rows that each device's experts have computed, up to the last launch that
+            was read.
     """
 
     def __init__(
@@ -180,7 +182,7 @@ class Runner:
         self._set_allowed: Mapping[int, SetAllowed] = programs.set_allowed
         self._state: DeviceState | None = state
         self._counter = counter
-        # Programs are added by another thread than the one that submits; both use the state.
+        # One thread adds programs and another submits launches. Both use the state.
         self._turn = threading.Lock()
         self.counts_demand = False
         self.has_demand = threading.Event()
@@ -189,12 +191,12 @@ class Runner:
 
     @property
     def num_compiles(self) -> int:
-        """Programs that JAX compiled in this process since this runner's start began."""
+        """Number of programs that JAX has compiled since the start of this runner began."""
         return self._counter.num_compiles
 
     @property
     def max_steps(self) -> int:
-        """Most decode steps of one launch that there are programs for."""
+        """The most decode steps of one launch with the present programs."""
         return self.buckets.num_steps
 
     def reset(self, error: Exception | None = None) -> None:
@@ -205,7 +207,10 @@ class Runner:
             self._state = self._make_state()
 
     def add(self, program: Program, compiled: Any) -> None:
-        """Put a program in its place, from the next launch on; forget what served before it."""
+        """Add a compiled program, which is used from the next launch on.
+
+        The largest decode program replaces the early one (see `BucketSet.early`).
+        """
         if isinstance(program, Sampler):
             self._samplers[program] = compiled
             return
@@ -217,19 +222,23 @@ class Runner:
             self.buckets = self._all_buckets.present(self._steps)
 
     def programs(self) -> list[Program]:
-        """Return the programs that are there; samplers after the launches that they follow."""
+        """Return the keys of the present programs: all buckets, and then all samplers."""
         return [*self._steps, *self._samplers]
 
     def run_padding(self, program: Program, compiled: Any, batch: Int32[np.ndarray, " N"]) -> float:
-        """Run a program on padding, once; return the seconds that takes.
+        """Run a program once on padding, and return the seconds that it takes.
 
-        Its memory is touched and its time is known before a request runs it. Thread-safe: the next
-        launch waits for this one.
+        This touches the program's memory before a request uses it. Thread-safe: the next launch
+        waits for this one.
 
         Args:
-            compiled: None for the one that is in its place.
-            batch: of padding, for a launch of the program, or of the largest bucket behind which
-                a sampler runs.
+            program: the key of the program.
+            compiled: the compiled program, or None for the present program of the key.
+            batch: a batch of padding for the bucket, or for the largest bucket if the program is a
+                sampler.
+
+        Returns:
+            The seconds, or infinity if the runner is closed or must be reset.
         """
         with self._turn:
             if self._state is None:  # closed, or about to be reset
@@ -248,7 +257,10 @@ class Runner:
             return time.perf_counter() - started
 
     def submit(self, plan: LaunchPlan, slots: SlotTable) -> InFlight:
-        """Start a step. Returns before the device has run it, unless the host scores a prompt."""
+        """Submit the launch of a plan.
+
+        The method returns before the device has run the launch, unless the host scores a prompt.
+        """
         with self._turn:
             return self._submit(plan, slots)
 
@@ -277,7 +289,7 @@ class Runner:
         logits, rows = output.logits if keeps_logits else None, output.expert_rows
         prompts: Mapping[int, TokenLogprobs] = {}
         if bucket.keeps_logits and greedy:
-            output = StepOutput(output.token_ids, None)  # the logits' memory is free again
+            output = StepOutput(output.token_ids, None)  # frees the memory of the logits
         elif bucket.keeps_logits:
             num_rows = bucket.num_rows if scores else len(plan)
             size = min(size for size in self._samplers if size.num_rows >= num_rows)
@@ -285,12 +297,12 @@ class Runner:
             state, drawn = self._draw(self._samplers[size], state, output, bucket, batch)
             if scores:
                 assert self._score is not None
-                kept = replace(output, token_ids=drawn.token_ids, expert_rows=None)
-                drawn = replace(drawn, logprobs=self._score(leaves, kept, batch))
+                scored = replace(output, token_ids=drawn.token_ids, expert_rows=None)
+                drawn = replace(drawn, logprobs=self._score(leaves, scored, batch))
                 if self._project is not None:
-                    assert kept.hidden is not None
+                    assert scored.hidden is not None
                     how = self._project, leaves, self.vocab_size
-                    prompts = score_prompts(plan, slots, kept.hidden, *how)
+                    prompts = score_prompts(plan, slots, scored.hidden, *how)
             output = drawn
         self._state = state
         output.token_ids.copy_to_host_async()
@@ -304,12 +316,8 @@ class Runner:
         if logits is not None:
             logits.copy_to_host_async()
         widths = slots.num_logprobs[plan.slots]
-        return InFlight(
-            *(plan, output, bucket, widths, has_positions, submitted),
-            logits=logits,
-            prompts=prompts,
-            expert_rows=rows,
-        )
+        results = InFlight(plan, output, bucket, widths, has_positions, submitted)
+        return replace(results, logits=logits, prompts=prompts, expert_rows=rows)
 
     @staticmethod
     def _draw(
@@ -319,28 +327,28 @@ class Runner:
         bucket: Bucket,
         batch: Int32[np.ndarray, " N"],
     ) -> tuple[DeviceState, StepOutput]:
-        """Run a sampler behind a launch without one."""
+        """Run a sampler after a launch that returned logits, and return new state and output."""
         assert output.logits is not None
         rows = rows_of(batch, bucket.num_tokens, bucket.num_rows)
         last_token, sampler, drawn = draw(state.last_token, state.sampler, output.logits, rows)
         return replace(state, last_token=last_token, sampler=sampler), drawn
 
-    def _count(self, program: Program, held: int) -> None:
+    def _count(self, program: Program, size: int) -> None:
         if not self.counts_demand:
             return
-        key = program, held
+        key = program, size
         self._demand[key] = self._demand.get(key, 0) + 1
         if not self.has_demand.is_set():
             self.has_demand.set()
 
     def take_demand(self) -> Demand:
-        """Return the launches since the last call, for the choice of what else is worth having."""
+        """Return the launches since the last call, from which the next program is chosen."""
         self.has_demand.clear()
         taken, self._demand = self._demand, {}
         return taken
 
     def _load(self, state: DeviceState, plan: LaunchPlan, slots: SlotTable) -> DeviceState:
-        """Write what the sampler must know of the requests that are new in this step."""
+        """Write the sampler state of the requests that are new in this step to the device."""
         sampler = state.sampler
         for slot in plan.slots[slots.needs_load[plan.slots]].tolist():
             for load in slot_loads(slots, slot, self.vocab_size):
@@ -349,7 +357,7 @@ class Runner:
         return replace(state, sampler=sampler)
 
     def _guide(self, state: DeviceState, plan: LaunchPlan, slots: SlotTable) -> DeviceState:
-        """Tell the device what guided rows may draw, where that has changed."""
+        """Send the changed token masks of guided rows to the device."""
         changed = plan.slots[slots.needs_mask[plan.slots]]
         if not len(changed):
             return state
@@ -365,9 +373,14 @@ class Runner:
     def read(
         self, step: InFlight
     ) -> tuple[Int32[np.ndarray, "*steps R"], Bool[np.ndarray, "*steps R"], StepLogprobs | None]:
-        """Wait for a step; return tokens, whether each is valid, and requested log-probabilities.
+        """Wait for a launch and read its results.
 
-        Raises whatever the device reported; the state is lost then (see `reset`).
+        Returns:
+            The tokens, for each token whether it is valid, and requested log-probabilities. The
+            arrays are [R], or [num_steps, R] for a launch of several steps.
+
+        Raises:
+            Exception: an error of the device. The state is then lost, and `reset` is required.
         """
         num_rows, num_steps = len(step.plan), step.plan.num_steps
         token_ids = np.asarray(step.output.token_ids)[..., :num_rows]
@@ -377,15 +390,15 @@ class Runner:
         ok = token_ids != NO_TOKEN
         if step.num_logprobs is None:
             return token_ids, ok, None
-        # Behind the vocabulary there is padding where it is divided over devices.
+        # A vocabulary that is sharded over devices has padding at its end.
         logits = None if step.logits is None else np.asarray(step.logits)[:, : self.vocab_size]
         logprobs = None
         if step.output.logprobs is not None:
             logprobs = TokenLogprobs(*(np.asarray(leaf) for leaf in step.output.logprobs))
         tokens = step.plan.num_tokens if step.has_positions else np.ones(num_rows, np.int32)
         ends = np.cumsum(tokens)
-        found = StepLogprobs(step.num_logprobs, ends, logprobs, logits, step.prompts)
-        return token_ids, ok, found
+        results = StepLogprobs(step.num_logprobs, ends, logprobs, logits, step.prompts)
+        return token_ids, ok, results
 
     def close(self) -> None:
         """Free the device's memory. Idempotent."""

@@ -1,10 +1,10 @@
 # pyright: reportUnknownMemberType=false
-"""SamplerState: the sampler's part of each request on the device, one row a slot.
+"""SamplerState: the sampler's state on the device, one row per slot.
 
-Only requests with such settings have theirs written, when they get their slot (`load_slot`); each
-step then adds the tokens it draws. The token in flight is thus counted before the host has it, and
-chunks, cached prefixes and preemption need no care. Other rows hold what an earlier request left;
-`SamplerFeature` flags and neutral settings keep it from being used.
+`load_slot` writes the row of a request that needs it when the request gets its slot. Each step
+then adds the sampled tokens. The token in flight is therefore counted before the host has read it,
+and chunks, cached prefixes and preemption need no extra code. Other rows contain stale values,
+which `SamplerFeature` flags and neutral settings leave unused.
 """
 
 from __future__ import annotations
@@ -37,30 +37,31 @@ _IN_PROMPT, _GENERATED = 1, 2
 
 @dataclass(frozen=True)
 class SamplerState:
-    """One row for each slot and the null slot.
+    """The sampler's state: one row for each slot, and one for the null slot.
 
-    V is the vocabulary, W its bits in words of 32, B banned sequences of up to L tokens.
+    V is the vocabulary size, W the number of 32-bit words of a token mask, and B the number of
+    banned sequences of up to L tokens.
     """
 
-    history: Int32[Array, "slots_plus_1 V"]  # 2 for each time generated, and 1 if in the prompt
-    # Bit t % 32 of word t // 32 is set where t may be drawn.
+    history: Int32[Array, "slots_plus_1 V"]  # 2 per generated occurrence, plus 1 if in the prompt
+    # Bit t % 32 of word t // 32 is set if token t is allowed.
     allowed: UInt32[Array, "slots_plus_1 W"]
     bias_ids: Int32[Array, "slots_plus_1 300"]  # NO_TOKEN where unused
     bias_values: Float32[Array, "slots_plus_1 300"]
-    banned: Int32[Array, "slots_plus_1 B L"]  # each at its row's end; before it NO_TOKEN
-    # Newest last; NO_TOKEN before the first generated.
+    banned: Int32[Array, "slots_plus_1 B L"]  # right-aligned, padded with NO_TOKEN
+    # The newest generated tokens, right-aligned, padded with NO_TOKEN.
     recent: Int32[Array, "slots_plus_1 L_minus_1"]
 
 
 @dataclass(frozen=True)
 class SlotLoad(Generic[AnyArray]):
-    """A request's row, with a part of its known tokens. Numpy until passed; not changed after."""
+    """The values of a request's row, with a chunk of its known tokens."""
 
     slot: Int32[AnyArray, ""]
-    is_first: Bool[AnyArray, ""]  # whether the row's history is to be emptied
+    is_first: Bool[AnyArray, ""]  # whether the row's history is cleared first
     tokens: Int32[AnyArray, " chunk"]
-    num_prompt: Int32[AnyArray, ""]  # of these tokens
-    num_tokens: Int32[AnyArray, ""]  # with those generated; the rest is padding
+    num_prompt: Int32[AnyArray, ""]  # number of prompt tokens in the chunk
+    num_tokens: Int32[AnyArray, ""]  # number of tokens in the chunk without padding
     allowed: UInt32[AnyArray, " W"]
     bias_ids: Int32[AnyArray, " 300"]
     bias_values: Float32[AnyArray, " 300"]
@@ -75,7 +76,7 @@ for _type in (SamplerState, SlotLoad):
 
 
 def make_sampler_state(num_slots: int, vocab_size: int) -> SamplerState:
-    """Make rows of zeros, which are undefined until they are loaded."""
+    """Return a state of zeros. A row is undefined until it is loaded."""
     rows = num_slots + 1
     return SamplerState(
         history=jnp.zeros((rows, vocab_size), jnp.int32),
@@ -88,10 +89,11 @@ def make_sampler_state(num_slots: int, vocab_size: int) -> SamplerState:
 
 
 def load_slot(state: SamplerState, load: SlotLoad[Array]) -> SamplerState:
-    """Write a request's row; its tokens come in one or more parts, in their order.
+    """Write a request's row, or add a further chunk of its tokens.
 
     Args:
-        state: donated.
+        state: the sampler state, donated.
+        load: the values of the row. Chunks are loaded in the order of the tokens.
     """
     slot = load.slot
     index = jnp.arange(load.tokens.shape[0])
@@ -100,7 +102,7 @@ def load_slot(state: SamplerState, load: SlotLoad[Array]) -> SamplerState:
     is_generated = (index >= load.num_prompt) & (index < load.num_tokens)
     generated = jnp.where(is_generated, load.tokens, past)
     row = jnp.where(load.is_first, 0, state.history[slot])
-    # The prompt comes first: nothing in the row is above 1 until all of it is marked.
+    # The prompt is loaded first, so all values are 0 or 1 until it is complete.
     row = row.at[in_prompt].max(_IN_PROMPT, mode="drop")
     row = row.at[generated].add(_GENERATED, mode="drop")
     return SamplerState(
@@ -116,11 +118,12 @@ def load_slot(state: SamplerState, load: SlotLoad[Array]) -> SamplerState:
 def set_allowed(
     state: SamplerState, slots: Int32[Array, " G"], words: UInt32[Array, "G W"]
 ) -> SamplerState:
-    """Replace the masks of allowed tokens of slots.
+    """Replace the token masks of slots.
 
     Args:
-        state: donated.
-        slots: the null slot where unused.
+        state: the sampler state, donated.
+        slots: the slots. Unused entries are the null slot.
+        words: the new masks.
     """
     return replace(state, allowed=state.allowed.at[slots].set(words))
 
@@ -128,7 +131,7 @@ def set_allowed(
 def record(
     state: SamplerState, batch: StepBatch[Array], token_ids: Int32[Array, " R"]
 ) -> SamplerState:
-    """Add a step's draws to the rows of the slots that drew."""
+    """Add a step's sampled tokens to the histories of their slots."""
     slots = batch.sample_slots
     recent = state.recent.at[slots].get(mode="clip")
     recent = jnp.concatenate([recent[:, 1:], token_ids[:, None]], axis=1)
@@ -143,9 +146,10 @@ def record(
 
 
 def slot_loads(slots: SlotTable, slot: int, vocab_size: int) -> Iterator[SlotLoad[np.ndarray]]:
-    """Yield what `load_slot` needs of a slot's request, and of its tokens if they are counted.
+    """Yield the arguments of `load_slot` for a slot's request, one per chunk of its tokens.
 
-    Parts after the first repeat everything but the tokens.
+    Without penalties the tokens are not needed, and there is one chunk. Further chunks repeat all
+    values except the tokens.
     """
     request = slots.sequences[slot].request
     tokens, num_prompt = slots.tokens[slot, : slots.num_known[slot]], len(request.prompt_token_ids)
@@ -177,7 +181,7 @@ def slot_loads(slots: SlotTable, slot: int, vocab_size: int) -> Iterator[SlotLoa
 
 
 def null_load(slots: SlotTable, vocab_size: int) -> SlotLoad[np.ndarray]:
-    """Make a load that writes to the null slot."""
+    """Return an argument of `load_slot` that writes to the null slot."""
     return SlotLoad(
         slot=np.array(slots.num_slots, np.int32),
         is_first=np.array(True),
@@ -193,12 +197,12 @@ def null_load(slots: SlotTable, vocab_size: int) -> SlotLoad[np.ndarray]:
 
 
 def chunk_size(slots: SlotTable) -> int:
-    """Return the tokens of one SlotLoad."""
+    """Return the number of tokens in one SlotLoad."""
     return min(_CHUNK, slots.max_model_len)
 
 
 def allowed_words(slots: SlotTable, slot: int, vocab_size: int) -> UInt32[np.ndarray, " W"]:
-    """Return the tokens that a slot's sequence may draw next, as bits."""
+    """Return the mask of tokens that a slot's sequence can sample next, in 32-bit words."""
     sequence = slots.sequences[slot]
     request, constraint = sequence.request, sequence.constraint
     if constraint is None:
@@ -209,7 +213,7 @@ def allowed_words(slots: SlotTable, slot: int, vocab_size: int) -> UInt32[np.nda
 
 
 def _listed_words(request: Request, vocab_size: int) -> UInt32[np.ndarray, " W"]:
-    """Return allowed_token_ids, or all, without bad words of one token."""
+    """Return the mask of allowed_token_ids (default: all) without bad words of one token."""
     bits = np.zeros(-(-vocab_size // WORD_BITS) * WORD_BITS, np.bool_)
     chosen = request.sampling.allowed_token_ids
     bits[slice(vocab_size) if chosen is None else list(chosen)] = True
@@ -218,7 +222,6 @@ def _listed_words(request: Request, vocab_size: int) -> UInt32[np.ndarray, " W"]
 
 
 def _banned(request: Request) -> Int32[np.ndarray, "B L"]:
-    """Return bad words of several tokens."""
     banned = np.full((MAX_BAD_WORDS_TOKENIZED, MAX_BAD_WORD_TOKENS), NO_TOKEN, np.int32)
     words = [word for word in request.bad_words_token_ids if len(word) > 1]
     for row, word in zip(banned, words, strict=False):
@@ -227,7 +230,6 @@ def _banned(request: Request) -> Int32[np.ndarray, "B L"]:
 
 
 def _biases(request: Request) -> tuple[Int32[np.ndarray, " 300"], Float32[np.ndarray, " 300"]]:
-    """Return logit_bias."""
     ids = np.full(MAX_BIASED_TOKENS, NO_TOKEN, np.int32)
     values = np.zeros(MAX_BIASED_TOKENS, np.float32)
     bias = request.sampling.logit_bias or {}

@@ -1,10 +1,12 @@
 # pyright: reportUnknownMemberType=false
-"""From logits to tokens: one program for any mix of settings, each row on its own.
+"""Sampling: tokens from logits, in one program for any mix of settings.
 
 A setting that a row does not use has a neutral value. Work that no row of the batch needs (random
-draws, truncation) is skipped at run time, not compiled away. A row's draw depends on its logits,
-its seed and the position of the token, and on nothing else: neither batch mates nor preemption
-nor a restart change it.
+numbers, truncation) is skipped at run time. The sampled token of a row depends only on its logits,
+its seed and the position of the token. Other rows, preemption and restarts do not change it.
+
+On a CPU the kernel `pallas_kernels/cpu/draw.py` replaces `plain_draw`, and `engine/draw_scores.py`
+applies the same settings on the host for processed log-probabilities.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def _ordered_bits(x: Float[Array, "*sizes"]) -> UInt[Array, "*sizes"]:
-    """Return floats as unsigned integers of the same order."""
+    """Return unsigned integers with the same order as the floats."""
     bits = x.dtype.itemsize * 8
     unsigned, signed = jnp.dtype(f"uint{bits}"), jnp.dtype(f"int{bits}")
     raw = lax.bitcast_convert_type(x, unsigned)
@@ -45,26 +47,29 @@ def _ordered_bits(x: Float[Array, "*sizes"]) -> UInt[Array, "*sizes"]:
 def _threshold(
     keys: UInt[Array, "R V"], mass: Float[Array, "R V"], target: Float[Array, " R"]
 ) -> UInt[Array, " R"]:
-    """Find each row's greatest key t with mass(keys >= t) >= target; exact, and without a sort.
+    """Return each row's greatest key t with mass(keys >= t) >= target, exactly and without a sort.
 
-    Built from its highest bits down, a few in every pass over the vocabulary.
+    The bits of the key are found from the highest to the lowest, a few in each pass over the
+    vocabulary.
     """
     bits = keys.dtype.itemsize * 8
-    # On a GPU one reading of the keys serves 15 trials, and passes lie one after the other: a loop
-    # would keep the step from being one graph. XLA on CPU takes five times as long that way.
+    # On a GPU one read of the keys serves 15 trials, and the passes are unrolled, because a loop
+    # would prevent the step from being one graph. This takes five times as long on CPU.
     is_gpu = target_device().is_gpu
     width = 4 if is_gpu else 1
 
-    def try_digits(step: Int[Array, ""], found: UInt[Array, " R"]) -> UInt[Array, " R"]:
+    def try_digits(step: Int[Array, ""], prefix: UInt[Array, " R"]) -> UInt[Array, " R"]:
         shift = jnp.asarray(bits - width * (step + 1)).astype(keys.dtype)
-        # Behind this all passes are the same kernels, compiled once.
-        found, shift = lax.optimization_barrier((found, shift))
-        trials = [found | (jnp.array(digit, keys.dtype) << shift) for digit in range(1, 1 << width)]
+        # The barrier makes the kernels of all passes equal, so that they are compiled once.
+        prefix, shift = lax.optimization_barrier((prefix, shift))
+        trials = [
+            prefix | (jnp.array(digit, keys.dtype) << shift) for digit in range(1, 1 << width)
+        ]
         masses = tuple(jnp.where(keys >= trial[:, None], mass, 0) for trial in trials)
         zeros = (jnp.zeros((), mass.dtype),) * len(trials)
         sums = lax.reduce(masses, zeros, lambda a, b: tuple(map(jnp.add, a, b)), (1,))
         digit = sum((reached >= target).astype(keys.dtype) for reached in sums)
-        return found | digit << shift
+        return prefix | digit << shift
 
     none = jnp.zeros(keys.shape[0], keys.dtype)
     return fori_loop(0, bits // width, try_digits, none, unroll=is_gpu)
@@ -77,13 +82,14 @@ def _truncated(
     top_k: Int32[Array, " R"],
     top_p: Float[Array, " R"],
 ) -> Float[Array, "R V"]:
-    """Zero all but the k most likely tokens of each row (equals of the k-th stay), and then all
-    but the smallest set of likely ones whose share of the rest reaches top_p.
+    """Apply top_k and top_p: return the probabilities with zeros for excluded tokens.
 
-    The likeliest stays, whatever top_p is once it is a float32.
+    top_k keeps the k most likely tokens of each row and all tokens equal to the k-th. top_p then
+    keeps the smallest set of most likely tokens whose share of the remaining mass reaches top_p.
+    The most likely token always stays.
     """
-    # XLA computes both branches of a condition that holds element-wise work and sums alone, as
-    # thresholds are on a GPU, unless one branch is no constant and only returns what it got.
+    # XLA computes both branches of a condition that contains only element-wise work and sums, such
+    # as thresholds on a GPU, unless one branch returns its operand and the operand is no constant.
     none = lax.optimization_barrier(jnp.zeros(keys.shape[0], keys.dtype))
 
     def raised(
@@ -91,11 +97,14 @@ def _truncated(
         truncates: Bool[Array, " R"],
         measure: Callable[[Array], tuple[Array, Array]],
     ) -> UInt[Array, " R"]:
-        """Raise the least key that stays, in rows that truncate; `measure`: mass and target."""
+        """Raise the least kept key of the rows that truncate.
+
+        measure: maps the remaining probabilities to the mass of each token and the target.
+        """
 
         def narrowed(least: UInt[Array, " R"]) -> UInt[Array, " R"]:
             mass, target = measure(jnp.where(keys >= least[:, None], probs, 0))
-            # Never lower: rounding may find no share as large as top_p.
+            # Never lower than before: because of rounding, no share may reach top_p.
             return jnp.maximum(least, jnp.where(truncates, _threshold(keys, mass, target), 0))
 
         return cond(jnp.any(truncates), narrowed, lambda least: least, least)
@@ -107,21 +116,21 @@ def _truncated(
 
 
 def _draw(probs: Float[Array, "R V"], uniform: Float[Array, " R"]) -> Int32[Array, " R"]:
-    """Find the token at which the cumulative mass passes uniform * total.
+    """Return the token of each row at which the cumulative mass exceeds uniform * total.
 
-    Inverse transform sampling with one number a row, in two levels of sums.
+    This is inverse transform sampling with one number per row, in two levels of sums.
     """
     groups = in_groups(probs, 0.0)
     ends = jnp.cumsum(groups.sum(axis=-1), axis=-1)
-    # Below the total even if the product rounds up to it: past it there is no token to draw.
+    # Less than the total even if the product rounds up: there is no token beyond the total.
     target = jnp.minimum(uniform * ends[:, -1], jnp.nextafter(ends[:, -1], jnp.zeros_like(uniform)))
     is_before = ends <= target[:, None]
-    # No token at all in a row of zeros or NaN: any of the vocabulary will do, it is not used.
+    # A row of zeros or NaN has no such token. The result of such a row is not used.
     group = jnp.minimum(is_before.sum(axis=-1), groups.shape[1] - 1)
     before = jnp.where(is_before, ends, 0).max(axis=-1)
     inside = groups.at[jnp.arange(len(groups)), group].get(mode="clip")
     passed = jnp.cumsum(inside, axis=-1) <= (target - before)[:, None]
-    # Rounding may leave the target at the group's end: then its last possible token is drawn.
+    # Because of rounding the target may be at the group's end: use its last possible token.
     lanes = jnp.arange(LANES)
     last_possible = jnp.where(inside > 0, lanes, 0).max(axis=-1)
     lane = jnp.minimum(passed.sum(axis=-1), last_possible)
@@ -139,14 +148,23 @@ def plain_draw(
     seed: UInt32[Array, "R 2"],
     position: Int32[Array, " R"],
 ) -> Int32[Array, " R"]:
-    """Compute `pallas_kernels.draw` in plain JAX, which is its specification."""
+    """Sample tokens in plain JAX. This is the specification of the kernel `pallas_kernels.draw`.
+
+    Args:
+        logits: the logits.
+        highest: each row's greatest logit.
+        greedy: each row's most likely token, the result of rows with temperature 0.
+        temperature, min_p, top_k, top_p: the settings of each row.
+        seed: the words of each row's threefry key.
+        position: the position of each row's new token.
+    """
     warm = temperature > 0
     divisor = jnp.where(warm, temperature, 1).astype(logits.dtype)
-    # The difference first: a quotient of large logits and a small temperature may overflow, and
-    # would be rounded more coarsely than the differences that decide.
+    # Subtract first: the quotient of a large logit and a small temperature may overflow, and is
+    # rounded more coarsely than the difference.
     below = logits - highest[:, None]
     probs = jnp.exp(below / divisor[:, None])
-    # The likeliest token stays whatever exp(0) rounds to: a row must have something to draw.
+    # The most likely token always stays, independent of the rounding of exp(0).
     likely = (probs >= min_p[:, None].astype(probs.dtype)) | (below == 0)
     probs = jnp.where(likely, probs, 0)
     probs = _truncated(probs, _ordered_bits(logits), _ordered_bits(highest), top_k, top_p)
@@ -160,10 +178,13 @@ def _sampled(
     greedy: Int32[Array, " R"],
     highest: Float[Array, " R"],
 ) -> Int32[Array, " R"]:
-    """Draw the tokens of all rows, for a step in which at least one row draws.
+    """Sample the tokens of all rows, in a step in which at least one row is not greedy.
 
     Args:
-        greedy, highest: each row's likeliest token and its logit.
+        logits: the edited logits.
+        batch: the inputs of the step.
+        greedy: each row's most likely token.
+        highest: the logit of that token.
     """
     settings = batch.temperature, batch.min_p, batch.top_k, batch.top_p
     run = draw if has_draw(logits) else plain_draw
@@ -171,7 +192,7 @@ def _sampled(
 
 
 def is_greedy(plan: LaunchPlan, slots: SlotTable) -> bool:
-    """Return whether each row that draws takes its likeliest token, with no stop token to avoid."""
+    """Return whether all rows are greedy and no row has to exclude stop tokens (min_tokens)."""
     rows = plan.slots[plan.samples]
     if slots.temperature[rows].any():
         return False
@@ -186,30 +207,31 @@ def sample(
     implementation: str = "auto",
     columns: Columns | None = None,
 ) -> Int32[Array, " R"]:
-    """Draw each row's next token.
+    """Sample each row's next token.
 
-    The order of the settings is vLLM's: what `edit_logits` does, temperature, min_p, top_k, top_p.
+    The order of the settings is vLLM's: `edit_logits`, temperature, min_p, top_k, top_p.
 
     Args:
-        logits: float32 or float64.
-        batch: the new token's position is `kv_len`.
-        state: the sampler's state of the requests.
-        greedy_only: static; `is_greedy` holds and no row uses a feature of the sampler.
-        implementation: static; which kernels run, if any.
-        columns: static; of logits that are divided over devices. None for one device.
+        logits: the logits in float32 or float64.
+        batch: the inputs of the step. The new token's position is `kv_len`.
+        state: the sampler's state.
+        greedy_only: static, whether `is_greedy` holds and no row uses a feature of the sampler.
+        implementation: static, the choice of kernels.
+        columns: static, the columns of logits that are sharded over devices. None for one device.
 
     Returns:
-        Token ids; NO_TOKEN where the row's logits were not all finite, or left it no token to draw.
+        Token ids. NO_TOKEN for rows with logits that are not finite, and for rows in which all
+        tokens are excluded.
     """
     if columns is not None and columns.axis is not None:
         return _sample_divided(logits, batch, state, greedy_only, implementation, columns)
-    if greedy_only and has_greatest(logits, implementation):  # whose -1 is NO_TOKEN
+    if greedy_only and has_greatest(logits, implementation):  # -1 is NO_TOKEN
         return greatest(logits, implementation=implementation)
     ok = is_finite(logits)
     if greedy_only:
         return jnp.where(ok, argmax(logits), NO_TOKEN)
     edits, draws = _uses(batch)
-    # A branch that hands all logits through copies them: skip it when no row edits or draws.
+    # A branch that returns all logits copies them, so it is skipped if no row edits or samples.
     tokens, value = cond(
         edits | draws,
         lambda: _chosen(logits, batch, state, edits, draws),
@@ -219,7 +241,6 @@ def sample(
 
 
 def _uses(batch: StepBatch[Array]) -> tuple[Bool[Array, ""], Bool[Array, ""]]:
-    """Return whether a row edits its logits, and whether one draws."""
     has_edits = batch.features & int(SamplerFeature.EDITS) != 0
     has_edits |= batch.kv_len < batch.min_length
     return jnp.any(has_edits), jnp.any(batch.temperature > 0)
@@ -232,7 +253,7 @@ def _chosen(
     edits: Bool[Array, ""],
     draws: Bool[Array, ""],
 ) -> tuple[Int32[Array, " R"], Float[Array, " R"]]:
-    """Return each row's token, and the greatest of its logits once they are edited."""
+    """Return each row's token, and the greatest of its edited logits."""
     changed = cond(edits, lambda: edit_logits(logits, batch, state), lambda: logits)
     greedy, value = best(changed)
     drawn = cond(draws, lambda: _sampled(changed, batch, greedy, value), lambda: greedy)
@@ -246,8 +267,8 @@ def _valid(
     batch: StepBatch[Array],
     state: SamplerState,
 ) -> Int32[Array, " R"]:
-    """Return the tokens, but NO_TOKEN for rows that are not finite or have nothing to draw."""
-    # A row in the middle of its tokens draws nothing, so that it needs no token to draw.
+    """Replace the tokens of rows that are not finite, or have no allowed token, by NO_TOKEN."""
+    # A row inside its prompt does not sample, so it needs no allowed token.
     null_slot = state.history.shape[0] - 1
     ok &= (value > -jnp.inf) | (batch.sample_slots == null_slot)
     return jnp.where(ok, tokens, NO_TOKEN)
@@ -261,7 +282,8 @@ def _sample_divided(
     implementation: str,
     columns: Columns,
 ) -> Int32[Array, " R"]:
-    """Draw where each device has a part of every row: whole rows only where a row needs them."""
+    """Sample from logits with sharded columns. Whole rows are gathered only if a row needs them."""
+
     tokens, value, ok = columns.greatest(logits, implementation)
     if greedy_only:
         return jnp.where(ok, tokens, NO_TOKEN)

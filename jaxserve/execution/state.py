@@ -1,5 +1,5 @@
 # pyright: reportUnknownMemberType=false
-"""DeviceState: the arrays that stay on the device from step to step."""
+"""DeviceState: the arrays that stay on the device between steps."""
 
 from __future__ import annotations
 
@@ -29,22 +29,23 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32, UInt32
 
 SCALE = np.dtype(np.float32)
-"""Dtype of the scale that int8 pages have for each token and kv head."""
+"""Dtype of the scales of int8 pages, one for each token and kv head."""
 
 
 @dataclass(frozen=True)
 class DeviceState:
-    """Donated to every step and replaced by its result; there is never a second copy.
+    """The state of the device, which is donated to every step and replaced by its result.
 
-    The pages start as zeros, so that no cell ever holds a NaN which no request put there.
+    There is never a second copy. The pages start as zeros, so that an unused cell never contains
+    a NaN.
     """
 
-    kv: list[KVPages]  # one a layer
-    page_table: Int32[Array, "slots_plus_1 M"]  # as far as it was sent (see `page_table`)
-    last_token: Int32[Array, " slots_plus_1"]  # the newest token drawn for each slot
+    kv: list[KVPages]  # one per layer
+    page_table: Int32[Array, "slots_plus_1 M"]  # the entries sent so far (see `page_table`)
+    last_token: Int32[Array, " slots_plus_1"]  # the newest sampled token of each slot
     sampler: SamplerState
-    # Modulo 2**32, what each device's experts have computed, by layer and place where they have
-    # places; None where that is not counted.
+    # Rows that each device's experts have computed, modulo 2**32, by layer and place if experts
+    # are placed explicitly. None if they are not counted.
     expert_rows: UInt32[Array, "N ..."] | None = None
 
 
@@ -52,14 +53,14 @@ class DeviceState:
 class StepOutput:
     """Results of a launch, which the host reads while the next one runs."""
 
-    # Steps: as many as a launch of several may take. NO_TOKEN where logits were not finite or left
-    # nothing to draw.
+    # [R], or [most steps, R] for a launch of several steps. NO_TOKEN if logits were not finite or
+    # excluded all tokens.
     token_ids: Int32[Array, "*steps R"]
-    logprobs: DeviceLogprobs | None  # of what follows each token, for rows that ask; None if greedy
-    # Of each row's last token and of all tokens, where a sampler behind the launch needs them.
+    logprobs: DeviceLogprobs | None  # of each token's successor, where requested; None if greedy
+    # For each row's last token, and for all tokens, if a sampler follows the launch.
     logits: Float[Array, "R V"] | None = None
     hidden: Float[Array, "T D"] | None = None
-    expert_rows: UInt32[Array, "N ..."] | None = None  # the state's, after the launch
+    expert_rows: UInt32[Array, "N ..."] | None = None  # the counters of the state after the launch
 
 
 for _type in (DeviceState, StepOutput):
@@ -71,11 +72,16 @@ for _type in (DeviceState, StepOutput):
 def kv_dtype(setting: str, activations: DTypeLike, platform: str) -> np.dtype:
     """Return the dtype of pages for a setting of `kv_cache_dtype`.
 
-    On CPU 16-bit keys and values are kept as the same numbers in float32, and 8-bit ones as their
-    bits: XLA there scatters into narrow floats by converting the whole cache, in every step.
+    On CPU 16-bit keys and values are stored in float32, and 8-bit floats as their bits: XLA on CPU
+    scatters into narrow floats by converting the whole cache in every step.
+
+    Args:
+        setting: the value of `kv_cache_dtype`.
+        activations: the dtype of activations.
+        platform: "cpu" or "gpu".
 
     Raises:
-        InvalidRequest: there is no such cache on this platform.
+        InvalidRequest: the platform does not support the setting.
     """
     if setting == "int8_per_token_head":
         if platform != "cpu":
@@ -91,10 +97,7 @@ def kv_dtype(setting: str, activations: DTypeLike, platform: str) -> np.dtype:
 
 
 def page_bytes(config: ModelConfig, page_size: int, dtype: DTypeLike) -> int:
-    """Return the bytes of one page of KV cache over all layers, on each device.
-
-    The scales of int8 pages are part of them.
-    """
+    """Return the bytes of one page of KV cache on each device, over all layers, with scales."""
     head = config.head_dim * jnp.dtype(dtype).itemsize
     if dtype == INT8:
         head += SCALE.itemsize
@@ -103,9 +106,10 @@ def page_bytes(config: ModelConfig, page_size: int, dtype: DTypeLike) -> int:
 
 
 def addressable_pages(pages: int, layer_page_bytes: int, dtype: np.dtype, platform: str) -> int:
-    """Return pages, or fewer if a layer's arrays would have a size that GPU kernels cannot address.
+    """Return `pages`, or fewer if GPU kernels could not address the arrays of a layer.
 
-    Those are arrays of one-byte values of 2 to 4 GiB (see `pallas_kernels.implementation`).
+    Kernels cannot address arrays of one-byte values with 2 to 4 GiB (see
+    `pallas_kernels.implementation`).
     """
     size = pages * layer_page_bytes
     if platform == "cpu" or dtype.itemsize > 1 or not TWO_GIB <= size <= FOUR_GIB:
@@ -122,15 +126,17 @@ def make_state(
     *,
     max_pages: int,
 ) -> DeviceState:
-    """Make a cache of zeros for every layer, and tables without entries.
+    """Create a device state with zeros in all pages and tables.
 
     Args:
-        config: of the model.
-        num_pages, page_size, dtype: of the cache.
-        num_slots: beside the null slot.
-        max_pages: most pages of a slot.
+        config: the configuration of the model.
+        num_pages: the pages of the cache, including the null page.
+        page_size: tokens per page.
+        num_slots: the slots, without the null slot.
+        dtype: the dtype of the pages.
+        max_pages: the most pages of a slot.
     """
-    # A head that several devices have is several here, also where each has some positions of it.
+    # A head that is replicated, or whose positions are sharded, counts once per device.
     heads = local_kv_heads(config) * config.split.devices
     cells = (num_pages, heads, page_size // config.split.context)
     shape = (*cells, config.head_dim)
@@ -154,14 +160,14 @@ def make_state(
 
 
 def state_specs(layers: int, dtype: DTypeLike) -> DeviceState:
-    """Return how the state lies on a mesh.
+    """Return the partition specs of the device state.
 
-    Pages are divided by their heads, each device has its count of rows, and the rest lies whole on
-    each.
+    Pages and their scales are sharded by head. Each device has its own counters of expert rows.
+    All other arrays are replicated.
 
     Args:
-        layers: of the model.
-        dtype: of the pages; those of int8 have scales, divided as they are.
+        layers: the number of layers.
+        dtype: the dtype of the pages. int8 pages have scales.
     """
     kv, whole = PartitionSpec(None, AXIS), PartitionSpec()
     specs: Any = {"page_table": whole, "last_token": whole, "sampler": whole}
@@ -171,11 +177,11 @@ def state_specs(layers: int, dtype: DTypeLike) -> DeviceState:
 
 
 def release(state: DeviceState | None, error: Exception | None) -> None:
-    """Make the memory of a state free before another one is made.
+    """Wait for running steps and clear an error's frames, which hold the memory of a state.
 
-    Steps that still run hold it, and so do the frames of the error that ended one.
+    The memory is then free for another state.
     """
     if error is not None:
         traceback.clear_frames(error.__traceback__)
-    with suppress(Exception):  # of a step that fails too
+    with suppress(Exception):  # another step may fail too
         jax.block_until_ready(state)

@@ -1,5 +1,5 @@
 # pyright: reportUnknownMemberType=false
-"""model_step: the one program, compiled once for each bucket."""
+"""model_step: the step of the model and the sampler, compiled once per bucket."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from jaxserve.scheduling.slot_table import NO_TOKEN
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int32
 
-    # How many steps are done, the rows that take part, the state, and what has been drawn.
+    # The number of finished steps, the active rows, the state, sampled tokens, log-probabilities.
     Launch = tuple[
         Int32[Array, ""],
         Bool[Array, " R"],
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
 def slot_mapping(
     batch: StepBatch[Array], page_table: Int32[Array, "R M"], page_size: int
 ) -> Int32[Array, " T"]:
-    """Return the cell of the cache for each token's K and V; -1 for padding."""
+    """Return the cache cell of each token's K and V, or -1 for padding."""
     column = batch.positions // page_size
     page = page_table.at[batch.row_of_token, column].get(mode="clip")
     cell = page * page_size + batch.positions % page_size
     real = jnp.arange(batch.tokens.shape[0]) < batch.query_start[-1]
-    # A row that has ended within the launch takes no part any more.
+    # A row that has ended within the launch is padding.
     real &= batch.kv_len.at[batch.row_of_token].get(mode="clip") > 0
     return jnp.where(real, cell, -1)
 
@@ -55,9 +55,9 @@ def slot_mapping(
 def known_tokens(
     batch: StepBatch[Array], last_token: Int32[Array, " slots_plus_1"]
 ) -> Int32[Array, " T"]:
-    """Return the step's tokens, those that only the device knows among them."""
+    """Return the step's tokens, with sampled tokens that only the device knows filled in."""
     owner = batch.slots.at[batch.row_of_token].get(mode="clip")
-    # A row that could draw nothing may be in flight once more; what it computes is dropped.
+    # A row that failed to sample may be in flight once more. Its result is dropped.
     drawn = jnp.maximum(last_token.at[owner].get(mode="clip"), 0)
     return jnp.where(batch.tokens >= 0, batch.tokens, drawn)
 
@@ -70,19 +70,21 @@ def model_step(
     batch: StepBatch[Array],
     **options: Any,
 ) -> tuple[DeviceState, StepOutput]:
-    """Compute a step's tokens, write their K and V, and draw the next token of each row.
+    """Compute a step's tokens, write their K and V, and sample the next token of each row.
 
     Prefill, chunked prefill and decode are the same call with rows of different length.
 
     Args:
-        graphdef, treedef: the model without its arrays, as `nnx.split` and `tree.flatten` left it.
-        leaves: its arrays. Flat, because flattening a module costs milliseconds a call.
-        state: donated.
-        decode_only: static; every row has one token.
-        greedy: static; every row takes its most likely token (see `is_greedy`), unless
-            `choose_tokens` follows.
-        keeps_logits: static; the output has what `choose_tokens` and `score_positions` take.
-        implementation: static; which attention and which products run.
+        graphdef: the model without its arrays, from `nnx.split`.
+        treedef: the structure of the arrays, from `jax.tree.flatten`.
+        leaves: the model's arrays. They are flat, because flattening a module takes milliseconds
+            per call.
+        state: the device state, donated.
+        batch: the inputs of the step.
+        options: static. `decode_only`: every row has one token. `greedy`: every row takes its
+            most likely token (see `is_greedy`), unless `choose_tokens` follows. `keeps_logits`:
+            the output contains the inputs of `choose_tokens` and `score_positions`.
+            `implementation`: the choice of attention and product kernels.
     """
     state, page_table = with_new_pages(state, batch)
     return _take_step(graphdef, treedef, leaves, state, batch, page_table=page_table, **options)
@@ -91,7 +93,11 @@ def model_step(
 def with_new_pages(
     state: DeviceState, batch: StepBatch[Array]
 ) -> tuple[DeviceState, Int32[Array, "R M"]]:
-    """Put a launch's new pages into the page table; return it with the rows of the launch."""
+    """Write a launch's new pages into the page table.
+
+    Returns:
+        The new state, and the rows of the page table that the launch reads.
+    """
     table = put_pages(state.page_table, batch.page_places, batch.page_ids)
     return replace(state, page_table=table), table.at[batch.slots].get(mode="clip")
 
@@ -109,7 +115,7 @@ def _take_step(
     implementation: str,
     keeps_logits: bool = False,
 ) -> tuple[DeviceState, StepOutput]:
-    # Real rows come first in tokens and batch; a block of positions has no more of them.
+    # Tokens and rows of the plan come before padding.
     num_tokens = batch.query_start[-1]
     parameters = with_implementation(jax.tree.unflatten(treedef, leaves), implementation)
     model = nnx.merge(graphdef, with_num_rows(parameters, num_tokens))
@@ -125,14 +131,14 @@ def _take_step(
     )
     hidden, kv, rows = model.counted(known_tokens(batch, state.last_token), step, state.kv)
     last = hidden if decode_only else hidden.at[batch.sample_index].get(mode="clip")
-    # Not by kv_len: a row that has ended within a launch lies before others that have not.
+    # kv_len cannot be used: a row that has ended can precede active rows.
     num_rows = (batch.query_start[:-1] < num_tokens).sum(dtype=jnp.int32)
     logits = model.logits(last, num_rows)
     with jax.named_scope("sample"):
         columns = Columns.of(model.config)
         token_ids = sample(logits, batch, state.sampler, greedy, step.others, columns)
-        # Where every row is greedy none counts its tokens. A row that drew nothing ends, but what
-        # it counts until then must lie in the vocabulary.
+        # In a greedy step no row counts its tokens. The index of a row that failed to sample must
+        # still be in the vocabulary.
         indices = token_ids if greedy else jnp.maximum(token_ids, 0)
         sampler = state.sampler if greedy else record(state.sampler, batch, indices)
     last_token = _with_draws(state.last_token, batch.sample_slots, token_ids)
@@ -158,13 +164,14 @@ def choose_tokens(
     batch: StepBatch[Array],
     columns: Columns,
 ) -> tuple[Int32[Array, " slots_plus_1"], SamplerState, StepOutput]:
-    """Draw the next token of each row behind a step that took the most likely ones.
+    """Sample the next token of each row after a step that took the most likely tokens.
 
     Args:
-        last_token, sampler: of the step's state; donated.
-        logits: of each row's last token.
-        batch: the step's; its rows alone are read.
-        columns: static; of the logits.
+        last_token: the newest token of each slot, donated.
+        sampler: the sampler state, donated.
+        logits: the logits of each row's last token.
+        batch: the inputs of the step, of which only the rows are read.
+        columns: static, the columns of the logits.
     """
     token_ids = sample(logits, batch, sampler, columns=columns)
     indices = jnp.maximum(token_ids, 0)
@@ -184,11 +191,14 @@ def score_positions(
     *,
     implementation: str,
 ) -> DeviceLogprobs:
-    """Compute the log-probabilities of what follows each token of a step, where requested.
+    """Compute the log-probability of each token's successor in a step, where requested.
 
     Args:
-        output: of the step, with the tokens drawn behind it.
-        null_slot: static.
+        graphdef, treedef, leaves: the model, see `model_step`.
+        output: the output of the step, with the sampled tokens.
+        null_slot: static, the number of the null slot.
+        batch: the inputs of the step.
+        implementation: static, the choice of kernels.
     """
     parameters = with_implementation(jax.tree.unflatten(treedef, leaves), implementation)
     model = nnx.merge(graphdef, with_num_rows(parameters, batch.query_start[-1]))
@@ -210,12 +220,15 @@ def project_positions(
     count: int,
     implementation: str,
 ) -> Float[Array, "count V"]:
-    """Compute the logits at positions of a step, for what the host scores of prompts.
+    """Compute the logits at successive positions of a step, for prompts that the host scores.
 
     Args:
-        hidden: of the step; its first `num_tokens` rows are no padding.
-        start: first of the positions; the last ones are taken where it lies too far behind.
-        count: static; positions.
+        graphdef, treedef, leaves: the model, see `model_step`.
+        hidden: the hidden states of the step.
+        start: the first position. It is reduced if fewer than `count` positions follow.
+        num_tokens: the number of rows of `hidden` without padding.
+        count: static, the number of positions.
+        implementation: static, the choice of kernels.
     """
     parameters = with_implementation(jax.tree.unflatten(treedef, leaves), implementation)
     model = nnx.merge(graphdef, with_num_rows(parameters, num_tokens))
@@ -229,7 +242,7 @@ def _with_draws(
 ) -> Int32[Array, " slots_plus_1"]:
     if slots.shape[0] > 1:
         return last_token.at[slots].set(token_ids, mode="drop")
-    # XLA makes two launches on a GPU of a scatter of a single entry.
+    # On a GPU XLA compiles a scatter of a single entry to two kernel launches.
     return jnp.where(jnp.arange(last_token.shape[0]) == slots, token_ids, last_token)
 
 
@@ -243,20 +256,21 @@ def decode_steps(
     most: int,
     **options: Any,
 ) -> tuple[DeviceState, StepOutput]:
-    """Take several decode steps in one launch, each over the tokens that the one before drew.
+    """Run several decode steps in one launch, each with the tokens that the previous step sampled.
 
-    A row takes part until a token ends it, or logits that are not finite; then it writes nothing
-    more. The launch ends with its last row. Each step is the one that `model_step` computes alone,
-    so that it does not matter how many are taken at a time.
+    A row is active until a token ends it or its logits are not finite. Inactive rows write no
+    cell of the cache, and the launch ends when no row is active. Each step is equal to a single
+    `model_step`, so the number of steps per launch does not change results.
 
     Args:
-        batch: one token a row; `num_steps`, at most `most`, are taken.
-        most: static.
-        options: as for `model_step`.
+        graphdef, treedef, leaves, state: see `model_step`.
+        batch: the inputs of the first step, one token per row, and the number of steps.
+        most: static, the most steps of the launch.
+        options: the options of `model_step`.
 
     Returns:
-        token_ids are [most, R], defined for the steps that a row took part in; scores are
-        those of the last step.
+        The new state and the output. `token_ids` is [most, R], defined for the steps in which a row
+        was active. `logprobs` is from the last step.
     """
     state, page_table = with_new_pages(state, batch)
     step = _traced_once(graphdef, treedef, decode_only=True, **options)
@@ -297,7 +311,8 @@ def decode_steps(
 def _traced_once(
     graphdef: nnx.GraphDef[Decoder], treedef: Any, **options: Any
 ) -> Callable[..., tuple[DeviceState, StepOutput]]:
-    """Return `_take_step`, which is there for a loop once it was traced for its shapes."""
+    # The loop reuses the trace that was made to find the shapes.
+
     return jax.jit(partial(_take_step, graphdef, treedef, **options), inline=True)
 
 

@@ -1,5 +1,5 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-"""JAX's functions, with the types that its own annotations leave out."""
+"""JAX functions with the types that are missing in JAX's annotations."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ForiLoop(Protocol):
 
 @runtime_checkable
 class Device(Protocol):
-    """A device as jaxlib, which has no annotations, describes it."""
+    """A device of jaxlib, which has no annotations."""
 
     platform: str
     device_kind: str
@@ -59,7 +59,7 @@ fori_loop: ForiLoop = lax.fori_loop
 
 
 class HostDevice(Device, Protocol):
-    """A device of any of an engine's hosts."""
+    """A device of any host of the engine."""
 
     process_index: int
 
@@ -70,5 +70,6 @@ def all_devices() -> list[HostDevice]:
 
 
 def devices() -> list[Device]:
-    """Return the devices of JAX's default backend that this process has."""
+    """Return the devices of JAX's default backend in this process."""
+
     return jax.local_devices()

@@ -1,9 +1,9 @@
-"""The application that Ray Serve runs: replicas of the server, and what may choose between them.
+"""The application for Ray Serve: replicas of the server, and a deployment that chooses by prefix.
 
-This module is imported wherever Serve handles the application, so it imports no JAX.
+Every process of Serve that handles the application imports this module, so it imports no JAX.
 """
 
-# Ray has no wheels for every Python.
+# Ray has no wheels for some versions of Python.
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from jaxserve.settings.secret_files import read_secret
 
 NAME = "jaxserve"
 HEALTH_SECONDS = 2.0
-# Slots of an engine whose max_num_seqs is not given: those of a CPU and of a GPU.
+# Default numbers of slots of an engine, on a CPU and on a GPU.
 _SLOTS = (32, 256)
 _LEAST_QUEUE = 128
-# Time in which a replica frees its device, besides that for its requests.
+# Seconds for freeing the device of a replica, after its requests have ended.
 _CLOSING_SECONDS = 5.0
 
 
 @serve.ingress()
 class Replica:
-    """A replica as Serve knows it. Its arguments are those of `ReplicaServer` without the rank."""
+    """The deployment class of a replica, with the arguments of `ReplicaServer` except `rank`."""
 
     def __init__(
         self,
@@ -66,19 +66,19 @@ class Replica:
         )
 
     def __serve_build_asgi_app__(self) -> Any:
-        """Return the application, which Serve calls in this process."""
+        """Return the ASGI application, which Serve calls in this process."""
         return self._server.app
 
     def check_health(self) -> None:
-        """Raise where an engine has ended or stands still; Serve then replaces the replica."""
+        """Raise EngineDead if an engine has ended or stalled. Serve then replaces the replica."""
         self._server.check()
 
     def record_routing_stats(self) -> dict[str, Any]:
-        """Return what Serve tells its routers of this replica."""
+        """Return the load and the prefixes of this replica, which Serve sends to its routers."""
         return self._server.routing_stats()
 
     def __del__(self) -> None:
-        """Free the device, once Serve has seen the last request end."""
+        """Free the device. Serve calls this after the last request has ended."""
         server = getattr(self, "_server", None)
         if server is not None:
             server.close()
@@ -90,10 +90,15 @@ class Replica:
 def make_application(
     specs: list[ModelSpec], config: ServerConfig, fleet: FleetConfig
 ) -> serve.Application:
-    """Return what `serve.run` takes. Ray must have been started.
+    """Return the application for `serve.run`. Ray must be running.
+
+    Args:
+        specs: models of each replica.
+        config: settings of the server of each replica.
+        fleet: number, place and resources of replicas.
 
     Raises:
-        InvalidRequest: a setting does not hold in a fleet, or the cluster has too little for it.
+        InvalidRequest: a setting is not supported with replicas, or the cluster lacks resources.
     """
     check_server(config)
     for spec in specs:
@@ -112,7 +117,7 @@ def make_application(
     options: dict[str, Any] = {
         "name": NAME,
         "ray_actor_options": resources,
-        # A replica refuses what its own queue cannot hold. Serve's queue before it has a bound too.
+        # A replica refuses requests beyond its own queue. Serve's queue needs a limit, too.
         "max_ongoing_requests": 2 * slots + queue,
         "max_queued_requests": 2 * slots + queue,
         "backpressure_config": BackpressureConfig(status_code=429, retry_after_s=1),
@@ -129,7 +134,7 @@ def make_application(
         options["request_router_config"] = PrefixChoice.router_config(slots)
     replicas = serve.deployment(Replica, **options).bind(specs, config, secret, is_routed)
     if is_routed:
-        # The only way by which Serve 2.60 shows a request's body to what chooses its replica.
+        # Only this way Serve 2.60 passes the body of a request to the choice of its replica.
         replicas._with_ingress_request_router(PrefixChoice.bind_to(replicas, secret))
     return replicas
 
@@ -150,7 +155,7 @@ def _check_proxy(config: ServerConfig, is_routed: bool) -> None:
 
 
 def _place(resources: dict[str, Any], nnodes: int) -> dict[str, Any]:
-    """Return the places of a replica's hosts: a bundle each, on one machine where they fit."""
+    """Return Serve's options for a placement group with a bundle for each host of a replica."""
     if nnodes == 1:
         return {}
     named = resources_from_ray_options({"num_cpus": 1, **resources})
@@ -167,8 +172,8 @@ def _place(resources: dict[str, Any], nnodes: int) -> dict[str, Any]:
 def _scale(fleet: FleetConfig, slots: int) -> dict[str, Any]:
     if fleet.autoscaling_config is None:
         return {"num_replicas": fleet.data_parallel_size}
-    given: Any = fleet.autoscaling_config
-    scaling: Any = {"target_ongoing_requests": slots, **given}
+    config: Any = fleet.autoscaling_config
+    scaling: Any = {"target_ongoing_requests": slots, **config}
     scaling.setdefault("max_replicas", fleet.data_parallel_size)
     try:
         return {"autoscaling_config": AutoscalingConfig(**scaling)}

@@ -1,6 +1,6 @@
-"""PrefixChoice: the endpoint at which HAProxy gets the replica for a request's body."""
+"""The endpoint that chooses a replica by the body of a request, for HAProxy, and its router."""
 
-# Ray has no wheels for every Python.
+# Ray has no wheels for some versions of Python.
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
@@ -10,29 +10,62 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from jaxserve.fleet.loopback import keep_to_loopback
+from jaxserve.fleet.policy import PrefixPolicy
 from jaxserve.fleet.prefixes import digests_of
-from jaxserve.fleet.router import PrefixRouter
 
 NAME = "jaxserve-choice"
 REPORT_SECONDS = 1.0
 _MOST_REQUESTS = 10_000
 
 
+class PrefixRouter(RequestRouter):
+    """A router of Ray Serve that follows `PrefixPolicy`. A request has its digests as argument.
+
+    Serve passes the reports of replicas (`record_routing_stats`) with the list of replicas.
+    """
+
+    def initialize_state(self, slots: int = 1, **_: Any) -> None:
+        """Create the policy. Serve passes the arguments in `PrefixChoice.router_config`."""
+        self._policy: PrefixPolicy[ReplicaID] = PrefixPolicy(slots)
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Pass the running replicas and their reports to the policy."""
+        super().update_replicas(replicas)
+        self._policy.keep(replica.replica_id for replica in replicas)
+        for replica in replicas:
+            self._policy.report(replica.replica_id, replica.routing_stats)
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        """Return the candidates in order of preference, in lists of one. Serve takes the first."""
+        args = [] if pending_request is None else pending_request.args
+        digests = args[0] if args and isinstance(args[0], list) else []
+        by_name = {replica.replica_id: replica for replica in candidate_replicas}
+        ranked = self._policy.rank(by_name, digests)
+        if ranked:
+            self._policy.send(ranked[0], digests)
+        return [[by_name[name]] for name in ranked]
+
+
 @serve.ingress()
 class PrefixChoice:
-    """Deployment whose answers are the replicas to which HAProxy sends requests.
+    """Deployment that names the replica to which HAProxy sends a request, by `PrefixRouter`.
 
-    The answer is `PrefixRouter`'s. Where there is none HAProxy answers 503.
+    Without a replica it answers 503, and so does HAProxy.
 
     Args:
-        replicas: handle of the deployment to choose from.
-        secret: of the fleet.
+        replicas: handle of the deployment of replicas.
+        secret: secret of the fleet, with which digests are computed.
     """
 
     def __init__(self, replicas: DeploymentHandle, secret: bytes) -> None:
@@ -43,7 +76,7 @@ class PrefixChoice:
 
     @staticmethod
     def router_config(slots: int) -> RequestRouterConfig:
-        """Return the setting by which the replicas' deployment gets its router."""
+        """Return the configuration that gives the deployment of replicas a `PrefixRouter`."""
         settings: dict[str, Any] = {
             "request_router_class": f"{PrefixRouter.__module__}.{PrefixRouter.__name__}",
             "request_router_kwargs": {"slots": slots},
@@ -53,25 +86,25 @@ class PrefixChoice:
 
     @staticmethod
     def bind_to(replicas: serve.Application, secret: bytes) -> serve.Application:
-        """Return the application that chooses between the replicas."""
-        made = serve.deployment(
+        """Return this deployment as an application over the replicas."""
+        deployment = serve.deployment(
             PrefixChoice,
             name=NAME,
-            num_replicas=2,  # one of them may die
+            num_replicas=2,  # so that one may fail
             max_ongoing_requests=_MOST_REQUESTS,
             ray_actor_options={"num_cpus": 0},
             logging_config={"enable_access_log": False, "log_level": "WARNING"},
         )
-        return made.bind(replicas, secret)
+        return deployment.bind(replicas, secret)
 
     def __serve_build_asgi_app__(self) -> Any:
-        """Return the application, which Serve calls in this process."""
+        """Return the ASGI application, which Serve calls in this process."""
         return Starlette(routes=[Route("/internal/route", self.choose, methods=["POST"])])
 
     async def choose(self, request: Request) -> Response:
-        """Answer with the replica for the body of a request.
+        """Answer with host, port and name of the replica for the body of a request.
 
-        No slot of the replica is held for it: HAProxy sends the request itself.
+        No slot of the replica is reserved, because HAProxy sends the request itself.
         """
         digests = digests_of(await request.body(), self._secret)
         try:

@@ -1,6 +1,6 @@
-"""Work of `jaxserve serve` with replicas: join or start a cluster, run them, end what was begun."""
+"""Implementation of `jaxserve serve` with replicas: join or start a cluster, and run them."""
 
-# Ray has no wheels for every Python.
+# Ray has no wheels for some versions of Python.
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from jaxserve.fleet.options import FleetConfig
 from jaxserve.server.served.specs import ModelSpec
 from jaxserve.server.settings import ServerConfig
 
-# Replicas exchange nothing through Ray's store of objects.
+# Small, since replicas exchange no data through Ray's object store.
 _STORE_BYTES = 128 << 20
 _POLL_SECONDS = 0.2
 
@@ -42,21 +42,21 @@ def serve_fleet(
     say: Callable[[str], None],
     check: Callable[[], None],
 ) -> int:
-    """Run replicas until SIGTERM or an interrupt, then let them end what they have begun.
+    """Run replicas until SIGTERM or an interrupt, then let them finish their requests.
 
     Args:
         specs: models of each replica.
-        config: of its server; host and port are the fleet's.
-        fleet: how many, and where.
-        say: receives lines about the start.
-        check: raises what a signal during the start has raised.
+        config: settings of the server of each replica. Host and port are of the fleet.
+        fleet: number and place of replicas.
+        say: called with lines about the start.
+        check: raises an exception if a signal arrived during the start.
 
     Returns:
-        The exit status, 0: what did not start has raised.
+        The exit status 0, since a failed start raises.
 
     Raises:
-        InvalidRequest: the cluster cannot be reached, has too little, or could start no replica;
-            see `make_application`.
+        InvalidRequest: the cluster cannot be reached, lacks resources, or cannot start a replica.
+            See also `make_application`.
     """
     _connect(fleet)
     try:
@@ -81,15 +81,15 @@ def serve_fleet(
             time.sleep(_POLL_SECONDS)
         return 0
     finally:
-        # Replicas end what they have begun. Other applications of a cluster that was joined stay,
-        # and one that was started here ends with this process's connection.
+        # Replicas finish their requests. Other applications of a joined cluster go on. A cluster
+        # that this command has started ends with the connection of this process.
         with suppress(Exception):
             serve.delete(NAME)
         ray.shutdown()
 
 
 class _Ended:
-    """Listener for signals to end."""
+    """Listener for signals that end the command."""
 
     def __init__(self) -> None:
         self.has_come = False
@@ -110,7 +110,7 @@ def _connect(fleet: FleetConfig) -> None:
     if fleet.ray_address is None:
         _make_token()
     else:
-        # Ray does so for "auto" alone, though `ray start` makes clusters that check tokens.
+        # Ray does so only for "auto", although clusters of `ray start` also check tokens.
         maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
     try:
         ray.init(
@@ -121,7 +121,7 @@ def _connect(fleet: FleetConfig) -> None:
             configure_logging=True,
             **({} if fleet.ray_address else local),
         )
-    except Exception as error:  # a plain one where the machine is too slow for its own processes
+    except Exception as error:  # a plain Exception if Ray's processes start too slowly
         more = ""
         if fleet.ray_address is not None:
             more = "; does it run there, and is its token in RAY_AUTH_TOKEN or ~/.ray/auth_token?"
@@ -129,9 +129,9 @@ def _connect(fleet: FleetConfig) -> None:
 
 
 def _make_token() -> None:
-    """Make the token of a cluster that is started here, if Ray has none, for its owner alone.
+    """Create Ray's file with the token of a cluster, if it is missing, readable by its owner only.
 
-    Ray itself writes a file that everyone can read.
+    Ray itself would create a file that every user can read.
     """
     before = os.umask(0o077)
     try:
@@ -139,17 +139,17 @@ def _make_token() -> None:
             ensure_token_if_auth_enabled()
     finally:
         os.umask(before)
-    with suppress(OSError):  # there is none, or the user's own settings name another
+    with suppress(OSError):  # the file is missing, or the user's settings name another
         _get_default_token_path().chmod(0o600)
 
 
 def _line(error: Exception | str) -> str:
-    """Return the last line of an error, which in Ray's is that of its cause."""
+    # The last line of Ray's errors is the cause.
     return (str(error).strip().splitlines() or [type(error).__name__])[-1][:500]
 
 
 def _cause(error: Exception) -> str:
-    """Return why replicas do not start: the application's error leaves out the deployment's."""
+    # The error of the application lacks the messages of its deployments.
     application = serve.status().applications.get(NAME)
     deployments = {} if application is None else application.deployments
     messages = [deployment.message for deployment in deployments.values() if deployment.message]
@@ -157,9 +157,9 @@ def _cause(error: Exception) -> str:
 
 
 def _check_port(config: ServerConfig) -> None:
-    """Raise InvalidRequest where Serve ran before, at another port."""
+    # Serve may have been started earlier, at another port.
     client = _get_global_client()
-    assert client is not None  # it was made before
+    assert client is not None  # created by serve.start
     http = client.http_config
     if http.port != config.port:
         raise InvalidRequest(

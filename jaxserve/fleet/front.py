@@ -1,4 +1,4 @@
-"""Front of Serve's own proxy: one more attempt, and errors in OpenAI's form."""
+"""Middleware for Serve's proxy: a second attempt for requests, and errors in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -8,24 +8,23 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxserve.server.api.streaming import error_response
 from jaxserve.server.schema.errors import ApiError
 
-# Bodies up to this size are kept until their answer has begun, so that they can be sent again.
+# Bodies up to this size are stored until the answer begins, for a second attempt.
 MOST_KEPT_BYTES = 8 << 20
 _JSON = b"application/json"
-# Serve's own paths.
+# Paths that Serve itself answers.
 _OWN = "/-/"
 
 
 def middlewares() -> list[Middleware]:
-    """Return what Serve's proxy is to run its requests through."""
+    """Return the middleware for Serve's proxy, which finds this function by its name."""
     return [Middleware(Front)]
 
 
 class Front:
-    """ASGI middleware of Serve's proxy.
+    """ASGI middleware of Serve's proxy that sends a request again if its replica has died.
 
-    A request whose replica died before its answer had begun is sent to another one, once. The proxy
-    shows such a death by returning without an answer. Once anything has been sent, nothing is tried
-    again: the answer breaks off, which a client sees.
+    The proxy returns without an answer in this case. The request is sent to another replica, once.
+    After the first byte of an answer it is not sent again, and the client sees a broken stream.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -37,7 +36,7 @@ class Front:
             return
         body, answer = _Body(receive), _Answer(send)
         for _ in range(2):
-            # Serve writes into the scope.
+            # A copy, because Serve changes the scope.
             await self._app(dict(scope), body.receive, answer.send)
             if answer.is_started or not body.can_be_sent_again:
                 break
@@ -50,11 +49,11 @@ class Front:
 
 
 class _Body:
-    """A request's body, kept until its answer has begun.
+    """The body of a request, stored until the answer begins.
 
     Attributes:
-        is_gone: whether the client has left.
-        can_be_sent_again: whether all of what was received is here.
+        is_gone: whether the client has disconnected.
+        can_be_sent_again: whether all received messages are stored.
     """
 
     def __init__(self, receive: Receive) -> None:
@@ -69,7 +68,7 @@ class _Body:
         return self._size <= MOST_KEPT_BYTES and not self.is_gone
 
     async def receive(self) -> Message:
-        """Return the next message, from those kept first."""
+        """Return the next stored message, or else receive one."""
         if self._next < len(self._kept):
             self._next += 1
             return self._kept[self._next - 1]
@@ -87,15 +86,15 @@ class _Body:
         return message
 
     def rewind(self) -> None:
-        """Begin with the first message again."""
+        """Let `receive` start again with the first stored message."""
         self._next = 0
 
 
 class _Answer:
-    """An answer on its way to the client; Serve's own errors get OpenAI's form.
+    """The answer of a request. Errors of Serve itself are converted to OpenAI's form.
 
     Attributes:
-        is_started: whether anything has been sent.
+        is_started: whether the answer has begun.
     """
 
     def __init__(self, send: Send) -> None:
@@ -104,10 +103,10 @@ class _Answer:
         self.is_started = False
 
     async def send(self, message: Message) -> None:
-        """Send as ASGI does."""
+        """Send a message of ASGI to the client, or in place of Serve's error a converted one."""
         if message["type"] == "http.response.start":
             self.is_started = True
-            self._error = _own_error(message)
+            self._error = _serve_error(message)
             if self._error is None:
                 await self._send(message)
         elif self._error is None:
@@ -124,10 +123,10 @@ class _Answer:
             await self._send({"type": "http.response.body", "body": response.body})
 
 
-def _own_error(message: Message) -> ApiError | None:
-    """Return an error of Serve itself in our words; None for what a replica has answered.
+def _serve_error(message: Message) -> ApiError | None:
+    """Return the error for an answer of Serve itself, or None for an answer of a replica.
 
-    Replicas answer errors as JSON.
+    Errors of replicas are JSON.
     """
     status, headers = message["status"], {k.lower(): v for k, v in message["headers"]}
     if status < 400 or headers.get(b"content-type", b"").startswith(_JSON):
@@ -137,5 +136,5 @@ def _own_error(message: Message) -> ApiError | None:
         return ApiError(429, "all replicas are busy", code="queue_full", headers=more)
     if status == 408:
         return ApiError(408, "the request took too long", code="request_timeout")
-    # Serve finds no application at any path while it stops, or before the first replica is ready.
+    # Serve answers 404 at every path while it stops, or before the first replica is ready.
     return ApiError(503, "no replica is ready", code="no_replica", headers=more)

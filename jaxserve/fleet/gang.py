@@ -1,14 +1,13 @@
-"""Gangs: replicas of several hosts. The replica leads, and the others are actors that follow it.
+"""Gangs: replicas of several hosts. The replica is the leader, and actors of Ray follow it.
 
-The actors lie in the replica's placement group, one in each bundle behind its own. They end with
-it: by the leader's word, by the end of its connection, or by Ray, which ends the actors that a
-process has made when that ends. A lost follower ends the leader (`execution.hosts.group`), and
-Serve then replaces the replica, and with it all of its hosts.
+Each actor has a bundle of the replica's placement group. The actors end with the leader: by a
+message, by the end of the connection, or by Ray, which ends the actors of a process with it. If a
+follower is lost, the leader ends (`execution.hosts.group`), and Serve replaces the whole replica.
 
 This module imports no JAX.
 """
 
-# Ray has no wheels for every Python.
+# Ray has no wheels for some versions of Python.
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
@@ -27,22 +26,22 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from jaxserve.errors import DeviceError
-from jaxserve.fleet.secret_files import secret_file
 from jaxserve.server.http.logs import log_json
 from jaxserve.settings.config import EngineConfig, prepare_process
+from jaxserve.settings.secret_files import secret_file
 
 _POLL_SECONDS = 0.2
 
 
 class GangFollower:
-    """A host that follows, in an actor of its own."""
+    """The class of an actor that runs one follower."""
 
     def follow(self, config: EngineConfig, secret: bytes) -> int:
-        """Run what the leader runs until that ends in order; return how many calls that were.
+        """Run this host's part of the engine until the leader ends. Return the number of calls.
 
         Args:
-            config: of this host, but for the secret.
-            secret: of the gang. It lies in a file until the leader serves.
+            config: settings of this host, without the secret.
+            secret: secret of the gang. It is in a file until the leader serves.
         """
         prepare_process()
         log_json()
@@ -53,14 +52,14 @@ class GangFollower:
 
 
 class Gang:
-    """The followers of a replica, as its own process starts and ends them.
+    """The followers of a replica, which the process of the replica starts and ends.
 
     Args:
-        config: of the replica's engine.
+        config: settings of the replica's engine.
 
     Attributes:
-        config: of the leader: its address and a port that is free there.
-        secret: by which the hosts authenticate each other.
+        config: settings of the leader, with its address and a free port.
+        secret: secret with which the hosts authenticate each other.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -68,7 +67,7 @@ class Gang:
         self.config = replace(config, master_addr=address, master_port=_free_ports(address))
         self.secret = secrets.token_bytes(32)
         group = ray.util.get_current_placement_group()
-        assert group is not None  # of the deployment
+        assert group is not None  # set by the deployment
         self._actors: list[Any] = []
         self._ends: dict[Any, int] = {}
         for rank in range(1, config.nnodes):
@@ -78,11 +77,13 @@ class Gang:
             self._ends[follow] = rank
 
     def lead(self, load: Callable[[], Any]) -> Any:
-        """Call what loads the leader's part, and return its result; on an error end the others.
+        """Call `load`, which loads the leader's part, and return its result.
+
+        On an error all followers are ended.
 
         Raises:
-            DeviceError: a follower ended before that, with its own error.
-            Exception: what `load` raises.
+            DeviceError: a follower has ended. The message has its error.
+            Exception: any error of `load`.
         """
         loaded: Future[Any] = Future()
 
@@ -92,7 +93,7 @@ class Gang:
             except BaseException as error:
                 loaded.set_exception(error)
 
-        # In a thread: it may wait ten minutes for a follower that has failed. After an error Serve
+        # In a thread, since `load` may wait ten minutes for a failed follower. After an error Serve
         # ends this process.
         threading.Thread(target=work, name="jaxserve-lead", daemon=True).start()
         try:
@@ -104,7 +105,7 @@ class Gang:
             raise
 
     def close(self) -> None:
-        """End the followers' processes, which the leader has told to end. Idempotent."""
+        """Kill the processes of the followers. Idempotent."""
         actors, self._actors = self._actors, []
         for actor in actors:
             ray.kill(actor)
@@ -121,19 +122,22 @@ class Gang:
 
 
 def _in_bundle(group: Any, rank: int) -> Any:
-    """Return the class of an actor that takes a whole bundle of a placement group."""
-    own = dict(group.bundle_specs[rank])
-    options: dict[str, Any] = {"num_cpus": own.pop("CPU", 0), "num_gpus": own.pop("GPU", 0)}
-    if "memory" in own:
-        options["memory"] = own.pop("memory")
+    # An actor that uses all resources of a bundle.
+    resources = dict(group.bundle_specs[rank])
+    options: dict[str, Any] = {
+        "num_cpus": resources.pop("CPU", 0),
+        "num_gpus": resources.pop("GPU", 0),
+    }
+    if "memory" in resources:
+        options["memory"] = resources.pop("memory")
     place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
     return ray.remote(GangFollower).options(
-        **options, resources=own, scheduling_strategy=place, max_restarts=0
+        **options, resources=resources, scheduling_strategy=place, max_restarts=0
     )
 
 
 def _free_ports(address: str) -> int:
-    """Return a port of this host that is free with the one after it."""
+    """Return a free port of this host, such that the next port is free, too."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     while True:
         with socket.create_server((address, 0), family=family) as first:

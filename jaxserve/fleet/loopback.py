@@ -1,6 +1,6 @@
-"""The port of Serve's replicas for each other, on the loopback address where the node has that."""
+"""Binding of the internal port of Serve's replicas to the loopback address."""
 
-# Ray has no wheels for every Python.
+# Ray has no wheels for some versions of Python.
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ _replica: Any = replica
 
 
 def keep_to_loopback() -> None:
-    """Let Serve bind the port of this process's replica to the loopback address.
+    """Make Serve bind the port of this process's replica to the loopback address.
 
-    Serve opens it on all interfaces and without Ray's token, once the replica has been made. A node
-    of a cluster of several machines keeps that: its replicas are called from others. Idempotent.
+    Without this, Serve opens the port on all interfaces, without a check of Ray's token. In a
+    cluster of several machines it does so anyway, because other machines call the replica. Call
+    this before Serve opens the port. Idempotent.
     """
     add = _replica.add_port_to_grpc_server
     if ray.util.get_node_ip_address() != LOOPBACK or add.__name__ == "add_local_port":

@@ -1,4 +1,4 @@
-"""FleetConfig: the settings of replicas. Standard library only: the command line reads it."""
+"""FleetConfig: the settings of replicas. The command line imports it, so it imports no Ray."""
 
 from __future__ import annotations
 
@@ -19,34 +19,35 @@ ROUTINGS = ("least-loaded", "prefix")
 MAX_REPLICAS = 4096
 _LISTENS_SECONDS = 10.0
 _ADDRESS = re.compile(r"auto|[^\s/]+:[0-9]{1,5}")
-# Settings of a server whose sockets are its own, which in a fleet are the proxy's.
+# Settings that need a server with its own socket. With replicas the proxy has the socket.
 _OF_ONE_PROCESS = ("files_dir", "uds", "ssl_certfile")
 
 
-# Settings of one group of hosts, of which there is one for each replica.
+# Settings of a group of hosts. With replicas there is a group for each.
 _OF_A_GANG = ("node_rank", "master_addr", "master_port", "nodes_secret")
 
 
 @dataclass(frozen=True)
 class FleetConfig:
-    """Settings of replicas; names follow vLLM's and Ray's where they have them.
+    """Settings of replicas. Names follow vLLM and Ray.
 
     Args:
-        data_parallel_size: replicas of the server behind one address.
-        data_parallel_backend: what runs more than one: "ray", which needs the extra `ray`.
-        ray_address: a running cluster to join, as HOST:PORT or "auto"; by default one is started on
-            this machine, and ended with the command.
+        data_parallel_size: number of replicas of the server behind one address.
+        data_parallel_backend: backend for several replicas: "ray", which needs the extra `ray`.
+        ray_address: a running cluster to join, as HOST:PORT or "auto". By default the command
+            starts a cluster on this machine and ends it.
         ray_actor_options: resources of a replica, or of each of its `nnodes` hosts, as a JSON
-            object of Ray's fields; by default a GPU for each device where the cluster has any, and
-            a CPU.
+            object of Ray's fields. The default is a CPU, and a GPU for each device if the cluster
+            has GPUs.
         autoscaling_config: a JSON object of Ray Serve's fields, like {"min_replicas": 1,
-            "max_replicas": 4}, by which replicas follow the requests in progress; their target is
-            a replica's slots unless it has target_ongoing_requests.
-        request_routing: "least-loaded", or "prefix": to the replica that holds most of a prompt,
-            unless it has much more to do than others. It needs RAY_SERVE_ENABLE_HA_PROXY=1.
+            "max_replicas": 4}. The number of replicas then follows the requests in progress. The
+            default of target_ongoing_requests is the number of slots of a replica.
+        request_routing: "least-loaded", or "prefix", which sends a request to the replica that has
+            computed most of its prompt, unless its load is much higher than that of others.
+            "prefix" needs RAY_SERVE_ENABLE_HA_PROXY=1.
 
     Raises:
-        InvalidRequest: (a ValueError) on construction, naming the field.
+        InvalidRequest: (a ValueError) on construction, names the field.
     """
 
     data_parallel_size: int = 1
@@ -90,10 +91,10 @@ class FleetConfig:
             exact_int(scaling.get(name, 1), f"autoscaling_config.{name}", 0, MAX_REPLICAS)
 
     def is_fleet(self, nnodes: int = 1) -> bool:
-        """Return whether there is more to run than the plain server.
+        """Return whether these settings need Ray Serve.
 
         Args:
-            nnodes: hosts of an engine.
+            nnodes: number of hosts of an engine.
         """
         return (
             self.data_parallel_size > 1
@@ -103,7 +104,7 @@ class FleetConfig:
         )
 
     def most_replicas(self) -> int:
-        """Return how many replicas there may be at once."""
+        """Return the largest number of replicas at once."""
         scaling: Any = self.autoscaling_config or {}
         return max(self.data_parallel_size, scaling.get("max_replicas", 1))
 
@@ -111,21 +112,22 @@ class FleetConfig:
 def resources_of(
     fleet: FleetConfig, total: Mapping[str, float], devices: int, nnodes: int = 1
 ) -> dict[str, Any]:
-    """Return the resources of each of a replica's hosts, once the cluster has enough for all.
+    """Return the resources of each host of a replica, after a check of the cluster.
 
     Args:
-        total: of the cluster, by Ray's names.
-        devices: that a replica's models are divided over, on all of its hosts.
-        nnodes: hosts of a replica.
+        fleet: settings of the replicas.
+        total: resources of the cluster, by Ray's names.
+        devices: number of devices of a replica's model, on all of its hosts.
+        nnodes: number of hosts of a replica.
 
     Raises:
-        InvalidRequest: there are fewer, or a host has fewer GPUs than devices.
+        InvalidRequest: the cluster has too few resources, or a host has fewer GPUs than devices.
     """
     devices //= nnodes
-    given: Any = fleet.ray_actor_options
-    if given is None:
-        given = {"num_cpus": 1, "num_gpus": devices if total.get("GPU") else 0}
-    gpus = given.get("num_gpus", 0)
+    resources: Any = fleet.ray_actor_options
+    if resources is None:
+        resources = {"num_cpus": 1, "num_gpus": devices if total.get("GPU") else 0}
+    gpus = resources.get("num_gpus", 0)
     if devices > 1 and 0 < gpus < devices:
         raise InvalidRequest(
             f"ray_actor_options.num_gpus is {gpus:g}, and tensor_parallel_size "
@@ -135,8 +137,8 @@ def resources_of(
     most = fleet.most_replicas()
     whose = f"{most} replicas" + f" of {nnodes} hosts" * (nnodes > 1)
     for name, resource in (("num_cpus", "CPU"), ("num_gpus", "GPU")):
-        needed = most * nnodes * given.get(name, 0)
-        # A cluster that was joined may grow.
+        needed = most * nnodes * resources.get(name, 0)
+        # A joined cluster can grow.
         if fleet.ray_address is None and needed > total.get(resource, 0):
             raise InvalidRequest(
                 f"{whose} need {needed:g} {resource}s, and there are "
@@ -144,14 +146,14 @@ def resources_of(
                 f'{{"{name}": {total.get(resource, 0) / most / nnodes:.2g}}}',
                 "ray_actor_options",
             )
-    return given
+    return resources
 
 
 def check_server(config: ServerConfig) -> None:
-    """Check that a server's settings hold behind a proxy that is not our own.
+    """Check that the settings of a server are supported behind Ray Serve's proxy.
 
     Raises:
-        InvalidRequest: naming the one that does not.
+        InvalidRequest: names a setting that is not supported.
     """
     for name in _OF_ONE_PROCESS:
         if getattr(config, name):
@@ -163,13 +165,13 @@ def check_server(config: ServerConfig) -> None:
 
 
 def check_gang(engine: Any) -> None:
-    """Check that the settings of a replica's hosts leave to it what each replica finds itself.
+    """Check that an engine lacks settings of hosts which each replica chooses itself.
 
     Args:
         engine: an `EngineConfig`.
 
     Raises:
-        InvalidRequest: naming the one that does not.
+        InvalidRequest: names such a setting.
     """
     for field in fields(HostsConfig):
         if field.name in _OF_A_GANG and getattr(engine, field.name) != field.default:
@@ -181,10 +183,10 @@ def check_gang(engine: Any) -> None:
 
 
 def check_cluster(fleet: FleetConfig) -> None:
-    """Check that something listens at a cluster's address, which takes Ray minutes to say.
+    """Check that a process listens at the address of the cluster. Ray itself would wait minutes.
 
     Raises:
-        InvalidRequest: nothing does.
+        InvalidRequest: the connection is refused or times out.
     """
     if fleet.ray_address in (None, "auto"):
         return

@@ -1,4 +1,4 @@
-"""PrefixPolicy: which replica a prompt is sent to, by what each holds and has to do."""
+"""PrefixPolicy: the choice of a replica by its cached prefixes and its load."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from typing import Any, Generic, TypeVar
 from jaxserve.fleet.prefixes import reported
 
 Name = TypeVar("Name", bound=Hashable)
-# A replica is passed over where its load exceeds the mean of all by this factor and by this part
-# of its slots, which would otherwise stand empty.
+# A replica is avoided if its load exceeds the mean load times this factor plus this share of its
+# slots.
 MOST_OVER_MEAN = 1.25
 SLACK_OF_SLOTS = 0.25
-# A prompt that was sent is in a report once it has been computed, so that it is remembered until
-# these many have come, and forgotten where it is in none.
+# A report contains a prompt after the replica has computed it. A sent prompt counts as cached until
+# this number of reports has arrived.
 REPORTS_UNTIL_HELD = 30
-# Less than this part of a prompt is not worth a way.
+# A shorter matching share of a prompt does not affect the choice.
 LEAST_SHARE = 0.25
 
 
 @dataclass
 class _Replica:
-    """Knowledge of a replica.
+    """State of a replica as its reports and the sent requests show it.
 
     Attributes:
-        report: the last one, as it came.
-        held: its digests.
-        sent: digests of requests sent there, each with the number of reports before it.
-        num_reports: reports so far.
-        load: requests in progress when it reported.
-        num_sent: requests sent there since.
-        blocks: computed there so far, as far as is known from here.
+        report: the last report.
+        cached: digests in the last report.
+        sent: digests of sent requests, each with the number of reports before it.
+        num_reports: number of reports.
+        load: number of requests in progress at the time of the last report.
+        num_sent: number of requests sent since the last report.
+        blocks: estimated number of blocks that the replica has computed.
     """
 
     report: Any = None
-    held: frozenset[int] = frozenset()
+    cached: frozenset[int] = frozenset()
     sent: OrderedDict[int, int] = field(default_factory=OrderedDict)
     num_reports: int = 0
     load: int = 0
@@ -44,23 +44,24 @@ class _Replica:
     blocks: int = 0
 
     def matched(self, digests: list[int]) -> int:
-        """Return how many blocks of a prompt are there, from its first."""
+        """Return the number of leading blocks of a prompt that the replica has cached."""
         for count, digest in enumerate(digests):
-            if digest not in self.held and digest not in self.sent:
+            if digest not in self.cached and digest not in self.sent:
                 return count
         return len(digests)
 
 
 class PrefixPolicy(Generic[Name]):
-    """The policy of a fleet's router.
+    """The policy by which a router chooses a replica.
 
-    Of the replicas whose load, requests in progress there, is at most `MOST_OVER_MEAN` times the
-    mean of all and `SLACK_OF_SLOTS` more, it takes the one that holds most blocks of the prompt, if
-    these are `LEAST_SHARE` of it; of several the least loaded, then that with the least work so
-    far. What replicas hold is what they report, and what was sent there since.
+    Candidates are replicas whose load (requests in progress) is at most `MOST_OVER_MEAN` times the
+    mean load plus `SLACK_OF_SLOTS` of the slots. The policy takes the candidate with the most
+    cached blocks of the prompt, if they are at least `LEAST_SHARE` of it, then the one with the
+    least load, then the one with the least work so far. Cached blocks are those in the last report
+    and those of requests sent since.
 
     Args:
-        slots: requests that a replica runs at once.
+        slots: number of requests that a replica runs at once.
     """
 
     def __init__(self, slots: int) -> None:
@@ -68,11 +69,11 @@ class PrefixPolicy(Generic[Name]):
         self._replicas: dict[Name, _Replica] = {}
 
     def keep(self, names: Iterable[Name]) -> None:
-        """Take over which replicas there are."""
+        """Forget all replicas except `names`."""
         self._replicas = {name: self._replicas.get(name) or _Replica() for name in names}
 
     def report(self, name: Name, stats: dict[str, Any]) -> None:
-        """Take over a replica's report; one that was taken before changes nothing."""
+        """Update a replica from its report. The same report twice has no effect."""
         replica = self._replicas[name]
         if not stats or stats is replica.report:
             return
@@ -81,11 +82,11 @@ class PrefixPolicy(Generic[Name]):
         while replica.sent and next(iter(replica.sent.values())) < oldest:
             replica.sent.popitem(last=False)
         replica.report = stats
-        replica.held = reported(stats["prefixes"])
+        replica.cached = reported(stats["prefixes"])
         replica.load, replica.num_sent = stats["load"], 0
 
     def rank(self, names: Iterable[Name], digests: list[int]) -> list[Name]:
-        """Return replicas in order, the best for a prompt first."""
+        """Return the replicas in order of preference for a prompt with these digests."""
         replicas = {name: self._replicas.setdefault(name, _Replica()) for name in names}
         loads = {name: replica.load + replica.num_sent for name, replica in replicas.items()}
         bound = MOST_OVER_MEAN * sum(loads.values()) / max(len(loads), 1) + self._slack
@@ -93,14 +94,14 @@ class PrefixPolicy(Generic[Name]):
         def order(name: Name) -> tuple[bool, int, int, int]:
             is_free = loads[name] <= bound
             matched = replicas[name].matched(digests) if is_free else 0
-            # What most prompts begin with, such as a system prompt, draws nobody to a replica.
-            found = matched if matched >= LEAST_SHARE * len(digests) else 0
-            return not is_free, -found, loads[name], replicas[name].blocks
+            # A common beginning, such as a system prompt, must not attract all prompts.
+            score = matched if matched >= LEAST_SHARE * len(digests) else 0
+            return not is_free, -score, loads[name], replicas[name].blocks
 
         return sorted(replicas, key=order)
 
     def send(self, name: Name, digests: list[int]) -> None:
-        """Count a request as sent to a replica."""
+        """Record that a request with these digests is sent to a replica."""
         replica = self._replicas[name]
         replica.num_sent += 1
         replica.blocks += len(digests) - replica.matched(digests) + 1

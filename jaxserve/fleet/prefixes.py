@@ -1,4 +1,4 @@
-"""Prefixes of prompts as digests, by which a router finds the replica that has computed them."""
+"""Digests of prefixes of prompts, by which a router finds a replica that has computed them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-# A digest stands for a prefix of whole blocks. A token id counts four bytes, and text has about
-# four a token, so that a block is about 256 tokens: shorter prompts are not worth a detour.
+# A digest covers whole blocks. A token is about four bytes, both as an id and as text, so that a
+# block is about 256 tokens. Shorter prompts are not routed by their prefix.
 BLOCK_BYTES = 1024
 TOKEN_BYTES = 4
-# Digests of a report, 64 KiB: a cache of two million tokens. Older ones are left out.
+# Most digests in a report (64 KiB, two million tokens of cache). Older ones are omitted.
 MOST_DIGESTS = 8192
 _DIGEST_BYTES = 8
 _KEY_BYTES = 64
@@ -24,11 +24,11 @@ _PROMPTS = ("messages", "prompt", "input")
 
 
 def digests_of(body: bytes, secret: bytes) -> list[int]:
-    """Return a digest for every whole block of a request's prompt, each over all before it too.
+    """Return the digests of all prefixes of a request's prompt that are whole blocks.
 
     Args:
-        body: JSON of a request to any endpoint that draws tokens; of anything else there are none.
-        secret: keeps others from guessing prompts by their digests.
+        body: JSON of a request to an endpoint that generates tokens. Other bodies have no digests.
+        secret: key of the digests, so that they cannot be used to guess prompts.
     """
     try:
         fields = json.loads(body)
@@ -44,17 +44,17 @@ def digests_of(body: bytes, secret: bytes) -> list[int]:
 
 
 def chained_digests(data: bytes, secret: bytes) -> list[int]:
-    """Return digests of all prefixes of some bytes that are whole blocks."""
+    """Return the digests of all prefixes of `data` that are whole blocks."""
     state = blake2b(key=secret[:_KEY_BYTES], digest_size=_DIGEST_BYTES, person=b"jaxserve route")
-    found = []
+    digests = []
     for start in range(0, len(data) - BLOCK_BYTES + 1, BLOCK_BYTES):
         state.update(data[start : start + BLOCK_BYTES])
-        found.append(int.from_bytes(state.copy().digest(), "little"))
-    return found
+        digests.append(int.from_bytes(state.copy().digest(), "little"))
+    return digests
 
 
 def _plain(prompt: Any) -> bytes:
-    """Return a prompt as bytes that begin alike where prompts do."""
+    """Return a prompt as bytes, such that prompts with equal prefixes have equal prefixes there."""
     if isinstance(prompt, str):
         return prompt.encode(errors="replace")
     if isinstance(prompt, list) and all(type(token) is int for token in prompt):
@@ -68,14 +68,13 @@ def _plain(prompt: Any) -> bytes:
 
 
 class PrefixRecord:
-    """The prefixes that a replica has served, as far as its cache holds them.
+    """The prefixes that a replica has served and whose pages its cache still has.
 
-    It forgets as the cache does, what was used longest ago first, when it stands for more tokens
-    than there are pages for.
+    Beyond the size of the cache it drops the least recently used prefixes, as the cache does.
 
     Args:
-        secret: of the fleet.
-        num_tokens: that the cache has pages for.
+        secret: secret of the fleet, the key of digests.
+        num_tokens: number of tokens in the pages of the cache.
     """
 
     def __init__(self, secret: bytes, num_tokens: int) -> None:
@@ -84,11 +83,11 @@ class PrefixRecord:
         self._used: OrderedDict[int, None] = OrderedDict()
 
     def add(self, body: bytes) -> None:
-        """Take in the prompt of a request that is being served."""
+        """Record the prompt of a request."""
         self.add_digests(digests_of(body, self._secret))
 
     def add_digests(self, digests: list[int]) -> None:
-        # The longest prefixes go first, as their pages do.
+        # Long prefixes are dropped first, like their pages.
         for digest in reversed(digests):
             self._used[digest] = None
             self._used.move_to_end(digest)
@@ -96,12 +95,12 @@ class PrefixRecord:
             self._used.popitem(last=False)
 
     def report(self) -> bytes:
-        """Return the digests used last, of 8 bytes each, at most `MOST_DIGESTS`."""
+        """Return the `MOST_DIGESTS` most recently used digests, 8 bytes each."""
         return array("Q", islice(reversed(self._used), MOST_DIGESTS)).tobytes()
 
 
 def reported(report: bytes) -> frozenset[int]:
-    """Return the digests of a report."""
+    """Return the digests in the bytes of a report."""
     return frozenset(array("Q", report))
 
 
@@ -118,7 +117,7 @@ class Recorder:
             return
 
         async def record(message: Message) -> None:
-            # Refused requests have computed nothing.
+            # Refused requests have not been computed.
             if message["type"] == "http.response.start" and message["status"] == 200:
                 self._record.add(scope.get("jaxserve.body", b""))
             await send(message)

@@ -1,4 +1,4 @@
-"""A replica's server: models, application, health and load, in the process that serves them."""
+"""The server of a replica: its models, application, health checks and load reports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from starlette.types import ASGIApp
 
 from jaxserve.errors import EngineDead
 from jaxserve.fleet.prefixes import PrefixRecord, Recorder
-from jaxserve.fleet.secret_files import secret_file
 from jaxserve.server import page
 from jaxserve.server.http.app import App
 from jaxserve.server.http.logs import log_json
@@ -23,18 +22,19 @@ from jaxserve.server.served.specs import ModelSpec
 from jaxserve.server.served.start import start_models
 from jaxserve.server.settings import ServerConfig
 from jaxserve.settings.kv_events import events_config
+from jaxserve.settings.secret_files import secret_file
 
 
 class ReplicaServer:
-    """Models of a replica and the application over them.
+    """The models of a replica and the application that serves them.
 
     Args:
-        specs: the models to serve.
-        config: the server's settings.
-        secret: of the fleet's page keys.
-        rank: number of the replica among those that run, from 0.
-        reports_prefixes: record which prefixes are served, for a router.
-        hosts_secret: by which the replica's hosts authenticate each other, if it has several.
+        specs: the models.
+        config: settings of the server.
+        secret: secret of the fleet, for the keys of pages and digests.
+        rank: number of the replica among the running ones, from 0.
+        reports_prefixes: record the served prefixes for a router.
+        hosts_secret: secret with which the hosts of the replica authenticate each other, or None.
 
     Raises:
         CheckpointError, UnsupportedModel, ValueError: see `start.start.load`.
@@ -50,14 +50,14 @@ class ReplicaServer:
         hosts_secret: bytes | None = None,
     ) -> None:
         log_json()
-        # What a replica stores is lost with it, and another one is asked for it as likely as not.
+        # Stored responses would be lost with the replica, and other replicas do not have them.
         self._config = replace(config, max_stored_responses=0)
         specs = list(specs)
-        with ExitStack() as stack:  # secrets lie in files while the models are loaded
+        with ExitStack() as stack:  # secrets are in files while the models are loaded
             keys = stack.enter_context(secret_file(secret))
             hosts = None if hosts_secret is None else stack.enter_context(secret_file(hosts_secret))
-            own = [_of_rank(spec, keys, hosts, rank * len(specs)) for spec in specs]
-            self._models = start_models(own, self._config)
+            ranked = [_of_rank(spec, keys, hosts, rank * len(specs)) for spec in specs]
+            self._models = start_models(ranked, self._config)
         self._tracer = open_tracer(config.otlp_traces_endpoint)
         for model in self._models.all:
             model.tracer = self._tracer
@@ -66,15 +66,16 @@ class ReplicaServer:
         if reports_prefixes:
             self._record = PrefixRecord(secret, _cached_tokens(self._models))
             self.app = Recorder(self.app, self._record)
-        # Objects alive now live on. A collection that walked them would hold up every stream.
+        # The objects of the start stay alive. Without freezing, collections that visit them would
+        # delay every stream.
         gc.collect()
         gc.freeze()
 
     def check(self) -> None:
-        """Check that every engine lives and makes progress.
+        """Check that every engine is running and makes progress.
 
         Raises:
-            EngineDead: one has ended, or stands still.
+            EngineDead: an engine has ended or stalled.
         """
         for model in self._models.all:
             if not model.llm.is_alive():
@@ -84,7 +85,7 @@ class ReplicaServer:
                 raise EngineDead(f"the engine of {model.name} has not moved for {seconds:.0f} s")
 
     def routing_stats(self) -> dict[str, Any]:
-        """Return what routers read of this replica: its load, and the prefixes that it holds."""
+        """Return load and cached prefixes for routers, or an empty dict without a record."""
         if self._record is None:
             return {}
         live = sum(model.admission.num_live for model in self._models.all)
@@ -98,16 +99,19 @@ class ReplicaServer:
 
 
 def _of_rank(spec: ModelSpec, keys: Path, hosts: Path | None, ranks_before: int) -> ModelSpec:
-    """Return a replica's own specification.
+    """Return the specification of a model for one replica.
 
     Args:
-        keys: file of the fleet's secret.
-        hosts: file of that of its hosts.
+        spec: specification for all replicas.
+        keys: file with the secret of the fleet.
+        hosts: file with the secret of the replica's hosts, or None.
+        ranks_before: number of engines in replicas with a smaller rank.
     """
     events = events_config(spec.config.kv_events_config)
-    own = None if events is None else events.for_rank(ranks_before)
+    if events is not None:
+        events = events.for_rank(ranks_before)
     config = replace(
-        spec.config, prefix_caching_secret=keys, kv_events_config=own, nodes_secret=hosts
+        spec.config, prefix_caching_secret=keys, kv_events_config=events, nodes_secret=hosts
     )
     return replace(spec, config=config)
 

@@ -1,1 +1,1 @@
-"""The host half: decides what each step computes, in Python and numpy, never JAX."""
+"""The host half of a step: scheduling in Python and NumPy, without JAX."""

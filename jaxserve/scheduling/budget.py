@@ -1,19 +1,27 @@
-"""Shares of a step's token budget: how many tokens each row computes in it."""
+"""Division of a step's token budget over rows, and the rows that must wait for a token."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from jaxserve.scheduling.slot_table import SlotTable
+
 # Tokens of this step for each running row, int32[R], and their sum.
 TokenShares = tuple[np.ndarray, int]
+# Most steps of a launch of the other rows while guided rows wait: about as long as the host needs
+# to read the guided rows' tokens, where steps are so short that launches have several.
+BESIDE_WAITING = 2
 
 
 def shared(need: np.ndarray, budget: int) -> TokenShares:
-    """Give one token to each row that needs any, and the rest of a budget to the first rows.
+    """Divide a token budget over rows: one token for each row in need, the rest to the first rows.
 
     Args:
-        need: int32[R], tokens that each row could take.
-        budget: tokens of the step, one at least for each row.
+        need: int32[R], the tokens that each row could compute.
+        budget: tokens of the step, at least one per row.
+
+    Returns:
+        int32[R], the tokens of each row, and their sum.
     """
     total = int(need.sum())
     if total <= budget:
@@ -26,15 +34,20 @@ def shared(need: np.ndarray, budget: int) -> TokenShares:
 
 
 def fitted(take: np.ndarray, total: int, sizes: np.ndarray) -> TokenShares:
-    """Cut chunks of prompts, the last ones first, to the padded size below the step's.
+    """Shorten prompt chunks, the last rows first, until the step has the next smaller padded size.
 
-    A chunk is shortened only where it leaves fewer tokens to the next step than this step would
-    otherwise have padding.
+    The chunks are shortened only if the tokens left to the next step are fewer than the padding
+    of this step would be.
 
     Args:
-        take, total: int32[R], tokens of each row, not changed; and their sum.
+        take: int32[R], the tokens of each row. The array is not changed.
+        total: the sum of `take`.
         sizes: padded sizes of steps, ascending.
+
+    Returns:
+        int32[R], the tokens of each row, and their sum.
     """
+
     long = np.flatnonzero(take > 1)
     if not len(long):
         return take, total
@@ -52,3 +65,27 @@ def fitted(take: np.ndarray, total: int, sizes: np.ndarray) -> TokenShares:
         if not excess:
             break
     return take, total
+
+
+def awaits_token(table: SlotTable, slots: np.ndarray) -> np.ndarray:
+    """Return bool[n]: whether each slot is guided and its newest token has not been read yet."""
+    return table.is_guided[slots] & (table.length[slots] > table.num_known[slots])
+
+
+def would_part(table: SlotTable, running: np.ndarray, slots: np.ndarray, take: np.ndarray) -> bool:
+    """Return whether a planned step would separate guided rows into two alternating groups.
+
+    This is the case if the step consists of guided decodes only while other guided rows still
+    wait for their tokens. The scheduler then waits for all of them. Otherwise the two groups
+    would take twice the steps at half the batch.
+
+    Args:
+        table: the slot table.
+        running: int32[N], the slots of all running rows.
+        slots: int32[R], the slots of the planned step.
+        take: int32[R], the tokens that each planned row computes.
+    """
+
+    if not table.num_guided or not len(slots) or not table.is_guided[slots].all():
+        return False
+    return bool((take == 1).all()) and bool(awaits_token(table, running).any())

@@ -1,4 +1,4 @@
-"""Results of a launch for its sequences: the tokens that they keep, and which of them end."""
+"""Results of a launch: the tokens that its sequences keep, and the sequences that end."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from jaxserve.scheduling.slot_table import SlotTable
 
 @dataclass(eq=False)
 class StepResult:
-    """Changes by one committed launch: the tokens that were drawn, and the sequences that ended.
+    """The effects of one committed launch.
 
-    `sequences[i]` got `token_ids[i]`; a launch of several steps gives a sequence several in a row.
-    Sequences in `finished` carry a finish_reason and have left the scheduler. `drawn`, bool[R],
-    marks the rows of the plan that the tokens belong to.
+    Attributes:
+        sequences: the sequence of each token in `token_ids`. After a launch of several steps, a
+            sequence occurs several times in succession.
+        token_ids: the sampled tokens.
+        finished: sequences that ended. They have a finish_reason and no slot.
+        drawn: bool[R], the rows of the plan that the tokens belong to.
     """
 
     sequences: list[Sequence]
@@ -28,17 +31,17 @@ class StepResult:
 
 
 class DrawnTokens(NamedTuple):
-    """Tokens of a launch that its sequences keep.
+    """The sampled tokens of a launch that its sequences keep.
 
     Attributes:
-        drawn: bool[R], rows of the plan that keep at least one; N in all.
-        slots: intp[N], slots of those rows.
-        length: int32[N], known tokens of each row, these included.
-        counts: int32[N], tokens that each row keeps; None for one each.
+        drawn: bool[R], the rows of the plan that keep at least one token. Their number is N.
+        slots: intp[N], the slots of the N rows.
+        length: int32[N], the known tokens of each row, including the new ones.
+        counts: int32[N], the number of tokens that each row keeps, or None if it is one for each.
         tokens: int32[sum(counts)], row by row.
-        is_stop: bool[N], whether the row's last token stops it.
-        is_last: bool[N], whether that token is the sequence's last, for whatever reason.
-        failed: bool[R], rows that ended with logits that were not finite; None for no row.
+        is_stop: bool[N], whether the row's last token is a stop token.
+        is_last: bool[N], whether the row's last token ends the sequence, for any reason.
+        failed: bool[R], rows that ended with logits that were not finite, or None if no row did.
     """
 
     drawn: np.ndarray
@@ -54,11 +57,14 @@ class DrawnTokens(NamedTuple):
 def draws_of(
     table: SlotTable, plan: LaunchPlan, token_ids: np.ndarray, ok: np.ndarray, current: np.ndarray
 ) -> DrawnTokens:
-    """Return the tokens that the sequences of a launch keep.
+    """Return the sampled tokens that the sequences of a launch keep.
 
     Args:
-        token_ids, ok: int32 and bool [R], or [num_steps, R] of a launch of several steps.
-        current: bool[R], rows whose sequence still has the slot.
+        table: the slot table, with the state before the launch is committed.
+        plan: the plan of the launch.
+        token_ids: int32[R], or [num_steps, R] for a launch of several steps.
+        ok: bool of the same shape, False where logits were not finite.
+        current: bool[R], the rows whose sequence still holds the slot.
     """
     if plan.num_steps > 1:
         return _draws_of_several(table, plan, token_ids, ok, current)
@@ -84,8 +90,12 @@ def draws_of(
 def _draws_of_several(
     table: SlotTable, plan: LaunchPlan, token_ids: np.ndarray, ok: np.ndarray, current: np.ndarray
 ) -> DrawnTokens:
-    """Repeat the decisions that the device took: a row goes on until its first token that ends it,
-    or its first logits that are not finite."""
+    """Return the kept tokens of a launch of several steps.
+
+    As on the device, a row ends with its first stop token, at its maximum length, or with its
+    first logits that are not finite.
+    """
+
     slots, steps = plan.slots, np.arange(plan.num_steps)[:, None]
     num_known = table.num_known[slots] + steps  # [S, R], tokens before each draw
     stop_ids = table.stop_token_ids[slots, : table.max_stops]

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens that were drawn, or that a prompt consists of."""
+"""Log-probabilities of sampled tokens and of prompt tokens."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ import numpy as np
 
 
 class TokenLogprobs(NamedTuple):
-    """N tokens under the model's distribution, before any setting of the sampler changes it, or in
-    another `logprobs_mode` of the engine.
+    """The log-probabilities of N tokens, each with K alternatives.
+
+    By default they describe the model's distribution before sampling parameters are applied.
+    Other values of `logprobs_mode` change that.
 
     Attributes:
         logprob: float[N], natural logarithms.
         rank: int32[N], 1 for the most likely token.
-        top_ids: int32[N, K], the K most likely tokens, best first; or those that were listed.
-        top_logprobs: float[N, K].
-        top_ranks: int32[N, K] of listed tokens; None where they follow from the order.
+        top_ids: int32[N, K], the K most likely tokens in descending order, or the listed tokens.
+        top_logprobs: float[N, K], the log-probabilities of `top_ids`.
+        top_ranks: int32[N, K], the ranks of listed tokens. None if the ranks are 1 to K.
     """
 
     logprob: np.ndarray
@@ -29,14 +31,14 @@ class TokenLogprobs(NamedTuple):
     top_ranks: np.ndarray | None = None
 
     def ranks(self) -> np.ndarray:
-        """Return int[N, K], the ranks of `top_ids`."""
+        """Return int[N, K], the rank of each token in `top_ids`."""
         if self.top_ranks is not None:
             return self.top_ranks
         places = np.arange(1, self.top_ids.shape[1] + 1, dtype=np.int32)
         return np.tile(places, (len(self.top_ids), 1))
 
     def part(self, rows: slice, width: int) -> TokenLogprobs:
-        """Copy a slice of the rows, with at most `width` alternatives each."""
+        """Return a copy of a slice of the tokens, each with at most `width` alternatives."""
         return TokenLogprobs(
             self.logprob[rows].copy(),
             self.rank[rows].copy(),
@@ -53,20 +55,21 @@ def score_tokens(
     listed: Listing[int] = (),
     as_logits: bool = False,
 ) -> TokenLogprobs:
-    """Compute what the device would, and what it keeps no room for, from whole rows of logits.
+    """Compute log-probabilities of tokens on the host, from whole rows of logits.
 
-    A row's numbers depend on nothing but the row.
+    The host scores tokens if the device lacks room for the alternatives. The result of a row
+    depends on that row only.
 
     Args:
-        logits: float[N, V]; -inf where a token is excluded.
-        tokens: int[N], one a row.
-        width: K, alternatives a row, or V if that is less; of equals the lower id comes first.
-        listed: K token ids in place of the most likely ones.
-        as_logits: return logits themselves instead of log-probabilities.
+        logits: float[N, V], -inf for excluded tokens.
+        tokens: int[N], one token per row.
+        width: K, the number of alternatives per row, at most V. Ties go to the lower token id.
+        listed: K token ids to score instead of the most likely tokens.
+        as_logits: return logits instead of log-probabilities.
     """
     rows, width = np.arange(len(logits))[:, None], min(width, logits.shape[1])
-    own = logits[rows, tokens[:, None]]
-    rank = 1 + (logits > own).sum(axis=1, dtype=np.int32)
+    logit = logits[rows, tokens[:, None]]
+    rank = 1 + (logits > logit).sum(axis=1, dtype=np.int32)
     total = np.zeros((len(logits), 1))
     if not as_logits:
         most = logits.max(axis=1, keepdims=True, initial=-np.inf).astype(np.float64)
@@ -74,8 +77,8 @@ def score_tokens(
     if len(listed):
         ids = np.tile(np.array(listed, np.int32), (len(logits), 1))
     else:
-        found = [_most_likely(row, width) for row in logits]
-        ids = np.array(found, np.int32).reshape(len(logits), width)
+        most_likely = [_most_likely(row, width) for row in logits]
+        ids = np.array(most_likely, np.int32).reshape(len(logits), width)
     values = logits[rows, ids]
     ranks = None
     if len(listed):
@@ -85,35 +88,36 @@ def score_tokens(
     def scored(parts: np.ndarray) -> np.ndarray:
         return (parts - total).astype(logits.dtype)
 
-    return TokenLogprobs(scored(own)[:, 0], rank, ids, scored(values), ranks)
+    return TokenLogprobs(scored(logit)[:, 0], rank, ids, scored(values), ranks)
 
 
 def _ranks(row: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return the rank of each of some values among float[V]: 1, and how many are greater."""
+    """Return the rank of each value in float[V]: one plus the number of greater elements."""
     return 1 + len(row) - np.searchsorted(np.sort(row), values, side="right")
 
 
 def _most_likely(row: np.ndarray, width: int) -> np.ndarray:
-    """Return the ids of the `width` greatest of float[V], the greatest first."""
+    """Return the ids of the `width` greatest elements of float[V] in descending order."""
     if 0 < width < len(row):
         least = np.partition(row, len(row) - width)[len(row) - width]
-        # Those that equal the least one come in the order of their ids, and the last ones leave.
+        # Elements equal to `least` are sorted by id, and the last of them are dropped.
         places = np.flatnonzero(row >= least)
         return places[np.argsort(-row[places], kind="stable")][:width]
     return np.argsort(-row, kind="stable")[:width]
 
 
 class StepLogprobs(NamedTuple):
-    """Log-probabilities that a launch computed for the rows of its plan that request them.
+    """The log-probabilities that a launch computed, for the rows that request them.
 
     Attributes:
-        widths: int32[R], alternatives for each token that a row draws; -1 for no
-            log-probabilities.
-        ends: int32[R], for each row the position in `logprobs` after its last.
-        logprobs: [T], of the token that follows each of the step's tokens; or, where no prompt's
-            are requested, [R], of the token that each row draws; None if no row takes them.
-        logits: float[R, V], of each row's draw, for rows that the host scores; None for none.
-        prompts: what the host scored of prompts, by row.
+        widths: int32[R], the number of alternatives that each row requests. -1 if a row requests
+            no log-probabilities.
+        ends: int32[R], for each row the position after its last element in `logprobs`.
+        logprobs: T elements, one for the successor of each token of the step. R elements, one
+            for the sampled token of each row, if no row requests prompt scores. None if no
+            row requests any.
+        logits: float[R, V], the logits of each row's sampled token if the host scores them.
+        prompts: the log-probabilities of prompt tokens that the host computed, by row.
     """
 
     widths: np.ndarray
@@ -123,7 +127,11 @@ class StepLogprobs(NamedTuple):
     prompts: Mapping[int, TokenLogprobs] = MappingProxyType({})
 
     def of_draws(self, drawn: np.ndarray) -> list[TokenLogprobs | None]:
-        """Return the log-probabilities of each token drawn, bool[R] marking its row, or None."""
+        """Return the log-probabilities of each sampled token, or None for rows without a request.
+
+        Args:
+            drawn: bool[R], the rows that sampled a token.
+        """
         rows, logprobs = np.flatnonzero(drawn), self.logprobs
         if logprobs is None:
             return [None] * len(rows)
@@ -134,19 +142,19 @@ class StepLogprobs(NamedTuple):
 
 
 class PromptLogprobs:
-    """Log-probabilities of a prompt's tokens, the first excepted, filled chunk by chunk.
+    """The log-probabilities of a prompt's tokens except the first, filled chunk by chunk.
 
-    They outlive preemption: what is computed again is written again, and is equal.
+    They survive preemption. Chunks that are computed again are written again, with equal values.
 
     Args:
-        num_prompt: tokens of the prompt.
-        width: alternatives for each token.
-        by_host: the host computes them, since the device keeps no room for so many, or since they
-            are logits.
-        as_logits: they are logits.
+        num_prompt: the number of tokens of the prompt.
+        width: the number of alternatives per token.
+        by_host: whether the host computes them: the device has too little room for the
+            alternatives, or logits were requested.
+        as_logits: whether the values are logits.
 
     Attributes:
-        is_sent: whether they have been handed to the receiver.
+        is_sent: whether `take` has returned them.
     """
 
     def __init__(
@@ -165,14 +173,11 @@ class PromptLogprobs:
         return self._filled == self._num_tokens
 
     def put(self, start: int, part: TokenLogprobs) -> None:
-        """Write the log-probabilities of the tokens after positions start, start + 1, ..."""
+        """Store the log-probabilities of the tokens at positions start + 1, start + 2, ..."""
         if self._logprobs is None:
-            self._logprobs = TokenLogprobs(
-                *(
-                    np.zeros((self._num_tokens, *column.shape[1:]), column.dtype)
-                    for column in part[:4]
-                )
-            )
+            shape = (self._num_tokens,)
+            empty = [np.zeros(shape + column.shape[1:], column.dtype) for column in part[:4]]
+            self._logprobs = TokenLogprobs(*empty)
         assert start <= self._filled, "a chunk of the prompt was skipped"
         end = start + len(part.logprob)
         for whole, piece in zip(self._logprobs[:4], part[:4], strict=True):
@@ -180,7 +185,8 @@ class PromptLogprobs:
         self._filled = max(self._filled, end)
 
     def take(self) -> TokenLogprobs:
-        """Return all of them, once; they are not kept."""
+        """Return all log-probabilities and release them. It can be called once."""
+
         assert self.is_complete and not self.is_sent
         logprobs, self._logprobs, self.is_sent = self._logprobs, None, True
         if logprobs is None:

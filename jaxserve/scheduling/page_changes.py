@@ -1,4 +1,4 @@
-"""Changes of the prefix cache, for those who keep account of what it holds."""
+"""Changes of the prefix cache, from which KV events are made."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ import numpy as np
 
 
 class StoredPages(NamedTuple):
-    """Pages that were not found before and can be found by their keys now.
-
-    Those of a sequence follow each other.
+    """Pages that were added to the prefix cache. The pages of a sequence are adjacent.
 
     Attributes:
         keys: u64[n, WORDS].
-        slots: intp[n], what tells their sequences apart.
+        slots: intp[n], the slot of each page's sequence.
         nth: i32[n], the number of each page within its sequence.
-        parents: u64[n, WORDS], keys of the pages before, which may not be found; without meaning
-            where nth is 0.
+        parents: u64[n, WORDS], the keys of the preceding pages, which may not be in the cache.
+            Undefined where `nth` is 0.
         tokens: i32[n, page_size].
-        salts: cache salts of the pages whose nth is 0, one after the other.
+        salts: the cache salts of the pages whose `nth` is 0, in order.
     """
 
     keys: np.ndarray
@@ -31,13 +29,13 @@ class StoredPages(NamedTuple):
 
 
 class RemovedPages(NamedTuple):
-    """Pages that are found no more; keys: u64[n, WORDS]."""
+    """Pages that were evicted from the prefix cache, as keys u64[n, WORDS]."""
 
     keys: np.ndarray
 
 
 class ClearedPages(NamedTuple):
-    """Nothing is found any more."""
+    """All pages were removed from the prefix cache."""
 
 
 Change = StoredPages | RemovedPages | ClearedPages

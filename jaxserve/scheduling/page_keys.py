@@ -1,4 +1,4 @@
-"""Keys of full pages, by which equal prefixes find each other's pages."""
+"""Keys of full pages, which make the pages of equal prefixes equal."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ from jaxserve.settings.secret_files import SECRET_BYTES
 LANES = 4
 # A key is two words: u64[WORDS].
 WORDS = 2
-# What the numbers are derived under; another derivation takes another version.
+# Label of the derivation of the hash's numbers. A changed derivation needs a new version.
 _LABEL = b"jaxserve page keys, version 1"
 
 
 class PrefixKeys(NamedTuple):
-    """Keys of a sequence's first full pages, and what extends them."""
+    """The keys of a sequence's first full pages, and the hash state from which the next follows."""
 
     keys: np.ndarray  # u64[pages, WORDS]
-    state: np.ndarray  # u64[LANES], after the last of those pages
+    state: np.ndarray  # u64[LANES], after the last page
 
 
 class PageKeys:
-    """The maker of keys for full pages of sequences.
+    """A keyed hash of token prefixes that gives each full page of a sequence a key.
 
-    A page's key stands for all tokens up to its end and for the cache salt, not for its own
-    tokens alone: equal tokens under another prefix, whose KV differs, have another key.
+    The key of a page covers all tokens up to its end and the cache salt. Equal tokens behind a
+    different prefix, whose KV differs, have a different key.
 
-    It is a multilinear hash. Each of four lanes starts from a random number and adds, for every
-    token, that token times its position's random number, modulo 2**64; the key is the high
-    halves of the lanes. The family is strongly universal (Lemire and Kaser, "Strongly universal
-    string hashing is fast", The Computer Journal 2014): two given prefixes share a key with
-    probability 2**-128. A sum extends page by page, and a whole prompt is a handful of array
-    operations, where a digest a page would cost a microsecond each.
+    It is a multilinear hash of four lanes. Each lane starts from a random number and adds each
+    token times the random number of the token's position, modulo 2**64. The key consists of the
+    upper halves of the lanes. The family is strongly universal (Lemire and Kaser, "Strongly
+    universal string hashing is fast", The Computer Journal 2014): two prefixes share a key with
+    probability 2**-128. A sum extends page by page. A whole prompt takes a few array operations,
+    whereas a digest per page would take a microsecond each.
 
-    The numbers are the output of SHAKE-256 (FIPS 202) for a secret, by default 32 bytes of the
-    system's randomness. Neither leaves the process, so nobody can search for prefixes that share a
-    key. Engines of one secret give equal prefixes equal keys, whatever their longest sequence. The
-    page size enters, since pages of 16 and of 32 tokens hold different content for one prefix. The
-    model does not: its files have other paths on other machines, and keys only ever find pages of
-    the engine that made them. Whatever shares pages between engines has to name the model itself.
+    The numbers are the output of SHAKE-256 (FIPS 202) for a secret, by default 32 random bytes.
+    Secret and numbers stay in the process, so an attacker cannot search for prefixes that share a
+    key. Engines with the same secret give equal prefixes equal keys, for any `max_tokens`. The
+    page size is an input, since pages of 16 and of 32 tokens contain different parts of a prefix.
+    The model is not an input: keys only find pages of the engine that made them. A component that
+    shares pages between engines must identify the model itself.
 
     Args:
-        max_tokens: longest sequence.
-        page_size: tokens of a page.
-        secret: at least SECRET_BYTES; None for one that no other process has.
+        max_tokens: the length of the longest sequence.
+        page_size: tokens per page.
+        secret: at least SECRET_BYTES bytes, or None for a random secret of this process.
     """
 
     def __init__(self, max_tokens: int, page_size: int, secret: bytes | None = None) -> None:
@@ -57,11 +57,11 @@ class PageKeys:
         secret = os.urandom(SECRET_BYTES) if secret is None else secret
         numbers = _numbers(secret, page_size, fixed + pages * LANES * page_size)
         self._start, self._of_salt = numbers[:LANES], numbers[LANES:fixed].reshape(LANES, LANES)
-        # Last, and page by page: a longer sequence changes none of those before.
+        # Last, and page by page, so that the numbers of earlier pages do not depend on max_tokens.
         self._of_tokens = numbers[fixed:].reshape(pages, LANES, page_size)
 
     def prefix(self, salt: str, tokens: np.ndarray) -> PrefixKeys:
-        """Return the keys of all full pages of a sequence; tokens: i32[n]."""
+        """Return the keys of all full pages of the tokens i32[n], and the hash state after them."""
         start = self._start
         if salt:
             words = np.frombuffer(blake2b(salt.encode(), digest_size=16).digest(), "<u4")
@@ -78,28 +78,33 @@ class PageKeys:
     def extend(
         self, states: np.ndarray, page: np.ndarray, tokens: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Add one page to each of several sequences; return their keys, u64[n, WORDS], and states.
+        """Compute the key of the next page of each of n sequences.
 
         Args:
-            states: u64[n, LANES], after the pages before.
+            states: u64[n, LANES], the hash states after the preceding pages.
             page: i32[n], the number of the page within its sequence.
-            tokens: i32[n, page_size], its tokens.
+            tokens: i32[n, page_size], the tokens of the page.
+
+        Returns:
+            The keys, u64[n, WORDS], and the new states, u64[n, LANES].
         """
         states = states + _sums(self._of_tokens[page], tokens)
         return _keys(states), states
 
 
 def _numbers(secret: bytes, page_size: int, count: int) -> np.ndarray:
-    """Return u64[count], derived from a secret; a larger count begins with the same numbers."""
+    # A larger count begins with the same numbers.
     source = shake_256(_LABEL + page_size.to_bytes(4, "little") + secret)
     return np.frombuffer(source.digest(8 * count), "<u8").astype(np.uint64, copy=False)
 
 
 def _sums(factors: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Sum factors u64[n, LANES, S] times tokens i32[n, S], modulo 2**64; return u64[n, LANES].
+    """Return u64[n, LANES]: the sum of factors u64[n, LANES, S] times tokens i32[n, S], mod 2**64.
 
-    Tokens count from one: otherwise pages of token 0 would add nothing, and share a key.
+    Token ids are incremented by one. Otherwise token 0 would add zero, and pages of it would share
+    a key.
     """
+
     return np.einsum("nls,ns->nl", factors, tokens.astype(np.uint64) + np.uint64(1))
 
 

@@ -1,4 +1,4 @@
-"""PagePool: the holders of each page, its cached key, and the order of eviction."""
+"""PagePool: reference counts, cached keys and eviction order of the pages of the KV cache."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ _NOWHERE = -1
 
 
 class PagePool:
-    """The pages of the KV cache: reference counts, cached keys and eviction order.
+    """The allocator of the pages of the KV cache.
 
-    A page is free when no sequence holds it. Free pages that cache nothing are handed out
-    first; then cached ones, least recently released first. Page 0 is the null page: it is
-    never handed out, and padding points to it. All operations cost O(pages concerned).
+    A page is free if no sequence holds it. `allocate` returns blank free pages first, then cached
+    free pages in the order of their release. Page 0 is the null page, the target of padding, and
+    is never allocated. The cost of each operation is proportional to the number of its pages.
 
     Attributes:
-        ref_count: int32[P], sequences holding each page.
-        is_cached: bool[P], whether the page's content can be found by its key.
+        ref_count: int32[P], the number of sequences that hold each page.
+        is_cached: bool[P], whether the index finds the page by its key.
         index: the cached pages by their keys.
-        on_change: receives every change of what can be found, from `Publisher` for new pages; None
-            where nobody keeps account.
-        num_changes: grows whenever what did not fit may fit: pages became free, or are cached now.
+        on_change: called with each change of the set of cached pages, or None. `Publisher` calls
+            it for new pages.
+        num_changes: a counter that grows when pages become free or cached, so that a sequence
+            that did not fit before may fit.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -41,15 +42,15 @@ class PagePool:
         self.reset()
 
     def reset(self) -> None:
-        """Forget every holder and every cached key."""
+        """Free all pages and remove all cached keys."""
         self.ref_count = np.zeros(self.num_pages, np.int32)
         self.is_cached = np.zeros(self.num_pages, bool)
         self.index = PageIndex(self.num_pages)
-        # A stack whose top is its end; low page ids are handed out first.
+        # A stack whose top is its end. Low page ids are allocated first.
         self._blank = np.arange(self.num_pages - 1, 0, -1)
         self._num_blank = self.num_pages - 1
-        # Free cached pages wait in `_queue[_head:_tail]`, the first to be evicted first. An
-        # entry is void unless `_place_of[page]` is its own place: pages leave by that alone.
+        # Free cached pages are in `_queue[_head:_tail]`, in the order of eviction. An entry is
+        # valid only if `_place_of[page]` is its position. Changing that removes a page.
         self._queue = np.zeros(2 * self.num_pages, np.intp)
         self._place_of = np.full(self.num_pages, _NOWHERE, np.int64)
         self._head = self._tail = self._num_evictable = 0
@@ -58,16 +59,20 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        """Pages that `allocate` can hand out."""
+        """Number of pages that can be allocated."""
         return self._num_blank + self._num_evictable
 
     @property
     def num_usable(self) -> int:
-        """Pages that sequences can hold in all."""
+        """Number of pages without the null page."""
         return self.num_pages - 1
 
     def allocate(self, count: int) -> np.ndarray:
-        """Hand out pages, intp[count], each held once. The caller has checked `num_free`."""
+        """Allocate pages with reference count 1 and return them, intp[count].
+
+        The caller has checked that `count` is at most `num_free`. Cached pages are evicted if
+        there are too few blank ones.
+        """
         assert count <= self.num_free, "allocate beyond num_free"
         if count > self._num_blank:
             self._evict(count - self._num_blank)
@@ -77,9 +82,10 @@ class PagePool:
         return pages
 
     def _evict(self, count: int) -> None:
-        """Make blank the `count` cached pages that were released first.
+        """Evict the `count` cached pages that were released first: they become blank.
 
-        One in 64 of the others goes with them, since a call costs more than a page does.
+        One in 64 of the remaining evictable pages is evicted too, because a call costs more than
+        a page.
         """
         count += (self._num_evictable - count) // 64
         pages = self._next_evictable(count)
@@ -97,25 +103,24 @@ class PagePool:
         self._num_blank += len(pages)
 
     def _next_evictable(self, count: int) -> np.ndarray:
-        """Move the queue's head past its first `count` pages; returns them."""
-        found: list[np.ndarray] = []
+        """Remove the first `count` pages from the eviction queue and return them."""
+        parts: list[np.ndarray] = []
         while count:
             end = min(self._head + count, self._tail)
             entries = self._queue[self._head : end]
             valid = entries[self._place_of[entries] == np.arange(self._head, end)]
             self._head = end
-            found.append(valid)
+            parts.append(valid)
             count -= len(valid)
-        return found[0] if len(found) == 1 else np.concatenate(found)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _make_evictable(self, pages: np.ndarray) -> None:
-        """Put pages at the end of the queue."""
         if self._tail + len(pages) > len(self._queue):
             entries = self._queue[self._head : self._tail]
-            kept = entries[self._place_of[entries] == np.arange(self._head, self._tail)]
-            self._queue[: len(kept)] = kept
-            self._place_of[kept] = np.arange(len(kept))
-            self._head, self._tail = 0, len(kept)
+            valid_pages = entries[self._place_of[entries] == np.arange(self._head, self._tail)]
+            self._queue[: len(valid_pages)] = valid_pages
+            self._place_of[valid_pages] = np.arange(len(valid_pages))
+            self._head, self._tail = 0, len(valid_pages)
         end = self._tail + len(pages)
         self._queue[self._tail : end] = pages
         self._place_of[pages] = np.arange(self._tail, end)
@@ -123,13 +128,16 @@ class PagePool:
         self._num_evictable += len(pages)
 
     def _evictable(self) -> np.ndarray:
-        """Return the free cached pages, the first to be evicted first."""
+        """Return the free cached pages in the order of eviction."""
         entries = self._queue[self._head : self._tail]
         return entries[self._place_of[entries] == np.arange(self._head, self._tail)]
 
     def match(self, keys: np.ndarray) -> np.ndarray:
-        """Return the pages that cache the longest prefix of `keys`, u64[n, WORDS]; none is held."""
-        # Most prompts share nothing, which a look at their first page decides.
+        """Return the cached pages of the longest prefix of `keys`, u64[n, WORDS].
+
+        Reference counts do not change.
+        """
+        # Most prompts have no cached page, and a lookup of their first page shows that.
         if not len(keys) or not self.index.holds(keys[0]):
             return NO_PAGES
         pages = self.index.find(keys)
@@ -137,33 +145,37 @@ class PagePool:
         return pages[: missing[0]] if len(missing) else pages
 
     def num_evictable(self, pages: np.ndarray) -> int:
-        """Count those of these cached pages that are free now, and would not be once shared."""
+        """Return the number of the given cached pages that no sequence holds."""
         return int(np.count_nonzero(self.ref_count[pages] == 0)) if len(pages) else 0
 
     def share(self, pages: np.ndarray) -> None:
-        """Hold cached pages once more."""
+        """Increment the reference counts of cached pages."""
         if not len(pages):
             return
         self._num_evictable -= self.num_evictable(pages)
         self._place_of[pages] = _NOWHERE
         self.ref_count[pages] += 1
 
-    def release(self, *held: np.ndarray) -> None:
-        """Let go of sequences' pages, one after the other, each in the order of its tokens.
+    def release(self, *pages_of: np.ndarray) -> None:
+        """Decrement the reference counts of the pages of sequences, and free unused pages.
 
-        The last page becomes the first to be evicted: a prefix is worth more than its tail.
+        Of a sequence, the last page is evicted first, because a prefix is more useful than its
+        tail.
+
+        Args:
+            pages_of: for each sequence its pages, in the order of its tokens.
         """
-        # Reversed below. As indices numpy takes intp much faster than others.
-        pages = np.concatenate(held[::-1], dtype=np.intp)
-        left = self.ref_count[pages] - 1
+        # Reversed below. NumPy is much faster with indices of type intp.
+        pages = np.concatenate(pages_of[::-1], dtype=np.intp)
+        counts = self.ref_count[pages] - 1
         idle = pages
-        if np.count_nonzero(left):  # few pages are shared
-            if len(held) > 1:  # two of these lists may share a page
-                for pages_of_one in held:
+        if np.count_nonzero(counts):  # few pages are shared
+            if len(pages_of) > 1:  # two sequences may share a page
+                for pages_of_one in pages_of:
                     self.release(pages_of_one)
                 return
-            idle = pages[left == 0]
-        self.ref_count[pages] = left
+            idle = pages[counts == 0]
+        self.ref_count[pages] = counts
         if not len(idle):
             return
         self.num_changes += 1
@@ -175,17 +187,20 @@ class PagePool:
         self._make_evictable(idle[cached][::-1])
 
     def publish(self, pages: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        """Offer full, computed pages, i32[n], to later prefixes under their keys, u64[n, WORDS].
+        """Add full, computed pages, i32[n], to the prefix cache under their keys, u64[n, WORDS].
 
-        A key that is cached already stays with its page. Return those that are found now, intp[m].
+        A key that already has a page keeps it.
+
+        Returns:
+            intp[m], the pages that were added.
         """
-        kept = self.index.add(pages.astype(np.intp), keys)
-        self.is_cached[kept] = True
+        added = self.index.add(pages.astype(np.intp), keys)
+        self.is_cached[added] = True
         self.num_changes += 1
-        return kept
+        return added
 
     def clear_cache(self) -> None:
-        """Forget what unheld pages cache, and every key; held pages stay held."""
+        """Remove all keys from the prefix cache. Free cached pages become blank."""
         pages = self._evictable()
         self._add_blank(pages)
         self._place_of[pages] = _NOWHERE
@@ -199,18 +214,24 @@ class PagePool:
         if self.on_change is not None:
             self.on_change(ClearedPages())
 
-    def check(self, held: np.ndarray) -> None:
-        """Verify the pool against `held`, int32[P]: how many sequences list each page.
+    def check(self, num_holders: np.ndarray) -> None:
+        """Check the pool's invariants.
+
+        Args:
+            num_holders: int32[P], the number of sequences that list each page.
 
         Raises:
-            AssertionError: naming the invariant that does not hold.
+            AssertionError: an invariant is broken. The message names it.
         """
+
         blank = self._blank[: self._num_blank]
         evictable = self._evictable()
         assert self.ref_count[NULL_PAGE] == 0, "the null page is held"
         assert not self.is_cached[NULL_PAGE], "the null page is cached"
         assert self._num_evictable == len(evictable), "evictable pages are miscounted"
-        assert np.array_equal(self.ref_count, held), "reference counts differ from the tables"
+        assert np.array_equal(self.ref_count, num_holders), (
+            "reference counts differ from the tables"
+        )
         free = np.concatenate([blank, evictable])
         assert len(np.unique(free)) == len(free), "a page is free twice"
         assert NULL_PAGE not in free, "the null page is free"

@@ -1,4 +1,4 @@
-"""LaunchPlan: what one launch computes, for which slots."""
+"""LaunchPlan: the slots of one launch and the tokens that it computes for each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 
 class Row(NamedTuple):
-    """A sequence's share of a launch: tokens [start, start + num_tokens) of its slot."""
+    """A sequence's part of a launch: the tokens [start, start + num_tokens) of its slot."""
 
     slot: int
     start: int
@@ -20,22 +20,21 @@ class Row(NamedTuple):
 
 @dataclass(eq=False)
 class LaunchPlan:
-    """The rows of one launch, as arrays of one entry a row.
+    """The rows of one launch, as arrays with one entry per row.
 
-    A launch of several steps has rows of one token that draw in every step, and compute in the next
-    one what they drew.
+    In a launch of several steps each row has one token, samples in every step, and computes the
+    sampled token in the next step.
 
     Attributes:
-        slots: intp[R]; numpy takes indices of this type several times faster than others.
-        starts: int32[R], tokens computed before this launch.
-        num_tokens: int32[R], tokens of the first step, at least 1 each.
-        samples: bool[R], whether the row reaches its last token and so draws the next one.
-        generations: int64[R]; a slot whose generation has changed since belongs to another
-            sequence now, and the row's result to nobody.
-        num_steps: steps of the launch.
-        total_tokens: tokens of the first step in all; counted here where that is not given.
-        row_steps: int32[R], steps that a row takes part in, if nothing ends it before; None for one
-            each.
+        slots: intp[R]. NumPy is several times faster with indices of this type.
+        starts: int32[R], the number of tokens computed before this launch.
+        num_tokens: int32[R], the tokens of the first step, at least 1 per row.
+        samples: bool[R], whether the row reaches its last known token and samples the next one.
+        generations: int64[R], the generations of the slots. If a slot's generation has changed,
+            the slot has another sequence and the row's result is dropped.
+        num_steps: the number of steps.
+        total_tokens: the sum of `num_tokens`, computed here if it is -1.
+        row_steps: int32[R], the most steps of each row, or None for one per row.
     """
 
     slots: np.ndarray
@@ -56,15 +55,16 @@ class LaunchPlan:
 
     @property
     def lengths(self) -> np.ndarray:
-        """int32[R]: known tokens of each row once its first step has run."""
+        """int32[R]: the known tokens of each row after its first step."""
         return self.starts + self.num_tokens
 
     @property
     def ends(self) -> np.ndarray:
-        """int32[R]: tokens computed of each row once the launch has run, if nothing ends it."""
+        """int32[R]: the computed tokens of each row after the launch, unless the row ends early."""
         return self.starts + (self.num_tokens if self.row_steps is None else self.row_steps)
 
     def rows(self) -> Iterator[Row]:
-        """Yield the same rows one by one, for reading and for tests."""
+        """Yield the rows one by one."""
+
         for row in zip(self.slots, self.starts, self.num_tokens, self.samples, strict=True):
             yield Row(int(row[0]), int(row[1]), int(row[2]), bool(row[3]))

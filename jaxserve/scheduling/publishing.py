@@ -1,4 +1,4 @@
-"""Publisher: offers the pages that committed steps filled to later prefixes."""
+"""Publisher: adds the pages that committed steps filled to the prefix cache."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ from jaxserve.scheduling.ranges import flat_ranges
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slot_table import SlotTable
 
-# Decodes fill a page in 16 steps or so, and a call costs more than a page does: theirs are offered
-# once in as many steps, or when the sequence leaves. Pages of prompts are offered at once.
+# Interval, in steps, at which the pages of decodes are published. A decode fills a page in about
+# 16 steps, and a call costs more than a page. Pages of prompts, and of sequences that end, are
+# published at once.
 _STEPS = 8
 
 
 class Publisher:
-    """The keys of running sequences' pages, published to later prefixes when they are due.
+    """The publisher of running sequences' full pages to the prefix cache.
 
     Args:
-        pool: where pages are found by their keys.
-        slots: the slot table; pages full of committed tokens may be published.
-        enabled: publish at all.
-        secret: keys are made of it; see PageKeys.
+        pool: the page pool with the index of cached pages.
+        slots: the slot table. Pages full of committed tokens can be published.
+        enabled: whether pages are published at all.
+        secret: the secret of page keys (see PageKeys).
+
     """
 
     def __init__(
@@ -37,7 +39,10 @@ class Publisher:
         self._steps = 0
 
     def keys_of(self, sequence: Sequence) -> PrefixKeys:
-        """Return a waiting sequence's keys of full pages; it keeps them until it has a slot."""
+        """Return the keys of a waiting sequence's full pages.
+
+        They are computed once and stored in the sequence until it gets a slot.
+        """
         if sequence.prefix_keys is None:
             sequence.prefix_keys = self.page_keys.prefix(
                 sequence.request.cache_salt, sequence.token_ids
@@ -47,17 +52,18 @@ class Publisher:
     def note(
         self, plan: LaunchPlan, valid: np.ndarray, running: np.ndarray, ending: np.ndarray
     ) -> None:
-        """Count the tokens of a launch whose results were read, and offer the pages that are due.
+        """Record the tokens of a launch as committed, and publish the pages that are due.
 
         Args:
-            valid: bool[R], rows of the plan that still belong to their sequence, and were finite.
-            running: slots of all running sequences.
-            ending: those of them that end with this launch.
+            plan: the plan of the launch, whose results have been read.
+            valid: bool[R], the rows that still belong to their sequence and had finite logits.
+            running: the slots of all running sequences.
+            ending: the slots of the sequences that end with this launch.
         """
         table = self.slots
         ends = plan.ends
         if plan.num_steps > 1:
-            # A token drawn last has been computed by no step yet.
+            # The last sampled token has not been computed by a step yet.
             ends = np.minimum(ends, table.num_known[plan.slots] - 1)
         slots = plan.slots
         if np.count_nonzero(valid) < len(valid):
@@ -71,13 +77,13 @@ class Publisher:
             self.publish(running)
             return
         if plan.num_steps == 1 and plan.total_tokens > len(plan):
-            # A prompt may end with its first token, and stand twice: publishing twice is harmless.
+            # A sequence that ends with its first token occurs twice, which is harmless.
             ending = np.concatenate([ending, plan.slots[valid & (plan.num_tokens > 1)]])
         if len(ending):
             self.publish(ending)
 
     def publish(self, slots: np.ndarray) -> None:
-        """Offer every full page of these slots that has been computed."""
+        """Publish all full, computed pages of the given slots."""
         if not self.enabled:
             return
         table = self.slots
@@ -94,24 +100,25 @@ class Publisher:
         else:
             owner, nth = flat_ranges(slots, first, full)
         pages = table.page_table[owner, nth]
-        kept = self.pool.publish(pages, table.page_keys[owner, nth])
-        if self.pool.on_change is not None and len(kept):
+        added = self.pool.publish(pages, table.page_keys[owner, nth])
+        if self.pool.on_change is not None and len(added):
             owner, nth = flat_ranges(slots, first, full)
-            self.pool.on_change(self._stored(owner, nth, pages, kept))
+            self.pool.on_change(self._stored(owner, nth, pages, added))
 
     def _stored(
-        self, owner: np.ndarray, nth: np.ndarray, pages: np.ndarray, kept: np.ndarray
+        self, owner: np.ndarray, nth: np.ndarray, pages: np.ndarray, added: np.ndarray
     ) -> StoredPages:
-        """Describe those of the pages just published that are found now.
+        """Return the change that describes newly published pages.
 
         Args:
-            owner, nth: intp[n], the slot of each page, and its number there.
-            pages: i32[n]; a slot that was named twice has its pages in it twice.
-            kept: the pages that are found now.
+            owner: intp[n], the slot of each page.
+            nth: intp[n], the number of each page within its slot.
+            pages: i32[n], the pages. They can contain duplicates.
+            added: the pages that were added to the prefix cache.
         """
         table, size = self.slots, self.pool.page_size
         rows = np.sort(np.unique(pages, return_index=True)[1])
-        rows = rows[np.isin(pages[rows], kept)]
+        rows = rows[np.isin(pages[rows], added)]
         owner, nth = owner[rows], nth[rows]
         columns = nth[:, None] * size + np.arange(size)
         return StoredPages(
@@ -124,10 +131,11 @@ class Publisher:
         )
 
     def _make_keys(self, slots: np.ndarray, full: np.ndarray) -> None:
-        """Make the keys of each slot's first `full` pages, as far as they are missing.
+        """Compute the missing keys of each slot's first `full` pages.
 
-        Admission made those of the known tokens, so that a page a slot is usually all.
+        Admission computed the keys of known tokens, so usually one page per slot is missing.
         """
+
         table, size = self.slots, self.pool.page_size
         while len(slots := slots[(short := table.num_keys[slots] < full)]):
             full = full[short]

@@ -1,4 +1,4 @@
-"""Settings: the sampling settings of rows, side by side in 32-bit words."""
+"""Settings: the sampling settings of rows as columns of one array of 32-bit words."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import numpy as np
 
 from jaxserve.request import MAX_STOP_TOKEN_IDS
 
-# An array: of numpy on the host, of JAX in a program.
+# A NumPy array on the host, a JAX array in a program.
 AnyArray = TypeVar("AnyArray")
 
-# Type and words of each setting, in the order of `Settings`; 0 words for a single number.
+# Dtype and number of words of each field of `Settings`, in order. 0 stands for a scalar.
 _PARTS = (
     (np.int32, 0),
     (np.int32, 0),
@@ -27,28 +27,32 @@ _PARTS = (
     (np.int32, MAX_STOP_TOKEN_IDS),
 )
 
-
 # W, the words of a row.
 WIDTH = sum(max(1, words) for _, words in _PARTS)
-# A row without its last part.
+# The format of a row without its last field.
 _HEAD = struct.Struct(
     "=" + "".join(f"{max(1, words)}{np.dtype(dtype).char}" for dtype, words in _PARTS[:-1])
 )
 
 
 def put_settings(words: memoryview, row: int, *values: float) -> None:
-    """Write a row of i32[R, W], in the order of `Settings`, but for its stop_token_ids.
+    """Write the settings of a row, in the order of `Settings` and without stop_token_ids.
 
-    At once, and through a view made before: a number at a time costs numpy more than the rest of
-    what a new sequence takes, and so does such a view.
+    One call to `struct` takes less time than single assignments to NumPy arrays, which would be
+    most of the cost of a new sequence. The caller keeps the memoryview for the same reason.
+
+    Args:
+        words: the memory of i32[R, W].
+        row: the row to write.
+        values: the values.
     """
     _HEAD.pack_into(words, row * words.itemsize * WIDTH, *values)
 
 
 class Settings(NamedTuple, Generic[AnyArray]):
-    """The settings of R rows, each a part of one array i32[R, W].
+    """The settings of R rows, as columns of one array i32[R, W].
 
-    Rows of one array are copied together, and reach the device as one.
+    The columns are copied together and reach the device as one array.
     """
 
     stop_length: AnyArray  # i32[R], known tokens at which the sequence ends for length
@@ -64,11 +68,12 @@ class Settings(NamedTuple, Generic[AnyArray]):
 
     @classmethod
     def of(cls, read: Callable[[slice | int, type[np.generic]], AnyArray]) -> Settings[AnyArray]:
-        """Collect the parts of i32[R, W].
+        """Build the columns of an array i32[R, W].
 
         Args:
-            read: returns columns, or a single one, with their 32-bit words read as another type.
+            read: a function that returns a slice of columns, or one column, as another dtype.
         """
+
         parts: list[AnyArray] = []
         first = 0
         for dtype, count in _PARTS:

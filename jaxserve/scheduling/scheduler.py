@@ -1,9 +1,9 @@
-"""Scheduler: which tokens of which sequences each step computes.
+"""Scheduler: chooses the sequences of each step, and the tokens that it computes for them.
 
-There are no phases. Every running sequence has `num_computed` trying to catch up with its
-length, and each step hands out tokens from one budget: a prompt's chunk is a row of many
-tokens, a decode a row of one. (The idea is vLLM V1's; iteration-level scheduling is Orca's,
-OSDI 2022; paging is PagedAttention's, SOSP 2023.)
+There are no phases. The counter `num_computed` of every running sequence approaches the
+sequence's length, and each step distributes one token budget. A chunk of a prompt is a row of
+many tokens, and a decode is a row of one token. The idea is from vLLM V1, iteration-level
+scheduling from Orca (OSDI 2022), and paging from PagedAttention (SOSP 2023).
 """
 
 from __future__ import annotations
@@ -15,10 +15,15 @@ import numpy as np
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import FinishReason, SamplerFeature
-from jaxserve.scheduling.budget import TokenShares, fitted, shared
+from jaxserve.scheduling.budget import (
+    BESIDE_WAITING,
+    TokenShares,
+    awaits_token,
+    fitted,
+    shared,
+    would_part,
+)
 from jaxserve.scheduling.commit_result import StepResult, draws_of
-from jaxserve.scheduling.guided_rows import BESIDE_WAITING, awaits_token, would_part
-from jaxserve.scheduling.invariants import check
 from jaxserve.scheduling.page_pool import NO_PAGES, PagePool
 from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.publishing import Publisher
@@ -30,17 +35,17 @@ from jaxserve.scheduling.window_pages import most_pages
 
 
 class Scheduler:
-    """The admission, chunking, page growth and preemption over one pool and one slot table.
+    """The scheduler of one page pool and one slot table: admission, chunks, pages, preemption.
 
     Args:
-        pool: the pages.
+        pool: the page pool.
         slots: the slot table.
-        max_num_batched_tokens: token budget of a step; at least the number of slots, so
+        max_num_batched_tokens: the token budget of a step. It is at least the number of slots, so
             that every running sequence advances in every step.
-        long_prefill_token_threshold: most tokens of one row; 0 for no bound.
-        enable_prefix_caching: match and publish full pages.
-        policy: order of the waiting sequences.
-        prefix_secret: keys of pages are made of it; None for one of this process.
+        long_prefill_token_threshold: the most tokens of one row, or 0 for no limit.
+        enable_prefix_caching: whether full pages are published and matched.
+        policy: the order of the waiting sequences.
+        prefix_secret: the secret of page keys, or None for a random one.
     """
 
     def __init__(
@@ -64,9 +69,9 @@ class Scheduler:
         self.max_row_tokens = long_prefill_token_threshold or max_num_batched_tokens
         self.enable_prefix_caching = enable_prefix_caching
         self.max_running = slots.num_slots
-        # Padded sizes of steps, ascending, which chunks are cut to fill; none: as they come.
+        # Padded sizes of steps, ascending. Chunks are shortened to fill them. Empty: no limit.
         self.token_sizes = np.zeros(0, np.int64)
-        self.now = 0.0  # the time, by the clock of whoever calls `schedule`
+        self.now = 0.0  # the time, set by the caller of `schedule`
         self.num_preemptions = 0
         self.num_prefix_queries = 0
         self.num_prefix_hits = 0
@@ -90,10 +95,11 @@ class Scheduler:
         return [self.slots.sequences[slot] for slot in self._running.tolist()]
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence.
+        """Add a sequence to the waiting queue.
 
         Raises:
-            InvalidRequest: it could never run, even alone: nothing was changed.
+            InvalidRequest: the sequence does not fit into the cache, even alone. The scheduler's
+                state has not changed.
         """
         length = sequence.request.max_length
         needed = self._most_pages(length)
@@ -106,18 +112,17 @@ class Scheduler:
                 "max_tokens",
             )
         if self.enable_prefix_caching:
-            self.publisher.keys_of(sequence)  # now, so that no step has to make them
+            self.publisher.keys_of(sequence)  # computed now, outside the time of a step
         self.waiting.push(sequence)
 
     def _most_pages(self, length: int) -> int:
-        """Return the pages that a sequence of so many tokens holds at once, if it runs alone."""
         return most_pages(length, self.pool.page_size, self.slots.window, self.max_row_tokens)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> bool:
-        """End a sequence now, wherever it is; False if it had ended already.
+        """End a waiting or running sequence. Return False if it has ended already.
 
-        A step in flight may still write to its pages. That is harmless: steps run in order,
-        and whoever gets a page next writes each of its cells before reading it.
+        A step in flight may still write to its pages. That is harmless: steps run in order, and
+        the next owner of a page writes each cell before it reads it.
         """
         if sequence.finish_reason is not None:
             return False
@@ -129,10 +134,13 @@ class Scheduler:
         return True
 
     def schedule(self, max_steps: int = 1) -> LaunchPlan | None:
-        """Plan the next launch; return None where there is nothing to compute now.
+        """Plan the next launch, or return None if no row can be computed now.
+
+        Admission, page allocation and preemption take effect at once.
 
         Args:
-            max_steps: decode steps that one launch may take if no sequence could be admitted now.
+            max_steps: the most decode steps of a launch. A launch has several steps only if no
+                waiting sequence can be admitted before it ends.
         """
         if max_steps > 1 and (draws := self._draws_ahead(max_steps)):
             return self._plan(*draws, len(draws[0]), int(draws[1].max()))
@@ -154,7 +162,7 @@ class Scheduler:
     def _plan(
         self, slots: np.ndarray, take: np.ndarray, total: int, num_steps: int = 1
     ) -> LaunchPlan:
-        """Make a plan of these rows; from now on they count as computed."""
+        """Return the plan of the given rows, and count their tokens as computed."""
         table = self.slots
         starts = table.num_computed[slots]
         ends = starts + take
@@ -175,41 +183,43 @@ class Scheduler:
         return LaunchPlan(slots, starts, take, samples, generations, 1, total)
 
     def _draws_ahead(self, max_steps: int) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return slots, and how many tokens each draws in one launch, with their pages reserved.
+        """Return the slots of a launch of several steps, and the number of tokens of each.
 
-        Return None where a row needs the host between two steps, or where the launch takes more
-        pages than are free: no sequence is preempted for tokens to come.
+        Their pages have been allocated. Return None if a row needs the host between two steps, or
+        if too few pages are free: future tokens never cause a preemption.
         """
         running, table = self._running, self.slots
         if table.window is not None:  # pages are reserved for two chunks beside the window
             max_steps = min(max_steps, self.max_row_tokens)
         length = table.length[running]
-        left = table.stop_length[running] - length
-        if self.waiting:  # for a slot: the launch ends when a row reaches its length
+        remaining = table.stop_length[running] - length
+        if self.waiting:  # the launch ends when the first row reaches its length
             may_enter = table.num_free and len(running) < self.max_running
-            max_steps = 1 if may_enter else min(max_steps, int(left.min()))
+            max_steps = 1 if may_enter else min(max_steps, int(remaining.min()))
             if max_steps < 2:
                 return None
         if table.num_guided and (is_waiting := awaits_token(table, running)).any():
-            left[is_waiting], max_steps = 0, min(max_steps, BESIDE_WAITING)
-        slots = running[left > 0]
+            remaining[is_waiting], max_steps = 0, min(max_steps, BESIDE_WAITING)
+        slots = running[remaining > 0]
         alone = table.is_guided[slots] | (table.features[slots] & SamplerFeature.SCORES)
         if not len(slots) or alone.any():
             return None
-        if (length[left > 0] - table.num_computed[slots] != 1).any():
+        if (length[remaining > 0] - table.num_computed[slots] != 1).any():
             return None
-        draws = np.minimum(left[left > 0], max_steps)
+        draws = np.minimum(remaining[remaining > 0], max_steps)
         return (slots, draws) if self._grow(slots, table.num_computed[slots] + draws) else None
 
     def _grow(self, slots: np.ndarray, ends: np.ndarray) -> bool:
-        """Give slots the pages that they lack for their tokens < ends; return False, and give none,
-        if there are too few for all."""
+        """Allocate the pages that slots need for their tokens before `ends`.
+
+        Return False, without any allocation, if too few pages are free for all slots.
+        """
         table, size = self.slots, self.pool.page_size
-        held = table.num_pages[slots]
-        growing = (ends > held * size).nonzero()[0]
+        counts = table.num_pages[slots]
+        growing = (ends > counts * size).nonzero()[0]
         if not len(growing):
             return True
-        slots, first = slots[growing], held[growing]
+        slots, first = slots[growing], counts[growing]
         last = (ends[growing] + (size - 1)) // size
         total = sum((last - first).tolist())
         if total > self.pool.num_free:
@@ -220,7 +230,6 @@ class Scheduler:
         return True
 
     def _grow_running(self) -> tuple[np.ndarray, int, bool]:
-        """Return shares, their pages allocated, and whether a sequence was preempted for them."""
         preempted = False
         while True:
             take, total = self._share_budget()
@@ -231,11 +240,10 @@ class Scheduler:
             preempted = True
 
     def _share_budget(self) -> TokenShares:
-        """Give one token to each running row that lacks any, the rest to the best ranks first."""
         running, table = self._running, self.slots
         length = table.length[running]
         need = length - table.num_computed[running]
-        # A last token still in flight ends its sequence when read; nothing follows it.
+        # The last token of these sequences is in flight, and they end when it is read.
         need[length >= table.stop_length[running]] = 0
         if table.num_guided:
             need[awaits_token(table, running)] = 0
@@ -245,7 +253,7 @@ class Scheduler:
         return shared(np.minimum(need, self.max_row_tokens), self.max_num_batched_tokens)
 
     def _preempt(self, slot: int) -> None:
-        """Send a running sequence back to wait; it will recompute, or hit its own pages."""
+        # The sequence will find its own pages in the prefix cache, or compute them again.
         sequence = self.slots.sequences[slot]
         self._vacate([slot])
         self.waiting.push(sequence)
@@ -253,13 +261,16 @@ class Scheduler:
         self.num_preemptions += 1
 
     def preempt_all(self, precedence: Callable[[Sequence], int]) -> None:
-        """Send every running sequence back to wait, where each gets another precedence."""
+        """Preempt all running sequences, and assign a precedence to every waiting sequence."""
         for slot in self._running[::-1].tolist():
             self._preempt(slot)
         self.waiting.rank_anew(precedence)
 
     def _admit(self, take: np.ndarray, total: int) -> TokenShares:
-        """Admit waiting sequences while slots, pages and budget last; return all shares."""
+        """Admit waiting sequences while slots, pages and token budget suffice.
+
+        Return the tokens of all running rows, and their sum.
+        """
         budget = self.max_num_batched_tokens - total
         slots: list[int] = []
         counts: list[int] = []
@@ -292,11 +303,9 @@ class Scheduler:
         return take, total + sum(counts)
 
     def _fits(self, num_known: int, hits: np.ndarray, num_running: int) -> bool:
-        """Return whether all known tokens have pages now, and one page more for each running row.
-
-        Without that reserve a sequence would be admitted only to be preempted a few steps
-        later. With nothing running every page is free, and `add` made sure that it fits.
-        """
+        # One page per running row is reserved. Without this reserve a sequence would be preempted
+        # a few steps after its admission. If no row runs, all pages are free, and `add` has
+        # checked that the sequence fits.
         needed, free = self._most_pages(num_known), self.pool.num_free
         if len(hits):
             hits = hits[self.slots.num_outside(len(hits) * self.pool.page_size) :]
@@ -304,7 +313,10 @@ class Scheduler:
         return needed + num_running <= free or num_running == 0
 
     def _place(self, sequence: Sequence, hits: np.ndarray, cached: int, end: int) -> int:
-        """Give a waiting sequence a slot, the cached pages and pages for its tokens < end."""
+        """Give a waiting sequence a slot, its cached pages, and pages for its tokens before `end`.
+
+        Return the slot.
+        """
         slot = self.slots.acquire(sequence)
         fresh = -(-end // self.pool.page_size) - len(hits)
         if len(hits):
@@ -323,7 +335,7 @@ class Scheduler:
         return slot
 
     def _cached_pages(self, sequence: Sequence) -> np.ndarray:
-        """Return the pages of the longest cached prefix that leaves a token to compute."""
+        # At least one token is left to compute.
         if not self.enable_prefix_caching:
             return NO_PAGES
         keys = self.publisher.keys_of(sequence).keys
@@ -333,13 +345,16 @@ class Scheduler:
         return self.pool.match(keys[: (len(sequence.token_ids) - 1) // self.pool.page_size])
 
     def commit(self, plan: LaunchPlan, token_ids: np.ndarray, ok: np.ndarray) -> StepResult:
-        """Take a launch's results: append tokens, publish full pages, end what has ended.
+        """Apply the results of a launch: append tokens, publish full pages, end sequences.
 
         Args:
-            plan: as `schedule` returned it; launches are committed in their order.
-            token_ids: int32[R], the token drawn for each row, read where the row samples; of a
+            plan: a plan that `schedule` returned. Launches are committed in their order.
+            token_ids: int32[R], the sampled token of each row, used if the row samples. For a
                 launch of several steps int32[num_steps, R].
             ok: bool of the same shape, False where the row's logits were not finite.
+
+        Returns:
+            The new tokens and the sequences that ended.
         """
         table = self.slots
         current = table.generation[plan.slots] == plan.generations
@@ -375,7 +390,7 @@ class Scheduler:
         return StepResult(sequences, draws.tokens.tolist(), finished, draws.drawn)
 
     def _give_back(self, slots: np.ndarray) -> None:
-        """Release the pages outside every window; a launch in flight sees only later ones."""
+        # A launch in flight attends only to later pages.
         outside = self.slots.num_outside(self.slots.num_committed[slots])
         for row in np.flatnonzero(outside > self.slots.first_page[slots]).tolist():
             slot = int(slots[row])
@@ -383,16 +398,59 @@ class Scheduler:
             self.pool.release(self.slots.drop_pages(slot, int(outside[row])))
 
     def _vacate(self, slots: list[int], published: bool = False) -> None:
-        """Take slots and pages from their sequences, and the slots out of the running order.
-
-        Args:
-            published: their pages were published already; skip it here.
-        """
+        # published: whether the full pages of the slots have been published already.
         if not published:
             self.publisher.publish(np.array(slots, np.intp))
         self.pool.release(*self.slots.release(slots))
         self._running = self._running[self.slots.generation[self._running] > 0]
 
     def check(self) -> None:
-        """Verify every invariant of pages, slots and counters; AssertionError names the first."""
-        check(self.pool, self.slots, self.waiting, self._running)
+        """Check all invariants of pages, slots and counters.
+
+        Raises:
+            AssertionError: an invariant is broken. The message names it.
+        """
+
+        check_invariants(self.pool, self.slots, self.waiting, self._running)
+
+
+def check_invariants(
+    pool: PagePool, table: SlotTable, waiting: WaitingQueue, running: np.ndarray
+) -> None:
+    """Check all invariants of a scheduler's state between two steps.
+
+    Args:
+        pool: the page pool.
+        table: the slot table.
+        waiting: the waiting queue.
+        running: the slots of running sequences, in rank order.
+
+    Raises:
+        AssertionError: an invariant is broken. The message names it.
+    """
+
+    pool.check(table.held(pool.num_pages))
+    slots = running.tolist()
+    assert len(set(slots)) == len(slots), "a slot runs twice"
+    taken = [i for i, sequence in enumerate(table.sequences) if sequence is not None]
+    assert sorted(slots) == taken, "slots held differ from slots running"
+    assert table.num_free + len(taken) == table.num_slots, "slots were lost"
+    ranks = [waiting.rank(table.sequences[slot]) for slot in slots]
+    assert ranks == sorted(ranks), "running sequences are out of order"
+    length = table.length[running]
+    assert np.all(table.num_known[running] <= length), "a token was drawn that no step had to draw"
+    assert np.all(table.num_computed[running] <= length), "computed beyond the last token"
+    assert np.all(length <= table.stop_length[running]), "longer than max_length"
+    assert np.all(table.num_computed[running] <= table.num_pages[running] * pool.page_size), (
+        "tokens computed without a page"
+    )
+    for slot in taken:
+        sequence = table.sequences[slot]
+        assert sequence is not None and sequence.slot == slot, "slot and sequence disagree"
+        assert sequence.finish_reason is None, "a finished sequence holds a slot"
+        pages = table.pages(slot)
+        assert len(np.unique(pages)) == len(pages), "a page stands twice in one table"
+    for sequence in waiting:
+        assert sequence.slot == NO_SLOT, "a waiting sequence holds a slot"
+    if not slots and not len(waiting):
+        assert pool.num_free == pool.num_usable, "idle, and pages are held"

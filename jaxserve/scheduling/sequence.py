@@ -16,25 +16,30 @@ NO_SLOT = -1
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """A request's completion `index`, owned by the Scheduler until it has finished.
+    """A completion of a request, owned by the scheduler until it has finished.
 
-    While it holds a slot, its tokens and counters live in the slot table's columns, where a
-    step over hundreds of sequences is a few array operations; `token_ids` is the state in
-    which it waits: the prompt, and after a preemption what had been generated too.
+    While a sequence has a slot, its tokens and counters are in the slot table's columns, where a
+    step over hundreds of sequences takes a few array operations.
 
     Attributes:
-        arrival: position in the order of arrival, unique.
-        token_ids: int32[tokens known], valid while waiting and after the end.
-        prefix_keys: keys of the full pages of `token_ids`, once they were needed.
-        slot: row of the slot table, or NO_SLOT.
-        num_cached: prompt tokens found in the prefix cache when first admitted; -1 before.
-        started: time of its first admission, by the scheduler's `now`; 0 before.
-        num_preemptions: how often it was sent back to wait.
-        num_failures: failed steps that it may have caused (see `engine.recovery`).
-        precedence: sequences of higher precedence are served first, whatever their priority.
-        prompt_logprobs: its prompt's log-probabilities as they come; None where none are requested.
-        constraint: the form that bounds its text (see `text.grammars`), or None.
-        blocked_at: the pool's `num_changes` when it last did not fit (see Scheduler).
+        request: the request.
+        arrival: the position in the order of arrival, unique.
+        token_ids: int32[known tokens], valid while the sequence waits and after its end: the
+            prompt and, after a preemption, the generated tokens.
+        index: the number of the completion within the request.
+        seed: the seed of the completion.
+        prefix_keys: the keys of the full pages of `token_ids`, once they have been computed.
+        slot: the row of the slot table, or NO_SLOT.
+        num_cached: the prompt tokens found in the prefix cache at the first admission, -1 before.
+        started: the time of the first admission by the scheduler's `now`, 0 before.
+        num_preemptions: the number of preemptions.
+        num_failures: the failed steps that the sequence may have caused (see `engine.recovery`).
+        precedence: sequences of higher precedence are served first, regardless of priority.
+        prompt_logprobs: the log-probabilities of the prompt, or None if they are not requested.
+        constraint: the grammar constraint of the text (see `text.grammars`), or None.
+        blocked_at: the pool's `num_changes` when the sequence last did not fit (see Scheduler).
+        finish_reason: the reason of the end, None before.
+        stop_token: the stop token that ended the sequence, if one did.
     """
 
     request: Request
@@ -57,14 +62,15 @@ class Sequence:
 
     @property
     def num_prompt(self) -> int:
-        """Prompt tokens."""
+        """Number of prompt tokens."""
         return len(self.request.prompt_token_ids)
 
     @property
     def lacks_prompt_logprobs(self) -> bool:
-        """Return whether log-probabilities of its prompt are still to be computed."""
+        """Whether log-probabilities of the prompt are requested and incomplete."""
         return self.prompt_logprobs is not None and not self.prompt_logprobs.is_complete
 
     def output_token_ids(self) -> list[int]:
-        """Return the generated tokens; only once it has finished."""
+        """Return the generated tokens of a finished sequence."""
+
         return self.token_ids[self.num_prompt :].tolist()

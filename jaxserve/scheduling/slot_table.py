@@ -17,7 +17,7 @@ from jaxserve.scheduling.sequence import NO_SLOT, Sequence
 NO_TOKEN = -1
 NO_PENALTIES = (1.0, 0.0, 0.0)
 _NO_STOPS = (NO_TOKEN,) * MAX_STOP_TOKEN_IDS
-# As plain numbers: those of an IntFlag cost a microsecond each time.
+# Plain integers, because an operation on an IntFlag takes a microsecond.
 _EDITS, _PROMPT_LOGPROBS = int(SamplerFeature.EDITS), int(SamplerFeature.PROMPT_LOGPROBS)
 _LOGPROBS, _LOGITS = int(SamplerFeature.LOGPROBS), int(SamplerFeature.LOGITS)
 
@@ -25,30 +25,31 @@ _LOGPROBS, _LOGITS = int(SamplerFeature.LOGPROBS), int(SamplerFeature.LOGITS)
 class SlotTable:
     """Pages, tokens, counters and sampling settings of the running sequences.
 
-    Every column is a numpy array with one entry a slot, so that a step over all running
-    sequences is a handful of array operations, whatever their number. Slot `num_slots` is
-    the null slot, where padding points.
+    Every column is a NumPy array with one entry per slot, so a step over all running sequences
+    takes a few array operations, independent of their number. Slot `num_slots` is the null slot,
+    the target of padding.
 
-    Columns (i32 unless said):
+    Columns (i32 unless another dtype is given):
         page_table [slots + 1, M], num_pages: the pages, in the order of their tokens.
-        num_sent: of those, the ones that the device's page table has.
-        first_page: the first one held; those before it were given back, their place is null.
+        num_sent: the number of pages that the device's page table contains.
+        first_page: the number of pages before the first one that is still held. Their entries in
+            page_table are the null page.
         tokens [slots + 1, max_model_len]: known token ids.
         num_known: tokens whose ids the host knows.
-        length: known tokens, and those that steps in flight will draw.
-        num_computed: tokens whose KV is in the cache once every submitted step has run.
-        num_committed: of those, the ones whose step's results the host has read.
-        num_published: full pages offered to the prefix cache.
-        page_keys [u64, slots + 1, M, WORDS], num_keys: keys of full pages, as far as they are made.
-        key_state [u64 x 4]: what extends them (see PageKeys).
-        generation [i64]: changes whenever the slot gets another sequence.
-        settings: the settings of each row; its parts, see `Settings`, have names here too.
-        num_logprobs: alternatives for each token drawn, -1 for no log-probabilities.
+        length: num_known plus the tokens that steps in flight will sample.
+        num_computed: tokens whose KV is in the cache after all submitted steps have run.
+        num_committed: computed tokens of steps whose results the host has read.
+        num_published: full pages that were added to the prefix cache.
+        page_keys [u64, slots + 1, M, WORDS], num_keys: the computed keys of full pages.
+        key_state [u64 x 4]: the hash state after the last key (see PageKeys).
+        generation [i64]: a number that changes when the slot gets another sequence.
+        settings: the settings of each row. The fields of `Settings` are attributes here too.
+        num_logprobs: alternatives per sampled token, -1 for no log-probabilities.
         num_prompt: tokens of the prompt.
-        is_guided [bool]: what may be drawn next follows from the newest token, so that the host
-            must know it before the next step of the row.
-        needs_mask [bool]: the mask of allowed tokens differs from the device's.
-        needs_load [bool]: the request's part of the sampler's state is not on the device yet.
+        is_guided [bool]: whether the row's next step needs the newest token on the host, because
+            a grammar limits the next token.
+        needs_mask [bool]: whether the token mask differs from the device's copy.
+        needs_load [bool]: whether the request's sampler state is missing on the device.
     """
 
     def __init__(
@@ -96,13 +97,13 @@ class SlotTable:
         self.num_prompt = column()
         self.is_guided = column(dtype=np.bool_)
         self.num_guided = 0
-        # Whether any request so far needs log-probabilities of its prompt: most engines see none.
+        # Whether a request so far needed log-probabilities of its prompt, which is rare.
         self.has_prompt_logprobs = False
         # Whether the host computes all log-probabilities of tokens drawn.
         self.scores_on_host = False
         self.needs_mask = column(dtype=np.bool_)
         self.needs_load = column(dtype=np.bool_)
-        # `None` marks a free slot; only the slots of running sequences are ever looked up.
+        # None marks a free slot. Only slots of running sequences are read.
         self.sequences: Any = np.full(rows, None, object)
         self._free = list(range(num_slots - 1, -1, -1))
         self._generations = 0
@@ -112,7 +113,10 @@ class SlotTable:
         return len(self._free)
 
     def acquire(self, sequence: Sequence) -> int:
-        """Give a waiting sequence a slot, with its tokens and settings, and no pages."""
+        """Assign a free slot to a waiting sequence, copy its tokens and settings, return the slot.
+
+        The slot has no pages yet.
+        """
         slot = self._free.pop()
         self._generations += 1
         self.generation[slot] = self._generations
@@ -144,7 +148,7 @@ class SlotTable:
         return slot
 
     def _put_settings(self, slot: int, sequence: Sequence) -> int:
-        """Write a slot's settings; return its features."""
+        """Write the settings of a slot, and return its features as an integer of flags."""
         request = sequence.request
         sampling, stops, features = (
             request.sampling,
@@ -161,7 +165,7 @@ class SlotTable:
             self._settings_words,
             slot,
             request.max_length,
-            # 0 where none is due: a chunk, shorter than its prompt, has no stop token to avoid.
+            # 0 without min_tokens: a chunk shorter than its prompt samples no stop token.
             sequence.num_prompt + sampling.min_tokens if sampling.min_tokens else 0,
             sampling.temperature,
             sampling.top_p,
@@ -174,27 +178,30 @@ class SlotTable:
             sampling.presence_penalty,
             features,
         )
-        # Most requests have few, and columns beyond those used so far hold NO_TOKEN already.
+        # Most requests have few. The columns beyond max_stops contain NO_TOKEN already.
         if used := self.max_stops:
             self.stop_token_ids[slot, :used] = (*stops, *_NO_STOPS[len(stops) : used])
         return features
 
     def put_tokens(self, slots: np.ndarray, where: np.ndarray, tokens: np.ndarray) -> None:
-        """Write token ids that are known now: tokens[i] to position where[i] of slots[i]."""
+        """Write token ids: tokens[i] to position where[i] of slots[i]."""
         self._flat_tokens[slots * self.max_model_len + where] = tokens
 
     def guide(self, slot: int) -> None:
-        """Note whether a slot's next step must wait for its newest token."""
+        """Update `is_guided` of a slot and `num_guided` from the constraint of its sequence."""
         constraint = self.sequences[slot].constraint
         is_guided = constraint is not None and constraint.is_guided
         self.num_guided += int(is_guided) - int(self.is_guided[slot])
         self.is_guided[slot] = is_guided
 
     def advance(self, sequence: Sequence, token: int) -> bool:
-        """Advance a sequence's constraint by its newest token, which may have ended its slot.
+        """Advance the grammar constraint of a sequence, which must have one, by its newest token.
+
+        If the sequence still has a slot, the slot is marked for a new token mask if the allowed
+        tokens changed, and `is_guided` is updated.
 
         Returns:
-            Whether its text is complete.
+            Whether the constrained text is complete.
 
         Raises:
             GrammarError: see `text.grammars.Constraint.advance`.
@@ -214,30 +221,30 @@ class SlotTable:
         return is_requested & (where + 1 < self.num_prompt[slots])
 
     def pages(self, slot: int) -> np.ndarray:
-        """Return the pages that a slot holds, in order; a view."""
+        """Return a view of the pages that a slot holds, in order."""
         return self.page_table[slot, self.first_page[slot] : self.num_pages[slot]]
 
     def take_unsent(self, slots: np.ndarray) -> np.ndarray:
-        """Return places in the flat page table whose pages the device does not know yet.
+        """Return the positions in the flat page table whose pages the device does not have yet.
 
-        They count as sent from now on.
+        The pages are marked as sent.
         """
-        held, sent = self.num_pages[slots], self.num_sent[slots]
-        rows = (held > sent).nonzero()[0]
+        ends, sent = self.num_pages[slots], self.num_sent[slots]
+        rows = (ends > sent).nonzero()[0]
         if not len(rows):
             return rows
-        self.num_sent[slots] = held
+        self.num_sent[slots] = ends
         owners, start = slots[rows], slots[rows] * self.max_pages
-        return flat_ranges(owners, start + sent[rows], start + held[rows])[1]
+        return flat_ranges(owners, start + sent[rows], start + ends[rows])[1]
 
     def num_outside(self, computed: Any) -> Any:
-        """Count the pages that no token after the first `computed` sees, by the widest window."""
+        """Return the number of pages that no token after the first `computed` tokens attends to."""
         if self.window is None:
             return 0
         return np.maximum(computed - self.window + 1, 0) // self.page_size
 
     def drop_pages(self, slot: int, last: int) -> np.ndarray:
-        """Take the pages before the `last`-th from a slot; returns them, for the pool."""
+        """Remove the pages before number `last` from a slot, and return them for the pool."""
         first = int(self.first_page[slot])
         pages = self.page_table[slot, first:last].copy()
         self.page_table[slot, first:last] = NULL_PAGE
@@ -251,28 +258,30 @@ class SlotTable:
         self.num_pages[slot] = first + len(pages)
 
     def release(self, slots: list[int]) -> list[np.ndarray]:
-        """Take slots back; returns the pages that each held, for the pool: views.
+        """Free slots, and store the known tokens of their sequences in `token_ids`.
 
-        Their sequences leave with their known tokens in `token_ids`.
+        Returns:
+            For each slot a view of its pages, which the caller releases to the pool.
         """
         ending = np.array(slots, np.intp)
-        held: list[np.ndarray] = []
+        pages: list[np.ndarray] = []
         for slot, num_known in zip(slots, self.num_known[ending].tolist(), strict=True):
             sequence = self.sequences[slot]
             assert sequence is not None, "release of an empty slot"
             sequence.token_ids = self.tokens[slot, :num_known].copy()
             sequence.slot = NO_SLOT
-            held.append(self.pages(slot))
+            pages.append(self.pages(slot))
         if self.num_guided:
             self.num_guided -= int(np.count_nonzero(self.is_guided[ending]))
         self.sequences[ending] = None
         self.num_pages[ending] = 0
         self.generation[ending] = 0
         self._free.extend(slots)
-        return held
+        return pages
 
     def held(self, num_pages: int) -> np.ndarray:
-        """Return int32[num_pages]: how many slots list each page (for `PagePool.check`)."""
+        """Return int32[num_pages]: the number of slots that list each page."""
+
         counts = np.zeros(num_pages, np.int32)
         for slot, sequence in enumerate(self.sequences):
             if sequence is not None:

@@ -10,25 +10,27 @@ from typing import Literal
 from jaxserve.scheduling.sequence import Sequence
 
 Rank = tuple[int, int]
-# Between two levels of precedence: more than any two priorities differ by.
+# Distance between two levels of precedence, greater than any difference of priorities.
 _LEVEL = 1 << 33
-# Rank and sequence in one flat tuple, which compares in half the time of a nested one.
+# A flat tuple of rank and sequence, which compares in half the time of a nested tuple.
 _Entry = tuple[int, int, Sequence]
 
 
 class WaitingQueue:
-    """Waiting sequences, best rank first: arrival order, or priority and then arrival order.
+    """The queue of waiting sequences, ordered by precedence, priority (optional) and arrival.
 
-    A preempted sequence keeps its arrival, so it returns ahead of all that came later; those of
-    higher precedence come before all others.
-    Removal is lazy: a sequence that ended while waiting is dropped when it comes to the top,
-    or when such entries outnumber the live ones.
+    A preempted sequence keeps its arrival and returns ahead of later arrivals. Removal is lazy: a
+    sequence that ended while waiting is dropped when it reaches the front, or when ended
+    sequences outnumber the others.
+
+    Args:
+        policy: "priority" to order by priority, "fcfs" to ignore it.
     """
 
     def __init__(self, policy: Literal["fcfs", "priority"]) -> None:
         self.by_priority = policy == "priority"
-        # What comes in the order of its rank, as nearly all do, waits in a line; what must go in
-        # front of others in a heap, each pop of which costs some twenty comparisons.
+        # Sequences that arrive in the order of their ranks, nearly all, are in a deque. Others are
+        # in a heap, where a pop takes about twenty comparisons.
         self._line: deque[_Entry] = deque()
         self._heap: list[_Entry] = []
         self._num_dead = 0
@@ -37,7 +39,7 @@ class WaitingQueue:
         return len(self._line) + len(self._heap) - self._num_dead
 
     def rank(self, sequence: Sequence) -> Rank:
-        """Return a sequence's sort key: smaller is served first. Unique, since arrivals are."""
+        """Return the unique sort key of a sequence. Smaller keys are served first."""
         priority = sequence.request.priority if self.by_priority else 0
         return (priority - sequence.precedence * _LEVEL, sequence.arrival)
 
@@ -49,7 +51,6 @@ class WaitingQueue:
             heapq.heappush(self._heap, entry)
 
     def _jumps_line(self) -> bool:
-        """Return whether the best entry is the heap's; only while there is any."""
         return bool(self._heap) and (not self._line or self._heap[0] < self._line[0])
 
     def peek(self) -> Sequence | None:
@@ -68,7 +69,7 @@ class WaitingQueue:
         return entry[-1]
 
     def discard(self, sequence: Sequence) -> None:
-        """Drop a waiting sequence that was given a finish_reason; it will not come up again."""
+        """Remove a waiting sequence, whose finish_reason must be set."""
         assert sequence.finish_reason is not None
         self._num_dead += 1
         if self._num_dead > 64 and self._num_dead > len(self):
@@ -78,7 +79,8 @@ class WaitingQueue:
             self._num_dead = 0
 
     def rank_anew(self, precedence: Callable[[Sequence], int]) -> None:
-        """Give every waiting sequence another precedence."""
+        """Assign a new precedence to each waiting sequence and sort the queue."""
+
         waiting = list(self)
         for sequence in waiting:
             sequence.precedence = precedence(sequence)

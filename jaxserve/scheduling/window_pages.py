@@ -1,15 +1,19 @@
-"""Pages that a sequence holds at once, where every layer sees through a window."""
+"""The number of pages that a sequence holds at once, with or without attention windows."""
 
 from __future__ import annotations
 
 
 def most_pages(length: int, page_size: int, window: int | None, chunk: int) -> int:
-    """Return the pages of a sequence of `length` tokens, those outside its window given back.
+    """Return the most pages that a sequence of `length` tokens holds at once.
+
+    Pages outside the window are freed when the results of a step are read. The next step has then
+    been submitted already, so a sequence holds two chunks in addition to the window.
 
     Args:
-        window: positions that a token sees, its own included; None for all.
-        chunk: most tokens that a step computes of it. Pages are given back once a step's results
-            are read, when the next one has been submitted: two chunks are held beside the window.
+        length: tokens of the sequence.
+        page_size: tokens per page.
+        window: the positions that a token attends to, including its own. None for all.
+        chunk: the most tokens of the sequence that a step computes.
     """
     pages = -(-length // page_size)
     if window is None:
@@ -20,7 +24,8 @@ def most_pages(length: int, page_size: int, window: int | None, chunk: int) -> i
 def longest_held(
     num_pages: int, page_size: int, window: int | None, chunk: int, length: int
 ) -> int:
-    """Return the most tokens, at most `length`, of a sequence that so many pages hold."""
+    """Return the length of the longest sequence, at most `length`, that fits into `num_pages`."""
+
     if most_pages(length, page_size, window, chunk) <= num_pages:
         return length
     return num_pages * page_size

@@ -34,19 +34,25 @@ _COUNTS = {
     "max_batches": (1, 4096),
 }
 _SECONDS = (
-    *("header_timeout", "body_timeout", "keep_alive_timeout", "write_timeout"),
-    *("queue_timeout", "request_timeout", "drain_timeout", "health_timeout"),
+    "header_timeout",
+    "body_timeout",
+    "keep_alive_timeout",
+    "write_timeout",
+    "queue_timeout",
+    "request_timeout",
+    "drain_timeout",
+    "health_timeout",
     "stored_response_seconds",
 )
-# Host and port, by name or number, with or without what stands before and behind them in a URL.
+# Host and port, by name or number, with or without the scheme and the path of a URL.
 _ENDPOINT = re.compile(r"((https?|grpc)://)?([\w.-]+|\[[\da-fA-F:.]+\])(:\d{1,5})?(/[\w./%~-]*)?")
 
 
 def check_files_dir(config: ServerConfig) -> None:
-    """Check that files can be written to `files_dir`, or that the folder can be made.
+    """Create `files_dir` if it is missing, and check that files can be written to it.
 
     Raises:
-        InvalidRequest: naming the folder and the reason.
+        InvalidRequest: names the folder and the reason.
     """
     if config.files_dir is None:
         return
@@ -62,93 +68,93 @@ def check_files_dir(config: ServerConfig) -> None:
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """A server's settings; names follow vLLM's where it has them. Times are in seconds.
+    """Settings of a server. Names follow vLLM. Times are in seconds.
 
     Args:
-        headless: hold a part of the engine of another host, which serves; for node_rank above 0.
-        host: address to listen on. Any other than loopback needs an api_key, or insecure.
-        port: to listen on; 0 takes a free one.
-        served_model_name: names that requests may call the model by, like a b; the first is what
-            answers carry. Only with one model, which stands before it on a command line.
-        model_weights: how the memory is shared out between several models, like a=2,b=1; equally
-            by default.
-        api_key: keys of which every request must bring one, as `Authorization: Bearer` or
-            `x-api-key`; only /health, its other names /v1/health and /ping, /ready, and the files
-            of the page at / are open without. Also read from JAXSERVE_API_KEY.
-        insecure: listen beyond loopback although there is no api_key.
-        allowed_origins: origins of pages elsewhere that may call this server.
-        allowed_hosts: names, besides loopback's own, that requests to a loopback address
-            may give as Host.
-        strict: refuse fields that the server does not know, instead of ignoring them.
-        share_prefix_cache: let requests with different keys hit each other's cached prefixes.
-        max_num_queued_reqs: completions that may wait for a slot, 4 for each slot and at least 128
-            by default; beyond that requests are answered 429.
-        max_queued_prompt_tokens: prompt tokens that may wait to be computed, by default as
-            many as 64 full steps take; beyond that requests are answered 429.
-        queue_timeout: how long a request may wait for its start.
-        request_timeout: how long a request may take in all.
-        write_timeout: how long a client may read nothing of what is ready for it.
-        max_unread_tokens: tokens that a stream holds for a slow reader before it is paused.
-        send_buffer_bytes: of an answer that may lie in the kernel, and again in the process,
-            before its reader counts as slow.
-        header_timeout: how long a client may take to send a request's headers.
-        body_timeout: how long a client may take to send a request's body.
-        keep_alive_timeout: how long an idle connection is kept.
-        drain_timeout: how long running requests may go on after SIGTERM.
-        health_timeout: how long the engine may stand still before /health says so.
-        max_connections: connections open at once.
-        max_body_bytes: size of a request's body.
-        max_json_depth: nesting of a request's JSON.
-        max_json_nodes: values and commas in a request's JSON.
-        tool_call_parser: how the model writes calls of tools; by default what its chat template
-            says.
+        headless: run a part of the engine of another host, which serves. For node_rank above 0.
+        host: address to listen on. Addresses other than loopback need an api_key, or insecure.
+        port: port to listen on. 0 takes a free one.
+        served_model_name: names of the model in requests, like a b. Answers carry the first one.
+            Only for a single model, which precedes this option on a command line.
+        model_weights: shares of the memory for several models, like a=2,b=1. The default is equal
+            shares.
+        api_key: keys, one of which every request must carry, as `Authorization: Bearer` or
+            `x-api-key`. Only /health, its other names /v1/health and /ping, /ready, and the files
+            of the page at / are open without a key. Also read from JAXSERVE_API_KEY.
+        insecure: listen on other addresses than loopback without an api_key.
+        allowed_origins: origins of web pages on other servers that may call this server.
+        allowed_hosts: names, besides those of loopback, that requests to a loopback address may
+            carry as Host.
+        strict: refuse unknown fields instead of ignoring them.
+        share_prefix_cache: let requests with different keys reuse each other's cached prefixes.
+        max_num_queued_reqs: completions that may wait for a slot. The default is 4 for each slot
+            and at least 128. Beyond the limit requests are answered 429.
+        max_queued_prompt_tokens: prompt tokens that may wait to be computed. The default is the
+            number of tokens in 64 full steps. Beyond the limit requests are answered 429.
+        queue_timeout: longest wait of a request for its start.
+        request_timeout: longest duration of a request.
+        write_timeout: longest time in which a client reads no bytes of an answer that is ready.
+        max_unread_tokens: tokens that a stream buffers for a slow reader before it is paused.
+        send_buffer_bytes: bytes of an answer that may be in the kernel, and again in the process,
+            before the reader counts as slow.
+        header_timeout: longest time for a client to send the headers of a request.
+        body_timeout: longest time for a client to send the body of a request.
+        keep_alive_timeout: how long an idle connection stays open.
+        drain_timeout: how long running requests may continue after SIGTERM.
+        health_timeout: how long the engine may make no progress before /health reports it.
+        max_connections: largest number of open connections.
+        max_body_bytes: largest body of a request.
+        max_json_depth: deepest nesting in the JSON of a request.
+        max_json_nodes: largest number of values and commas in the JSON of a request.
+        tool_call_parser: format in which the model writes tool calls. The default follows its chat
+            template.
         enable_auto_tool_choice: let models choose whether to call tools.
-        reasoning_parser: how the model marks what it thinks before it answers; by default what its
-            chat template says.
-        max_prompts: completions (prompts times n) of one request.
-        max_stored_responses: responses that are kept in memory, so that requests can continue them
-            (previous_response_id) or draw them in the background, and as many conversations. Over
-            this, the oldest of the API key that holds most leaves. 0 keeps none.
-        max_stored_response_bytes: memory that the responses take together, and the conversations;
-            the oldest of the API key that holds most leaves.
-        stored_response_seconds: how long each is kept.
+        reasoning_parser: format in which the model marks its thinking before the answer. The
+            default follows its chat template.
+        max_prompts: largest number of completions (prompts times n) of one request.
+        max_stored_responses: responses stored in memory, so that requests can continue them
+            (previous_response_id) or generate them in the background, and as many conversations.
+            Beyond the limit, the oldest one of the API key with the most is removed. 0 stores
+            no responses.
+        max_stored_response_bytes: memory for the responses together, and for the conversations.
+            Beyond the limit, the oldest one of the API key with the most is removed.
+        stored_response_seconds: how long each of them is stored.
         files_dir: a folder for files and batches (/v1/files, /v1/batches), which are refused
-            without one. A batch that the server's end interrupts goes on at the next start.
-        max_file_bytes: size of a file in files_dir.
-        max_files_bytes: size of all of them together. Each API key has an equal part.
-        max_files: their number. Each API key has an equal part, at least 1.
-        max_batch_lines: requests of a batch.
-        max_batches: batches that have not ended. Each API key has an equal part, at least 1.
-        otlp_traces_endpoint: collector of OpenTelemetry's traces, one span for each completion:
+            without it. A batch that the end of the server interrupts continues at the next start.
+        max_file_bytes: largest file in files_dir.
+        max_files_bytes: size of all files together. Each API key has an equal share.
+        max_files: number of files. Each API key has an equal share, at least 1.
+        max_batch_lines: largest number of requests in a batch.
+        max_batches: batches in progress. Each API key has an equal share, at least 1.
+        otlp_traces_endpoint: collector for OpenTelemetry traces, with a span for each completion:
             http://HOST:4318/v1/traces, or HOST:4317 for gRPC. Needs the extra `otel`.
-        chat_template: instead of the checkpoint's: a file, a template itself, or the name of a
-            shipped one (alpaca, chatml, gemma, llama2, llama3, mistral, phi3, vicuna, zephyr).
-        trust_request_chat_template: let requests bring a chat_template of their own.
-        default_chat_template_kwargs: inputs of the chat template, which a request's
-            chat_template_kwargs take precedence over.
-        reasoning_effort_map: efforts of requests, like {"medium": "low"}, by which the template
-            gets another.
-        return_tokens_as_token_ids: spell tokens of log-probabilities as token_id:N.
-        enable_force_include_usage: every event of a stream, and its end, has the usage so far.
-        enable_per_request_metrics: let answers of one completion carry its times, as `metrics`; a
-            stream does with its usage.
-        open_metrics: serve GET /metrics without an api_key, as vLLM does; routers that read it,
-            like llm-d's, have none.
-        server_dev_mode: open POST /reset_prefix_cache and GET /server_info, which an api_key opens
-            too.
+        chat_template: chat template in place of the checkpoint's: a file, a template, or the name
+            of a shipped one (alpaca, chatml, gemma, llama2, llama3, mistral, phi3, vicuna, zephyr).
+        trust_request_chat_template: let requests carry a chat_template.
+        default_chat_template_kwargs: inputs of the chat template. The chat_template_kwargs of a
+            request take precedence.
+        reasoning_effort_map: efforts of requests, each with the effort for the template, like
+            {"medium": "low"}.
+        return_tokens_as_token_ids: show tokens of log-probabilities as token_id:N.
+        enable_force_include_usage: put the usage so far into every event of a stream.
+        enable_per_request_metrics: put times into the `metrics` of answers with one completion. A
+            stream carries them with its usage.
+        open_metrics: serve GET /metrics without an api_key, as vLLM does, for routers that have no
+            key, like llm-d's.
+        server_dev_mode: serve POST /reset_prefix_cache and GET /server_info even without api_key.
         enable_tokenizer_info_endpoint: serve GET /tokenizer_info, which shows the chat template.
-        response_role: role of the answers to conversations.
-        root_path: path at which a proxy shows the server, like /llm; requests may come with it or
-            without.
+        response_role: role of the messages in answers.
+        root_path: path at which a proxy shows the server, like /llm. Requests may contain it or
+            not.
         uds: a Unix domain socket to listen on, instead of host and port.
         ssl_keyfile: the private key of ssl_certfile, in PEM.
-        ssl_certfile: the server's certificates, in PEM; with them it speaks HTTPS alone.
-        ssl_ca_certs: certificates of those who sign clients' certificates.
+        ssl_certfile: the certificates of the server, in PEM. With them it only speaks HTTPS.
+        ssl_ca_certs: certificates of the authorities that sign certificates of clients.
         ssl_cert_reqs: whether clients need a certificate: 0 no, 1 optionally, 2 yes.
-        ssl_ciphers: ciphers of TLS 1.2, in OpenSSL's form.
+        ssl_ciphers: ciphers of TLS 1.2, in OpenSSL's format.
         allow_credentials: let pages of allowed_origins send credentials.
-        allowed_methods: methods of their requests, all by default.
-        allowed_headers: headers of their requests, all by default.
+        allowed_methods: methods of their requests. The default is all.
+        allowed_headers: headers of their requests. The default is all.
 
     Raises:
         InvalidRequest: (a ValueError) on construction, naming the field.
@@ -292,16 +298,16 @@ class ServerConfig:
 
     @property
     def num_keys(self) -> int:
-        """Return the number of API keys, 1 where none is required."""
+        """The number of API keys, or 1 without keys."""
         return max(1, len(set(self.api_key or ())))
 
     def share(self, limit: int) -> int:
-        """Return the equal part of a limit that each API key has, at least 1."""
+        """Return the equal share of a limit for each API key, at least 1."""
         return max(1, limit // self.num_keys)
 
     @property
     def is_local(self) -> bool:
-        """Return whether only this machine can reach the server."""
+        """Whether only this machine can reach the server."""
         if self.uds is not None:
             return True
         if self.host == "localhost":

@@ -1,19 +1,22 @@
-"""Checks of what callers pass: numbers that are exact, finite, and lists of them."""
+"""Checks of values from callers: exact integers, finite numbers, lists, flags and choices."""
 
 from __future__ import annotations
 
 import math
 import operator
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Literal, get_args
 
 from jaxserve.errors import InvalidRequest
+
+ContentFormat = Literal["auto", "string", "openai"]
 
 
 def exact_int(value: Any, name: str, low: int, high: int, parameter: str | None = None) -> int:
     """Return `value` as an int if it is one (numpy's too, never bool) and within [low, high].
 
     Raises:
-        InvalidRequest: naming `name` and the range; about `parameter`, or else `name`.
+        InvalidRequest: names `name` and the range. Its parameter is `parameter`, or else `name`.
     """
     parameter = parameter or name
     try:
@@ -29,7 +32,7 @@ def exact_int(value: Any, name: str, low: int, high: int, parameter: str | None 
 
 
 def is_listing(value: Any) -> bool:
-    """Return whether it may be a list of numbers: a list or array, no text, no single number."""
+    """Return whether a value may be a list of numbers: a list or an array, not a text or scalar."""
     sized = hasattr(value, "__len__") and getattr(value, "ndim", 1) > 0
     return sized and not isinstance(value, str | bytes)
 
@@ -38,7 +41,7 @@ def finite_float(value: Any, name: str) -> float:
     """Return `value` as a finite float.
 
     Raises:
-        InvalidRequest: naming `name`.
+        InvalidRequest: names `name`.
     """
     if isinstance(value, bool | str | bytes) or not hasattr(value, "__float__"):
         raise InvalidRequest(f"{name} must be a number, got {type(value).__name__}", name)
@@ -52,10 +55,10 @@ def finite_float(value: Any, name: str) -> float:
 
 
 def flag(value: Any, name: str) -> bool:
-    """Return `value`, which must be True or False.
+    """Return `value` if it is True or False.
 
     Raises:
-        InvalidRequest: naming `name`.
+        InvalidRequest: names `name`.
     """
     if not isinstance(value, bool):
         raise InvalidRequest(f"{name} must be True or False, got {type(value).__name__}", name)
@@ -66,9 +69,28 @@ def within(value: Any, name: str, low: float, high: float) -> float:
     """Return `value` as a finite float in [low, high].
 
     Raises:
-        InvalidRequest: naming `name` and the range.
+        InvalidRequest: names `name` and the range.
     """
     number = finite_float(value, name)
     if not low <= number <= high:
         raise InvalidRequest(f"{name} must be from {low:g} to {high:g}, got {number}", name)
     return number
+
+
+def is_neutral(value: Any, neutral: Iterable[Any]) -> bool:
+    """Return whether a value equals one of `neutral` and has its type."""
+    return any(type(value) is type(other) and value == other for other in neutral)
+
+
+def check_content_format(value: Any) -> None:
+    """Check a value of chat_template_content_format.
+
+    Raises:
+        InvalidRequest: lists the allowed values.
+    """
+    if value not in get_args(ContentFormat):
+        names = ", ".join(get_args(ContentFormat))
+        raise InvalidRequest(
+            f"chat_template_content_format must be one of {names}; got {str(value)[:60]!r}",
+            "chat_template_content_format",
+        )

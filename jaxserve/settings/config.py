@@ -1,4 +1,4 @@
-"""EngineConfig: the settings of an engine; and the only reader of the environment."""
+"""EngineConfig, the settings of an engine, and every read of the environment."""
 
 from __future__ import annotations
 
@@ -12,8 +12,15 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from jaxserve.settings.chat_config import ChatConfig, check_chat
-from jaxserve.settings.checks import exact_int, finite_float, within
+from jaxserve.errors import InvalidRequest
+from jaxserve.settings.checks import (
+    ContentFormat,
+    check_content_format,
+    exact_int,
+    finite_float,
+    within,
+)
+from jaxserve.settings.compat import suggestion, table
 from jaxserve.settings.eplb import ExpertsConfig, check_eplb
 from jaxserve.settings.hosts import HostsConfig, check_hosts, too_few
 from jaxserve.settings.kv_events import KVEventsConfig, events_config
@@ -25,7 +32,6 @@ from jaxserve.settings.machine import (
     with_gpu_flags,
 )
 from jaxserve.settings.overrides import json_object
-from jaxserve.settings.setting_values import OTHER_NAMES, usual_value
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 POLICIES = ("fcfs", "priority")
@@ -37,14 +43,20 @@ KV_CACHE_DTYPES = ("auto", "fp8", "int8_per_token_head")
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 IMPLEMENTATIONS = ("auto", "xla", "triton", "mosaic_gpu")
 PRECISIONS = ("highest", "high")
+# Settings some of whose values have other names in vLLM or PyTorch.
+_RENAMED_VALUES: dict[str, tuple[Any, ...]] = {
+    "dtype": DTYPES,
+    "kv_cache_dtype": KV_CACHE_DTYPES,
+    "quantization": (None, *QUANTIZATIONS),
+}
 
 MAX_SCHEDULER_STEPS = 1024
 VARIABLE_PREFIX = "JAXSERVE_"
-# What Kubernetes sets for a Service that is called jaxserve.
+# Variables that Kubernetes sets for a Service with the name jaxserve.
 _OF_KUBERNETES = re.compile(r"(\w+_)?SERVICE_(HOST|PORT)|PORT_\d+_|\w+=(tcp|udp|sctp)://")
 # Defaults that depend on the device: (max_num_seqs, max_num_batched_tokens).
 _DEVICE_DEFAULTS = {"cpu": (32, 512), "gpu": (256, 8192)}
-# The part of a card's memory that XLA takes, by its newer and its older name.
+# XLA's newer and older variable for its share of a card's memory.
 _FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 _PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 _OWN_VARIABLE = re.compile(
@@ -52,77 +64,100 @@ _OWN_VARIABLE = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class EngineConfig(HostsConfig, ExpertsConfig, ChatConfig):
-    """An engine's settings; names and defaults follow vLLM's `EngineArgs`.
+def usual_value(value: Any, name: str) -> Any:
+    """Return jaxserve's name for the value of a setting that has another name in vLLM.
 
-    None means "chosen for the device and the model found"; `resolve` fills it in.
+    Raises:
+        InvalidRequest: jaxserve does not serve the value. The message has a suggestion.
+    """
+    row = table()["setting_values"].get(name, {}).get(value) if isinstance(value, str) else None
+    if row is not None and "here" not in row:
+        raise InvalidRequest(f"{name}={value!r} is not supported: {suggestion(row)}", name)
+    return value if row is None else row["here"]
+
+
+@dataclass(frozen=True)
+class EngineConfig(HostsConfig, ExpertsConfig):
+    """Settings of an engine. Names and defaults follow vLLM's `EngineArgs`.
+
+    None means "chosen for the device and the model", which `resolve` does.
 
     Args:
-        model: folder of a Hugging Face checkpoint, or one that `jaxserve convert` wrote; a GGUF
-            file or the folder of one model's; or a name on the Hugging Face hub (org/name,
-            org/name:Q4_K_M, org/name/FILE.gguf); None for the bundled demo model.
-        tokenizer: folder or name of the tokenizer, the model's own by default.
+        model: a folder with a Hugging Face checkpoint, a folder that `jaxserve convert` wrote, a
+            GGUF file, the folder of a divided GGUF file, or a name on the Hugging Face hub
+            (org/name, org/name:Q4_K_M, org/name/FILE.gguf). None is the bundled demo model.
+        tokenizer: folder or hub name of the tokenizer. The default is that of the model.
         revision: branch, tag or commit of a model on the hub.
-        download_dir: where models of the hub are kept; its library's own cache by default.
-        hf_overrides: fields that take the place of those in config.json, as a JSON object; they are
-            merged into a nested configuration, such as text_config.
-        language_model_only: serve the text of a model that reads images or sound; always true here.
-        generation_config: "auto" takes the checkpoint's generation_config.json for the sampling
-            defaults, "vllm" takes none, else the folder of another, whose max_new_tokens then
-            limits every answer of a server.
-        skip_tokenizer_init: serve token ids only.
-        load_format: "auto" reads what is there; "dummy" makes random weights from `seed`.
-        dtype: of weights and activations; "auto" takes the checkpoint's on a GPU. On CPU it takes
-            float32, or bfloat16, half the memory, if that does not fit into what is free, and
-            keeps the blocks of a GGUF file, which any other dtype widens.
-        quantization: keep the blocks' matrices in "int8" or "fp8" (e4m3), one scale an output, or
-            in "int4": blocks of 4 to 6 bits, on a GPU codes of 4 or 8. Others are checkpoints'.
-        kv_cache_dtype: "auto" is that of activations; "fp8" (e4m3) takes a half or a quarter of the
-            memory, with the checkpoint's scales; "int8_per_token_head", on CPU, loses far less.
-        tensor_parallel_size: devices that heads, MLPs and vocabulary are divided over; sizes of
-            memory in other settings are of each. On CPU XLA_FLAGS can divide the processor into
-            devices, to try it.
-        max_model_len: most tokens of one sequence, prompt and output together; by default what
-            the model declares, or on CPU what the default cache holds, if that is less.
-        allow_long_max_model_len: let max_model_len exceed what the model declares; what answers
-            that reach further are worth is unknown.
-        max_num_seqs: most sequences running at once (slots).
-        max_num_batched_tokens: most tokens computed in one step.
-        long_prefill_token_threshold: most tokens one sequence takes of a step; 0 for no bound.
-        block_size: tokens in a page of KV cache.
-        gpu_memory_utilization: share of the GPU memory that is free at the start, for weights, KV
-            cache and temporaries. None takes 0.9, and up to 0.95 where that leaves the cache
-            fewer than 8,192 tokens; 0.8 where a card has no memory but the host's.
-        kv_cache_memory_bytes: bytes of KV cache; on CPU by default 1 GiB, less where memory is
-            short or fewer pages could be used, more where max_model_len needs it.
-        memory_share: this engine's, of several, of the GPU's memory, or of the KV cache on CPU.
-        num_gpu_blocks_override: number of pages, instead of either of the above.
+        download_dir: folder for models from the hub. The default is the hub library's own cache.
+        hf_overrides: a JSON object of fields that replace fields of config.json. Fields of a nested
+            configuration, such as text_config, are merged into it.
+        language_model_only: serve the text of a model that also reads images or sound. Always true.
+        generation_config: "auto" takes sampling defaults from the checkpoint's
+            generation_config.json, "vllm" takes vLLM's defaults. Any other value is a folder with
+            such a file, whose max_new_tokens then limits every answer of a server.
+        skip_tokenizer_init: load no tokenizer and serve token ids only.
+        load_format: "auto" reads the model's files, "dummy" makes random weights from `seed`.
+        dtype: dtype of weights and activations. On a GPU "auto" is the checkpoint's dtype. On a
+            CPU "auto" is float32, or bfloat16 (half the memory) if float32 does not fit into the
+            free memory, and keeps a GGUF file quantized, which any other dtype expands.
+        quantization: "int8" or "fp8" (e4m3) quantizes the matrices of the transformer layers with
+            one scale for each output, "int4" quantizes them in blocks of 4 to 6 bits, on a GPU in
+            codes of 4 or 8 bits. The other values name the format of a quantized checkpoint.
+        kv_cache_dtype: "auto" is the dtype of activations. "fp8" (e4m3) takes a half or a quarter
+            of the memory, with the scales of the checkpoint. "int8_per_token_head", on a CPU,
+            loses far less accuracy.
+        tensor_parallel_size: number of devices over which attention heads, MLPs and the vocabulary
+            are divided. Other settings give memory per device. For a trial on a CPU, XLA_FLAGS
+            can divide the processor into devices.
+        max_model_len: largest number of tokens of a sequence, prompt and output together. The
+            default is the model's own limit, or on a CPU the size of the default KV cache if that
+            is smaller.
+        allow_long_max_model_len: let max_model_len exceed the limit that the model declares. The
+            quality of longer answers is unknown.
+        max_num_seqs: largest number of sequences that run at once (slots).
+        max_num_batched_tokens: largest number of tokens computed in one step.
+        long_prefill_token_threshold: largest number of tokens of one sequence in a step, 0 for no
+            limit.
+        block_size: number of tokens in a page of KV cache.
+        gpu_memory_utilization: share of the GPU memory free at the start, for weights, KV cache
+            and temporary buffers. The default is 0.9, up to 0.95 if the KV cache would have fewer
+            than 8,192 tokens, and 0.8 for a card that shares the memory of the host.
+        kv_cache_memory_bytes: size of the KV cache in bytes. On a CPU the default is 1 GiB, less if
+            memory is short or fewer pages can be used, more if max_model_len needs it.
+        memory_share: this engine's share of the GPU memory, or of the KV cache on a CPU, if
+            several engines run.
+        num_gpu_blocks_override: number of pages, instead of a size derived from memory.
         enable_prefix_caching: reuse the pages of equal prefixes.
-        prefix_caching_secret: file of at least 32 random bytes, from which keys of prefixes are
-            made: equal ones in all engines that share it, and otherwise in no two processes.
+        prefix_caching_secret: file of at least 32 random bytes, from which the keys of prefixes
+            are derived. Engines that share the file compute equal keys, others never do.
         kv_events_config: where changes of the prefix cache are published, as a JSON object of
             vLLM's fields, like {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}.
         scheduling_policy: "fcfs" or "priority" (lower value first, then arrival).
-        async_scheduling: submit step n+1 before step n is read.
-        num_scheduler_steps: most decode steps of one launch, taken where nobody waits, or only
-            for a slot while none is free; None lets each launch take as many as fit into 20 ms.
-        seed: of requests that bring none, and of dummy weights.
-        max_logprobs: most alternatives of a token that requests may ask for, -1 for all. Above 20,
-            a GPU compiles programs that keep logits, which logprob_token_ids needs there too.
-        logprobs_mode: log-probabilities or logits, the model's own or what tokens are drawn from.
+        async_scheduling: submit step n+1 before the results of step n are read.
+        num_scheduler_steps: largest number of decode steps in one launch. Several are taken if no
+            request waits, or if all waiting requests need a slot and every slot is in use. None
+            lets each launch take as many as fit into 20 ms.
+        seed: seed of requests without one, and of dummy weights.
+        max_logprobs: largest number of alternatives of a token that requests may ask for, -1 for
+            all. Above 20 a GPU compiles programs that keep logits, which logprob_token_ids needs
+            there too.
+        logprobs_mode: whether log-probabilities or logits are returned, raw (of the model) or
+            processed (from which tokens are drawn).
         attention_backend: "auto", "xla", "triton" or "mosaic_gpu".
-        float32_matmul_precision: of the products of a float32 model on a GPU, under PyTorch's
-            names. "highest" computes them in float32, as a CPU does; "high" rounds factors to
+        float32_matmul_precision: precision of matrix products of a float32 model on a GPU, under
+            PyTorch's names. "highest" computes in float32, as a CPU does. "high" rounds factors to
             TF32's 10 bits, by NVIDIA's figures 8 times as fast on an A100 for long prompts.
-        decode_sizes: padded row counts compiled for steps of one token a row.
-        token_sizes: padded token counts compiled for all other steps.
-        compilation_cache_dir: where compiled programs are kept for the next start; "auto" is
-            `jaxserve` in the user's cache folder, "none" (or None) keeps none.
-        wait_for_all_programs: start only once every padded size is compiled, as on a GPU and where
-            nothing is kept. Otherwise those that pad less are compiled behind the first answers.
-        profile_start: file for a timeline of the start, which Perfetto shows.
+        decode_sizes: padded row counts of the programs for steps of one token per row.
+        token_sizes: padded token counts of the programs for all other steps.
+        compilation_cache_dir: folder for compiled programs, which later starts load. "auto" is
+            `jaxserve` in the user's cache folder, "none" (or None) stores no programs.
+        wait_for_all_programs: start only after every padded size is compiled, as always on a GPU
+            and without a folder for programs. Otherwise programs with less padding are compiled
+            in the background of the first answers.
+        profile_start: file for a timeline of the start in the format of Perfetto.
         check_invariants: verify every page, slot and counter after each step (slow).
+        chat_template_content_format: form in which the chat template receives content: "string" as
+            text, "openai" as a list of parts, "auto" as the template expects it.
 
     Raises:
         InvalidRequest: (a ValueError) on construction, naming the field.
@@ -168,10 +203,13 @@ class EngineConfig(HostsConfig, ExpertsConfig, ChatConfig):
     wait_for_all_programs: bool = False
     profile_start: str | Path | None = None
     check_invariants: bool = False
+    chat_template_content_format: ContentFormat = "auto"
 
     def __post_init__(self) -> None:
-        for name in OTHER_NAMES:
-            object.__setattr__(self, name, usual_value(getattr(self, name), name))
+        for name, values in _RENAMED_VALUES.items():
+            value = getattr(self, name)
+            if value not in values:
+                object.__setattr__(self, name, usual_value(value, name))
         for name, low, high in (
             ("tensor_parallel_size", 1, 1024),
             ("max_model_len", 2, 2**27),
@@ -208,8 +246,9 @@ class EngineConfig(HostsConfig, ExpertsConfig, ChatConfig):
         object.__setattr__(self, "kv_events_config", events_config(self.kv_events_config))
         if self.language_model_only is not True:
             raise ValueError("language_model_only must be true: only text is served")
-        for check in (check_hosts, check_eplb, check_chat):
-            check(self)
+        check_hosts(self)
+        check_eplb(self)
+        check_content_format(self.chat_template_content_format)
         self._check_budget()
 
     def _check_budget(self) -> None:
@@ -221,15 +260,15 @@ class EngineConfig(HostsConfig, ExpertsConfig, ChatConfig):
     def resolve(
         self, platform: str, model_max_len: int, sizes: tuple[int, int] | None = None
     ) -> EngineConfig:
-        """Fill in every setting of a size that is None, in a copy.
+        """Return a copy in which no size is None.
 
         Args:
             platform: "cpu" or "gpu".
-            model_max_len: positions that the model was made for.
+            model_max_len: largest number of positions that the model declares.
             sizes: defaults of max_num_seqs and max_num_batched_tokens for the card's memory.
 
         Raises:
-            ValueError: max_model_len beyond the model's, or sizes that contradict each other.
+            ValueError: max_model_len exceeds the model's limit, or sizes contradict each other.
         """
         seqs, tokens = sizes or _DEVICE_DEFAULTS.get(platform, _DEVICE_DEFAULTS["gpu"])
         max_len = self.max_model_len or model_max_len
@@ -260,21 +299,21 @@ def bundled_model() -> Path:
 
 
 def environment_settings() -> dict[str, str]:
-    """Return the variables JAXSERVE_<FIELD> of the environment, by field; VLLM_API_KEY too."""
+    """Return the variables JAXSERVE_<FIELD> by field. VLLM_API_KEY sets the field api_key."""
     size, every = len(VARIABLE_PREFIX), os.environ.items()
-    own = {name[size:]: value for name, value in every if name.startswith(VARIABLE_PREFIX)}
+    values = {name[size:]: value for name, value in every if name.startswith(VARIABLE_PREFIX)}
     if key := os.environ.get("VLLM_API_KEY"):
-        own.setdefault("API_KEY", key)
-    return {n.lower(): own[n] for n in own if not _OF_KUBERNETES.match(f"{n}={own[n]}")}
+        values.setdefault("API_KEY", key)
+    return {n.lower(): values[n] for n in values if not _OF_KUBERNETES.match(f"{n}={values[n]}")}
 
 
 @dataclass(frozen=True)
 class HubAccess:
-    """Access to the Hugging Face hub, under the names of its own library.
+    """Settings for the Hugging Face hub, from the variables of its own library.
 
     Attributes:
-        endpoint: HF_ENDPOINT, another server than the hub itself.
-        is_offline: HF_HUB_OFFLINE: nothing is fetched, the cache is read.
+        endpoint: HF_ENDPOINT, a server to use instead of the hub.
+        is_offline: HF_HUB_OFFLINE, read models from the cache only.
     """
 
     endpoint: str | None
@@ -282,13 +321,13 @@ class HubAccess:
 
 
 def hub_access() -> HubAccess:
-    """Read the variables of the environment that concern the hub."""
+    """Read the settings for the hub from the environment."""
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
     return HubAccess(os.environ.get("HF_ENDPOINT") or None, offline)
 
 
 def user_cache_dir() -> Path | None:
-    """Return `jaxserve` in the user's cache folder; None where the user has no home."""
+    """Return `jaxserve` in the user's cache folder, or None for a user without a home folder."""
     base = os.environ.get("XDG_CACHE_HOME")
     try:
         return (Path(base) if base else Path.home() / ".cache") / "jaxserve"
@@ -297,10 +336,10 @@ def user_cache_dir() -> Path | None:
 
 
 def compiler_settings() -> dict[str, str]:
-    """Return the variables of the environment that change what XLA compiles."""
+    """Return the variables of the environment that change the programs XLA compiles."""
     names = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")
     values = {name: os.environ.get(name, "") for name in names}
-    # How many devices there are changes no program of one of them.
+    # The number of devices does not change the program of one device.
     values["XLA_FLAGS"] = re.sub(
         r"--xla_force_host_platform_device_count=\S*", "", values["XLA_FLAGS"]
     )
@@ -308,18 +347,19 @@ def compiler_settings() -> dict[str, str]:
 
 
 def own_variables() -> dict[str, str]:
-    """Return the variables that change what a start does, but for secrets."""
-    own = {name: value for name, value in sorted(os.environ.items()) if _OWN_VARIABLE.match(name)}
-    return {name: re.sub(r"(//)[^/\s]*@|\?\S*", r"\1...", own[name]) for name in own}
+    """Return the variables that can change a start, without secrets."""
+    variables = sorted(os.environ.items())
+    values = {name: value for name, value in variables if _OWN_VARIABLE.match(name)}
+    return {name: re.sub(r"(//)[^/\s]*@|\?\S*", r"\1...", text) for name, text in values.items()}
 
 
 def traces_protocol() -> str | None:
-    """Return how traces are sent, if OTEL_EXPORTER_OTLP_TRACES_PROTOCOL says it."""
+    """Return OTEL_EXPORTER_OTLP_TRACES_PROTOCOL, the protocol for traces, or None."""
     return os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or None
 
 
 def openai_api_key() -> str | None:
-    """Return the key of OPENAI_API_KEY, by which a client is known to a server."""
+    """Return OPENAI_API_KEY, with which a client authenticates to a server, or None."""
     return os.environ.get("OPENAI_API_KEY") or None
 
 
@@ -329,20 +369,20 @@ def cards_are_hidden() -> bool:
 
 
 def cpu_threads() -> int:
-    """Return the cores that this process may use; XLA divides a program's work by them."""
+    """Return the number of cores for this process. XLA divides a program's work by it."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def has_cuda_plugin() -> bool:
-    """Return whether JAX is installed with what opens NVIDIA's cards."""
+    """Return whether a CUDA plugin of JAX is installed."""
     return any(PathFinder.find_spec(f"jax_cuda{version}_plugin") for version in (13, 12))
 
 
 def check_devices(config: EngineConfig) -> None:
-    """Check without JAX that this host has its part of the devices of `tensor_parallel_size`.
+    """Check, before JAX is imported, that this host has its part of the devices.
 
     Raises:
-        InvalidRequest: it has fewer.
+        InvalidRequest: the host has fewer devices than its part of `tensor_parallel_size`.
     """
     devices = config.tensor_parallel_size // config.nnodes
     if not _runs_on_cpu():
@@ -357,7 +397,7 @@ def check_devices(config: EngineConfig) -> None:
 
 
 def card_to_open(count: int = 1) -> VisibleCard | None:
-    """Return the card, or the cards, that JAX is to open here; None where it will run on CPU."""
+    """Return the `count` cards for JAX to open, or None if JAX will run on the CPU."""
     platforms = os.environ.get("JAX_PLATFORMS", "").lower()
     if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
         return None
@@ -366,19 +406,24 @@ def card_to_open(count: int = 1) -> VisibleCard | None:
 
 
 def memory_fraction() -> float | None:
-    """Return the part of a card's memory that the user allows JAX; None where nothing is said."""
-    given = next((os.environ[name] for name in _FRACTIONS if os.environ.get(name)), None)
-    with suppress(ValueError):  # JAX refuses it in its own words
-        return None if given is None else float(given)
+    """Return the share of a card's memory that the user's variables allow JAX, or None."""
+    text = next((os.environ[name] for name in _FRACTIONS if os.environ.get(name)), None)
+    with suppress(ValueError):  # JAX itself reports a malformed number
+        return None if text is None else float(text)
     return None
 
 
 @contextmanager
 def claimed(card: VisibleCard, fraction: float, preallocate: bool) -> Iterator[None]:
-    """Make JAX open this card alone and take this part of its memory, if it starts within.
+    """Set variables so that JAX, if it starts in the context, opens only this card.
 
-    Otherwise it takes three quarters of every card. Variables that the user has set win. They are
-    put back, since a child process has to look for itself at what is free.
+    By default JAX would take three quarters of every card. Variables of the user take precedence.
+    The variables are restored afterwards, so that a child process measures free memory itself.
+
+    Args:
+        card: the card to open, or several.
+        fraction: share of the card's memory for JAX.
+        preallocate: allocate that memory at the start.
     """
     values: dict[str, str] = {}
     if "JAX_CUDA_VISIBLE_DEVICES" not in os.environ:
@@ -403,13 +448,13 @@ def _runs_on_cpu() -> bool:
 
 
 def prepare_process(for_gpu: bool = False, **environment: Any) -> None:
-    """Prepare what must be set before JAX is imported; later calls change nothing.
+    """Set the variables that JAX reads when it is imported, unless it already is.
 
-    Variables that the user has set win over ours.
+    Variables of the user take precedence. On a CPU, memory is allocated from the heap.
 
     Args:
-        for_gpu: set what a GPU needs, whether there is one or not.
-        environment: more variables.
+        for_gpu: set the variables for a GPU even if this machine has none.
+        environment: further variables.
     """
     if "jax" in sys.modules:
         return

@@ -11,7 +11,7 @@ from jaxserve.settings.checks import exact_int
 from jaxserve.settings.overrides import check_fields, json_object
 
 NAME = "eplb_config"
-# Fields of vLLM's class that have no meaning where nothing is moved, with their values that pass.
+# Fields of vLLM's class that only matter if experts are moved, with the values that are accepted.
 _UNMOVED: dict[str, tuple[Any, ...]] = {
     "window_size": (1000,),
     "step_interval": (3000,),
@@ -25,20 +25,20 @@ _UNMOVED: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class EplbConfig:
-    """Settings of the places of experts.
+    """Settings of the placement of experts on devices.
 
-    vLLM moves experts while it serves; here places are chosen at the start, by what an earlier
-    engine has counted.
+    vLLM moves experts while it serves. jaxserve places them once, at the start, by the rows that an
+    earlier engine has counted for each expert.
 
     Args:
-        num_redundant_experts: places of a layer beside one for each expert, given to those of the
-            most rows as load_path has them.
-        load_path: file with the rows of each expert, as record_path makes it; without it experts
-            lie in their own order.
-        record_path: file that the rows of each expert are written to when the engine closes.
+        num_redundant_experts: number of additional places of a layer. They hold copies of the
+            experts with the most rows in load_path.
+        load_path: file with the number of rows of each expert, as record_path writes it. Without
+            it experts keep their order.
+        record_path: file for the number of rows of each expert, written when the engine closes.
 
     Raises:
-        InvalidRequest: naming the field, and what it may be.
+        InvalidRequest: names the field and the allowed values.
     """
 
     num_redundant_experts: int = 0
@@ -64,10 +64,10 @@ class ExpertsConfig:
     """Settings of experts over several devices.
 
     Args:
-        enable_expert_parallel: of several devices, each has whole experts, not a part of each.
-        enable_eplb: count the rows of each expert, and choose the experts' places by eplb_config.
-        eplb_config: a JSON object like {"record_path": "rows.json"}, which is written at the end,
-            then {"load_path": "rows.json", "num_redundant_experts": 8}.
+        enable_expert_parallel: give each device whole experts instead of a part of every expert.
+        enable_eplb: count the rows of each expert, and place the experts by eplb_config.
+        eplb_config: a JSON object. {"record_path": "rows.json"} writes the counts at the end,
+            {"load_path": "rows.json", "num_redundant_experts": 8} places experts by them.
     """
 
     enable_expert_parallel: bool = False
@@ -76,42 +76,43 @@ class ExpertsConfig:
 
     @property
     def eplb(self) -> EplbConfig | None:
-        """Settings of the experts' places; None without `enable_eplb`."""
+        """Settings of the placement of experts, or None without `enable_eplb`."""
         return (eplb_config(self.eplb_config) or EplbConfig()) if self.enable_eplb else None
 
 
 def eplb_config(value: EplbConfig | dict[str, Any] | str | None) -> EplbConfig | None:
-    """Read the setting: an object of these fields, as one, as a dict or as JSON; None if absent.
+    """Return the setting as an EplbConfig, from an object, a dict or JSON; None if absent.
 
     Raises:
-        InvalidRequest: it is none, or a field is unknown, without meaning here or out of range.
+        InvalidRequest: the value is not an object, or a field is unknown, unsupported or out of
+            range.
     """
     if value is None or isinstance(value, EplbConfig):
         return value
-    given = dict(json_object(value, NAME) or {})
+    fields = dict(json_object(value, NAME) or {})
     for name, neutral in _UNMOVED.items():
-        if name in given and (got := given.pop(name)) not in neutral:
+        if name in fields and (got := fields.pop(name)) not in neutral:
             raise InvalidRequest(
                 f"{NAME}.{name} is {str(got)[:100]!r}: experts are placed once, at the start, by "
                 "load_path; jaxserve:expert_rows_total holds the rows of each device",
                 NAME,
             )
-    check_fields(given, EplbConfig, NAME)
-    return EplbConfig(**given)
+    check_fields(fields, EplbConfig, NAME)
+    return EplbConfig(**fields)
 
 
 def check_eplb(config: Any) -> None:
-    """Check the settings of experts, and those of an engine that they need.
+    """Check the settings of experts, and the settings of the engine on which they depend.
 
     Args:
-        config: an `EngineConfig`, which this module cannot know.
+        config: an `EngineConfig`, which this module cannot import.
 
     Raises:
-        InvalidRequest: naming the field, and what is allowed.
+        InvalidRequest: names the field and the allowed values.
     """
-    found = eplb_config(config.eplb_config)
+    eplb = eplb_config(config.eplb_config)
     if not config.enable_eplb:
-        if found not in (None, EplbConfig()):
+        if eplb not in (None, EplbConfig()):
             raise InvalidRequest("eplb_config needs enable_eplb", NAME)
         return
     if not config.enable_expert_parallel or config.tensor_parallel_size < 2:

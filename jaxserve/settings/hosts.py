@@ -13,30 +13,30 @@ from jaxserve.settings.checks import exact_int
 _ADDRESS = re.compile(r"[\w.-]+|[\da-fA-F:.]+", re.ASCII)
 _SUMS = ("auto", "nccl", "xla_kernels", "pallas")
 _ON_ONE_HOST = _SUMS[2:]
-# Settings with which the host would need logits whose columns lie on other hosts.
+# With other values the host would need logits whose columns are on other hosts.
 _RAW, _MOST_LOGPROBS = "raw_logprobs", 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostsConfig:
-    """Settings of several hosts, which hold an engine's devices in equal parts.
+    """Settings of several hosts, each with an equal part of an engine's devices.
 
     Args:
-        decode_context_parallel_size: devices that divide the positions of a sequence among them,
-            where `tensor_parallel_size` has several of them keep the same kv head: each keeps so
-            much less of the cache, and longer sequences fit. Attention is plain JAX then, without
-            the kernels of a GPU.
+        decode_context_parallel_size: number of devices that divide the positions of a sequence, if
+            `tensor_parallel_size` makes several devices store the same KV head. Each stores a part
+            of the cache, so that longer sequences fit. Attention then uses plain JAX instead of
+            GPU kernels.
         all_reduce: how devices add their results, on GPUs with jax 0.11.2 or newer. "auto" leaves
-            it to XLA, "nccl" is NCCL within the step's CUDA graph, "xla_kernels" are XLA's own,
-            on capability 9.0 and newer, and "pallas" is ours on 9.0 alone, which norms the sum of
-            few rows too. None of them is timed.
-        nnodes: hosts that `tensor_parallel_size` devices lie on, as many on each; every one is
-            started with the same settings but node_rank.
-        node_rank: number of this host. 0 leads and serves; the others need --headless.
-        master_addr: private address of the leader, which it binds and the others connect to.
-        master_port: port of the leader there; JAX's own coordination takes the next one.
-        nodes_secret: file of at least 32 random bytes, the same on all hosts, by which they
-            authenticate each other. Replicas on Ray Serve find the last four themselves.
+            the choice to XLA, "nccl" is NCCL in the CUDA graph of the step, "xla_kernels" are
+            XLA's kernels for capability 9.0 and newer, and "pallas" is jaxserve's kernel for 9.0,
+            which also normalizes the sum of few rows. No choice has been timed.
+        nnodes: number of hosts, with an equal part of the `tensor_parallel_size` devices on each.
+            Start every host with the same settings except node_rank.
+        node_rank: number of this host. Host 0 leads and serves, the others need --headless.
+        master_addr: private address of the leader, to which the other hosts connect.
+        master_port: port of the leader. JAX's coordination uses the port after it.
+        nodes_secret: file of at least 32 random bytes, the same on all hosts, with which they
+            authenticate each other. Replicas on Ray Serve set the last four settings themselves.
     """
 
     decode_context_parallel_size: int = 1
@@ -49,18 +49,18 @@ class HostsConfig:
 
     @property
     def has_followers(self) -> bool:
-        """Return whether the engine lies on more hosts than one."""
+        """Return whether the engine has several hosts."""
         return self.nnodes > 1
 
 
 def check_hosts(config: Any) -> None:
-    """Check these settings, and those of an engine that several hosts cannot have.
+    """Check these settings, and the settings of an engine that several hosts do not support.
 
     Args:
-        config: an `EngineConfig`, which this module cannot know.
+        config: an `EngineConfig`, which this module cannot import.
 
     Raises:
-        InvalidRequest: naming the field, and what is allowed.
+        InvalidRequest: names the field and the allowed values.
     """
     _check_context(config)
     exact_int(config.nnodes, "nnodes", 1, 1024)
@@ -109,7 +109,7 @@ def check_hosts(config: Any) -> None:
 
 
 def check_secret(config: Any) -> None:
-    """Check that an engine's hosts can authenticate each other; replicas get a secret later.
+    """Check that an engine's hosts can authenticate each other. Replicas get a secret later.
 
     Args:
         config: an `EngineConfig`.
@@ -140,7 +140,7 @@ def too_few(devices: int, visible: int, platform: str) -> InvalidRequest:
 
 
 def _check_context(config: Any) -> None:
-    """Check that devices can divide the positions of a sequence among them."""
+    """Check the division of a sequence's positions over devices."""
     name = "decode_context_parallel_size"
     size, devices = config.decode_context_parallel_size, config.tensor_parallel_size
     exact_int(size, name, 1, 1024)

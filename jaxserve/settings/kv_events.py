@@ -1,4 +1,4 @@
-"""KVEventsConfig: where and how changes of the prefix cache are published, under vLLM's names."""
+"""KVEventsConfig: settings for publishing changes of the prefix cache, under vLLM's names."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ _MOST_BYTES = 255
 
 @dataclass(frozen=True)
 class KVEventsConfig:
-    """Settings of the events that tell others which pages the prefix cache holds.
+    """Settings of the events from which other processes learn the pages of the prefix cache.
 
-    Names, defaults and meanings are those of vLLM 0.33's class. Events hold the token ids of
-    prompts and answers, and whoever reaches an endpoint can read them.
+    Names, defaults and meanings follow vLLM 0.33. Events contain the token ids of prompts and
+    answers, and every process that can reach an endpoint can read them.
 
     Args:
-        enable_kv_cache_events: publish at all.
-        publisher: "zmq", or "null" for none; by default "zmq" where events are enabled.
-        endpoint: of the PUB socket. It is bound where it has `*`, `::` or 0.0.0.0 as its host or
-            begins with ipc://; otherwise it is connected to a subscriber that has bound it.
-        replay_endpoint: bound by a ROUTER socket that sends earlier batches again; None for none.
-        buffer_steps: batches that are kept for it.
-        hwm: batches that wait for a slow subscriber, which misses those that follow.
-        max_queue_size: changes of the cache that wait to be sent; of more, the oldest are dropped.
+        enable_kv_cache_events: publish events.
+        publisher: "zmq", or "null" to disable events. The default is "zmq" if events are enabled.
+        endpoint: address of the PUB socket. The socket binds it if the host is `*`, `::` or
+            0.0.0.0 or if it begins with ipc://, and otherwise connects to a subscriber there.
+        replay_endpoint: address of a ROUTER socket that sends earlier batches again, or None.
+        buffer_steps: number of batches stored for the replay.
+        hwm: number of batches that wait for a slow subscriber. It misses later ones.
+        max_queue_size: number of changes that wait to be sent. Beyond it the oldest are dropped.
         topic: first frame of every message.
 
     Raises:
-        InvalidRequest: naming the field, and what it may be.
+        InvalidRequest: names the field and the allowed values.
     """
 
     enable_kv_cache_events: bool = False
@@ -68,7 +68,7 @@ class KVEventsConfig:
         if (
             not isinstance(self.topic, str)
             or len(self.topic.encode(errors="replace")) > _MOST_BYTES
-            or not self.topic.isprintable()  # nor half of a surrogate pair
+            or not self.topic.isprintable()  # false for half of a surrogate pair
         ):
             raise _fault("topic", f"a printable text of at most {_MOST_BYTES} bytes", self.topic)
 
@@ -78,13 +78,16 @@ class KVEventsConfig:
         return self.enable_kv_cache_events and self.publisher == "zmq"
 
     def for_rank(self, rank: int) -> KVEventsConfig:
-        """Return the settings of the engine number `rank`, from 0, of those that share these.
+        """Return the settings for one of several engines that share these, by its number.
 
-        As in vLLM, TCP ports count up by the rank, but for port 0, which the system chooses; a path
-        gets `_dp` and the rank at its end.
+        As in vLLM, a TCP port increases by the rank, except port 0, which the system chooses. A
+        path gets `_dp` and the rank at its end.
+
+        Args:
+            rank: number of the engine, from 0.
 
         Raises:
-            InvalidRequest: there is no such port.
+            InvalidRequest: the port would be out of range.
         """
         if not rank or not self.publishes:
             return self
@@ -99,16 +102,16 @@ class KVEventsConfig:
 def events_config(
     value: KVEventsConfig | dict[str, Any] | str | None,
 ) -> KVEventsConfig | None:
-    """Read the setting: an object of these fields, as one, as a dict or as JSON; None if absent.
+    """Return the setting as a KVEventsConfig, from an object, a dict or JSON, or None.
 
     Raises:
-        InvalidRequest: it is none, or a field is unknown or out of range.
+        InvalidRequest: the value is not an object, or a field is unknown or out of range.
     """
     if value is None or isinstance(value, KVEventsConfig):
         return value
-    given = json_object(value, NAME) or {}
-    check_fields(given, KVEventsConfig, NAME)
-    return KVEventsConfig(**given)
+    fields = json_object(value, NAME) or {}
+    check_fields(fields, KVEventsConfig, NAME)
+    return KVEventsConfig(**fields)
 
 
 def _fault(name: str, allowed: str, value: Any) -> InvalidRequest:
@@ -116,15 +119,14 @@ def _fault(name: str, allowed: str, value: Any) -> InvalidRequest:
 
 
 def _check_endpoint(name: str, value: Any) -> None:
-    found = _ENDPOINT.fullmatch(value) if isinstance(value, str) else None
-    if found is None or int(found[1] or 0) > 65535:
+    match = _ENDPOINT.fullmatch(value) if isinstance(value, str) else None
+    if match is None or int(match[1] or 0) > 65535:
         raise _fault(name, "like tcp://*:5557, tcp://HOST:PORT or ipc://PATH", value)
 
 
 def _port(endpoint: str) -> int:
-    """Return the port of a TCP endpoint, 0 where the system chooses it; 1 for a path."""
-    found = _ENDPOINT.fullmatch(endpoint)
-    return 1 if found is None or found[1] is None else int(found[1])
+    match = _ENDPOINT.fullmatch(endpoint)
+    return 1 if match is None or match[1] is None else int(match[1])  # 1 for a path
 
 
 def _for_rank(endpoint: str, rank: int) -> str:

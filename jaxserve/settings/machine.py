@@ -1,7 +1,7 @@
-"""The machine's cards and memory, before JAX has opened any, and XLA's flags for a card.
+"""The machine's cards and memory, read before JAX opens a card, and XLA's flags for a GPU.
 
-NVIDIA's cards are listed by NVML, the library under `nvidia-smi`: it comes with every driver, opens
-no card, and answers in milliseconds.
+NVML, the library of `nvidia-smi`, lists NVIDIA's cards. It comes with every driver, opens no card,
+and answers in milliseconds.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _OLDEST_FOR_KERNELS = (8, 0)
 
 @dataclass(frozen=True)
 class DriverCard:
-    """A card, or the slice of one that MIG made, which is all that a process then sees.
+    """A card, or a MIG slice of a card, of which a process then sees only the slice.
 
     Attributes:
-        uuid: names it whatever the order of the cards, also in CUDA_VISIBLE_DEVICES.
-        name: as the driver gives it.
+        uuid: identifies the card in any order of cards, also in CUDA_VISIBLE_DEVICES.
+        name: product name from the driver.
         capability: compute capability.
-        total: bytes that CUDA reports in all; 0 where the card has no memory of its own.
-        free: bytes that no process has taken.
+        total: bytes of memory that CUDA reports, 0 for a card without memory of its own.
+        free: bytes that no process has allocated.
     """
 
     uuid: str
@@ -39,7 +39,7 @@ class DriverCard:
 
 
 class _Memory(ctypes.Structure):
-    """Version 2 of NVML's answer, which counts what the driver keeps for itself apart."""
+    """Version 2 of NVML's memory information, which has a field for memory of the driver."""
 
     _fields_ = [("version", ctypes.c_uint)] + [
         (name, ctypes.c_ulonglong) for name in ("total", "reserved", "free", "used")
@@ -47,13 +47,13 @@ class _Memory(ctypes.Structure):
 
 
 class _Nvml:
-    """Calls of the library; each raises OSError where the driver refuses."""
+    """Functions of the NVML library. Each raises OSError if the driver reports an error."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL(LIBRARY)
 
     def call(self, name: str, *arguments: object) -> None:
-        """Call a function, which returns 0 where all is well."""
+        """Call a function of the library, whose status 0 means success."""
         try:
             status = getattr(self._library, name)(*arguments)
         except AttributeError as error:  # a driver older than the function
@@ -62,7 +62,7 @@ class _Nvml:
             raise OSError(f"{name} failed with status {status}")
 
     def handles(self) -> Iterator[ctypes.c_void_p]:
-        """Yield every card in the order of the bus, or in its place the slices it is cut into."""
+        """Yield handles of the cards in the order of the bus, or of the MIG slices of a card."""
         count = ctypes.c_uint()
         self.call("nvmlDeviceGetCount_v2", ctypes.byref(count))
         for index in range(count.value):
@@ -81,7 +81,7 @@ class _Nvml:
             handle = ctypes.c_void_p()
             try:
                 self.call("nvmlDeviceGetMigDeviceHandleByIndex", card, index, ctypes.byref(handle))
-            except OSError:  # there is none of this number
+            except OSError:  # no slice has this number
                 continue
             yield handle
 
@@ -92,19 +92,21 @@ class _Nvml:
         return buffer.value.decode(errors="replace")
 
     def capability(self, handle: ctypes.c_void_p) -> tuple[int, int]:
-        """Return the compute capability; (0, 0) where the driver does not tell it."""
+        """Return the compute capability, or (0, 0) if the driver does not report it."""
         major, minor = ctypes.c_int(), ctypes.c_int()
         try:
             self.call(
                 "nvmlDeviceGetCudaComputeCapability",
-                *(handle, ctypes.byref(major), ctypes.byref(minor)),
+                handle,
+                ctypes.byref(major),
+                ctypes.byref(minor),
             )
         except OSError:
             return 0, 0
         return major.value, minor.value
 
     def memory(self, handle: ctypes.c_void_p) -> tuple[int, int]:
-        """Return total and free bytes; zeros where the card has no memory of its own."""
+        """Return total and free bytes, or zeros for a card without memory of its own."""
         memory = _Memory(version=ctypes.sizeof(_Memory) | 2 << 24)
         try:
             self.call("nvmlDeviceGetMemoryInfo_v2", handle, ctypes.byref(memory))
@@ -122,7 +124,7 @@ class _Nvml:
 
 
 def driver_cards() -> list[DriverCard]:
-    """List the cards, in the order of the bus; none where there is no driver, or it fails."""
+    """Return the cards in the order of the bus, or an empty list without a working driver."""
     try:
         nvml = _Nvml()
         nvml.call("nvmlInit_v2")
@@ -146,7 +148,7 @@ def driver_cards() -> list[DriverCard]:
 
 
 def driver_version() -> str | None:
-    """Return the version of NVIDIA's driver; None where there is none."""
+    """Return the version of NVIDIA's driver, or None without a driver."""
     buffer = ctypes.create_string_buffer(_TEXT)
     try:
         nvml = _Nvml()
@@ -159,9 +161,9 @@ def driver_version() -> str | None:
 
 
 def host_memory(root: Path = Path("/")) -> tuple[int, int]:
-    """Return the bytes of memory that this process may have, and those available; zeros if unknown.
+    """Return the total and the available bytes of memory for this process; zeros if unknown.
 
-    They are the host's, or less where a control group that the process is in has a limit.
+    The numbers are of the host, reduced by the limits of the control groups of the process.
 
     Args:
         root: of the file system with /proc and the mounts of control groups.
@@ -179,10 +181,9 @@ def host_memory(root: Path = Path("/")) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class _GroupFiles:
-    """Names of what a version of control groups says about memory.
+    """Names of files and counters with the memory of a control group, for one of two versions.
 
-    The kernel drops the pages of files before it lets a group run out of memory, so that they are
-    counted as free.
+    Pages of files count as free, since the kernel drops them before a group runs out of memory.
     """
 
     limits: tuple[str, ...]
@@ -202,7 +203,7 @@ _VERSION_2 = _GroupFiles(
 
 
 def _group_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """Yield limit and free bytes of every control group above this process that has a limit."""
+    """Yield the limit and the free bytes of each control group of this process with a limit."""
     for mount, group, files in _memory_groups(root):
         levels = [group, *group.parents]
         for folder in levels[: levels.index(mount) + 1]:
@@ -219,13 +220,13 @@ def _group_limits(root: Path) -> Iterator[tuple[int, int]]:
 
 
 def _memory_groups(root: Path) -> Iterator[tuple[Path, Path, _GroupFiles]]:
-    """Yield where control groups of memory are mounted, the folder of our own, and its files."""
+    """Yield the mounts of control groups for memory, the group's folder there, and its files."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
         mounts = (root / "proc/self/mountinfo").read_text().splitlines()
     except OSError:
         return
-    groups: dict[str, str] = {}  # by controller; version 2 names none
+    groups: dict[str, str] = {}  # by controller, "" in version 2
     for line in lines:
         _, controllers, path = line.split(":", 2)
         groups |= dict.fromkeys(controllers.split(","), path)
@@ -245,10 +246,7 @@ def _memory_groups(root: Path) -> Iterator[tuple[Path, Path, _GroupFiles]]:
 
 
 def _below(group: str, top: str) -> str:
-    """Return a group's path below a mount that shows the groups from `top` on.
-
-    A container often sees its own group as the mount itself, whatever the group's name outside.
-    """
+    # In a container the mount often is the group itself, under any name outside.
     top = top.rstrip("/")
     if ".." in group.split("/") or (group != top and not group.startswith(top + "/")):
         return ""
@@ -257,13 +255,12 @@ def _below(group: str, top: str) -> str:
 
 @dataclass(frozen=True)
 class VisibleCard:
-    """The card that an engine opens, or the cards.
+    """The cards that an engine opens.
 
     Attributes:
-        setting: CUDA_VISIBLE_DEVICES for it alone.
-        cards: the card; several where an engine opens several, and where the setting is a number
-            and cards of different names could have it, since CUDA numbers the fastest first and
-            the driver by the bus.
+        setting: CUDA_VISIBLE_DEVICES for these cards.
+        cards: the cards. If the user's setting is a number, all cards that could have it: CUDA
+            numbers the fastest first and the driver by the bus.
     """
 
     setting: str
@@ -271,7 +268,7 @@ class VisibleCard:
 
     @property
     def card(self) -> DriverCard:
-        """The card; of those that it may be, the one with the smallest part of its memory free."""
+        """The card with the smallest free share of its memory."""
         return min(self.cards, key=lambda card: card.free / max(card.total, 1))
 
 
@@ -282,13 +279,13 @@ def visible_card(
 
     Args:
         cards: from `driver_cards`.
-        setting: the user's CUDA_VISIBLE_DEVICES, of which the first count. Without it cards that
-            kernels run on come first, then those with the most memory free.
-        by_bus: whether CUDA_DEVICE_ORDER has CUDA number the cards as the driver does.
-        count: how many to open.
+        setting: the user's CUDA_VISIBLE_DEVICES, of which the first `count` entries are taken.
+            Without it, cards that support the kernels come first, then cards with more free memory.
+        by_bus: whether CUDA_DEVICE_ORDER makes CUDA number the cards as the driver does.
+        count: number of cards to open.
 
     Returns:
-        None where there is no card, or none is visible; fewer than `count` where there are fewer.
+        The cards, fewer than `count` if fewer are visible, or None if no card is.
     """
     if not cards:
         return None
@@ -300,20 +297,19 @@ def visible_card(
         )
         chosen = [card for card in best if card.name == best[0].name][:count]
         return VisibleCard(",".join(card.uuid for card in chosen), tuple(chosen))
-    found: list[VisibleCard] = []
+    visible: list[VisibleCard] = []
     for name in setting.split(",")[:count]:
         card = _named_card(cards, name.strip(), by_bus)
-        if card is None:  # CUDA sees none of those behind it
+        if card is None:  # CUDA ignores all entries after an invalid one
             break
-        found.append(card)
-    if not found:
+        visible.append(card)
+    if not visible:
         return None
-    every = (card for visible in found for card in visible.cards)
-    return VisibleCard(",".join(visible.setting for visible in found), tuple(dict.fromkeys(every)))
+    every = (card for entry in visible for card in entry.cards)
+    return VisibleCard(",".join(entry.setting for entry in visible), tuple(dict.fromkeys(every)))
 
 
 def _named_card(cards: list[DriverCard], name: str, by_bus: bool) -> VisibleCard | None:
-    """Return the card of one entry of CUDA_VISIBLE_DEVICES."""
     if name.isdecimal():
         if int(name) >= len(cards):
             return None
@@ -325,14 +321,14 @@ def _named_card(cards: list[DriverCard], name: str, by_bus: bool) -> VisibleCard
 
 
 def gpu_flags(jaxlib: str = "") -> tuple[str, ...]:
-    """Return the flags of XLA that a GPU needs, of those that a version of jaxlib knows.
+    """Return the XLA flags for a GPU that a version of jaxlib supports.
 
-    Loops become nodes of CUDA graphs, so that a launch of several steps is one graph. And no kernel
-    lets the next one begin before its own results are written, since ptxas may move a read-only
-    load ahead of the next one's wait (`python -m scripts.gpu.compile_offline --order`).
+    Loops become nodes of CUDA graphs, so that a launch of several steps is one graph. A kernel does
+    not start before the results of the previous one are written, because ptxas may move a
+    read-only load ahead of its wait (`python -m scripts.gpu.compile_offline --order`).
 
     Args:
-        jaxlib: its version; "" for the one that is installed.
+        jaxlib: the version, "" for the installed one.
     """
     loops = "--xla_gpu_enable_command_buffer=+WHILE"
     numbers = re.findall(r"\d+", jaxlib or metadata.version("jaxlib"))
@@ -341,9 +337,9 @@ def gpu_flags(jaxlib: str = "") -> tuple[str, ...]:
 
 
 def with_gpu_flags(flags: str, jaxlib: str = "") -> str:
-    """Return XLA's flags with those that a GPU needs, but for any that is among them already.
+    """Return the user's XLA flags with the flags for a GPU, except flags that the user has set.
 
-    So the user's word is the last; `--xla_gpu_enable_pdl=false` keeps launches from overlapping.
+    `--xla_gpu_enable_pdl=false` keeps launches from overlapping.
     """
     named = {flag.partition("=")[0] for flag in flags.split()}
     added = [flag for flag in gpu_flags(jaxlib) if flag.partition("=")[0] not in named]
@@ -361,7 +357,7 @@ def allocate_from_heap() -> None:
     except (OSError, AttributeError):
         return
     trim_threshold, top_pad, mmap_max, arena_max = -1, -2, -4, -8
-    # With one, threads that compile wait for each other: a cold start takes a third longer.
+    # With one arena, compiling threads wait for each other: a cold start takes a third longer.
     mallopt(arena_max, 4)
     mallopt(mmap_max, 0)
     mallopt(trim_threshold, 2**31 - 1)

@@ -25,7 +25,7 @@ NO_MODEL = (
 
 
 def kind_of_model(name: str) -> Literal["folder", "gguf", "hub"] | None:
-    """Classify the setting `model`: "hub" if it could be a name there, None for nothing."""
+    """Return the kind of a value of `model`, or None. A name is not looked up on the hub."""
     path = Path(name)
     if path.is_dir():
         return "folder"
@@ -35,7 +35,7 @@ def kind_of_model(name: str) -> Literal["folder", "gguf", "hub"] | None:
 
 
 def is_gguf(path: Path) -> bool:
-    """Return whether a file begins as a GGUF file does, whatever its name."""
+    """Return whether a file begins with the marker of GGUF, whatever its name."""
     try:
         if not path.is_file():  # opening a pipe would wait for its writer
             return False
@@ -46,7 +46,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def gguf_files(folder: Path) -> list[str]:
-    """Return the names of a folder's GGUF files; none where it holds safetensors."""
+    """Return the names of a folder's GGUF files, or an empty list if it has safetensors files."""
     names = os.listdir(folder)
     if SINGLE in names or INDEX in names:
         return []
@@ -54,10 +54,10 @@ def gguf_files(folder: Path) -> list[str]:
 
 
 def check_model(model: str | Path | None) -> None:
-    """Check that the setting `model` names something that can be opened or fetched.
+    """Check that the setting `model` names an existing model or could be a name on the hub.
 
     Raises:
-        CheckpointError: a folder without a checkpoint, or no folder, file or name on the hub.
+        CheckpointError: the folder has no checkpoint, or the name is not valid.
     """
     if model is None:
         return
@@ -74,5 +74,5 @@ def check_model(model: str | Path | None) -> None:
 
 
 def is_hub_name(text: str) -> bool:
-    """Return whether this could be a name on the hub."""
+    """Return whether a text has the form of a name on the hub."""
     return HUB_NAME.fullmatch(text) is not None and ".." not in text and "--" not in text

@@ -1,4 +1,4 @@
-"""Fields that take the place of a checkpoint's config.json: the setting `hf_overrides`."""
+"""JSON objects as settings, and `hf_overrides`, which replaces fields of config.json."""
 
 from __future__ import annotations
 
@@ -10,18 +10,23 @@ from typing import Any
 from jaxserve.errors import InvalidRequest
 
 MAX_BYTES = 1 << 20
-# Its objects are replaced whole, as those of all fields that hold no model's configuration.
+# Although its name ends in _config, it is not the configuration of a model and is not merged.
 _NO_MODEL = "quantization_config"
 
 
-def check_fields(given: dict[str, Any], settings: type[Any], name: str) -> None:
-    """Refuse a JSON object of a setting with a field that its class has not.
+def check_fields(values: dict[str, Any], settings: type[Any], name: str) -> None:
+    """Check that a JSON object has only fields of a dataclass.
+
+    Args:
+        values: the object.
+        settings: the dataclass.
+        name: of the setting, for the error.
 
     Raises:
-        InvalidRequest: naming the setting, the field, and those that there are.
+        InvalidRequest: names the setting, the unknown field, and the allowed fields.
     """
     names = [field.name for field in fields(settings)]
-    for field in given:
+    for field in values:
         if field not in names:
             raise InvalidRequest(
                 f"{name} has no field {field!r}; its fields are {', '.join(names)}", name
@@ -29,10 +34,10 @@ def check_fields(given: dict[str, Any], settings: type[Any], name: str) -> None:
 
 
 def json_object(value: Any, name: str) -> dict[str, Any] | None:
-    """Return a setting that holds a JSON object, given as one or as its text; None if absent.
+    """Return the JSON object of a setting, from a dict or from JSON text, or None if it is absent.
 
     Raises:
-        InvalidRequest: naming the setting, and what is wrong with it.
+        InvalidRequest: names the setting and the fault.
     """
     if value is None:
         return None
@@ -40,16 +45,16 @@ def json_object(value: Any, name: str) -> dict[str, Any] | None:
         text = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
         if len(text) > MAX_BYTES:
             raise InvalidRequest(f"{name} must have at most {MAX_BYTES} bytes", name)
-        found = json.loads(text, parse_constant=_refuse)
+        result = json.loads(text, parse_constant=_refuse)
     except (TypeError, ValueError, RecursionError) as error:
         if isinstance(error, InvalidRequest):
             raise
         raise InvalidRequest(f"{name} must be a JSON object ({str(error)[:100]})", name) from None
-    if not isinstance(found, dict):
-        raise InvalidRequest(f"{name} must be a JSON object, got {type(found).__name__}", name)
-    if not isinstance(value, str) and found != value:
+    if not isinstance(result, dict):
+        raise InvalidRequest(f"{name} must be a JSON object, got {type(result).__name__}", name)
+    if not isinstance(value, str) and result != value:
         raise InvalidRequest(f"{name} must have texts for names", name)
-    return found
+    return result
 
 
 def _refuse(constant: str) -> None:
@@ -57,17 +62,17 @@ def _refuse(constant: str) -> None:
 
 
 def overridden(raw: Mapping[str, Any], overrides: Mapping[str, Any] | str | None) -> dict[str, Any]:
-    """Return the fields of a config.json with others in their place.
+    """Return the fields of a config.json after `hf_overrides`.
 
-    As in vLLM, an object replaces another whole (`rope_scaling`), except the configuration of a
-    model inside (`text_config`), into which it is merged at every depth.
+    As in vLLM, an object replaces the whole former object (`rope_scaling`). Only into the
+    configuration of a nested model (`text_config`) it is merged, at every depth.
 
     Args:
-        raw: the checkpoint's fields.
-        overrides: the setting.
+        raw: fields of the checkpoint.
+        overrides: value of the setting.
 
     Raises:
-        InvalidRequest: a nested configuration is to become something else than an object.
+        InvalidRequest: the value for a nested configuration is not an object.
     """
     fields = dict(raw)
     for name, value in (json_object(overrides, "hf_overrides") or {}).items():
@@ -82,7 +87,7 @@ def overridden(raw: Mapping[str, Any], overrides: Mapping[str, Any] | str | None
 
 
 def is_nested(name: str) -> bool:
-    """Return whether a field holds the configuration of a model inside."""
+    """Return whether a field is the configuration of a nested model."""
     return name.endswith("_config") and name != _NO_MODEL
 
 

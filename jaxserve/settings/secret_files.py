@@ -1,14 +1,17 @@
-"""Secrets that engines share, read from files."""
+"""Secrets that engines share: read from a file, or written to one for a process."""
 
 from __future__ import annotations
 
 import os
 import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from jaxserve.errors import InvalidRequest
 
-# Fewest bytes of a secret.
+# Smallest size of a secret.
 SECRET_BYTES = 32
 _MOST_BYTES = 1 << 16
 _FIELD = "prefix_caching_secret"
@@ -17,18 +20,19 @@ _OPEN_BITS = 0o027
 
 
 def read_secret(path: str | Path | None, name: str = _FIELD) -> bytes | None:
-    """Return what the file of a shared secret holds, unchanged; None where none is named.
+    """Return the bytes of the file of a shared secret, or None without a path.
 
     Args:
         name: of the setting, for errors.
 
     Raises:
-        InvalidRequest: the file is missing, too short, too long, no file, or open to others.
+        InvalidRequest: the path is missing or not a file, its size is out of range, or other users
+            may read it.
     """
     if path is None:
         return None
     try:
-        # A pipe would be waited for otherwise.
+        # Without O_NONBLOCK, opening a pipe would wait for its writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
@@ -54,3 +58,13 @@ def read_secret(path: str | Path | None, name: str = _FIELD) -> bytes | None:
             name,
         )
     return secret
+
+
+@contextmanager
+def secret_file(secret: bytes) -> Iterator[Path]:
+    """Yield the path of a file with a secret, readable by its owner; delete it afterwards."""
+    with tempfile.TemporaryDirectory(prefix="jaxserve-") as folder:
+        path = Path(folder, "secret")
+        path.touch(mode=0o600)
+        path.write_bytes(secret)
+        yield path

@@ -2,10 +2,11 @@
 
     python -m scripts.bench.behind --json scripts/results/bench_behind.json
 
-An engine starts with nothing kept and serves at once: so many requests at a time, each with a
-prompt of 20 to 200 tokens and 24 to 64 drawn, every second one greedy. A request that ends is
-followed by the next. The first period lasts until the last program is in its place, the second as
-long. A gap is the time between two deliveries of one completion, as a reader of its stream sees it.
+An engine starts with empty caches and serves at once: a fixed number of requests at a time, each
+with a prompt of 20 to 200 tokens and 24 to 64 drawn, every second one greedy. A request that ends
+is followed by the next. The first period lasts until the last program is loaded, the second is of
+the same length.  A gap is the time between two deliveries of one completion, as a reader of its
+stream sees it.
 
 Gate: the 99th percentile of the first period at most 1.5 times that of the second. Whether tokens
 are the same is tested elsewhere.
@@ -83,7 +84,7 @@ class Load:
         self.engine.add(request, receive)
 
     def run(self, seconds: float | None) -> dict[str, float]:
-        """Serve for so long, or until all programs are there; return the period's numbers."""
+        """Serve for `seconds`, or until all programs are loaded. Return the period's numbers."""
         behind = self.engine.loaded.behind
         assert behind is not None
         self.gaps, self.num_tokens, started = [], 0, time.perf_counter()
@@ -106,7 +107,7 @@ class Load:
 
 
 def measure(model: str, at_once: int) -> dict[str, Any]:
-    """Start a model with nothing kept; return the numbers of both periods."""
+    """Start a model with empty caches. Return the numbers of both periods."""
     with tempfile.TemporaryDirectory() as folder:
         path = write_llama(model, Path(folder, "model")) if model in LLAMAS else None
         cache = str(Path(folder, "cache"))

@@ -4,10 +4,10 @@
     python -m scripts.bench.checkouts ../before . --rounds 12
 
 An engine of each checkout is loaded in a process of its own, all at once, and they take turns: in
-each round each runs each load, in random order. Loads, all greedy: `one` and `eight` decode so many
-rows, `prompts` are read in steps of 128 tokens, `mixed` steps have both. A ratio is of the time of
-a checkout over that of the first: the geometric mean over rounds, with its standard error. Two
-processes of the same checkout differed by up to 4 %: name one twice to see by how much today.
+each round each runs each load, in random order. Loads, all greedy: `one` and `eight` decode one and
+eight rows, `prompts` are read in steps of 128 tokens, `mixed` steps have both. A ratio is of the
+time of a checkout over that of the first: the geometric mean over rounds, with its standard error.
+Two processes of the same checkout differed by up to 4 %: name one twice to see by how much today.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Worker:
     """A process that times loads of one checkout."""
 
     def __init__(self, checkout: Path, model: str, folder: Path, dtype: str) -> None:
-        """Start it and wait until it is ready; its caches and its log are kept in `folder`."""
+        """Start it and wait until it is ready. Its caches and its log are in `folder`."""
         folder.mkdir()
         self._checkout, self._log = checkout, folder / "log"
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                # -P: modules of this folder must not hide those of the same name.
+                # -P: modules of this folder must not hide others of the same name.
                 [sys.executable, "-P", WORKER, model, folder, dtype],
                 cwd=checkout,
                 env=os.environ | {"PYTHONPATH": str(checkout)},
@@ -55,7 +55,7 @@ class Worker:
         """Run a load once.
 
         Raises:
-            RuntimeError: the process has ended; with the end of its log.
+            RuntimeError: the process has ended. The message has the end of its log.
         """
         assert self.process.stdin is not None
         self.process.stdin.write(f"{load}\n")

@@ -5,15 +5,15 @@
 
 Parts:
 
-    products   rows times weights of 768 by 2048, in each form that weights have here; XLA's are in
+    products   rows times weights of 768 by 2048, in each form that weights have here. XLA's are in
                float32, stored in the plain order. The weights lie in more copies than caches hold.
     experts    the same for 8 experts, of which each token takes two
     decode     one query a row over pages: 16 rows of 150 to 450 tokens, and one of 300
     chunk      512 tokens of a prompt, behind 0 and 1,024 others
-    draws      tokens of 1 and 8 rows of 49,152 logits; XLA's run is the specification in plain JAX
+    draws      tokens of 1 and 8 rows of 49,152 logits. XLA runs the specification in plain JAX
 
 A ratio is how many times as fast ours is: the median over turns, with the least and the most. The
-speeds beside it are those of the median turn, in GFLOP/s, and in GB/s of weights, keys and values.
+speeds beside it are of the median turn, in GFLOP/s, and in GB/s of weights, keys and values.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Pair(NamedTuple):
 
     Attributes:
         name: of the work.
-        ours, theirs: what is called, with each of its copies of the weights or pages in turn.
-        copies, their_copies: those.
+        ours, theirs: functions that are called with each copy of the weights or pages in turn.
+        copies, their_copies: the copies of weights or pages.
         operations, bytes: of one call of ours.
     """
 
@@ -93,7 +93,7 @@ def stored(form: str, weight: np.ndarray, random: np.random.Generator) -> Arrays
 
 
 def product(form: str, grouped: bool) -> Callable[..., Any]:
-    """Make a kernel of ours that multiplies rows by weights (by those of each row's expert)."""
+    """Make a kernel of ours that multiplies rows by weights (or by the weights of its expert)."""
 
     def run(x: jax.Array, counts: jax.Array | None, *weights: jax.Array) -> jax.Array:
         if form in ("float32", "bfloat16"):

@@ -4,9 +4,9 @@
     python -m scripts.bench.dispatch --json scripts/results/bench_dispatch.json
 
 A step of an 8B model takes 195 arrays of weights, 72 of its state, which is donated and comes back,
-and the words of the batch. The program here has as many, tiny ones, and reads hardly any: what is
-timed is the way into it and out, from the call until it returns. On a GPU another client of PJRT
-does this; its times are in the report of a GPU.
+and the words of the batch. The program here has the same number of tiny
+arrays, and reads few of them: the time is that of the call, until it returns. On a GPU another
+client of PJRT dispatches. Its times are in the report of a GPU.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from scripts.lib.argument_types import at_least, results_file
 from scripts.lib.run_main import run_main
 from scripts.lib.run_record import about_run, keep
 
-# Arrays of weights, and of the state, of Llama 3.1 8B; then either alone.
+# Arrays of weights, and of the state, of Llama 3.1 8B, then either alone.
 SHAPES = ((195, 72), (195, 0), (0, 72), (0, 0))
 GOAL_US = 150.0
 

@@ -3,8 +3,8 @@
     python -m scripts.bench.expert_places --json scripts/results/bench_expert_places.json
 
 Engines of one random model, whose router prefers some experts, over devices of one processor. The
-first counts rows by expert on some prompts; the others place experts by its file, and all then
-answer other prompts. What is shown is of these.
+first counts rows by expert on some prompts. The others place experts by its file. Then all answer
+other prompts, and the results are of these.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ MODEL: dict[str, Any] = {
     "attention_bias": False,
 }
 ROWS, PROMPT, ANSWER = 16, 48, 32
-SKEW = 0.5  # standard deviation of the logarithm of what an expert's scores are multiplied by
+SKEW = 0.5  # standard deviation of the logarithm of the factor of an expert's scores
 
 
 def load(devices: int, eplb: EplbConfig) -> Loaded:
@@ -100,7 +100,7 @@ def prefer_some(model: Decoder) -> None:
 
 
 def answer(engine: Engine, seed: int) -> tuple[list[int], list[int]]:
-    """Answer four prompts a slot; return the rows by device that they took, and their tokens."""
+    """Answer four prompts a slot. Return the rows by device that they took, and their tokens."""
     rng, drawn = np.random.default_rng(seed), list[int]()
     before = np.array(engine.stats().expert_rows or 0)
     params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True, detokenize=False)
@@ -117,7 +117,7 @@ def answer(engine: Engine, seed: int) -> tuple[list[int], list[int]]:
 
 
 def measure(devices: int, redundant: list[int], folder: Path) -> dict[str, Any]:
-    """Return rows by device, and the busiest over the mean, by places; print them."""
+    """Return rows by device, and the busiest over the mean, by places, and print them."""
     path, found = folder / "rows.json", dict[str, Any]()
     settings = {"in their own order": EplbConfig(record_path=path)}
     for count in redundant:

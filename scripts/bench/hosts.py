@@ -3,8 +3,8 @@
     python -m scripts.bench.hosts
     python -m scripts.bench.hosts --followers 3
 
-The message is that of a decode launch; a follower is a process of this machine that confirms each
-and drops it. What is timed is what the leader does before it may call its own program.
+The message is that of a decode launch. A follower is a process of this machine that confirms each
+message and drops it. The time is that of the leader's work before it may call its own program.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Cost of HTTP: tokens per second streamed through the server over those of AsyncLLM itself.
 
 One process serves both ways in turn, so that the ratio is of one machine, one engine and one
-minute; the clients of the HTTP half run in a process of their own, as they usually do.
+minute. The clients of the HTTP half run in a process of their own, as they usually do.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def stream_all(port: int, streams: int, tokens: int) -> int:
 
 
 def serve_clients(port: int, ours: Connection) -> None:
-    """Serve (streams, tokens) jobs until killed; answers are (tokens, seconds)."""
+    """Serve (streams, tokens) jobs until killed. Answers are (tokens, seconds)."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # at the terminal: our parent ends us
     while True:
         job = ours.recv()
@@ -77,10 +77,10 @@ class Clients:
         theirs.close()
 
     async def stream(self, streams: int, tokens: int) -> tuple[int, float]:
-        """Stream once; return the tokens, and the seconds that they took.
+        """Stream once. Return the tokens, and the seconds that they took.
 
         Raises:
-            RuntimeError: the process has ended; it has said why.
+            RuntimeError: the process has ended. It has printed the reason.
         """
         try:
             self._ours.send((streams, tokens))
@@ -149,7 +149,7 @@ async def measure(options: argparse.Namespace) -> list[dict[str, float]]:
         with bind("127.0.0.1", 0) as listener, Clients(listener.getsockname()[1]) as clients:
             serving = asyncio.ensure_future(process.serve(sockets=[listener]))
             await clients.stream(options.streams, 4)
-            # The server drains at signals; we just end.
+            # The server drains at signals. This process just ends.
             signal.signal(signal.SIGINT, interrupt)
             end_at_sigterm()
             rows = [

@@ -3,13 +3,13 @@
     python -m scripts.bench.loading --json scripts/results/bench_loading.json
 
 Parameters keep the dtype that is stored, or have that of --dtype: an engine on a CPU widens to
-float32 by default. With --stored what was measured of the others stays in the JSON file.
+float32 by default. With --stored the numbers of other dtypes stay in the JSON file.
 
 Writes a random Llama checkpoint in shards under a temporary folder. A turn is a process of its own,
 as a server's start is, that reads the files from one end to the other with one thread and no more
-than a buffer, loads them into a model on JAX's default device, and does both again; of each the
-faster counts, since either may meet something else at work. The first load of a process also
-compiles what transposes weights, a fifth of a second whatever their size: what it reached is
+than a buffer, loads them into a model on JAX's default device, and does both again. The faster of
+both counts, since either may meet something else at work. The first load of a process also
+compiles the program that transposes weights, a fifth of a second for any size. Its speed is
 reported apart ("first"). Before each of these the files are dropped from the page cache
 (posix_fadvise), read once without a clock and, a moment later, dropped again, so that both sides
 find the page cache with memory that was just in use: a virtual machine may return free memory
@@ -18,12 +18,12 @@ runs from the call of `load_weights` to the last weight in its place, with NaN b
 
 The weights themselves take memory that reading does not. A virtual machine may have to ask its host
 for memory that it never used or gave back, which can take longer than any disk: 0.3 GB/s on the
-machine of the results. So some of the turns (--fresh-repeats) load into memory as it comes
-("fresh"), the others (--repeats) into memory that the process has touched and kept ("touched", by
-settings of glibc's malloc); the goal is for the latter, and both are reported.
+machine of the results. So some of the turns (--fresh-repeats) load into fresh memory
+("fresh"), the others (--repeats) into memory that the process has touched before ("touched", by
+settings of glibc's malloc). The goal is for the latter, and both are reported.
 
-`excess` is how far host memory rose above what the process held before, less the weights
-themselves where the device is the CPU; the goal is at most 1.15 of the largest shard.
+`excess` is the rise of host memory during the load, less the weights themselves where the device
+is the CPU. The goal is at most 1.15 of the largest shard.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ from scripts.lib.run_record import about_run, keep
 READ_BYTES = 16 << 20
 PAUSE = 2.5  # seconds
 GOAL, EXCESS_GOAL = 0.70, 1.15
-TOUCHED_SHARE = 1.25  # of the weights: what else is allocated leaves gaps that they do not fit in
-# The shape of a 1B Llama; layers are added until the size is reached.
+TOUCHED_SHARE = 1.25  # of the weights: other allocations leave gaps that they do not fit in
+# The shape of a 1B Llama. Layers are added until the size is reached.
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 32768,
@@ -119,7 +119,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def drop_cached(folder: Path) -> None:
-    """Drop the weights from the page cache; they must have reached the disk for that."""
+    """Drop the weights from the page cache. They must have reached the disk for that."""
     for path in weight_files(folder):
         with open(path, "rb") as file:
             os.fsync(file.fileno())
@@ -127,7 +127,7 @@ def drop_cached(folder: Path) -> None:
 
 
 def read_all(folder: Path) -> float:
-    """Read every byte in order into one buffer; return the seconds."""
+    """Read every byte in order into one buffer. Return the seconds."""
     buffer, started = bytearray(READ_BYTES), time.perf_counter()
     for path in weight_files(folder):
         with open(path, "rb", buffering=0) as file:
@@ -155,14 +155,14 @@ def peak_bytes() -> int:
 
 
 def touch(size: int) -> float:
-    """Use so many bytes of memory and free them; return the seconds."""
+    """Use some bytes of memory and free them. Return the seconds."""
     started = time.perf_counter()
     np.empty(size, np.uint8).fill(1)
     return time.perf_counter() - started
 
 
 def one_turn(folder: Path, dtype: str, touched: bool) -> dict[str, Any]:
-    """Read and load here; return seconds, bytes on the device, rise of host memory's peak."""
+    """Read and load here. Return seconds, bytes on the device, rise of host memory's peak."""
     config = read_model_config(folder)
     values = sum(
         int(np.prod(weight.shape(dimensions(config)))) for weight in checkpoint_weights(config)
@@ -192,7 +192,7 @@ def one_turn(folder: Path, dtype: str, touched: bool) -> dict[str, Any]:
 
 
 def timed_load(folder: Path, config: ModelConfig, dtype: str) -> tuple[float, int]:
-    """Load and free the model; return the seconds of the load, and the bytes loaded."""
+    """Load and free the model. Return the seconds of the load, and the bytes loaded."""
     started = time.perf_counter()
     model = load_weights(folder, config, dtype, panels=jax.default_backend() == "cpu")
     leaves = jax.block_until_ready(jax.tree.leaves(nnx.state(model)))
@@ -236,7 +236,7 @@ def turn_apart(folder: Path, dtype: str, touched: bool) -> dict[str, Any]:
 
 
 def compare(folder: Path, dtype: str, repeats: int, fresh_repeats: int) -> dict[str, Any]:
-    """Run turns with both kinds of memory; ratios are within a turn."""
+    """Run turns with both kinds of memory. Ratios are within a turn."""
     files = weight_files(folder)
     largest = max(path.stat().st_size for path in files)
     fresh, touched = [], []

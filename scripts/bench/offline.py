@@ -5,9 +5,9 @@
 
 One process, one set of weights, one set of compiled programs: only the schedule differs. The
 work is the first rows of the Azure conv trace with lengths divided by 8, all queued at the start,
-greedy, end-of-sequence ignored, no prefix cache. Schedules take turns, `--repeats` times; ratios
+greedy, end-of-sequence ignored, no prefix cache. Schedules take turns, `--repeats` times. Ratios
 are of the medians. S0 pads prompts to the longest of their batch and runs every row until the
-longest ends; S1 pads nothing and leaves slots empty until the batch has ended.
+longest ends. S1 does not pad, and leaves slots empty until the batch has ended.
 
 The part "launches" runs only where it is named: one stream's tokens a second, one decode step a
 launch against as many as go unnoticed.
@@ -58,7 +58,7 @@ LAUNCHES = {"one step a launch": 1, "as many as nobody notices": None}
 
 
 def load_135m(shape: str, batch: int, tokens: int) -> Loaded:
-    """Load random weights; compile for 1 row to twice `batch`, which padding may need."""
+    """Load random weights. Compile for 1 row to twice `batch`, which padding may need."""
     model_config = parse_model_config(COMMON | SHAPES[shape])
     config = EngineConfig(
         max_num_seqs=2 * batch,
@@ -102,7 +102,7 @@ def schedulers(batch: int) -> dict[str, Callable[..., Scheduler]]:
 
 
 def serve_all(loaded: Loaded, make: Callable[..., Scheduler], rows: list[Any]) -> dict[str, Any]:
-    """Serve the workload with one schedule; return counts, seconds and rows of every step."""
+    """Serve the workload with one schedule. Return counts, seconds and rows of every step."""
     engine = Engine(loaded, scheduler=make)
     rng = np.random.default_rng(0)
     digest: dict[str, list[int]] = {}
@@ -175,7 +175,7 @@ def step_over_products(loaded: Loaded, batch: int, context: int, repeats: int) -
     """Time a decode step against its matrix products alone, in turns.
 
     `weights` multiplies by every weight matrix as the step does, `xla_weights` by the same ones in
-    the plain order with XLA's product; `attention` is queries by keys and weights by values for the
+    the plain order with XLA's product. `attention` is queries by keys and weights by values for the
     same number of cached tokens, on operands that lie contiguous in memory.
     """
     runner = loaded.runner
@@ -301,7 +301,7 @@ def compare_launches(model: str | None, tokens: int, repeats: int) -> None:
     """Time one stream with each of `LAUNCHES`, in turn, and print its tokens a second.
 
     Args:
-        model: checkpoint; None for the bundled one.
+        model: checkpoint. None means the bundled one.
         tokens: length of the answer.
         repeats: turns of each.
     """

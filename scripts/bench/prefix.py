@@ -1,24 +1,25 @@
-"""The prefix cache: how much of a real trace it finds, and what it costs where it finds nothing.
+"""The prefix cache: the share of a real trace that it finds, and its cost without a hit.
 
     python -m scripts.bench.prefix --json scripts/results/bench_prefix.json
     python -m scripts.bench.prefix --part hits --pages 20000 --slots 1
     python -m scripts.bench.prefix --part cost --repeats 60 --model bundled
 
 hits    The 1,000 rows of Mooncake's trace, which marks equal prefixes, through the real scheduler
-        and page pool under a virtual clock (no model), at several sizes; beside it an ideal LRU of
-        the same size, that serves one request at a time. Several slots show what is lost where a
-        request is admitted before its twin has published anything, and where running requests hold
+        and page pool under a virtual clock (no model), at several sizes, beside an ideal LRU of
+        the same size that serves one request at a time. Several slots show the loss where a request
+        is admitted before an equal one has published its pages, and where running requests hold
         pages that the ideal has free.
 cost    The same requests without a common prefix, served with the cache on and off by two engines
-        that share one runner, weights and pages: memory that two copies have in different places
-        would cost more than what is looked for. They take turns of a few steps (on, off, off, on),
-        each to its end, so that equal work meets the machine as it is. Of the pairs of turns the
-        most unequal tenth is left out, where something else took the machine; the standard error
-        is a bootstrap's over pairs. The prompts are the Azure conversation trace's, lengths divided
-        by 8. The model is a random Llama of a shape of the comparison, or the bundled one, of
-        which a request takes 1.6 ms: there the host counts.
+        that share one runner, weights and pages: two copies in different places of memory would
+        differ by more than the cost of the cache. They take turns of a few steps (on, off, off,
+        on), each to its end, so that equal work meets the machine as it is. Of the pairs of turns
+        the most unequal tenth is left out, where another process took the machine. The standard
+        error is a bootstrap's over pairs. The prompts are the Azure conversation trace's, lengths
+        divided by 8. The model is a random Llama of a shape of the comparison, or the bundled one,
+        of which a request takes 1.6 ms: there the host counts.
 
-Gates: within one point of the ideal at one slot; 1 % of throughput. Exit code 1 if one is missed.
+Gates: within one point of the ideal at one slot, and 1 % of throughput. Exit code 1 if one is
+missed.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def ideal_hits(jobs: list[Job], capacity: int, size: int, max_model_len: int) ->
     """Count tokens looked up and found by an LRU of `capacity` pages, one request at a time.
 
     It holds prompts and outputs, evicts the page that was used longest ago, and of one request
-    the last page first; like the engine it leaves at least one token to compute.
+    the last page first. Like the engine it leaves at least one token to compute.
     """
     keys, cache = PageKeys(max_model_len, size), OrderedDict()
     queries = hits = 0
@@ -156,7 +157,7 @@ def cost_at_no_hits(loaded: Any, requests: int, repeats: int) -> dict[str, Any]:
                 break
             if serving:  # the first one warms up
                 pairs.append((*took[True], *took[False]))
-            order.reverse()  # on, off, off, on: what drifts or comes in turns meets both
+            order.reverse()  # on, off, off, on: drift and periodic noise affect both
     table = np.array(pairs)
     return {
         "requests": requests,
@@ -171,7 +172,7 @@ def cost_at_no_hits(loaded: Any, requests: int, repeats: int) -> dict[str, Any]:
 
 
 def loss(on: np.ndarray, off: np.ndarray) -> Numbers:
-    """Return by how many percent `on` takes longer than `off`, of what `on` takes."""
+    """Return by how many percent of its own time `on` takes longer than `off`."""
     both = (on > 0) & (off > 0)
     shares = np.log(on[both] / off[both])
     low, high = np.quantile(shares, (LEFT_OUT, 1 - LEFT_OUT))
@@ -188,7 +189,7 @@ def loss(on: np.ndarray, off: np.ndarray) -> Numbers:
 
 
 def turns_of(loaded: Any, jobs: list[Job], caching: bool) -> Iterator[tuple[float, float]]:
-    """Serve jobs that all come at once; return wall and CPU seconds of each turn of a few steps.
+    """Serve jobs that all come at once. Return wall and CPU seconds of each turn of a few steps.
 
     Raises AssertionError where a prompt's beginning was in the cache.
     """
@@ -196,7 +197,7 @@ def turns_of(loaded: Any, jobs: list[Job], caching: bool) -> Iterator[tuple[floa
     import jax
 
     from jaxserve.engine.engine import Engine
-    from scripts.simulate.client import add_request
+    from scripts.simulate.launches import add_request
 
     config = replace(loaded.config, enable_prefix_caching=caching)
     engine = Engine(replace(loaded, config=config))
@@ -220,7 +221,7 @@ def turns_of(loaded: Any, jobs: list[Job], caching: bool) -> Iterator[tuple[floa
 
 
 def report_hits(rows: list[Numbers]) -> bool:
-    """Print the hit rates; return whether the gate holds where one request is served at a time."""
+    """Print the hit rates. Return whether the gate holds where one request is served at a time."""
     print(f"{'pages':>9}{'slots':>7}{'found %':>10}{'ideal %':>10}{'points below':>14}")
     for row in rows:
         gated = row["slots"] == 1
@@ -233,7 +234,7 @@ def report_hits(rows: list[Numbers]) -> bool:
 
 
 def report_cost(cost: dict[str, Any]) -> bool:
-    """Print the cost; return whether the gate holds."""
+    """Print the cost. Return whether the gate holds."""
     holds = cost["loss_pct"] <= MOST_LOSS_PCT
     for name, what in (("loss", "throughput lost"), ("cpu_loss", "more CPU time")):
         value, error = cost[f"{name}_pct"], cost[f"{name}_standard_error_pct"]

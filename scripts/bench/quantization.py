@@ -6,10 +6,10 @@
 Quality is that of the bundled model on held-out examples of its tasks: perplexity of the answers'
 tokens after their prompts, and the share that greedy decoding gets right. Speed is that of decode
 steps of a random Llama of 4 layers, 768 wide, in float32, at 1 and 16 rows with 64 cached tokens
-each, all modes taking turns; its ratio is to unquantized weights. The part "experts" does the same
+each, all modes taking turns. Its ratio is to unquantized weights. The part "experts" does the same
 with a mixture of 32 experts of which a token takes 4, in 2 layers. Embedding and output projection
-are not quantized, in any model; bits are those of what is. Writes quantization.json and .md in
-scripts/results; a part that is not run keeps what an earlier run found.
+are not quantized, in any model. Bits are of the quantized matrices. Writes quantization.json and
+.md in scripts/results. A part that is not run keeps the numbers of an earlier run.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def quality(mode: Mode, tasks: list[demo_tasks.Task]) -> dict[str, Any]:
     """Measure the bundled model: bytes, perplexity of the right answers and their share.
 
     An answer is what greedy decoding gives if and only if each of its tokens, and the end after
-    them, is the most likely one after those before it: one pass over the right answers suffices.
+    them, is the most likely one after the earlier tokens: one pass over the right answers suffices.
     """
     directory = bundled_model()
     config = read_model_config(directory)
@@ -200,9 +200,9 @@ def speed(modes: list[Mode], change: dict[str, Any], name_of: str) -> list[dict[
     """Measure milliseconds of a decode step for each mode and number of rows, and their ratios.
 
     Args:
-        modes: the first is what the others are compared with.
-        change: what the model has otherwise than bench_offline.py's wide one.
-        name_of: stands before "weight_bytes", "step_ms" and "speed" in what is returned.
+        modes: the others are compared with the first.
+        change: fields in which the model differs from bench_offline.py's wide one.
+        name_of: prefix of "weight_bytes", "step_ms" and "speed" in the returned keys.
     """
     models = {mode.name: bench_model(mode, change) for mode in modes}
     found: list[dict[str, Any]] = [

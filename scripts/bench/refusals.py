@@ -3,7 +3,7 @@
     python -m scripts.bench.refusals
 
 Each request on a connection of its own, on connections that are kept, and there in two parts, head
-and body, as some clients send them. The server computes nothing meanwhile.
+and body, as some clients send them. The server is otherwise idle.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HEAD = (
 
 
 async def serve_full() -> None:
-    """Serve the bundled model with every place taken; print the port."""
+    """Serve the bundled model with every place taken. Print the port."""
     # Imported here: the client does without JAX.
     from jaxserve.commands.server import StartOutput, load_models
     from jaxserve.server.http.app import App
@@ -64,7 +64,7 @@ async def serve_full() -> None:
 
 
 def refuse(port: int, form: str, count: int) -> int:
-    """Send requests, `AT_ONCE` at a time; return how many were refused."""
+    """Send requests, `AT_ONCE` at a time. Return how many were refused."""
     body = Target("", "bench").body(Work(list(range(100, 100 + TOKENS)), TOKENS, TOKENS))
     parts = [(HEAD % len(body)).encode(), body]
     parts = parts if form == "parts" else [b"".join(parts)]

@@ -6,25 +6,25 @@
 
 Parts, each in a process of its own so that memory and garbage collection do not mix:
 
-    step        schedule + pack + commit of one step at 256 running rows, prefix cache on; beside
-                it `add`, the mean of what a step's new requests cost before, when they are queued
-                (their making included)
-    long        the same with slots for 131,072 positions, of which the trace uses few; and the most
+    step        schedule + pack + commit of one step at 256 running rows, prefix cache on, and
+                `add`, the mean cost of queueing a step's new requests before it (making them
+                included)
+    long        the same with slots for 131,072 positions, of which the trace uses few, and the most
                 bytes that a step of decodes sends to the device
     idle        the same beside a simulated device whose steps take 4 ms: the share of the time for
-                which it has nothing to do; overlapped as the engine does it, and in turns
+                which it is idle, overlapped as the engine does it, and in turns
     requests    all requests through 1,024 slots, prefix cache off: CPU seconds, memory, leaks,
                 slot occupancy, KV waste
     prefix      the same with the prefix cache on, for a tenth of the requests
     queue       step time with all requests waiting, against a hundredth of them
 
-Lengths are the trace's, its rows repeated; prompts are views of one random array, so that a
-request costs its objects and no tokens. Except in `idle` the device answers at once; as in the
-engine, a step is committed after the next was submitted. Percentiles are of wall time, warm-up
-excluded: on a machine with other work they are too high, p99 above all; `cpu_mean_us` is not. The
-two queues are stepped in turns, so that such work meets both.
-Garbage collection stays on; what is alive after the warm-up is frozen (`gc.freeze`), because a
-full collection over a million waiting requests would take a second and say nothing about steps.
+Lengths are the trace's, its rows repeated. Prompts are views of one random array, so that a request
+costs its objects and no tokens. Except in `idle` the device answers at once. As in the engine, a
+step is committed after the next was submitted. Percentiles are of wall time, warm-up excluded: on a
+machine with other work they are too high, p99 above all, but `cpu_mean_us` is not. The two queues
+are stepped in turns, so that such work meets both. Garbage collection stays on. Objects that are
+alive after the warm-up are frozen (`gc.freeze`), because a full collection over a million waiting
+requests takes a second and is no part of a step.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Device:
         self._free: float | None = None
 
     def submit(self) -> float:
-        """Start a step as soon as the one before has ended; return when it will be done."""
+        """Start a step as soon as the one before has ended. Return when it will be done."""
         now = time.perf_counter()
         free = now if self._free is None else self._free
         self.idle += max(0.0, now - free)
@@ -127,12 +127,12 @@ class Loop:
     Args:
         slots, pages, budget: slots, usable pages and tokens a step.
         prefix_caching: of the scheduler.
-        pack: lays each plan out as the engine would, and returns what it
-            sends; None to leave it out.
+        pack: lays each plan out as the engine would, and returns the words to
+            send. None leaves it out.
         max_model_len: positions that each slot has room for.
 
     Attributes:
-        device: what steps run on; None for one that answers at once.
+        device: runs the steps. None means one that answers at once.
         overlapped: whether a step is submitted before the one before it is read.
         sent: bytes of each step of decodes that was packed, 0 of others.
     """
@@ -168,7 +168,7 @@ class Loop:
         return self.scheduler.has_work or self._in_flight is not None
 
     def step(self) -> tuple[float, float, float]:
-        """Run one step; return the seconds in schedule, in pack and in commit."""
+        """Run one step. Return the seconds in schedule, in pack and in commit."""
         started = time.perf_counter()
         plan = self.scheduler.schedule()
         scheduled = time.perf_counter()
@@ -184,7 +184,7 @@ class Loop:
         return scheduled - started, packed - scheduled, committing
 
     def _commit(self, plan: LaunchPlan, done: float) -> float:
-        """Wait for a step, and commit it; return the seconds of the latter."""
+        """Wait for a step, and commit it. Return the seconds of the latter."""
         Device.wait(done)
         started, rows = time.perf_counter(), len(plan)
         result = self.scheduler.commit(plan, self._tokens[:rows], self._ok[:rows])
@@ -198,7 +198,7 @@ class Loop:
 
 
 def warm_up(loop: Loop, workload: Workload, steps: int, waiting: int) -> None:
-    """Run until every slot has been taken in `steps` steps, and freeze what is alive then."""
+    """Run until every slot has been taken in `steps` steps, then freeze all objects."""
     full = 0
     while full < steps:
         loop.fill(workload, waiting)
@@ -263,7 +263,7 @@ def percentiles(name: str, seconds: np.ndarray) -> Result:
 
 
 def bench_idle(requests: int) -> Result:
-    """Measure what the host half leaves of a device whose steps take 4 ms, at 256 rows."""
+    """Measure how busy the host half keeps a device whose steps take 4 ms, at 256 rows."""
     loop, workload, steps = step_loop(), Workload(), number_of_steps(requests)
     waiting = loop.slots.num_slots
     warm_up(loop, workload, steps, waiting)
@@ -288,7 +288,7 @@ class Usage:
     waste: float = 0.0
 
     def sample(self, loop: Loop) -> None:
-        """Take a sample; a page's cells count as used once their computation was submitted."""
+        """Take a sample. A page's cells count as used once their computation was submitted."""
         held = loop.pool.num_usable - loop.pool.num_free
         taken = loop.slots.num_pages > 0
         used = int(loop.slots.num_computed[taken].sum())
@@ -398,7 +398,7 @@ def run_part(part: str, requests: int) -> Result:
 
 
 def print_table(results: dict[str, Result]) -> bool:
-    """Print every quantity, with its gate where it has one; return whether all hold."""
+    """Print every quantity, with its gate where it has one. Return whether all hold."""
     gates = {(part, name): (sign, bound) for part, name, sign, bound in GATES}
     all_hold = True
     print(f"\n{'part':<10}{'quantity':<20}{'value':>14}   gate")

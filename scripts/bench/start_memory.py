@@ -3,14 +3,14 @@
     python -m scripts.bench.start_memory --json scripts/results/bench_start_memory.json
     python -m scripts.bench.start_memory --model 135m
 
-`jaxserve serve` is started twice over one folder of programs: cold, with nothing in it, and warm.
+`jaxserve serve` is started twice over one folder of programs: cold, when it is empty, and warm.
 Each answers two requests, and rests. The memory of the server and of the process that compiles
 beside it is read 20 times a second: the sum of their proportional set sizes, which counts a page
-that both hold once. The highest value is the start's peak; rest is the median of the last seconds.
+that both hold once. The highest value is the start's peak. Rest is the median of the last seconds.
 
-What is more than weights and KV cache is told apart: the code of libraries, that is pages of files;
-what imports take of the heap, as a process has it that imports the same and does nothing; and what
-remains: programs, tokenizer, and memory that the C library keeps. Each is in MiB.
+Memory beside weights and KV cache has three parts: the code of libraries (pages of files), the heap
+of imports (that of a process that only imports the same modules), and the rest: programs,
+tokenizer, and memory that the C library keeps. Each is in MiB.
 
 Gates, over weights and cache: 600 MiB while programs are compiled, 350 in a warm start and at rest.
 """
@@ -111,7 +111,7 @@ class MemoryRecord:
 
 
 def observe(arguments: list[str]) -> dict[str, float]:
-    """Start a server once; return its memory in MiB."""
+    """Start a server once. Return its memory in MiB."""
     server = Server(*arguments)
     with MemoryRecord(server) as record, server:
         name = ask(server.url + "/v1/models")["data"][0]["id"]
@@ -136,7 +136,7 @@ def observe(arguments: list[str]) -> dict[str, float]:
 
 
 def anonymous_of_imports() -> float:
-    """Return what imports take beside pages of files, in MiB."""
+    """Return the memory of imports beside pages of files, in MiB."""
     command = [sys.executable, "-c", _IMPORTS]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = re.search(r"^RssAnon:\s+(\d+)", text, re.MULTILINE)
@@ -145,7 +145,7 @@ def anonymous_of_imports() -> float:
 
 
 def overheads(starts: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Return what each gate is about: the MiB over weights and cache."""
+    """Return the number of each gate: the MiB over weights and cache."""
     return {
         gate: starts[start][moment] - starts[start]["weights"] - starts[start]["cache"]
         for gate in GATES
@@ -154,7 +154,7 @@ def overheads(starts: dict[str, dict[str, float]]) -> dict[str, float]:
 
 
 def report(results: dict[str, dict[str, dict[str, float]]]) -> bool:
-    """Print the table and the gates that are missed; return whether there are none."""
+    """Print the table and the missed gates. Return whether all gates are met."""
     names = ("peak", "rest", "weights", "cache", "code", "imports", "other")
     missed: list[str] = []
     print(f"{'MiB':<9}{'start':<8}" + "".join(f"{name:>9}" for name in names))

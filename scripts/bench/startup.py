@@ -1,4 +1,4 @@
-"""From nothing to the first token, stage by stage: cold, warm and prebuilt.
+"""Time from spawning a process to the first token, stage by stage: cold, warm and prebuilt.
 
     python -m scripts.bench.startup --json scripts/results/bench_startup.json
     python -m scripts.bench.startup --model bundled --repeats 5
@@ -7,26 +7,26 @@
 
 Every start is a process of its own, timed from before it is spawned:
 
-    cold        nothing is kept from before: what the first answer needs is traced and compiled,
-                then the other programs behind it
-    warm        the next start over the same folder; the median of `--repeats`
+    cold        caches are empty: the programs of the first answer are traced and compiled, then
+                the other programs in the background
+    warm        the next start over the same folder, the median of `--repeats`
     prebuilt    the first start over a folder that `jaxserve compile` filled
     server      warm, as `jaxserve serve`: until it reports that it is ready
 
-Stages: python and imports; weights (reading, checking, placing them); programs (loading those that
-the first answer needs, or tracing and compiling them); warm-up (each runs once on padding); the
-rest (tokenizer, config). All of them are `ready`, and `first_token` is that of a prompt of 16
-tokens from then on. `all_programs` is from spawning to the last program in its place: those that
-come behind the first answers are waited for, while the engine is idle. Compilations are counted up
-to there: of the engine's process, those of them after it was ready, and of the process beside it.
+Stages: python and imports, weights (reading, checking, placing them), programs (loading the
+programs of the first answer, or tracing and compiling them), warm-up (each runs once on padding),
+and the rest (tokenizer, config). All of them are `ready`, and `first_token` is that of a prompt of
+16 tokens from then on. `all_programs` is from spawning to the last program: an idle engine waits
+for the programs of the background. Compilations are counted up to there: of the engine's process,
+after it was ready, and of the process beside it.
 
-`135m` is a random Llama of SmolLM-135M's shape, written to disk in bfloat16 and served in float32;
+`135m` is a random Llama of SmolLM-135M's shape, written to disk in bfloat16 and served in float32,
 `1b` one of Llama-3.2-1B's, served in bfloat16. `8b` is of Llama-3.1-8B's shape in int8, drawn in
 memory: a cold start alone, until it is ready. They are served with token ids only.
 Gates: a cold start of the bundled model is ready within 6 s of spawning the process, of 135m within
-8 s; a warm one within 3 s and 10 s. No process compiles after it is ready, and no compilation is in
+8 s, a warm one within 3 s and 10 s. No process compiles after it is ready, and no compilation is in
 any start but the cold one. Of `1b` and `8b`, how long it takes is not gated. `--timelines` keeps
-what each cold start did when, for Perfetto (ui.perfetto.dev).
+the timeline of each cold start, for Perfetto (ui.perfetto.dev).
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ Numbers = dict[str, float]
 
 
 def write_llama(model: str, folder: Path) -> str:
-    """Write the random Llama of this name unless it is there; return its folder."""
-    # Imported here: a start is timed with what it imports itself.
+    """Write the random Llama of this name unless it is there. Return its folder."""
+    # Imported here: a start is timed with its own imports.
     from scripts.lib.bfloat16_checkpoint import bfloat16_checkpoint
 
     if LIMITS[model].get("load_format") == "dummy":  # then the configuration is all that is read
@@ -111,7 +111,7 @@ def write_llama(model: str, folder: Path) -> str:
 
 
 def child(spawned: float, model: str | None, cache: str, limits: dict[str, Any]) -> Numbers:
-    """Start an engine in this process; return the seconds of each stage."""
+    """Start an engine in this process. Return the seconds of each stage."""
     prepare_process()
     # Imported here: the time that it takes is part of the start.
     from jaxserve import SamplingParams
@@ -132,7 +132,7 @@ def child(spawned: float, model: str | None, cache: str, limits: dict[str, Any])
         engine.step()
     first = time.time()
     assert len(tokens) == 1
-    # Where launches take minutes of padding, nobody waits for the programs behind the first answer.
+    # Where launches take minutes of padding, the programs of the background are not waited for.
     is_dummy = limits.get("load_format") == "dummy"
     last = ready if is_dummy else last_program(engine, ready)
     stage_seconds = stages["weights"] + stages["compile"] + stages["warm_up"]
@@ -159,7 +159,7 @@ def child(spawned: float, model: str | None, cache: str, limits: dict[str, Any])
 
 
 def last_program(engine: Any, ready: float) -> float:
-    """Wait for the programs behind an engine; return the time at which the last was in its place.
+    """Wait for the programs behind an engine. Return the time at which the last was loaded.
 
     Raises:
         RuntimeError: not all of them came.
@@ -186,9 +186,9 @@ def start(model: str | None, cache: Path, limits: dict[str, Any]) -> Numbers:
 
 
 def serve(model: str | None, cache: Path, limits: dict[str, Any]) -> Numbers:
-    """Start `jaxserve serve`; return the seconds until it is ready, and its compilations.
+    """Start `jaxserve serve`. Return the seconds until it is ready, and its compilations.
 
-    Those of the start are counted in JAX's log, a line each; those from then on in the server's
+    Compilations of the start are lines of JAX's log, later ones are counted in the server's
     metrics, when it has answered a request and has all its programs.
     """
     begun = time.time()
@@ -240,7 +240,7 @@ def options(limits: dict[str, Any]) -> list[str]:
 
 
 def compile_ahead(model: str | None, cache: Path, limits: dict[str, Any]) -> float:
-    """Run `jaxserve compile`; return the seconds that it takes."""
+    """Run `jaxserve compile`. Return the seconds that it takes."""
     begun = time.time()
     command = [sys.executable, "-m", "jaxserve", "compile", *filter(None, [model])]
     command += ["--compilation-cache-dir", str(cache), *options(limits)]
@@ -265,7 +265,7 @@ def measure(
     """Measure every kind of start of one model, one after another.
 
     Args:
-        folder: programs are kept here; those of an earlier run go where a start must find none.
+        folder: of the programs. It is emptied where a start must find it empty.
         timeline: file for that of the cold start.
     """
     cache, prebuilt = folder / "cache", folder / "prebuilt"
@@ -298,7 +298,7 @@ def faults(model: str, kind: str, numbers: Numbers) -> list[str]:
 
 
 def report(results: dict[str, dict[str, Numbers]]) -> bool:
-    """Print the table and the gates that are missed; return whether there are none."""
+    """Print the table and the missed gates. Return whether all gates are met."""
     missed = []
     print(f"{'model':<9}{'start':<10}" + "".join(f"{name:>13}" for name in STAGES) + "  compiles")
     for model, kinds in results.items():
@@ -319,7 +319,7 @@ def report(results: dict[str, dict[str, Numbers]]) -> bool:
 def merged(
     before: dict[str, Any], results: dict[str, dict[str, Numbers]], about: dict[str, Any]
 ) -> dict[str, Any]:
-    """Merge results into what a file holds; "runs" holds the record of each model's run."""
+    """Merge results into those of a file, where "runs" has the record of each model's run."""
     runs = before.get("runs", {})
     if "machine" in before:  # how files were that said it once for all models
         runs = dict.fromkeys(before.keys() & GATES, before["machine"]) | runs
@@ -330,7 +330,7 @@ def merged(
 
 
 def write(path: Path, results: dict[str, dict[str, Numbers]], about: dict[str, Any]) -> None:
-    """Write the results beside what the file holds."""
+    """Write the results beside earlier ones of the file."""
     text = path.read_text() if path.is_file() else ""
     before = json.loads(text) if text.strip() else {}
     path.write_text(json.dumps(merged(before, results, about), indent=2) + "\n")

@@ -3,11 +3,11 @@
     python -m scripts.bench.structured
 
 Masks: texts that satisfy JSON schemas, regexes and a grammar are read token by token through
-`Constraint.advance` with a vocabulary of 128k, made of the source of Python's own library; the goal
+`Constraint.advance` with a vocabulary of 128k, made of the source of Python's own library. The goal
 is 50 us a token. Forms made to take forever are timed too.
 
 Throughput: an engine draws `--rows` sequences at temperature 1, free, constrained (a JSON schema
-that never ends within the length), and half of each; first with a random Llama of 137M parameters
+that never ends within the length), and half of each, first with a random Llama of 137M parameters
 and a vocabulary of 48k, then with the bundled model. The goals: constrained draws at least 0.8 of
 free's tokens per second, and free rows beside guided ones draw as fast as among free ones. Runs
 take turns.
@@ -114,7 +114,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         {"regex": r"(\w+ )+[0-9]{4}-[0-9]{2}-[0-9]{2}(, \w+)*"},
         "several words come before the date 2024-02-29, and, then, some, more, follow",
     ),
-    # What is left of it changes with every word, and the library tries every token anew.
+    # The remaining grammar changes with every word, and the library tries every token anew.
     "regex, words counted": (
         {"regex": r"(\w+ ){3,40}[0-9]{4}-[0-9]{2}-[0-9]{2}(, \w+)*"},
         "several words come before the date 2024-02-29, and, then, some, more, follow",
@@ -192,8 +192,8 @@ HOSTILE: dict[str, Form] = {
 def vocabulary(size: int) -> tuple[str, Callable[[str], list[int]]]:
     """Make a tokenizer of `size` tokens, and the encoding of the tokenizers library.
 
-    Bytes, the words of Python's own library as they stand in its source, and beginnings of them;
-    a text is cut into the longest tokens.
+    Bytes, the words of Python's own library as they stand in its source, and beginnings of them.
+    A text is cut into the longest tokens.
     """
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))

@@ -2,9 +2,9 @@
 
     python -m scripts.bench.tensor_parallel --json scripts/results/bench_tensor_parallel.json
 
-One process whose processor is divided into `--devices`; one engine on the first of them and one
-over all take turns with the same requests. Devices share the cores, so that nothing is gained:
-the ratio of their times is what the sums over devices and the thinner products cost.
+The processor of one process is divided into `--devices`. One engine on the first of them and one
+over all take turns with the same requests. Devices share the cores, so there is no gain:
+the ratio of their times is the cost of the sums over devices and of the thinner products.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def seconds_of(loaded: Loaded, rows: int) -> float:
 
 
 def _drop(delta: Delta) -> None:
-    """Receive what nobody reads."""
+    """Drop a delta."""
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:

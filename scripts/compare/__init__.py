@@ -1,1 +1,1 @@
-"""This engine and others on one workload; the workers run with other engines' Python."""
+"""This engine and others on one workload. The workers run with other engines' Python."""

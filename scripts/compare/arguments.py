@@ -1,4 +1,4 @@
-"""The comparison's command line: its options, and what they may be."""
+"""The comparison's command line: its options and their allowed values."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _interpreter_of(engines: Collection[str]) -> Callable[[str], tuple[str, Path
 
 
 def _add_sizes(parser: argparse.ArgumentParser) -> None:
-    """Add what records must have in common to be compared, and how often they are taken."""
+    """Add the options that records must share to be compared, and the number of repeats."""
     whole = {"type": positive_integer}
     parser.add_argument("--threads", default=2, help="of each engine (%(default)s)", **whole)
     parser.add_argument("--rows", default=16, help="most sequences at once (%(default)s)", **whole)
@@ -89,7 +89,7 @@ def make_parser(engines: Collection[str]) -> argparse.ArgumentParser:
     """Make the parser of the command line.
 
     Args:
-        engines: names of those that have an adapter.
+        engines: names of the engines with an adapter.
     """
     parser = argparse.ArgumentParser(
         prog="python -m scripts.compare",
@@ -158,7 +158,7 @@ def _is_part(parser: argparse.ArgumentParser, options: argparse.Namespace) -> bo
 
 
 def read_options(engines: Collection[str]) -> argparse.Namespace:
-    """Read the options of the command line; end the process where they make no sense."""
+    """Read the options of the command line. End the process where they contradict each other."""
     parser = make_parser(engines)
     options = parser.parse_args()
     names = [name for name, _ in options.url]

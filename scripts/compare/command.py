@@ -1,6 +1,6 @@
 """jaxserve and other engines on one workload, with the same weights, in one run.
 
-    python -m scripts.compare --prepare                  installs; warms compile caches
+    python -m scripts.compare --prepare                  installs, and warms compile caches
     python -m scripts.compare                            everything, interleaved repeats
     python -m scripts.compare --resume --max-seconds 150 a slice of it, and on later
     python -m scripts.compare --models tiny --repeats 1 --trace 8 --json /tmp/quick.json
@@ -11,13 +11,13 @@
 Every engine runs as a server process with `--threads` threads, is asked by the same client over
 HTTP (prompts as token ids, greedy, the end of sequence ignored), and is stopped while another is
 measured, so that they take turns in every repeat though each is started once a model. The client
-runs on the same cores; prefix caches are off. Engines without such a server get a small one
-(scripts/compare/worker_http.py). First their greedy answers are judged by Transformers in float64;
-then single stream, offline throughput, latency under load and memory are measured. A server at
---url must hold one of these models; their checkpoints lie in the user's cache folder, in
+runs on the same cores. Prefix caches are off. Engines without such a server get a small one
+(scripts/compare/worker_http.py). First their greedy answers are judged by Transformers in float64.
+Then single stream, offline throughput, latency under load and memory are measured. A server at
+--url must hold one of these models. Their checkpoints lie in the user's cache folder, in
 engines/models. Engines are installed on first use, each in an environment of its own in that
-folder; one that cannot be is named with the reason. The exit status is 1 where a part failed,
-answers differ or a goal was missed.
+folder. An engine that cannot be installed is named with the reason. The exit status is 1 where a
+part failed, answers differ or a goal was missed.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ ENGINES: dict[str, Engine] = {
         OpenVino(),
     )
 }
-# What each model is for; `schedules` is for one engine, which does nothing else.
+# Parts of each model. `schedules` is for one engine, which has no other part.
 PARTS_OF = {
     "wide": ("agreement", "single", "trace", "mixed", "serve", "curve"),
     "wide-bf16": ("agreement", "single", "trace", "mixed"),
@@ -76,7 +76,7 @@ PARTS_OF = {
 # One repeat is enough: answers do not change, the rest is for plots, and bench_offline.py
 # compares schedules on more requests.
 ONCE = ("agreement", "serve", "curve", "schedules")
-# By model and engine: once too, so that the whole stays short; `mixed` compares them as well.
+# By model and engine: once too, so that the whole stays short. `mixed` compares them as well.
 SELDOM: dict[tuple[str, str], tuple[str, ...]] = {
     ("wide", "transformers"): ("trace",),
     ("wide", "transformers-cb"): ("trace",),
@@ -101,7 +101,7 @@ PLACES = {
 
 @dataclass
 class Task:
-    """One turn of one engine, and what is to be measured in it."""
+    """One turn of one engine, and the parts to measure in it."""
 
     model: str
     engine: Engine
@@ -110,7 +110,7 @@ class Task:
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
-    """Gather what records must have in common to be compared."""
+    """Gather the settings that records must share to be compared."""
     names = "threads rows batches trace mixed single served rate goodput crowds".split()
     asked = {name: getattr(options, name) for name in names}
     goodput = [f"{name}:{limit:g}" for name, limit in options.goodput]
@@ -157,7 +157,7 @@ def make_tasks(options: argparse.Namespace, results: Results) -> list[Task]:
 
 
 def parts_of(model: str, engine: Engine, repeat: int | None) -> list[str]:
-    """List what is measured in one turn; None is the turn before the first, for answers."""
+    """List the parts of one turn. None is the turn before the first, for answers."""
     names = PARTS_OF[model]
     if isinstance(engine, JaxserveSchedules):
         names = ("schedules",) if "trace" in names else ()
@@ -174,7 +174,7 @@ def first_model(url: str) -> str:
     """Find the first model that a server lists.
 
     Raises:
-        RuntimeError: it lists none, or does not speak the protocol.
+        RuntimeError: it lists no model, or does not speak the protocol.
     """
     try:
         return ask(url + "/v1/models")["data"][0]["id"]
@@ -214,7 +214,7 @@ class Comparison:
         )
 
     def start(self, engine: Engine, model: str) -> Started:
-        """Install the engine and convert the checkpoint where that was not done; return its server.
+        """Install the engine and convert the checkpoint where that was not done. Return its server.
 
         Raises:
             NotInstalled: it cannot be had here.
@@ -233,7 +233,7 @@ class Comparison:
         )
 
     def prepare(self, tasks: list[Task]) -> None:
-        """Start everything once: what is installed, converted and compiled is kept."""
+        """Start everything once, so that packages, converted models and programs are kept."""
         done = set()
         for task in tasks:
             what = (task.engine.name, task.model)
@@ -249,7 +249,7 @@ class Comparison:
                 self.say(f"  {error}")
 
     def measure_all(self, tasks: list[Task]) -> None:
-        """Measure while there is time; judge answers before anything else is measured."""
+        """Measure while there is time. Judge answers before other parts are measured."""
         with self._servers:
             for number, task in enumerate(tasks):
                 if self.is_over():
@@ -261,7 +261,7 @@ class Comparison:
                     self.measure(task)
 
     def measure(self, task: Task) -> None:
-        """Measure all parts of one turn; record a failure and go on."""
+        """Measure all parts of one turn. Record a failure and go on."""
         engine, results = task.engine, self._results
         key = {"model": task.model, "engine": engine.name, "repeat": task.repeat}
         self.say(f"{engine.title}: {task.model}, repeat {task.repeat + 1}")
@@ -313,7 +313,7 @@ class Comparison:
             self.say(f"  {name} took {record['took_seconds']} s  {shown}")
 
     def judge(self) -> None:
-        """Judge the logit gaps of every answer that has none yet."""
+        """Judge every answer that has no logit gaps yet."""
         if self._is_judge_gone or not verdicts.waiting(self._results):
             return
         try:
@@ -345,11 +345,10 @@ def main() -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the comparison; return the exit status.
+    """Run the comparison. Return the exit status.
 
     Raises:
-        ValueError: there is nothing to do, or the results file is none, or was measured with
-            something else.
+        ValueError: no part is selected, or the results file has another format or settings.
     """
     if options.write:
         return publish(options, read_results(options.json))
@@ -364,14 +363,14 @@ def run(options: argparse.Namespace) -> int:
         return 0
     comparison.measure_all(tasks)
     comparison.judge()
-    if "date" not in results.data:  # nothing was begun within --max-seconds
+    if "date" not in results.data:  # no part was begun within --max-seconds
         return GOES_ON
     status = publish(options, results.data)
     return GOES_ON if comparison.is_over() and make_tasks(options, results) else status
 
 
 def publish(options: argparse.Namespace, data: dict[str, Any]) -> int:
-    """Write and print the report; return the exit status, 1 for failed parts and missed goals."""
+    """Write and print the report. Return the exit status, 1 for failed parts and missed goals."""
     report.write(data, options.json)
     if options.write_readme:
         readme = RESULTS.parent / "README.md"

@@ -16,8 +16,8 @@ class Setting:
         rows: most sequences at once.
         max_len: most tokens of a sequence.
         threads: of the CPU.
-        dtype: of weights and activations, "float32" or "bfloat16"; of the KV cache as `settings`
-            of an engine says.
+        dtype: of weights and activations, "float32" or "bfloat16". `settings` of an engine has
+            the dtype of its KV cache.
         folder: where conversions of the checkpoint and caches may be kept.
     """
 
@@ -36,15 +36,15 @@ class Setting:
 
 @dataclass(frozen=True)
 class Engine:
-    """Engine behind HTTP; adapters override what differs.
+    """Engine behind HTTP. Adapters override methods and fields.
 
     Attributes:
         name: on the command line and in the results.
         title: in tables.
-        requirements: arguments of `pip install`, one call each, in an environment of its own;
-            none where the engine runs in ours.
+        requirements: arguments of `pip install`, one call each, in an environment of its own.
+            Empty for an engine that runs in ours.
         version_of: packages whose versions are reported.
-        settings: what was chosen for the machine, in words.
+        settings: the choices for the machine, in words.
         extra: fields of every request's body besides prompt and length.
     """
 
@@ -56,11 +56,11 @@ class Engine:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def facts(self, python: Path) -> dict[str, str]:
-        """Return what the results report of the installation besides versions of packages."""
+        """Return facts of the installation for the results, besides versions of packages."""
         return {}
 
     def after_install(self, environment: Path) -> None:
-        """Install what pip alone cannot; resume where it was stopped."""
+        """Install parts that pip cannot install. Resume an interrupted installation."""
 
     def prepare(self, python: Path, setting: Setting) -> None:
         """Convert the checkpoint, once."""

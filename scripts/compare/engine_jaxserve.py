@@ -24,7 +24,7 @@ class Jaxserve(Engine):
             *(str(python), "-m", "jaxserve", "serve", str(setting.model), "--port", str(port)),
             *("--max-num-seqs", str(setting.rows), "--max-model-len", str(setting.max_len)),
             *("--dtype", setting.dtype, "--no-enable-prefix-caching"),
-            # All requests come at once, and waiting is what is measured.
+            # All requests come at once, and their waiting is measured.
             *("--max-num-queued-reqs", "65536", "--max-queued-prompt-tokens", "67108864"),
             *("--queue-timeout", "3600", "--request-timeout", "3600"),
         ]

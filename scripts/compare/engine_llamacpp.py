@@ -24,7 +24,7 @@ OPTIONS = (
 )
 
 
-# Its other samplers would look at the whole vocabulary and change nothing.
+# Its other samplers would look at the whole vocabulary without an effect.
 GREEDY = {"cache_prompt": False, "samplers": ["top_k"], "top_k": 1}
 
 
@@ -48,7 +48,7 @@ class LlamaCpp(Engine):
     extra: dict[str, Any] = field(default_factory=lambda: dict(GREEDY))
 
     def after_install(self, environment: Path) -> None:
-        """Build `llama-server` alone; what was compiled before an interruption is kept.
+        """Build `llama-server` alone. Files compiled before an interruption are kept.
 
         Anew for another processor, since it is built for the one it is on.
         """

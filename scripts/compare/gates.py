@@ -31,14 +31,14 @@ GATES = (
     ("trace, over llama.cpp's server", "trace", "llama.cpp", 1.0, ("wide-bf16",)),
     ("trace, over OpenVINO GenAI", "trace", "openvino", 1.0, ("wide-bf16",)),
 )
-# Of logits of about unit size; a wrong model is off by far more.
+# Of logits of about unit size. A wrong model is off by far more.
 ROUNDING = {"float32": 1e-3, "bfloat16": 0.1}
 S0_GATES = {16: 2.4, 32: 3.1}
-# Requests that these are about; the answers of the trace's first ones are shorter than the rest.
+# Requests of these gates. The answers of the trace's first ones are shorter than the rest.
 S0_TRACE = 512
 
 
-# With whose answers nothing is compared: an engine that answers otherwise may be faster for it.
+# Its ratios are not gated: an engine that answers otherwise may be faster for it.
 DIFFERS = "answers differ"
 
 
@@ -57,7 +57,7 @@ def models_of(data: dict[str, Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class Gate:
-    """A ratio that is to be reached; `found` is (median, least, most) of what was measured."""
+    """A ratio that is to be reached. `found` is (median, least, most) of the measured ones."""
 
     words: str
     model: str
@@ -97,7 +97,7 @@ def gates(data: dict[str, Any]) -> list[Gate]:
 def _fault(
     data: dict[str, Any], model: str, engines: tuple[str, str], part: str, is_measured: bool
 ) -> str:
-    """Explain why a ratio of this part means nothing; empty where it means something."""
+    """Explain why a ratio of this part has no meaning. Empty if it has one."""
     mine = [r for r in data["records"] if r["model"] == model and r["engine"] in engines]
     failed = [r["engine"] for r in mine if r["part"] in (part, "start") and "error" in r]
     if failed:
@@ -111,7 +111,7 @@ def is_unlike(record: Record) -> bool:
 
 
 def faults(data: dict[str, Any]) -> list[str]:
-    """List what a run must report: parts that failed, other answers, missed goals."""
+    """List the faults of a run: parts that failed, other answers, missed goals."""
     said = [line.removeprefix("- ") for line in failed_lines(data) + unlike_lines(data)]
     missed = [gate for gate in gates(data) if not gate.is_met]
     return said + [

@@ -3,12 +3,12 @@
     python -m scripts.compare.gguf_files FILE.gguf ... --json scripts/results/bench_gguf_files.json
     python -m scripts.compare.gguf_files --random Q4_0 --random Q8_0    of the shape of Llama 3.2 1B
 
-Each server is started, answers over HTTP, and ends before the other begins; repeats alternate. What
-is measured: seconds until it is ready (the first start of jaxserve has no programs, the later ones
-have them all); tokens a second of one stream of 128 tokens, the median of 7, and of 16 at once;
-seconds to the first token of a prompt of about 580 tokens; the largest resident memory of the
+Each server is started, answers over HTTP, and ends before the other begins. Repeats alternate.
+Measured are seconds until it is ready (the first start of jaxserve has no programs, the later ones
+have them all), tokens a second of one stream of 128 tokens, the median of 7, and of 16 at once,
+seconds to the first token of a prompt of about 580 tokens, and the largest resident memory of the
 server until it was ready, and at all. Greedy sampling, the end of text ignored, no prefix cached.
-llama.cpp is what `python -m scripts.compare --prepare` builds; it gets as many slots and threads.
+llama.cpp is built by `python -m scripts.compare --prepare`, and gets as many slots and threads.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ EXTRA: dict[str, dict[str, Any]] = {"jaxserve": {"temperature": 0}, "llama.cpp":
 
 @contextmanager
 def serving(engine: str, file: Path, cache: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """Start a server; yield its address and its process once it is ready."""
+    """Start a server. Yield its address and its process once it is ready."""
     if engine == "jaxserve":
         options = ("--max-model-len", "2048", "--max-num-seqs", str(MANY))
         with Server(str(file), *options, "--compilation-cache-dir", str(cache)) as server:
@@ -121,14 +121,14 @@ def measured(engine: str, file: Path, cache: Path) -> Row:
 
 
 def peak_mib(process: subprocess.Popen[bytes]) -> float:
-    """Return the largest resident memory that a process has had; 0 where it has ended."""
+    """Return the largest resident memory that a process has had, or 0 if it has ended."""
     status = Path(f"/proc/{process.pid}/status").read_text()
     peak = re.search(r"VmHWM:\s+(\d+)", status)
     return int(peak[1]) / 1024 if peak else 0.0
 
 
 def median(rows: list[Row]) -> Row:
-    """Return the median of each number; of starts, the first apart from the others."""
+    """Return the median of each number. The first start is apart from the others."""
     row = {name: statistics.median(row[name] for row in rows) for name in COLUMNS}
     warm = [row["ready_s"] for row in rows[1:]] or [rows[0]["ready_s"]]
     return row | {"cold_s": rows[0]["ready_s"], "ready_s": statistics.median(warm)}

@@ -12,14 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from jaxserve.commands.bench.client import arrivals, open_client, run_load
 from jaxserve.commands.bench.outcome import Run, Target, Work
-from jaxserve.commands.bench.report import samples
+from jaxserve.commands.bench.report import METRICS, samples, summarize
 from scripts.compare import workloads
 from scripts.compare.process import Started
 from scripts.compare.worker_http import ALONE
 from scripts.lib.server_process import ask
-from scripts.serving.load import poisson_arrivals, run_load
-from scripts.serving.report import summarize
 
 CDF_POINTS = 51
 _WORD = re.compile(r"w(\d+)")
@@ -27,7 +26,7 @@ _WORD = re.compile(r"w(\d+)")
 
 @dataclass(frozen=True)
 class Plan:
-    """Amount of each part; counts of requests.
+    """Amount of each part, as counts of requests.
 
     Attributes:
         vocabulary: prompts hold ids below it.
@@ -72,14 +71,12 @@ class Subject:
     def load(
         self,
         works: Sequence[Work],
-        arrivals: Sequence[float] | None = None,
+        times: Sequence[float] | None = None,
         most: int | None = None,
     ) -> tuple[Run, float]:
-        """Send the work, all at once by default; return the run and the server's CPU seconds."""
+        """Send the work, all at once by default. Return the run and the server's CPU seconds."""
         before = self.process.cpu_seconds() if self.process else 0.0
-        run = asyncio.run(
-            run_load(self.target(most == 1), works, arrivals or [0.0] * len(works), most)
-        )
+        run = asyncio.run(_send(self.target(most == 1), works, times or [0.0] * len(works), most))
         failed = [outcome for outcome in run.outcomes if not outcome.is_success]
         if failed:
             raise RuntimeError(f"{len(failed)} of {len(works)} failed: {failed[0].error}")
@@ -93,13 +90,20 @@ class Subject:
         return run, (self.process.cpu_seconds() - before if self.process else 0.0)
 
 
+async def _send(
+    target: Target, works: Sequence[Work], times: Sequence[float], most: int | None
+) -> Run:
+    async with open_client(target) as client:
+        return await run_load(client, target, works, times, most)
+
+
 def _speeds(run: Run, cpu: float, objectives: dict[str, float] | None = None) -> dict[str, Any]:
-    """Extract what the tables and plots need of a run."""
-    table = summarize(run, percentiles=(90, 99), objectives=objectives)
+    """Extract the numbers of a run that the tables and plots show."""
+    table = summarize(run, tuple(METRICS), (90, 99), objectives or {})
     kept = {
         name: value
         for name, value in table.items()
-        if name.endswith("_ms") and not name.startswith(("mean", "std", "client"))
+        if name.endswith("_ms") and not name.startswith(("mean", "std"))
     }
     kept |= {name: table[name] for name in ("duration", "output_throughput", "request_goodput")}
     outputs = table["total_output_tokens"]
@@ -162,8 +166,7 @@ def mixed(subject: Subject, plan: Plan) -> dict[str, Any]:
 def serve(subject: Subject, plan: Plan) -> dict[str, Any]:
     """Send Poisson arrivals, open loop."""
     works = workloads.trace(plan.vocabulary, plan.served)
-    arrivals = poisson_arrivals(plan.served, plan.rate, 1.0, np.random.default_rng(3))
-    run, cpu = subject.load(works, arrivals)
+    run, cpu = subject.load(works, arrivals(plan.served, plan.rate, 1.0, seed=3))
     return _speeds(run, cpu, plan.objectives) | {"rate": plan.rate, "cdf": _cdfs(run)}
 
 
@@ -194,7 +197,7 @@ def schedules(subject: Subject, plan: Plan) -> dict[str, Any]:
 def spans(timeline: Sequence[Sequence[Any]], rows: int) -> list[tuple[int, float, float]]:
     """Derive (place, begin, end) of each sequence's stay from the holders of each slot.
 
-    A place is the lowest of `rows` lines of a chart that was free when the sequence came; slots
+    A place is the lowest of `rows` lines of a chart that was free when the sequence came. Slots
     beyond `rows`, which padded schedules may use, are folded into these.
     """
     stays: dict[int, list[float]] = {}

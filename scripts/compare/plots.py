@@ -1,6 +1,6 @@
 """Plots of the comparison, from its records.
 
-Each is written to `path`; without the data for it, what an earlier run left there is deleted.
+Each is written to `path`. Without the data for it, the plot of an earlier run is deleted.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def latency(data: dict[str, Any], path: Path) -> None:
 def slots(data: dict[str, Any], path: Path) -> None:
     """Plot the stays of the same requests, continuous above and padded static below.
 
-    Rows are places that `parts.spans` gave the stays, the lowest that was free; not slots.
+    Rows are the places that `parts.spans` gave the stays, not slots.
     """
     rows = data["settings"]["rows"]
     found = _with(data, "schedules")

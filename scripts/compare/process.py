@@ -20,7 +20,7 @@ TICKS, PAGE = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
 
 
 def tree(root: int) -> list[int]:
-    """List a process and its descendants; Linux only."""
+    """List a process and its descendants (Linux only)."""
     found = [root]
     for pid in found:
         try:
@@ -37,7 +37,7 @@ def memory_bytes(pids: list[int]) -> int:
 
 
 def cpu_seconds(pids: list[int]) -> float:
-    """Sum CPU time of living processes, and of those of their children that have ended."""
+    """Sum CPU time of living processes and of their ended children."""
     return sum(sum(map(int, fields[11:15])) for fields in map(_stat, pids) if fields) / TICKS
 
 
@@ -54,9 +54,9 @@ class Started:
     Args:
         command: its command line.
         environment: variables to add to ours.
-        url: without /v1; /health is polled until it answers.
-        log: file for what it writes.
-        threads: how many cores it may use; all of ours by default.
+        url: without /v1. /health is polled until it answers.
+        log: file for its output.
+        threads: number of cores that it may use, by default all of ours.
 
     Attributes:
         start_seconds: from the start of the process to the first answer of /health.
@@ -134,7 +134,7 @@ class Started:
         return self.process.poll() is None
 
     def pause(self) -> None:
-        """Pause it and all it started until `go_on`; connections stay."""
+        """Pause it and all of its processes until `go_on`. Connections stay."""
         self._is_paused = True
         self._signal(signal.SIGSTOP)
 

@@ -1,7 +1,7 @@
 """A GGUF file of random blocks in the shape of Llama 3.2 1B, for servers to be timed on.
 
-Its vocabulary is a word a token, so it says nothing; codes are any, scales those of weights whose
-standard deviation is about 0.02.
+Its vocabulary is a word a token, so its text has no meaning. Codes are random, and scales are those
+of weights whose standard deviation is about 0.02.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _add(writer: gguf.GGUFWriter, name: str, kind: str, shape: tuple[int, int], 
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter) -> None:
-    """Add words, and before them what llama.cpp expects: unknown, begin, end, and every byte."""
+    """Add words, after the tokens that llama.cpp expects: unknown, begin, end, and every byte."""
     special = ["<unk>", "<s>", "</s>"]
     bytes_ = [f"<0x{value:02X}>" for value in range(256)]
     words = [f"\u2581w{number}" for number in range(VOCAB - len(special) - len(bytes_))]

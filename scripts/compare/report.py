@@ -43,7 +43,7 @@ LEVEL = 1.02
 
 
 def engines_of(data: dict[str, Any], model: str) -> list[str]:
-    """List the engines that were measured, in the order of their kind; ours first."""
+    """List the engines that were measured, in the order of their kind, ours first."""
     names = [
         name
         for name in data["engines"]
@@ -63,7 +63,7 @@ def _number(data: dict[str, Any], model: str, engine: str, part: str | None, nam
 
 
 def model_table(data: dict[str, Any], model: str) -> list[str]:
-    """Tabulate one row an engine; columns without any value are left out."""
+    """Tabulate one row an engine. Columns without any value are left out."""
     engines = engines_of(data, model)
     cells = {
         heading: [span(_number(data, model, e, part, name), form, scale) for e in engines]
@@ -88,7 +88,7 @@ def gate_table(data: dict[str, Any]) -> list[str]:
 
 
 def gate_grid(data: dict[str, Any]) -> list[str]:
-    """Tabulate a row a ratio, a column a model; "-" without a goal, or a measurement."""
+    """Tabulate a row a ratio, a column a model. "-" stands for no goal, or no measurement."""
     found = {(gate.words, gate.wanted, gate.model): gate for gate in gates(data)}
     models = [model for model in models_of(data) if any(key[2] == model for key in found)]
     titles = " | ".join(MODEL_TITLES[model] for model in models)
@@ -109,7 +109,7 @@ def behind(data: dict[str, Any], rivals: int | None = None) -> list[str]:
 
     Args:
         data: the results.
-        rivals: of so many, the farthest ahead; None for all.
+        rivals: number of engines, the farthest ahead first. None means all.
     """
     lines = []
     for model in models_of(data):
@@ -141,7 +141,7 @@ def behind_words(data: dict[str, Any], rivals: int | None = None) -> list[str]:
 
 
 def _lead(data: dict[str, Any], model: str, rival: str, part: str | None, name: str) -> float:
-    """Compute how many times better the rival's number is than ours; 0 where one is missing."""
+    """Compute how many times better the rival's number is than ours, or 0 where one is missing."""
     if part is not None:
         found = ratio(data["records"], model, (rival, OURS), part, name)
     else:
@@ -172,7 +172,7 @@ def _agreement_row(data: dict[str, Any], model: str, engine: str, record: Record
     if gaps:
         cells[0] = f"{sum(gap == 0 for gap in gaps)} of {len(gaps)} tokens"
         if max(gaps):
-            # All answers are of one length; the first place where one leaves the best.
+            # All answers are of one length. The first place where one differs from the best.
             place = gaps.index(next(gap for gap in gaps if gap))
             length = len(gaps) // (2 * answers)
             cells[2] = f"{gaps[place]:.2g} at token {place % length + 1}"
@@ -266,7 +266,7 @@ def table(data: dict[str, Any]) -> str:
 
 
 def readme_part(data: dict[str, Any], results: str) -> list[str]:
-    """Format what the README's block reports of one results file."""
+    """Format the lines of the README's block for one results file."""
     missing = [e["title"] for e in data["engines"].values() if "missing" in e]
     count = len(data["runs"])
     runs = "One run" if count == 1 else f"One run in {count} slices"
@@ -311,7 +311,7 @@ def stored(folder: Path) -> list[Path]:
 
 
 def section_of(json_paths: list[Path]) -> str:
-    """Make what stands between the markers of the README beside these results files."""
+    """Make the text between the markers of the README beside these results files."""
     lines = [BEGIN]
     for json_path in json_paths:
         markdown, images = paths(json_path)

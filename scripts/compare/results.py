@@ -18,13 +18,13 @@ Record = dict[str, Any]
 
 
 class Results:
-    """Results of all that was measured, written after each part so that a run can go on later.
+    """Results of a comparison, written after each part so that a run can go on later.
 
     Args:
         path: the JSON file.
-        settings: what must be equal for records to be comparable.
-        resume: take what the file holds, where its settings are these; engines that could not be
-            installed are tried again.
+        settings: must be equal for records to be comparable.
+        resume: take the records of the file, if its settings are equal. Engines that could not
+            be installed are tried again.
 
     Raises:
         ValueError: the file was measured with other settings, or on another machine.
@@ -77,7 +77,7 @@ class Results:
         return self.data["records"]
 
     def has(self, key: Record) -> bool:
-        """Return whether a part was measured; one that failed was not."""
+        """Return whether a part was measured. A part that failed was not."""
         return any("error" not in r and key.items() <= r.items() for r in self.records)
 
     def add(self, record: Record) -> None:
@@ -101,10 +101,10 @@ class Results:
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """Read what a results file holds.
+    """Read a results file.
 
     Raises:
-        ValueError: it is none, with its name and what is wrong.
+        ValueError: it has another format. The message has its name and the reason.
     """
     try:
         found = json.loads(path.read_text())
@@ -141,7 +141,7 @@ def chosen(records: Iterable[Record], model: str, engine: str, part: str) -> lis
 
 
 def middle(records: Iterable[Record], name: str) -> tuple[float, float, float] | None:
-    """Compute (median, least, most) of a number over repeats; None without any."""
+    """Compute (median, least, most) of a number over repeats, or None without any."""
     values = [r[name] for r in records if r.get(name) is not None]
     return (statistics.median(values), min(values), max(values)) if values else None
 

@@ -27,7 +27,7 @@ class Servers:
 
     @contextmanager
     def awake(self, engine: Engine, model: str) -> Iterator[tuple[Started, bool]]:
-        """Wake the engine's server; yield it and whether it is new, and halt it afterwards.
+        """Wake the engine's server. Yield it and whether it is new, and halt it afterwards.
 
         Servers of another model end first. One that has ended by itself is started anew.
 

@@ -1,12 +1,12 @@
-"""Starts of jaxserve and other servers in turns: with nothing kept from earlier ones, and warm.
+"""Starts of jaxserve and other servers in turns: with empty caches, and warm.
 
     python -m scripts.compare.starts --models small,deep
     python -m scripts.compare.starts --engines jaxserve,llama.cpp --repeats 5
 
-Each start is a process of its own, in turns with those of the other engines. Cold is a start with
-empty folders of caches, but with the checkpoint converted and its pages in the system's cache;
-warm is the next one over the same folders. Seconds are from before the process is started to the
-first answer of /health, and to that of a completion of one token; memory is the highest sum of
+Each start is a process of its own, in turns with the other engines. Cold is a start with empty
+folders of caches, but with the checkpoint converted and its pages in the system's cache. Warm is
+the next one over the same folders. Seconds are from before the process is started to the first
+answer of /health, and to that of a completion of one token. Memory is the highest sum of
 resident bytes up to there. Medians of the turns are printed and stored.
 """
 
@@ -45,14 +45,14 @@ Numbers = dict[str, float]
 
 
 def setting_of(model: str) -> Setting:
-    """Return what all engines have in common; write the checkpoint where it is not there."""
+    """Return the settings of all engines. Write the checkpoint where it is not there."""
     folder = cache_folder()
     checkpoint = random_checkpoint(shape_of(model), folder / "models")
     return Setting(checkpoint, ROWS, MAX_LEN, THREADS, dtype_of(model), folder)
 
 
 def start(engine: Engine, python: Path, setting: Setting, caches: Path) -> Numbers:
-    """Start a server once, over these folders of caches; return its seconds and its memory."""
+    """Start a server once, over these folders of caches. Return its seconds and its memory."""
     port = free_port()
     folders = {"XDG_CACHE_HOME": caches / "cache", "TORCHINDUCTOR_CACHE_DIR": caches / "inductor"}
     environment = engine.environment(python, setting) | {k: str(v) for k, v in folders.items()}
@@ -74,7 +74,7 @@ def start(engine: Engine, python: Path, setting: Setting, caches: Path) -> Numbe
 
 
 def complete(url: str, body: dict[str, Any]) -> None:
-    """Complete a prompt, as a stream: there is a server that sends nothing else."""
+    """Complete a prompt, as a stream: one of the servers only streams."""
     data, kind = json.dumps(body | {"stream": True}).encode(), {"content-type": "application/json"}
     with urlopen(Request(url + "/v1/completions", data, kind), timeout=300) as answer:
         answer.read()
@@ -83,7 +83,7 @@ def complete(url: str, body: dict[str, Any]) -> None:
 def turns(
     engines: dict[str, Path], setting: Setting, repeats: int
 ) -> Iterator[tuple[str, str, Numbers | str]]:
-    """Start every engine cold and warm, one after the other; yield its name, kind and numbers."""
+    """Start every engine cold and warm, one after the other. Yield its name, kind and numbers."""
     for _ in range(repeats):
         for name, python in engines.items():
             with tempfile.TemporaryDirectory() as temporary:
@@ -95,7 +95,7 @@ def turns(
 
 
 def installed(names: list[str], settings: list[Setting]) -> tuple[dict[str, Path], dict[str, Any]]:
-    """Install engines and convert checkpoints; return interpreters, and versions or reasons."""
+    """Install engines and convert checkpoints. Return interpreters, and versions or reasons."""
     found: dict[str, Path] = {}
     about: dict[str, Any] = {}
     for name in names:
@@ -114,7 +114,7 @@ def installed(names: list[str], settings: list[Setting]) -> tuple[dict[str, Path
 
 
 def medians(found: list[tuple[str, str, Numbers | str]]) -> dict[str, dict[str, Numbers | str]]:
-    """Return medians by engine and kind; a kind of start that failed has its reason."""
+    """Return medians by engine and kind. A kind of start that failed has its reason."""
     table: dict[str, dict[str, Numbers | str]] = {}
     for name, kind, _ in found:
         runs = [numbers for n, k, numbers in found if (n, k) == (name, kind)]

@@ -1,11 +1,12 @@
-"""Answers of vLLM's parsers of calls and thoughts beside ours, over the corpus of outputs.
+"""Comparison of vLLM's parsers of tool calls and thoughts with ours, over the corpus of outputs.
 
     python -m scripts.compare.tool_parsers                       installs vLLM's wheel, once
     python -m scripts.compare.tool_parsers --python PATH         an interpreter that has it
 
 Every output of tests/structured/corpus is read by our reader, and by vLLM's parser of its dialect
-as a whole and token by token. Writes scripts/results/tool_parsers.md: by dialect, how many answers
-differ; below, each kind of disagreement with its judgement.
+as a whole and token by token (`worker_tool_parsers.py`, in vLLM's interpreter). Writes
+scripts/results/tool_parsers.md: by dialect, how many answers differ, then each kind of
+disagreement. The judgements of kinds are written by hand in that page, and each run keeps them.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import fill
@@ -29,17 +31,10 @@ from jaxserve.server.tool_calls.thinking import Start
 from scripts.compare.engine import Engine, module_command
 from scripts.compare.engine_vllm import NEEDED
 from scripts.compare.environments import NotInstalled, python_of
-from scripts.compare.parser_disagreements import (
-    STREAMED,
-    WHOLE,
-    Answer,
-    Kind,
-    is_error,
-    kind_of,
-)
 from scripts.lib.paths import IN_CHECKOUT, RESULTS, ROOT
 from scripts.lib.run_main import run_main
 
+Answer = dict[str, Any]
 CORPUS = ROOT / "tests" / "structured" / "corpus"
 TABLE = RESULTS / "tool_parsers.md"
 # The wheel is compiled for CUDA, but its parsers need neither that nor a GPU.
@@ -54,6 +49,100 @@ PARSERS = Engine(
 )
 
 
+# Kinds of disagreement, in the order of the page.
+WHOLE = (
+    "vLLM raises an error",
+    "a call inside thoughts",
+    "an answer without marks of thoughts, taken for thoughts",
+    "a mark left in the thoughts",
+    "words before a mark inside thoughts lost",
+    "thoughts left in the answer",
+    "a call of a tool that is not there",
+    "an object in the middle of an answer",
+    "a call made of a broken or cut text",
+    "a complete call not found",
+    "arguments that are no JSON object",
+    "other values of arguments",
+    "words beside calls left out",
+    "marks and broken calls left out",
+    "marks left in the answer",
+    "white space",
+)
+STREAMED = (
+    "an error in one way of reading alone",
+    "other thoughts",
+    "calls only in the stream",
+    "calls only in the whole",
+    "other arguments",
+    "other content",
+    "white space",
+)
+JUDGEMENT = re.compile(r'^- \*\*(.+?)\*\* \(\d+; [^)]+\)\. (.+?) For example "', re.MULTILINE)
+HEADINGS = (
+    "## vLLM's whole answers that are not ours",
+    "## vLLM's streams that are not its whole answers",
+)
+
+
+def bare(text: str) -> str:
+    """Return a text without white space."""
+    return "".join(text.split())
+
+
+def is_error(answer: Answer) -> bool:
+    """Return whether there is an error in the answer's place."""
+    return "error" in answer
+
+
+def whole_kind(output: dict[str, Any], ours: Answer, theirs: Answer) -> str:
+    """Return the kind of the difference between our answer and vLLM's, or "" if they are equal."""
+    if ours == theirs:
+        return ""
+    if is_error(theirs):
+        return WHOLE[0]
+    mine, other = bare(ours["reasoning"]), bare(theirs["reasoning"])
+    more = len(theirs["calls"]) - len(ours["calls"])
+    if mine != other:
+        if len(other) < len(mine) and (more > 0 or "inside" in output["about"]):
+            return WHOLE[1]
+        if not mine and output["start"] != "open":
+            return WHOLE[2]
+        if mine and mine in other:
+            return WHOLE[3]
+        is_all = not theirs["content"] and not theirs["calls"]
+        return WHOLE[4] if other and other in mine and is_all else WHOLE[5]
+    if {call["name"] for call in theirs["calls"]} - output["names"]:
+        return WHOLE[6]
+    if more > 0:
+        return WHOLE[7] if "inside an answer" in output["about"] else WHOLE[8]
+    if more < 0:
+        return WHOLE[9]
+    if ours["calls"] != theirs["calls"]:
+        objects = all(isinstance(call["arguments"], dict) for call in theirs["calls"])
+        return WHOLE[11] if objects else WHOLE[10]
+    if bare(ours["content"]) == bare(theirs["content"]):
+        return WHOLE[15]
+    if len(theirs["content"]) >= len(ours["content"]):
+        return WHOLE[14]
+    return WHOLE[12] if ours["calls"] else WHOLE[13]
+
+
+def streamed_kind(output: dict[str, Any], whole: Answer, streamed: Answer) -> str:
+    """Return the kind of the difference between vLLM's stream and its whole answer, or ""."""
+    if whole == streamed:
+        return ""
+    if is_error(whole) or is_error(streamed):
+        return STREAMED[0]
+    if bare(whole["reasoning"]) != bare(streamed["reasoning"]):
+        return STREAMED[1]
+    more = len(streamed["calls"]) - len(whole["calls"])
+    if more:
+        return STREAMED[2] if more > 0 else STREAMED[3]
+    if whole["calls"] != streamed["calls"]:
+        return STREAMED[4]
+    return STREAMED[5] if bare(whole["content"]) != bare(streamed["content"]) else STREAMED[6]
+
+
 @dataclass
 class Tally:
     """Disagreements of one dialect.
@@ -62,7 +151,7 @@ class Tally:
         outputs: number of outputs.
         problem: why vLLM's parser could not be made, or empty.
         whole: kind and words of outputs whose whole vLLM reads differently from us.
-        streamed: likewise, of those that vLLM streams differently from what it reads whole.
+        streamed: kind and words of outputs that vLLM streams differently from its whole answer.
         errors: number of outputs at which vLLM raises an error.
         unexpected: words of outputs that we ourselves read differently from the corpus.
     """
@@ -92,7 +181,7 @@ def load(folder: Path) -> dict[str, Any]:
 
 
 def read_ours(dialect: dict[str, Any], output: dict[str, Any]) -> Answer:
-    """Return what our reader makes of an output."""
+    """Return our reader's answer to an output."""
     reader = answer_reader(
         dialect["tool_call_parser"],
         dialect["reasoning_parser"],
@@ -112,7 +201,7 @@ def tally_of(dialect: dict[str, Any], ours: list[Answer], theirs: list[Any] | st
     Args:
         dialect: of the corpus.
         ours: answer to each output.
-        theirs: answers of vLLM to each, whole and streamed; or why there are none.
+        theirs: answers of vLLM to each, whole and streamed, or the reason why they are missing.
     """
     outputs = dialect["outputs"]
     if isinstance(theirs, str):
@@ -126,9 +215,9 @@ def tally_of(dialect: dict[str, Any], ours: list[Answer], theirs: list[Any] | st
         if mine != {key: output[key] for key in mine}:
             tally.unexpected.append(about)
         tally.errors += is_error(whole) or is_error(streamed)
-        if kind := kind_of(WHOLE, output, mine, whole):
+        if kind := whole_kind(output, mine, whole):
             tally.whole.append((kind, about))
-        if kind := kind_of(STREAMED, output, whole, streamed):
+        if kind := streamed_kind(output, whole, streamed):
             tally.streamed.append((kind, about))
     return tally
 
@@ -154,33 +243,44 @@ def rows(tallies: dict[str, Tally]) -> list[str]:
     return [*lines, f"| all | {' | '.join(f'{number:,}' for number in total)} |"]
 
 
-def paragraphs(kinds: Iterable[Kind], found: dict[str, list[tuple[str, str]]]) -> list[str]:
+def judgements(page_text: str) -> list[dict[str, str]]:
+    """Read the judgements of an earlier page by kind: of whole answers, and of streams."""
+    found = []
+    for heading in HEADINGS:
+        section = page_text.partition(heading)[2].partition("\n## ")[0]
+        found.append(dict(JUDGEMENT.findall(section.replace("\n  ", " "))))
+    return found
+
+
+def paragraphs(
+    kinds: Sequence[str], found: dict[str, list[tuple[str, str]]], judged: dict[str, str]
+) -> list[str]:
     """Return a paragraph for each kind that was found.
 
     Args:
         kinds: in the order of the page.
         found: by dialect, kind and words of each disagreement.
+        judged: the judgement of each kind.
     """
     lines = []
     for kind in kinds:
-        cases = [
-            (name, words) for name, all_ in found.items() for k, words in all_ if k == kind.title
-        ]
+        cases = [(name, words) for name, all_ in found.items() for k, words in all_ if k == kind]
         if not cases:
             continue
         dialects = list(dict.fromkeys(name for name, _ in cases))
         shown = ", ".join(dialects[:6]) + (" and others" if len(dialects) > 6 else "")
         name, words = cases[0]
         text = (
-            f"- **{kind.title}** ({len(cases)}; {shown}). {kind.judgement} "
+            f"- **{kind}** ({len(cases)}; {shown}). {judged.get(kind, 'Not judged yet.')} "
             f'For example "{words}" in `{name}`.'
         )
         lines.append(fill(text, 118, subsequent_indent="  ", break_on_hyphens=False))
     return lines
 
 
-def page(tallies: dict[str, Tally], version: str) -> str:
-    """Return the results' page."""
+def page(tallies: dict[str, Tally], version: str, earlier: str = "") -> str:
+    """Return the results' page, with the judgements of an earlier page."""
+    whole, streamed = judgements(earlier)
     parts = [
         "# vLLM's parsers of calls and thoughts, beside ours",
         f"`python -m scripts.compare.tool_parsers`; vLLM {version}, its own parsers as its server "
@@ -189,10 +289,12 @@ def page(tallies: dict[str, Tally], version: str) -> str:
         "dialect's marks as special tokens (gpt-oss: its own). Ours reads all\noutputs as the "
         "corpus says, and streams them as it reads them whole: tests compare that.",
         "\n".join(rows(tallies)),
-        "## vLLM's whole answers that are not ours",
-        "\n".join(paragraphs(WHOLE, {name: tally.whole for name, tally in tallies.items()})),
-        "## vLLM's streams that are not its whole answers",
-        "\n".join(paragraphs(STREAMED, {name: tally.streamed for name, tally in tallies.items()})),
+        HEADINGS[0],
+        "\n".join(paragraphs(WHOLE, {n: tally.whole for n, tally in tallies.items()}, whole)),
+        HEADINGS[1],
+        "\n".join(
+            paragraphs(STREAMED, {n: tally.streamed for n, tally in tallies.items()}, streamed)
+        ),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -212,8 +314,10 @@ def read_theirs(python: Path, dialects: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Compare, write the page, print the sums; return the status."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Compare, write the page, and print the sums. Return the status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.compare.tool_parsers", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument(
         "--python", type=Path, help="interpreter that has vLLM (default: one is installed, once)"
     )
@@ -233,7 +337,8 @@ def main() -> int:
         tallies[name] = tally_of(dialect, ours, theirs["answers"][name])
         for about in tallies[name].unexpected:
             print(f"{name}: ours is not as the corpus says: {about}", file=sys.stderr)
-    options.table.write_text(page(tallies, theirs["version"]))
+    earlier = TABLE.read_text() if TABLE.is_file() else ""
+    options.table.write_text(page(tallies, theirs["version"], earlier))
     print("\n".join(rows(tallies)))
     return 0
 

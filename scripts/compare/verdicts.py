@@ -27,7 +27,7 @@ def waiting(results: Results) -> list[Record]:
 
 
 def judge(results: Results, python: Path, threads: int, say: Callable[[str], None]) -> None:
-    """Add `gaps` to every record of answers that has none yet."""
+    """Add `gaps` to every record of answers that lacks them."""
     found = waiting(results)
     for model in sorted({record["model"] for record in found}):
         records = [record for record in found if record["model"] == model]

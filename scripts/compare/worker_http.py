@@ -1,7 +1,7 @@
 """The HTTP front of the workers: token ids in, events with token ids out. Standard library only.
 
-It serves as much of /v1/completions as the client of ``bench_serving.py`` uses, so that engines
-without a server of their own are measured as those with one are. The thread that has tokens writes
+It serves the part of /v1/completions that the client of `jaxserve bench serve` uses, so that
+engines without a server are measured in the same way as servers. The thread that has tokens writes
 them to the socket at once.
 """
 
@@ -42,7 +42,7 @@ class Job:
         self._send = send
 
     def write(self, token_ids: list[int]) -> None:
-        """Write tokens, those beyond the wanted length dropped; the last one ends the answer."""
+        """Write tokens, and drop those beyond the wanted length. The last one ends the answer."""
         token_ids = token_ids[: self.max_tokens - self.written]
         if not token_ids or self.done.is_set():
             return
@@ -127,7 +127,7 @@ class Front:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def batch(self, most: int) -> list[Job]:
-        """Wait for a request, then for those that come with it, up to so many.
+        """Wait for a request, then for others that come with it, up to `most`.
 
         One that is sent alone is not kept waiting for others.
         """
@@ -150,7 +150,7 @@ class Front:
 
 
 def arguments(*more: tuple[str, str]) -> argparse.Namespace:
-    """Parse what `engine.worker` passes, and the worker's own options with their defaults."""
+    """Parse the arguments of `engine.worker`, and the worker's own options with their defaults."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", type=Path, required=True)
     for name in ("--port", "--rows", "--threads", "--max-len"):

@@ -1,6 +1,6 @@
 """One jaxserve engine behind HTTP whose schedule is changed between runs by POST /schedule.
 
-Weights and programs are loaded once, so that continuous and static batching differ in nothing but
+Weights and programs are loaded once, so that continuous and static batching differ only in
 their schedule. GET /timeline lists the holder of each slot in every step since the last change.
 """
 
@@ -40,7 +40,7 @@ class Schedules:
         self.change({"schedule": CONTINUOUS, "rows": rows})
 
     def change(self, wish: dict[str, Any]) -> dict[str, Any]:
-        """Change {"schedule": continuous, S0 or S1; "rows": at most --rows} while nothing runs."""
+        """Change {"schedule": continuous, S0 or S1, "rows": at most --rows} of the idle engine."""
         name, rows = wish["schedule"], int(wish.get("rows", self._rows))
         if name not in (CONTINUOUS, S0, S1) or not 1 <= rows <= self._rows:
             raise ValueError(f"no such schedule: {wish}")

@@ -2,7 +2,7 @@
 
     python -m scripts.compare.worker_tool_parsers OUTPUTS.json ANSWERS.json
 
-The interpreter is one that has vLLM; nothing here needs a GPU. Every dialect gets a tokenizer
+The interpreter is one that has vLLM. A GPU is not needed. Every dialect gets a tokenizer
 trained on its own outputs, with its marks as special tokens, because parsers find them by token.
 """
 
@@ -57,7 +57,7 @@ def tokenizer_of(texts: list[str], marks: list[str]) -> Any:
 
 
 def steps_of(tokenizer: Any, text: str) -> list[tuple[str, list[int]]]:
-    """Return the text's tokens, each with the text it adds; parts of a character go together."""
+    """Return the text's tokens, each with the text it adds. Parts of a character go together."""
     ids = tokenizer.encode(text, add_special_tokens=False)
     steps: list[tuple[str, list[int]]] = []
     done, waiting = "", []
@@ -84,7 +84,7 @@ class Dialect:
         calls, thoughts = dialect["tool_call_parser"], dialect["reasoning_parser"]
         can_leave = calls is not None and not is_harmony
         # Some parsers of thoughts take every text for thoughts, even after a prompt that has
-        # closed them; such a model is served without one.
+        # closed them. Such a model is served without one.
         self._classes = {
             start: ParserManager.get_parser(
                 tool_parser_name=calls,
@@ -111,7 +111,7 @@ class Dialect:
         return parser, request, prompt
 
     def whole(self, start: str, text: str) -> Answer:
-        """Return what vLLM reads in a text that is given at once."""
+        """Return vLLM's answer to a whole text."""
         parser, request, prompt = self._open(start)
         parser.set_prompt_token_ids(prompt)
         ids = self._tokenizer.encode(text, add_special_tokens=False)
@@ -121,7 +121,7 @@ class Dialect:
         return answer(reasoning, content, [(call.name, call.arguments) for call in calls or []])
 
     def streamed(self, start: str, text: str) -> Answer:
-        """Return what the parts that vLLM streams add up to."""
+        """Return the sum of the parts that vLLM streams for a text."""
         parser, request, prompt = self._open(start)
         reasoning = content = ""
         calls: dict[int, tuple[str, str]] = {}
@@ -144,7 +144,7 @@ class Dialect:
 
 
 def answer(reasoning: str | None, content: str | None, calls: list[tuple[str, str]]) -> Answer:
-    """Return an answer to compare: what is None as an empty text, arguments as their values."""
+    """Return an answer to compare: None as an empty text, arguments as their values."""
     read = []
     for name, arguments in calls:
         try:
@@ -164,7 +164,7 @@ def attempt(read: Any, start: str, text: str) -> Answer:
 
 
 def read_all(dialects: dict[str, Any]) -> dict[str, Any]:
-    """Return, by dialect, the answers for each output, or why there are none."""
+    """Return, by dialect, the answers for each output, or the reason why they are missing."""
     answers: dict[str, Any] = {}
     for name, dialect in dialects.items():
         try:

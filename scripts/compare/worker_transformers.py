@@ -14,7 +14,7 @@ from scripts.lib.transformers_batching import start_batching
 
 
 class Columns(BaseStreamer):
-    """Columns of a batch: a token for every row and step; the first call brings the prompts."""
+    """Columns of a batch: a token for every row and step. The first call has the prompts."""
 
     def __init__(self, jobs: list[Job]) -> None:
         self._jobs = jobs
@@ -52,7 +52,7 @@ def serve_static(network: Any, front: Front, rows: int) -> None:
 
 
 def serve_continuous(network: Any, front: Front, rows: int, max_len: int) -> None:
-    """Add requests as they come; a thread reads the answers."""
+    """Add requests as they come. A thread reads the answers."""
     page = 64
     batching = start_batching(
         network,

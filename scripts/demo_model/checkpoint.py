@@ -146,7 +146,7 @@ def write_settings(config: Config, tokenizer: Tokenizer, out: Path) -> None:
 
 
 def write_card(scores: Sequence[Score], run: Run, model: Llama, out: Path) -> None:
-    """Write README.md: what the model is, how it was made and what was measured."""
+    """Write README.md, with the model's description, training and measured accuracies."""
     size = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model)))
     rows = "\n".join(
         f"| {s.label} | {s.shortest}-{s.longest} | {s.examples} | {s.correct} | "

@@ -15,7 +15,7 @@ from scripts.demo_model import tasks as demo_tasks
 from scripts.demo_model.tasks import Task
 from scripts.demo_model.tokenizer import BOS, EOS, PAD, SPECIAL_TOKENS
 
-# Sequence lengths of the training batches; every batch holds about the same number of tokens.
+# Sequence lengths of the training batches. Every batch holds about the same number of tokens.
 BUCKETS = (64, 128, 256, 512, 768)
 TOKENS_PER_BATCH = 3072
 # Parts of the run: drills only, then short contexts, then contexts that grow to the longest.
@@ -43,7 +43,7 @@ TASK_WEIGHTS = {
 
 @dataclass(frozen=True)
 class Example:
-    """A tokenized conversation; ``scored`` marks the answer tokens."""
+    """A tokenized conversation. ``scored`` marks the answer tokens."""
 
     label: str
     tokens: list[int]
@@ -106,7 +106,7 @@ def training_examples(
 
 
 def pad(examples: Sequence[Example], length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pad to tokens [B, length + 1]; return also which of them are answer tokens."""
+    """Pad to tokens [B, length + 1]. Return also which of them are answer tokens."""
     tokens = np.full((len(examples), length + 1), PAD, np.int32)
     scored = np.zeros(tokens.shape, bool)
     for row, example in enumerate(examples):
@@ -116,7 +116,7 @@ def pad(examples: Sequence[Example], length: int) -> tuple[np.ndarray, np.ndarra
 
 
 def batches(source: Iterator[Example]) -> Iterator[tuple[list[Example], int]]:
-    """Group examples of similar length; each batch comes with the length to pad it to."""
+    """Group examples of similar length. Each batch comes with the length to pad it to."""
     waiting: dict[int, list[Example]] = {length: [] for length in BUCKETS}
     for example in source:
         length = bucket(example)
@@ -127,7 +127,7 @@ def batches(source: Iterator[Example]) -> Iterator[tuple[list[Example], int]]:
 
 
 def bucket(example: Example) -> int | None:
-    """Choose the padded length of an example's batch; none where it is longer than all of them."""
+    """Choose the padded length of an example's batch, or None if it is longer than all of them."""
     return next((size for size in BUCKETS if len(example.tokens) <= size + 1), None)
 
 

@@ -36,7 +36,7 @@ class Config:
 
 
 def rope_rates(head_dim: int, theta: float) -> jax.Array:
-    """Turn per position, in radians, of each of the H / 2 pairs; fastest first."""
+    """Turn per position, in radians, of each of the H / 2 pairs, fastest first."""
     half = head_dim // 2
     return theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
 
@@ -51,7 +51,7 @@ def rotate(x: jax.Array, theta: float) -> jax.Array:
 
 
 class Block(nnx.Module):
-    """Llama layer; every projection is stored as [inputs, outputs]."""
+    """Llama layer. Every projection is stored as [inputs, outputs]."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
         self.config = c = config
@@ -76,7 +76,7 @@ class Block(nnx.Module):
         return rms_norm(x, scale[...], self.config.rms_norm_eps)
 
     def attend(self, x: jax.Array, rows: int) -> jax.Array:
-        """Attend causally over ``rows`` sequences; ``x`` is [B * T, D], rows first.
+        """Attend causally over ``rows`` sequences. ``x`` is [B * T, D], rows first.
 
         Queries go in chunks so that a chunk meets only the keys up to its own end, and the score
         matrix stays small: on a CPU both matter more than the number of operations.
@@ -116,7 +116,7 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
 
 
 class Llama(nnx.Module):
-    """Decoder whose output matrix is its embedding; tokens [B, T] to logits [B, T, V]."""
+    """Decoder whose output matrix is its embedding: tokens [B, T] to logits [B, T, V]."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -145,8 +145,8 @@ def distance_wave(config: Config, distance: int) -> tuple[jax.Array, jax.Array]:
 def seed_embeddings(model: Llama, pairs: Sequence[tuple[int, int]]) -> None:
     """Seed the constant and marking components of the embeddings.
 
-    Component 0 is constant, so that heads can attend by distance alone; component 1 tells the
-    two tokens of a word, after a blank and without one, apart; the upper half starts empty.
+    Component 0 is constant, so that heads can attend by distance alone. Component 1 tells the
+    two tokens of a word, after a blank and without one, apart. The upper half starts empty.
     """
     bare, blank = np.array(pairs).T
     table = model.embed_tokens[...].at[:, model.config.hidden_size // 2 :].set(0)
@@ -163,7 +163,7 @@ def seed_circuits(model: Llama, asked: int) -> None:
     """Start with a rough copying circuit, which random weights take most of a short run to form.
 
     Layer 0: heads look one, two, ``asked`` (to the question's last word) and ``asked + 1`` tokens
-    back and write a sketch of what is there into their own components of the upper half.  Layer
+    back and write a sketch of the tokens there into their own components of the upper half.  Layer
     1: each head finds where a sketch matches the current word, the previous one or the
     question's, and writes the token found there.  Content is matched in the slowly turning half
     of the rotary pairs only.

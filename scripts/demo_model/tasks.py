@@ -2,7 +2,7 @@
 
 The demonstration checkpoint is trained on these tasks, and the live demo and the tests draw
 their requests from here.  Every generator takes a ``random.Random`` and an approximate prompt
-length in words; the tasks in ``STRETCHABLE`` grow to that length, the others ignore it.  A prompt
+length in words. The tasks in ``STRETCHABLE`` grow to that length, the others ignore it.  A prompt
 belongs to the training or to the held-out side by a hash of its text, so the two never overlap.
 """
 
@@ -50,7 +50,7 @@ def _log_uniform(rng: random.Random, low: int, high: int) -> int:
 
 
 def _filler_sentence(rng: random.Random) -> str:
-    """Draw a sentence of 6 to 9 words that names nobody, so that no question asks about it."""
+    """Draw a sentence of 6 to 9 words without a name, so that no question asks about it."""
     kind = rng.randrange(3)
     first, second = rng.sample(WORDS, 2)
     colour, other = rng.choice(COLOURS), rng.choice(COLOURS)

@@ -4,7 +4,7 @@
 
 Writes a Llama checkpoint in the plain Hugging Face layout (config, tokenizer with chat template,
 safetensors weights) and a model card holding the accuracies measured on held-out examples.  The
-run stops after ``--steps`` updates, so it is reproducible; ``--minutes`` is only a safety stop.
+run stops after ``--steps`` updates, so it is reproducible. ``--minutes`` is only a safety stop.
 
 Shape names: B batch, T tokens, L layers, D hidden, N query heads, K kv heads, H head dim,
 F mlp, V vocab.
@@ -42,11 +42,11 @@ from scripts.demo_model.examples import (
 )
 from scripts.demo_model.network import Config, Llama, seed_circuits, seed_embeddings
 from scripts.demo_model.tokenizer import build_tokenizer, word_pairs
-from scripts.lib.argument_types import new_folder, number_of_bits
+from scripts.lib.argument_types import new_folder
 from scripts.lib.paths import ROOT
 from scripts.lib.run_main import run_main
 
-# What stands between the last word of a question and the answer.
+# Text between the last word of a question and the answer.
 PROMPT_END = "?<|im_end|>\n<|im_start|>assistant\n"
 PEAK_RATE = 2e-3
 DEFAULT_STEPS = 2600
@@ -66,7 +66,7 @@ def make_step(graph: nnx.GraphDef, optimizer: optax.GradientTransformation) -> C
         )
         surprise = optax.softmax_cross_entropy_with_integer_labels(logits, targets) * mask
         perfect = jnp.all((logits.argmax(-1) == targets) | ~mask, axis=-1)
-        # Batches of long contexts hold few answer tokens; a floor keeps their noise down.
+        # Batches of long contexts hold few answer tokens. A floor keeps their noise down.
         return surprise.sum() / jnp.maximum(mask.sum(), 200), (surprise.sum() / mask.sum(), perfect)
 
     @jax.jit
@@ -79,7 +79,7 @@ def make_step(graph: nnx.GraphDef, optimizer: optax.GradientTransformation) -> C
 
 
 def train(model: Llama, tokenizer: Tokenizer, seed: int, steps: int, minutes: float) -> int:
-    """Update ``model`` in place; return the number of steps done."""
+    """Update ``model`` in place. Return the number of steps done."""
     graph, params = nnx.split(model)
     rate = optax.warmup_cosine_decay_schedule(
         0.0, PEAK_RATE, min(100, steps // 2), steps, PEAK_RATE / 50
@@ -151,7 +151,9 @@ def main() -> None:
     )
     default = ROOT / "jaxserve" / "demo_model"
     parser.add_argument("--out", type=new_folder, default=str(default), help="folder to write")
-    parser.add_argument("--seed", type=number_of_bits(32), default=0)
+    parser.add_argument(
+        "--seed", type=lambda text: positive_integer(text, 0, (1 << 32) - 1), default=0
+    )
     parser.add_argument(
         "--steps", type=positive_integer, default=DEFAULT_STEPS, help="updates to make"
     )

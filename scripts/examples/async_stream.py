@@ -6,7 +6,7 @@ from jaxserve import AsyncLLM, EngineConfig, SamplingParams
 
 
 async def stream(llm: AsyncLLM, prompt: str) -> None:
-    """Print an answer's pieces as they come: each output holds what is new."""
+    """Print an answer's pieces as they come: each output holds only the new text."""
     async for output in llm.generate(prompt, SamplingParams(temperature=0, max_tokens=12)):
         print(f"{prompt}: +{output.outputs[0].text!r}", flush=True)
 

@@ -10,7 +10,7 @@ ANSWERS = ["e-n-o-t-s", "e-n-o-s-t"]
 
 def main() -> None:
     """Print the perplexity of each answer and its least likely token."""
-    # One token must be drawn; the prompt's are scored on the way.
+    # One token must be drawn. The prompt's tokens are scored on the way.
     sampling = SamplingParams(max_tokens=1, prompt_logprobs=0)
     with LLM() as llm:
         start = len(llm.get_tokenizer().encode(QUESTION))

@@ -21,7 +21,7 @@ FORMS = {
 
 
 def main() -> None:
-    """Print an answer of each form; the bundled model was not trained on their meaning."""
+    """Print an answer of each form. The bundled model was not trained on their meaning."""
     prompts = ["Describe an animal."] * len(FORMS)
     params = [
         SamplingParams(max_tokens=64, seed=1, structured_outputs=form) for form in FORMS.values()

@@ -24,7 +24,7 @@ WEATHER = {
 
 
 def main(url: str) -> None:
-    """Print the call that the model makes; a forced one always fits the tool's schema."""
+    """Print the call that the model makes. A forced one always fits the tool's schema."""
     client = OpenAI(base_url=f"{url}/v1", api_key="none")
     model = client.models.list().data[0].id
     question = [{"role": "user", "content": "What is the weather in Rome?"}]

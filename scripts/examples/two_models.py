@@ -7,7 +7,7 @@ def main() -> None:
     """Print both models' answers to one question, and how sure each is of its first token."""
     question = [{"role": "user", "content": "Reverse: s-t-o-n-e"}]
     sampling = SamplingParams(temperature=0, max_tokens=16, logprobs=0)
-    # Each takes half of what one alone would take for its KV cache.
+    # Each takes half of the KV cache memory that one alone would take.
     whole = LLM(memory_share=0.5)
     narrow = LLM(memory_share=0.5, quantization="int8")
     with whole, narrow:

@@ -1,4 +1,4 @@
-"""Table of what was compiled, by card, and what of it is a fault."""
+"""Table of compiled kernels and steps, by card, with their faults."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def spills(row: dict[str, Any]) -> int:
 
 
 def card_faults(rows: list[dict[str, Any]], limits: DeviceLimits) -> list[str]:
-    """Find what a card cannot run, or what costs it more than it should."""
+    """Find cases that a card cannot run, or that cost more than they should."""
     found = []
     for row in rows:
         name = row["name"]

@@ -111,7 +111,7 @@ class QuantizedCase:
 
 def quantized_cases() -> list[QuantizedCase]:
     """List the gate and upward projections of Llama-3.1-8B, as quantized at load, and as AWQ
-    and GPTQ have them; then another dtype, and sizes that no block divides."""
+    and GPTQ have them, then another dtype, and sizes that no block divides."""
     found = [
         QuantizedCase(form, "bfloat16", tokens, 4096, 28672, group, zeros)
         for form, group, zeros in (
@@ -153,7 +153,7 @@ def quantized_grouped_cases() -> list[QuantizedGroupedCase]:
         first = case.model.startswith("Qwen")
         if first or case.dtype == "float32":
             found += [QuantizedGroupedCase(form, case) for form in ("int8", "fp8")]
-        # 2880 inputs are padded to whole groups of 32 only; AWQ's are mostly of 128.
+        # 2880 inputs are padded to whole groups of 32 only. AWQ's are mostly of 128.
         group = 24 if case.model == "uneven" else 32
         found.append(QuantizedGroupedCase("int4", case, group, "minima"))
         if first:
@@ -166,11 +166,11 @@ class StepCase:
     """Step of an 8B Llama to compile, whole as the engine traces it.
 
     Attributes:
-        tokens, rows: the bucket; as many tokens as rows are decodes.
+        tokens, rows: the bucket. As many tokens as rows are decodes.
         dtype: of weights and activations.
-        page_dtype: of the pages; "" for that of the weights.
-        form: of quantized weights; "" for none.
-        layers: how many of the model's; 0 for all.
+        page_dtype: of the pages, by default that of the weights.
+        form: of quantized weights, or "".
+        layers: how many of the model's. 0 means all.
         draws: take a decode's program that holds the sampler.
         num_steps: of a launch.
         context: positions that a row's pages hold.
@@ -217,7 +217,7 @@ def step_cases() -> list[StepCase]:
 
 
 def long_cases() -> list[Any]:
-    """List everything: what is compiled for an H200."""
+    """List all cases, as compiled for an H200."""
     return [
         *cases(),
         *grouped_cases(),
@@ -228,7 +228,7 @@ def long_cases() -> list[Any]:
 
 
 def card_cases() -> list[Any]:
-    """List what every card from 8.0 on must compile: each kernel in the sizes of models."""
+    """List the cases that every card from 8.0 on must compile: each kernel in sizes of models."""
     found: list[Any] = []
     for op in ("decode", "ragged"):
         for H in (64, 128, 256):
@@ -273,7 +273,7 @@ LAUNCH_ROWS, LAUNCH_LAYERS = (1, 32, 256), (2, 3)
 
 
 def launch_case(model: str, rows: int, layers: int) -> StepCase:
-    """Return the greedy decode of a model with few layers: two of them tell what one adds."""
+    """Return the greedy decode of a model with few layers. The difference of two is one layer."""
     return StepCase(rows, rows, layers=layers, model=model)
 
 
@@ -299,8 +299,8 @@ def case_lists(which: str, capability: tuple[int, int]) -> list[Any]:
     """List the cases of a name.
 
     Args:
-        which: "long", "card", "full" (with all layers), "short" or "order"; or models' names
-            after "launches: ", divided by "; ".
+        which: "long", "card", "full" (with all layers), "short" or "order", or models' names
+            after "launches: ", separated by a semicolon and a blank.
     """
     if which == "long":
         return long_cases()

@@ -1,21 +1,25 @@
-"""Compilation of every kernel, and of whole steps, for NVIDIA cards on a machine without a GPU.
+"""Compilation of kernels, steps, sums and starts for NVIDIA cards on a machine without a GPU.
 
-    python -m scripts.gpu.compile_offline [--env DIR] [--only REGEX] [--out DIR]
-    python -m scripts.gpu.compile_offline --order
-    python -m scripts.gpu.compile_offline --card all
+    python -m scripts.gpu.compile_offline [--only REGEX] [--out DIR]    everything, for an H200
+    python -m scripts.gpu.compile_offline --order                       loads before launches end
+    python -m scripts.gpu.compile_offline --card all                    a card of each capability
     python -m scripts.gpu.compile_offline --card "RTX 3060" --card L4 --full
+    python -m scripts.gpu.compile_offline --sums                        over 2, 4 and 8 H200s
+    python -m scripts.gpu.compile_offline --start 8b                    programs of a start
 
-Makes its own environment (`offline_environment.py`), and compiles there. The first form takes
-everything for an H200, and writes a table of registers, spills, shared memory, instruction counts,
-launches, command buffers, copies of KV and temporary memory to compile_offline.json and .txt. The
-second reads the machine code of every kernel of an engine's steps: whether each waits before it
-loads where launches may overlap; and what XLA's cost model says of their memory, with the tiles
-that it prefers; into launch_order.json and .md. The others compile what every card must run, for
-any card of `pallas_kernels.devices` ("all" is one of each compute capability), into one table by
-card, cards.json and cards.md.
+Makes an environment for the compilers (`offline_environment.py`), and runs `offline_worker.py`
+there. The first form writes a table of registers, spills, shared memory, instruction counts,
+launches, command buffers, copies of KV and temporary memory to compile_offline.json and .txt.
+`--order` reads the machine code of every kernel of an engine's steps: whether each waits before it
+loads where launches may overlap, and the memory time of XLA's cost model. It writes
+launch_order.json and .md. `--card` compiles the kernels and steps that every card must run, into
+cards.json and cards.md. `--sums` compiles decode steps of an 8B Llama, and single sums, for each
+choice of `all_reduce`, into collectives.md. `--start` lists the programs that a start without
+stored programs compiles, with the seconds of Python and of XLA for each, into start_MODEL.json and
+.md.
 
 Exits with 1 if a case that is required does not compile, spills registers or copies KV, or a decode
-step is more than one graph; of the cards, for those of `fits.md`.
+step is more than one graph. With `--card`, only the cards of `fits.md` count.
 """
 
 from __future__ import annotations
@@ -31,9 +35,12 @@ import subprocess
 import tempfile
 from typing import Any
 
+from jaxserve.commands.argument_types import integer_from_0, positive_integer
 from jaxserve.settings.machine import with_gpu_flags
+from scripts.gpu import start_table, sum_table
 from scripts.gpu.card_table import card_faults, card_table
 from scripts.gpu.launch_order import summary
+from scripts.gpu.models import MODELS
 from scripts.gpu.offline_environment import (
     JAX,
     NoEnvironment,
@@ -53,6 +60,7 @@ REQUIRED = (
     r"|^kv_write|^step|^launch|^(grouped|quantized|quantized_grouped)_matmul (.+ )?bfloat16 "
 )
 """Cases that may not spill and may not copy KV."""
+H200, WORKER = "NVIDIA H200", "scripts.gpu.offline_worker"
 COST_FLAGS = (
     "--xla_gpu_collect_cost_model_stats=true "
     "--xla_gpu_experimental_cost_model_gemm_tiling_default=true"
@@ -71,7 +79,7 @@ ONE_GRAPH = "step 8b decode"
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Format kernels one a line, then what holds for whole calls."""
+    """Format kernels one a line, then the numbers of whole calls."""
     columns = ("registers", "spill_bytes", "shared_memory", "HGMMA", "HMMA", "UTMALDG", "LDGSTS")
     lines = ["case | kernel | " + " | ".join(columns)]
     for row in rows:
@@ -120,12 +128,12 @@ def with_kept(rows: list[dict[str, Any]], report: pathlib.Path) -> list[dict[str
 def compile_cases(
     interpreter: pathlib.Path, card: str, which: str, only: str = "", flags: str = ""
 ) -> list[dict[str, Any]]:
-    """Compile cases for a card, in a process of their own; return their rows.
+    """Compile cases for a card, in a process of their own. Return their rows.
 
     Args:
         interpreter: the environment's.
         card: its name.
-        which: name of a list of cases; see `case_lists`.
+        which: name of a list of cases (see `case_lists`).
         only: regular expression of the cases' names.
         flags: of XLA, besides.
 
@@ -136,7 +144,7 @@ def compile_cases(
         partial.write_text("[]")
         environment = compiler_variables(interpreter.parents[1], pathlib.Path(work))
         environment["XLA_FLAGS"] = with_gpu_flags(f"{environment['XLA_FLAGS']} {flags}", JAX)
-        inside = ["-m", "scripts.gpu.offline_worker", card, which, only, work, str(partial)]
+        inside = ["-m", WORKER, "cases", card, which, only, work, str(partial)]
         while True:
             before = partial.read_text()
             code = subprocess.run([str(interpreter), *inside], env=environment).returncode
@@ -145,6 +153,28 @@ def compile_cases(
                 return rows
             if partial.read_text() == before:
                 raise SystemExit(f"the worker for {card} ended with status {code}")
+
+
+def run_worker(interpreter: pathlib.Path, *words: str, dumps: bool) -> Any:
+    """Run the worker in a process of its own. Return the result that it writes.
+
+    Args:
+        interpreter: the environment's.
+        words: of the worker's command line, without folder and file.
+        dumps: let the compilers write dumps. Without them the times are those of a start.
+    """
+    with tempfile.TemporaryDirectory() as work:
+        out = pathlib.Path(work) / "found.json"
+        environment = compiler_variables(interpreter.parents[1], pathlib.Path(work))
+        flags = environment["XLA_FLAGS"]
+        if not dumps:
+            flags = "--xla_gpu_force_compilation_parallelism=1"
+            del environment["MOSAIC_GPU_DUMP_TO"]
+        environment["XLA_FLAGS"] = with_gpu_flags(flags, JAX)
+        folder = [work] if dumps else []
+        command = [str(interpreter), "-m", WORKER, *words, *folder, str(out)]
+        subprocess.run(command, env=environment, check=True)
+        return json.loads(out.read_text())
 
 
 def describe(interpreter: pathlib.Path, command: str) -> dict[str, Any]:
@@ -170,7 +200,7 @@ def describe(interpreter: pathlib.Path, command: str) -> dict[str, Any]:
 
 def report_h200(interpreter: pathlib.Path, about: dict[str, Any], only: str, out: Any) -> int:
     """Compile everything for an H200, and write its report."""
-    rows = compile_cases(interpreter, "NVIDIA H200", "long", only)
+    rows = compile_cases(interpreter, H200, "long", only)
     if only:
         rows = with_kept(rows, out / "compile_offline.json")
     wrong = faults(rows)
@@ -189,7 +219,7 @@ def report_order(
     interpreter: pathlib.Path, about: dict[str, Any], only: str, out: pathlib.Path
 ) -> int:
     """Compile the engine's steps for an H200, and write in which order their kernels load."""
-    rows = compile_cases(interpreter, "NVIDIA H200", "order", only, COST_FLAGS)
+    rows = compile_cases(interpreter, H200, "order", only, COST_FLAGS)
     wrong = [f"{r['name']}: {r['error'][:200]}" for r in rows if "error" in r]
     rows = [row for row in rows if "error" not in row]
     wrong += [f"{row['name']}: {fault}" for row in rows for fault in row["order_faults"]]
@@ -213,7 +243,7 @@ def report_cards(
     only: str,
     out: pathlib.Path,
 ) -> int:
-    """Compile what every card must run for some, and write the table after each card."""
+    """Compile cases for some cards, and write the table after each card."""
     file = out / "cards.json"
     cards = json.loads(file.read_text())["cards"] if file.is_file() else {}
     for target in targets:
@@ -237,6 +267,31 @@ def report_cards(
     return 1 if any(card["faults"] and card["named_in_readme"] for card in made) else 0
 
 
+def report_sums(interpreter: pathlib.Path, command: str, layers: int, out: pathlib.Path) -> int:
+    """Compile sums over several H200s, and write their page."""
+    found = run_worker(interpreter, "sums", str(layers), dumps=True)
+    wrong = sum_table.write(found, out, command, JAX, layers)
+    print(*wrong or ["no faults"], sep="\n")
+    return 1 if wrong else 0
+
+
+def report_start(
+    interpreter: pathlib.Path,
+    about: dict[str, Any],
+    card: str,
+    arguments: argparse.Namespace,
+) -> int:
+    """Compile the programs of a start for a card, and write their page."""
+    model, devices = arguments.start, arguments.tensor_parallel_size
+    numbers = arguments.rows, arguments.tokens, arguments.first, devices
+    report = run_worker(interpreter, "start", card, model, *map(str, numbers), dumps=False)
+    sizes = {"rows": arguments.rows, "tokens": arguments.tokens, "devices": devices}
+    report["about"] |= about | sizes | {"model": model, "card": card}
+    report["about"]["cores"] = f"{os.cpu_count()} cores"
+    start_table.write(report, arguments.out)
+    return 0
+
+
 def find_targets(names: list[str]) -> list[Target]:
     """Find the cards that were named, "all" standing for one of each compute capability.
 
@@ -248,9 +303,9 @@ def find_targets(names: list[str]) -> list[Target]:
     return list(dict.fromkeys(found))
 
 
-def main() -> int:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m scripts.gpu.compile_offline", description=__doc__.splitlines()[0]
+        prog="python -m scripts.gpu.compile_offline", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument(
         "--env", type=pathlib.Path, default=default_folder(), help="environment to use or make"
@@ -263,6 +318,11 @@ def main() -> int:
     forms.add_argument("--full", action="store_true", help="steps of all 32 layers, for cards")
     forms.add_argument("--order", action="store_true", help="the order of loads in steps")
     forms.add_argument("--short", action="store_true", help="a kernel of each kind, for cards")
+    sums = "sums over H200s, in a model of this many layers; default %(const)s"
+    forms.add_argument(
+        "--sums", type=positive_integer, nargs="?", const=2, metavar="LAYERS", help=sums
+    )
+    forms.add_argument("--start", choices=sorted(MODELS), help="programs of a start of this model")
     parser.add_argument(
         "--only",
         type=pattern,
@@ -270,6 +330,18 @@ def main() -> int:
         help="regular expression: only these cases; others stay as recorded",
     )
     parser.add_argument("--out", type=new_folder, default=str(RESULTS))
+    start = parser.add_argument_group("--start", "of one --card, by default an H200")
+    start.add_argument("--tensor-parallel-size", "-tp", type=positive_integer, default=1)
+    start.add_argument("--rows", type=positive_integer, default=256)
+    start.add_argument("--tokens", type=positive_integer, default=8192)
+    start.add_argument(
+        "--first", type=integer_from_0, default=0, help="this many programs; 0 for all"
+    )
+    return parser
+
+
+def main() -> int:
+    parser = make_parser()
     arguments, command = parser.parse_args(), about_run()["command"]
     if arguments.python and shutil.which(arguments.python) is None:
         parser.error(f"--python: there is no {arguments.python}")
@@ -279,11 +351,18 @@ def main() -> int:
         parser.error(f"--card: {error}")
     if (arguments.full or arguments.short) and not targets:
         parser.error("--full and --short: need --card")
+    if arguments.start and len(targets) > 1:
+        parser.error("--start: takes one --card")
     try:
         interpreter = make_environment(arguments.env, arguments.python)
     except NoEnvironment as error:
         raise SystemExit(str(error)) from error
+    if arguments.sums:
+        return report_sums(interpreter, command, arguments.sums, arguments.out)
     about = describe(interpreter, command)
+    if arguments.start:
+        card = targets[0].card.name if targets else H200
+        return report_start(interpreter, about, card, arguments)
     if arguments.order:
         return report_order(interpreter, about, arguments.only, arguments.out)
     if not targets:

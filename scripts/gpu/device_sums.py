@@ -1,10 +1,10 @@
 """Part of the report for several GPUs: times of sums over devices, each with addition and norm.
 
-An item is a number of devices and of rows; it times what stands twice in every layer of a model of
-4,096 wide rows over several devices: the sum of float32 parts, the addition to the residual stream
-and the norm. NCCL's sums and XLA's kernels have `add_norm` behind them, and our kernel is all of
-it. Where there is one device there are no items. XLA_FLAGS=--xla_force_host_platform_device_count=8
-makes a rehearsal have some.
+An item is a number of devices and of rows. It times an operation that every layer of a model of
+4,096 wide rows has twice over several devices: the sum of float32 parts, the addition to the
+residual stream and the norm. NCCL's sums and XLA's kernels have `add_norm` behind them, and our
+kernel is all of it. Where there is one device there are no items.
+XLA_FLAGS=--xla_force_host_platform_device_count=8 makes a rehearsal have some.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Array = jax.Array
 
 
 def sums(setting: Setting) -> Iterator[Item]:
-    """Time sums of few and of many rows over as many devices as there are; compare their bits."""
+    """Time sums of few and of many rows over as many devices as there are. Compare their bits."""
     for devices in (count for count in DEVICES if count <= jax.device_count()):
         for rows in (1, 4) if setting.dry_run else ROWS:
             size = devices, rows, TINY if setting.dry_run else WIDTH
@@ -44,7 +44,7 @@ def sums(setting: Setting) -> Iterator[Item]:
 
 
 def block_ends(x: Array, delta: Array, scale: Array, *, kernel: bool, times: int) -> Array:
-    """Sum, add and norm `times` times, each on what the one before gave; on each device.
+    """Sum, add and norm `times` times on each device, each time on the last result.
 
     Args:
         x: [T,D] the residual stream.

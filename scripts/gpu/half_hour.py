@@ -5,19 +5,19 @@
     python -m scripts.gpu.half_hour 3 --folder DIR --from DIR_OF_2
     python -m scripts.gpu.half_hour 3 --folder DIR --dry-run        tiny, on a CPU
 
-    1   ceilings; each kernel against the reference, with launches that overlap and apart; tokens of
-        64 requests against the CPU's; steps of 8B and 0.6B at 1, 32 and 256 rows, with the time of
+    1   ceilings, each kernel against the reference, with launches that overlap and apart, tokens of
+        64 requests against the CPU's, steps of 8B and 0.6B at 1, 32 and 256 rows, with the time of
         each kind of kernel and the host's time of a dispatch
-    2   attention at the shapes of the goals; launches of 8 steps; 8B's steps with XLA's flags
-        varied; products of few rows; ten items of tuning
+    2   attention at the shapes of the goals, launches of 8 steps, 8B's steps with XLA's flags
+        varied, products of few rows, ten items of tuning
     3   an engine of 0.6B: a cold start, 256 requests, a start from files, one from files that were
-        compiled as without the card; torch's attention and Transformers' continuous batching on
-        the same card; then an engine of 8B
+        compiled as without the card, torch's attention and Transformers' continuous batching on
+        the same card, then an engine of 8B
 
-Each command may be on another machine of the same kind: it takes over what the folder of an earlier
-one has (its own, if it was killed), does what that lacks of its number and of those before it, and
-leaves report.json, page.html, log.txt, a trace, the CPU's tokens and what XLA found while it tuned
-products. No item is begun after eight minutes, and what runs a minute and a half later is ended.
+Each command may be on another machine of the same kind: it copies the folder of an earlier
+command (its own, if it was killed), does the missing items of its number and of earlier numbers,
+and leaves report.json, page.html, log.txt, a trace, the CPU's tokens and XLA's autotuning results.
+No item is begun after eight minutes, and an item that runs a minute and a half later is ended.
 Each line of the list runs ``scripts.gpu.report`` in a process of its own, so a kernel that hangs or
 that takes the device with it ends that process alone. The page is written anew after every item.
 """
@@ -117,7 +117,7 @@ STAGES = (
 
 
 def take_over(earlier: pathlib.Path, folder: pathlib.Path) -> None:
-    """Copy what an earlier command left."""
+    """Copy the files of an earlier command."""
     for name in FILES:
         if (earlier / name).is_file():
             shutil.copyfile(earlier / name, folder / name)
@@ -131,7 +131,7 @@ class Run:
     """Course of one command: its processes, one after the other, and the page.
 
     Args:
-        until: of the monotonic clock; no item begins later.
+        until: of the monotonic clock. No item begins later.
         cache: JAX's folder of programs, on this machine alone.
     """
 
@@ -150,7 +150,7 @@ class Run:
         return self.folder / "report.json"
 
     def state(self, stage: Stage) -> dict[str, Any]:
-        """Return how a stage ended last: nothing of it if it never began."""
+        """Return how a stage ended last, or an empty record if it never began."""
         try:
             return read_report(self.path).get("stages", {}).get(stage.name, {})
         except ReportError:
@@ -172,13 +172,13 @@ class Run:
             return
 
     def do(self, stage: Stage, tries: int) -> bool:
-        """Do what a stage lacks, and return whether there is time for another.
+        """Do the missing items of a stage. Return whether there is time for another stage.
 
         Args:
             tries: after which an item that does not end is left.
 
         Raises:
-            OtherCard: the report is of another one; it was put aside.
+            OtherCard: the report is of another card. It was put aside.
         """
         state = self.state(stage)
         for _ in range(GIVEN_UP):
@@ -203,7 +203,7 @@ class Run:
         return time.monotonic() <= self.until
 
     def _process(self, stage: Stage, tries: int) -> int:
-        """Run a stage's process to its end, or end it; return its status."""
+        """Run a stage's process to its end, or end it. Return its status."""
         minutes = max((self.until - time.monotonic()) / 60, 1e-3)
         command = [sys.executable, "-u", "-m", "scripts.gpu.report", "--resume"]
         command += ["--out", str(self.path), "--parts", stage.parts, "--minutes", f"{minutes:.3f}"]
@@ -259,13 +259,13 @@ class Run:
 
 
 def _pass_on(said: BinaryIO) -> None:
-    """Print what a process has said since, each line as far as it is of use."""
+    """Print the new output of a process, with long lines cut."""
     for line in said.read().decode(errors="replace").splitlines():
         print(line[:300], flush=True)
 
 
 def to_do(run: Run, number: int, stages: str) -> Iterator[tuple[Stage, int]]:
-    """Yield stages in order of worth, but those that ended; then, once, those with failures.
+    """Yield unfinished stages in order of worth, then, once, stages with failures.
 
     With each, how often an item is tried that does not end: a second time at the end only.
     """
@@ -282,7 +282,7 @@ def to_do(run: Run, number: int, stages: str) -> Iterator[tuple[Stage, int]]:
 
 
 def go_on(run: Run, number: int, stages: str) -> bool:
-    """Do stages until time is over; return whether any are left."""
+    """Do stages until time is over. Return whether any are left."""
     while True:
         try:
             return not all(run.do(*given) for given in to_do(run, number, stages))

@@ -47,7 +47,7 @@ def case(
     H: int = 128,
     S: int = 16,
 ) -> Case:
-    """Make a call on the device at hand; its heads are 8B-shaped by default."""
+    """Make a call on the device at hand. Its heads are 8B-shaped by default."""
     query = jnp.dtype(jnp.bfloat16 if dtype == "float8_e4m3fn" else dtype)
     return Case(op, target_device(), query, jnp.dtype(dtype), T, R, R * M + 1, S, M, N, K, H)
 
@@ -58,7 +58,7 @@ def operation(op: str) -> Callable[..., jax.Array]:
 
 
 def spread_lengths(count: int, longest: int) -> np.ndarray:
-    """Spread lengths evenly from 1 to ``longest``, shuffled; the mean is half of it."""
+    """Spread lengths evenly from 1 to ``longest``, shuffled. The mean is half of it."""
     lengths = np.linspace(1, longest, count).astype(np.int32)
     return np.random.default_rng(0).permutation(lengths)
 
@@ -81,10 +81,10 @@ def slowly(function: Callable[..., Any], *arrays: Any) -> Any:
 
 
 def verdict(actual: Any, expected: Any, limit: float) -> dict[str, Any]:
-    """Compare arrays in pairs by the largest number of each; a NaN must be where one is expected.
+    """Compare arrays in pairs by the largest number of each. A NaN must be where one is expected.
 
     Args:
-        limit: largest error that is no fault; 0 for equal bits.
+        limit: largest error that is no fault. 0 requires equal bits.
     """
     error, digest = 0.0, hashlib.sha256()
     for mine, theirs in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
@@ -103,7 +103,7 @@ def verdict(actual: Any, expected: Any, limit: float) -> dict[str, Any]:
 
 
 def check_attention(made: Case, name: str, extras: dict[str, Any]) -> dict[str, Any]:
-    """Compare attention with the reference; pages of no row are NaN."""
+    """Compare attention with the reference. Pages of no row are NaN."""
     arrays = list(attention_arrays(made, spread_lengths(made.R, made.M * made.S)))
     if made.op != "decode":
         starts, lengths = mixed_rows(made)
@@ -137,7 +137,7 @@ def check_write(dtype: str, implementation: str, tokens: int) -> dict[str, Any]:
 
 
 def check_rope_write(implementation: str, tokens: int, parts: int) -> dict[str, Any]:
-    """Compare rope_kv_write of sums of parts, normed, with the reference; pages begin as NaN."""
+    """Compare rope_kv_write of sums of parts, normed, with the reference. Pages begin as NaN."""
     rng, (K, G, H) = np.random.default_rng(0), (8, 4, 128)
     qkv = jnp.asarray(rng.normal(size=(parts, tokens, K, G + 2, H)) * 3, jnp.float32)
     angles = rng.uniform(0, 99, (tokens, H // 2))
@@ -157,7 +157,7 @@ def check_rope_write(implementation: str, tokens: int, parts: int) -> dict[str, 
 
 
 def check_rows(kind: str, implementation: str, rows: int, width: int) -> dict[str, Any]:
-    """Compare a product of few rows, add_norm or greatest with the reference; a row holds a NaN."""
+    """Compare a product of few rows, add_norm or greatest with the reference. A row holds a NaN."""
     rng, named = np.random.default_rng(0), {"implementation": implementation}
     numbers = rng.normal(size=(rows, width))
     numbers[rows // 2, width // 2] = np.nan
@@ -200,7 +200,7 @@ def check_plan(dry_run: bool) -> dict[str, Any]:
 
 
 def check_grouped(dtype: str, implementation: str, rows: int, shares: str) -> dict[str, Any]:
-    """Compare grouped_matmul with the reference; rows of no group are NaN."""
+    """Compare grouped_matmul with the reference. Rows of no group are NaN."""
     rng, E, D, F = np.random.default_rng(0), 16, 264, 200
     counts = {"one": [0, rows, *[0] * (E - 2)], "none": [0] * E}.get(shares)
     if counts is None:
@@ -216,7 +216,7 @@ def check_grouped(dtype: str, implementation: str, rows: int, shares: str) -> di
 
 
 def essentials(setting: Setting) -> Iterator[Item]:
-    """Check each kernel of a step once; with launches apart, say whether bits are those before."""
+    """Check each kernel of a step once. With launches apart, report whether bits are equal."""
     dry, kernel = setting.dry_run, setting.kernel
     T, R, M = (24, 4, 4) if dry else (2048, 64, 256)
     small = {"N": 4, "K": 2, "H": 64} if dry else {}
@@ -247,7 +247,7 @@ def essentials(setting: Setting) -> Iterator[Item]:
 
 
 def _with_bits(setting: Setting, name: str, result: dict[str, Any]) -> dict[str, Any]:
-    """Add whether a variant's bits are those of the run that is no variant."""
+    """Add whether a variant's bits equal those of the run without a variant."""
     before = setting.report["parts"].get("essentials", {}).get(name, {}).get("digest")
     if not setting.variant or before is None:
         return result
@@ -256,7 +256,7 @@ def _with_bits(setting: Setting, name: str, result: dict[str, Any]) -> dict[str,
 
 
 def correctness(setting: Setting) -> Iterator[Item]:
-    """Check every dtype and head dim, page sizes, groups and options; a free page is NaN."""
+    """Check every dtype and head dim, page sizes, groups and options. A free page is NaN."""
     T, R, M = (24, 4, 4) if setting.dry_run else (2048, 64, 256)
     heads = (64,) if setting.dry_run else (64, 80, 96, 128, 256)
     dtypes = ("bfloat16", "float8_e4m3fn") if setting.dry_run else tuple(TOLERANCE)

@@ -1,8 +1,8 @@
-"""Order of loads in compiled kernels whose launches may overlap, and what XLA's model says of them.
+"""Order of loads in compiled kernels whose launches may overlap, and XLA's estimates of them.
 
 With programmatic launches a kernel may begin before the one ahead of it has ended. It has to wait
-(``griddepcontrol.wait``, ACQBULK as assembled) before its first load, and what the kernel ahead
-writes must not be read as constant: such loads are assembled ahead of the wait at times.
+(``griddepcontrol.wait``, ACQBULK as assembled) before its first load, and the stores of the
+kernel ahead must not be read as constants: such loads are assembled ahead of the wait at times.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def neighbours(thunks: str) -> set[tuple[str, str]]:
 
 
 def memory_micros(hlo: str) -> float:
-    """Sum what XLA's cost model says that its own kernels' memory takes, in microseconds."""
+    """Sum the memory times of XLA's own kernels by its cost model, in microseconds."""
     total = 0.0
     for estimates in _COST.findall(hlo):
         found = {name: float(micros) for micros, name in _ENTRY.findall(estimates)}
@@ -53,7 +53,7 @@ def memory_micros(hlo: str) -> float:
 
 
 def order_faults(kernels: dict[str, dict[str, int]], pairs: Iterable[tuple[str, str]]) -> list[str]:
-    """Find kernels that could read what the one before them has not written yet.
+    """Find kernels that could read data before the kernel ahead has written them.
 
     It has to let them begin early. A read-only load counts wherever it stands: the assembler moves
     such loads ahead of the wait.

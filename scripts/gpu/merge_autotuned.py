@@ -28,10 +28,10 @@ MOST_BYTES = 1 << 16
 
 
 def read_archive(path: pathlib.Path) -> Choices:
-    """Read the choices in an archive, nothing else, and without unpacking it.
+    """Read only the choices in an archive, without unpacking it.
 
     Raises:
-        ValueError: it is no archive, or none that a command on a GPU left.
+        ValueError: it is no archive of a command on a GPU.
     """
     try:
         with tarfile.open(path) as archive:
@@ -49,10 +49,10 @@ def read_archive(path: pathlib.Path) -> Choices:
 
 
 def merge(folder: pathlib.Path) -> str:
-    """Put a folder's choices into the card's file; return what was done.
+    """Put a folder's choices into the card's file. Return a sentence about it.
 
     Raises:
-        ValueError: the folder is not one that a command left on a GPU.
+        ValueError: the folder is not one of a command on a GPU.
     """
     try:
         about: dict[str, Any] = read_report(folder / "report.json")["about"]

@@ -27,7 +27,7 @@ PAGE_SIZE = 16
 
 @dataclasses.dataclass(frozen=True)
 class ModelShape:
-    """Shape of a decoder; letters as in pallas_kernels; L layers, D hidden, F mlp, V vocabulary."""
+    """Shape of a decoder, as in pallas_kernels: L layers, D hidden size, F mlp, V vocabulary."""
 
     architecture: str
     L: int
@@ -116,7 +116,7 @@ def full_words(T: int, R: int, context: int, draws: bool = False, num_steps: int
 
     Args:
         context: tokens of each row after the last step.
-        draws: with top_k 50 and top_p 0.9; else greedy.
+        draws: with top_k 50 and top_p 0.9. Otherwise greedy.
         num_steps: of a launch.
     """
     each, rng = T // R, np.random.default_rng(0)
@@ -162,8 +162,8 @@ def step_call(
 
     Args:
         draws: of a decode step, take the program that holds the sampler. Others always hold it.
-        num_steps: of a launch; more than one of decodes alone.
-        page_dtype: of the pages; that of the weights by default.
+        num_steps: of a launch. Only decodes may have more than one.
+        page_dtype: of the pages, by default that of the weights.
         form: of quantized weights.
         output_rows: lay their codes out as an engine does on a card without Triton.
 

@@ -1,8 +1,8 @@
-"""Compilation for a card that is not there, and what the compiler did, read from its dumps.
+"""Compilation for an absent card, and readers of the compiler's dumps.
 
-Runs inside the environment that ``compile_offline.py`` makes. Everything here works from what XLA
-and ptxas leave in a dump directory: registers, spills, shared memory, instruction counts, launches,
-command buffers (CUDA graphs), copies. None of it says how long anything takes.
+Runs inside the environment that ``compile_offline.py`` makes. XLA and ptxas leave files in a dump
+directory, from which this module reads registers, spills, shared memory, instruction counts,
+launches, command buffers (CUDA graphs) and copies. They have no execution times.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class Compiler:
         """Compile ``function`` on trees of ShapeDtypeStruct.
 
         Args:
-            donate: arguments that it takes over.
-            keep_unused: give the program those arguments too that nothing in it reads.
+            donate: arguments whose memory the program takes over.
+            keep_unused: keep arguments that the program does not read.
         """
         return self.target.lower(function, shapes, donate, keep_unused).compile()
 
@@ -93,13 +93,13 @@ class Compiler:
         copied: tuple[int, ...],
         donate: tuple[int, ...] = (),
     ) -> dict[str, Any]:
-        """Compile a case and describe what became of it.
+        """Compile a case and describe the result.
 
         Args:
             name: the case's.
-            function, shapes, donate: see `compile`.
+            function, shapes, donate: as in `compile`.
             kernels: parts of names of the kernels to assemble and report.
-            copied: shape of the page arrays, or of weights; copies of this shape are counted.
+            copied: shape of the page arrays, or of weights. Copies of this shape are counted.
         """
         self.dumps.clear()
         executable = self.compile(function, shapes, donate)
@@ -200,8 +200,8 @@ def analyse(
     """Read the dumps of the one compilation made since ``dumps.clear()``.
 
     Args:
-        executable: what was compiled.
-        dumps: where it left its traces.
+        executable: the compiled program.
+        dumps: folders of its dumps.
         assemble: reads registers and spills of the kernel in a PTX file.
         copied, kernels: see `Compiler.row`.
     """

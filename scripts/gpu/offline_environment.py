@@ -1,7 +1,7 @@
-"""Python environment that compiles for cards which are not there; made once, and kept.
+"""Python environment that compiles for absent cards. It is made once, and kept.
 
 It holds Python 3.12, jax 0.11.2 with its CUDA 13 plugin, and triton's wheel for its disassembler,
-about 1 GB in all; and CUDA's assembler, where the PATH has none.
+about 1 GB in all, and CUDA's assembler if the PATH has none.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PTXAS = "nvidia-cuda-nvcc==13.0.88"
 
 
 class NoEnvironment(Exception):
-    """Reason why there is no environment and none can be made."""
+    """Reason why there is no environment and it cannot be made."""
 
 
 class NoPython(NoEnvironment):
@@ -36,11 +36,11 @@ def find_python() -> str:
     """Find a Python 3.12 to make the environment with.
 
     Raises:
-        NoPython: there is none.
+        NoPython: there is no Python 3.12.
     """
     if sys.version_info[:2] == (3, 12):
         return sys.executable
-    # A version manager may put a name on the PATH that starts nothing; it keeps its Pythons beside
+    # A version manager may put a name without a Python on the PATH. It keeps its Pythons beside
     # each other.
     kept = pathlib.Path(sys.base_prefix).parent
     found = [shutil.which("python3.12"), *map(str, sorted(kept.glob("3.12*/bin/python")))]
@@ -51,7 +51,7 @@ def find_python() -> str:
 
 
 def make_environment(folder: pathlib.Path, python: str | None = None) -> pathlib.Path:
-    """Create the environment if it is not there; return its interpreter.
+    """Create the environment if it is not there. Return its interpreter.
 
     Raises:
         NoEnvironment: there is no Python 3.12, or the packages cannot be had.
@@ -76,7 +76,7 @@ def with_ptxas(folder: pathlib.Path) -> dict[str, str]:
     """Return variables with which CUDA's assembler is found by its name.
 
     Raises:
-        NoEnvironment: there is none.
+        NoEnvironment: there is no assembler.
     """
     found = _find_ptxas(folder)
     if found is None:
@@ -87,7 +87,7 @@ def with_ptxas(folder: pathlib.Path) -> dict[str, str]:
 def compiler_variables(
     folder: pathlib.Path, work: pathlib.Path, *, whole_constants: bool = False
 ) -> dict[str, str]:
-    """Return the variables of a process that compiles, and leaves what it made in a folder.
+    """Return the variables of a process that compiles, and leaves dumps in a folder.
 
     Args:
         folder: the environment's.
@@ -103,7 +103,7 @@ def compiler_variables(
     flags.append("--xla_dump_emitter_re=ptx")
     flags += ["--xla_dump_large_constants=true"] if whole_constants else []
     return {
-        # No settings of JAX's own: what its cache holds would leave no traces.
+        # No settings of JAX's own: programs from its cache would leave no dumps.
         **{name: value for name, value in os.environ.items() if not name.startswith("JAX_")},
         **with_ptxas(folder),
         "JAX_PLATFORMS": "cpu",

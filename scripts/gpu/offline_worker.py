@@ -1,6 +1,10 @@
-"""Worker that compiles kernels and whole steps for a card that is not there.
+"""Worker that compiles for absent cards, inside the environment that `compile_offline` makes.
 
-Runs inside the environment that ``compile_offline.py`` makes.
+    python -m scripts.gpu.offline_worker cases CARD LIST REGEX FOLDER OUT
+    python -m scripts.gpu.offline_worker sums LAYERS FOLDER OUT
+    python -m scripts.gpu.offline_worker start CARD MODEL ROWS TOKENS FIRST DEVICES OUT
+
+FOLDER gets the compilers' dumps, OUT is the JSON file of the results.
 """
 
 from __future__ import annotations
@@ -31,12 +35,14 @@ from scripts.gpu.cases import (
 )
 from scripts.gpu.families import FAMILIES
 from scripts.gpu.offline_compiler import Compiler, Dumps
+from scripts.gpu.offline_start import compile_start
+from scripts.gpu.offline_sums import compile_sums
 from scripts.gpu.progress import interruptible
 from scripts.gpu.targets import Target
 
 
 def compile_kernel(case: Case, compiler: Compiler) -> dict[str, Any]:
-    """Compile one case (64 rows of up to 4096 positions; 2048 tokens where ragged)."""
+    """Compile one case (64 rows of up to 4096 positions, 2048 tokens where ragged)."""
     R, M, K = 64, 4096 // case.S, 8 if case.group < 16 else 2
     T = R if case.op == "decode" else 2048
     P, N = R * M, K * case.group
@@ -91,7 +97,7 @@ def compile_grouped(case: GroupedCase, compiler: Compiler) -> dict[str, Any]:
 
 
 def compile_quantized(case: QuantizedCase, compiler: Compiler) -> dict[str, Any]:
-    """Compile one product with quantized weights; "kv_copies" counts whole weights in floats."""
+    """Compile one product with quantized weights. "kv_copies" counts whole weights in floats."""
 
     def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -114,7 +120,7 @@ def compile_quantized(case: QuantizedCase, compiler: Compiler) -> dict[str, Any]
 
 
 def compile_quantized_grouped(case: QuantizedGroupedCase, compiler: Compiler) -> dict[str, Any]:
-    """Compile one grouped product with quantized matrices; see `compile_quantized`."""
+    """Compile one grouped product with quantized matrices, as `compile_quantized` does."""
     size = case.experts
     rows = size.D // 2 if case.form == "int4" else size.D
     groups = size.D // case.group if case.group else 1
@@ -170,7 +176,7 @@ COMPILE: Mapping[type, Callable[[Any, Compiler], dict[str, Any]]] = MappingProxy
 
 
 def run_inside(card: str, which: str, only: str, folder: pathlib.Path, out: pathlib.Path) -> None:
-    """Compile the cases that ``out`` does not have; write it before and after each."""
+    """Compile the cases that ``out`` does not have. Write it before and after each."""
     dumps = Dumps(folder / "xla", folder / "mosaic")
     compiler = Compiler(
         Target.of(card), dumps, disassembles=which == "long", orders=which == "order"
@@ -180,7 +186,7 @@ def run_inside(card: str, which: str, only: str, folder: pathlib.Path, out: path
     for case in case_lists(which, compiler.target.card.capability):
         if case.name in done or not re.search(only, case.name):
             continue
-        # What remains of this row if the compiler takes the process with it.
+        # This row remains if the compiler ends the process.
         rows.append({"name": case.name, "error": "the compiler ended the process"})
         out.write_text(json.dumps(rows))
         try:
@@ -192,8 +198,18 @@ def run_inside(card: str, which: str, only: str, folder: pathlib.Path, out: path
 
 
 def main() -> int:
-    card, which, only, folder, out = sys.argv[1:]
-    run_inside(card, which, only, pathlib.Path(folder), pathlib.Path(out))
+    kind, *words, out = sys.argv[1:]
+    path = pathlib.Path(out)
+    if kind == "cases":
+        card, which, only, folder = words
+        run_inside(card, which, only, pathlib.Path(folder), path)
+    elif kind == "sums":
+        layers, folder = int(words[0]), pathlib.Path(words[1])
+        dumps = Dumps(folder / "xla", folder / "mosaic")
+        path.write_text(json.dumps(compile_sums(layers, dumps)))
+    else:
+        card, model, *numbers = words
+        path.write_text(json.dumps(compile_start(card, model, *map(int, numbers))))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Page of a report: what was found, with plots, in one file that needs nothing else."""
+"""Page of a report: results and plots in one file without other files."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ Items = Mapping[str, dict[str, Any]]
 
 
 def text(value: Any) -> str:
-    """Escape what is shown."""
+    """Escape a value for HTML."""
     return html.escape(f"{value:,.4g}" if isinstance(value, float) else str(value))
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
-    """Format a table; verdicts have a colour."""
+    """Format a table. Verdicts have a colour."""
 
     def cell(value: Any) -> str:
         if isinstance(value, int | float):
@@ -79,7 +79,7 @@ def bars(rows: list[tuple[str, list[float], dict[str, float], str]]) -> str:
     """Draw a bar a row, of one part or of several on end, and marks across it.
 
     Args:
-        rows: (label, parts, marks by their name, what is written at the end).
+        rows: (label, parts, marks by their name, text at the end).
     """
     if not rows:
         return ""
@@ -109,7 +109,7 @@ def bars(rows: list[tuple[str, list[float], dict[str, float], str]]) -> str:
 
 
 def key(names: Iterable[str]) -> str:
-    """Format what the colours of bars of several parts mean."""
+    """Format the legend of bars of several parts."""
     spans = (
         f'<span style="background: var(--c{index % 7})"></span>{text(name)}'
         for index, name in enumerate(names)

@@ -26,7 +26,7 @@ def bandwidth(setting: Setting) -> Iterator[Item]:
     """Measure the best of the device: bytes read, and products, per second."""
 
     def read() -> dict[str, Any]:
-        """Read an array far larger than the caches: a step of few rows writes next to nothing."""
+        """Read an array far larger than the caches, because a step of few rows writes little."""
         count = 2**16 if setting.dry_run else 2**31
         x = jax.random.normal(jax.random.key(0), (count,), jnp.bfloat16)
         time = gpu_timing.measure(jax.jit(jnp.max), (x,))
@@ -83,7 +83,7 @@ def _time_attention(
 
 
 def decode(setting: Setting) -> Iterator[Item]:
-    """Time batch 1 to 256 by context 1k to 32k; even and ragged lengths; bf16, fp8, xla."""
+    """Time batch 1 to 256 by context 1k to 32k, with even and ragged lengths, bf16, fp8 and xla."""
     batches, contexts = ((1, 8, 64, 256), (1024, 4096, 32768))
     if setting.dry_run:
         batches, contexts = (1, 4), (64,)
@@ -132,7 +132,7 @@ def prefill(setting: Setting) -> Iterator[Item]:
 
 
 def tuning_sweep(setting: Setting) -> Iterator[Item]:
-    """Sweep a bucket at a time; every item puts its entry in the table."""
+    """Sweep a bucket at a time. Every item puts its entry in the table."""
     targets = tune_kernels.targets(("bfloat16",), (128,), tiny=True)
     if not setting.dry_run:
         dtypes, head_dims = ("bfloat16", "float8_e4m3fn"), (128, 64, 256)

@@ -116,7 +116,7 @@ def _continuous_batching(setting: Setting, name: str) -> dict[str, Any]:
 
 
 def peers(setting: Setting) -> Iterator[Item]:
-    """Time torch's attention at the kernels' shapes; Transformers on the mix; the rest after it."""
+    """Time torch's attention at the kernels' shapes, then Transformers on the mix."""
     shapes = ((2, 1, 64), (1, 32, 32)) if setting.dry_run else ((64, 1, 4096), (1, 8192, 8192))
     models = ("tiny",) if setting.dry_run else ("0.6b", "8b")
     attention: dict[str, list[Item]] = {"sdpa": [], "flex": []}

@@ -1,6 +1,6 @@
 """Part of the report that times products of few rows: each by its own block sizes, others, and XLA.
 
-Times are those of the kernels, as the profiler has them: most are shorter than a call's way through
+Times are of the kernels, from the profiler: most are shorter than a call's way through
 the host. Weights are read in turn from several arrays, more than the second-level cache holds.
 """
 
@@ -45,7 +45,7 @@ def kernel_seconds(
 
     Args:
         programs: by name, each compiled from a function of that name.
-        arrays: of a call; programs take them in turn.
+        arrays: of a call. Programs take them in turn.
     """
     options = jax.profiler.ProfileOptions()
     options.host_tracer_level, options.python_tracer_level = 1, 0
@@ -75,7 +75,7 @@ def kernel_seconds(
 
 
 def candidates(case: ProductCase) -> Iterator[ProductConfig]:
-    """List configurations worth timing for a call, those most like its own first."""
+    """List configurations worth timing for a call, the most similar to its own first."""
     base = product_config(case)
     rows = (base.block_rows,) if case.T <= 64 else (64, 128, 256)
     grid = itertools.product(rows, (32, 64, 128), (64, 128), (2, 4, 8), (3, 4, 5))

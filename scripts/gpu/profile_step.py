@@ -5,13 +5,13 @@
     python -m scripts.gpu.profile_step --prompt 256                     # a prompt's chunk a step
     python -m scripts.gpu.profile_step --model DIR --out step.json.gz --json step.json
 
-The host's parts are timed first, without the profiler; pack is timed alone and taken out of
-submit, which holds it. Then the profiler records `--steps` steps: the table's second half adds up
-the operations of the compiled program by what they do, each without what ran inside it. With
+The host's parts are timed first, without the profiler. Pack is timed alone and subtracted from
+submit, which contains it. Then the profiler records `--steps` steps: the table's second half adds
+up the operations of the compiled program by class, each without the operations inside it. With
 several threads the operations of a class can run at once, so that the classes may add up to more
-than the step takes. A launch can hold several decode steps; times are a launch's. Rows that near
-their end begin anew, apart from what is measured; so fewer steps may be recorded. No tokenizer is
-needed. Open the file in https://ui.perfetto.dev.
+than the step takes. A launch can hold several decode steps. Times are of a launch. Rows near their
+end begin anew, outside of the measurement, so fewer steps may be recorded. No tokenizer is needed.
+Open the file in https://ui.perfetto.dev.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Workload:
         engine: idle.
         rows: sequences that decode.
         context: tokens that each of them has to begin with.
-        prompt: tokens of a prompt that each step computes besides; 0 for none.
+        prompt: tokens of a prompt that each step computes besides. 0 means no prompt.
     """
 
     def __init__(self, engine: Engine, rows: int, context: int, prompt: int) -> None:
@@ -81,7 +81,7 @@ class Workload:
         return drawn + 2 * self.engine.runner.max_steps < self._left
 
     def begin(self) -> None:
-        """Begin rows anew, in place of those that are near their end.
+        """Replace rows that are near their end by new ones.
 
         Raises:
             TooShort: they end as soon as all of them run.
@@ -127,7 +127,7 @@ class Workload:
 
 
 def host_table(work: Workload, steps: int) -> Table:
-    """Measure median microseconds of each part of the loop; `step` is the whole."""
+    """Measure median microseconds of each part of the loop. `step` is the whole."""
     spent: dict[str, list[float]] = defaultdict(list)
     while len(spent["step"]) < steps:
         if not work.has_room:
@@ -155,7 +155,7 @@ def host_table(work: Workload, steps: int) -> Table:
 
 
 def record(work: Workload, steps: int, out: Path) -> tuple[DeviceTime, str]:
-    """Run steps under the profiler; return what the program's operations took, and the bucket.
+    """Run steps under the profiler. Return the times of the program's operations, and the bucket.
 
     Fewer steps where rows would end: each of them is like the others.
     """
@@ -237,7 +237,7 @@ def read_config(arguments: argparse.Namespace) -> EngineConfig:
     """Read the settings of an engine that takes tokens, checked by the model's config.json.
 
     Raises:
-        JaxserveError: no model, or none that can be served.
+        JaxserveError: there is no model, or it cannot be served.
         ValueError: a size that the model has no room for.
     """
     config: dict[str, Any] = {"model": arguments.model, "enable_prefix_caching": False}
@@ -255,14 +255,14 @@ def read_config(arguments: argparse.Namespace) -> EngineConfig:
 
 
 def check_sizes(arguments: argparse.Namespace, most_rows: int, longest: int) -> None:
-    """Fill in `rows`; check that all fits.
+    """Fill in `rows`, and check that all sizes fit.
 
     Args:
         most_rows: slots, but the prompt's.
         longest: tokens that a sequence may have.
 
     Raises:
-        ValueError: naming the argument, and what is allowed.
+        ValueError: the message names the argument and its allowed values.
     """
     arguments.rows = arguments.rows or min(ROWS, most_rows)
     for name, least, most in (
@@ -279,10 +279,10 @@ def profile(engine: Engine, arguments: argparse.Namespace, about: dict[str, Any]
     """Measure, print and write.
 
     Args:
-        about: what the results say of their run.
+        about: facts of the run, for the results.
 
     Raises:
-        TooShort: see `Workload.begin`.
+        TooShort: as in `Workload.begin`.
     """
     work = Workload(engine, arguments.rows, arguments.context, arguments.prompt)
     host = host_table(work, 3 * arguments.steps)

@@ -1,4 +1,4 @@
-"""The file of a report that many runs fill: what is done, what is in progress, what did not end."""
+"""The file of a report that many runs fill, with the state of each item."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SAME = ("device", "jax", "dry_run")
 
 
 class ReportError(Exception):
-    """Error of a report that cannot be continued; its message says why in a line."""
+    """Error of a report that cannot be continued. Its message is the reason, in a line."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Task:
 
 
 def interruptible(main: Callable[[], int]) -> int:
-    """Run ``main``; return its status, or 130 with a word when it is interrupted."""
+    """Run ``main``. Return its status, or 130 with a word when it is interrupted."""
     try:
         return main()
     except KeyboardInterrupt:
@@ -77,10 +77,10 @@ def open_report(path: pathlib.Path, resume: bool, about: dict[str, Any]) -> dict
     """Open the report to fill: a new one, or with ``resume`` that in the file, if any.
 
     Args:
-        about: what this run is done with, as the report has it.
+        about: settings of this run, as the report has them.
 
     Raises:
-        ReportError: it would be lost, or mixed with what was not measured as it was.
+        ReportError: it would be lost, or mixed with measurements of other settings.
     """
     if not path.is_file() or path.stat().st_size == 0:
         return {"about": about, "parts": {}}
@@ -106,14 +106,14 @@ def run_tasks(
     alive: Callable[[], bool] = lambda: True,
     tries: int = TRIES,
 ) -> bool:
-    """Do what the report lacks; return False if time ran out, or an item took the device with it.
+    """Do the missing items. Return False if time ran out, or an item broke the device.
 
-    New items come first, then those that failed, and last those that earlier runs did not survive,
-    which are given up after `tries`. An item is in the file from before it begins.
+    New items come first, then failed ones, and last the items that ended earlier runs. They are
+    given up after `tries`. An item is in the file from before it begins.
 
     Args:
-        until: of the monotonic clock; no item is begun later.
-        alive: whether the device still works; called after an item that failed.
+        until: of the monotonic clock. No item is begun later.
+        alive: returns whether the device still works. Called after an item that failed.
     """
 
     def result_of(task: Task) -> dict[str, Any]:
@@ -142,7 +142,7 @@ def run_tasks(
 
 
 def _run(task: Task, before: dict[str, Any], report: dict[str, Any], path: pathlib.Path) -> None:
-    """Do one item, and write what came of it."""
+    """Do one item, and write its result."""
     items = report["parts"].setdefault(task.part, {})
     items[task.name] = {"error": UNENDED, "tries": before.get("tries", 0) + 1}
     save(path, report)
@@ -154,7 +154,7 @@ def _run(task: Task, before: dict[str, Any], report: dict[str, Any], path: pathl
     except Exception as error:
         traceback.print_exc()
         result = {"error": f"{type(error).__name__}: {str(error)[:400]}"}
-    except (KeyboardInterrupt, SystemExit):  # says nothing about the item
+    except (KeyboardInterrupt, SystemExit):  # no result of the item
         items[task.name] = before or {"error": "interrupted"}
         save(path, report)
         raise

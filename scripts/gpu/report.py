@@ -1,4 +1,4 @@
-"""Report of a GPU: whether the kernels are right, and how fast each is, against what.
+"""Report of a GPU: whether the kernels are right, and how fast each is, beside others.
 
     python -m scripts.gpu.report --parts correctness,bandwidth,decode --resume --out report.json
     python -m scripts.gpu.report --parts tuning --resume --out report.json
@@ -8,26 +8,26 @@
 
     bandwidth    bytes read and bfloat16 products a second: the ceilings the rest is held against
     essentials   each kernel of a step once, against the reference in float32
-    correctness  every dtype, head dim, page size and group of attention; grouped products
+    correctness  every dtype, head dim, page size and group of attention, and grouped products
     steps        decode steps and prefills of 8B, 1B and 0.6B models against their floors, and the
                  host's time of a dispatch
     profiles     the same steps under the profiler, kernel by kernel
-    served       whole engines: tokens equal to the CPU's; cold start, 256 requests of 100-1024
-                 tokens in and out, and a start from files; with the variable
+    served       whole engines: tokens equal to the CPU's, cold start, 256 requests of 100-1024
+                 tokens in and out, and a start from files, with the variable
                  XLA_PYTHON_CLIENT_PREALLOCATE=false, or this process holds most of the memory
-    decode       paged decode attention over batch and context; ragged lengths; float8
+    decode       paged decode attention over batch and context, ragged lengths, float8
     prefill      ragged attention: prompts of 2k and 8k, a mixed step, triton and mosaic_gpu
-    variants     8B's decodes in a process whose XLA_FLAGS are those of --variant
+    variants     8B's decodes in a process with the XLA_FLAGS of --variant
     products     products of few rows with their block sizes, with others, and by XLA
-    tuning       the sweep of block sizes; fills pallas_kernels/gpu/tuned, which later
+    tuning       the sweep of block sizes, which fills pallas_kernels/gpu/tuned, which later
                  runs with this report fill again first: the next machine may not have it
     sums         over 2, 4 and 8 GPUs, where there are so many: the sum of a block's result, its
                  addition and norm, by NCCL, by XLA's kernels and by ours
-    peers        torch and Transformers on the same GPU; with the same variable
+    peers        torch and Transformers on the same GPU, with the same variable
 
-The file is written before and after every item; an item that fails is recorded and the rest goes
-on. With --resume what the file has is kept, so a run that is killed loses only the item it was at.
-Items that failed are tried again after the new ones; those that ended a run, or hung, come last,
+The file is written before and after every item. An item that fails is recorded and the rest goes
+on. With --resume the results in the file stay, so a run that is killed loses only its last item.
+Items that failed are tried again after the new ones. Items that ended a run, or hung, come last,
 and are given up after two tries. With --minutes, no item is begun after that long. Exits with 3 if
 items are left, with 4 if one failed.
 """
@@ -96,7 +96,7 @@ def tasks_of(parts: list[str], only: str, setting: Setting) -> list[Task]:
 
 
 def versions() -> dict[str, str]:
-    """Collect the versions of what the report depends on, and the driver's."""
+    """Collect the versions of the report's packages, and the driver's."""
     found = {}
     for name in ("jax", "jaxlib", "jax-cuda13-plugin", "flax", "numpy", "torch", "transformers"):
         try:
@@ -123,7 +123,7 @@ def device_works() -> bool:
 
 
 def table(report: dict[str, Any]) -> str:
-    """Format one line an item: its main figure, and what share of its ceiling or floor that is."""
+    """Format one line an item: its main figure, and its share of its ceiling or floor."""
     lines = []
     for part, items in report["parts"].items():
         for name, item in items.items():
@@ -138,7 +138,7 @@ def table(report: dict[str, Any]) -> str:
 
 
 def parse() -> tuple[argparse.Namespace, dict[str, Any]]:
-    """Parse the arguments; return them and the report to fill."""
+    """Parse the arguments. Return them and the report to fill."""
     parser = argparse.ArgumentParser(
         prog="python -m scripts.gpu.report", description=(__doc__ or "").splitlines()[0]
     )

@@ -63,7 +63,7 @@ def mix(model: gpu_models.ModelShape, dry_run: bool) -> tuple[list[list[int]], l
 
 
 def start_engine(given: Run, **variables: str) -> subprocess.Popen[str]:
-    """Start a process that serves what is given; see ``serving_worker``."""
+    """Start a process of ``serving_worker`` with these settings and prompts."""
     environment = {k: v for k, v in os.environ.items() if k not in NOT_INHERITED}
     process = subprocess.Popen(
         [sys.executable, "-m", "scripts.gpu.serving_worker"],
@@ -80,7 +80,7 @@ def start_engine(given: Run, **variables: str) -> subprocess.Popen[str]:
 
 
 def result_of(process: subprocess.Popen[str]) -> Run:
-    """Wait for an engine's process; return what it found.
+    """Wait for an engine's process. Return its results.
 
     Raises:
         RuntimeError: it failed.
@@ -92,7 +92,7 @@ def result_of(process: subprocess.Popen[str]) -> Run:
 
 
 def compare(expected: Run, actual: Run) -> dict[str, Any]:
-    """Compare tokens with the CPU's; a difference must begin where two are equally likely."""
+    """Compare tokens with the CPU's. A difference must begin where two are equally likely."""
     equal = ties = 0
     wrong = []
     pairs = zip(expected["tokens"], actual["tokens"], strict=True)
@@ -152,7 +152,7 @@ def _served_as_on_cpu(setting: Setting) -> dict[str, Any]:
 
 
 def _settings_of(name: str, folder: str, dry_run: bool) -> dict[str, Any]:
-    """Write a model's configuration; return settings of an engine of its random weights."""
+    """Write a model's configuration. Return settings of an engine of its random weights."""
     kept = pathlib.Path(folder) / "model"
     kept.mkdir()
     (kept / "config.json").write_text(json.dumps(gpu_models.MODELS[name].config()))
@@ -178,7 +178,7 @@ def _rates_of(run: Run) -> dict[str, Any]:
 
 
 def _started_twice(setting: Setting, name: str) -> dict[str, Any]:
-    """Start an engine with nothing kept, serve the mix, and start it again from files."""
+    """Start an engine with empty caches, serve the mix, and start it again from files."""
     prompts, outputs = mix(gpu_models.MODELS[name], setting.dry_run)
     with tempfile.TemporaryDirectory() as folder:
         settings = _settings_of(name, folder, setting.dry_run)
@@ -203,7 +203,7 @@ def _started_twice(setting: Setting, name: str) -> dict[str, Any]:
 
 
 def _step_by_step(setting: Setting, name: str) -> dict[str, Any]:
-    """Serve the mix with launches of one step each; few programs are compiled for it."""
+    """Serve the mix with launches of one step each, for which few programs are compiled."""
     prompts, outputs = mix(gpu_models.MODELS[name], setting.dry_run)
     with tempfile.TemporaryDirectory() as folder:
         settings = _settings_of(name, folder, setting.dry_run) | {"num_scheduler_steps": 1}
@@ -216,7 +216,7 @@ def _step_by_step(setting: Setting, name: str) -> dict[str, Any]:
 
 
 def _compile_ahead(settings: Run, card: str | None) -> str:
-    """Run `jaxserve compile` for a card as if it were not there; None for this process's device.
+    """Run `jaxserve compile` for a card as if it were absent. None means this process's device.
 
     Raises:
         RuntimeError: it failed.
@@ -265,7 +265,7 @@ def _started_from_afar(setting: Setting, name: str) -> dict[str, Any]:
 
 
 def served(setting: Setting) -> Iterator[Item]:
-    """Serve with the bundled model as the CPU does; then with models of real sizes."""
+    """Serve with the bundled model as the CPU does, then with models of real sizes."""
     yield "bundled model, 64 requests", lambda: _served_as_on_cpu(setting)
     if setting.variant:
         return

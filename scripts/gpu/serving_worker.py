@@ -1,4 +1,4 @@
-"""Process that starts one engine, serves greedy requests, and prints what it found as JSON.
+"""Process that starts one engine, serves greedy requests, and prints the results as JSON.
 
 It reads an object: `settings` of `EngineConfig`, `prompts` of token ids, `outputs`, the tokens of
 each, `rounds` that it serves them, and `logprobs`, 2 to compare the two most likely tokens.
@@ -30,7 +30,7 @@ def gap(likely: dict[int, Any]) -> float:
 
 
 def serve(given: dict[str, Any], begun: float) -> dict[str, Any]:
-    """Start the engine and serve; return tokens, rates and stages of the start."""
+    """Start the engine and serve. Return tokens, rates and stages of the start."""
     prepare_process()
     # Imported here: the time that it takes is part of the start.
     import jax

@@ -1,4 +1,4 @@
-"""Setting of a report's items: the size of the run, what it varies, and ceilings it measured."""
+"""Setting of a report's items: the size of the run, its variant, and measured ceilings."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ VARIANTS: Mapping[str, str] = MappingProxyType(
     {
         "as served": "",
         APART: "--xla_gpu_enable_pdl=false",
-        # XLA's default, which a start on a GPU sets otherwise; not of every version.
+        # XLA's default, which a start on a GPU sets otherwise. Some versions lack it.
         "launched early": " ".join(
             flag.replace("=false", "=true") for flag in gpu_flags() if flag.endswith("=false")
         ),
         "no graphs": "--xla_gpu_enable_command_buffer=",
-        # Without +WHILE; fusions are in graphs anyway.
+        # Without +WHILE. Fusions are in graphs anyway.
         "loops by the host": "--xla_gpu_enable_command_buffer=+FUSION",
         "tiles by cost model": (
             "--xla_gpu_autotune_level=0 --xla_gpu_experimental_cost_model_gemm_tiling_default=true"
@@ -42,8 +42,8 @@ class Setting:
     """Size of a run: on the GPU at full size, or tiny and interpreted.
 
     Attributes:
-        variant: of `VARIANTS`; "" for none.
-        folder: for traces; None keeps none.
+        variant: of `VARIANTS`, or "".
+        folder: for traces. None keeps no traces.
     """
 
     dry_run: bool
@@ -73,7 +73,7 @@ class Setting:
         return None if read is None or matmul is None else (read, matmul)
 
     def share(self, seconds: float, bytes_moved: float, flops: float) -> dict[str, Any]:
-        """Return what share of a ceiling a call reaches, where both were measured."""
+        """Return the share of a ceiling that a call reaches, where both were measured."""
         if self.ceilings is None:
             return dict(NO_SHARE)
         read, matmul = self.ceilings

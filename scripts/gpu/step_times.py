@@ -29,7 +29,7 @@ KEPT, TRACE = ("8b decode B=32", "tiny decode B=2"), "trace.json.gz"
 
 
 def _dispatch(call: Callable[[], Any], repeats: int) -> float:
-    """Measure the seconds until a call returns while nothing is queued: the host's own time."""
+    """Measure the seconds until a call returns on an idle device: the host's own time."""
     spent = []
     for _ in range(repeats):
         begin = time.perf_counter()
@@ -44,7 +44,7 @@ class Size:
     """Size of a step: a model's name, tokens, rows, and positions of each row after it.
 
     Attributes:
-        sampler: of a decode: "" for none, "drawing", or "idle" where no row needs it.
+        sampler: of a decode: "", "drawing", or "idle" where no row needs it.
         num_steps: of a launch.
     """
 
@@ -93,7 +93,7 @@ class Step:
         self._state = dataclasses.replace(state, page_table=table)
 
     def run(self, times: int = 1) -> jax.Array:
-        """Queue launches; return the tokens of the last."""
+        """Queue launches. Return the tokens of the last."""
         output = None
         for _ in range(times):
             self._state, output = self._program(self._state, self._leaves, self._words)
@@ -101,7 +101,7 @@ class Step:
         return output.token_ids
 
     def text(self) -> str:
-        """Return the compiled program, or nothing where it came from a file without its text."""
+        """Return the text of the compiled program, or "" if a file without it was loaded."""
         try:
             return self._program.as_text() or ""
         except Exception:
@@ -109,7 +109,7 @@ class Step:
 
 
 def profile(setting: Setting, size: Size) -> dict[str, Any]:
-    """Run launches under the profiler; return microseconds a step of classes and kernels."""
+    """Run launches under the profiler. Return microseconds a step of classes and kernels."""
     step = Step(setting, size)
     jax.block_until_ready(step.run(2))
     options = jax.profiler.ProfileOptions()
@@ -138,7 +138,7 @@ def profile(setting: Setting, size: Size) -> dict[str, Any]:
 
 
 def time_step(setting: Setting, size: Size) -> dict[str, Any]:
-    """Time a step against its floor; of launches of several steps, one of them."""
+    """Time a step against its floor. In launches of several steps, time one of them."""
     step = Step(setting, size)
     times = 2 if setting.dry_run else (20 if size.T == size.R else 5)
     if (step.run() < 0).any():
@@ -159,7 +159,7 @@ def time_step(setting: Setting, size: Size) -> dict[str, Any]:
 
 
 def _against_floor(setting: Setting, size: Size, seconds: float) -> dict[str, Any]:
-    """Return what share of a step's time its floor is, where the ceilings were measured."""
+    """Return the floor as a share of a step's time, where the ceilings were measured."""
     if setting.ceilings is None:
         return dict(NO_SHARE)
     model = gpu_models.MODELS[size.model]

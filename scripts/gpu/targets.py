@@ -1,4 +1,4 @@
-"""Cards that are compiled for: one of each compute capability, and those of `fits.md`."""
+"""Cards to compile for: one of each compute capability, and the cards of `fits.md`."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def interleaved(
     rounds: int = 3,
     budget: float = 0.02,
 ) -> dict[Any, float]:
-    """Time each call over ``rounds`` in turn, about ``budget`` seconds each; return medians."""
+    """Time each call over ``rounds`` in turn, about ``budget`` seconds each. Return medians."""
     repeats = {}
     for name, call in calls.items():
         jax.block_until_ready(call(*arrays))

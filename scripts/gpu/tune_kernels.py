@@ -2,10 +2,10 @@
 
     python -m scripts.gpu.tune_kernels                 sweep on this GPU (about twenty minutes)
     python -m scripts.gpu.tune_kernels --dtypes bfloat16 --head-dims 128
-    python -m scripts.gpu.tune_kernels --merge gpu_report.json    write what a report found (no GPU)
+    python -m scripts.gpu.tune_kernels --merge gpu_report.json    write a report's results (no GPU)
 
-For every dtype, head dim and bucket the candidates are timed in turn, interleaved, and the one
-with the smallest median is kept; those most like the defaults come first, and when the bucket's
+For every dtype, head dim and bucket the candidates are timed in turn, interleaved, and the one with
+the smallest median is kept. The candidates most like the defaults come first, and when the bucket's
 time is over the best so far is taken. A candidate that does not compile or run is left out. The
 table is written after every bucket.
 """
@@ -54,7 +54,7 @@ WORKERS = min(8, os.cpu_count() or 1)
 
 
 class NothingRan(Exception):
-    """Error of a sweep in which no candidate could be timed; its message says why."""
+    """Error of a sweep in which no candidate could be timed. Its message is the reason."""
 
 
 def candidates(op: str, case: Case) -> Iterator[Any]:
@@ -109,7 +109,7 @@ def changes(config: Any, base: Any) -> dict[str, Any]:
 
 
 def ordered(op: str, case: Case) -> list[Any]:
-    """Order the defaults first, then what differs from them in one field, in two, and so on."""
+    """Order the defaults first, then candidates that differ in one field, in two, and so on."""
     base = tuning.defaults(tuning.CONFIGS[op], case)
     found = dict.fromkeys([base, *candidates(op, case)])
     return sorted(found, key=lambda config: len(changes(config, base)))
@@ -140,7 +140,7 @@ Calls = dict[Any, Callable[..., jax.Array]]
 def compiled(
     calls: Calls, arrays: tuple[jax.Array, ...], failed: collections.Counter[str]
 ) -> Calls:
-    """Compile and run each program on a thread; count the reasons of those that fail."""
+    """Compile and run each program on a thread. Count the reasons of failures."""
     with concurrent.futures.ThreadPoolExecutor(WORKERS) as pool:
         jobs = {}
         for config, call in calls.items():
@@ -252,7 +252,7 @@ def targets(
 
 
 def sweep(target: Target, budget: float = ITEM_SECONDS, tiny: bool = False) -> dict[str, Any]:
-    """Sweep a bucket; return its entry and how it was found, "partial" if time was over.
+    """Sweep a bucket. Return its entry and how it was found, "partial" if time was over.
 
     ``tiny`` rehearses: interpreted, two candidates.
 
@@ -280,7 +280,7 @@ def sweep(target: Target, budget: float = ITEM_SECONDS, tiny: bool = False) -> d
 
 
 def merge(device: DeviceLimits, measured: str, entries: list[dict[str, Any]]) -> None:
-    """Put measured entries in a card's table in place of those for the same buckets.
+    """Replace entries of the same buckets in a card's table by measured ones.
 
     The first that fits is used, so the buckets of a call are written from small to any.
     """
@@ -302,7 +302,7 @@ def merge(device: DeviceLimits, measured: str, entries: list[dict[str, Any]]) ->
 
 
 def merge_report(report: dict[str, Any]) -> None:
-    """Put what a report's tuning found in the table: it may have been on another machine."""
+    """Put the tuning results of a report in the table. It may be from another machine."""
     items, about = report["parts"].get("tuning", {}).values(), report["about"]
     entries = [item["entry"] for item in items if "entry" in item]
     if entries:
@@ -311,7 +311,7 @@ def merge_report(report: dict[str, Any]) -> None:
 
 
 def tune(found: Iterable[Target], budget: float) -> int:
-    """Sweep, and write the table after each; return 1 if nothing ran for one."""
+    """Sweep, and write the table after each. Return 1 if no candidate ran for one."""
     status = 0
     for target in found:
         try:

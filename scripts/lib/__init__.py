@@ -1,1 +1,1 @@
-"""Modules that several of the packages use; none of them imports another package."""
+"""Modules that several packages use. They import no other package."""

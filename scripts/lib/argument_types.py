@@ -1,4 +1,4 @@
-"""Types of the scripts' arguments. argparse names the argument, and these say what is allowed."""
+"""Types of the scripts' arguments. Their errors state the allowed values."""
 
 from __future__ import annotations
 
@@ -22,18 +22,13 @@ def at_most(most: int) -> Callable[[str], int]:
     return lambda text: positive_integer(text, most=most)
 
 
-def number_of_bits(bits: int) -> Callable[[str], int]:
-    """Make the type of integers from 0 on that so many bits hold."""
-    return lambda text: positive_integer(text, least=0, most=(1 << bits) - 1)
-
-
 def integers(text: str) -> list[int]:
     """Parse integers from 1 on, with commas between them."""
     return [positive_integer(part) for part in text.split(",")]
 
 
 def results_file(text: str) -> Path:
-    """Check a file that results can be kept in beside its own; see `run_record.keep`."""
+    """Check a file that `run_record.keep` can add results to."""
     path = writable_file(text)
     try:
         kept = path.read_text() if path.is_file() else ""
@@ -80,10 +75,10 @@ def check_room(
     tokens: int,
     option: str = "--tokens",
 ) -> None:
-    """End the process, as wrong arguments do, where `model` is none or has too few positions.
+    """End the process with an argument error if `model` is missing or has too few positions.
 
     Args:
-        model: as `checkpoint` takes it; None for the bundled one.
+        model: as `checkpoint` takes it. None means the bundled one.
         prompt, tokens: of the longest sequence, the latter as `--tokens` says.
     """
     # Imported here: it imports JAX, and some scripts run where jaxserve is not installed.

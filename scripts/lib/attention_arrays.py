@@ -1,4 +1,4 @@
-"""Arguments of attention, for what times it."""
+"""Arguments of attention, for scripts that time it."""
 
 from __future__ import annotations
 

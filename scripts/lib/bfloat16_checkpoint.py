@@ -16,7 +16,7 @@ Shape = tuple[int, ...]
 
 
 def bfloat16_checkpoint(config: dict[str, Any], folder: Path) -> Path:
-    """Write the checkpoint, without a tokenizer, unless it is there; return its folder.
+    """Write the checkpoint, without a tokenizer, unless it is there. Return its folder.
 
     Matrices repeat one block of normal numbers, scaled by their inputs: a program takes no longer
     with others, and drawing them would take longer than writing them.
@@ -52,7 +52,7 @@ def _shapes(config: dict[str, Any]) -> Iterator[tuple[str, Shape]]:
 
 
 def _write(path: Path, shapes: dict[str, Shape]) -> None:
-    """Write a file in the format of safetensors; ones where a tensor has one axis."""
+    """Write a file in the format of safetensors. Tensors with one axis are ones."""
     header: dict[str, Any] = {}
     end = 0
     for name, shape in shapes.items():

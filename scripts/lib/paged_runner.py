@@ -16,11 +16,11 @@ from scripts.lib.fast_compile import FAST
 
 @dataclass
 class PagedRunner:
-    """Runner of a model's steps over one cache of scattered pages; keeps each row's tokens.
+    """Runner of a model's steps over one cache of scattered pages. It keeps each row's tokens.
 
-    Row r's pages are every R-th of a random order of all pages but page 0, which stays full of NaN:
-    nothing may read it. `whole` compiles each step as one program; `implementation` is that of its
-    kernels.
+    Row r's pages are every R-th of a random order of all pages but page 0, which stays full of NaN,
+    as steps may not read it. `whole` compiles each step as one program. `implementation` is that
+    of its kernels.
     """
 
     model: Decoder
@@ -57,7 +57,7 @@ class PagedRunner:
         self._leaves = leaves
 
     def run(self, chunks: Sequence[Sequence[int]], pad_to: int = 0) -> list[np.ndarray]:
-        """Run one step over a chunk of each row; return the logits after each token of each.
+        """Run one step over a chunk of each row. Return the logits after each token of each.
 
         All chunks of one token make a decode-only step. `pad_to` appends padding tokens.
         """
@@ -106,7 +106,7 @@ class PagedRunner:
         chunks: int = 1,
         padded: bool = False,
     ) -> list[np.ndarray]:
-        """Append each row's `count` most likely tokens; return the logits after each token.
+        """Append each row's `count` most likely tokens. Return the logits after each token.
 
         Prompts are read in as many steps as `chunks`, all of one padded shape. Steps of one token
         for each row have that shape too where they are to be `padded`, and need no other program.

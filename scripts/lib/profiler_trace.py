@@ -35,9 +35,9 @@ class Instruction:
     """Instruction: one of a program's operations.
 
     Attributes:
-        opcodes: its own, and those of the computation that it fuses.
+        opcodes: its own, and the opcodes of the computation that it fuses.
         op_name: where in the model it comes from.
-        target: what a custom call runs.
+        target: of a custom call.
     """
 
     opcodes: frozenset[str]
@@ -72,13 +72,13 @@ def instructions(hlo: str) -> dict[str, Instruction]:
 def class_of(name: str, instruction: Instruction) -> str:
     """Choose which of `CLASSES` an operation belongs to.
 
-    The path names the part of the model that it is in, the opcodes what it does there. Products of
-    attention run in its loops over chunks, those with its weights outside them.
+    The path names its part of the model, the opcodes its operation there. Products of attention run
+    in loops over chunks, products with its weights outside of them.
     """
     path, codes = f"/{instruction.op_name}/", instruction.opcodes
     if "/sample/" in path or "/scores/" in path:
         return SAMPLER
-    # A launch of several steps is itself a loop: only those within attention count.
+    # A launch of several steps is itself a loop: only loops within attention count.
     _, attends, within = path.partition("/attention/")
     kernel = f"{name} {instruction.target}"
     in_kernel = any(word in kernel for word in ATTENTION_KERNELS)
@@ -101,7 +101,7 @@ def class_of(name: str, instruction: Instruction) -> str:
 def read_events(trace: Path) -> list[dict[str, Any]]:
     """Read the complete events of a trace in Chrome's form.
 
-    Of a GPU's, take the streams alone: the profiler adds lines that repeat what ran on them.
+    Of a GPU's, take the streams alone: the profiler adds lines that repeat their events.
     """
     with gzip.open(trace, "rt") as file:
         events = json.load(file)["traceEvents"]
@@ -143,7 +143,7 @@ def kernel_times(events: Iterable[Mapping[str, Any]]) -> dict[str, tuple[float, 
 
 
 def self_times(events: Iterable[Mapping[str, Any]]) -> dict[str, tuple[float, int]]:
-    """Sum microseconds and runs of each operation, without what ran inside it."""
+    """Sum microseconds and runs of each operation, without operations inside it."""
     threads: dict[Any, list[Mapping[str, Any]]] = defaultdict(list)
     for event in events:
         if "hlo_op" in event.get("args", {}) and not event["name"].startswith("end: "):

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from scripts.lib.model_shapes import COMMON, SHAPES
 
-# Below are <unk>, <s>, </s> and room for what engines treat as special.
+# Below are <unk>, <s>, </s> and room for tokens that engines treat as special.
 FIRST_ORDINARY_ID = 16
 SPECIAL = ("<unk>", "<s>", "</s>")
 
@@ -22,11 +22,11 @@ def config_of(shape: str) -> dict[str, Any]:
 
 
 def random_checkpoint(shape: str, folder: Path, seed: int = 0) -> Path:
-    """Write the checkpoint unless it is there; return its folder.
+    """Write the checkpoint unless it is there. Return its folder.
 
-    Every projection has variance 1 / inputs, those that end in the residual stream divided by the
-    2 * layers of them, as `jaxserve.weights.random_weights` draws them: logits of about unit size,
-    and answers that do not repeat themselves.
+    Every projection has variance 1 / inputs. Projections into the residual stream are divided by
+    their number, 2 * layers, as `jaxserve.weights.random_weights` draws them: logits of about unit
+    size, and answers that do not repeat themselves.
     """
     folder = folder / f"{shape}-{seed}"
     if (folder / "model.safetensors").exists():

@@ -11,9 +11,9 @@ from typing import NoReturn
 
 
 def end_at_sigterm() -> None:
-    """End this process at SIGTERM as an exception does, so that it ends what it started.
+    """End this process at the first SIGTERM by an exception, so that it ends its own processes.
 
-    The first one: `timeout` sends several, and what ends the others must not be ended.
+    Later ones are ignored: `timeout` sends several, and the clean-up must not be interrupted.
     """
 
     def end(_: int, frame: FrameType | None) -> None:
@@ -38,7 +38,7 @@ def _in_collector(frame: FrameType | None) -> bool:
 
 
 def run_main(main: Callable[[], int | None]) -> NoReturn:
-    """Run a script to its end; an interrupt ends it with a word and not with a traceback."""
+    """Run a script to its end. An interrupt ends it with a word and not with a traceback."""
     try:
         sys.exit(main())
     except KeyboardInterrupt:

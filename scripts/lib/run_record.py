@@ -16,7 +16,7 @@ SECRETS = ("--api-key", "--header")
 
 
 def about_run() -> dict[str, Any]:
-    """Record command, date, machine, Python and the load; to be called before the work.
+    """Record command, date, machine, Python and the load. Call it before the work.
 
     Folders of one machine, addresses and secrets are left out of the command.
     """
@@ -57,13 +57,13 @@ def keep(
     about: Mapping[str, Any],
     always: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write parts beside those of earlier runs; each keeps the facts of its own run.
+    """Write parts beside the parts of earlier runs. Each keeps the facts of its own run.
 
     Args:
-        path: absent, empty, or such a file; see `argument_types.results_file`.
+        path: absent, empty, or a file that `argument_types.results_file` accepts.
         results: by the name of each part.
-        about: what `about_run` returns, and what else holds for this run.
-        always: what holds for every run.
+        about: the facts of `about_run`, and others of this run.
+        always: facts of every run.
     """
     text = path.read_text() if path.is_file() else ""
     before, always = json.loads(text) if text.strip() else {}, always or {}
@@ -77,7 +77,7 @@ def keep(
 
 
 def plain(text: str) -> str:
-    """Strip a message or a command of what belongs to one machine: folders, and addresses."""
+    """Strip a message or a command of folders and addresses of one machine."""
     text = re.sub(r"\w+://\S+", "URL", text)
     return re.sub(r"(?<![\w.])/(?:[\w.+@-]+/)+", "", text)
 

@@ -30,7 +30,7 @@ def free_port() -> int:
 
 
 def cpu_seconds(number: int) -> float:
-    """Return CPU time of a process so far; Linux only.
+    """Return CPU time of a process so far (Linux only).
 
     Raises:
         OSError: there is no such process.
@@ -44,14 +44,14 @@ class Server:
 
     Args:
         arguments: of `jaxserve serve`, besides the port.
-        port: to listen on; by default one that is free.
+        port: to listen on, by default a free one.
 
     Attributes:
         url: without `/v1`.
         process: the running server.
 
     Raises:
-        RuntimeError: on entering, with what the server wrote: it did not come up.
+        RuntimeError: on entering, with the server's output: it did not come up.
     """
 
     def __init__(self, *arguments: str, port: int | None = None) -> None:
@@ -98,7 +98,7 @@ class Server:
         self._stack.close()
 
     def stop(self) -> int:
-        """Stop the server, and wait; return its exit status."""
+        """Stop the server, and wait. Return its exit status."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
@@ -109,18 +109,18 @@ class Server:
         return self.process.returncode
 
     def log(self) -> str:
-        """Read what the server has written so far."""
+        """Read the server's output so far."""
         self._log.flush()
         self._log.seek(0)
         return self._log.read()
 
     def cpu_seconds(self) -> float:
-        """Return CPU time of the server so far; Linux only."""
+        """Return CPU time of the server so far (Linux only)."""
         return cpu_seconds(self.process.pid)
 
 
 def ask(url: str, body: dict[str, Any] | None = None, headers: dict[str, str] | None = None) -> Any:
-    """Send GET, or POST with a body as JSON; return the answer's JSON."""
+    """Send GET, or POST with a body as JSON. Return the answer's JSON."""
     data = None if body is None else json.dumps(body).encode()
     headers = {"content-type": "application/json"} | (headers or {})
     with urlopen(Request(url, data, headers), timeout=300) as answer:
@@ -142,7 +142,7 @@ def read_metric(url: str, name: str) -> float:
 
 
 def wait_for_programs(url: str) -> None:
-    """Wait until a running server compiles nothing more behind its answers.
+    """Wait until a running server has compiled all programs of the background.
 
     Raises:
         RuntimeError: it still does after `PROGRAMS_S`.

@@ -1,7 +1,7 @@
 """StaticScheduler: batches that are formed once and run to their end, to measure against.
 
-What serving looked like before continuous batching, on the same engine, pages and kernels, so
-that a comparison shows the schedule alone. For benchmarks and the demonstration.
+This was the usual schedule before continuous batching. It runs on the same engine, pages and
+kernels, so that a comparison shows the schedule alone. For benchmarks and the demonstration.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NO_GENERATION = -1
 
 
 class StaticScheduler(Scheduler):
-    """Scheduler of batches, first come, first served; a slot stays empty until its batch has ended.
+    """Scheduler of batches, first come, first served. A slot stays empty until its batch has ended.
 
     With `padded`, as a batch in one rectangular tensor runs: prompts are padded to the longest,
     the first decode waits for all prompts of the batch, and every row runs until the longest ends.
@@ -27,15 +27,15 @@ class StaticScheduler(Scheduler):
     result is never read. A step then has up to 2 * batch_size - 1 rows, and the slot table must
     have as many slots (an engine's max_num_seqs), most of which stay empty.
 
-    A batch reserves pages for its sequences' full length, so that nothing is ever preempted, and
-    there is no prefix cache.
+    A batch reserves pages for its sequences' full length, so that no sequence is ever preempted.
+    There is no prefix cache.
 
     Args:
         pool: the pages.
         slots: the slot table.
         max_num_batched_tokens: token budget of a step, padding included.
         padded: whether padding is computed.
-        batch_size: most sequences in a batch; None for as many as the slots allow.
+        batch_size: most sequences in a batch. None means as many as the slots allow.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class StaticScheduler(Scheduler):
                 f"batch needs 2 * batch_size - 1; got {batch_size}"
             )
         # Of the batch that runs: sequences at its start, tokens of a padded row by now, whether
-        # this step still computes prompts; and by slot the tokens of its prompt, the padding not
+        # this step still computes prompts, and by slot the tokens of its prompt, the padding not
         # computed yet and the padding of this step.
         self._num_members = 0
         self._padded_length = 0
@@ -72,7 +72,7 @@ class StaticScheduler(Scheduler):
         self._padding_now = np.zeros(slots.num_slots, np.int32)
 
     def schedule(self, max_steps: int = 1) -> LaunchPlan | None:
-        """Choose the next step's rows, those of padding last, or None if there is nothing to do."""
+        """Choose the next step's rows, with rows of padding last, or None without sequences."""
         plan = super().schedule()
         if not self.padded:
             return plan
@@ -126,7 +126,7 @@ class StaticScheduler(Scheduler):
         return take[:, 0], int(take[:, 0].sum())
 
     def _prompt_padding(self) -> LaunchPlan:
-        """Make rows for this step's share of what the prompts lack to the longest."""
+        """Make rows for this step's share of the padding of the prompts."""
         slots = np.flatnonzero(self._padding_now)
         counts = self._padding_now[slots]
         starts = self._padded_length - self._padding[slots]

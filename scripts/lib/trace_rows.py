@@ -17,7 +17,7 @@ HASHED_TOKENS = 512
 
 
 class TraceRow(NamedTuple):
-    """Request of a trace: seconds since the first, prompt tokens, generated tokens; and, where the
+    """Request of a trace: seconds since the first, prompt tokens, generated tokens, and, where the
     trace has them, an id for each 512 tokens of its prompt."""
 
     arrival_s: float

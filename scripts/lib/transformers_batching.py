@@ -1,4 +1,4 @@
-"""Transformers' continuous batching as both comparisons start it; imported where torch is."""
+"""Transformers' continuous batching as both comparisons start it. It needs torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def start_batching(network: Any, longest: int, **settings: Any) -> Any:
-    """Start what `generate_batch` runs on; that method takes one length for all requests.
+    """Start the manager of `generate_batch`, which itself takes one length for all requests.
 
     Args:
         network: a causal model of Transformers.

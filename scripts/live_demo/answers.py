@@ -1,4 +1,4 @@
-"""View of a real model's answers: each is printed as it ends, below them what is being written."""
+"""View of a real model's answers: each is printed as it ends, above the answers in progress."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FRAMES_PER_SECOND = 10
 
 
 def plain(text: str) -> str:
-    """Return a text in one line, without what a terminal would obey."""
+    """Return a text in one line, without control sequences."""
     return "".join(sign for sign in " ".join(text.split()) if sign.isprintable())
 
 
@@ -42,7 +42,7 @@ class AnswerFeed:
         console: to print on.
         engine: that serves.
         scene: the requests.
-        live: region below the answers for those that are being written; None for no such region.
+        live: region below the answers for answers in progress, or None.
         started: when the program did, on the clock of `time.perf_counter`.
     """
 

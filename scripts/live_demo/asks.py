@@ -1,4 +1,4 @@
-"""Requests of the live demo, and what becomes of them."""
+"""Requests of the live demo, and their answers."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from jaxserve.request import FinishReason, SamplingParams
 
 @dataclass(kw_only=True)
 class Ask:
-    """Request of the scene, and what has become of it.
+    """Request of the scene, and its answer.
 
-    `arrival` is in seconds of the trace; other times are on the clock of `time.perf_counter`.
+    `arrival` is in seconds of the trace. Other times are on the clock of `time.perf_counter`.
 
     Attributes:
         sampling: of the live scene.

@@ -1,9 +1,9 @@
 """The live demo: requests served at once, watched, checked and timed.
 
-A real model, SmolLM2-135M-Instruct, answers 64 questions; it comes in a package of the package
-index, once. The bundled model, which needs no network, answers tasks that it was not trained on,
-with lengths of the Azure LLM inference trace 2023. Requests arrive as rows of that trace did; then
-all of them are queued at once and timed under continuous and under static batching.
+A real model, SmolLM2-135M-Instruct, answers 64 questions. It is installed once from the package
+index. The bundled model, which needs no network, answers tasks that it was not trained on, with
+lengths of the Azure LLM inference trace 2023. Requests arrive as rows of that trace did. Then all
+of them are queued at once and timed under continuous and under static batching.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BUNDLED, REAL = "bundled", "real"
 
 
 def load_model(console: Console, model: str | Path | None) -> Loaded:
-    """Load and compile, with a bar for each stage; None is the bundled model."""
+    """Load and compile, with a bar for each stage. None means the bundled model."""
     shapes: dict[str, Any] = {
         "max_num_batched_tokens": bundled.FULL_BUDGET,
         "decode_sizes": bundled.DECODE_SIZES,
@@ -124,7 +124,7 @@ def serve(console: Console, options: argparse.Namespace, is_live: bool, started:
 
 
 def main(started: float | None = None) -> int:
-    """Run the demo; `started` is when its process did, on the clock of `time.perf_counter`."""
+    """Run the demo. `started` is the start of its process, on the clock of `time.perf_counter`."""
     started = time.perf_counter() if started is None else started
     options, console = read_options(), Console(highlight=False)
     is_live = console.is_terminal and console.color_system is not None and not options.no_live

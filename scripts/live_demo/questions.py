@@ -15,8 +15,8 @@ from scripts.lib.trace_rows import read_trace
 from scripts.live_demo.asks import Ask
 
 FILE = Path(__file__).with_name("questions.json")
-# What the makers of SmolLM2 advise, and a little against its repeating itself. Every request has a
-# seed of its own, so that the same is drawn whatever else is served.
+# The settings that the makers of SmolLM2 advise, and a little against repetitions. Every request
+# has a seed of its own, so that its answer does not depend on other requests.
 SAMPLING: Mapping[str, Any] = MappingProxyType(
     {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.05}
 )
@@ -27,9 +27,9 @@ class Question:
     """Question, and the text that it is about, if there is one.
 
     Attributes:
-        title: of the text; empty where there is none.
+        title: of the text, or empty.
         passage: the text.
-        question: what is asked.
+        question: about the text.
         max_tokens: of the answer.
     """
 
@@ -40,7 +40,7 @@ class Question:
 
     @property
     def prompt(self) -> str:
-        """Prompt for the model; the text comes first, so that questions share its pages."""
+        """Prompt for the model. The text comes first, so that questions share its pages."""
         return f"{self.passage}\n\n{self.question}" if self.passage else self.question
 
     @property
@@ -69,7 +69,7 @@ def read_questions(path: Path = FILE) -> list[Question]:
 
 
 def make_question_asks(tokenizer: Any, max_model_len: int, count: int) -> list[QuestionAsk]:
-    """Make the first `count` requests; they arrive as rows of the trace did.
+    """Make the first `count` requests. They arrive as rows of the trace did.
 
     Raises:
         InvalidRequest: the model has no chat template, or too few positions.

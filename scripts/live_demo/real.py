@@ -53,7 +53,7 @@ def serve_real(
 
 
 def compare_schedules(console: Console, loaded: Loaded, scene: Scene[QuestionAsk]) -> None:
-    """Check every answer against what its request alone gets, and time all schedules."""
+    """Compare every answer with that of its request alone, and time all schedules."""
     requests = scene.asks
     console.print(
         f"\nNow each of the {len(requests)} alone, with nothing cached, then all of them under "
@@ -81,7 +81,7 @@ def play_answers(
     is_live: bool,
     started: float,
 ) -> float:
-    """Serve the questions as they arrive, and show them; return the seconds."""
+    """Serve the questions as they arrive, and show them. Return the seconds."""
     if not is_live:
         feed = AnswerFeed(console, engine, scene, None, started)
         return play(engine, scene, options.speed, options.steps_per_second, feed.draw)
@@ -119,7 +119,7 @@ def report(console: Console, engine: Engine, scene: Scene[QuestionAsk], seconds:
 
 
 def compare_answers(console: Console, scene: Scene[QuestionAsk], alone: Timing) -> None:
-    """Print how many answers of the live scene are what their requests get alone."""
+    """Print how many answers of the live scene equal those of their requests alone."""
     differing = differences({ask.number: ask.drawn for ask in scene.asks}, alone)
     equal = len(scene.asks) - len(differing)
     console.print(

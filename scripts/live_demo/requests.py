@@ -32,7 +32,7 @@ class TaskAsk(Ask):
 
 
 def follow_ups(task: Task) -> list[Task]:
-    """List the other questions that a document of codes answers, those of training left out."""
+    """List the other questions that a document of codes answers, except training questions."""
     codes = dict(re.findall(r"The code of (\w+) is (\d+)\.", task.prompt))
     document, question, asked = task.prompt.rpartition("What is the code of ")
     others = (name for name in codes if name != asked.rstrip("?"))
@@ -41,7 +41,7 @@ def follow_ups(task: Task) -> list[Task]:
 
 
 def choose_task(rng: random.Random, prompt: int, output: int, questions: list[Task]) -> Task:
-    """Choose a task of about these token counts; `questions` are open ones of earlier documents."""
+    """Choose a task of about these token counts. `questions` are open ones of earlier documents."""
     words = max(1, round((prompt - TEMPLATE_TOKENS) * WORDS_PER_TOKEN))
     if prompt >= DOCUMENT_TOKENS:
         if questions and rng.random() < 0.5:
@@ -57,7 +57,7 @@ def choose_task(rng: random.Random, prompt: int, output: int, questions: list[Ta
     fitting += 2 * ["facts", "key_value"] if words > 20 else []
     fitting += 3 * ["copy"] if output >= 8 else []
     name = rng.choice(fitting)
-    # What is copied is what is answered: there the output's length can be chosen.
+    # The answer is the copied text, so its length can be chosen.
     length = min(output, words) + 3 if name == "copy" else words
     return next(demo_tasks.stream(name, rng, "held_out", (length, length)))
 
@@ -65,7 +65,7 @@ def choose_task(rng: random.Random, prompt: int, output: int, questions: list[Ta
 def make_asks(
     tokenizer: Any, max_model_len: int, count: int, seed: int = 0
 ) -> tuple[list[TaskAsk], float]:
-    """Make the requests; return also the factor that fits the trace's lengths to the model."""
+    """Make the requests. Return also the factor that fits the trace's lengths to the model."""
     trace, rng = read_trace(count), random.Random(seed)
     longest = max_model_len - LONGEST_ANSWER
     scale = min(1.0, longest / max(row.input_tokens + row.output_tokens for row in trace))

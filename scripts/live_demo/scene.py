@@ -58,7 +58,7 @@ class Scene(Generic[AskT]):
     rates: Rates = field(default_factory=Rates)
 
     def receive(self, delta: Delta) -> None:
-        """Take what is new about a request; the engine calls this."""
+        """Record new tokens of a request. The engine calls this."""
         ask, now = self.running[delta.request_id], time.perf_counter()
         if not ask.first:
             ask.first, ask.num_cached = now, delta.num_cached_tokens

@@ -90,7 +90,7 @@ def schedules() -> dict[str, Schedule]:
 def time_all(
     loaded: Loaded, requests: Sequence[Ask], schedule: Schedule, on_end: Callable[[], None]
 ) -> Timing:
-    """Queue every request at once and run them all; `on_end` is called as each of them ends."""
+    """Queue every request at once and run them all. `on_end` is called as each of them ends."""
     # One step a launch, as static batching takes them: the schedules alone shall differ.
     config = replace(loaded.config, max_num_seqs=schedule.num_rows, num_scheduler_steps=1)
     engine = Engine(replace(loaded, config=config), scheduler=schedule.make)
@@ -122,7 +122,7 @@ def time_schedules(
     rounds: int,
     is_slow: bool = False,
 ) -> dict[str, Timing]:
-    """Time each schedule, with a bar for each round; return the fastest timing of each.
+    """Time each schedule, with a bar for each round. Return the fastest timing of each.
 
     Args:
         rounds: other programs' noise only ever slows a schedule down.
@@ -151,7 +151,7 @@ def time_schedules(
 
 
 def print_table(console: Console, timings: Mapping[str, Timing], num_asks: int) -> None:
-    """Print the schedules' table; ratios are over static batching with padding."""
+    """Print the schedules' table. Ratios are over static batching with padding."""
     table = Table(title=f"The same {num_asks} requests, all queued at once, at full speed")
     table.add_column("schedule")
     for heading in ("output tok/s", "seconds", "steps", "slot use", "ratio"):

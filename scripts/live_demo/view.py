@@ -1,7 +1,7 @@
 """View of the bundled model at work: header, requests, slots, page map and the latest answers.
 
 Every part is a list of lines cut to the terminal's width, so that the whole fits 80 x 24 and fills
-what is larger.
+larger terminals.
 """
 
 from __future__ import annotations

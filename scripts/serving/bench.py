@@ -1,17 +1,13 @@
-"""Load on an OpenAI-compatible server, and a report by the names of `vllm bench serve`.
+"""Scenes of load on a jaxserve server: each starts a server, and writes results and a plot.
 
-    python -m scripts.serving.bench --base-url http://127.0.0.1:8000 --num-prompts 200 \\
-        --random-input-len 128 --random-output-len 64 --request-rate 10 --save-result
-    python -m scripts.serving.bench --dataset-name trace --trace-time-scale 0.2 ...
-    python -m scripts.serving.bench --scene streams      512 concurrent streams, held to the end
-    python -m scripts.serving.bench --scene overload     ten times capacity for a minute;
-                                                         overload-kept: on 200 connections
-    python -m scripts.serving.bench --scene client       what this client can follow
+    python -m scripts.serving.bench --scene streams        512 concurrent streams, held to the end
+    python -m scripts.serving.bench --scene overload       ten times capacity for a minute
+    python -m scripts.serving.bench --scene overload-kept  the same over 200 kept connections
+    python -m scripts.serving.bench --scene client         events a second that the client can read
 
-Arrivals are open-loop. Refused requests (429) are counted apart, with the time that their answer
-took. The client is one process; the report has the share of a core that it took and how late it
-sent. The scenes start a server themselves, with the bundled model, and write their results to
-`scripts/results`.
+The server has the bundled model. Requests (`Work`), their outcomes and most of the report are those
+of `jaxserve bench serve`, which puts load on any OpenAI-compatible server. Arrivals are open-loop.
+Refused requests (429) are counted apart. Results go to `scripts/results`.
 """
 
 from __future__ import annotations
@@ -20,225 +16,253 @@ import argparse
 import asyncio
 import json
 import math
+import subprocess
+import sys
 import time
-from http.client import HTTPException
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from jaxserve.commands.argument_types import (
-    existing_file,
-    header,
-    http_url,
-    integer_from_0,
-    json_object,
-    name_value,
-    number_in,
-    objective,
-    positive,
-    positive_integer,
-    positive_or_inf,
-    some_of,
-    writable_file,
-    writable_folder,
-)
-from jaxserve.commands.bench.outcome import ENDPOINTS, Run, Target, Work
-from jaxserve.commands.bench.report import METRICS
+from jaxserve.commands.bench.client import arrivals, open_client, run_load
+from jaxserve.commands.bench.datasets import TOKEN_IDS
+from jaxserve.commands.bench.outcome import Run, Target, Work
+from scripts.lib.paths import RESULTS, ROOT
 from scripts.lib.run_main import end_at_sigterm, run_main
 from scripts.lib.run_record import about_run
-from scripts.lib.server_process import ask
-from scripts.serving import scenes as serving_scenes
-from scripts.serving.load import (
-    Prompts,
-    open_session,
-    poisson_arrivals,
-    random_works,
-    run_load,
-    send,
-    trace_works,
-)
-from scripts.serving.report import details, plot, show, summarize
+from scripts.lib.server_process import Server, ask, free_port
+from scripts.serving.raw_load import RawLoad
+from scripts.serving.report import plot, show, summarize
+
+PERCENTILES = (50, 90, 99)
+# Every token is an event of its own, and seen as such also where its bytes are not yet text.
+EXTRA = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+STREAMS, STREAM_TOKENS, STREAM_PROMPT = 512, 256, 64
+OVERLOAD, OVERLOAD_S, INPUT, OUTPUT = 10, 60.0, 128, 128
+SLOTS, CLOSED, CAPACITY_S = 32, 448, 30.0
+KEPT = 200  # connections, where they are kept
+ITL_GATE, REFUSAL_GATE_MS, THROUGHPUT_GATE = 1.2, 50.0, 0.9
 
 
-def _percentiles(text: str) -> list[float]:
-    return [number_in(0, 100)(part) for part in text.split(",")]
+def _target(server: Server) -> Target:
+    model = ask(server.url + "/v1/models")["data"][0]["id"]
+    return Target(server.url + "/v1/completions", model, extra=EXTRA)
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.serving.bench",
-        description=(__doc__ or "").splitlines()[0],
-        epilog="Names and meanings follow `vllm bench serve`.",
-        allow_abbrev=False,
+def _save(name: str, result: dict[str, Any], runs: dict[str, Run], title: str) -> None:
+    path = RESULTS / f"bench_serving_{name}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    plot(runs, path.with_suffix(".png"), title)
+    print(f"written: {path.name}, {path.with_suffix('.png').name}")
+
+
+def streams() -> int:
+    """Hold 512 streams at once to the end. Compare some with the same request alone."""
+    about = about_run()
+    rng = np.random.default_rng(0)
+    works = random_works(STREAMS, (STREAM_PROMPT, STREAM_TOKENS), 0.0, rng)
+    arguments = (
+        *("--max-num-seqs", str(STREAMS), "--max-num-batched-tokens", "1024"),
+        *("--decode-sizes", f"1,32,128,{STREAMS}", "--token-sizes", "128,1024"),
+        "--wait-for-all-programs",
     )
-    parser.add_argument("--scene", choices=serving_scenes.SCENES, help="run this instead")
-    server = parser.add_argument_group("server")
-    server.add_argument("--backend", choices=ENDPOINTS, default="openai")
-    server.add_argument("--base-url", type=http_url, default="http://127.0.0.1:8000")
-    server.add_argument("--endpoint", help="default: the backend's own, /v1/completions or chat's")
-    server.add_argument("--model", help="default: the first that the server lists")
-    server.add_argument("--api-key", help="sent as a bearer token")
-    server.add_argument("--header", action="append", type=header, default=[], metavar="NAME=VALUE")
-    server.add_argument("--extra-body", type=json_object, default={}, metavar="JSON")
-    server.add_argument("--temperature", type=float, default=0.0)
-    server.add_argument("--ignore-eos", action="store_true", help="generate the whole length")
-    work = parser.add_argument_group("work")
-    work.add_argument("--dataset-name", choices=("random", "trace"), default="random")
-    work.add_argument("--num-prompts", type=positive_integer, default=1000)
-    work.add_argument("--random-input-len", type=positive_integer, default=1024, metavar="TOKENS")
-    work.add_argument("--random-output-len", type=positive_integer, default=128, metavar="TOKENS")
-    ratio = number_in(0, 1, below=True)
-    work.add_argument("--random-range-ratio", type=ratio, default=0.0, metavar="R")
-    work.add_argument(
-        "--trace-length-scale", type=positive, default=1.0, help="times the trace's lengths"
-    )
-    work.add_argument(
-        "--trace-time-scale", type=positive, default=1.0, help="times the trace's gaps"
-    )
-    work.add_argument(
-        "--tokenizer", type=existing_file, metavar="FILE", help="makes text prompts; tokenizer.json"
-    )
-    work.add_argument("--seed", type=integer_from_0, default=0)
-    pace = parser.add_argument_group("pace")
-    pace.add_argument(
-        "--request-rate",
-        type=positive_or_inf,
-        help="arrivals a second, inf allowed (default: the trace's own times; inf for random)",
-    )
-    pace.add_argument("--burstiness", type=positive, default=1.0, help="1 is a Poisson process")
-    pace.add_argument("--max-concurrency", type=positive_integer)
-    pace.add_argument("--num-warmups", type=integer_from_0, default=0, metavar="N")
-    add_report(parser.add_argument_group("report"))
-    return parser
-
-
-def add_report(report: argparse._ArgumentGroup) -> None:
-    report.add_argument("--percentile-metrics", type=some_of(METRICS), default=list(METRICS))
-    report.add_argument("--metric-percentiles", type=_percentiles, default=[99.0])
-    report.add_argument("--goodput", nargs="+", type=objective, default=[], metavar="NAME:MS")
-    report.add_argument("--save-result", action="store_true", help="write JSON, and plots beside")
-    report.add_argument("--save-detailed", action="store_true", help="with every request's times")
-    report.add_argument("--result-dir", type=writable_folder, default=".")
-    report.add_argument("--result-filename")
-    report.add_argument("--metadata", nargs="*", type=name_value, default=[], metavar="NAME=VALUE")
-
-
-def make_work(arguments: argparse.Namespace) -> tuple[list[Work], list[float]]:
-    """Make the requests of a run, and the seconds at which they are to be sent."""
-    rng = np.random.default_rng(arguments.seed)
-    tokenizer = None
-    if arguments.tokenizer:
-        # Imported here: runs of random token ids do without it.
-        from tokenizers import Tokenizer
-
-        try:
-            tokenizer = Tokenizer.from_file(str(arguments.tokenizer))
-        except Exception as error:  # the library's own class of error has no name
-            raise ValueError(
-                f"--tokenizer {arguments.tokenizer}: is no tokenizer: {error}"
-            ) from None
-    prompts = Prompts(arguments.backend == "openai-chat", tokenizer, rng)
-    count, rate = arguments.num_prompts, arguments.request_rate
-    if arguments.dataset_name == "trace":
-        scales = arguments.trace_length_scale, arguments.trace_time_scale
-        works, arrivals = trace_works(prompts, count, *scales)
-        if rate is None:
-            return works, arrivals
-    else:
-        lengths = arguments.random_input_len, arguments.random_output_len
-        works = random_works(prompts, count, lengths, arguments.random_range_ratio, rng)
-    pace = math.inf if rate is None else rate
-    return works, poisson_arrivals(len(works), pace, arguments.burstiness, rng)
-
-
-def first_model(base: str, headers: dict[str, str]) -> str:
-    """Find the first model that the server lists.
-
-    Raises:
-        SystemExit: with a sentence; it cannot be reached, or lists none.
-    """
-    try:
-        return ask(base + "/v1/models", headers=headers)["data"][0]["id"]
-    except (OSError, HTTPException) as error:
-        raise SystemExit(f"{base}/v1/models did not answer: {error}") from None
-    except (ValueError, LookupError, TypeError):
-        raise SystemExit(f"{base}/v1/models lists no model; name one with --model") from None
-
-
-def make_target(arguments: argparse.Namespace) -> Target:
-    headers = dict(arguments.header)
-    if arguments.api_key:
-        headers["authorization"] = f"Bearer {arguments.api_key}"
-    base = arguments.base_url
-    endpoint = arguments.endpoint or ENDPOINTS[arguments.backend]
-    extra = {"temperature": arguments.temperature} | arguments.extra_body
-    if arguments.ignore_eos:
-        extra["ignore_eos"] = True
-    model = arguments.model or first_model(base, headers)
-    return Target(base + endpoint, model, arguments.backend == "openai-chat", extra, headers)
-
-
-async def serve_load(
-    target: Target, works: list[Work], arrivals: list[float], arguments: argparse.Namespace
-) -> Run:
-    """Send one request as a check, then the warm-up, then the run."""
-    async with open_session() as session:
-        first = await send(session, target, works[0], 0)
-        if not first.is_success:
-            raise SystemExit(f"the first request failed ({first.status}): {first.error}")
-    warm = [works[0]] * arguments.num_warmups
-    await run_load(target, warm, [0.0] * len(warm), arguments.max_concurrency)
-    return await run_load(target, works, arrivals, arguments.max_concurrency)
-
-
-def settings(
-    arguments: argparse.Namespace, target: Target, about: dict[str, Any], num_sent: int
-) -> dict[str, Any]:
-    """Record what was run, by the report's names, beside the fields of `about_run`."""
-    rate = arguments.request_rate
-    if rate is None:
-        rate = "trace" if arguments.dataset_name == "trace" else math.inf
-    return {
-        **about,
-        "date": time.strftime("%Y%m%d-%H%M%S"),
-        "endpoint_type": arguments.backend,
-        "backend": arguments.backend,
-        "model_id": target.model,
-        "num_prompts": num_sent,
-        "request_rate": "inf" if rate == math.inf else rate,
-        "burstiness": arguments.burstiness,
-        "max_concurrency": arguments.max_concurrency,
-        **dict(arguments.metadata),
+    with Server(*arguments) as server:
+        run, _ = _load(server, works, [0.0] * STREAMS)
+        alone, _ = _load(server, works[::64], [0.0] * 8, num_kept=1)
+        healthy = ask(server.url + "/health")["status"] == "ok"
+    whole = [
+        outcome.is_success
+        and len(outcome.token_ids) == STREAM_TOKENS
+        and outcome.finish_reason == "length"
+        for outcome in run.outcomes
+    ]
+    pairs = zip(run.outcomes[::64], alone.outcomes, strict=True)
+    result = about | {
+        "server": " ".join(arguments),
+        "streams": STREAMS,
+        "held_to_the_end": sum(whole),
+        "lost": STREAMS - sum(whole),
+        "equal_to_the_same_request_alone": [a.token_ids == b.token_ids for a, b in pairs],
+        "healthy_after": healthy,
+        **summarize(run, percentiles=PERCENTILES),
     }
+    show(result)
+    print(f"streams held to the end: {sum(whole)} of {STREAMS}")
+    title = f"{STREAMS} streams of {STREAM_TOKENS} tokens, bundled model"
+    _save("streams", result, {"streams": run}, title)
+    return 0 if all(whole) and healthy else 1
+
+
+def random_works(
+    count: int, lengths: tuple[int, int], range_ratio: float, rng: np.random.Generator
+) -> list[Work]:
+    """Draw requests whose prompts share no prefix.
+
+    Prompts of `jaxserve bench` repeat after as many requests as the vocabulary has tokens, so that
+    the prefix cache answers part of a long run.
+
+    Args:
+        lengths: mean tokens of the prompt and of the answer.
+        range_ratio: r, lengths are drawn from [mean * (1 - r), mean * (1 + r)].
+    """
+
+    def draw(mean: int) -> list[int]:
+        low, high = math.floor(mean * (1 - range_ratio)), math.ceil(mean * (1 + range_ratio))
+        return rng.integers(max(1, low), high + 1, count).tolist()
+
+    pairs = zip(draw(lengths[0]), draw(lengths[1]), strict=True)
+    return [Work(rng.integers(*TOKEN_IDS, i).tolist(), i, o) for i, o in pairs]
+
+
+def _works(count: int, rng: np.random.Generator) -> list[Work]:
+    return random_works(count, (INPUT, OUTPUT), 0.5, rng)
+
+
+def _load(
+    server: Server, works: Sequence[Work], times: Sequence[float], num_kept: int | None = None
+) -> tuple[Run, dict[str, float]]:
+    """Run a load with the client that costs little.
+
+    Returns:
+        The run, and the cores that server and client took.
+    """
+    load = RawLoad(_target(server), works, num_kept)
+    cpu = server.cpu_seconds()
+    run = load.run(times)
+    cores = (server.cpu_seconds() - cpu) / run.duration
+    shares = {"server_cores": cores, "client_cores": run.cpu_seconds / run.duration}
+    print(f"server: {cores:.2f} cores, client: {shares['client_cores']:.2f} cores")
+    return run, shares
+
+
+def overload(num_kept: int | None = None) -> int:
+    """Measure capacity, then Poisson arrivals at it, then at ten times that for a minute.
+
+    Args:
+        num_kept: connections that all requests share. None opens one for each request.
+    """
+    about = about_run()
+    rng = np.random.default_rng(0)
+    with Server("--max-num-seqs", str(SLOTS), "--wait-for-all-programs") as server:
+        _load(server, _works(64, rng), [0.0] * 64, SLOTS)  # warm-up
+        # As many at once as run together, refilled at once: no queue, no empty slot.
+        closed, _ = _load(server, _works(CLOSED, rng), [0.0] * CLOSED, SLOTS)
+        capacity = CLOSED / closed.duration
+        print(f"capacity: {capacity:.1f} requests/s")
+        runs, shares = {}, {}
+        for name, times, seconds in (
+            ("at capacity", 1, CAPACITY_S),
+            (f"{OVERLOAD} times capacity", OVERLOAD, OVERLOAD_S),
+        ):
+            count = math.ceil(capacity * times * seconds)
+            planned = arrivals(count, capacity * times, 1.0, seed=times)
+            runs[name], shares[name] = _load(server, _works(count, rng), planned, num_kept)
+        time.sleep(1)
+        healthy = ask(server.url + "/health")["status"] == "ok"
+    at_capacity, over = (summarize(run, percentiles=PERCENTILES) for run in runs.values())
+    ratio = over["p99_itl_ms"] / at_capacity["p99_itl_ms"]
+    throughput = over["output_throughput"] / at_capacity["output_throughput"]
+    refusal = over.get("p99_refused_ms", 0.0)
+    result = about | {
+        "connections": num_kept or "one a request",
+        "capacity_requests_per_s": capacity,
+        "offered_requests_per_s": capacity * OVERLOAD,
+        "input_tokens": f"{INPUT} +- 50%",
+        "output_tokens": f"{OUTPUT} +- 50%",
+        "p99_itl_ratio": ratio,
+        "p99_itl_ratio_gate": ITL_GATE,
+        "throughput_ratio": throughput,
+        "throughput_ratio_gate": THROUGHPUT_GATE,
+        "p99_tpot_ratio": over["p99_tpot_ms"] / at_capacity["p99_tpot_ms"],
+        "median_tpot_ratio": over["median_tpot_ms"] / at_capacity["median_tpot_ms"],
+        "p99_refused_ms": refusal,
+        "p99_refused_gate_ms": REFUSAL_GATE_MS,
+        "cores": shares,
+        "healthy_after": healthy,
+        "closed_loop": summarize(closed, percentiles=PERCENTILES),
+        "at_capacity": at_capacity,
+        "overload": over,
+    }
+    for summary in (at_capacity, over):
+        show(summary)
+    print(
+        f"{OVERLOAD} times capacity over capacity: p99 inter-token latency {ratio:.2f} (gate "
+        f"{ITL_GATE}), throughput {throughput:.2f} (gate {THROUGHPUT_GATE}); time per output token:"
+        f" p99 {result['p99_tpot_ratio']:.2f}, median {result['median_tpot_ratio']:.2f}; refused "
+        f"in {refusal:.1f} ms at p99 (gate {REFUSAL_GATE_MS})"
+    )
+    title = f"bundled model; capacity {capacity:.0f} requests/s; two shared cores with the client"
+    _save("overload" if num_kept is None else "overload_kept", result, runs, title)
+    return 0 if not over["failed"] and healthy else 1
+
+
+def overload_kept() -> int:
+    """Do the same over connections that are kept."""
+    return overload(KEPT)
+
+
+def client() -> int:
+    """Measure the client of `jaxserve bench` with a server that computes no answers."""
+    about = about_run()
+    table = []
+    for streams_at_once, milliseconds in ((32, 10), (512, 100), (512, 50), (512, 25)):
+        port = free_port()
+        command = [sys.executable, "-m", "scripts.serving.canned", str(port), str(milliseconds)]
+        process = subprocess.Popen(command, cwd=ROOT)
+        try:
+            url = f"http://127.0.0.1:{port}"
+            _wait(url)
+            tokens = 10_000 // milliseconds
+            works = [Work([1], 1, tokens)] * streams_at_once
+            run = asyncio.run(_run_client(Target(url, "canned"), works))
+        finally:
+            process.kill()
+            process.wait()
+        result = summarize(run, percentiles=PERCENTILES)
+        keys = ("client_cpu_cores", "client_cpu_us_per_event", "median_itl_ms", "p99_itl_ms")
+        table.append({"streams": streams_at_once, "tick_ms": milliseconds})
+        table[-1] |= {key: round(result[key], 2) for key in keys}
+        table[-1]["events_per_s"] = round(result["output_throughput"])
+        print(table[-1])
+    path = RESULTS / "bench_serving_client.json"
+    path.write_text(json.dumps(about | {"runs": table}, indent=1) + "\n")
+    return 0
+
+
+async def _run_client(target: Target, works: Sequence[Work]) -> Run:
+    async with open_client(target) as session:
+        return await run_load(session, target, works, [0.0] * len(works))
+
+
+def _wait(url: str) -> None:
+    for _ in range(100):
+        try:
+            ask(url)
+            return
+        except OSError:
+            time.sleep(0.1)
+    raise RuntimeError("the canned server did not come up")
+
+
+SCENES: dict[str, Callable[[], int]] = {
+    "streams": streams,
+    "overload": overload,
+    "overload-kept": overload_kept,
+    "client": client,
+}
 
 
 def main() -> int:
-    parser = make_parser()
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.serving.bench",
+        description=(__doc__ or "").splitlines()[0],
+        epilog="`jaxserve bench serve` puts load on any OpenAI-compatible server.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--scene", choices=SCENES, required=True)
     arguments = parser.parse_args()
-    if arguments.scene:
-        end_at_sigterm()
-        return serving_scenes.SCENES[arguments.scene]()
-    try:
-        if arguments.result_filename:
-            writable_file(str(arguments.result_dir / arguments.result_filename))
-        works, arrivals = make_work(arguments)
-    except (ValueError, argparse.ArgumentTypeError) as error:
-        parser.error(str(error))
-    target, about = make_target(arguments), about_run()
-    run = asyncio.run(serve_load(target, works, arrivals, arguments))
-    metrics = arguments.percentile_metrics
-    result = settings(arguments, target, about, len(works))
-    result |= summarize(run, metrics, arguments.metric_percentiles, dict(arguments.goodput))
-    show(result, metrics)
-    if arguments.save_detailed:
-        result |= details(run)
-    if arguments.save_result or arguments.save_detailed or arguments.result_filename:
-        stem = f"{arguments.backend}-{result['request_rate']}qps-{result['date']}.json"
-        path = arguments.result_dir / (arguments.result_filename or stem)
-        path.write_text(json.dumps(result, indent=1) + "\n")
-        plot({target.model: run}, path.with_suffix(".png"), f"{target.model}, {target.url}")
-        print(f"written: {path}, {path.with_suffix('.png')}")
-    return 0 if result["completed"] else 1
+    end_at_sigterm()
+    return SCENES[arguments.scene]()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""A server that computes nothing: every stream gets one event each tick.
+"""A server that computes no answers: every open stream gets one event each tick.
 
     python -m scripts.serving.canned PORT MILLISECONDS
 
-It measures how many events the client of bench_serving can follow.
+`python -m scripts.serving.bench --scene client` measures with it how many events a client can read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Scenes of a fleet on Ray Serve: what its fronts cost, and what it survives.
+"""Scenes of a fleet on Ray Serve: the cost of its fronts, and its behavior at failures.
 
     python -m scripts.serving.fleet --scene cost --json scripts/results/fleet.json
     python -m scripts.serving.fleet --scene kill --times 20 --json scripts/results/fleet.json
@@ -7,16 +7,16 @@
 
 cost    One replica of the bundled model: bare, behind Serve's proxy, behind HAProxy, and behind
         vllm-router where it is installed. CPU time a chunk of a stream, of the process that serves
-        and of all others, less what they take when idle; and the median of a request for one token.
+        and of all others, less their idle time, and the median of a request for one token.
 kill    One of two replicas is killed under 200 requests of the openai client, which may try again
-        as it does by default: whole answers all come, streams that were there break with an error,
-        what was read of them is right, and the replacement answers.
+        as it does by default: whole answers all come, streams in progress break with an error
+        after a right beginning, and the replacement answers.
 scale   Autoscaling from 1 replica to 3 and back under load, without an error.
-soak    Whole answers, streams and streams that are left, for half an hour; a replica killed every
+soak    Whole answers, streams and abandoned streams, for half an hour, with a replica killed every
         minute and a half. Memory and files of all other processes show no slope, but for the logs
         of the dead that Ray holds, and no page is held at the end.
 
-Every scene ends with no process left over. Exit code 1 where something failed.
+Every scene ends with no process left over. Exit code 1 after a failure.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ from scripts.serving.replicas import (
 )
 
 IDLE_SECONDS = 4.0
-# Long ones: what a request costs besides is in the short ones.
+# Long ones: short ones have the fixed cost of a request.
 STREAMS, AT_ONCE, TOKENS = 12, 4, 900
 SHORT = 100
 READY_SECONDS = 120.0
 KILL_EVERY = 90.0
-# Growth that is none: of 30 minutes, by the fitted line.
+# Growth that counts as zero: of 30 minutes, by the fitted line.
 MOST_GROWTH_BYTES, MOST_GROWTH_FILES = 32 << 20, 8
 Result = dict[str, Any]
 
 
 async def _streams(url: str) -> int:
-    """Read streams to their ends; return their chunks."""
+    """Read streams to their ends. Return their chunks."""
     body = {
         "model": MODEL,
         "prompt": "Reverse: s-t-o-n-e",
@@ -103,7 +103,7 @@ async def _short(url: str) -> float:
 
 
 def measure_front(name: str, url: str, serving: list[int], others: list[int]) -> Result:
-    """Measure a front: CPU time a chunk, of what serves and of all others, and a short request."""
+    """Measure a front: CPU time a chunk, of the server and of all others, and a short request."""
     asyncio.run(_streams(url))  # programs, connections
     before = cpu_seconds(others)
     time.sleep(IDLE_SECONDS)
@@ -178,7 +178,7 @@ def _replacement(fleet: Fleet, before: set[int], victim: int, killed: float) -> 
 
 
 async def kill_once(fleet: Fleet, count: int, max_retries: int) -> Result:
-    """Kill a replica under load; return what became of the requests, and of the replica."""
+    """Kill a replica under load. Return the ends of the requests, and the times of the replica."""
     load = Load(fleet.url, max_retries)
     await load.learn()
     before = fleet.starts()

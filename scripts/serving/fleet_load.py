@@ -15,10 +15,10 @@ import openai
 
 MODEL = "demo_model"
 QUESTIONS = [f"What is {a} + {b}?" for a, b in itertools.product((12, 47, 31), (8, 25, 9, 40))]
-# The bundled model makes them in 0.1 and 1 s: what is killed is in the middle of streams.
+# The bundled model makes them in 0.1 and 1 s, so that a kill is in the middle of streams.
 TOKENS, STREAM_TOKENS = 48, 400
 SECONDS = 120.0
-# What a client raises where an answer breaks off.
+# Exceptions of a client whose answer breaks off.
 BROKEN = (openai.OpenAIError, httpx2.HTTPError)
 
 
@@ -29,7 +29,7 @@ class Outcomes:
     Attributes:
         answered: whole answers that were right, and streams that ran to their right end.
         broken: streams that ended in an error that the client raised.
-        failures: the rest, each with its reason; there must be none.
+        failures: all other ends, each with its reason. The list must be empty.
         seconds: of each whole answer.
     """
 
@@ -87,7 +87,7 @@ class Load:
         return str(answer.choices[0].message.content)
 
     async def unary(self, question: str) -> None:
-        """Make a request for a whole answer; anything but the right one is a failure."""
+        """Make a request for a whole answer. Any other answer than the right one is a failure."""
         started = time.perf_counter()
         try:
             text = await self._whole(question)
@@ -101,7 +101,7 @@ class Load:
         self.outcomes.answered["unary"] += 1
 
     async def stream(self, question: str) -> None:
-        """Make a request for a stream, which may break off, but says nothing wrong."""
+        """Make a request for a stream, which may break off, but has no wrong text."""
         text, ended, right = "", False, self._streamed_texts[question]
         try:
             fields = self._fields(question, STREAM_TOKENS)
@@ -142,8 +142,8 @@ class Load:
 
         Args:
             count: of requests.
-            at_once: of those in progress.
-            kinds: in turn: u for unary, s for a stream, a for a stream that is left.
+            at_once: number in progress.
+            kinds: in turn: u for unary, s for a stream, a for an abandoned stream.
             on_done: called with the number of requests that have ended.
         """
         ways = {"u": self.unary, "s": self.stream, "a": self.abort}

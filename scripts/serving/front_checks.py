@@ -1,4 +1,4 @@
-"""Checks that a client finds at a router what a replica gives: one function for each subject."""
+"""Checks that a router answers a client as a replica does: one function for each subject."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _WAIT_S = 30.0
 
 
 def client(front: Front, retries: int = 0) -> OpenAI:
-    """Return the openai client of a router; it repeats no request by itself."""
+    """Return the openai client of a router. It repeats no request by itself."""
     return OpenAI(base_url=front.url + "/v1", api_key=KEY, max_retries=retries, timeout=60)
 
 
@@ -90,7 +90,7 @@ def check_token_ids(front: Front) -> None:
 
 
 def check_fields(front: Front) -> None:
-    """Check tools, schemas and log-probabilities; fields that only this engine and vLLM have."""
+    """Check tools, schemas, log-probabilities, and fields that only this engine and vLLM have."""
     ask: dict[str, Any] = {"model": MODEL, "messages": MESSAGES}
     with client(front) as api:
         [call] = (
@@ -202,7 +202,7 @@ def check_prefixes(front: Front) -> None:
 
 
 def send_at_once(front: Front, count: int = 8) -> None:
-    """Send prompts that share nothing at once, so that routers give them to the least loaded."""
+    """Send prompts without a common prefix at once, so that routers balance them by load."""
 
     def send(number: int) -> None:
         prompt = f"{(time.monotonic_ns() + number) % 10**9:09} " * 8
@@ -215,11 +215,11 @@ def send_at_once(front: Front, count: int = 8) -> None:
 def check_drain(front: Front) -> None:
     """Check that after SIGTERM to a replica its stream goes on, and the other answers new requests.
 
-    The replica is gone afterwards. Its stream may end before the router's next health check; until
+    The replica is gone afterwards. Its stream may end before the router's next health check. Until
     then vLLM's router answers 500 for requests that it sends there. So the client repeats a request
     twice, which is its default.
     """
-    wait_until_idle(front)  # of what a client has left a moment ago
+    wait_until_idle(front)  # of requests that a client has just abandoned
     with client(front, retries=2) as api:
         stream = api.completions.create(
             model=MODEL, prompt="x", max_tokens=900, stream=True, **_LONG

@@ -1,4 +1,4 @@
-"""Replicas behind a router that end by SIGKILL under load: what became of each request."""
+"""Replicas behind a router that end by SIGKILL under load, and the end of each request."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _EXTRA = {"ignore_eos": True}
 
 
 def reference(replica: Server) -> list[str]:
-    """Return what one replica alone answers to each prompt."""
+    """Return the answer of one replica alone to each prompt."""
     with OpenAI(base_url=replica.url + "/v1", api_key=KEY, timeout=120) as api:
         return [
             api.completions.create(**_FIELDS, prompt=prompt, extra_body=_EXTRA).choices[0].text
@@ -56,7 +56,7 @@ async def _stream(api: AsyncOpenAI, prompt: str, want: str) -> str:
         async for chunk in stream:
             text += chunk.choices[0].text
             reason = chunk.choices[0].finish_reason or reason
-    except Exception as error:  # the client raises what its transport does, too
+    except Exception as error:  # the client also raises the exceptions of its transport
         when = "after its first bytes" if text else "before its first byte"
         exact = "" if want.startswith(text) else ", WRONG before"
         return f"stream: {described(error)} {when}{exact}"
@@ -66,7 +66,7 @@ async def _stream(api: AsyncOpenAI, prompt: str, want: str) -> str:
 
 
 async def run_load(front: Front, want: Sequence[str], retries: int, kill: Server | None) -> Counter:
-    """Send all requests, half of them streams; count their ends by name.
+    """Send all requests, half of them streams. Count their ends by name.
 
     Args:
         want: of `reference`.
@@ -99,7 +99,7 @@ def replace(front: Front, dead: Server) -> tuple[float, float]:
         Seconds of its start, and from then to the first request that the router sent it.
 
     Raises:
-        RuntimeError: none reached it in `REACHED_S`.
+        RuntimeError: no request reached it in `REACHED_S`.
     """
     port = int(dead.url.rpartition(":")[2])
     dead.__exit__(None, None, None)

@@ -53,14 +53,14 @@ class Front:
 
     Args:
         kind: a name of `KINDS`.
-        replicas: what it routes to.
+        replicas: the servers behind it.
         programs: the folder of its program.
 
     Attributes:
         url: without `/v1`.
 
     Raises:
-        RuntimeError: on entering, with the end of what it wrote: it did not come up.
+        RuntimeError: on entering, with the end of its output: it did not come up.
     """
 
     def __init__(self, kind: str, replicas: list[Server], programs: Path = PROGRAMS) -> None:
@@ -111,7 +111,7 @@ class Front:
             return json.load(answer)
 
     def num_workers(self) -> int:
-        """Return how many replicas it routes to now; 0 while it does not answer."""
+        """Return how many replicas it routes to now, or 0 while it does not answer."""
         try:
             found = self.get(self.kind.workers)
         except (URLError, OSError, ValueError):
@@ -128,7 +128,7 @@ class Front:
             time.sleep(0.1)
 
     def log(self) -> str:
-        """Read what it has written so far."""
+        """Read its output so far."""
         self._log.flush()
         self._log.seek(0)
         return self._log.read()

@@ -1,13 +1,13 @@
-"""Routers of others in front of two replicas: what works through each, in a table.
+"""Routers of other projects in front of two replicas, and a table of the checks that pass.
 
     python -m scripts.serving.fronts                     every check through every router
     python -m scripts.serving.fronts --kills 20          and replicas ended by SIGKILL under load
     python -m scripts.serving.fronts --fronts smg --programs FOLDER
 
-The routers come from the package index; `./scripts/clients` installs them into `.venv-clients`. The
-replicas serve the bundled model with an API key and prefix caching, the routers route by prefix. A
-check is one of `front_checks.py`; a router that answers it otherwise than a replica has the reason
-in its cell. Results go to `scripts/results/fronts.json` and, as a table, to `fronts.md`.
+The routers come from the package index, and `./scripts/clients` installs them into `.venv-clients`.
+The replicas serve the bundled model with an API key and prefix caching, the routers route by
+prefix. A check is one of `front_checks.py`. A router that answers it otherwise than a replica has
+the reason in its cell. Results go to `scripts/results/fronts.json` and, as a table, to `fronts.md`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def outcome(check: str, front: Front) -> str:
 
 
 def run_front(kind: str, replicas: list[Server], arguments: argparse.Namespace) -> dict[str, Any]:
-    """Run every check through a router, and the kills; replicas that ended are replaced."""
+    """Run every check through a router, and the kills. Replicas that ended are replaced."""
     result: dict[str, Any] = {"version": version(kind, arguments.programs), "checks": {}}
     with Front(kind, replicas, arguments.programs) as front:
         for check in CHECKS:
@@ -87,7 +87,7 @@ def table(fronts: dict[str, Any]) -> str:
 
 
 def kills_table(fronts: dict[str, Any]) -> str:
-    """Return what became of requests, as Markdown; empty where nothing was killed."""
+    """Return the ends of requests as Markdown, or "" without kills."""
     rows = []
     for kind, result in fronts.items():
         for run in result.get("kills", ()):

@@ -15,7 +15,7 @@ from scripts.lib.server_process import free_port
 
 PACKAGE = "open-webui==0.12.4"
 SECONDS = 1200  # until it answers, and of an answer
-# What it makes of a chat after the answer, by its name.
+# Tasks that follow the answer of a chat, by name.
 TASKS = ("title", "tags", "follow_up")
 # It neither fetches anything nor loads a model of its own.
 _QUIET = {
@@ -39,13 +39,13 @@ def chat_with_open_webui(
     Args:
         program: `open-webui` as it is installed.
         url: of the server that it calls.
-        home: an empty folder for what it keeps.
+        home: an empty folder for its files.
         key: of the server.
         model: of the server.
         question: of the chat.
 
     Raises:
-        RuntimeError: it did not answer, with the last of what it said.
+        RuntimeError: it did not answer. The message has the end of its output.
     """
     port, log = free_port(), home / "log"
     environment = {"PATH": os.environ["PATH"], "HOME": str(home), "DATA_DIR": str(home), **_QUIET}

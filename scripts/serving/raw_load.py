@@ -1,6 +1,6 @@
 """A load by a client that costs little: sockets, bytes made ahead, and streams read after the run.
 
-It shares the cores with the server: what it spends lowers the throughput that it measures.
+It shares the cores with the server: its own CPU time lowers the throughput that it measures.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _IDLE_S = 30.0  # without a byte, after which a run has failed
 
 @dataclass
 class _Exchange:
-    """A request on its connection, and what came back, with the times."""
+    """A request on its connection, and the bytes of its answer, with their times."""
 
     client: socket.socket
     number: int
@@ -36,8 +36,8 @@ class RawLoad:
 
     Args:
         target: server and form of the requests.
-        works: what to request.
-        num_kept: connections that are kept, for all requests; a request waits for a free one. With
+        works: the requests.
+        num_kept: connections that are kept, for all requests. A request waits for a free one. With
             None each request has a connection of its own.
     """
 
@@ -65,7 +65,7 @@ class RawLoad:
         """Send each request at its time, in seconds from the start, and wait for all answers.
 
         Raises:
-            TimeoutError: none came for long.
+            TimeoutError: no answer came for `_IDLE_S` seconds.
         """
         gc.collect()
         gc.disable()
@@ -150,7 +150,7 @@ def _is_whole(exchange: _Exchange) -> bool:
 
 
 def _read(outcome: Outcome, exchange: _Exchange) -> None:
-    """Fill in an outcome from what came."""
+    """Fill in an outcome from the bytes of an exchange."""
     end, last = exchange.pieces[-1]
     outcome.latency = end - exchange.clock
     head, _, rest = exchange.pieces[0][1].partition(b"\r\n\r\n")

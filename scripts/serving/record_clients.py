@@ -1,11 +1,11 @@
-"""Record what clients send to our server; fail where one cannot read its answers.
+"""Record the requests of clients to our server. Fail where one cannot read its answers.
 
 Claude Code and Codex come by npm, Open WebUI by pip, into a folder that is deleted afterwards. Each
-sends a small random model one question, without a terminal, through a proxy that keeps what it
-sent. The first answer to a coding agent is a call that stands here, since a random model makes
-none: the agent runs its tool, and sends the result to the model. Written into
-`tests/clients/recorded` is the shape of each request: names of fields, types and tools, with
-"x" in the place of every text; a test sends it again.
+sends a small random model one question, without a terminal, through a proxy that keeps its
+requests. The first answer to a coding agent is a call from this file, since a random model makes no
+calls: the agent runs its tool, and sends the result to the model. The shape of each request is
+written into `tests/clients/recorded`: names of fields, types and tools, with "x" in the place of
+every text. A test sends it again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ RECORDED = ROOT / "tests" / "clients" / "recorded"
 MODEL, QUESTION, KEY = "small", "Say hello.", "a-client-key"
 OPEN_WEBUI = "open_webui"
 SECONDS = 600  # of a download, and of a client's run
-PIP_SECONDS = 3600  # of Open WebUI, which takes 7 GB with what it requires
+PIP_SECONDS = 3600  # of Open WebUI, which takes 7 GB with its requirements
 ROOM = 32768  # tokens: theirs are thousands, and Codex takes an answer of any length
 CODEX = """model = "{model}"
 model_provider = "jaxserve"
@@ -50,7 +50,7 @@ TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}"
     "{% for message in messages %}<s>{{ message.role }} {{ message.content }}</s>{% endfor %}"
 )
-# Texts that are part of the form, by the name of their field; all others become "x".
+# Texts that are part of the form, by the name of their field. All others become "x".
 FORMS = {"type", "role", "name", "effort", "summary", "tool_choice", "$schema", "required", "keep"}
 FORMS |= {"include", "enum", "format", "verbosity", "ttl", "status", "detail", "syntax"}
 TOOLS = 1  # kept of each type
@@ -63,10 +63,10 @@ class Client:
     Attributes:
         package: its name and version.
         command: of its run, without a terminal.
-        environment: its variables; `{url}` is the server's.
+        environment: its variables. `{url}` is the server's.
         path: of the requests that it draws answers with.
         call: events of a call, which answer the first request that has tools.
-        files: what it reads, by path in its home.
+        files: that it reads, by path in its home.
     """
 
     package: str
@@ -152,7 +152,7 @@ CLIENTS = {
 
 
 def main() -> int:
-    """Record each client that is asked for; return 1 where one was refused."""
+    """Record each client that is asked for. Return 1 where one was refused."""
     parser = argparse.ArgumentParser(
         prog="python -m scripts.serving.record_clients", description=__doc__
     )
@@ -197,10 +197,10 @@ def _server(folder: Path) -> Iterator[str]:
 
 
 def run_client(client: Client, url: str, home: Path, npm: Path | None) -> list[dict[str, Any]]:
-    """Run a client to its end; return what it sent and what it got.
+    """Run a client to its end. Return its requests and their answers.
 
     Raises:
-        RuntimeError: it ended with an error, with what it said.
+        RuntimeError: it ended with an error. The message has its output.
     """
     installed = npm or home
     if npm is None:
@@ -228,7 +228,7 @@ def run_client(client: Client, url: str, home: Path, npm: Path | None) -> list[d
 
 
 def run_open_webui(url: str, home: Path, program: Path | None) -> list[dict[str, Any]]:
-    """Send a chat by Open WebUI; return what that sent and what it got.
+    """Send a chat by Open WebUI. Return its requests and their answers.
 
     Raises:
         RuntimeError: it did not answer.
@@ -294,7 +294,7 @@ def _proxy(url: str, client: Client | None = None) -> Iterator[tuple[str, list[d
         do_GET = do_HEAD = do_POST = relay
 
         def log_message(self, *_: object) -> None:
-            """Say nothing."""
+            """Write no log."""
 
     relay = ThreadingHTTPServer(("127.0.0.1", 0), Relay)
     threading.Thread(target=relay.serve_forever, daemon=True).start()
@@ -308,7 +308,7 @@ def _proxy(url: str, client: Client | None = None) -> Iterator[tuple[str, list[d
 def shape_of(value: Any, name: str = "") -> Any:
     """Return a request's part with "x" in the place of texts that are not part of the form."""
     if isinstance(value, dict):
-        # Of descriptions those of tools stay: those of parameters say nothing of the form.
+        # Descriptions of tools stay. Descriptions of parameters are no part of the form.
         left_out = () if {"parameters", "input_schema", "tools"} & set(value) else ("description",)
         return {
             key: shape_of(part, key)
@@ -339,7 +339,7 @@ def _first_of_each(parts: list[Any]) -> list[Any]:
 
 
 def _write(client: str, package: str, exchanges: list[dict[str, Any]]) -> bool:
-    """Write the shapes of what a client sent; return whether all of it was answered."""
+    """Write the shapes of a client's requests. Return whether all of them were answered."""
     refused = [exchange for exchange in exchanges if exchange["status"] != 200]
     for exchange in refused:
         print(f"{client}: {exchange['path']}: {exchange['status']}", file=sys.stderr)

@@ -77,7 +77,7 @@ class Fleet(Server):
         return descendants(self.process.pid)
 
     def replicas(self) -> list[int]:
-        """Return the numbers of the replicas' processes, those that still load included."""
+        """Return the process ids of the replicas, loading ones included."""
         return self._named(REPLICA)
 
     def followers(self) -> list[int]:
@@ -85,7 +85,7 @@ class Fleet(Server):
         return self._named(FOLLOWER)
 
     def _named(self, name: str) -> list[int]:
-        # Behind a dot stands what the process is at.
+        # The text behind a dot is the state of the process.
         lines = self.processes().items()
         return [number for number, line in lines if line.partition(".")[0] == name]
 
@@ -125,7 +125,7 @@ def descendants(root: int) -> dict[int, str]:
 
 
 def left_over(before: dict[int, str], seconds: float = LEAVE_SECONDS) -> dict[int, str]:
-    """Return those of some processes that are still there after a while."""
+    """Return which processes are still there after a while."""
     end = time.monotonic() + seconds
     while True:
         left = {}
@@ -152,7 +152,7 @@ def open_files(number: int) -> int:
 
 
 def cpu_seconds(numbers: Iterable[int]) -> dict[int, float]:
-    """Return the CPU time that processes have taken so far; those that have ended are left out."""
+    """Return the CPU time that processes have taken so far, without processes that have ended."""
     found = {}
     for number in numbers:
         with suppress(OSError):
@@ -161,5 +161,5 @@ def cpu_seconds(numbers: Iterable[int]) -> dict[int, float]:
 
 
 def cpu_since(before: Mapping[int, float]) -> float:
-    """Return the CPU time that processes have taken since; those that have ended count nothing."""
+    """Return the CPU time since `before` of the processes that still live."""
     return sum(seconds - before[number] for number, seconds in cpu_seconds(before).items())

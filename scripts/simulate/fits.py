@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -12,27 +10,27 @@ import numpy as np
 from jaxserve.execution.buckets import Bucket, BucketSet
 from jaxserve.scheduling.plan import LaunchPlan
 
-# A device that had nothing to do for so long must wake up, and the loop with it.
+# A device that was idle for this long must wake up, and the loop with it.
 WOKEN_SECONDS = 1e-3
 QUANTILES = 200
 GRID = 200
 MOST_RANGES = 4
 LEAST_OF_RANGE = 40
-# A line of few samples is rough, but its mean is right; what has none takes another kind's time.
+# A line of few samples is rough, but its mean is right. Without samples another kind's time counts.
 LEAST_OF_LINE = 5
 HOST_PARTS = ("request", "before", "call", "after")
 
 
 class StepTimes(Protocol):
-    """Seconds of what the loop does: queue a request, prepare a launch, call it, run it, and report
-    it.
+    """Seconds of the parts of the loop: queue a request, prepare a launch, call it, run it, and
+    report it.
 
-    `waiting` is a share: of the launches that find the device free, those that the call which
-    submits them waits for, as XLA on CPU does with some.
+    `waiting` is the share of launches on an idle device whose call returns only after their end, as
+    with some of XLA's on CPU.
 
     Args:
-        idle: seconds for which the device has had nothing to do.
-        luck: from 0 to 1: how long this one takes among its like.
+        idle: seconds for which the device has been idle.
+        luck: quantile of the time among all of its kind, from 0 to 1.
     """
 
     def request(self, prompt: int, idle: float, luck: float) -> float: ...
@@ -70,8 +68,7 @@ class Line:
 
     Attributes:
         fixed, each: the parts.
-        spreads: quantiles of what was measured over the line, each for an equal share of it; for
-            each range of the amount.
+        spreads: quantiles of the measured times over the line, for each range of the amount.
         edges: where all ranges but the last end.
     """
 
@@ -85,7 +82,7 @@ class Line:
         return self.fixed + self.each * amount
 
     def micros(self, amount: float, luck: float) -> float:
-        """Compute the value at a quantile of what was measured."""
+        """Compute the value at a quantile of the measured times."""
         spread = self.spreads[int(np.searchsorted(self.edges, amount))]
         place = (np.arange(len(spread)) + 0.5) / len(spread)
         return self.at(amount) * float(np.interp(luck, place, spread))
@@ -96,7 +93,7 @@ class Samples:
     """Amounts and the microseconds that they took, between a least and a most, by a line's name."""
 
     found: dict[str, list[tuple[float, float, float]]] = field(default_factory=dict)
-    # Whether the call waited for its launch, of those that found the device free.
+    # Whether the call waited for its launch, of launches that found the device idle.
     waited: dict[str, list[bool]] = field(default_factory=dict)
 
     def add(self, name: str, amount: float, seconds: float, least: float | None = None) -> None:
@@ -105,7 +102,7 @@ class Samples:
         self.found.setdefault(name, []).append((amount, 1e6 * least, 1e6 * seconds))
 
     def update(self, other: Samples) -> None:
-        """Add what was found elsewhere."""
+        """Add the samples of another collection."""
         for name, samples in other.found.items():
             self.found.setdefault(name, []).extend(samples)
         for name, waited in other.waited.items():
@@ -118,9 +115,9 @@ class Samples:
                 self.found[name] = samples
 
     def lines(self) -> dict[str, Line]:
-        """Fit a line to each name met at least `LEAST_OF_LINE` times; see `line`, `spread`.
+        """Fit a line to each name with at least `LEAST_OF_LINE` samples (see `line`, `spread`).
 
-        Launches are spread over what they take alone, the host's parts over a line.
+        Launches are spread over their time alone, the host's parts over a line.
         """
         lines = {}
         for name, samples in self.found.items():
@@ -137,8 +134,9 @@ def quantiles(least: np.ndarray, most: np.ndarray) -> np.ndarray:
     """Estimate f64[QUANTILES] of values that lie between a least and a most each.
 
     Turnbull's estimate: the shares of a grid's places that explain themselves. Each value is
-    spread over the places that it may have, as all values together are. What is seen exactly is
-    what the host waited for, the longest of all, so that it alone would count for too much.
+    spread over the places that it may have, as all values together are. Only launches that the host
+    waited for are seen exactly. They are the longest ones, so that they alone would be no fair
+    sample.
     """
     places = (np.arange(QUANTILES) + 0.5) / QUANTILES
     if np.array_equal(least, most):
@@ -170,9 +168,9 @@ def line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
 
 
 def spread(x: np.ndarray, least: np.ndarray, most: np.ndarray, fixed: float, each: float) -> Line:
-    """Fit a line, and quantiles of what is measured over it.
+    """Fit a line, and quantiles of the measured times over it.
 
-    What takes long is delayed by less in proportion, so that quantiles are kept for each of several
+    Long launches are delayed by less in proportion, so there are quantiles for each of several
     ranges of the amount.
     """
     over = np.maximum(fixed + each * x, 0.1)
@@ -217,29 +215,25 @@ def attention_work(plan: LaunchPlan) -> tuple[int, int]:
 class Measured:
     """Step times of one model on one device, by bucket, in microseconds.
 
-    A bucket's time alone is its base, over the tokens that are none of its padding (of which
-    products compute nothing on CPU), a part for each cell of the cache that its rows of one token
-    read, and a part for each pair of a query and a position in its longer rows. What a launch takes
-    in the engine's loop is a line over that.
+    A bucket's time alone is its base, over the tokens without padding (for which products compute
+    no rows on CPU), a part for each cell of the cache that its rows of one token
+    read, and a part for each pair of a query and a position in its longer rows. The time of a
+    launch in the engine's loop is a line over that.
 
     Attributes:
-        about: model, device, versions, date.
-        settings: of the engine that was measured: max_num_seqs, max_num_batched_tokens, ...
         base_us: label of a bucket -> its step without attention, queued behind its like, over its
             tokens.
         cell_us: label of a bucket -> for each 1,000 cells.
-        pair_us: label of a bucket -> for each million pairs; 0 for decode steps.
+        pair_us: label of a bucket -> for each million pairs, 0 for decode steps.
         more_us: label of a bucket -> each further decode step of one launch, over its tokens.
         lines: "decode" and "tokens": launches over their time alone, in microseconds, and the
-            label of a bucket that was met often; "request": queueing one, over the tokens of its
-            prompt; "before", "call" and "after": the host's parts of a launch, over its rows, its
+            label of a frequent bucket. "request": queueing one, over the tokens of its
+            prompt. "before", "call" and "after": the host's parts of a launch, over its rows, its
             rows and the tokens that it draws, the last also as "after, decode" and "after, tokens".
             All but these also with ", woken", after a pause. Of these two, one stands in for
-            the other if that is missing; where both are, nothing changes, or takes time.
+            the other if that is missing. Without both, the part takes no time.
     """
 
-    about: dict[str, str]
-    settings: dict[str, int]
     base_us: dict[str, Line]
     cell_us: dict[str, float]
     pair_us: dict[str, float]
@@ -247,19 +241,9 @@ class Measured:
     lines: dict[str, Line] = field(default_factory=dict)
     waited: dict[str, float] = field(default_factory=dict)
 
-    @classmethod
-    def read(cls, path: Path) -> Measured:
-        kept = json.loads(path.read_text())
-        for of_lines in ("base_us", "more_us", "lines"):
-            kept[of_lines] = {name: Line(**fields) for name, fields in kept[of_lines].items()}
-        return cls(**kept)
-
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=2) + "\n")
-
     def alone(self, plan: LaunchPlan, buckets: BucketSet) -> float:
         """Compute seconds of a launch that is queued behind its like."""
-        label = self._label(buckets.pick(plan))
+        label = str(buckets.pick(plan))
         cells, pairs = attention_work(plan)
         attention = self.cell_us[label] * cells / 1e3 + self.pair_us[label] * pairs / 1e6
         tokens = plan.total_tokens
@@ -267,20 +251,10 @@ class Measured:
         further = (plan.num_steps - 1) * more
         return (self.base_us[label].at(tokens) + attention + further) * 1e-6
 
-    def _label(self, bucket: Bucket) -> str:
-        """Find the label of the measured bucket; prompts are matched by tokens, at any rows."""
-        label = str(bucket)
-        if label not in self.base_us and not bucket.decode_only:
-            alike = label.partition(", ")[0] + ", "
-            label = next((name for name in self.base_us if name.startswith(alike)), label)
-        if label not in self.base_us:
-            raise ValueError(f"the table has no bucket {label!r}; it has {', '.join(self.base_us)}")
-        return label
-
     def device(self, plan: LaunchPlan, buckets: BucketSet, idle: float, luck: float) -> float:
         bucket = buckets.pick(plan)
         alike = self._line(kind_of_bucket(bucket), idle, Line(0.0, 1.0))
-        line = self._line(self._label(bucket), idle, alike)
+        line = self._line(str(bucket), idle, alike)
         return 1e-6 * line.micros(1e6 * self.alone(plan, buckets), luck)
 
     def request(self, prompt: int, idle: float, luck: float) -> float:
@@ -374,23 +348,3 @@ class Assumed:
 
     def waiting(self, idle: float) -> float:
         return 0.0
-
-
-def table(times: Measured) -> str:
-    """Format the table as text."""
-    names = ("each token", "1,000 cells", "1e6 pairs", "a further step", "each token")
-    lines = [f"{'bucket':<28}{'fixed us':>12}" + "".join(f"{name:>16}" for name in names)]
-    lines += [
-        f"{name:<28}{base.fixed:>12,.0f}{base.each:>16,.2f}{times.cell_us[name]:>16,.2f}"
-        f"{times.pair_us[name]:>16,.1f}{times.more_us[name].fixed:>16,.0f}"
-        f"{times.more_us[name].each:>16,.2f}"
-        for name, base in times.base_us.items()
-    ]
-    lines.append(f"\n{'in the loop':<28}{'fixed us':>12}{'each':>22}{'p10 to p99 over it':>20}")
-    for name, loop_line in sorted(times.lines.items()):
-        low, high = np.quantile(np.concatenate(loop_line.spreads), (0.1, 0.99))
-        lines.append(
-            f"{name:<28}{loop_line.fixed:>12,.0f}{loop_line.each:>22,.2f}"
-            f"{f'{low:.2f} to {high:.2f}':>20}"
-        )
-    return "\n".join(lines)

@@ -18,7 +18,7 @@ class Job:
 
     Attributes:
         request: as the engine would have made it.
-        arrival: seconds; in a closed loop, of no meaning.
+        arrival: seconds. A closed loop ignores it.
         output: tokens that it generates.
     """
 
@@ -38,12 +38,12 @@ def make_jobs(
     arrivals: str = "trace",
     seed: int = 0,
 ) -> list[Job]:
-    """Make requests of the first `count` rows of a trace; rows repeat where they do not suffice.
+    """Make requests of the first `count` rows of a trace. Rows repeat if there are too few.
 
     Args:
         trace: a name of `trace_rows.TRACES`, or rows.
         scale: lengths are divided by this.
-        rate: requests a second on average; None for the trace's own.
+        rate: requests a second on average. None means the trace's own.
         max_model_len: longer requests are cut, the prompt at its end.
         vocabulary: token ids are below this.
         arrivals: "trace" keeps the trace's gaps, "poisson" draws them.

@@ -23,7 +23,7 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True)
 class Setting:
-    """Settings that a user can simulate; names are `EngineConfig`'s.
+    """Settings that a user can simulate, with the names of `EngineConfig`.
 
     `max_steps` is the most decode steps of one launch that programs were compiled for.
     """
@@ -57,7 +57,7 @@ class Record:
 
     @property
     def tpot(self) -> float:
-        """Seconds a token, the first excluded; NaN for one token."""
+        """Seconds a token, the first excluded. NaN for one token."""
         count = len(self.token_times) - 1
         return (self.token_times[-1] - self.token_times[0]) / count if count else float("nan")
 
@@ -97,7 +97,7 @@ class Outcome:
             slo: most milliseconds of "ttft", "tpot" and "e2el", for the goodput.
         """
         found = summarize(self.records, slo)
-        seconds = found["duration_s"]  # all of them, also those with nothing to do
+        seconds = found["duration_s"]  # all of them, also idle ones
         return found | {
             "page_use_mean_pct": 100 * self.usage.pages / seconds / self.num_pages,
             "page_use_max_pct": 100 * self.usage.most_pages / self.num_pages,
@@ -140,21 +140,21 @@ def summarize(records: list[Record], slo: dict[str, float] | None = None) -> dic
 
 
 def _meets(record: Record, slo: dict[str, float]) -> bool:
-    # One token has no time between tokens, and NaN is greater than nothing.
+    # One token has no time between tokens, and NaN is not greater than a number.
     return not any(1e3 * getattr(record, name) > most for name, most in slo.items())
 
 
 class Simulation:
-    """Simulation that serves jobs; no tokens are drawn and no array is computed.
+    """Simulation that serves jobs. No tokens are drawn and no array is computed.
 
-    The order of things is `Engine.step`'s: what has arrived is queued, a step is scheduled and
-    submitted, then the step before it is waited for and committed. A step runs once it has been
+    The order is that of `Engine.step`: requests that have arrived are queued, a step is scheduled
+    and submitted, then the step before it is waited for and committed. A step runs once it has been
     submitted and the one before it has ended.
 
     Args:
         setting: of the engine.
         times: of its steps.
-        seed: of how long each part of the loop takes among its like.
+        seed: of the quantiles of the times of the loop's parts.
     """
 
     def __init__(self, setting: Setting, times: StepTimes, seed: int = 0) -> None:
@@ -192,8 +192,8 @@ class Simulation:
 
         Args:
             jobs: in the order of their arrival.
-            users: None where requests come at their arrival; else so many of them at once, and
-                the next one when one has ended.
+            users: number of requests at once, each followed by the next one when it has ended. None
+                sends requests at their arrival.
         """
         self._coming = iter(jobs)
         if users is None:

@@ -1,16 +1,17 @@
-"""Input and check of the simulator: step times of this device, and the real engine."""
+"""Step times of this device: of every bucket alone, and of an engine's loop under a load."""
 
 from __future__ import annotations
 
 import gc
-import platform
 import statistics
 import time
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
-import jax
 import numpy as np
 
+from jaxserve.engine.engine import Engine
 from jaxserve.execution.buckets import Bucket
 from jaxserve.execution.runner import Runner
 from jaxserve.scheduling.plan import LaunchPlan
@@ -18,17 +19,12 @@ from jaxserve.scheduling.slot_table import SlotTable
 from jaxserve.settings.config import EngineConfig
 from jaxserve.start.loaded import Loaded
 from jaxserve.start.start import load
-from scripts.simulate.calibrate import Calibration
-from scripts.simulate.fits import Line, Measured, attention_work
-from scripts.simulate.loop import Setting
+from scripts.simulate.fits import Line, Measured, Samples, attention_work
+from scripts.simulate.jobs import Job
+from scripts.simulate.launches import LaunchLog, serve_really
+from scripts.simulate.loop import Record, Setting
 
 ROUNDS = 5
-__all__ = [
-    "Calibration",
-    "load_engine",
-    "measure",
-    "setting_of",
-]
 
 
 def load_engine(config: EngineConfig) -> Loaded:
@@ -40,27 +36,26 @@ def load_engine(config: EngineConfig) -> Loaded:
     return loaded
 
 
-def setting_of(loaded: Loaded, **changes: Any) -> Setting:
+def setting_of(loaded: Loaded) -> Setting:
     """Make the settings of a simulation of this engine."""
     config, buckets = loaded.config, loaded.runner.buckets
     assert config.max_num_seqs and config.max_num_batched_tokens and config.max_model_len
     decode = tuple(b.num_tokens for b in buckets if b.decode_only and not b.greedy)
     tokens = tuple(b.num_tokens for b in buckets if not b.decode_only)
-    values: dict[str, Any] = {
-        "max_num_seqs": config.max_num_seqs,
-        "max_num_batched_tokens": config.max_num_batched_tokens,
-        "num_pages": loaded.runner.num_pages,
-        "max_model_len": config.max_model_len,
-        "block_size": config.block_size,
-        "enable_prefix_caching": config.enable_prefix_caching,
-        "long_prefill_token_threshold": config.long_prefill_token_threshold,
-        "async_scheduling": config.async_scheduling,
-        "num_scheduler_steps": config.num_scheduler_steps,
-        "max_steps": loaded.runner.max_steps,
-        "decode_sizes": decode,
-        "token_sizes": tokens,
-    }
-    return Setting(**(values | changes))
+    return Setting(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        num_pages=loaded.runner.num_pages,
+        max_model_len=config.max_model_len,
+        block_size=config.block_size,
+        enable_prefix_caching=config.enable_prefix_caching,
+        long_prefill_token_threshold=config.long_prefill_token_threshold,
+        async_scheduling=config.async_scheduling,
+        num_scheduler_steps=config.num_scheduler_steps,
+        max_steps=loaded.runner.max_steps,
+        decode_sizes=decode,
+        token_sizes=tokens,
+    )
 
 
 class _Steps:
@@ -134,7 +129,7 @@ def _times_of(steps: _Steps, bucket: Bucket, fewest: int) -> tuple[Line, float, 
 
 
 def _decode_times(steps: _Steps, bucket: Bucket, fewest: int) -> tuple[Line, float, float, Line]:
-    """Measure a decode bucket alike; cells are those of rows of nearly the longest length."""
+    """Measure a decode bucket alike. Its cells are of rows of nearly the longest length."""
     far = steps.setting.max_model_len - 1 - bucket.num_steps
     slope, bases, further = 0.0, [], []
     for rows in (bucket.num_rows, fewest):
@@ -151,13 +146,13 @@ def _decode_times(steps: _Steps, bucket: Bucket, fewest: int) -> tuple[Line, flo
 
 
 def _through(most: tuple[int, float], few: tuple[int, float]) -> Line:
-    """Fit the line through the time of all of a bucket's tokens and of few; it never falls."""
+    """Fit the line through the times of all and of few tokens of a bucket. It never falls."""
     each = max(0.0, most[1] - few[1]) / max(most[0] - few[0], 1)
     return Line(most[1] - each * most[0], each)
 
 
-def measure(loaded: Loaded, about: dict[str, str]) -> Measured:
-    """Measure step times of every bucket, each queued many times; `calibrate` adds the loop's."""
+def measure(loaded: Loaded) -> Measured:
+    """Measure step times of every bucket, each queued many times. `in_the_loop` adds the loop's."""
     steps = _Steps(loaded)
     base, cell, pair, more = {}, {}, {}, {}
     for bucket in loaded.runner.buckets:
@@ -169,18 +164,61 @@ def measure(loaded: Loaded, about: dict[str, str]) -> Measured:
         ]
         times = _times_of(steps, bucket, max(less, default=0) + 1)
         base[name], cell[name], pair[name], more[name] = times
-    # Rows of one token cost in a mixed step what they cost in the largest decode step.
+    # Rows of one token cost the same in a mixed step as in the largest decode step.
     decode = max(bucket for bucket in loaded.runner.buckets if bucket.decode_only)
     cell |= {str(b): cell[str(decode)] for b in loaded.runner.buckets if not b.decode_only}
-    machine = {
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "python": platform.python_version(),
-        "date": time.strftime("%Y-%m-%d"),
-    }
-    settings = {
-        "max_model_len": steps.setting.max_model_len,
-        "num_pages": steps.runner.num_pages,
-        "max_steps": steps.runner.max_steps,
-    }
-    return Measured(about | machine, settings, base, cell, pair, more)
+    return Measured(base, cell, pair, more)
+
+
+@dataclass(frozen=True)
+class Served:
+    """A load that a real engine has served.
+
+    Attributes:
+        records: times of its requests.
+        alone: step times of the buckets, with which launches are compared.
+    """
+
+    records: list[Record]
+    alone: Measured
+    _log: LaunchLog
+    _asked: Samples
+
+    @cached_property
+    def samples(self) -> Samples:
+        """Times of the launches, and of queueing the requests.
+
+        They are computed on first use, so that no run begins right after a second of computing.
+        """
+        samples = self._log.samples(self.alone)
+        samples.update(self._asked)
+        return samples
+
+
+def serve_timed(loaded: Loaded, jobs: list[Job], alone: Measured) -> Served:
+    """Serve jobs with a new engine as they arrive, and time each launch."""
+    engine, asked = Engine(loaded), Samples()
+    log = LaunchLog(engine)
+    try:
+        return Served(serve_really(engine, jobs, asked), alone, log, asked)
+    finally:
+        log.close()
+
+
+def in_the_loop(served: Served, among: Sequence[Served] = ()) -> Measured:
+    """Return the table with lines fitted to the launches of a load.
+
+    Args:
+        served: the load.
+        among: loads from which the samples come that are too rare in this one, such as the largest
+            launches, which make the slowest requests.
+    """
+    samples = Samples()
+    samples.update(served.samples)
+    if among:
+        everything = Samples()
+        for other in among:
+            everything.update(other.samples)
+        samples.take_rare(everything)
+    waited = {name: float(np.mean(each)) for name, each in samples.waited.items()}
+    return replace(served.alone, lines=samples.lines(), waited=waited)

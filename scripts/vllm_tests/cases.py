@@ -1,4 +1,4 @@
-"""Files of vLLM's tests that are run, and why what does not pass there does not pass."""
+"""Files of vLLM's tests that are run, and the reasons of tests that do not pass."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ class Reason:
     """An explanation of tests that do not pass.
 
     Attributes:
-        test: what their names hold, as a pattern.
-        why: what the error says.
+        test: pattern in their names.
+        why: pattern in the error.
         text: a clause for the table.
-        applicable: whether the test says something of this server.
+        applicable: whether the test is about features of this server.
     """
 
     test: str

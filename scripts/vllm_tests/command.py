@@ -23,7 +23,7 @@ TOLD = "VLLM_TESTS_TOLD"
 
 
 def main() -> int:
-    """Run the tests; return 1 where a failure has no reason."""
+    """Run the tests. Return 1 if a failure has no reason."""
     parser = argparse.ArgumentParser(prog="python -m scripts.vllm_tests", description=__doc__)
     parser.add_argument("--only", metavar="WORD", default="", help="files whose path has the word")
     parser.add_argument("--outcomes", metavar="FOLDER", type=Path, help="kept lines of each file")
@@ -55,7 +55,7 @@ def main() -> int:
 def run_file(
     file: str, python: Path, sources: Path, home: Path, model: Path, outcomes: Path
 ) -> None:
-    """Run one file of tests; its outcomes become lines of JSON."""
+    """Run one file of tests. Its outcomes become lines of JSON."""
     orders = {
         "command": [sys.executable, "-m", "jaxserve", "serve"],
         "model": str(model),

@@ -1,8 +1,8 @@
 """Plugin of pytest, in vLLM's own environment: their tests' server is `jaxserve serve`.
 
-Nothing of theirs is edited. Of their class that starts a server, the steps are replaced that start
-vLLM, that fetch its weights and that wait for a GPU's memory; each test's outcome is written as a
-line of JSON. What it is orders comes in the variable `TOLD`, as JSON.
+Their files are not edited. In their class that starts a server, the plugin replaces the steps that
+start vLLM, fetch its weights and wait for a GPU's memory. It writes each test's outcome as a line
+of JSON. Its settings come in the variable `TOLD`, as JSON.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ SECONDS = 240.0  # of a server's start
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure() -> None:
-    """Replace what starts a server, before a test file imports it."""
-    # Imported here: the project's own environment has none of it.
+    """Replace the class that starts a server, before a test file imports it."""
+    # Imported here: the project's own environment has no vLLM.
     from vllm import platforms
     from vllm.platforms.cpu import CpuPlatform
 
-    # Their arguments are read by their own parser, which asks what device there is.
+    # Their own parser reads their arguments, and asks for a device.
     platforms._current_platform = CpuPlatform()
     utils: Any = importlib.import_module("tests.utils")  # of vLLM's folder of tests
 
@@ -77,7 +77,7 @@ def translate(given: list[str], without: list[str], longest: int) -> list[str]:
     Args:
         given: their arguments.
         without: options that have no meaning here, left out with their values.
-        longest: the most tokens that the model takes; a longer `--max-model-len` becomes this.
+        longest: the most tokens that the model takes. A longer `--max-model-len` becomes this.
     """
     kept: list[str] = []
     name, drop = "", False
@@ -94,7 +94,7 @@ def translate(given: list[str], without: list[str], longest: int) -> list[str]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
-    """Write how each phase of a test ended, unless it passed and says nothing."""
+    """Write how each phase of a test ended, except set-up and tear-down that passed."""
     report = yield
     if report.when == "call" or not report.passed:
         write(item.nodeid, report.when, report.outcome, call.excinfo, report.duration)

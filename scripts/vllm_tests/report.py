@@ -1,4 +1,4 @@
-"""Table of what vLLM's tests said of our server."""
+"""Table of the outcomes of vLLM's tests with our server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Row:
 
     Attributes:
         passed: number of tests.
-        failed: number of tests by reason; "" is no reason.
+        failed: number of tests by reason. "" stands for no reason.
         other: number of tests that are not applicable, by reason.
     """
 

@@ -27,7 +27,7 @@ AutoConfig.from_pretrained(folder, gguf_file=file).save_pretrained(to)
 
 
 def make_environment(folder: Path) -> Path:
-    """Return an interpreter with what vLLM needs, of the comparison's, and what its tests need."""
+    """Return the comparison's interpreter for vLLM, with the packages of vLLM's tests."""
     vllm = python_of(Vllm(), {})
     python = folder / "environment" / "bin" / "python"
     subprocess.run([vllm, "-m", "venv", str(python.parents[1])], check=True)

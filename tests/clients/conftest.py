@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,15 @@ def url(running: Server, first: list[int]) -> Iterator[str]:
     assert canary(running) == first, running.log()
 
 
+@cache
+def ensure_clients() -> None:
+    """Make the clients' own environment if `scripts/test` has not made it."""
+    with (ROOT / "scripts/clients").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = subprocess.run([ROOT / "scripts/clients"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 Program = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
@@ -59,7 +69,7 @@ def run_apart(
     home: Path, program: str, *arguments: str, folder: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run a program of the clients' own environment, which must succeed."""
-    assert APART.exists(), "there is no .venv-clients: run scripts/clients, once"
+    ensure_clients()
     environment = {
         "PATH": "/usr/bin:/bin",
         "HOME": str(home),

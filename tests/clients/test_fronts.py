@@ -19,7 +19,8 @@ from scripts.serving.front_checks import (
     wait_until_idle,
 )
 from scripts.serving.front_kills import replace
-from scripts.serving.front_process import KINDS, MODEL, PROGRAMS, REPLICA, Front
+from scripts.serving.front_process import KINDS, MODEL, REPLICA, Front
+from tests.clients.conftest import ensure_clients
 from tests.support.kept_programs import in_users_environment
 
 # What a router refuses by itself, whatever stands behind it.
@@ -29,7 +30,7 @@ WHOLE = [name for name, check in CHECKS.items() if check is not check_drain]
 
 @pytest.fixture(scope="module")
 def fronts() -> Iterator[dict[str, Front]]:
-    assert (PROGRAMS / "smg").exists(), "there is no .venv-clients: run scripts/clients, once"
+    ensure_clients()
     replicas = [Server(*REPLICA) for _ in range(2)]
     with in_users_environment(), ThreadPoolExecutor() as threads, ExitStack() as stack:
         stack.callback(lambda: [replica.__exit__(None, None, None) for replica in replicas])

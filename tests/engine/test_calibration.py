@@ -11,12 +11,11 @@ import pytest
 from jaxserve.engine.engine import Engine
 from jaxserve.start.loaded import Loaded
 from scripts.bench.prefix import loss, turns_of
-from scripts.simulate import calibrate as sim_calibrate
 from scripts.simulate import fits as sim_fits
-from scripts.simulate.calibrate import Calibration, LaunchLog
-from scripts.simulate.client import add_request, alike
 from scripts.simulate.fits import WOKEN_SECONDS, Line, Measured
-from scripts.simulate.jobs import make_jobs
+from scripts.simulate.jobs import Job, make_jobs
+from scripts.simulate.launches import LaunchLog, add_request
+from scripts.simulate.measure import in_the_loop, serve_timed
 
 
 @pytest.fixture
@@ -25,7 +24,7 @@ def alone(loaded: Loaded) -> Measured:
     names = [str(bucket) for bucket in loaded.runner.buckets]
     base, none, nothing = Line(1e3, 0.0), dict.fromkeys(names, 0.0), Line(0.0, 0.0)
     each = dict.fromkeys(names, base), none, none, dict.fromkeys(names, nothing)
-    return Measured({}, {}, *each)
+    return Measured(*each)
 
 
 def test_each_launch_is_timed_once(loaded: Loaded, alone: Measured) -> None:
@@ -63,69 +62,41 @@ def test_each_launch_is_timed_once(loaded: Loaded, alone: Measured) -> None:
     assert {name: len(found) for name, found in samples.found.items()} == counts
 
 
-def test_a_calibrated_table_prices_every_part_of_the_loop(
+def some_jobs() -> list[Job]:
+    return make_jobs("azure-conv", 12, scale=64, rate=100.0, max_model_len=32, vocabulary=50)
+
+
+def test_a_table_of_the_loop_prices_every_part_of_it(
     loaded: Loaded, alone: Measured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sim_calibrate, "MOST_OUTPUT", 8)
     monkeypatch.setattr(sim_fits, "LEAST_OF_LINE", 1)
-    calibration = Calibration(loaded, alone)
-    times = calibration.times(calibration.serve(0.4))
-    assert set(times.lines) >= {
-        "tokens, woken",
-        "decode",
-        "before",
-        "call",
-        "after",
-        "request, woken",
-    }
+    times = in_the_loop(serve_timed(loaded, some_jobs(), alone))
+    names = {name.partition(",")[0] for name in times.lines}
+    assert names >= {"tokens", "decode", "before", "call", "after", "request"}
     assert all(min(map(min, line.spreads)) > 0 for line in times.lines.values())
     assert times.waited and all(0 <= share <= 1 for share in times.waited.values())
     assert times.base_us == alone.base_us and isinstance(times.lines["after"], Line)
-    assert "submit" not in vars(loaded.runner)
-
-
-def test_rounds_of_the_same_load_tell_what_the_near_ones_hardly_met(
-    loaded: Loaded, alone: Measured
-) -> None:
-    jobs = make_jobs("azure-conv", 12, scale=64, rate=100.0, max_model_len=32, vocabulary=50)
-    calibration = Calibration(loaded, alone)
-    rounds = [calibration.serve_like(jobs) for _ in range(6)]
-    near, all_ = calibration.times(rounds[0]), calibration.times(rounds[0], among=rounds)
-    assert set(near.lines) < set(all_.lines)
-    assert calibration.times(*rounds).lines == calibration.times(*rounds, among=rounds).lines
-
-
-def test_a_load_is_timed_by_others_like_its_requests(loaded: Loaded, alone: Measured) -> None:
-    jobs = make_jobs("azure-conv", 12, scale=64, rate=100.0, max_model_len=32, vocabulary=50)
-    samples = Calibration(loaded, alone).serve_like(jobs).samples(alone)
-    asked = [*samples.found.get("request", []), *samples.found["request, woken"]]
-    assert len(asked) == 12
-    assert {length for length, _, _ in asked} <= {len(j.request.prompt_token_ids) for j in jobs}
-    outputs = [one.output for one in jobs]
-    drawn = sum(amount for amount, _, _ in samples.found["after"])
-    assert 12 * min(outputs) <= drawn <= 12 * max(outputs)
     assert "step" not in vars(loaded.runner) and "submit" not in vars(loaded.runner)
 
 
+def test_runs_of_the_same_load_give_the_times_that_are_rare_in_one(
+    loaded: Loaded, alone: Measured
+) -> None:
+    runs = [serve_timed(loaded, some_jobs(), alone) for _ in range(6)]
+    assert set(in_the_loop(runs[0]).lines) < set(in_the_loop(runs[0], among=runs).lines)
+
+
 def test_a_load_is_timed_while_it_is_served(loaded: Loaded, alone: Measured) -> None:
-    jobs = make_jobs("azure-conv", 12, scale=64, rate=100.0, max_model_len=32, vocabulary=50)
-    records, found = Calibration(loaded, alone).serve_timed(jobs)
-    assert [len(one.token_times) for one in records] == [job.output for job in jobs]
-    assert [one.arrival for one in records] == [job.arrival for job in jobs]
-    samples = found.samples(alone)
-    drawn = sum(amount for amount, _, _ in samples.found["after"])
+    jobs = some_jobs()
+    served = serve_timed(loaded, jobs, alone)
+    assert [len(one.token_times) for one in served.records] == [job.output for job in jobs]
+    assert [one.arrival for one in served.records] == [job.arrival for job in jobs]
+    drawn = sum(amount for amount, _, _ in served.samples.found["after"])
     assert drawn == sum(job.output for job in jobs)
-
-
-def test_requests_like_others_are_not_the_same() -> None:
-    jobs = make_jobs("azure-conv", 60, rate=9.0, max_model_len=64)
-    others = alike(jobs, np.random.default_rng(1))
-    assert others[0].arrival == 0.0 and others[-1].arrival == pytest.approx(jobs[-1].arrival)
-    assert [one.arrival for one in others] != [one.arrival for one in jobs]
-    lengths = {(len(one.request.prompt_token_ids), one.output) for one in jobs}
-    drawn = [(len(one.request.prompt_token_ids), one.output) for one in others]
-    assert set(drawn) <= lengths
-    assert drawn != [(len(one.request.prompt_token_ids), one.output) for one in jobs]
+    lengths = {len(job.request.prompt_token_ids) for job in jobs}
+    found = served.samples.found
+    asked = [*found.get("request", []), *found.get("request, woken", [])]
+    assert len(asked) == 12 and {length for length, _, _ in asked} == lengths
 
 
 @pytest.mark.parametrize("caching", [True, False])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jaxserve import LLM, CheckpointError, EngineConfig, InvalidRequest
+from jaxserve.start.loaded import Loaded
 from jaxserve.text.messages import plain_message
 from jaxserve.text.named_templates import find_template
 from jaxserve.text.template import ChatTemplate
@@ -221,11 +223,13 @@ def test_a_processors_template_alone_is_the_template(tmp_path: Path) -> None:
     assert prompt(Tokenizer(tmp_path, 260), SAID) == "|user:one\ntwo"
 
 
-def test_a_chat_names_a_form(tmp_path: Path) -> None:
+def test_a_chat_names_a_form(
+    tmp_path: Path, loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = save_checkpoint(tmp_path)
     (folder / "chat_template.jinja").write_text(AS_TEXT["both"][0])
-    small: dict[str, Any] = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "decode_sizes": (2,)}
-    with LLM(folder, **small, token_sizes=(16,), max_model_len=256) as llm:
+    monkeypatch.setattr(loaded.runner, "close", lambda: None)
+    with LLM(replace(loaded, tokenizer=Tokenizer(folder, loaded.limits.vocab_size))) as llm:
 
         def chat(**options: Any) -> str:
             [output] = llm.chat([SAID], use_tqdm=False, **options)

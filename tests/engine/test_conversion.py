@@ -16,15 +16,15 @@ from jaxserve.models.token_rounding import TokenRounded
 from jaxserve.start.sources.find import find_source
 from jaxserve.start.start import load
 from jaxserve.weights import parameter_values
-from tests.engine.conftest import GREEDY
 from tests.engine.test_gguf_text import byte_level
 from tests.engine.test_start import SMALL
 from tests.support.gguf_files import Type, random_tensors, raw_config, write_gguf
+from tests.support.shared_engine import GREEDY
 from tests.weights.packing import save
 from tests.weights.test_quantized import EXPERTS
 from tests.weights.test_quantized import checkpoint as quantized_checkpoint
 
-pytestmark = pytest.mark.usefixtures("quick_code")
+pytestmark = [pytest.mark.own_engine, pytest.mark.usefixtures("quick_code")]
 
 
 def test_a_converted_folder_serves_the_same(llm, checkpoint: Path, tmp_path: Path, capsys) -> None:

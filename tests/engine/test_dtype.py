@@ -16,6 +16,8 @@ from jaxserve.start.plan.forms import choose_dtype
 from pallas_kernels.devices import DeviceLimits, find_card
 from tests.support.checkpoint import save_checkpoint
 
+pytestmark = pytest.mark.own_engine
+
 T4, L4 = (find_card(name).limits for name in ("T4", "L4"))
 CPU = DeviceLimits("cpu", "cpu")
 

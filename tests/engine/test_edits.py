@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jaxserve import LLM, InvalidRequest, SamplingParams
-from tests.engine.conftest import GREEDY, Canary
+from tests.support.shared_engine import GREEDY, Canary
 
 LONG = {"temperature": 0, "max_tokens": 30, "ignore_eos": True}
 

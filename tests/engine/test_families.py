@@ -8,7 +8,7 @@ import pytest
 from jaxserve import LLM, SamplingParams
 from tests.models.tiny_models import hugging_face_model, reference_logits
 
-pytestmark = pytest.mark.usefixtures("quick_code")
+pytestmark = [pytest.mark.own_engine, pytest.mark.usefixtures("quick_code")]
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
 

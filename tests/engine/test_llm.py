@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from jaxserve import LLM, EngineClosed, InvalidRequest, SamplingParams
 from jaxserve.engine.batch import Batch
 from jaxserve.start.loaded import Loaded
-from tests.engine.conftest import GREEDY, Canary
+from tests.support.shared_engine import GREEDY, Canary
 
 pytestmark = pytest.mark.usefixtures("quick_code")
 

@@ -162,6 +162,7 @@ def test_files_that_are_no_templates(tmp_path: Path) -> None:
         assert refused.value.parameter == "chat_template"
 
 
+@pytest.mark.own_engine
 def test_a_base_model_chats_through_a_template_that_is_given(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

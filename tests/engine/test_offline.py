@@ -27,17 +27,18 @@ from jaxserve import (
     InvalidRequest,
     SamplingParams,
 )
-from jaxserve.engine.beam_search import Beam, BeamSearch
+from jaxserve.engine.beam_search import BeamSearch, step_settings
 from jaxserve.engine.metric_values import metric_values
 from jaxserve.engine.metrics import Histogram
 from jaxserve.engine.request_factory import RequestFactory, check_logprobs
 from jaxserve.errors import EngineDead
-from jaxserve.scheduling.logprobs import TokenLogprobs, score_tokens
+from jaxserve.outputs import BeamSearchSequence, Logprob
+from jaxserve.scheduling.logprobs import score_tokens
 from jaxserve.settings.config import LogprobsMode
 from jaxserve.start.loaded import Loaded
 from jaxserve.text.detokenizer import Detokenizer
 from jaxserve.text.tokenizer_calls import LibraryCalls
-from tests.engine.conftest import GREEDY, Canary
+from tests.support.shared_engine import GREEDY, Canary
 
 pytestmark = pytest.mark.usefixtures("quick_code")
 
@@ -177,7 +178,7 @@ def test_what_is_wrong_with_a_search_is_named(
 
 
 def test_a_search_finds_the_most_likely_sequences(
-    llm: LLM, loaded: Loaded, reference: Callable, canary: Canary, monkeypatch: pytest.MonkeyPatch
+    llm: LLM, reference: Callable, canary: Canary
 ) -> None:
     params = BeamSearchParams(beam_width=2, max_tokens=3, ignore_eos=True)
     found = llm.beam_search([TEXT, {"prompt": "b"}], params, concurrency_limit=1)
@@ -201,58 +202,58 @@ def test_a_search_finds_the_most_likely_sequences(
             )
     canary.check()
 
-    async def search() -> Any:
-        async with AsyncLLM(loaded) as engine:
-            return await engine.beam_search(TEXT, params)
-
-    assert [s.tokens for s in asyncio.run(search()).sequences] == [
-        sequence.tokens for sequence in found[0].sequences
-    ]
-
-
-def scored(ids: list[int], values: list[float]) -> TokenLogprobs:
-    """The candidates of a beam."""
-    column = np.zeros(1, np.float32)
-    pairs = np.array([ids], np.int32), np.array([values], np.float32)
-    return TokenLogprobs(column, np.ones(1, np.int32), *pairs)
-
 
 def test_a_search_keeps_only_what_may_be_its_answer(loaded: Loaded) -> None:
     """In each step, one candidate of every beam ends it."""
-    requests = RequestFactory(None, loaded.limits, None, SamplingParams())
-    params = BeamSearchParams(beam_width=2, max_tokens=40)
-    ended = BeamSearch([1], params, requests, loaded.limits, stop_token_ids=[9])
+    limits = replace(loaded.limits, eos_token_ids=(9,))
+    request = RequestFactory(None, limits, None, SamplingParams()).make([1])
+    ended = BeamSearch(request, BeamSearchParams(beam_width=2, max_tokens=40), limits)
+    step = {5: Logprob(-0.5, 1), 9: Logprob(-1.0, 2), 6: Logprob(-1.5, 3), 7: Logprob(-2.0, 4)}
     for number in range(40):
-        step = scored([5, 9, 6, 7], [-0.5, -1.0, -1.5, -2.0])
-        ended.advance([step] * len(ended.requests()))
+        ended.advance([step] * len(ended.beams))
         if number in (20, 39):  # seconds each, where a process holds millions of objects
             gc.collect()
-            assert sum(type(kept) is Beam for kept in gc.get_objects()) <= 4
-    best = ended.best()
-    assert [beam.token_ids for beam in best] == [[5] * 40, [5] * 39 + [9]]
-    assert [beam.end for beam in best] == [None, 9]
+            assert sum(type(kept) is BeamSearchSequence for kept in gc.get_objects()) <= 4
+    best = ended.output(None).sequences
+    assert [beam.tokens for beam in best] == [[1] + [5] * 40, [1] + [5] * 39 + [9]]
+    assert [(beam.finish_reason, beam.stop_reason) for beam in best] == [
+        ("length", None),
+        ("stop", 9),
+    ]
+    assert ended.is_done
 
 
-def test_no_search_goes_on_behind_one_that_failed(
-    loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+def test_a_search_ends_where_a_request_of_it_fails(
+    llm: LLM, canary: Canary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = BeamSearchParams(beam_width=2, max_tokens=200, ignore_eos=True)
-    monkeypatch.setattr(loaded.runner, "close", lambda: None)
+    generate, calls = llm.generate, []
 
-    async def search_both() -> None:
-        async with AsyncLLM(loaded) as engine:
-            failing, other = (engine.make_search([5, token], params) for token in (6, 7))
-            before = asyncio.all_tasks()
+    def fail(*arguments: Any, **named: Any) -> Any:
+        outputs = generate(*arguments, **named)
+        calls.append(len(outputs))
+        if len(calls) == 2:
+            outputs[0].outputs[0].finish_reason, outputs[0].error = "error", "the step failed"
+        return outputs
 
-            def fail(drawn: Any) -> None:
-                raise EngineDead("the first step failed")
+    with monkeypatch.context() as patched:
+        patched.setattr(llm, "generate", fail)
+        with pytest.raises(EngineDead, match="the step failed"):
+            llm.beam_search([[5, 6], [5, 7]], params)
+    assert calls == [2, 4]
+    canary.check()
 
-            monkeypatch.setattr(failing, "advance", fail)
-            with pytest.raises(EngineDead, match="first step"):
-                await engine.search_all([failing, other])
-            assert asyncio.all_tasks() == before and not other.is_done
 
-    asyncio.run(search_both())
+def test_a_search_compares_no_more_candidates_than_are_scored(
+    llm: LLM, loaded: Loaded, canary: Canary
+) -> None:
+    with pytest.raises(InvalidRequest, match="beam_width needs twice as many") as caught:
+        llm.beam_search("a", BeamSearchParams(beam_width=11, max_tokens=2))
+    assert caught.value.parameter == "beam_width"
+    canary.check()
+    listed = BeamSearchParams(beam_width=2, max_tokens=2, allowed_token_ids=[5])
+    with pytest.raises(InvalidRequest, match="started with max_logprobs above 20"):
+        step_settings(listed, 0.0, replace(loaded.limits, keeps_logits=False))
 
 
 def test_requests_wait_in_a_queue(llm: LLM, canary: Canary) -> None:

@@ -103,6 +103,7 @@ def test_a_gguf_files_fields_are_overridden_too(tmp_path: Path) -> None:
         find_source(EngineConfig(model=path, hf_overrides={"hidden_act": "gelu"}))
 
 
+@pytest.mark.own_engine
 def test_lengths_beyond_the_models_own_take_a_switch(
     checkpoint: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture
 ) -> None:

@@ -12,6 +12,8 @@ from jaxserve import LLM, SamplingParams
 from tests.support.gguf_files import Type, random_tensors, raw_config, write_gguf
 from tests.support.quick_code import quick_programs
 
+pytestmark = pytest.mark.own_engine
+
 SIZES: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "max_num_seqs": 4,

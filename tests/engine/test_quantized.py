@@ -26,6 +26,8 @@ from jaxserve.weights import random_weights
 from scripts.lib.placed_model import plan_of_model
 from tests.weights.test_quantized import checkpoint
 
+pytestmark = pytest.mark.own_engine
+
 # Every matrix of a block has several blocks of 256 outputs.
 RAW: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -30,7 +30,7 @@ from jaxserve.start.sources.source import CheckpointSource
 from tests.support.checkpoint import save_checkpoint
 from tests.support.quick_code import compile_quickly
 
-pytestmark = pytest.mark.usefixtures("quick_code")
+pytestmark = [pytest.mark.own_engine, pytest.mark.usefixtures("quick_code")]
 
 SMALL: dict[str, Any] = {
     "max_num_seqs": 2,

@@ -12,8 +12,8 @@ from jaxserve import LLM, InvalidRequest, SamplingParams
 from jaxserve.outputs import RequestOutput
 from jaxserve.structured import StructuredOutputsParams
 from scripts.bench.structured import HOSTILE
-from tests.engine.conftest import Canary
 from tests.structured.schemas import Schema, closed, listed, schemas
+from tests.support.shared_engine import Canary
 
 pytestmark = pytest.mark.usefixtures("quick_code")
 

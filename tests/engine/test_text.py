@@ -16,12 +16,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jaxserve import CheckpointError, InvalidRequest, SamplingParams
+from jaxserve.request import StopStrings
 from jaxserve.scheduling.logprobs import TokenLogprobs
 from jaxserve.server.schema.logprobs import CompletionTokens, TokenTexts
 from jaxserve.server.schema.openai import ChatMessage, ChatRequest, FunctionDefinition, Tool
 from jaxserve.server.tool_calls.dialect import Dialect
 from jaxserve.server.tool_calls.tools import tool_use
-from jaxserve.stop_strings import StopStrings
 from jaxserve.text.detokenizer import Detokenizer
 from jaxserve.text.generation_config import (
     default_sampling,

@@ -18,8 +18,8 @@ from jaxserve.fleet.prefixes import (
     digests_of,
     reported,
 )
-from scripts.simulate.fleet import FleetSimulation
 from scripts.simulate.jobs import make_jobs
+from tests.fleet.simulation import FleetSimulation
 
 SECRET = bytes(32)
 BLOCK_TOKENS = BLOCK_BYTES // TOKEN_BYTES

@@ -1,1 +1,1 @@
-"""GPU machine code (PTX) executed on a CPU: kernels, and whole programs as XLA compiles them."""
+"""Cases of GPU kernels and whole steps, executed as machine code by `scripts.machine_code`."""

@@ -5,9 +5,9 @@
     python -m tests.machine_code --big
 
 `--all` executes every kept case for every capability, twice: in the order of the schedule, and with
-blocks and warps in a random one; and writes the table of kernels. `--random` compiles calls of
-random shapes and options for a time, `--big` calls on arrays of gigabytes, both in the environment
-of `scripts.gpu.compile_offline`. Exits with 1 if anything is wrong.
+blocks and warps in a random order. It then writes the table of kernels. `--random` compiles calls
+of random shapes and options for a time, `--big` calls on arrays of gigabytes, both in the
+environment of `scripts.gpu.compile_offline`. Exits with 1 if anything is wrong.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from jaxserve.commands.argument_types import integer_from_0, positive
 from scripts.gpu.offline_environment import NoEnvironment
 from scripts.lib.argument_types import pattern
 from scripts.lib.run_main import run_main
+from scripts.machine_code.xla_programs import Executable
 from tests.machine_code.big_cases import big_cases
 from tests.machine_code.case import Capability, Case
 from tests.machine_code.cases import CARDS, all_cases
@@ -32,18 +33,17 @@ from tests.machine_code.kept import StaleProgram, kept_file, parse_capability, s
 from tests.machine_code.offline import NotCompiled, OfflineCompiler
 from tests.machine_code.random_cases import random_case
 from tests.machine_code.table import Row, write_table
-from tests.machine_code.xla_programs import Executable
 
 
 class Report:
-    """Progress of a run: a line for each execution, and what went wrong."""
+    """Progress of a run: a line for each execution, and its faults."""
 
     def __init__(self) -> None:
         self.count = 0
         self.wrong: list[str] = []
 
     def add(self, capability: Capability, case: Case, what: str, outcome: Outcome) -> None:
-        """Print what came of an execution."""
+        """Print the outcome of an execution."""
         self.count += 1
         speed = f"{outcome.instructions / 1e6:.1f} M instructions in {outcome.seconds:.1f} s"
         print(f"{spell(capability)} {case.name}{what}: {speed}", flush=True)
@@ -56,13 +56,13 @@ class Report:
         print(f"WRONG {self.wrong[-1]}\n      {case.describe()}", flush=True)
 
     def end(self) -> int:
-        """Print the sum; return the exit status."""
+        """Print the sum. Return the exit status."""
         print(f"{self.count} executions, {len(self.wrong)} wrong", *self.wrong, sep="\n")
         return 1 if self.wrong else 0
 
 
 def run_kept(capability: Capability, only: str, seed: int, report: Report) -> Iterator[Row]:
-    """Execute the kept cases of a capability; yield a row of the table for each."""
+    """Execute the kept cases of a capability. Yield a row of the table for each."""
     order = np.random.default_rng(seed)
     for case in all_cases():
         if not case.runs_on(capability) or not re.search(only, case.name):

@@ -1,8 +1,8 @@
 """Calls of the attention kernels and of `kv_write` with inputs that show mistakes.
 
-Everything that no query sees is NaN: pages of nobody, the unwritten end of a row's last page, pages
+Everything that no query sees is NaN: unused pages, the unwritten end of a row's last page, pages
 that a window has left behind, queries of padding. Scores grow along a row in every other kv head
-and fall in the others, so that running maxima rise late, or never again. Values at the ends of
+and fall in the others, so that running maxima rise late, or only at first. Values at the ends of
 pages and at the edges of a window stand out, so that one position too many or too few is seen.
 """
 
@@ -65,14 +65,14 @@ class AttentionCase(Case):
         name: unique among all cases.
         family: "decode", "ragged" or, for the Hopper kernel, "mosaic".
         lengths: positions of each row.
-        counts: queries of each row; decodes have one each.
+        counts: queries of each row. Decodes have one each.
         dtype, page_dtype: of queries and of pages, which "" gives the queries' own.
         head_dim, page_size, group, kv_heads: H, S, N / K, K.
         table_width: pages that the table has room for, M.
         window, soft_cap, scale: as in the operations.
         has_sinks: whether heads have sinks.
         is_shared: whether all rows begin with the same full pages, as with a common prefix.
-        spread: standard deviation of queries; scores grow with it.
+        spread: standard deviation of queries. Scores grow with it.
         padding: tokens of no row at the end.
         seed: of all numbers.
     """
@@ -169,8 +169,8 @@ class AttentionCase(Case):
         """Hand out pages in random order.
 
         Returns:
-            i32[R,M], the table, whose other entries name pages of nobody; and of every cell [P,S]
-            a row that it belongs to, or -1, and its position there.
+            i32[R,M], the table, whose other entries are unused pages. Then, of every cell [P,S], a
+            row that it belongs to, or -1, and its position there.
         """
         size, width = self.page_size, self.table_width
         needed = [-(-length // size) for length in self.lengths]
@@ -223,7 +223,7 @@ class AttentionCase(Case):
         return np.where(is_seen[:, None, :, None], cells, np.nan)
 
     def _options(self, arrays: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Split arguments into those before the options, and the options by name."""
+        """Split arguments into the arguments before the options, and the options by name."""
         count = len(arrays) - len(self.array_options)
         options = dict(zip(self.array_options, arrays[count:], strict=True))
         static = {"window": self.window, "soft_cap": self.soft_cap, "scale": self.scale}
@@ -239,7 +239,7 @@ class AttentionCase(Case):
         return run(*main, **options, implementation=name)
 
     def expected(self) -> list[np.ndarray]:
-        """Compute what the kernel must return, in float64."""
+        """Compute the specified results, in float64."""
         (q, keys, values, table, *rest), options = self._options(tuple(self.arguments()))
         if self.is_decode:
             rest = [np.arange(len(self.lengths) + 1), *rest]
@@ -294,8 +294,8 @@ class KvWriteCase(Case):
     def arguments(self) -> list[np.ndarray]:
         """Make the arguments of the compiled program.
 
-        Numbers beyond float8's largest, its subnormals, both zeros, infinity and NaN are among
-        what is written.
+        The written values include numbers beyond float8's largest, its subnormals, both zeros,
+        infinity and NaN.
         """
         rng = np.random.default_rng(self.seed)
         slots = self.num_pages * self.page_size

@@ -1,7 +1,7 @@
 """Calls of the kernels on arrays of gigabytes, where offsets of 32 bits end.
 
 Arrays are there in pieces only: at both ends, and where numbers of elements or of bytes pass a
-power of two. What a kernel reads elsewhere was never written, and is a fault.
+power of two. A read elsewhere is a fault, because the bytes were never written.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import numpy as np
 import pallas_kernels
 from pallas_kernels import reference
 from pallas_kernels.gpu.triton_quantized_matmul import default_tile
+from scripts.machine_code.compiled_program import Argument, Launch, Pieces, Slice
 from tests.machine_code.attention_cases import DTYPES, KERNEL_MODULES, TOLERANCES
-from tests.machine_code.case import Argument, Case, Pieces
+from tests.machine_code.case import Case
 from tests.machine_code.comparison import Tolerance
-from tests.machine_code.compiled_program import Launch, Slice
 from tests.machine_code.product_cases import (
     draw_weight,
     grouped_product,
@@ -160,7 +160,7 @@ class BigAttentionCase(Case):
         return self._run(pallas_kernels, arrays, implementation="triton")
 
     def expected(self) -> list[np.ndarray]:
-        """Compute what the call returns on the pages that are there."""
+        """Compute the specified results on the pages that are there."""
         arrays, scales = self.small_arguments()
         placed = list(map(jnp.asarray, (*arrays, *scales)))
         if self.family == "kv_write":
@@ -169,7 +169,7 @@ class BigAttentionCase(Case):
         return [np.asarray(self._run(pallas_kernels, placed, implementation="xla"))]
 
     def results(self, run: Any) -> list[np.ndarray]:
-        """Take the pages that are there from what `kv_write` returns."""
+        """Take the pages that are there from the result of `kv_write`."""
         if self.family != "kv_write":
             return run.results()
         dtype, shape = self.numpy_page_dtype, (KV_HEADS, PAGE_SIZE, HEAD_DIM)
@@ -188,7 +188,7 @@ class BigGroupedCase(Case):
 
     Attributes:
         name: unique among all cases.
-        form: of quantized matrices; "" for bfloat16.
+        form: of quantized matrices, or "" for bfloat16.
         gib: GiB of the matrices, or of their codes.
         seed: of all numbers.
     """

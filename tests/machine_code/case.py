@@ -1,4 +1,4 @@
-"""What every kernel call that is compiled and executed has."""
+"""Base class of kernel calls that are compiled and executed."""
 
 from __future__ import annotations
 
@@ -9,24 +9,20 @@ from typing import Any
 
 import numpy as np
 
+from scripts.machine_code.compiled_program import Argument, Launch
 from tests.machine_code.comparison import Tolerance
-from tests.machine_code.compiled_program import Launch
 
 Capability = tuple[int, int]
 
-Pieces = list[tuple[int, np.ndarray]]
-"""Parts of an array by their offset in bytes; what is between them was never written."""
-Argument = np.ndarray | Pieces
-
 
 class Case(abc.ABC):
-    """Kernel call with arguments and a specification; subclasses are frozen dataclasses.
+    """Kernel call with arguments and a specification. Subclasses are frozen dataclasses.
 
     Attributes:
         name: unique among all cases.
         family: the kernel that it calls, as `cases.FAMILIES` has it.
         kernel_module: module in which the kernel is written.
-        tolerances: how far each result may be off; the last holds for all that follow too.
+        tolerances: how far each result may be off. The last one also applies to later results.
         donated: arguments that the kernel writes in place.
         dtypes: names of the types that the kernel is compiled for.
     """
@@ -48,7 +44,7 @@ class Case(abc.ABC):
 
     @abc.abstractmethod
     def expected(self) -> list[np.ndarray]:
-        """Compute by the plain specification what the call with these arguments returns."""
+        """Compute the results of the call with these arguments by the plain specification."""
 
     def shapes(self) -> list[tuple[tuple[int, ...], Any]]:
         """Return shape and dtype of each argument."""
@@ -65,11 +61,11 @@ class Case(abc.ABC):
         return capability >= (8, 0)
 
     def blocks(self, launch: Launch) -> Sequence[int] | None:
-        """Return which blocks of a launch run; None for all."""
+        """Return the numbers of the blocks of a launch that run. None means all."""
         return None
 
     def results(self, run: Any) -> list[np.ndarray]:
-        """Take from a finished run of the program what is compared with `expected`."""
+        """Take the results to compare with `expected` from a finished run of the program."""
         return run.results()
 
     def describe(self) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """The kernel calls that are compiled, kept and executed, several of each kernel.
 
-Each has adversarial arguments (`arguments`), the call of the kernel (`call`) and what its plain
-specification gives (`expected`); see `attention_cases.py` and the modules like it. Arguments and
-expected results are made from a seed when they are needed: only machine code is kept.
+Each has adversarial arguments (`arguments`), the call of the kernel (`call`) and the results of its
+plain specification (`expected`). `attention_cases.py` and similar modules define them. Arguments
+and expected results are made from a seed when they are needed: only machine code is kept.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def decode_cases() -> list[Case]:
 
 
 def ragged_cases() -> list[Case]:
-    """List steps of prompts, chunks and decodes; rows of one query take the split kernel."""
+    """List steps of prompts, chunks and decodes. Rows of one query use the split kernel."""
     found: list[Case] = []
     for label, dtype, page_dtype in ATTENTION_DTYPES:
         kind = {"dtype": dtype, "page_dtype": page_dtype}

@@ -1,4 +1,4 @@
-"""Comparison of what a kernel computed with its specification."""
+"""Comparison of a kernel's results with its specification."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Tolerance:
 def differences(
     got: Sequence[np.ndarray], wanted: Sequence[np.ndarray], tolerances: Sequence[Tolerance]
 ) -> list[str]:
-    """Describe what differs by more than it may, one sentence an array.
+    """Describe differences above the tolerance, one sentence an array.
 
     Args:
-        got, wanted: results and what is specified; NaN must be where NaN is.
-        tolerances: of each result; the last holds for all that follow too.
+        got, wanted: results and specified values. Both must have NaN at the same places.
+        tolerances: of each result. The last one also applies to later results.
     """
     if len(got) != len(wanted):
         return [f"{len(got)} results for {len(wanted)}"]
@@ -51,7 +51,7 @@ def differences(
 
 
 def excess(result: np.ndarray, specified: np.ndarray, tolerance: Tolerance) -> np.ndarray:
-    """Return how far each number is off, in units of what is allowed."""
+    """Return how far each number is off, in units of the tolerance."""
     exact = specified.astype(np.float64)
     exact = np.where(np.isfinite(exact), exact, 0.0)
     largest = np.abs(exact).max(axis=-1, keepdims=True, initial=0.0)
@@ -82,7 +82,7 @@ def _difference(result: np.ndarray, specified: np.ndarray, tolerance: Tolerance)
 
 
 def _bit_difference(result: np.ndarray, specified: np.ndarray) -> str:
-    """Describe bits that differ; every NaN is as good as another."""
+    """Describe bits that differ. All NaN are equal."""
     if result.dtype != specified.dtype:
         return f"the type is {result.dtype}; expected {specified.dtype}"
     bits = np.dtype(f"u{result.dtype.itemsize}")

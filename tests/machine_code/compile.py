@@ -1,10 +1,10 @@
-"""Compiles the cases for cards that are not there, executes them, and keeps their machine code.
+"""Compiles the cases for absent cards, executes them, and stores their machine code.
 
     python -m tests.machine_code.compile [--capability 9.0 ...] [--only REGEX] [--out DIR]
 
-Without `--only`, programs of cases that there are no more are dropped. Without `--all`, programs
-that are already those of the source stay as they are. Exits with 1 if a case does not compile or
-does not do what it must, or if all that is kept has become too large.
+Without `--only`, programs of removed cases are dropped. Without `--all`, programs that are current
+stay as they are. Exits with 1 if a case does not compile or misses its specification, or if the
+files are too large.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from scripts.gpu.offline_environment import NoEnvironment
 from scripts.lib.argument_types import new_folder, pattern
 from scripts.lib.run_main import run_main
+from scripts.machine_code.xla_programs import Executable
 from tests.machine_code.case import Capability, Case
 from tests.machine_code.cases import CARDS, FAMILIES, all_cases
 from tests.machine_code.execution import execute
@@ -30,20 +31,19 @@ from tests.machine_code.kept import (
 )
 from tests.machine_code.kept import spell as spelled
 from tests.machine_code.offline import NotCompiled, OfflineCompiler
-from tests.machine_code.xla_programs import Executable
 
 
 def compile_family(
     family: str, cases: list[Case], compiler: OfflineCompiler, folder: Path, again: bool
 ) -> list[str]:
-    """Compile cases of one kernel that are not kept, or are stale; return what went wrong.
+    """Compile cases of one kernel that are missing or stale. Return sentences about faults.
 
     Args:
         family: the kernel.
         cases: of that kernel.
         compiler: of the card.
         folder: where programs are kept.
-        again: compile those too that are not stale.
+        again: compile current programs too.
     """
     capability, wrong = compiler.capability, []
     file = KeptFile.read(family, folder)
@@ -58,7 +58,7 @@ def compile_family(
 
 
 def compile_case(case: Case, compiler: OfflineCompiler, file: KeptFile) -> list[str]:
-    """Compile and execute a case, and put its program into a file; return what went wrong."""
+    """Compile and execute a case, and put its program into a file. Return faults."""
     try:
         program = compiler.compile(case)
     except NotCompiled as error:

@@ -23,10 +23,10 @@ from scripts.gpu.offline_environment import (
     make_environment,
 )
 from scripts.lib.run_main import run_main
+from scripts.machine_code.mosaic_text import launch_arrays
+from scripts.machine_code.xla_reader import without_comments
 from tests.machine_code.device_sum_cases import CASES, COMMAND, DeviceSumCase, keep
-from tests.machine_code.mosaic_text import launch_arrays
 from tests.machine_code.norm_cases import EPS
-from tests.machine_code.xla_reader import without_comments
 
 
 def compile_case(case: DeviceSumCase, dumps: Any) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def compile_case(case: DeviceSumCase, dumps: Any) -> dict[str, Any]:
 
 
 def compile_inside(folder: Path) -> None:
-    """Compile every case; write all to a file of the folder."""
+    """Compile every case. Write all to a file of the folder."""
     from scripts.gpu.offline_compiler import Dumps
 
     dumps = Dumps(folder / "xla", folder / "mosaic")

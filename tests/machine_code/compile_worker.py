@@ -1,7 +1,7 @@
-"""Worker that compiles cases for a card which is not there, inside the offline environment.
+"""Worker that compiles cases for an absent card, inside the offline environment.
 
-Reads descriptions of cases, a line each, from its input; writes each program to a file, and then a
-line to its output: "compiled", or why there is none.
+Reads descriptions of cases, a line each, from its input. Writes each program to a file, and then a
+line to its output: "compiled", or the reason of a failure.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import jax
 
 from scripts.gpu.offline_compiler import Compiler, Dumps
 from scripts.gpu.targets import Target
+from scripts.machine_code.compiled_program import Program, to_json
+from scripts.machine_code.xla_reader import read_program
 from tests.machine_code.attention_cases import AttentionCase, KvWriteCase
 from tests.machine_code.big_cases import BigAttentionCase, BigGroupedCase, BigQuantizedCase
 from tests.machine_code.case import Case
-from tests.machine_code.compiled_program import Program, to_json
 from tests.machine_code.few_row_cases import FewRowsCase
 from tests.machine_code.greatest_cases import GreatestCase
 from tests.machine_code.norm_cases import AddNormCase
 from tests.machine_code.product_cases import GroupedCase, QuantizedCase, QuantizedGroupedCase
 from tests.machine_code.qkv_cases import RopeKvWriteCase
-from tests.machine_code.xla_reader import read_program
 
 CASE_TYPES: tuple[type[Case], ...] = (
     *(AttentionCase, KvWriteCase, GroupedCase, QuantizedCase, QuantizedGroupedCase),

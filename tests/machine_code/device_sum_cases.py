@@ -1,4 +1,4 @@
-"""Calls of Hopper's sum over devices, and the file that keeps what they compile to."""
+"""Calls of Hopper's sum over devices, and the file of their machine code."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from scripts.gpu.offline_environment import JAX
+from scripts.machine_code.over_devices import DeviceLaunch
+from scripts.machine_code.ptx import read_module
 from tests.machine_code.comparison import Tolerance
 from tests.machine_code.freshness import kernel_digest
 from tests.machine_code.kept import FOLDER, StaleProgram
 from tests.machine_code.norm_cases import AddNormCase
-from tests.machine_code.over_devices import DeviceLaunch
-from tests.machine_code.ptx import read_module
 
 MODULE = "pallas_kernels.gpu.hopper_all_reduce"
 FILE = FOLDER / "device_sums.json.xz"
@@ -28,7 +28,7 @@ class DeviceSumCase:
     """Call on every device of a mesh.
 
     Attributes:
-        norm: the addition and norm of which every device has a part of what is added.
+        norm: the addition and norm. Every device has a part of the addend.
         has_residual: whether that is computed, or the sum of the parts alone.
     """
 
@@ -45,7 +45,7 @@ class DeviceSumCase:
         return self.norm.parts
 
     def operands(self) -> dict[str, Any]:
-        """Make the arrays by name; "delta" has the parts of all devices."""
+        """Make the arrays by name. "delta" has the parts of all devices."""
         operands = self.norm.operands(self.norm.arguments())
         operands["delta"] = operands["delta"][:, : self.norm.rows]
         return operands if self.has_residual else {"delta": operands["delta"]}
@@ -56,7 +56,7 @@ class DeviceSumCase:
         return list((found | {"delta": found["delta"][device]}).values())
 
     def expected(self) -> list[np.ndarray]:
-        """Compute the sum in the order of the devices in float32; and its norm in float64."""
+        """Compute the sum in the order of the devices in float32, and its norm in float64."""
         if self.has_residual:
             return self.norm.expected()[: 1 + self.norm.has_norm]
         first, *others = self.operands()["delta"]
@@ -78,7 +78,7 @@ class DeviceSumCase:
         return cls(AddNormCase(**data["norm"]), data["has_residual"])
 
     def digest(self) -> str:
-        """Return what the machine code depends on."""
+        """Return the digest of everything that the machine code depends on."""
         return f"{kernel_digest(MODULE)} {JAX} {json.dumps(self.describe(), sort_keys=True)}"
 
 
@@ -112,7 +112,7 @@ def kept_launch(case: DeviceSumCase) -> DeviceLaunch:
 
 
 def kept_text(case: DeviceSumCase) -> str:
-    """Return the PTX that a case compiled to; see `kept_launch`."""
+    """Return the stored PTX of a case, as `kept_launch` does."""
     return _entry(case)["ptx"]
 
 
@@ -125,7 +125,7 @@ def _entry(case: DeviceSumCase) -> dict[str, Any]:
 
 
 def keep(entries: dict[str, dict[str, Any]]) -> int:
-    """Write what all cases compiled to; return the size of the file in bytes."""
+    """Write the machine code of all cases. Return the size of the file in bytes."""
     text = json.dumps(entries, separators=(",", ":"), sort_keys=True).encode()
     FILE.write_bytes(lzma.compress(text, preset=9 | lzma.PRESET_EXTREME))
     return FILE.stat().st_size

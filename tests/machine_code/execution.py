@@ -8,26 +8,26 @@ from typing import Any
 
 import numpy as np
 
+from scripts.machine_code.compiled_program import Launch
+from scripts.machine_code.faults import Fault
+from scripts.machine_code.launch import LaunchReport
+from scripts.machine_code.xla_programs import Executable, Options, Run
 from tests.machine_code.case import Case
 from tests.machine_code.comparison import differences
-from tests.machine_code.compiled_program import Launch
-from tests.machine_code.faults import Fault
-from tests.machine_code.launch import LaunchReport
-from tests.machine_code.xla_programs import Executable, Options, Run
 
 
 @dataclasses.dataclass
 class Outcome:
-    """What came of executing a program.
+    """Outcome of executing a program.
 
     Attributes:
-        faults: sentences; none where the program did what it must.
+        faults: sentences. Empty if the program is right.
         instructions: executed, by all threads together.
         executed: names of the instructions that at least one thread executed.
         held: names of all instructions of the kernels that were launched.
         seconds: of a processor, for executing alone.
         lines: of the modules' text that at least one thread executed, by kernel.
-        turns: the most that one launch took, of what `fuel` limits.
+        turns: most turns of one launch, which `fuel` limits.
     """
 
     faults: list[str]
@@ -47,13 +47,13 @@ def execute(
     order: np.random.Generator | None = None,
     **options: Any,
 ) -> Outcome:
-    """Run the program of a case and compare what it returns with the specification.
+    """Run the program of a case and compare its results with the specification.
 
     Args:
-        case: what was compiled.
+        case: the compiled case.
         executable: its program.
         expected: of the specification, where it has been computed before.
-        order: see `Options`.
+        order: as in `Options`.
         options: more of `Options`.
     """
     outcome = Outcome([])

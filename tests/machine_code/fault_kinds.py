@@ -1,7 +1,7 @@
-"""The kinds of faults that are planted: what a line of PTX becomes.
+"""The kinds of planted faults: changes of a line of PTX.
 
-Each kind is a mistake that somebody could make in a kernel, or a compiler in its output: something
-left out, something changed for its neighbor, an operand taken for another.
+Each kind is a possible mistake in a kernel, or in a compiler's output: an instruction left out, a
+value changed for its neighbor, an operand taken for another.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Change = Callable[[str], str | None]
 
 
 class FaultKind(NamedTuple):
-    """Kind of fault: the lines that can have it, and what they become."""
+    """Kind of fault: the lines that can have it, and their change."""
 
     name: str
     lines: re.Pattern[str]
@@ -42,7 +42,7 @@ def replace(pattern: str, by: str | Callable[[re.Match[str]], str]) -> Change:
 
 
 def by_table(pattern: str, table: dict[str, str]) -> Change:
-    """Return a change of a pattern's only group to what a table has for it."""
+    """Return a change of a pattern's only group to its entry in a table."""
 
     def change(line: str) -> str | None:
         found = re.search(pattern, line)
@@ -67,7 +67,7 @@ def add(pattern: str, amount: int) -> Change:
 
 
 def swap_operands(first: int, second: int) -> Change:
-    """Return a change of two operands for one another; 0 is the first one."""
+    """Return a change of two operands for one another. 0 is the first one."""
 
     def change(line: str) -> str | None:
         found = re.fullmatch(r"(\s*(?:@\S+\s+)?\S+\s+)(.*);", line.rstrip())
@@ -123,7 +123,7 @@ def exchange_halves(line: str) -> str | None:
 
 
 def double_constant(line: str) -> str | None:
-    """Multiply a float32 in the text by two; zero becomes one."""
+    """Multiply a float32 in the text by two. Zero becomes one."""
     found = re.search(r"0f([0-9A-Fa-f]{8})", line)
     if found is None:
         return None

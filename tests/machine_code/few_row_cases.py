@@ -30,11 +30,11 @@ class FewRowsCase(Case):
     Attributes:
         name: unique among all cases.
         rows, inputs, outputs: T, D, F.
-        parts: into how many the inputs are divided; 0 for `gated_matmul`.
+        parts: into how many the inputs are divided. 0 means `gated_matmul`.
         activation: of that.
         dtype: of everything.
         seed: of all numbers.
-        block: sizes of `ProductConfig`; none for those of the call.
+        block: sizes of `ProductConfig`, by default those of the call.
     """
 
     name: str
@@ -56,7 +56,7 @@ class FewRowsCase(Case):
 
     @property
     def tolerances(self) -> list[Tolerance]:
-        """Sums to float32's rounding; of gate and up, both rounded, what follows of that."""
+        """Tolerances: float32's rounding of sums, and for gate and up the rounding of both."""
         if self.parts:
             return [Tolerance(0.0, SUMS)]
         rounding = ROUNDING[self.dtype]

@@ -1,8 +1,7 @@
-"""Digests by which kept machine code is known to be that of the source.
+"""Digests that show whether stored machine code is current.
 
-A digest covers the modules of `pallas_kernels` that a kernel is made of, found by following imports
-from the one in which it is written; tables of block sizes; the card and the compiler's version; and
-the case. Comments, docstrings and layout do not count.
+A digest covers the kernel's module with its imports from `pallas_kernels`, the tables of block
+sizes, the card, the compiler's version, and the case. Comments, docstrings and layout do not count.
 """
 
 from __future__ import annotations
@@ -60,9 +59,9 @@ def kernel_digest(module: str, root: Path = ROOT) -> str:
 
 
 def modules_of(module: str, root: Path = ROOT) -> list[Path]:
-    """List the files of a module and of what it imports from `pallas_kernels`, far and near.
+    """List the files of a module and of its direct and indirect imports from `pallas_kernels`.
 
-    The package's own `__init__` is left out: it imports everything, and defines nothing.
+    The package's own `__init__` is left out: it imports all modules, and has no definitions.
     """
     found: set[Path] = set()
     waiting = [module]

@@ -69,7 +69,7 @@ class GreatestCase(Case):
 
 @dataclasses.dataclass(frozen=True)
 class PlacedGreatestCase(GreatestCase):
-    """Call of `greatest` in which what counts may be anywhere: more inputs for a case's code."""
+    """Call of `greatest` with the largest number anywhere: more inputs for a case's code."""
 
     def arguments(self) -> list[np.ndarray]:
         """Make rows of one greatest number, of equals from some place on, and of one not finite.

@@ -1,7 +1,7 @@
 """Compiled programs in files: one file a kernel, with its cases for every capability.
 
-A file is compressed JSON. Modules are kept once however many programs hold them, and programs of
-different cards differ little, so that together they take a tenth of what they would by themselves.
+A file is compressed JSON. A module of several programs is stored once, and programs of
+different cards differ little, so that together they take a tenth of the space of single files.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from scripts.machine_code.compiled_program import Program, from_json, to_json
 from tests.machine_code.case import Capability, Case
-from tests.machine_code.compiled_program import Program, from_json, to_json
 from tests.machine_code.freshness import case_digest
 
 FOLDER = Path(__file__).parent / "kept"
@@ -30,11 +30,11 @@ class StaleProgram(Exception):
 
 
 class Execution(NamedTuple):
-    """What executing a program came to.
+    """Outcome of executing a program.
 
     Attributes:
         instructions: executed, by all threads together.
-        executed: names of those instructions.
+        executed: names of the instructions.
         not_executed: names of instructions that its kernels hold, and that no thread executed.
     """
 
@@ -50,8 +50,8 @@ class KeptFile:
     Attributes:
         path: where they are.
         modules: PTX by its digest.
-        programs: by capability ("9.0") and case: digest of the source, the program, and what
-            executing it came to when it was put here.
+        programs: by capability ("9.0") and case: digest of the source, the program, and the
+            outcome of its execution when it was stored.
     """
 
     path: Path
@@ -60,7 +60,7 @@ class KeptFile:
 
     @classmethod
     def read(cls, family: str, folder: Path = FOLDER) -> KeptFile:
-        """Read the file of a kernel; it may not be there yet."""
+        """Read the file of a kernel, or return an empty one."""
         path = folder / f"{family}.json.xz"
         if not path.is_file():
             return cls(path, {}, {})
@@ -69,7 +69,7 @@ class KeptFile:
     def put(
         self, case: Case, capability: Capability, program: Program, execution: Execution
     ) -> None:
-        """Add a program, or replace what there is of it."""
+        """Add a program, or replace an earlier one of the case."""
         names = [hashlib.sha256(text.encode()).hexdigest()[:12] for text in program.modules]
         self.modules.update(zip(names, program.modules, strict=True))
         self.programs.setdefault(spell(capability), {})[case.name] = {
@@ -95,7 +95,7 @@ class KeptFile:
         return from_json(entry["program"], [self.modules[name] for name in entry["modules"]])
 
     def executions(self, capability: Capability) -> dict[str, Execution]:
-        """Return what executing each case's program came to."""
+        """Return the stored outcome of executing each case's program."""
         return {
             name: Execution(*(entry[field] for field in Execution._fields))
             for name, entry in self.programs.get(spell(capability), {}).items()

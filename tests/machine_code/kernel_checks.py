@@ -1,4 +1,4 @@
-"""What every run of the tests checks of a kernel's machine code, for one capability."""
+"""Checks of a kernel's machine code in every run of the tests, for one capability."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import pytest
 
+from scripts.machine_code.xla_programs import Executable
 from tests.machine_code.case import Capability, Case
 from tests.machine_code.cases import CARDS, FAMILIES
 from tests.machine_code.execution import execute
 from tests.machine_code.kept import kept_file, spell
 from tests.machine_code.selection import chosen_cases, kernel_cases
-from tests.machine_code.xla_programs import Executable
 
 FIRST_CAPABILITIES = ((8, 0), (9, 0))
 """Those that `test_kernels.py` runs; others have a file of their own, and may have a process."""

@@ -14,7 +14,7 @@ from tests.machine_code.norm_cases import AddNormCase
 from tests.machine_code.product_cases import GroupedCase, QuantizedGroupedCase
 from tests.machine_code.qkv_cases import RopeKvWriteCase, SmallHeadsCase
 
-# Positions that kernels take at a time; pages larger than this are taken in parts.
+# Positions that kernels take at a time. Pages larger than this are taken in parts.
 BLOCK = 64
 # Factor of scores that overflow if a maximum is not one.
 LOUD = 60.0

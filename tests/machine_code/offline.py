@@ -10,9 +10,9 @@ from pathlib import Path
 from types import TracebackType
 
 from scripts.gpu.offline_environment import compiler_variables, default_folder, make_environment
+from scripts.machine_code.compiled_program import Program, from_json
 from tests.machine_code.case import Capability, Case
 from tests.machine_code.cases import CARDS
-from tests.machine_code.compiled_program import Program, from_json
 
 
 class NotCompiled(Exception):

@@ -3,12 +3,11 @@
     python -m tests.machine_code.planted [--kernel decode ...] [--capability 9.0] [--count N]
         [--seed N] [--judge] [--out scripts/results/machine_code.json]
 
-A fault is a line of PTX that says something else (`fault_kinds.py`), among those that the case
-reaches. It is caught if the interpreter refuses what the kernel does, or a result is not what the
-specification says, for any of the inputs that the case has for this machine code. What survives is
-listed with the reason that `survivors.json` has for it: that it changes nothing that could be seen
-("equivalent"), or that no input shows it. Exits with 1 if fewer than 95 % of the faults that are
-not equivalent were caught.
+A fault is a change of a line of PTX (`fault_kinds.py`) that the case executes. It is caught if the
+interpreter refuses the kernel's behavior, or a result misses the specification, for any input that
+the case has for this machine code. Survivors are listed with their reason in `survivors.json`: the
+change has no effect on results ("equivalent"), or no input shows it. Exits with 1 if fewer than 95
+% of the faults that are not equivalent were caught.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ from scripts.lib.argument_types import results_file
 from scripts.lib.paths import RESULTS
 from scripts.lib.run_main import run_main
 from scripts.lib.run_record import about_run, keep
+from scripts.machine_code.faults import UnknownInstruction
+from scripts.machine_code.ptx import read_module
+from scripts.machine_code.xla_programs import Executable
 from tests.machine_code.case import Capability, Case
 from tests.machine_code.cases import CARDS, FAMILIES, all_cases
 from tests.machine_code.execution import execute
 from tests.machine_code.fault_kinds import KINDS, FaultKind
-from tests.machine_code.faults import UnknownInstruction
 from tests.machine_code.kept import kept_file, parse_capability, spell
 from tests.machine_code.more_inputs import more_inputs
-from tests.machine_code.ptx import read_module
-from tests.machine_code.xla_programs import Executable
 
 PART = "planted"
 # By a fault's key, whether it is equivalent and why it survives.
@@ -55,7 +54,7 @@ MOST_INSTRUCTIONS = 20e6
 
 @dataclasses.dataclass(frozen=True)
 class Planted:
-    """Fault in a program: the module and line that has it, and what the line says instead."""
+    """Fault in a program: its module, its line, and the changed text of the line."""
 
     case: str
     kernel: str
@@ -72,7 +71,7 @@ class Planted:
 
 
 class Subject:
-    """A case's program, with what its own run was like."""
+    """A case's program, with the outcome of its own run."""
 
     def __init__(self, case: Case, capability: Capability) -> None:
         self.case, self.capability = case, capability
@@ -81,7 +80,7 @@ class Subject:
 
     @functools.cached_property
     def inputs(self) -> list[tuple[Case, list[np.ndarray]]]:
-        """The inputs of this machine code, and what each must give."""
+        """The inputs of this machine code, and the specified results of each."""
         return [(case, case.expected()) for case in (self.case, *more_inputs(self.case))]
 
     @functools.cached_property
@@ -116,7 +115,7 @@ class Subject:
         return executable
 
     def notice_at_once(self, planted: Planted) -> str:
-        """Run the case's own inputs; return how the fault shows, or ""."""
+        """Run the case's own inputs. Return how the fault shows, or ""."""
         outcome = execute(self.case, self.with_fault(planted), fuel=self.fuel)
         return outcome.faults[0] if outcome.faults else ""
 
@@ -125,7 +124,7 @@ class Subject:
         return PATIENCE * self.outcome.turns + 300
 
     def notice(self, planted: Planted) -> str:
-        """Run all inputs until one shows the fault; return how, or ""."""
+        """Run all inputs until one shows the fault. Return how, or ""."""
         executable = self.with_fault(planted)
         for case, expected in self.inputs:
             outcome = execute(case, executable, expected=expected, fuel=self.fuel)
@@ -151,7 +150,7 @@ def fault_in(kind: FaultKind, line: str) -> str | None:
 
 
 class Planting:
-    """Faults drawn for the cases of one kernel, every kind in turn, and what became of them."""
+    """Faults drawn for the cases of one kernel, every kind in turn, and their outcomes."""
 
     def __init__(self, cases: list[Case], capability: Capability, seed: int) -> None:
         self.cases, self.capability = cases, capability
@@ -185,7 +184,7 @@ class Planting:
                     return
 
     def draw_kind(self, kind: FaultKind, drawn: set[str]) -> tuple[Subject, Planted] | None:
-        """Draw a fault of a kind that has not been drawn; None if a few cases have none."""
+        """Draw a fault of a kind that has not been drawn, or None if a few cases lack the kind."""
         for case in self.random.sample(self.cases, min(4, len(self.cases))):
             subject = self.subject(case)
             if subject.outcome.instructions > MOST_INSTRUCTIONS:
@@ -203,9 +202,9 @@ class Result:
     """Result of planting faults in the cases of a kernel.
 
     Attributes:
-        planted: without those that are equivalent.
+        planted: without equivalent ones.
         caught: of them.
-        equivalent: survivors that change nothing, as their reason says.
+        equivalent: survivors without an effect on results, by their reason.
         kinds: how many of each kind, equivalent ones too, and how many were caught.
         survivors: each with its reason.
     """
@@ -227,7 +226,7 @@ class Result:
             self.survivors.append(dataclasses.asdict(fault))
 
     def judge(self, reasons: Reasons) -> None:
-        """Give survivors their reasons, and do not count those that are equivalent."""
+        """Give survivors their reasons. Equivalent ones are not counted."""
         names = [field.name for field in dataclasses.fields(Planted)]
         for survivor in self.survivors:
             fault = Planted(**{name: survivor[name] for name in names})
@@ -244,7 +243,7 @@ def plant(planting: Planting, count: int) -> Result:
         try:
             noticed = subject.notice(fault)
         except UnknownInstruction:
-            continue  # what it became is no instruction, so no compiler writes it
+            continue  # the changed line is no instruction, so no compiler writes it
         result.add(fault, noticed)
         seconds = time.monotonic() - begin
         shown = re.sub(r"^.*?: ", "", noticed)[:90] if noticed else "SURVIVED " + fault.key

@@ -1,6 +1,6 @@
 """Calls of the grouped and the quantized products with inputs that show mistakes.
 
-Sizes that no tile divides, groups without rows, rows of no group. What nothing may read is NaN: the
+Sizes that no tile divides, groups without rows, rows of no group. Unread inputs are NaN: the
 rows of no group, the matrices of groups without rows, and their scales.
 """
 
@@ -20,7 +20,7 @@ from tests.machine_code.comparison import Tolerance
 Zeros = Literal["", "points", "minima"]
 # Sums in float32 over products of the operands as they are.
 SUMS = 2e-6
-# What rounding a float32 to an operand of a product, or to a result, changes.
+# Relative error of rounding a float32 to an operand of a product, or to a result.
 ROUNDING = {"bf16": 2**-8, "f16": 2**-11, "f32": 0.0}
 
 
@@ -41,12 +41,12 @@ def draw_weight(
 
 
 def product_tolerance(dtype: str, is_scaled_first: bool, result: str) -> Tolerance:
-    """Return what a product may be off.
+    """Return the tolerance of a product.
 
     Args:
         dtype: of its operands.
         is_scaled_first: whether weights are scaled, and rounded, before they are multiplied.
-        result: dtype of what is returned.
+        result: dtype of the result.
     """
     rounded = 1.5 * ROUNDING[dtype] if is_scaled_first else 0.0
     return Tolerance(relative=ROUNDING[result], of_row=SUMS + rounded)
@@ -59,7 +59,7 @@ class GroupedCase(Case):
     Attributes:
         name: unique among all cases.
         sizes: rows of each group.
-        rows: of all groups together, and those after the last: A.
+        rows: of all groups together, and the rows after the last group: A.
         inputs, outputs: D, F.
         dtype: of everything.
         seed: of all numbers.
@@ -105,7 +105,7 @@ class GroupedCase(Case):
 
 
 def grouped_product(x: np.ndarray, w: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Multiply the rows of each group by its matrix; rows after the last yield zeros."""
+    """Multiply the rows of each group by its matrix. Rows after the last group yield zeros."""
     out, first = np.zeros((x.shape[0], w.shape[2])), 0
     for matrix, size in zip(w, sizes, strict=True):
         rows = slice(first, first + size)
@@ -123,7 +123,7 @@ class QuantizedCase(Case):
         name: unique among all cases.
         form: "int8", "fp8" or "int4".
         tokens, inputs, outputs: T, I, O.
-        group: inputs that share a scale; 0 for one scale an output.
+        group: inputs that share a scale. 0 means one scale an output.
         zeros: "" for none, "points" for zero points, "minima" for floats of the scales' dtype.
         dtype, scale_dtype: of activations and of scales.
         seed: of all numbers.
@@ -171,7 +171,7 @@ class QuantizedCase(Case):
 
 
 def draw_zeros(rng: np.random.Generator, kind: Zeros, scales: np.ndarray) -> list[np.ndarray]:
-    """Draw zero points or minima for scales, in a list that is empty where there are none."""
+    """Draw zero points or minima for scales, in a list, or return an empty list."""
     if not kind:
         return []
     if kind == "points":
@@ -200,7 +200,7 @@ def whole_weight(
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedGroupedCase(Case):
-    """Call of `quantized_grouped_matmul`; attributes as in the two cases above."""
+    """Call of `quantized_grouped_matmul`. Attributes are as in the two cases above."""
 
     name: str
     form: str

@@ -1,8 +1,8 @@
 """Calls of `rope_kv_write` with inputs that show mistakes.
 
-Heads are of very different sizes, so that one head's norm or rotation shows in no other; slots are
-in no order, at both ends and out of range on both sides; pages hold numbers of their own, which
-stay where nothing is written. Tokens of padding, which parts of a sum have, are NaN.
+Heads are of very different sizes, so that one head's norm or rotation shows in no other. Slots are
+in no order, at both ends and out of range on both sides. Pages hold numbers of their own, which
+stay where the kernel does not write. Tokens of padding, which parts of a sum have, are NaN.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class RopeKvWriteCase(Case):
     Attributes:
         name: unique among all cases.
         kv_heads, group, head_dim: K, G, H.
-        pairs: how many are rotated; None for no rotation.
-        parts: of the projection; 0 for an array that is not in parts.
+        pairs: how many are rotated. None means no rotation.
+        parts: of the projection. 0 means an array that is not in parts.
         norm: "head" or "own" scales, "all" for own ones and a norm of all heads, or "" for none.
         offset, rounds_last, interleaved: as in the operation's options.
-        has_bias, is_scaled: whether there is a bias, and scales of what is stored.
+        has_bias, is_scaled: whether there is a bias, and whether pages have scales.
         dtype, page_dtype: of queries, and of pages.
         page_size: S.
         seed: of all numbers.
@@ -83,7 +83,7 @@ class RopeKvWriteCase(Case):
 
     @property
     def tolerances(self) -> list[Tolerance]:
-        """Queries and keys are rounded once or twice before the last time; values are exact."""
+        """Queries and keys are rounded once or twice before the last time. Values are exact."""
         rounding = ROUNDING[self.dtype]
         query = Tolerance(2 * rounding + 2e-6, 2 * rounding + 2e-6)
         stored = rounding if self.page_dtype != "fp8" else 2**-4

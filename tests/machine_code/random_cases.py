@@ -48,7 +48,7 @@ class Draw:
 
 
 def random_case(seed: int, number: int, capability: Capability) -> Case:
-    """Draw a case that runs for a capability; the same seed and number give the same one."""
+    """Draw a case that runs for a capability. The same seed and number give the same one."""
     draw = Draw(np.random.default_rng([seed, number]))
     kinds = [_attention] * 4 + [_kv_write, _grouped, _quantized, _quantized, _quantized_grouped]
     kinds += [_mosaic, _add_norm, _rope_kv_write, _few_rows, _greatest]
@@ -176,7 +176,7 @@ def _grouped(name: str, draw: Draw) -> Case:
 
 
 def _codes(draw: Draw) -> dict[str, Any]:
-    """Draw what a quantized weight is like."""
+    """Draw the form, group and zero points of a quantized weight."""
     form = draw.pick("int8", "fp8", "int4", "int4")
     group = draw.pick(0, 24, 32, 64, 128) if form == "int4" else draw.pick(0, 0, 64)
     inputs = (group or 8) * draw.number(1, 4 if group else 30)

@@ -1,7 +1,7 @@
-"""Dumps of a small program in XLA's form, shortened: what the reader's tests read.
+"""Dumps of a small program in XLA's form, shortened, for the reader's tests.
 
-The program sorts an array while a number stays below five, or doubles it; returns a part of it, and
-looks a number up in a constant.
+The program sorts an array while a number stays below five, or doubles it. It returns a part
+of it, and looks a number up in a constant.
 """
 
 HLO = """

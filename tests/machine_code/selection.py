@@ -17,7 +17,7 @@ def kernel_cases(capability: Capability, family: str) -> list[Case]:
 def chosen_cases(capability: Capability, family: str) -> list[Case]:
     """Choose cases of a kernel that together have each of its dtypes and execute all they can.
 
-    The next is always the one that adds most for what it costs.
+    The next is always the one that adds most for its cost.
     """
     executions = kept_file(family).executions(capability)
     cases = {c.name: c for c in kernel_cases(capability, family) if c.name in executions}
@@ -29,7 +29,7 @@ def chosen_cases(capability: Capability, family: str) -> list[Case]:
 
 
 def _features(case: Case, execution: Execution) -> set[str]:
-    """Return what a case has that another may lack: its dtypes, and instructions it executes."""
+    """Return the dtypes of a case, and the instructions that it executes."""
     return {*case.dtypes.split(), *execution.executed}
 
 
@@ -40,7 +40,7 @@ def cover(features: Mapping[str, set[str]], costs: Mapping[str, int]) -> list[st
         best = max(features, key=lambda name: len(features[name] & left) / (costs[name] + BASE))
         chosen.append(best)
         left -= features[best]
-    # What came first may have become superfluous.
+    # Cases chosen first may have become superfluous.
     for name in sorted(chosen, key=lambda name: -costs[name]):
         others = (features[other] for other in chosen if other != name)
         if features[name] <= set().union(*others):

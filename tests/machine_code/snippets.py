@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from tests.machine_code.global_memory import GlobalMemory
-from tests.machine_code.launch import Geometry, LaunchReport, launch
-from tests.machine_code.ptx import Kernel, read_module
+from scripts.machine_code.global_memory import GlobalMemory
+from scripts.machine_code.launch import Geometry, LaunchReport, launch
+from scripts.machine_code.ptx import Kernel, read_module
 
 MEMORY = 1 << 22
 REGISTERS = """
@@ -22,7 +22,7 @@ REGISTERS = """
 
 
 def kernel(body: str, parameters: int = 1, threads: int = 32, module: str = "") -> Kernel:
-    """Return a kernel whose 64-bit parameters are in %d0, %d1 and so on; %r0 is the thread."""
+    """Return a kernel whose 64-bit parameters are in %d0, %d1 and so on. %r0 is the thread."""
     names = [f"parameter_{index}" for index in range(parameters)]
     declared = ", ".join(f".param .u64 {name}" for name in names)
     loads = "\n".join(f"ld.param.b64 %d{index}, [{name}];" for index, name in enumerate(names))
@@ -77,7 +77,7 @@ def run(
 def compute(
     body: str, inputs: Sequence[np.ndarray], outputs: Sequence[Any], registers: str = ""
 ) -> list[np.ndarray]:
-    """Run a body on each element of the inputs, in %a0, %a1 and so on; results are in %o0 on."""
+    """Run a body on each element of the inputs, in %a0, %a1 and so on. Results are in %o0 on."""
     count = len(inputs[0])
     lines = [registers]
     for index, values in enumerate(inputs):

@@ -1,6 +1,6 @@
 """Arithmetic as NVIDIA's descriptions specify it, on single numbers.
 
-Everything comes from integers, fractions and `math`: nothing is shared with the interpreter.
+It uses only integers, fractions and `math`, and shares no code with the interpreter.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def width(kind: str) -> int:
 
 
 def integer(bits: int, kind: str) -> int:
-    """Return what the bits of an integer type mean."""
+    """Return the value of the bits of an integer type."""
     size = width(kind)
     bits %= 1 << size
     return bits - (1 << size) if kind[0] == "s" and bits >> (size - 1) else bits
 
 
 def number(bits: int, kind: str) -> float:
-    """Return what the bits of a float type mean."""
+    """Return the value of the bits of a float type."""
     precision, least = FORMATS[kind]
     size = BITS[kind]
     mantissa_bits = precision - 1
@@ -75,13 +75,13 @@ def number(bits: int, kind: str) -> float:
 def encode(
     value: Fraction | float, kind: str, negative_zero: bool = False, down: bool = False
 ) -> int:
-    """Return the bits of an exact number, or of a float that is none.
+    """Return the bits of an exact number, or of an infinity or a NaN.
 
     It is rounded to nearest even, or towards negative infinity.
     """
     precision, least = FORMATS[kind]
     size, mantissa_bits = BITS[kind], precision - 1
-    # What exponents past the largest have; this type has no infinity.
+    # Numbers past the largest exponent. This type has no infinity.
     top = (1 << (size - precision)) - 1 << mantissa_bits if kind != "e4m3" else 0x7E
     if isinstance(value, float) and math.isnan(value):
         return {"f32": 0x7FFFFFFF, "f64": 0x7FF8 << 48}.get(kind, (1 << (size - 1)) - 1)
@@ -100,12 +100,12 @@ def encode(
         mantissa = math.ceil(units) if sign else math.floor(units)
     # Adding lets a mantissa that was rounded up carry into the exponent.
     bits = mantissa + (exponent - least << mantissa_bits)
-    # What is too large is infinite, but where it is rounded towards zero.
+    # Too large numbers are infinite, unless they are rounded towards zero.
     return sign | min(bits, top - 1 if down and not sign else top)
 
 
 def encode_signed(value: float, kind: str) -> int:
-    """Return the bits of a float, rounded; a zero keeps its sign."""
+    """Return the bits of a float, rounded. A zero keeps its sign."""
     return encode(value, kind, math.copysign(1, value) < 0)
 
 
@@ -114,7 +114,7 @@ def same_float(got: int, want: int, kind: str) -> bool:
     return got == want or (math.isnan(both[0]) and math.isnan(both[1]))
 
 
-# Operands that show what goes wrong
+# Operands that show mistakes
 
 
 def operands(kind: str, count: int, seed: int) -> list[list[int]]:
@@ -151,7 +151,7 @@ def float_bits(kind: str, draw: random.Random) -> int:
     return draw.randrange(1 << size)
 
 
-# What instructions mean
+# Meaning of instructions
 
 
 def exact(operation: str, values: list[float]) -> Fraction | float:
@@ -302,7 +302,7 @@ def quotient(a: int, b: int) -> int:
 
 
 def integer_result(parts: list[str], raw: list[int], kind: str) -> int:
-    """Return what an integer instruction computes, of any width."""
+    """Return the result of an integer instruction, of any width."""
     size, operation = width(kind) if kind != "pred" else 1, parts[0]
     v = [integer(bits, kind) if kind != "pred" else bits for bits in raw]
     if operation in ("mul", "mad"):
@@ -408,7 +408,7 @@ def conversion_result(parts: list[str], raw: list[int]) -> int:
         value = math.copysign(rounded(value, rounding), value)
     if "sat" in modifiers:
         value = 0.0 if math.isnan(value) or value <= 0 else min(value, 1.0)
-    if "rz" in modifiers:  # rounding down, of what is not negative
+    if "rz" in modifiers:  # rounding down, of numbers that are not negative
         bits = encode(abs(value), target, down=not math.isinf(value))
         return bits | encode_signed(math.copysign(0.0, value), target)
     return encode_signed(value, target)

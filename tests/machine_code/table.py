@@ -18,13 +18,13 @@ PART, PLANTED = "executed", "planted"
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What came of one case.
+    """Outcome of one case.
 
     Attributes:
         capability, family: of the case.
-        is_right: whether it did what it must.
+        is_right: whether its results are the specified ones.
         held: names of the instructions of its kernels.
-        executed: those of them that ran.
+        executed: names of the instructions that ran.
     """
 
     capability: str
@@ -66,7 +66,7 @@ def write_table(rows: list[Row], folder: Path = RESULTS) -> None:
 
 
 def table(results: dict[str, Any]) -> str:
-    """Format what a results file holds."""
+    """Format the contents of a results file."""
     capabilities = [spell(capability) for capability in CARDS]
     lines = [
         "# Machine code executed",
@@ -102,7 +102,7 @@ def _cell(executed: dict[str, Any] | None, planted: dict[str, Any] | None) -> st
 
 
 def _totals(executed: dict[str, Any], planted: dict[str, Any]) -> list[str]:
-    """Say in sentences what all kernels came to together."""
+    """Summarize all kernels in sentences."""
     cells = [cell for families in executed.values() for cell in families.values()]
     right, cases = (sum(cell[name] for cell in cells) for name in ("right", "cases"))
     lines = [f"In all {right} of {cases} cases."]

@@ -10,7 +10,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from tests.machine_code.interpreter.forms import FORMS
+from scripts.machine_code.interpreter.forms import FORMS
 from tests.machine_code.snippets import compute
 from tests.machine_code.specified_arithmetic import (
     BITS,
@@ -148,7 +148,7 @@ PREDICATES = [thread // 3 % 2 for thread in range(THREADS)]
 
 
 def body_of(names: list[str], kinds: tuple[str, ...]) -> str:
-    """Return the instructions; predicates come from and go into 16-bit registers."""
+    """Return the instructions. Predicates come from and go into 16-bit registers."""
     lines, sources = [], [f"%a{index}" for index in range(len(kinds))]
     for index, kind in enumerate(kinds):
         if kind == "pred":

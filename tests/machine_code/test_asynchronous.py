@@ -1,4 +1,4 @@
-"""What runs beside the threads: asynchronous copies, barriers, mbarriers and bulk copies."""
+"""Asynchronous work beside the threads: copies, barriers, mbarriers and bulk copies."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.machine_code.global_memory import GlobalMemory
-from tests.machine_code.launch import Geometry, TensorMap, launch
-from tests.machine_code.ptx import read_module
+from scripts.machine_code.global_memory import GlobalMemory
+from scripts.machine_code.launch import Geometry, TensorMap, launch
+from scripts.machine_code.ptx import read_module
 from tests.machine_code.snippets import REGISTERS, run
 
 RANDOM = np.random.default_rng(0)

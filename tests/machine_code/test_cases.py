@@ -1,4 +1,4 @@
-"""Cases: their specification is the package's, and their arguments show what may not be read."""
+"""Cases: their specification is the package's, and NaN marks inputs that may not be read."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_what_may_not_be_read_is_nan_and_results_are_not(family: str) -> None:
 
 @pytest.mark.parametrize("name", ["decode-bf16-h64", "ragged-bf16-h128-window-cap-sinks"])
 def test_every_cell_that_a_query_sees_counts(name: str) -> None:
-    """Only what is NaN can be changed without another result."""
+    """Only NaN inputs can be changed without another result."""
     case = CASES[name]
     _, keys, values, *_ = case.arguments()
     assert np.array_equal(np.isnan(keys), np.isnan(values))

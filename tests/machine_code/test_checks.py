@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from tests.machine_code.faults import Fault, UnknownInstruction
-from tests.machine_code.global_memory import GlobalMemory
-from tests.machine_code.launch import Geometry, TensorMap, launch
-from tests.machine_code.ptx import read_module
+from scripts.machine_code.faults import Fault, UnknownInstruction
+from scripts.machine_code.global_memory import GlobalMemory
+from scripts.machine_code.launch import Geometry, TensorMap, launch
+from scripts.machine_code.ptx import read_module
 from tests.machine_code.snippets import REGISTERS, kernel
 
 SIZE = 4096
@@ -21,7 +21,7 @@ LINE = 15
 
 
 class Bug(NamedTuple):
-    """Bug: code that runs, what is replaced in it by what, and what the refusal says.
+    """Bug: code that runs, a replacement in it, and the text of the refusal.
 
     %d0 is an array that may be read, %d1 one that may be written, and %d2 one for both, of which
     only the first half is written; all of 4096 bytes.
@@ -669,7 +669,7 @@ def test_rows_of_a_box_fit_their_swizzle() -> None:
         run_box(BOX, swizzle=32)
 
 
-# Launches, and text that is none
+# Launches, and text that is no launch
 
 
 def test_an_unknown_instruction_is_named_with_its_line() -> None:

@@ -8,11 +8,11 @@ import re
 import numpy as np
 import pytest
 
+from scripts.machine_code.faults import Fault
+from scripts.machine_code.over_devices import DeviceLaunch, same_bits
+from scripts.machine_code.ptx import read_module
 from tests.machine_code.comparison import differences
 from tests.machine_code.device_sum_cases import CASES, DeviceSumCase, kept_launch, kept_text
-from tests.machine_code.faults import Fault
-from tests.machine_code.over_devices import DeviceLaunch, same_bits
-from tests.machine_code.ptx import read_module
 
 BY_NAME = {case.name: case for case in CASES}
 SMALL = BY_NAME["sum-over-2-bf16"]
@@ -25,7 +25,7 @@ def execute(
     order: np.random.Generator | None = None,
     **options: int,
 ) -> list[str]:
-    """Run a case; return what is wrong with the results of its devices."""
+    """Run a case. Return sentences about wrong results of its devices."""
     expected = case.expected()
     given = [case.given(device) for device in range(case.devices)]
     blank = [(array.shape, np.empty(0, given[0][0].dtype)) for array in expected]

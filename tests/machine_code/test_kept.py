@@ -1,4 +1,4 @@
-"""What is kept of compiled cases, and when it is stale."""
+"""Stored programs of compiled cases, and when they are stale."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from scripts.lib.paths import ROOT
+from scripts.machine_code.compiled_program import Copy, Program, Slice
 from tests.machine_code import freshness
 from tests.machine_code.cases import all_cases
-from tests.machine_code.compiled_program import Copy, Program, Slice
 from tests.machine_code.freshness import case_digest, kernel_digest, modules_of, plain_tree
 from tests.machine_code.kept import Execution, KeptFile, StaleProgram
 
@@ -36,7 +36,7 @@ def test_what_was_put_is_got_again(tmp_path: Path) -> None:
     again = KeptFile.read("kv_write", tmp_path)
     assert again.get(CASE, CAPABILITY) == again.get(CASE, (8, 0)) == program()
     assert again.executions(CAPABILITY) == {CASE.name: EXECUTION, "other": EXECUTION}
-    assert len(again.modules) == 3  # what programs share is kept once
+    assert len(again.modules) == 3  # shared modules are stored once
     again.drop_others(CAPABILITY, {CASE.name})
     again.save()
     left = KeptFile.read("kv_write", tmp_path)

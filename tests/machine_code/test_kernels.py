@@ -1,7 +1,7 @@
-"""Every kernel's machine code, executed for 8.0 and 9.0, gives what its specification says.
+"""Every kernel's machine code, executed for 8.0 and 9.0, meets its specification.
 
-What runs here is a choice of the kept cases (`selection.py`); `python -m tests.machine_code --all`
-runs them all. Without `--long` each kernel is executed for one card, and for each card a kernel.
+The tests run a choice of the kept cases (`selection.py`). `python -m tests.machine_code --all` runs
+all of them. Without `--long` each kernel is executed for one card, and for each card a kernel.
 """
 
 from __future__ import annotations

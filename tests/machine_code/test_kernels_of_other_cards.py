@@ -1,4 +1,4 @@
-"""Every kernel's machine code for 8.9, 10.0 and 12.0; see `test_kernels.py`."""
+"""Every kernel's machine code for 8.9, 10.0 and 12.0, as in `test_kernels.py`."""
 
 from __future__ import annotations
 

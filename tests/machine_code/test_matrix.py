@@ -52,7 +52,7 @@ def stores(first: int, count: int, address: str) -> str:
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_ldmatrix_deals_out_rows(count: int, transposed: bool) -> None:
-    """Lane l names row l % 8 of matrix l / 8; rows lie backwards here."""
+    """Lane l names row l % 8 of matrix l / 8. Rows lie backwards here."""
     rows = RANDOM.integers(0, 2**16, (8 * count, 8), dtype=np.uint16)
     name = f"ldmatrix.sync.aligned.m8n8.x{count}{'.trans' * transposed}.shared.b16"
     body = f"""
@@ -187,7 +187,7 @@ def swizzled(offset: int, width: int) -> int:
 
 
 def place_rows(values: np.ndarray, width: int, image: np.ndarray) -> int:
-    """Lay [outer, depth] out with the depth along the rows; return the stride of 8 rows."""
+    """Lay [outer, depth] out with the depth along the rows. Return the stride of 8 rows."""
     size = values.itemsize
     for outer in range(values.shape[0]):
         for k in range(values.shape[1]):
@@ -322,7 +322,7 @@ def left_registers(a: np.ndarray) -> np.ndarray:
 
 
 def test_wgmma_may_forget_what_it_adds_to_and_chains() -> None:
-    """Products in a row into the same registers; the first overwrites them."""
+    """Products in a row into the same registers, of which the first overwrites them."""
     a, b = matrix("bf16", 64, 16), matrix("bf16", 8, 16)
     images = np.zeros((2, IMAGE), np.uint8)
     strides = [place_rows(values, 32, image) for values, image in zip((a, b), images, strict=True)]

@@ -1,14 +1,14 @@
-"""Loads, stores, atomics and exchanges within a warp: what they deliver."""
+"""Results of loads, stores, atomics and exchanges within a warp."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from tests.machine_code.faults import Fault
-from tests.machine_code.global_memory import GlobalMemory
-from tests.machine_code.launch import Geometry, launch
-from tests.machine_code.ptx import read_module
+from scripts.machine_code.faults import Fault
+from scripts.machine_code.global_memory import GlobalMemory
+from scripts.machine_code.launch import Geometry, launch
+from scripts.machine_code.ptx import read_module
 from tests.machine_code.snippets import kernel, run
 
 RANDOM = np.random.default_rng(0)
@@ -97,7 +97,7 @@ def test_hints_of_loads_change_nothing(modifiers: str) -> None:
 
 
 def test_fences_and_hints_change_nothing() -> None:
-    """Run what orders memory between threads that do not overlap here, or only saves time."""
+    """Run instructions that order memory between threads, or that only save time."""
     body = """
     prefetch.global.L2 [%d0];
     griddepcontrol.launch_dependents;
@@ -131,7 +131,7 @@ def test_only_used_bytes_of_a_load_are_read() -> None:
 
 
 def test_loads_from_padding_get_ones() -> None:
-    """Also where an earlier launch left something; beyond the padding they are refused."""
+    """Also where an earlier launch stored values. Beyond the padding they are refused."""
     body = "mad.wide.u32 %d2, %r0, 4, %d0; ld.global.b32 %r1, [%d2];"
     body += "mad.wide.u32 %d2, %r0, 4, %d1; st.global.b32 [%d2], %r1;"
     memory = GlobalMemory(1 << 20)
@@ -269,7 +269,7 @@ def test_atomics_take_one_thread_after_another(operation: str, space: str) -> No
 
 
 def test_atomics_of_other_types_and_orders() -> None:
-    """Reductions, signed numbers, floats, 64 bits, compare-and-swap; every order is the same."""
+    """Reductions, signed numbers, floats, 64 bits, compare-and-swap. Every order gives the same."""
     body = """
     red.relaxed.gpu.global.add.f32 [%d0], 0f40000000;
     red.global.add.f64 [%d0+8], 0d3FF8000000000000;
@@ -347,7 +347,7 @@ def test_shuffles(mode: str, distance: int, segment: int) -> None:
 
 
 def test_reductions_of_floats() -> None:
-    """A NaN counts only where the name says so; of two zeros the positive one is greater."""
+    """A NaN counts only where the name says so. Of two zeros the positive one is greater."""
     body = """
     .reg .b32 %o<4>;
     mad.wide.u32 %d3, %r0, 4, %d0;

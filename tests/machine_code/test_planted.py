@@ -1,4 +1,4 @@
-"""Faults planted in machine code are noticed: some of each kernel; `planted.py` plants them all."""
+"""Faults planted in machine code are noticed: some of each kernel. `planted.py` plants all."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.machine_code.fault_kinds import KINDS
 from tests.machine_code.planted import REASONS, Planted, Planting, Result, fault_in
 
 CAPABILITY = (9, 0)
-# Kinds of all sorts that are hardly ever planted where nothing depends on them.
+# Kinds of all sorts that nearly always change a result.
 KIND_NAMES = (
     "barrier left out",
     "guard negated",
@@ -116,7 +116,7 @@ def test_faults_that_change_nothing_are_not_counted() -> None:
     for fault, noticed in zip(faults, ("a wrong result", "", ""), strict=True):
         result.add(fault, noticed)
     reasons = {faults[1].key: {"equivalent": True, "reason": "Zero is added."}}
-    # Judging once more changes nothing.
+    # A second judgement is the same.
     for _ in range(2):
         result.judge(reasons)
         assert (result.planted, result.caught, result.equivalent) == (2, 1, 1)

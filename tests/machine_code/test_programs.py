@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from tests.machine_code.compiled_program import (
+from scripts.machine_code.compiled_program import (
     Array,
     Branch,
     Copy,
@@ -21,8 +21,8 @@ from tests.machine_code.compiled_program import (
     to_json,
     uses,
 )
-from tests.machine_code.faults import Fault
-from tests.machine_code.xla_programs import Executable, Options, Run, any_order, run_program
+from scripts.machine_code.faults import Fault
+from scripts.machine_code.xla_programs import Executable, Options, Run, any_order, run_program
 
 # out[i] = in[i] + 1, and flag = in[0] < 5: of four i32.
 PTX = """
@@ -153,7 +153,7 @@ def test_arguments_of_another_shape_are_refused() -> None:
         Run(executable, [])
 
 
-# Two chains that share nothing, then what needs both.
+# Two independent chains, then a command that needs both.
 PARTS = [Slice(2, 4 * n, 4) for n in range(4)]
 CHAINS = (
     Copy("a", Slice(0, 0, 4), PARTS[0]),

@@ -1,13 +1,13 @@
-"""CTAs that combine what all have found: right, and with every part of the order missing."""
+"""CTAs that combine the results of all: right, and with every part of the order missing."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from tests.machine_code.faults import Fault
-from tests.machine_code.global_memory import GlobalMemory
-from tests.machine_code.launch import Geometry, launch
+from scripts.machine_code.faults import Fault
+from scripts.machine_code.global_memory import GlobalMemory
+from scripts.machine_code.launch import Geometry, launch
 from tests.machine_code.snippets import kernel
 
 CTAS, THREADS = 4, 64
@@ -42,7 +42,7 @@ $done:
 """
 ATOMIC = "atom.global.gpu.acq_rel.add.u32"
 BARRIER = "st.global.b32 [%d3], %r2;\nbar.sync 0;"
-# What is missing: the replaced text and its replacement, and what the refusal says.
+# Missing parts: the replaced text, its replacement, and the text of the refusal.
 BUGS = {
     "a barrier before": (BARRIER, BARRIER.replace("bar.sync 0;", ""), "not ordered after"),
     "the order": (ATOMIC, ATOMIC.replace(".acq_rel", ".relaxed"), "load not allowed"),

@@ -1,4 +1,4 @@
-"""Whole steps of the engine as a card would execute them: tokens are those of the engine on CPU."""
+"""Whole steps of the engine as a card would execute them draw the tokens of the engine on CPU."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import pytest
 
 from jaxserve.execution.batch import unpack
 from jaxserve.execution.page_table import ROWS
+from scripts.machine_code.compiled_program import Program
+from scripts.machine_code.faults import Fault
+from scripts.machine_code.xla_programs import Executable, Options, run_program
 from tests.machine_code.case import Capability
-from tests.machine_code.compiled_program import Program
-from tests.machine_code.faults import Fault
 from tests.machine_code.steps.engine import RecordedEngine, Recording
 from tests.machine_code.steps.execution import Execution
 from tests.machine_code.steps.judgement import compare_step, differing_tokens, rows_that_count
@@ -23,7 +24,6 @@ from tests.machine_code.steps.near_ties import NearTies, noise_of
 from tests.machine_code.steps.programs import LOAD_SLOT, SET_ROWS, mask_program
 from tests.machine_code.steps.replay import Replay
 from tests.machine_code.steps.schedules import SCHEDULES
-from tests.machine_code.xla_programs import Executable, Options, run_program
 from tests.support.quick_code import quick_programs
 
 MIXED, DECODE = "32 tokens, 4 rows", "greedy decode 4"
@@ -108,7 +108,7 @@ def before_decode(executables: Executables, engines: Engines) -> tuple[Recording
 def faults_of_decode(
     program: Program, recording: Recording, state: list[np.ndarray], weights: list[np.ndarray]
 ) -> list[str]:
-    """Execute the last call alone by another program; return what is wrong with it."""
+    """Execute the last call alone by another program. Return its faults."""
     replay = Replay({DECODE: Executable.of(program)}, weights, state=state)
     call, bucket = recording.calls[-1], SETUP.steps()[DECODE]
     try:
@@ -128,7 +128,7 @@ def faults_of_decode(
 def test_a_launch_that_is_left_out_is_noticed(
     executables: Executables, before_decode: tuple[Recording, list[np.ndarray]]
 ) -> None:
-    """Most leave memory that is read and was never written; kv_write leaves other pages."""
+    """Most leave memory that is read and was never written. kv_write leaves other pages."""
     recording, state = before_decode
     program = executables((8, 0))[DECODE].program
     assert faults_of_decode(program, recording, state, recording.weights) == []
@@ -165,7 +165,7 @@ def test_weights_that_differ_are_noticed(
 
 @pytest.mark.parametrize("name", ["few-edited", "few-several"])
 def test_the_judge_of_near_ties_draws_what_the_engine_drew(name: str, engines: Engines) -> None:
-    """In chunks, decodes and each step of a launch, where logits hardly move; and nothing else."""
+    """In chunks, decodes and each step of a launch, where logits hardly move."""
     recording = record(engines, name)
     ties = NearTies(engines(1).decoder)
     before, steps, judged = list(recording.empty_state), SETUP.steps(), 0

@@ -1,4 +1,4 @@
-"""XLA's dumps of a program are read as what they say, and what is not understood is refused."""
+"""XLA's dumps of a program are read, and dumps of another form are refused."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from scripts.machine_code.compiled_program import Array, Branch, Copy, Launch, Loop, Slice
+from scripts.machine_code.hlo_text import UnreadableHlo
+from scripts.machine_code.xla_reader import read_program, without_comments
 from tests.machine_code import sample_dumps
-from tests.machine_code.compiled_program import Array, Branch, Copy, Launch, Loop, Slice
-from tests.machine_code.hlo_text import UnreadableHlo
-from tests.machine_code.xla_reader import read_program, without_comments
 
 NUMBERS, INDICES, RESULT = Slice(1, 0, 256), Slice(2, 0, 256), Slice(0, 0, 256)
 PART, CONSTANT = Slice(3, 0, 64), Slice(4, 0, 16)
@@ -20,7 +20,7 @@ NUMBER, FLAG, LOOKED_UP = Slice(7, 640, 4), Slice(7, 644, 1), Slice(8, 0, 4)
 
 
 def write_dumps(folder: Path, **changes: tuple[str, str]) -> Path:
-    """Write the sample's dumps, with one text replaced in those that are named."""
+    """Write the sample's dumps, with one text replaced in the named ones."""
     texts = {
         "hlo": ("sm_9.0a_gpu_after_optimizations.txt", sample_dumps.HLO),
         "buffers": ("sm_9.0a_gpu_after_optimizations-buffer-assignment.txt", sample_dumps.BUFFERS),
@@ -83,7 +83,7 @@ def test_a_truth_takes_the_list_that_stands_in_the_computation_for_true(tmp_path
     multiply = launch("loop_multiply_fusion", "multiply", 64, (RESULT,), (RESULT,))
     assert when_false == (Launch(**{**vars(multiply), "arguments": (RESULT,)}),)
     *copies, sort, add = when_true
-    # A sort works in place, on copies of what it sorts.
+    # A sort works in place, on copies of its operands.
     assert copies == [Copy("fusion.1", RESULT, SORTED), Copy("fusion.1", INDICES, ORDER)]
     assert sort.reads == (RESULT, INDICES, SORTED, ORDER) and sort.writes == (SORTED, ORDER)
     assert sort.arguments == (RESULT, INDICES, SORTED, ORDER) and not sort.starts_early

@@ -89,7 +89,7 @@ def try_bug(bug) -> Outcome:
         copy_project(target)
         if bug is not None:
             seed_bug(target, bug)
-        options = ["--examples", "500", "--derandomize", "--no-shrink"]
+        options = ["--examples", "100", "--derandomize", "--no-shrink"]
         machine = ["-m", "tests.scheduling.scheduler_machine", *options]
         killed_by, evidence = "machine", failure(target, machine)
         if not evidence:

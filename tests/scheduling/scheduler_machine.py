@@ -13,11 +13,13 @@ The short form runs with the other tests. The long form, with fresh random examp
 from __future__ import annotations
 
 import argparse
+import secrets
 import sys
 from functools import partial
 
 import numpy as np
 from hypothesis import HealthCheck, Phase, settings
+from hypothesis import seed as use_seed
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -377,15 +379,22 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert cached == -1 or cached % self.setup.page_size == 0
 
 
-def run(examples: int, derandomize: bool, steps: int = 40, shrink: bool = True) -> None:
-    """Run the machine; raises the first failure found."""
+def run(examples: int, seed: int | None = None, steps: int = 40, shrink: bool = True) -> None:
+    """Run the machine; raises the first failure found.
+
+    Args:
+        seed: of random examples; None runs the same examples each time.
+    """
     phases = (Phase.generate, Phase.shrink) if shrink else (Phase.generate,)
+    machine = type("SeededMachine", (SchedulerMachine,), {})
+    if seed is not None:
+        use_seed(seed)(machine)  # type: ignore[arg-type]
     run_state_machine_as_test(
-        SchedulerMachine,
+        machine,
         settings=settings(
             max_examples=examples,
             stateful_step_count=steps,
-            derandomize=derandomize,
+            derandomize=seed is None,
             deadline=None,
             database=None,
             phases=phases,
@@ -400,7 +409,11 @@ if __name__ == "__main__":
     parser.add_argument("--examples", type=int, default=10000)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--derandomize", action="store_true", help="the same examples each time")
+    parser.add_argument("--seed", type=int, help="of the examples; a random one without this")
     parser.add_argument("--no-shrink", action="store_true", help="report a failure as found")
     arguments = parser.parse_args()
-    run(arguments.examples, arguments.derandomize, arguments.steps, not arguments.no_shrink)
+    seed = secrets.randbits(32) if arguments.seed is None else arguments.seed
+    seed = None if arguments.derandomize else seed
+    print(f"seed {seed}", flush=True)
+    run(arguments.examples, seed, arguments.steps, not arguments.no_shrink)
     print(f"{arguments.examples} examples: clean")

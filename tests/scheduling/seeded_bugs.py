@@ -128,9 +128,9 @@ SCHEDULE_BUGS = (
     Bug(
         "a preempted sequence goes to the end of the queue",
         SCHEDULER,
-        "self.waiting.push(sequence)\n        self.num_preemptions",
+        "self.waiting.push(sequence)\n        sequence.num_preemptions",
         "sequence.arrival += 1000\n"
-        "        self.waiting.push(sequence)\n        self.num_preemptions",
+        "        self.waiting.push(sequence)\n        sequence.num_preemptions",
     ),
     Bug(
         "admission ignores the budget",
@@ -159,8 +159,8 @@ SCHEDULE_BUGS = (
     Bug(
         "a page is missing at a page's end",
         SCHEDULER,
-        "growing = (ends > held * size)",
-        "growing = (ends > (held + 1) * size)",
+        "growing = (ends > counts * size)",
+        "growing = (ends > (counts + 1) * size)",
     ),
     Bug(
         "growing rows get each other's columns",
@@ -189,8 +189,8 @@ SCHEDULE_BUGS = (
     Bug(
         "a blocked sequence does not see pages being cached",
         POOL,
-        "keys)] = True\n        self.num_changes += 1\n",
-        "keys)] = True\n",
+        "self.is_cached[added] = True\n        self.num_changes += 1\n",
+        "self.is_cached[added] = True\n",
         only_slow=True,
     ),
     Bug(
@@ -295,19 +295,19 @@ COMMIT_BUGS = (
     Bug(
         "a long launch is taken while others wait",
         SCHEDULER,
-        "        if self.waiting:  # for a slot",
+        "        if self.waiting:  # the launch ends",
         "        if False:  # for a slot",
     ),
     Bug(
         "a long launch is taken while somebody could come in",
         SCHEDULER,
-        "max_steps = 1 if may_enter else min(max_steps, int(left.min()))",
-        "max_steps = min(max_steps, int(left.min()))",
+        "max_steps = 1 if may_enter else min(max_steps, int(remaining.min()))",
+        "max_steps = min(max_steps, int(remaining.min()))",
     ),
     Bug(
         "a long launch goes on when a slot is free for who waits",
         SCHEDULER,
-        "max_steps = 1 if may_enter else min(max_steps, int(left.min()))",
+        "max_steps = 1 if may_enter else min(max_steps, int(remaining.min()))",
         "max_steps = 1 if may_enter else max_steps",
     ),
     Bug(
@@ -319,13 +319,13 @@ COMMIT_BUGS = (
     Bug(
         "a launch goes beyond the last token",
         SCHEDULER,
-        "np.minimum(left[left > 0], max_steps)",
+        "np.minimum(remaining[remaining > 0], max_steps)",
         "np.full(len(slots), max_steps)",
     ),
     Bug(
         "a launch takes rows in the middle of their prompts",
         SCHEDULER,
-        "        if (length[left > 0] - table.num_computed[slots] != 1).any():\n"
+        "        if (length[remaining > 0] - table.num_computed[slots] != 1).any():\n"
         "            return None\n",
         "",
     ),
@@ -379,7 +379,7 @@ TABLE_BUGS = (
     Bug(
         "a page of two that leave at once is let go of once",
         POOL,
-        "            if len(held) > 1:  # two of these lists may share a page\n",
+        "            if len(pages_of) > 1:  # two sequences may share a page\n",
         "            if False:\n",
     ),
     Bug("an aborted sequence still counts as waiting", WAITING, "_num_dead += 1", "_num_dead += 0"),

@@ -50,7 +50,7 @@ POOL_BUGS = (
     Bug(
         "events: pages whose key another page has are told of too",
         PUBLISHING,
-        "        rows = rows[np.isin(pages[rows], kept)]\n",
+        "        rows = rows[np.isin(pages[rows], added)]\n",
         "",
     ),
     Bug(
@@ -92,7 +92,7 @@ POOL_BUGS = (
     Bug(
         "new pages: of several, only the first is sent",
         SLOTS,
-        "start + sent[rows], start + held[rows])",
+        "start + sent[rows], start + ends[rows])",
         "start + sent[rows], start + sent[rows] + 1)",
     ),
     Bug(
@@ -110,8 +110,8 @@ POOL_BUGS = (
     Bug(
         "new pages: those of the first row count as sent, and are not",
         SLOTS,
-        "rows = (held > sent).nonzero()[0]",
-        "rows = (held > sent).nonzero()[0][1:]",
+        "rows = (ends > sent).nonzero()[0]",
+        "rows = (ends > sent).nonzero()[0][1:]",
     ),
     Bug(
         "the null page is handed out",
@@ -146,7 +146,7 @@ POOL_BUGS = (
     Bug(
         "the queue keeps old places when it is tidied",
         POOL,
-        "            self._place_of[kept] = np.arange(len(kept))\n",
+        "            self._place_of[valid_pages] = np.arange(len(valid_pages))\n",
         "",
     ),
     Bug(
@@ -170,8 +170,8 @@ POOL_BUGS = (
     Bug(
         "of pages that would take one cell all but one are forgotten",
         INDEX,
-        "return np.concatenate([kept, self.add(pages[~is_kept], keys[~is_kept])])",
-        "return kept",
+        "return np.concatenate([stored, self.add(pages[~is_kept], keys[~is_kept])])",
+        "return stored",
     ),
     Bug(
         "of equal keys the last counts",
@@ -184,8 +184,8 @@ POOL_BUGS = (
     Bug(
         "a shared page is freed by the first to leave",
         POOL,
-        "idle = pages[left == 0]",
-        "idle = pages[left <= 1]",
+        "idle = pages[counts == 0]",
+        "idle = pages[counts <= 1]",
     ),
     Bug("release loses blank pages", POOL, "        self._add_blank(idle[~cached])\n", ""),
     Bug(

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jaxserve.scheduling.guided_rows import BESIDE_WAITING
+from jaxserve.scheduling.budget import BESIDE_WAITING
 from jaxserve.scheduling.plan import LaunchPlan
 from tests.scheduling.harness import Served
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from jaxserve.commands.bench.client import open_client, run_load
 from jaxserve.commands.bench.outcome import Target, Work
 from jaxserve.models import read_model_config
 from jaxserve.text.tokenizer import Tokenizer
@@ -22,7 +23,6 @@ from scripts.lib.model_shapes import dtype_of, shape_of
 from scripts.lib.random_checkpoint import random_checkpoint
 from scripts.lib.server_process import free_port
 from scripts.lib.trace_rows import read_trace
-from scripts.serving.load import run_load
 
 ROOT = Path(__file__).parents[2]
 
@@ -262,13 +262,14 @@ def test_the_workers_front_gathers_what_was_sent_together() -> None:
     works = [Work([number], 1, 2) for number in range(20)]
 
     async def ask_all() -> Any:
-        load = asyncio.create_task(run_load(target, works, [0.0] * 20))
-        answered = 0
-        while answered < 20:  # how many come together is up to the machine
-            for job in await asyncio.to_thread(front.batch, 16):
-                job.write([job.prompt[0]] * 2)
-                answered += 1
-        return await load
+        async with open_client(target) as client:
+            load = asyncio.create_task(run_load(client, target, works, [0.0] * 20))
+            answered = 0
+            while answered < 20:  # how many come together is up to the machine
+                for job in await asyncio.to_thread(front.batch, 16):
+                    job.write([job.prompt[0]] * 2)
+                    answered += 1
+            return await load
 
     run = asyncio.run(ask_all())
     assert front.waiting() == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -23,7 +24,10 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "live_demo": ("demo_model",),
     "examples": (),
     "deploy": (),
+    "machine_code": (),
 }
+# Packages that import only themselves, the standard library and these libraries.
+ALONE = {"machine_code": {"numpy", "ml_dtypes"}}
 # Run by scripts/bootstrap with a bare Python, from their files.
 LOOSE = ("scripts", "scripts.find_device", "scripts.try_cuda")
 
@@ -76,6 +80,19 @@ def room_faults(known: Sources) -> Iterator[str]:
                 yield f"{name}:{line} imports {target}"
 
 
+def alone_faults(known: Sources) -> Iterator[str]:
+    """Yield imports of a package in `ALONE` from elsewhere, the project's other code included."""
+    for name, source in known.items():
+        if room(name) not in ALONE:
+            continue
+        libraries = ALONE[room(name)]
+        for target, line, _ in imports(source):
+            library = target.split(".")[0]
+            is_own = library == "scripts" and room(target) == room(name)
+            if not is_own and library not in sys.stdlib_module_names | libraries:
+                yield f"{name}:{line} imports {target}; it may import {', '.join(libraries)}"
+
+
 def cycle_faults(known: Sources) -> Iterator[str]:
     """Yield cycles of packages."""
     edges: dict[str, set[str]] = {}
@@ -121,7 +138,14 @@ def docstring_faults(known: Sources) -> Iterator[str]:
 
 CHECKS = {
     check.__name__: check
-    for check in (room_faults, cycle_faults, path_faults, late_faults, docstring_faults)
+    for check in (
+        room_faults,
+        alone_faults,
+        cycle_faults,
+        path_faults,
+        late_faults,
+        docstring_faults,
+    )
 }
 FAULTY: list[tuple[str, Sources]] = [
     ("room_faults", {"scripts.new.x": ""}),
@@ -131,6 +155,10 @@ FAULTY: list[tuple[str, Sources]] = [
     ("room_faults", {"scripts.serving.x": "import scripts.compare.report"}),
     ("room_faults", {"scripts.bench.x": "def f():\n    from scripts.compare import report"}),
     ("room_faults", {"scripts.bench.x": "from .offline import plot"}),
+    ("alone_faults", {"scripts.machine_code.x": "import jaxserve.errors"}),
+    ("alone_faults", {"scripts.machine_code.a.x": "from pallas_kernels import ops"}),
+    ("alone_faults", {"scripts.machine_code.x": "def f():\n    from tests import oracle"}),
+    ("alone_faults", {"scripts.machine_code.x": "from scripts.lib import paths"}),
     ("cycle_faults", {"scripts.a.x": "import scripts.b.y", "scripts.b.y": "import scripts.a.x"}),
     ("path_faults", {"scripts.bench.x": "import sys\nsys.path.insert(0, '.')"}),
     ("late_faults", {"scripts.bench.x": "def f():\n    import jax"}),
@@ -152,6 +180,7 @@ def test_checks_allow_what_is_right() -> None:
     known = {
         "scripts.bench.x": "import jax\nfrom scripts.bench import offline\nimport jaxserve.errors",
         "scripts.bench.y": "from scripts.lib import paths\nfrom scripts.simulate import loop",
+        "scripts.machine_code.x": "import ast, numpy\nfrom scripts.machine_code.a import b",
         "scripts.gpu.x": "def f():\n    # It is slow.\n    import torch\n    import tests_of_torch",
     }
-    assert [fault for check in list(CHECKS.values())[:4] for fault in check(known)] == []
+    assert [fault for check in list(CHECKS.values())[:5] for fault in check(known)] == []

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from scripts.gpu import start_table
+from scripts.gpu import compile_offline, start_table
 
 PARTS = {"trace_s": 1.0, "lower_s": 0.5, "compile_s": 9.0}
 PROGRAM = {"name": "32 tokens, 4 rows", **PARTS, "python_s": 2.5, "bytes": 2_500_000}
 ABOUT = {
-    "command": "python -m scripts.gpu.start_table",
+    "command": "python -m scripts.gpu.compile_offline --start 8b",
     "date": "2026-11-26",
     "cores": "2 cores",
     "model": "8b",
@@ -42,11 +42,11 @@ def test_programs_of_a_start_are_compiled_and_kept_without_the_card(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline_compiler: Path, devices: int, sums: int
 ) -> None:
     """Over two cards with the sums that the model needs."""
-    command = ["start_table", "--env", str(offline_compiler.parents[1]), "--model", "tiny"]
+    command = ["compile_offline", "--env", str(offline_compiler.parents[1]), "--start", "tiny"]
     command += ["--rows", "1", "--tokens", "16", "--first", "2", "--out", str(tmp_path)]
     command += ["--tensor-parallel-size", str(devices)]
     monkeypatch.setattr(sys, "argv", command)
-    assert start_table.main() == 0
+    assert compile_offline.main() == 0
     name = "start_tiny" if devices == 1 else "start_tiny_2"
     report = json.loads((tmp_path / f"{name}.json").read_text())
     assert [p["name"] for p in report["programs"]] == [

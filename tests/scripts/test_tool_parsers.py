@@ -9,8 +9,18 @@ from typing import Any
 import pytest
 
 from scripts.compare import tool_parsers
-from scripts.compare.parser_disagreements import STREAMED, WHOLE, kind_of
-from scripts.compare.tool_parsers import CORPUS, load, page, rows, tally_of
+from scripts.compare.tool_parsers import (
+    CORPUS,
+    STREAMED,
+    WHOLE,
+    judgements,
+    load,
+    page,
+    rows,
+    streamed_kind,
+    tally_of,
+    whole_kind,
+)
 
 CALL = {"name": "f", "arguments": {"a": 1}}
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
@@ -46,7 +56,7 @@ KINDS = [
 
 @pytest.mark.parametrize(("ours", "theirs", "title"), KINDS)
 def test_each_disagreement_has_one_kind(ours: Any, theirs: Any, title: str) -> None:
-    assert kind_of(WHOLE, output(ours), ours, theirs) == title
+    assert whole_kind(output(ours), ours, theirs) == title
 
 
 def test_streams_have_kinds_of_their_own() -> None:
@@ -61,8 +71,8 @@ def test_streams_have_kinds_of_their_own() -> None:
         (said(" ", [CALL]), "white space"),
         (said("", [CALL], "a"), "other thoughts"),
     ):
-        assert kind_of(STREAMED, output(whole), whole, streamed) == title
-    assert kind_of(STREAMED, output(whole), {"error": "x"}, {"error": "x"}) == ""
+        assert streamed_kind(output(whole), whole, streamed) == title
+    assert streamed_kind(output(whole), {"error": "x"}, {"error": "x"}) == ""
 
 
 def test_disagreements_are_counted_and_shown() -> None:
@@ -80,10 +90,18 @@ def test_disagreements_are_counted_and_shown() -> None:
         "| two | 2 | ImportError: c |  |  |",
         "| all | 4 | 1 | 1 | 1 |",
     ]
-    text = page(tallies, "9.9")
+    text = page(tallies, "9.9", tool_parsers.TABLE.read_text())
     assert "vLLM 9.9" in text and "- **vLLM raises an error** (1; one). Ours is right" in text
+    assert "- **vLLM raises an error** (1; one). Not judged yet." in page(tallies, "9.9")
     assert "white space" not in text
     assert all(len(line) <= 120 for line in text.splitlines())
+
+
+def test_the_stored_page_judges_each_kind() -> None:
+    whole, streamed = judgements(tool_parsers.TABLE.read_text())
+    assert whole.keys() == set(WHOLE) and streamed.keys() == set(STREAMED)
+    assert streamed["white space"] == "Harmless."
+    assert whole["a call inside thoughts"].endswith("a call that it only thinks about is not made.")
 
 
 def test_the_corpus_is_given_with_tools_and_prompts(tmp_path: Path) -> None:

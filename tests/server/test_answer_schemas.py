@@ -22,7 +22,6 @@ BODY: dict[str, dict[str, Any]] = {
     TEXT: {"prompt": "a", "max_tokens": 200},
     RESPONSES: {"input": "a", "max_output_tokens": 200},
     MESSAGES: {"messages": USER, "max_tokens": 200},
-    f"{CHAT}/batch": {"messages": [USER, USER], "max_tokens": 200},
 }
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -58,7 +57,7 @@ def texts(path: str, answer: Any) -> list[str]:
 FORMS: list[tuple[str, dict[str, Any]]] = [
     *(
         (path, {"response_format": form})
-        for path in (CHAT, TEXT, f"{CHAT}/batch")
+        for path in (CHAT, TEXT)
         for form in (
             {"type": "json_object", "schema": SCHEMA},
             {"type": "json_schema", "schema": SCHEMA},

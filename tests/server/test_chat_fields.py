@@ -6,20 +6,19 @@ import json
 from typing import Any
 
 import msgspec
-import pytest
 
 from jaxserve.server.schema.functions import as_tools
 from jaxserve.server.schema.openai import ChatRequest
 from tests.support.live_server import Server
 
-CHAT, BATCH = "/v1/chat/completions", "/v1/chat/completions/batch"
+CHAT = "/v1/chat/completions"
 USER = [{"role": "user", "content": "Reverse: s-t-o-n-e"}]
 BEGUN = [*USER, {"role": "assistant", "content": [{"type": "text", "text": "e-n"}]}]
 GOOD = {"temperature": 0, "max_tokens": 12}
 
 
-def ask(server: Server, messages: Any, path: str = CHAT, **fields: Any) -> dict[str, Any]:
-    answer = server.request(path, {"messages": messages} | GOOD | fields)
+def ask(server: Server, messages: Any, **fields: Any) -> dict[str, Any]:
+    answer = server.request(CHAT, {"messages": messages} | GOOD | fields)
     assert answer.status == 200, answer.body
     return answer.json()
 
@@ -95,7 +94,6 @@ def test_special_tokens_before_a_conversation(server: Server) -> None:
 def test_the_id_of_an_answer(server: Server) -> None:
     for path, body, kind in (
         (CHAT, {"messages": USER}, "chatcmpl"),
-        (BATCH, {"messages": [USER]}, "chatcmpl"),
         ("/v1/completions", {"prompt": "a"}, "cmpl"),
     ):
         asked = body | GOOD | {"request_id": "mine-7"}
@@ -155,16 +153,3 @@ def test_calls_and_results_of_functions_are_those_of_tools(server: Server) -> No
     assert answers[0] == answers[1]
     bodies = [msgspec.convert({"messages": messages}, ChatRequest) for messages in (older, newer)]
     assert as_tools(bodies[0]) == as_tools(bodies[1]) == bodies[1]
-
-
-@pytest.mark.parametrize("fields", [{}, {"echo": True, "continue_final_message": True}], ids=str)
-def test_conversations_side_by_side(server: Server, fields: dict[str, Any]) -> None:
-    conversations = [BEGUN, [{"role": "user", "content": "What is 4 + 5?"}, BEGUN[1]], BEGUN[:2]]
-    logprobs = {"logprobs": True, "top_logprobs": 1, "return_token_ids": True}
-    batch = ask(server, conversations, BATCH, **fields, **logprobs)
-    alone = [ask(server, each, **fields, **logprobs) for each in conversations]
-    assert [choice["index"] for choice in batch["choices"]] == [0, 1, 2]
-    for choice, answer in zip(batch["choices"], alone, strict=True):
-        assert choice | {"index": 0} == answer["choices"][0]
-    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
-        assert batch["usage"][name] == sum(answer["usage"][name] for answer in alone)

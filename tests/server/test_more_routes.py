@@ -1,4 +1,4 @@
-"""Routes of vLLM, SageMaker and llama.cpp beside the APIs: gaps, invocations, the tokenizer."""
+"""Routes of vLLM and llama.cpp beside the APIs: gaps, the tokenizer."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def test_the_end_of_what_fills_a_gap(coder: tuple[Server, list[int]]) -> None:
     texts = {"input_prefix": "a", "input_suffix": "b", "logit_bias": {str(pad): 100}}
     answer = server.request("/infill", texts).json()
     assert (answer["stop_type"], answer["tokens_predicted"]) == ("eos", 1)
-    search = {"prompt": "a", "suffix": "b", "use_beam_search": True, "allowed_token_ids": [pad]}
-    [choice] = server.request(TEXT, search | {"max_tokens": 3}).json()["choices"]
+    gap = {"prompt": "a", "suffix": "b", "logit_bias": {str(pad): 100}, "max_tokens": 3}
+    [choice] = server.request(TEXT, gap).json()["choices"]
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", pad)
     begun = {"input_prefix": "a", "prompt": "cd", "input_extra": [{"filename": "e", "text": "f"}]}
     counted = server.request("/infill", begun | {"n_predict": 1}).json()["tokens_evaluated"]
@@ -117,23 +117,6 @@ def test_marks_of_each_family(marks: Any, tmp_path: Path) -> None:
 def test_no_marks(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="suffix needs a model"):
         infill_prompt(Tokenizer(bundled_model(), 511), "a", "b")
-
-
-def test_invocations_are_those_of_the_endpoint_that_the_body_is_for(server: Server) -> None:
-    for path, body in (
-        (TEXT, {"prompt": ["a", "b"]}),
-        (CHAT, {"messages": USER}),
-        (f"{CHAT}/batch", {"messages": [USER, USER]}),
-    ):
-        expected = server.request(path, body | GOOD).json()
-        found = server.request("/invocations", body | GOOD).json()
-        assert found["choices"] == expected["choices"] and found["object"] == expected["object"]
-    body = GOOD | {"messages": USER, "stream": True}
-    assert server.request("/invocations", body).events()[-1] == "[DONE]"
-    for body in ({}, {"input": "a"}, [1], {"text": 1}):
-        error = server.request("/invocations", body).error
-        assert "messages or a prompt" in error["message"]
-    assert server.request("/invocations", b"{").error["code"] == "invalid_json"
 
 
 def test_what_the_tokenizer_is(server: Server, narrow: Server) -> None:

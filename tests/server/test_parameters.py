@@ -16,12 +16,10 @@ USER = [{"role": "user", "content": "Reverse: s-t-o-n-e"}]
 GOOD: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "a", "max_tokens": 2, "temperature": 0},
     "/v1/chat/completions": {"messages": USER, "max_tokens": 2, "temperature": 0},
-    "/v1/chat/completions/batch": {"messages": [USER, USER], "max_tokens": 2, "temperature": 0},
     "/inference/v1/generate": {"token_ids": [5], "sampling_params": {"max_tokens": 2}},
     "/v1/completions/render": {"prompt": "a", "max_tokens": 2},
     "/v1/chat/completions/render": {"messages": USER, "max_tokens": 2},
     "/v1/messages/render": {"messages": USER, "max_tokens": 2},
-    "/invocations": {"prompt": "a", "max_tokens": 2, "temperature": 0},
     "/v1/responses": {"input": "Reverse: a-b", "max_output_tokens": 2, "temperature": 0},
     "/v1/messages": {"messages": USER, "max_tokens": 2, "temperature": 0},
     "/v1/messages/count_tokens": {"messages": USER},
@@ -95,7 +93,6 @@ def test_text_that_can_never_fit_is_refused_unread(server: Server) -> None:
 
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-BATCH = f"{CHAT}/batch"
 ANTHROPIC, GENERATE = "/v1/messages", "/inference/v1/generate"
 SCHEMA = {"type": "json_schema", "schema": {"type": "object"}}
 BAD_OUTPUTS = (5, {"effort": "most"}, {"format": {}}, {"format": {"schema": {"type": "foo"}}})
@@ -143,10 +140,6 @@ RANGES: list[tuple[str, dict[str, Any]]] = [
     *((CHAT, {"function_call": value}) for value in ("f", {"name": "f"}, 5)),
     (CHAT, {"functions": [{"name": "f"}], "tools": [{"function": {"name": "g"}}]}),
     *((CHAT, {"function_call": {"name": "g"}, "functions": [{"name": "f"}]}) for _ in range(1)),
-    *((BATCH, {"messages": value}) for value in ([], USER, [[]], [USER, []], None)),
-    *((BATCH, {"n": 2}), (BATCH, {"stream": True}), (BATCH, {"prompt_logprobs": 1})),
-    (BATCH, {"tools": [{"function": {"name": "f"}}]}),
-    (BATCH, {"messages": [USER] * 129}),
     *((GENERATE, {"token_ids": value}) for value in ([], [-1], [VOCABULARY], "a", [1.5], None)),
     *((GENERATE, {"sampling_params": value}) for value in (5, None, "a")),
     *((GENERATE, {"output_mode": "derender"}), (GENERATE, {"features": {"mm_hashes": {}}})),
@@ -215,7 +208,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "prompt_logprobs": (-2, -1, 21, 2**40, 1.5, "3", [3]),
     "truncation_side": ("middle", "", 5, True, ["left"]),
     "spaces_between_special_tokens": ("yes", 1, [True]),
-    "use_beam_search": ("yes", 1, {}),
+    "use_beam_search": ("yes", 1, {}, True),
     "length_penalty": (2.0, "1", [1]),
     "guided_json": (5, "{", {"type": "foo"}, [1]),
     "guided_regex": ("(", "", 5, "a" * 5000),
@@ -256,32 +249,17 @@ def test_lists_of_tokens_to_score_are_checked(server: Server, path: str) -> None
     assert refuse(server, path, {name: [5] * 200_000, "logprobs": logprobs})["param"] == name
 
 
-BEAMS: list[dict[str, Any]] = [
-    *({name: 1} for name in ("presence_penalty", "frequency_penalty", "min_tokens")),
-    *({"repetition_penalty": 1.5}, {"stop": "a"}, {"stop_token_ids": [5]}, {"stream": True}),
-    *({"logit_bias": {"5": 1}}, {"bad_words": ["a"]}, {"prompt_logprobs": 1}),
-    *({"structured_outputs": {"regex": "a"}}, {"response_format": {"type": "json_object"}}),
-    *({"length_penalty": value} for value in (-17, 17, 1e300)),
-    *({"allowed_token_ids": list(range(129))}, {"thinking_token_budget": 5}),
-    *({"guided_regex": "a"}, {"guided_json": {"type": "object"}}, {"guided_choice": ["a"]}),
-]
-
-
-@pytest.mark.parametrize("path", [CHAT, TEXT])
-@pytest.mark.parametrize("fields", BEAMS, ids=lambda fields: str(fields)[:40])
-def test_what_a_beam_search_has_not_is_refused(
-    server: Server, path: str, fields: dict[str, Any]
-) -> None:
-    error = refuse(server, path, {"use_beam_search": True, "n": 2} | fields)
-    assert error["param"] == next(iter(fields))
-
-
-def test_a_beam_search_compares_no_more_candidates_than_are_scored(server: Server) -> None:
-    for path in (TEXT, CHAT):
-        for n in (11, 129):
-            assert refuse(server, path, {"use_beam_search": True, "n": n})["param"] == "n"
-    asked = {"use_beam_search": True, "echo": True, "logprobs": 1}
-    assert refuse(server, TEXT, asked)["param"] == "echo"
+@pytest.mark.parametrize("path", [CHAT, TEXT, ANTHROPIC, "/v1/responses"])
+def test_a_beam_search_is_refused_with_what_is_allowed(server: Server, path: str) -> None:
+    message = refuse(server, path, {"use_beam_search": True, "n": 2})["message"]
+    assert message == (
+        "use_beam_search is not supported: beam search is LLM.beam_search of the Python API, and n "
+        "samples several answers; leave it out"
+    )
+    for value in (False, None):
+        assert server.request(path, GOOD[path] | {"use_beam_search": value}).status == 200
+    assert refuse(server, path, {"length_penalty": 2.0})["param"] == "length_penalty"
+    assert server.request(path, GOOD[path] | {"length_penalty": 1}).status == 200
 
 
 def test_an_answer_has_the_form_that_was_asked_for(server: Server) -> None:

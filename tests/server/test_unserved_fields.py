@@ -12,8 +12,8 @@ import pytest
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.http.logs import RateLimit
 from jaxserve.server.schema.openai import ChatRequest, CompletionRequest
-from jaxserve.server.schema.unserved_fields import FIELDS, check_fields
 from jaxserve.server.served.notices import MAX_NAMES, Notices
+from jaxserve.settings.compat import FIELDS, check_fields, unserved
 from tests.server.conftest import Many
 from tests.server.test_parameters import GOOD, LONGEST, USER, refuse
 from tests.support.live_server import Server
@@ -101,14 +101,15 @@ REFUSED: list[tuple[str, Any, str]] = [
 
 
 def test_each_field_of_llama_cpp_is_known() -> None:
+    rows = unserved(FIELDS)
     served = {*ChatRequest.__struct_encode_fields__, *CompletionRequest.__struct_encode_fields__}
-    assert set(LLAMA) <= served | FIELDS.keys() and not served & FIELDS.keys()
-    assert not set(LOGGED) & (served | FIELDS.keys())
+    assert set(LLAMA) <= served | rows.keys() and not served & rows.keys()
+    assert not set(LOGGED) & (served | rows.keys())
 
 
-@pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.parametrize("name", unserved(FIELDS))
 def test_a_field_passes_where_it_changes_nothing(name: str) -> None:
-    row = FIELDS[name]
+    row = unserved(FIELDS)[name]
     for value in (None, *(("anything", 7) if row.neutral is None else row.neutral)):
         assert check_fields({name: value, "temperature": 1, "other": 2}, {"temperature"}) == [
             "other"

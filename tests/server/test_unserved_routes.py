@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import pytest
 
-from jaxserve.server.api.unserved_routes import unserved_routes
 from jaxserve.server.http.app import routes
+from jaxserve.settings.compat import unserved_routes
 from tests.server.conftest import KEYS
 from tests.support.live_server import Server
 
@@ -137,6 +137,6 @@ def test_other_names_of_endpoints(server: Server) -> None:
 
 def test_no_route_is_both_served_and_not() -> None:
     served = {(m, r.path) for r in routes() for m in r.methods or ()}  # type: ignore[attr-defined]
-    unserved = [(m, route.path) for route in unserved_routes() for m in route.methods or ()]
+    unserved = [(m, route.path) for route in unserved_routes() for m in route.methods]
     assert len(unserved) == len(set(unserved))
     assert not served & set(unserved)

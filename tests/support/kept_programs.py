@@ -10,13 +10,14 @@ has what XLA compiled before, but not which start it was for: each kind of start
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import zlib
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+
+from tests.support.processor import processor_digest
 
 FOLDER = "TESTS_OF_JAXSERVE"  # the variable that names a run's folder
 MOST_BYTES = 4 * 2**30
@@ -58,11 +59,7 @@ def users_objects(run: Path) -> Path:
 
 def kept_folder() -> Path:
     """Return the folder of this processor's programs."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    digest = hashlib.sha256(features.encode()).hexdigest()[:8]
-    return Path.home() / ".cache/jaxserve-tests/compiled" / digest
+    return Path.home() / ".cache/jaxserve-tests/compiled" / processor_digest()
 
 
 def users_kept_folder() -> Path:

@@ -1,7 +1,7 @@
 """Programs compiled in less time, for tests that do not look at the code that XLA makes.
 
-Their operations are those that users have. Tests of answers to the bit and of what programs hold
-compile as users do.
+Their operations are those that users have. This is the default of all tests but those of `EXACT`,
+which compare results to the bit or read generated code: they compile as users do.
 """
 
 from __future__ import annotations
@@ -11,16 +11,28 @@ from collections.abc import Generator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
+import jax
 import pytest
+from jax._src import compiler
 from llvmlite import binding as llvm
 from llvmlite import ir
 
-from jaxserve.start.programs.store import ProgramStore
 from pallas_kernels.cpu import ffi
 from pallas_kernels.cpu.ir_builder import Host
 from scripts.lib.fast_compile import FAST
 
 FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value in FAST.items())
+# By the beginning of a node id.
+EXACT = (
+    "tests/engine/test_equivalence.py",  # each request alone, to the bit
+    "tests/engine/test_quantized.py",  # sizes of buffers in programs
+    "tests/execution/test_programs.py",
+    "tests/execution/test_precision.py",
+    "tests/gpu/",
+    "tests/kernels/test_fp8_bits.py",
+    "tests/machine_code/",
+    "tests/real/",
+)
 
 
 def compile_quickly(environment: MutableMapping[str, str] = os.environ) -> None:
@@ -30,20 +42,34 @@ def compile_quickly(environment: MutableMapping[str, str] = os.environ) -> None:
 
 @contextmanager
 def quick_programs() -> Generator[None]:
-    """Let engines of this process compile quickly while the context lasts."""
+    """Let JAX compile with the options of `FAST`, besides those that a program has."""
+    get_compile_options = compiler.get_compile_options
 
-    class Lowered:
-        def __init__(self, lowered: Any) -> None:
-            self.compile = lambda: lowered.compile(compiler_options=FAST)
-
-    compile_program = ProgramStore._compile
-
-    def compile_quick(store: ProgramStore, lowered: Any, name: str) -> Any:
-        return compile_program(store, Lowered(lowered), name)  # type: ignore[arg-type]
+    def quick_options(*arguments: Any, **options: Any) -> Any:
+        options["env_options_overrides"] = FAST | (options.get("env_options_overrides") or {})
+        return get_compile_options(*arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ProgramStore, "_compile", compile_quick)
+        patch.setattr(compiler, "get_compile_options", quick_options)
         yield
+
+
+class QuickCode:
+    """A plugin of pytest: all tests but those of `EXACT` run in `quick_programs`."""
+
+    def __init__(self) -> None:
+        self._has_quick = False  # this process may remember programs that were compiled quickly
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        if item.nodeid.startswith(EXACT):
+            if self._has_quick:
+                jax.clear_caches()
+            self._has_quick = False
+            return (yield)
+        self._has_quick = True
+        with quick_programs():
+            return (yield)
 
 
 @contextmanager

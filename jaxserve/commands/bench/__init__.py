@@ -1,1 +1,1 @@
-"""`jaxserve bench`: load on a server, and an engine's throughput, latency and starts."""
+"""`jaxserve bench`: benchmarks of a server under load, and of an engine."""

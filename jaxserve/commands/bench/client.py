@@ -1,4 +1,4 @@
-"""The load client of `jaxserve bench serve`: what is sent when, over httpx2."""
+"""The client of `jaxserve bench serve`: it sends requests at given times, with httpx2."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ TIMEOUT_S = 6 * 3600
 
 
 def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
-    """Draw seconds from the start at which requests are sent, as `vllm bench serve` does.
+    """Return the times of requests in seconds from the start, drawn as in `vllm bench serve`.
 
-    Gaps are gamma-distributed with shape `burstiness`, 1 being a Poisson process, and scaled so
-    that the last request is sent after count / rate; an infinite rate sends all at once.
+    Gaps have a gamma distribution with shape `burstiness` (1 is a Poisson process), and are scaled
+    so that the last request is sent after count / rate. An infinite rate sends all at once.
     """
     if math.isinf(rate):
         return [0.0] * count
-    # numpy's older generator: the same seed gives vLLM's gaps.
+    # vLLM uses numpy's older generator, which gives the same gaps for a seed.
     generator = np.random.RandomState(seed)
     if math.isinf(burstiness):
         gaps = np.full(count, 1 / rate)
@@ -36,7 +36,7 @@ def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[floa
 
 
 def open_client(target: Target, verify: bool = True) -> httpx2.AsyncClient:
-    """Open a client of as many connections as are needed, all kept, none waited for."""
+    """Return a client without a limit of connections, all of which are kept alive."""
     return httpx2.AsyncClient(
         headers={"content-type": "application/json", "accept-encoding": "identity"}
         | target.headers,
@@ -47,7 +47,7 @@ def open_client(target: Target, verify: bool = True) -> httpx2.AsyncClient:
 
 
 async def send(client: httpx2.AsyncClient, target: Target, work: Work, start: float) -> Outcome:
-    """Send one request and follow it to its end; failures are recorded in the outcome."""
+    """Send one request and return its outcome, which also records a failure."""
     outcome = Outcome(work.input_tokens)
     body = target.body(work)
     clock = time.perf_counter()
@@ -80,10 +80,16 @@ async def run_load(
     max_concurrency: int | None = None,
     on_end: Callable[[Outcome], None] = lambda outcome: None,
 ) -> Run:
-    """Send each request at its time, in seconds from the start, and wait for all of them.
+    """Send each request at its time, wait for all answers, and return their outcomes.
 
-    With `max_concurrency`, a request whose time has come waits for one of so many places; its
-    latencies count from its sending, and `lag` is what it waited.
+    Args:
+        client: from `open_client`.
+        target: the server.
+        works: the requests.
+        times: time of each request, in seconds from the start.
+        max_concurrency: largest number of requests in progress. A further request waits. Its
+            latencies count from its sending, and `lag` is the time that it waited.
+        on_end: called with the outcome of each request.
     """
     places = asyncio.Semaphore(max_concurrency or len(works) or 1)
 
@@ -96,7 +102,7 @@ async def run_load(
         return outcome
 
     gc.collect()
-    gc.freeze()  # a collection over what is alive now would show in the latencies
+    gc.freeze()  # collections over the present objects would show in the latencies
     try:
         start, cpu = time.perf_counter(), time.process_time()
         tasks = []

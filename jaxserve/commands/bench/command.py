@@ -1,4 +1,4 @@
-"""`jaxserve bench`: its four subcommands and their options, under vLLM's names."""
+"""`jaxserve bench`: the four subcommands and their options, under vLLM's names."""
 
 from __future__ import annotations
 
@@ -29,10 +29,15 @@ from jaxserve.commands.options import MODEL_HELP, add_engine, add_sources
 BACKENDS = ("openai", "openai-chat", "vllm")
 METRICS = ("ttft", "tpot", "itl", "e2el")
 SAMPLING = (
-    *("temperature", "top_p", "top_k", "min_p"),
-    *("frequency_penalty", "presence_penalty", "repetition_penalty"),
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
 )
-# Options of `vllm bench serve` that are not here, each with what there is instead.
+# Options of `vllm bench serve` that are refused, each with a suggestion.
 NOT_HERE = {
     "lora-modules": "adapters are not served",
     "lora-assignment": "adapters are not served",
@@ -70,10 +75,9 @@ NOT_HERE |= dict.fromkeys(_OTHER_DATA, "data sets are random, sharegpt and custo
 
 
 class _NotHere(argparse.Action):
-    """An option that is refused, with its help as the reason."""
+    """An option that is refused. `const` is the reason."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
-        """Raise SystemExit, as a wrong argument does."""
         parser.error(f"{option_string} is not supported: {self.const}")
 
 
@@ -94,7 +98,7 @@ def add_bench(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def _run(name: str) -> Callable[[argparse.Namespace], int]:
-    """Return a command that imports its module, and numpy or JAX with it, once it is called."""
+    # The module, and with it numpy or JAX, is imported when the command runs.
 
     def run(arguments: argparse.Namespace) -> int:
         return importlib.import_module(f"jaxserve.commands.bench.{name}").run(arguments)
@@ -103,14 +107,14 @@ def _run(name: str) -> Callable[[argparse.Namespace], int]:
 
 
 def _range_ratio(text: str) -> dict[str, float]:
-    """Parse a ratio, or an object with those of input and output."""
+    # A number, or an object with a ratio for input and one for output.
     ratio = number_in(0, 1, below=True)
     if not text.lstrip().startswith("{"):
         return dict.fromkeys(("input", "output"), ratio(text))
-    given = json_object(text)
-    if set(given) != {"input", "output"}:
+    ratios = json_object(text)
+    if set(ratios) != {"input", "output"}:
         raise argparse.ArgumentTypeError(f"{text!r} must name input and output")
-    return {name: ratio(json.dumps(value)) for name, value in given.items()}
+    return {name: ratio(json.dumps(value)) for name, value in ratios.items()}
 
 
 def _percentiles(text: str) -> list[float]:
@@ -290,5 +294,5 @@ def _add_startup(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         flag = f"--num-iters-{name}"
         parser.add_argument(flag, type=positive_integer, default=default, metavar="N")
     parser.add_argument("--num-iters-warmup", type=integer_from_0, default=1, metavar="N")
-    add_engine(parser, own=("compilation_cache_dir",))
+    add_engine(parser, excluded=("compilation_cache_dir",))
     parser.set_defaults(run=_run("startup"))

@@ -1,6 +1,6 @@
-"""Requests of a benchmark: random, from ShareGPT's file, or from lines of JSON, as vLLM makes them.
+"""Requests of a benchmark: random, from ShareGPT's file, or from lines of JSON, as in vLLM.
 
-Lengths, order and repetitions follow vLLM's `benchmarks/datasets`, and so do the generators: the
+Lengths, order, repetitions and random generators follow vLLM's `benchmarks/datasets`, so that the
 same seed gives the same lengths.
 """
 
@@ -19,21 +19,21 @@ import numpy as np
 from jaxserve.commands.bench.outcome import Work
 from jaxserve.commands.options import CommandError
 
-# Ids of bytes in nearly every vocabulary: above the usual special tokens, and valid everywhere.
+# Token ids that are bytes in nearly every vocabulary, above the usual special tokens.
 TOKEN_IDS = (16, 256)
 WORDS = "the of and to in is it for on as with at by from or an be this that are was not".split()
-_TRIES = 10  # of making a text of a wanted length
-# Bounds of ShareGPT's conversations that are taken, in tokens: vLLM's `is_valid_sequence`.
+_TRIES = 10  # to find a text with the requested number of tokens
+# Limits of lengths in tokens for ShareGPT's conversations: vLLM's `is_valid_sequence`.
 _LEAST, _LONGEST_PROMPT, _LONGEST = 4, 1024, 2048
 
 
 class RandomPrompts:
-    """Source of prompts of a wanted length.
+    """Source of random prompts with a requested length.
 
     Args:
-        tokenizer: the engine's, for text; None for token ids.
-        is_chat: words in place of token ids where there is no tokenizer.
-        generator: draws them.
+        tokenizer: tokenizer of the engine for prompts of text, or None for token ids.
+        is_chat: without a tokenizer, make prompts of words instead of token ids.
+        generator: random generator for the tokens.
     """
 
     def __init__(self, tokenizer: Any, is_chat: bool, generator: np.random.Generator) -> None:
@@ -50,13 +50,13 @@ class RandomPrompts:
         self.vocab_size = len(self._ids) if tokenizer is None else size
 
     def draw(self, count: int) -> list[int]:
-        """Draw token ids."""
+        """Return random token ids that are not special."""
         return self._ids[self._generator.integers(0, len(self._ids), count)].tolist()
 
     def make(self, first: Sequence[int], offset: int, length: int) -> tuple[list[int] | str, int]:
-        """Return a prompt that begins with `first` and goes on from `offset` in the vocabulary.
+        """Return a prompt of `first` and `length` consecutive ids from `offset`, and its length.
 
-        Beside it stands its number of tokens: another text may have no such number.
+        The length can differ from the requested one, since not every list of ids is a text's.
         """
         following = self._ids[(offset + np.arange(length)) % len(self._ids)].tolist()
         ids = [*first, *following]
@@ -64,21 +64,21 @@ class RandomPrompts:
             if self._is_chat:
                 return " ".join(WORDS[number % len(WORDS)] for number in ids), len(ids)
             return ids, len(ids)
-        wanted = len(ids)
+        count = len(ids)
         for tries_left in range(_TRIES, -1, -1):
             text = self._tokenizer.decode(ids, skip_special_tokens=False)
             ids = self._tokenizer.encode(text, False) if text else []
-            if len(ids) == wanted or not tries_left:
+            if len(ids) == count or not tries_left:
                 break
-            ids = [*ids[:wanted], *self.draw(max(0, wanted - len(ids)))]
+            ids = [*ids[:count], *self.draw(max(0, count - len(ids)))]
         return text, len(ids)
 
 
 def random_works(arguments: argparse.Namespace, tokenizer: Any, is_chat: bool) -> list[Work]:
-    """Draw requests with lengths from [length * (1 - r), length * (1 + r)].
+    """Return random requests with lengths from [length * (1 - r), length * (1 + r)].
 
     Raises:
-        CommandError: prompts would have no token.
+        CommandError: a prompt could have 0 tokens.
     """
     generator = np.random.default_rng(arguments.seed)
     prompts = RandomPrompts(tokenizer, is_chat, generator)
@@ -106,7 +106,7 @@ def random_works(arguments: argparse.Namespace, tokenizer: Any, is_chat: bool) -
 
 
 def spread_lengths(arguments: argparse.Namespace) -> None:
-    """Let --input-len and --output-len stand for those of every data set, as in vLLM."""
+    """Copy --input-len and --output-len to the length options of every data set, as in vLLM."""
     if arguments.input_len is not None:
         arguments.random_input_len = arguments.input_len
     if arguments.output_len is not None:
@@ -115,10 +115,10 @@ def spread_lengths(arguments: argparse.Namespace) -> None:
 
 
 def sharegpt_works(arguments: argparse.Namespace, tokenizer: Any) -> list[Work]:
-    """Take the first question and answer of each conversation, as vLLM does.
+    """Return the first question of each conversation as a request, as vLLM does.
 
     Raises:
-        CommandError: the file is no such list, or holds no conversation of a fitting length.
+        CommandError: the file has another format, or no conversation of a suitable length.
     """
     path: Path = arguments.dataset_path
     try:
@@ -148,10 +148,10 @@ def sharegpt_works(arguments: argparse.Namespace, tokenizer: Any) -> list[Work]:
 
 
 def custom_works(arguments: argparse.Namespace, tokenizer: Any, is_chat: bool) -> list[Work]:
-    """Take prompts from lines of JSON, through the chat template where the server will not.
+    """Return requests from lines of JSON, with the chat template unless the server applies it.
 
     Raises:
-        CommandError: a line has no prompt, or no length of its answer; both by its number.
+        CommandError: a line has no prompt or no length of an answer. The message has its number.
     """
     path: Path = arguments.dataset_path
     if path.suffix != ".jsonl":
@@ -194,7 +194,7 @@ def _shuffle(rows: list[Any], arguments: argparse.Namespace) -> None:
 
 
 def _filled(works: list[Work], arguments: argparse.Namespace) -> list[Work]:
-    """Repeat requests, drawn at random, until there are as many as were requested."""
+    # Repeats random requests up to the requested number.
     if not works:
         raise CommandError(f"--dataset-path {arguments.dataset_path}: holds no request that fits")
     if arguments.no_oversample:
@@ -205,10 +205,10 @@ def _filled(works: list[Work], arguments: argparse.Namespace) -> list[Work]:
 
 
 def make_works(arguments: argparse.Namespace, tokenizer: Any, is_chat: bool = False) -> list[Work]:
-    """Make the requests that the arguments describe.
+    """Return the requests of the data set in the arguments.
 
     Raises:
-        CommandError: the data set needs a file, or a tokenizer, or takes none.
+        CommandError: the data set needs a file or a tokenizer, or does not take a file.
     """
     name, path = arguments.dataset_name, arguments.dataset_path
     if name == "random":

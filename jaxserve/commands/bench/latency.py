@@ -1,4 +1,4 @@
-"""Work of `jaxserve bench latency`: the same batch, over and over."""
+"""Implementation of `jaxserve bench latency`: repeat one batch."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from jaxserve.commands.bench.offline import (
 from jaxserve.commands.options import CommandError
 from jaxserve.request import SamplingParams
 
-MOST_IDS = 10_000  # of which vLLM draws its prompts
+MOST_IDS = 10_000  # vLLM draws its prompts from this many
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run `jaxserve bench latency`. The prefix cache is off unless it is switched on.
+    """Run `jaxserve bench latency`. The prefix cache is off by default.
 
     Raises:
         CommandError: the model cannot be loaded, or the lengths do not fit it.

@@ -1,4 +1,4 @@
-"""An engine for benchmarks of it, and their results."""
+"""An engine for benchmarks without a server, and the file of results."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ PERCENTAGES = (10, 25, 50, 75, 90, 99)
 
 @contextmanager
 def open_engine(arguments: argparse.Namespace, **defaults: Any) -> Iterator[tuple[LLM, Loaded]]:
-    """Open the engine that the options describe.
+    """Yield an engine with the settings of the command line.
 
     Args:
-        defaults: settings that hold unless they are given.
+        arguments: of the command.
+        defaults: settings that the command line may replace.
 
     Raises:
         CommandError: a setting is wrong, or the model cannot be loaded.
@@ -37,10 +38,10 @@ def open_engine(arguments: argparse.Namespace, **defaults: Any) -> Iterator[tupl
 
 
 def check_lengths(loaded: Loaded, prompt: int, output: int, options: str) -> None:
-    """Check that a sequence of these tokens fits.
+    """Check that a sequence of these lengths fits into the engine.
 
     Raises:
-        CommandError: it does not.
+        CommandError: the sequence is too long. The message names `options`.
     """
     longest = loaded.limits.max_model_len
     if prompt + output > longest:
@@ -51,6 +52,6 @@ def check_lengths(loaded: Loaded, prompt: int, output: int, options: str) -> Non
 
 
 def write_results(path: Path | None, results: dict[str, Any]) -> None:
-    """Write results as JSON, where a file is named."""
+    """Write results as JSON to a file, if there is a path."""
     if path is not None:
         path.write_text(json.dumps(results, indent=4) + "\n")

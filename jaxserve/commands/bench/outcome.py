@@ -1,4 +1,4 @@
-"""Requests of a load, and what comes back: streams of events, read as they come."""
+"""Requests of a load, and their answers, which are read as streams of events."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ENDPOINTS = {
 
 @dataclass(frozen=True)
 class Work:
-    """Request to be sent: its prompt (token ids, or text), and how much to generate."""
+    """Request to send: its prompt (token ids or text), and the number of tokens to generate."""
 
     prompt: list[int] | str
     input_tokens: int
@@ -26,17 +26,17 @@ class Work:
 
 @dataclass
 class Outcome:
-    """Outcome of one request. Times in seconds; `sent` and `lag` are from the run's start.
+    """Outcome of one request. Times are in seconds; `sent` counts from the start of the run.
 
     Attributes:
-        lag: how long after its time it was sent; large values mean that the client is too slow.
-        status: of HTTP; 0 without an answer.
-        ttft: from sending to the first token.
-        itls: from each event with tokens to the next; an event may hold several tokens.
-        last: from sending to the last token.
-        latency: from sending to the end.
-        event_tokens: in each event; 1 where it has no number.
-        error: what went wrong; empty for a request that was answered to the end.
+        lag: delay of the sending. Large values mean that the client is too slow.
+        status: HTTP status, 0 without an answer.
+        ttft: time from sending to the first token.
+        itls: times between events with tokens. An event may have several tokens.
+        last: time from sending to the last token.
+        latency: time from sending to the end.
+        event_tokens: number of tokens of each event, 1 if the event has no number.
+        error: message of the failure, or empty after a complete answer.
     """
 
     input_tokens: int
@@ -65,7 +65,7 @@ class Outcome:
 
 @dataclass
 class Run:
-    """Outcomes of a load, in the order of their sending, and what the client spent."""
+    """Outcomes of a load, in the order of sending, and CPU time of the client."""
 
     outcomes: list[Outcome]
     duration: float
@@ -74,14 +74,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Target:
-    """Server and form of the requests.
+    """Endpoint of a server, and the form of requests.
 
     Attributes:
-        url: of the endpoint.
-        model: its name there.
-        is_chat: chat completions rather than completions.
-        extra: fields to add to every body.
-        headers: to add to every request.
+        url: address of the endpoint.
+        model: name of the model at the server.
+        is_chat: whether the endpoint is /v1/chat/completions.
+        extra: fields for every body.
+        headers: headers for every request.
     """
 
     url: str
@@ -115,9 +115,9 @@ class _Choice(msgspec.Struct):
     token_ids: list[int] | None = None
 
     def said(self) -> str | None:
-        """Return the text of the event; None where it is no token's, as vLLM decides it.
+        """Return the text of an event with a token, or None for another event, as vLLM does.
 
-        A token may be no text, such as a special one. A chat's first event has a role and no token.
+        The text of a special token is empty. The first event of a chat has a role and no token.
         """
         delta = self.delta
         if delta is None:
@@ -143,11 +143,11 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 
 class Reader:
-    """Reader that takes a stream of events apart as it comes.
+    """Incremental parser of a stream of events.
 
     Args:
-        outcome: filled in.
-        clock: the time of sending, by `time.perf_counter`.
+        outcome: receives times, tokens and errors.
+        clock: time of sending, by `time.perf_counter`.
     """
 
     def __init__(self, outcome: Outcome, clock: float) -> None:
@@ -158,7 +158,7 @@ class Reader:
         self.is_done = False
 
     def feed(self, data: bytes, now: float) -> None:
-        """Feed some bytes that came at a time of the clock."""
+        """Parse bytes that arrived at the time `now`."""
         *events, self._rest = (self._rest + data.replace(b"\r\n", b"\n")).split(b"\n\n")
         for event in events:
             for line in event.split(b"\n"):

@@ -1,4 +1,4 @@
-"""The report of a load: metrics, table and file by the names of `vllm bench serve`."""
+"""The report of a load: metrics, table and file with the names of `vllm bench serve`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ WIDTH = 50
 
 
 def tpot(outcome: Outcome) -> float:
-    """Compute seconds a token after the first one; 0 for a single token."""
+    """Return the mean seconds per token after the first one, or 0 for a single token."""
     if outcome.output_tokens < 2:
         return 0.0
     return (outcome.latency - outcome.ttft) / (outcome.output_tokens - 1)
 
 
 def samples(outcomes: Iterable[Outcome]) -> dict[str, np.ndarray]:
-    """Gather milliseconds of each metric over requests that were answered."""
+    """Return the values of each metric in milliseconds, for requests with an answer."""
     done = [outcome for outcome in outcomes if outcome.is_success]
     seconds = {
         "ttft": [outcome.ttft for outcome in done if outcome.output_tokens],
@@ -39,7 +39,7 @@ def samples(outcomes: Iterable[Outcome]) -> dict[str, np.ndarray]:
 
 
 def statistics_of(values: np.ndarray, name: str, percentiles: Sequence[float]) -> dict[str, float]:
-    """Compute mean, median, std and percentiles of milliseconds, as `p99_ttft_ms` and the like."""
+    """Return mean, median, std and percentiles of milliseconds under names like `p99_ttft_ms`."""
     if not len(values):
         values = np.zeros(1)
     table = {
@@ -53,7 +53,7 @@ def statistics_of(values: np.ndarray, name: str, percentiles: Sequence[float]) -
 
 
 def is_good(outcome: Outcome, objectives: dict[str, float]) -> bool:
-    """Return whether an answered request met every objective, in milliseconds."""
+    """Return whether a request with an answer met every goal, in milliseconds."""
     taken = {"ttft": outcome.ttft, "tpot": tpot(outcome), "e2el": outcome.latency}
     return all(taken[name] * 1e3 <= limit for name, limit in objectives.items())
 
@@ -64,7 +64,7 @@ def summarize(
     percentiles: Sequence[float],
     objectives: dict[str, float],
 ) -> dict[str, Any]:
-    """Summarize a run under vLLM's names; throughputs are per second of the whole run."""
+    """Return a summary of a run under vLLM's names. Throughputs are means over the whole run."""
     outcomes, duration = run.outcomes, max(run.duration, 1e-9)
     done = [outcome for outcome in outcomes if outcome.is_success]
     inputs, outputs = sum(o.input_tokens for o in done), sum(o.output_tokens for o in done)
@@ -90,9 +90,9 @@ def summarize(
 
 
 def peaks(done: Sequence[Outcome]) -> tuple[float, int]:
-    """Count events with tokens in the best second, and the most requests alive in a second.
+    """Return the largest number of events with tokens, and of requests in progress, in a second.
 
-    Both as vLLM counts them: seconds from the first request's start, and one token for each event.
+    As in vLLM, seconds begin at the start of the first request, and an event counts as one token.
     """
     if not done:
         return 0.0, 0
@@ -108,7 +108,7 @@ def peaks(done: Sequence[Outcome]) -> tuple[float, int]:
 
 
 def details(run: Run) -> dict[str, Any]:
-    """List an entry for each request, for `--save-detailed`; times in seconds."""
+    """Return lists with an entry for each request, for `--save-detailed`. Times are in seconds."""
     outcomes = run.outcomes
     return {
         "input_lens": [outcome.input_tokens for outcome in outcomes],
@@ -164,6 +164,6 @@ def table(
 
 
 def failures(run: Run) -> list[str]:
-    """Return what went wrong, in words, the most frequent first."""
+    """Return a line for each kind of failure, the most frequent first."""
     counts = Counter(outcome.error for outcome in run.outcomes if not outcome.is_success)
     return [f"failed, {count} times: {text}" for text, count in counts.most_common(10)]

@@ -1,4 +1,4 @@
-"""Work of `jaxserve bench serve`: requests to a server, and the report."""
+"""Implementation of `jaxserve bench serve`: send requests to a server, and report."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from jaxserve.settings.config import EngineConfig, openai_api_key
 from jaxserve.settings.model_name import gguf_files, kind_of_model
 from jaxserve.text.tokenizer import Tokenizer
 
-MOST_IDS = 2**31 - 1  # of a tokenizer whose model is not there
+MOST_IDS = 2**31 - 1  # for a tokenizer without a model
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run `jaxserve bench serve`. Return 1 where no request was answered.
+    """Run `jaxserve bench serve`. Return 1 if no request was answered.
 
     Raises:
-        CommandError: no server, model, tokenizer or data set of these names.
+        CommandError: the server, model, tokenizer or data set is missing.
     """
     headers = dict(arguments.header)
     key = arguments.api_key or openai_api_key()
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
         tokenizer_id, tokenizer = find_tokenizer(arguments.tokenizer, root)
     is_chat = arguments.backend == "openai-chat"
     if arguments.dataset_name == "random":
-        arguments.ignore_eos = True  # as vLLM does, so that answers have the requested length
+        arguments.ignore_eos = True  # as in vLLM, so that answers have the requested length
     spread_lengths(arguments)
     works = make_works(arguments, tokenizer, is_chat)
     endpoint = arguments.endpoint or ENDPOINTS[arguments.backend]
@@ -91,7 +91,7 @@ def first_model(base: str, headers: dict[str, str], verify: bool) -> tuple[str, 
     """Return the name and the root of the first model that the server lists.
 
     Raises:
-        CommandError: it cannot be reached, or lists none.
+        CommandError: the server cannot be reached, or its list is empty.
     """
     url = base + "/v1/models"
     try:
@@ -106,23 +106,23 @@ def first_model(base: str, headers: dict[str, str], verify: bool) -> tuple[str, 
 
 
 def find_tokenizer(name: str | None, root: str) -> tuple[str | None, Any]:
-    """Return the tokenizer's name and itself; None where only the server can have the model's.
+    """Return the name of the tokenizer and the tokenizer, or None twice if this machine lacks it.
 
     Raises:
-        CommandError: there is none of this name.
+        CommandError: `name` is not a tokenizer.
     """
-    wanted = root if name is None else name
-    kind = kind_of_model(wanted)
+    path = root if name is None else name
+    kind = kind_of_model(path)
     try:
-        if kind == "folder" and (Path(wanted) / "tokenizer.json").is_file():
-            return wanted, Tokenizer(wanted, MOST_IDS)
-        is_gguf = kind == "gguf" or (kind == "folder" and gguf_files(Path(wanted)))
+        if kind == "folder" and (Path(path) / "tokenizer.json").is_file():
+            return path, Tokenizer(path, MOST_IDS)
+        is_gguf = kind == "gguf" or (kind == "folder" and gguf_files(Path(path)))
         if is_gguf or (name is not None and kind is not None):
-            config = EngineConfig(model=wanted)
+            config = EngineConfig(model=path)
             source = importlib.import_module("jaxserve.start.sources.source").find_source(config)
-            return wanted, source.tokenizer(config)
+            return path, source.tokenizer(config)
     except (CheckpointError, ValueError, OSError) as error:
-        raise CommandError(f"--tokenizer {wanted}: {error}") from error
+        raise CommandError(f"--tokenizer {path}: {error}") from error
     if name is not None:
         raise CommandError(f"--tokenizer {name}: is no folder, .gguf file or name on the hub")
     print(f"No tokenizer lies at {root}: prompts are token ids, or common words in a chat.")
@@ -138,10 +138,10 @@ def _extra(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _result_path(arguments: argparse.Namespace, model: str, date: str) -> Path | None:
-    """Return the file for the results, which can be written now.
+    """Return the file for the results after a check that it can be written.
 
     Raises:
-        CommandError: it cannot be.
+        CommandError: the file cannot be written.
     """
     if not (arguments.save_result or arguments.append_result):
         return None
@@ -156,10 +156,10 @@ def _result_path(arguments: argparse.Namespace, model: str, date: str) -> Path |
 
 
 async def _load(target: Target, works: list[Work], arguments: argparse.Namespace) -> Run:
-    """Wait for the server and warm it up where that is requested, then send the load.
+    """Wait for the server and warm it up if requested, then send the load.
 
     Raises:
-        CommandError: the server answers no request in time.
+        CommandError: the server has not answered in time.
     """
     limit, rate = arguments.max_concurrency, arguments.request_rate
     async with open_client(target, not arguments.insecure) as client:
@@ -179,7 +179,6 @@ async def _load(target: Target, works: list[Work], arguments: argparse.Namespace
 
 
 def _count(bar: Any) -> None:
-    """Move a bar of progress by one request."""
     bar.update()
 
 
@@ -198,11 +197,10 @@ async def _check_ready(
 
 
 def _kept_details(load: Run, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return what vLLM keeps of each request: two lists of numbers, or all."""
-    kept = details(load)
+    lists = details(load)
     if not arguments.save_detailed:
-        kept = {name: kept[name] for name in ("latencies", "queue_times")}
-    return kept
+        lists = {name: lists[name] for name in ("latencies", "queue_times")}  # as vLLM does
+    return lists
 
 
 def _write(path: Path, result: dict[str, Any], append: bool) -> None:

@@ -1,4 +1,4 @@
-"""Work of `jaxserve bench startup`: starts in processes of their own, cold and warm."""
+"""Implementation of `jaxserve bench startup`: cold and warm starts in separate processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxserve.commands.bench.offline import PERCENTAGES, write_results
 from jaxserve.commands.options import CommandError, engine_settings
 from jaxserve.settings.config import EngineConfig
 
-# Seconds of a start, from its imports on, and those within it that compiling took.
+# Prints the seconds of a start, imports included, and the part that compiling took.
 WORKER = """
 import json, sys, time
 from jaxserve.settings.config import EngineConfig, prepare_process
@@ -35,15 +35,15 @@ TITLES = {"startup": "Startup time", "compilation": "Compilation time"}
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run `jaxserve bench startup`. Cold starts keep their programs nowhere.
+    """Run `jaxserve bench startup`. A cold start uses an empty folder for programs.
 
     Raises:
         CommandError: the model cannot be loaded.
     """
     settings: dict[str, Any] = {"model": arguments.model, **engine_settings(arguments)}
-    kept = settings.pop("compilation_cache_dir", "auto")
+    programs = settings.pop("compilation_cache_dir", "auto")
     try:
-        EngineConfig(compilation_cache_dir=kept, **settings)
+        EngineConfig(compilation_cache_dir=programs, **settings)
     except ValueError as error:
         raise CommandError(str(error)) from error
     print("Measuring cold startup time...\n")
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
         with tempfile.TemporaryDirectory(prefix="jaxserve-cold-") as folder:
             cold.append(_start(settings | {"compilation_cache_dir": folder}))
     print("\nWarming up for warm startup measurement...\n")
-    settings["compilation_cache_dir"] = kept
+    settings["compilation_cache_dir"] = programs
     for _ in tqdm(range(arguments.num_iters_warmup), desc="Warmup iterations"):
         _start(settings)
     print("\nMeasuring warm startup time...\n")
@@ -70,10 +70,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _start(settings: dict[str, Any]) -> dict[str, float]:
-    """Start an engine in a process of its own and return its seconds.
+    """Start an engine in another process and return the seconds that it reports.
 
     Raises:
-        CommandError: it did not start; with the last line that it wrote.
+        CommandError: the start failed. The message is the last line of its output.
     """
     command = [sys.executable, "-c", WORKER, json.dumps(settings, default=str)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -84,7 +84,7 @@ def _start(settings: dict[str, Any]) -> dict[str, float]:
 
 
 def _show(phase: str, starts: list[dict[str, float]]) -> dict[str, Any]:
-    """Print the seconds of cold or of warm starts, and return them under vLLM's names."""
+    """Print the seconds of cold or warm starts, and return statistics under vLLM's names."""
     results: dict[str, Any] = {}
     print(f"\n{phase.upper()} STARTUP:")
     values = {name: np.array([start[name] for start in starts]) for name in TITLES}

@@ -1,4 +1,4 @@
-"""Work of `jaxserve bench throughput`: all prompts at once, and tokens a second."""
+"""Implementation of `jaxserve bench throughput`: tokens per second for a set of prompts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _answer(llm: LLM, works: list[Work], arguments: argparse.Namespace) -> tuple[float, int, int]:
-    """Answer all prompts; return seconds, prompt tokens and drawn tokens.
+    """Answer all prompts, and return the seconds, the prompt tokens and the generated tokens.
 
     Raises:
         CommandError: a request failed.

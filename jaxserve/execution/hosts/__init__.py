@@ -1,1 +1,1 @@
-"""One engine over several hosts: a leader's program calls, which followers run again."""
+"""One engine over several hosts: followers replay the leader's calls of programs."""

@@ -1,8 +1,8 @@
 """Channel: authenticated frames over one connection between a leader and a follower.
 
-A frame is its length, its kind and a number, raw bytes, and HMAC-SHA256 (RFC 2104) over a counter
-and all of that. Keys are of the connection and of the direction, made from the shared secret and a
-random number of each side, so that nothing recorded is taken a second time. Bytes are never code.
+A frame consists of its length, a kind, a number, raw bytes, and an HMAC-SHA256 (RFC 2104) over a
+counter and the rest. Each direction of a connection has its own key, derived from the shared secret
+and a random number of each side, so a recorded frame cannot be replayed. Bytes are never executed.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from jaxserve.errors import JaxserveError
 PROTOCOL = b"jaxserve hosts 1"
 NONCE_BYTES = 16
 MAC_BYTES = 32
-# Bytes of a frame: of the largest launch, one page table row of each slot; never near it.
+# Most bytes of a frame. The largest launch, a page table row for each slot, is much smaller.
 MOST_BYTES = 1 << 28
-# Before it is known who speaks.
+# Most bytes of a frame before the other side is authenticated.
 MOST_GREETING_BYTES = 1 << 16
 BEAT_SECONDS = 0.5
-_HEADER = struct.Struct("<IHH")  # bytes that follow before the code, kind, number
+_HEADER = struct.Struct("<IHH")  # payload bytes, kind, number
 _COUNTER = struct.Struct("<Q")
 # Kinds of frames that the channel itself reads.
 BEAT, CLOSE = 0, 1
 
 
 class ChannelError(JaxserveError, ConnectionError):
-    """A connection that was closed, is silent, or brought what its key does not confirm."""
+    """A connection was closed, is silent, or received a frame with a wrong HMAC."""
 
 
 class Frame(NamedTuple):
     """A message.
 
     Attributes:
-        kind: of it.
-        number: of what it concerns, among others of its kind.
+        kind: the kind of the message.
+        number: the number of the program or host that the message concerns.
         payload: raw bytes.
     """
 
@@ -53,23 +53,23 @@ class Frame(NamedTuple):
 
 
 class Channel:
-    """Both directions of a connection.
+    """An authenticated connection between two hosts.
 
-    A thread of its own reads, and another sends a beat twice a second, so that silence means a
-    process that has stopped.
+    One thread reads, and another sends a heartbeat twice a second, so silence means that the other
+    process has stopped.
 
     Args:
-        connection: open, nothing read or sent.
-        secret: shared by all hosts.
-        leads: whether this side is the leader's.
-        seconds: within which the other side must greet.
+        connection: an open, unused connection.
+        secret: the secret that all hosts share.
+        leads: whether this side is the leader.
+        seconds: the timeout for the greeting of the other side.
 
     Raises:
-        OSError: it does not, a ChannelError where it speaks something else.
+        OSError: the other side does not greet in time. ChannelError if it uses another protocol.
 
     Attributes:
-        seconds: silence of the other side after which it counts as lost.
-        sent_bytes: in all.
+        seconds: the silence after which the other side is lost.
+        sent_bytes: the number of bytes sent so far.
     """
 
     def __init__(
@@ -79,11 +79,11 @@ class Channel:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection = connection
         try:
-            own, other = _exchange(connection)
+            ours, theirs = _exchange(connection)
         except OSError:
             connection.close()
             raise
-        nonces = own + other if leads else other + own
+        nonces = ours + theirs if leads else theirs + ours
         keys = [_code(secret, PROTOCOL + nonces + side) for side in (b"leader", b"follower")]
         self._own_key, self._other_key = keys if leads else keys[::-1]
         self._num_sent = self._num_received = 0
@@ -114,18 +114,18 @@ class Channel:
             self.sent_bytes += len(message) - _COUNTER.size + MAC_BYTES
 
     def receive_first(self) -> Frame:
-        """Return the first frame, which proves that the other side has the secret.
+        """Receive the first frame, which proves that the other side has the secret.
 
         Raises:
-            OSError: it does not, a ChannelError, or takes longer than its greeting may.
+            OSError: the frame does not arrive in time. ChannelError if its HMAC is wrong.
         """
         return self._receive(MOST_GREETING_BYTES)
 
     def start(self, on_loss: Callable[[str], None]) -> None:
-        """Read and send beats from now on.
+        """Start the threads that read frames and send heartbeats.
 
         Args:
-            on_loss: called once, by another thread, with why the other side is lost.
+            on_loss: called once, in another thread, with the reason if the other side is lost.
         """
         self._connection.settimeout(None)
         self._on_loss, self._heard_at = on_loss, time.monotonic()
@@ -133,10 +133,10 @@ class Channel:
             threading.Thread(target=run, name="jaxserve-hosts", daemon=True).start()
 
     def take(self) -> Frame:
-        """Wait for the next frame that is no beat.
+        """Wait for the next frame, heartbeats excluded.
 
         Raises:
-            ChannelError: none will come.
+            ChannelError: the connection has ended.
         """
         frame = self._inbox.get()
         if frame is None:
@@ -145,7 +145,7 @@ class Channel:
         return frame
 
     def leave(self) -> None:
-        """Send a last frame; the other side closes the connection. Idempotent."""
+        """Send the last frame, after which the other side closes the connection. Idempotent."""
         was_closed, self._is_closed = self._is_closed, True
         if not was_closed:
             with suppress(ChannelError):
@@ -159,7 +159,7 @@ class Channel:
         self.close()
 
     def close(self) -> None:
-        """End the connection; it is no loss. Idempotent."""
+        """Close the connection in order, without a call of `on_loss`. Idempotent."""
         self._is_closed = True
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
@@ -170,7 +170,7 @@ class Channel:
             while True:
                 frame = self._receive(MOST_BYTES)
                 self._heard_at = time.monotonic()
-                # What ends the connection from now on is no loss.
+                # After this frame, the end of the connection is not a loss.
                 self._is_closed |= frame.kind == CLOSE
                 if frame.kind != BEAT:
                     self._inbox.put(frame)
@@ -184,7 +184,7 @@ class Channel:
             if silence > self.seconds:
                 self._lose(f"it has been silent for {silence:.0f} s")
                 return
-            # A side that stands still reads nothing: whoever sends to it may wait for long.
+            # If another thread is blocked in `send` because the peer does not read, do not wait.
             if self._sending.acquire(blocking=False):
                 self._sending.release()
                 with suppress(ChannelError):
@@ -216,24 +216,23 @@ class Channel:
 
 
 def _exchange(connection: socket.socket) -> tuple[bytes, bytes]:
-    """Send a random number; return it, and the other side's.
+    """Exchange random numbers, and return our number and the number of the other side.
 
     Raises:
-        ChannelError: the other side speaks another protocol.
+        ChannelError: the other side uses another protocol.
     """
-    own = os.urandom(NONCE_BYTES)
-    connection.sendall(PROTOCOL + own)
+    ours = os.urandom(NONCE_BYTES)
+    connection.sendall(PROTOCOL + ours)
     greeting = _exactly(connection, len(PROTOCOL) + NONCE_BYTES)
     if not greeting.startswith(PROTOCOL):
         raise ChannelError("it speaks another protocol, or is another version of jaxserve")
-    other = bytes(greeting[len(PROTOCOL) :])
-    if other == own:  # a mirror
+    theirs = bytes(greeting[len(PROTOCOL) :])
+    if theirs == ours:  # a mirror
         raise ChannelError("it repeats what it receives")
-    return own, other
+    return ours, theirs
 
 
 def _exactly(connection: socket.socket, size: int) -> bytearray:
-    """Read so many bytes."""
     data = bytearray(size)
     view, filled = memoryview(data), 0
     while filled < size:

@@ -1,7 +1,7 @@
-"""Groups: the hosts of one engine, from their first words to the end of all of them.
+"""Groups: the hosts of one engine, from joining to the end.
 
-They start together and end together: a host that is lost ends the others, since its part of the
-weights and of the cache is gone. Whatever watches the processes starts them again.
+All hosts start together and end together. If a host is lost, the others end, because its shard of
+the weights and of the cache is lost. A process supervisor starts them again.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from jaxserve.execution.hosts.channel import CLOSE, Channel, ChannelError, Frame
 from jaxserve.settings.hosts import HostsConfig
 
 _log = logging.getLogger(__name__)
-# Kinds of frames, beside those of `channel` and of `replay`.
+# Kinds of frames. `channel` and `replay` have others.
 HELLO, SETTLE = 2, 3
-# Silence after which a host is lost: while it starts, and while it serves.
+# Silence after which a host is lost, during the start and while serving.
 STARTING_SECONDS, SERVING_SECONDS = 60.0, 5.0
 # Time for a server to answer its clients with an error.
 FAREWELL_SECONDS = 2.5
-# Time within which the end of a connection is noticed.
+# Time within which the end of a connection is detected.
 NOTICE_SECONDS = 1.0
 JOIN_SECONDS = 600.0
 _MOST_GUESTS = 64
 
 
 class Group(ABC):
-    """The group as one of its hosts sees it.
+    """The group of hosts, from the view of one host.
 
     Args:
-        end: ends this process with a status, without waiting for any of its threads.
+        end: a function that ends this process with a status, without waiting for its threads.
 
     Attributes:
-        loss: why it ends, once another host is lost; None until then.
-        leave_jax: ends what JAX keeps between the hosts, and waits until all of them call it.
+        loss: the reason if another host is lost, None before.
+        leave_jax: closes JAX's connections between hosts, and waits until all hosts call it.
     """
 
     def __init__(self, end: Callable[[int], Any] = os._exit) -> None:
@@ -54,14 +54,19 @@ class Group(ABC):
         self._is_lost, self._is_ended = threading.Event(), threading.Event()
 
     def serve(self) -> None:
-        """Count a host as lost after a shorter silence: from now on none compiles."""
+        """Reduce the silence after which a host is lost, because no host compiles any more."""
         for channel in self._channels.values():
             channel.seconds = SERVING_SECONDS
 
     def fail(self, reason: str, seconds: float = FAREWELL_SECONDS) -> None:
         """End this process with status 1 after some seconds, and thereby all hosts.
 
-        Not in order: a thread may wait for the lost host inside of a program, and JAX too would.
+        The end is immediate instead of orderly, because a thread or JAX may wait for the lost host
+        inside a program.
+
+        Args:
+            reason: the reason, which is logged and stored in `loss`.
+            seconds: the delay, in which a server can answer its clients.
         """
         with self._lock:
             if self.loss is not None:
@@ -79,9 +84,10 @@ class Group(ABC):
 
     @contextmanager
     def ending_with_the_others(self) -> Generator[None]:
-        """Let this process end by the loss of another host, not by an error that follows from it.
+        """Return a context in which the loss of a host ends the process before its errors do.
 
-        The error may come first: a sum fails at once where a connection is closed.
+        An error in the body, such as a failed sum over a closed connection, can precede the
+        detection of the loss. The context waits for that detection before it raises the error.
         """
         try:
             yield
@@ -92,23 +98,23 @@ class Group(ABC):
 
     @abstractmethod
     def settle(self, settings: Mapping[str, Any], sizes: Mapping[str, int | None]) -> Any:
-        """Agree on what all hosts must have alike.
+        """Compare settings and agree on sizes with all hosts.
 
         Args:
-            settings: JSON values by name that must be equal.
-            sizes: of which the least counts; None where a host has no bound.
+            settings: JSON values by name that must be equal on all hosts.
+            sizes: sizes by name, of which the minimum is taken. None is no limit.
 
         Returns:
             The agreed sizes, by name.
 
         Raises:
-            InvalidRequest: settings differ; which, and on which host.
+            InvalidRequest: settings differ. The message names them and the host.
             ChannelError: a host is lost.
         """
 
     @abstractmethod
     def share(self, value: Any) -> Any:
-        """Return the leader's JSON value, on every host.
+        """Broadcast a JSON value of the leader, and return it on every host.
 
         Raises:
             ChannelError: a host is lost.
@@ -127,11 +133,11 @@ class Group(ABC):
 
 
 class Leader(Group):
-    """The leader's side; made once all followers have joined.
+    """The group on the leader. The constructor waits until all followers have joined.
 
     Args:
-        config: of the hosts.
-        secret: that they share.
+        config: the configuration of the hosts.
+        secret: the shared secret.
         end: see `Group`.
 
     Raises:
@@ -158,14 +164,14 @@ class Leader(Group):
         """Send a frame to all followers.
 
         Raises:
-            ChannelError: one is lost.
+            ChannelError: a follower is lost.
         """
         for channel in self._channels.values():
             channel.send(kind, number, *parts)
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes sent to all followers."""
+        """Total bytes sent to the followers."""
         return sum(channel.sent_bytes for channel in self._channels.values())
 
     def settle(self, settings: Mapping[str, Any], sizes: Mapping[str, int | None]) -> Any:
@@ -219,7 +225,7 @@ class Leader(Group):
             threading.Thread(target=self._greet, args=(connection, host), daemon=True).start()
 
     def _greet(self, connection: socket.socket, host: str) -> None:
-        """Take a follower in, or refuse whoever is none."""
+        """Accept a follower's connection, and close any other."""
         try:
             channel = Channel(connection, self._secret, leads=True)
             rank = _rank_of(channel.receive_first())
@@ -242,11 +248,11 @@ class Leader(Group):
 
 
 class Follower(Group):
-    """A follower's side; made once all hosts have joined.
+    """The group on a follower. The constructor waits until all hosts have joined.
 
     Args:
-        config: of the hosts.
-        secret: that they share.
+        config: the configuration of the hosts.
+        secret: the shared secret.
         end: see `Group`.
 
     Raises:
@@ -285,11 +291,12 @@ class Follower(Group):
             return json.loads(bytes(self._channel.take().payload))
 
     def follow(self, run: Callable[[Frame], None]) -> None:
-        """Run what the leader sends, until it ends in order.
+        """Call `run` with each frame of the leader, until the leader leaves in order.
 
         Raises:
-            ChannelError: it does not.
+            ChannelError: the leader is lost.
         """
+
         with self.ending_with_the_others():
             while (frame := self._channel.take()).kind != CLOSE:
                 run(frame)

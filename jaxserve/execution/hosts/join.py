@@ -1,5 +1,5 @@
 # pyright: reportUnknownMemberType=false
-"""Joining: JAX's devices of all hosts in one process's view."""
+"""Joining: connects the hosts and makes JAX see the devices of all of them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ _SECONDS = 120
 
 
 def open_group(config: HostsConfig, secret: bytes | None) -> Group | None:
-    """Join the other hosts and make JAX see their devices; return None for one host.
+    """Join the other hosts, and make JAX see their devices.
 
     Args:
-        config: of the hosts.
-        secret: that they share.
+        config: the configuration of the hosts.
+        secret: the shared secret.
+
+    Returns:
+        The group, or None for one host.
 
     Raises:
         InvalidRequest, DeviceError: see `Leader`, `Follower` and `join_jax`.
@@ -37,15 +40,17 @@ def open_group(config: HostsConfig, secret: bytes | None) -> Group | None:
 def join_jax(config: HostsConfig) -> Callable[[], None]:
     """Make JAX, which must not have started, see the devices of all hosts.
 
-    Hosts are watched by `Group`, in seconds; JAX's own watch is left far behind it, since it ends a
-    process without a word. Its handler of SIGTERM would take the place of the server's.
+    `Group` detects a lost host within seconds. JAX's own detection has a much longer timeout,
+    because it ends the process without a message. JAX's handler of SIGTERM is disabled, since it
+    would replace the server's.
 
     Returns:
-        A function that closes JAX's connections between the hosts. All of them must call it.
+        A function that closes JAX's connections between the hosts. All hosts must call it.
 
     Raises:
-        DeviceError: JAX has started, or cannot reach the others.
+        DeviceError: JAX has started already, or cannot reach the other hosts.
     """
+
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)
     address = config.master_addr, config.master_port + 1

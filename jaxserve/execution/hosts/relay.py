@@ -1,4 +1,4 @@
-"""Relay: a follower's connections to the leader's coordination of JAX, which outlast the leader."""
+"""Relay: a local port for JAX's connection to the leader that stays open if the leader is lost."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Relay:
     def _forward(self, near: socket.socket) -> None:
         try:
             far = socket.create_connection(self._far, _CONNECT_SECONDS)
-        except OSError:  # the leader has not started its service yet: JAX tries again
+        except OSError:  # the leader's service has not started yet, and JAX tries again
             near.close()
             return
         far.settimeout(None)
@@ -52,13 +52,12 @@ class Relay:
             _end(end)
 
     def close(self) -> None:
-        """End all connections, and accept no more."""
+        """Close all connections and the listening port."""
         for end in list(self._open):
             _end(end)
 
 
 def _copy(source: socket.socket, sink: socket.socket) -> None:
-    """Copy bytes until the source ends. The sink stays open."""
     with suppress(OSError):
         while data := source.recv(_PIECE):
             sink.sendall(data)

@@ -1,9 +1,9 @@
 # pyright: reportUnknownMemberType=false
-"""Replay: a leader's calls of programs, sent to followers and run there in the same order.
+"""Replay: followers run the leader's calls of programs in the same order.
 
-Both sides number the same programs alike. A call is the number of a program and the bytes of the
-numpy arrays that the host passes to it; shapes are the program's own. Weights, state and results
-lie on each host already. A follower never answers: what a launch computes depends on no host alone.
+All hosts number the programs in the same way. A call is sent as the number of a program and the
+bytes of its NumPy arguments, whose shapes the program determines. Weights, state and results are on
+each host already. Followers do not answer, because the result of a launch is the same on all hosts.
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ def _samplers(programs: Programs) -> list[Sampler]:
 
 
 def led(programs: Programs, send: Send) -> Programs:
-    """Return programs each call of which goes to the followers before it runs here.
+    """Return programs that send each call to the followers before they run it here.
 
     Args:
-        send: takes kind, number and bytes.
+        programs: the programs of the leader.
+        send: a function of kind, number and bytes.
     """
     steps, samplers, counts = _steps(programs), _samplers(programs), sorted(programs.set_allowed)
 
     def with_arrays(kind: int, number: int, run: Callable[..., Any], count: int) -> Any:
-        """Send the arguments behind the first ones, which lie on every host."""
+        # The first `count` arguments are on every host already.
 
         def call(*arguments: Any) -> Any:
             arrays = jax.tree.leaves(arguments[count:])
@@ -82,24 +83,24 @@ def led(programs: Programs, send: Send) -> Programs:
 
 
 def _alone(run: Callable[..., Any], *arguments: Any) -> Any:
-    """Run a program to its end.
+    """Run a program, and wait until it has finished.
 
-    The next launch needs nothing of it, so that either might begin first: on another host in
-    another order, and sums of two programs would meet.
+    The next launch does not depend on its result. Without the wait, hosts could run the two
+    programs in different orders, and their collective sums would be mixed up.
     """
-    found: Any = run(*arguments)
-    jax.block_until_ready(found)
-    return found
+    result: Any = run(*arguments)
+    jax.block_until_ready(result)
+    return result
 
 
 @dataclass(frozen=True)
 class Padding:
-    """Arguments of programs that change nothing, and have the shapes of all others.
+    """Arguments that leave the state unchanged. They have the shapes of all other arguments.
 
     Attributes:
-        words: of launches, int32[N].
-        load: of a slot's settings.
-        rows: slots and rows of the page table.
+        words: the packed batch of each bucket, int32[N].
+        load: the argument of `load_slot`.
+        rows: the slots and rows of `set_rows`.
     """
 
     words: Mapping[Bucket, np.ndarray]
@@ -108,13 +109,13 @@ class Padding:
 
 
 class Replay:
-    """The device's side of an engine on a follower.
+    """The weights, device state and programs of a follower.
 
     Args:
-        leaves: this host's parts of the weights.
-        programs: the same as the leader's.
-        state: of the device, as the leader's.
-        padding: arguments of the programs.
+        leaves: this host's shards of the weights.
+        programs: the same programs as the leader's.
+        state: the device state, equal to the leader's.
+        padding: arguments of the programs, for their shapes.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class Replay:
         self._steps, self._samplers = _steps(programs), _samplers(programs)
         self._counts = sorted(programs.set_allowed)
         self._words, self._rows = padding.words, padding.rows
-        # Data classes are trees whose leaves are their fields, in order.
+        # The leaves of a dataclass are its fields, in order.
         self._load_names = [field.name for field in fields(padding.load)]
         self._load = [getattr(padding.load, name) for name in self._load_names]
         self._bucket, self._batch = self._steps[0], np.zeros(0, np.int32)
@@ -144,10 +145,10 @@ class Replay:
         self.num_calls = 0
 
     def run(self, frame: Frame) -> None:
-        """Run a call.
+        """Run the call in a frame.
 
         Raises:
-            ChannelError: it is none of these programs, or not of its size.
+            ChannelError: the program does not exist, or the payload has the wrong size.
         """
         if frame.kind not in self._calls:
             raise ChannelError(f"a frame of kind {frame.kind}; allowed: {sorted(self._calls)}")
@@ -155,7 +156,7 @@ class Replay:
         self.num_calls += 1
 
     def wait(self) -> None:
-        """Wait until all calls have run."""
+        """Wait until all calls have finished."""
         jax.block_until_ready(self._state)
 
     def _step(self, number: int, payload: memoryview) -> None:
@@ -166,7 +167,8 @@ class Replay:
 
     def _draw(self, number: int, payload: memoryview) -> None:
         _arrays(payload, [])
-        run, state, output = self._programs.samplers[_item(self._samplers, number)], *self._last()
+        run = self._programs.samplers[_item(self._samplers, number)]
+        state, output = self._last()
         assert output.logits is not None
         rows = rows_of(self._batch, self._bucket.num_tokens, self._bucket.num_rows)
         last_token, sampler, drawn = run(state.last_token, state.sampler, output.logits, rows)
@@ -211,14 +213,16 @@ def _item(items: Sequence[Any], number: int) -> Any:
 
 
 def _arrays(payload: memoryview, like: Sequence[Any]) -> list[np.ndarray]:
-    """Return arrays that follow each other in a frame.
+    """Return the arrays that are concatenated in a frame.
 
     Args:
-        like: arrays of their shapes and types.
+        payload: the bytes of the arrays.
+        like: arrays with their shapes and dtypes.
 
     Raises:
-        ChannelError: the frame is of another size.
+        ChannelError: the frame has another size.
     """
+
     size = sum(array.nbytes for array in like)
     if len(payload) != size:
         raise ChannelError(f"a frame of {len(payload)} bytes; allowed: {size}")

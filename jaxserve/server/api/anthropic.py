@@ -33,26 +33,10 @@ from jaxserve.server.schema.anthropic import (
 from jaxserve.server.schema.arguments import read_object
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.schema.openai import ChatRequest, PromptTokensDetails
-from jaxserve.server.schema.sampling import (
-    NO_FUNCTIONS,
-    NO_GUIDED_FIELDS,
-    NO_SUFFIX,
-    NO_TEMPLATE_FIELDS,
-)
 from jaxserve.server.tool_calls.pieces import Call, CallPart, Message, Piece, Thought
 from jaxserve.settings.checks import exact_int
+from jaxserve.settings.compat import endpoint_fields
 
-# Fields of these endpoints alone that are not supported, with their neutral values.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    **NO_TEMPLATE_FIELDS,
-    **NO_GUIDED_FIELDS,
-    **NO_FUNCTIONS,
-    **NO_SUFFIX,
-    "response_format": (None, {"type": "text"}),  # `output_config.format` here
-    "structured_outputs": (None,),
-    "mcp_servers": (None, []),
-    "container": (None,),
-}
 # A conversation that tells whether a template takes system messages behind the first.
 _PROBE = [{"role": role, "content": "a"} for role in ("system", "user", "system", "user")]
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
@@ -72,7 +56,7 @@ async def messages(http_request: Request) -> Response:
         ApiError, InvalidRequest, Overloaded: see `EndpointRequest.parse` and `prepare`.
     """
     request = renaming_request(http_request)
-    body = request.parse(MessagesRequest, UNSUPPORTED)
+    body = request.parse(MessagesRequest, endpoint_fields("messages"))
     chat = await template_chat(request, body)
     formatter = MessagesFormatter(body.context_management is not None)
     generation = await prepare(request, chat)
@@ -128,7 +112,7 @@ async def count_tokens(http_request: Request) -> Response:
         InvalidRequest: naming the field.
     """
     request = renaming_request(http_request)
-    body = request.parse(CountRequest, UNSUPPORTED)
+    body = request.parse(CountRequest, endpoint_fields("messages"))
     chat = await template_chat(request, body)
     model = request.find_model(chat.model)
     counted = CountResponse(len(await template_ids(chat, model)))

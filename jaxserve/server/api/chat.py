@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence as Listing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,7 +13,6 @@ from starlette.responses import Response
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import SamplingParams
-from jaxserve.server.api.beam_generation import BeamGeneration, beam_params
 from jaxserve.server.api.chat_calls import ChatCalls
 from jaxserve.server.api.conversations import as_template_messages, render, template_options
 from jaxserve.server.api.endpoint_request import EndpointRequest
@@ -27,7 +25,6 @@ from jaxserve.server.schema.openai import (
     ChatChoice,
     ChatChunk,
     ChatDelta,
-    ChatMessage,
     ChatRequest,
     ChatResponse,
     ChunkChoice,
@@ -36,7 +33,6 @@ from jaxserve.server.schema.openai import (
 )
 from jaxserve.server.schema.sampling import (
     GUIDED,
-    NO_SUFFIX,
     check_sizes,
     check_stream,
     form_field,
@@ -46,6 +42,7 @@ from jaxserve.server.schema.sampling import (
 )
 from jaxserve.server.served.models import ServedModel
 from jaxserve.server.tool_calls.tools import ToolUse, tool_use
+from jaxserve.settings.compat import endpoint_fields
 from jaxserve.structured import StructuredOutputsParams
 
 
@@ -57,17 +54,8 @@ def _wanted_logprobs(body: ChatRequest) -> int | None:
     return body.top_logprobs or 0
 
 
-async def prepare(
-    request: EndpointRequest,
-    body: ChatRequest,
-    conversations: Listing[list[ChatMessage]] | None = None,
-) -> Generation:
+async def prepare(request: EndpointRequest, body: ChatRequest) -> Generation:
     """Do all that comes before the first token: check, count and render.
-
-    Args:
-        request: the request.
-        body: its body.
-        conversations: to answer instead of the body's own.
 
     Raises:
         ApiError: there is no such model, or the server is stopping.
@@ -86,25 +74,15 @@ async def prepare(
     tools = await asyncio.to_thread(use) if body.tools else use()
     sampling = chat_sampling(body, model, wanted, tools)
     if tools is not None and tools.grammar is not None:
-        if body.use_beam_search:
-            raise InvalidRequest("tools are not supported with use_beam_search", "tools")
         request.renamed["structured_outputs"] = "tools"
-    beams = beam_params(body, sampling, model.limits.max_model_len)
-    request.renamed["beam_width"] = "n"
-    if conversations is None:
-        conversations = [body.messages]
-    request.admit(model, len(conversations) * sampling.n)
-    engine_requests, formats = [], []
+    request.admit(model, sampling.n)
     options = await template_options(body, model)
     if tools is not None:
         options["tools"] = tools.described
-    for conversation in conversations:
-        prompt = await render(model, conversation, body, options)
-        marks = dialect.marks(prompt, tools, sampling.structured_outputs is not None)
-        engine_requests.append(await request.engine_request(model, prompt, sampling, body, marks))
-        formats.append(dialect.answer_format(prompt, tools, body.include_reasoning is not False))
-    if beams is not None:
-        return BeamGeneration(model, engine_requests, beams, formats)
+    prompt = await render(model, body.messages, body, options)
+    marks = dialect.marks(prompt, tools, sampling.structured_outputs is not None)
+    engine_requests = [await request.engine_request(model, prompt, sampling, body, marks)]
+    formats = [dialect.answer_format(prompt, tools, body.include_reasoning is not False)]
     return Generation(model, engine_requests, formats)
 
 
@@ -145,33 +123,18 @@ async def chat_completions(http_request: Request) -> Response:
     """
     request = EndpointRequest(http_request)
     request.renamed |= {"prompt": "messages", "logprobs": "top_logprobs"}
-    body = request.parse(ChatRequest, NO_SUFFIX)
+    body = request.parse(ChatRequest, endpoint_fields("chat"))
     if body.functions:
         request.renamed |= {"tools": "functions", "tool_choice": "function_call"}
     chat = as_tools(body)
     if body.echo and body.prompt_logprobs is None and body.logprobs and not body.stream:
         chat.prompt_logprobs = body.top_logprobs or 0
         request.renamed["prompt_logprobs"] = "echo"
-    return await answer_chats(http_request, request, chat, [chat.messages])
-
-
-async def answer_chats(
-    http_request: Request,
-    request: EndpointRequest,
-    chat: ChatRequest,
-    conversations: Listing[list[ChatMessage]],
-) -> Response:
-    """Answer conversations under the settings of one request.
-
-    Raises:
-        ApiError, InvalidRequest, Overloaded: see `prepare`.
-    """
-    generation = await prepare(request, chat, conversations)
-    role = request.config.response_role
-    echoes = [echo_of(chat, messages, role) for messages in conversations]
+    generation = await prepare(request, chat)
+    echo = echo_of(chat, request.config.response_role)
     tokenizer = generation.model.llm.get_tokenizer()
     answer_id = request.answer_id("chatcmpl", chat.request_id)
-    formatter = ChatFormatter(chat, tokenizer, answer_id, echoes)
+    formatter = ChatFormatter(chat, tokenizer, answer_id, echo)
     return await respond(http_request, generation, formatter, bool(chat.stream))
 
 
@@ -183,16 +146,17 @@ class Echo:
     text: str = ""
 
 
-def echo_of(body: ChatRequest, messages: list[ChatMessage], role: str) -> Echo:
-    """Return what vLLM's rules say: answers repeat the last message if it has their role.
+def echo_of(body: ChatRequest, role: str) -> Echo:
+    """Return the role of a request's answers, and the text that they repeat with `echo`.
+
+    By vLLM's rules, answers repeat the last message if it has their role.
 
     Args:
         body: the request.
-        messages: the conversation.
-        role: of answers that begin a message.
+        role: role of answers that begin a message.
     """
     begins = body.add_generation_prompt is not False and not body.continue_final_message
-    last = messages[-1]
+    last = body.messages[-1]
     role = role if begins else last.role
     if not body.echo or last.role != role:
         return Echo(role)
@@ -206,17 +170,15 @@ class ChatFormatter:
         body: the request.
         tokenizer: spells tokens.
         answer_id: of the answer.
-        echoes: one for each conversation.
+        echo: role of the answers, and the text before them.
     """
 
-    def __init__(
-        self, body: ChatRequest, tokenizer: Any, answer_id: str, echoes: Listing[Echo]
-    ) -> None:
+    def __init__(self, body: ChatRequest, tokenizer: Any, answer_id: str, echo: Echo) -> None:
         self._body = body
         self._tokenizer = tokenizer
         self._texts = TokenTexts(tokenizer, bool(body.return_tokens_as_token_ids))
         self._id = answer_id
-        self._echoes = echoes
+        self._echo = echo
         self._ids = bool(body.return_token_ids)
         self._is_older = bool(body.functions)
         self._calls = ChatCalls(body.tools or [])
@@ -235,7 +197,7 @@ class ChatFormatter:
             [self._choice(generation, choice) for choice in generation.choices],
             generation.usage(),
         )
-        if self._ids and len(self._echoes) == 1:
+        if self._ids:
             response.prompt_token_ids = generation.choices[0].prompt_token_ids
         if self._body.return_prompt_text:
             response.prompt_text = self._prompt_text(generation)
@@ -259,10 +221,9 @@ class ChatFormatter:
 
     def _choice(self, generation: Generation, drawn: Choice) -> ChatChoice:
         reason, answer = generation.finish_reason(drawn), self._calls.answer(drawn.message)
-        echo = self._echoes[drawn.prompt]
-        answer.role = echo.role
-        if echo.text:
-            answer.content = echo.text + (answer.content or "")
+        answer.role = self._echo.role
+        if self._echo.text:
+            answer.content = self._echo.text + (answer.content or "")
         if self._is_older and answer.tool_calls:
             call = drawn.message.calls[0]
             answer.function_call = FunctionCall(name=call.name, arguments=call.arguments)
@@ -287,15 +248,14 @@ class ChatFormatter:
         chunks = []
         self._sent = [0] * len(generation.choices)
         for choice in generation.choices:
-            echo = self._echoes[choice.prompt]
-            delta = ChatDelta(echo.role, "")
+            delta = ChatDelta(self._echo.role, "")
             chunk = self._chunk(generation, [ChunkChoice(choice.index, delta)])
             chunk.prompt_token_ids = choice.prompt_token_ids if self._ids else None
             if self._body.return_prompt_text:
                 chunk.prompt_text = self._prompt_text(generation)
             chunks.append(event(chunk))
-            if echo.text:
-                repeated = ChunkChoice(choice.index, ChatDelta(content=echo.text))
+            if self._echo.text:
+                repeated = ChunkChoice(choice.index, ChatDelta(content=self._echo.text))
                 chunks.append(event(self._chunk(generation, [repeated])))
         return b"".join(chunks)
 

@@ -13,7 +13,6 @@ from jaxserve.engine.prompts import truncated
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import Request as EngineRequest
 from jaxserve.request import SamplingParams
-from jaxserve.server.api.beam_generation import BeamGeneration, beam_params
 from jaxserve.server.api.endpoint_request import EndpointRequest
 from jaxserve.server.api.generation import Choice, Generation, Part
 from jaxserve.server.api.streaming import DONE, event, respond
@@ -28,8 +27,6 @@ from jaxserve.server.schema.openai import (
     Usage,
 )
 from jaxserve.server.schema.sampling import (
-    NO_FUNCTIONS,
-    NO_TEMPLATE_FIELDS,
     check_sizes,
     check_stream,
     form_field,
@@ -38,17 +35,10 @@ from jaxserve.server.schema.sampling import (
     with_ends,
 )
 from jaxserve.server.served.models import ServedModel
+from jaxserve.settings.compat import endpoint_fields
 from jaxserve.text.infill import end_tokens, infill_prompt
 
 DEFAULT_MAX_TOKENS = 16
-# Fields that only conversations have, with their neutral values.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    **NO_TEMPLATE_FIELDS,
-    **NO_FUNCTIONS,
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
-    "thinking_token_budget": (None, -1),
-}
 
 
 def as_prompts(prompt: str | list) -> list[str | list[int]]:
@@ -78,7 +68,7 @@ async def completions(http_request: Request) -> Response:
         Overloaded: the queue is full.
     """
     request = EndpointRequest(http_request)
-    body = request.parse(CompletionRequest, UNSUPPORTED)
+    body = request.parse(CompletionRequest, endpoint_fields("completions"))
     generation, texts = await prepare_completions(request, body)
     answer_id = request.answer_id("cmpl", body.request_id)
     sampling, tokenizer = generation.requests[0].sampling, generation.model.llm.get_tokenizer()
@@ -103,7 +93,7 @@ async def prepare_completions(
     Raises: as `completions`.
     """
     check_stream(body)
-    request.renamed |= {"structured_outputs": form_field(body), "beam_width": "n"}
+    request.renamed["structured_outputs"] = form_field(body)
     model = request.find_model(body.model)
     prompts = as_prompts(body.prompt)
     wanted = most_tokens(body, request.renamed)
@@ -116,9 +106,6 @@ async def prepare_completions(
         width = wider(body.logprobs, width)
     check_sizes(body, model.limits.vocab_size)
     sampling = sampling_params(body, model.default_sampling, wanted, body.logprobs, width)
-    beams = beam_params(body, sampling, model.limits.max_model_len)
-    if beams is not None and body.echo and body.logprobs is not None:
-        raise InvalidRequest("echo with logprobs is not supported with use_beam_search", "echo")
     if sampling.logprob_token_ids and is_echo_only(body):
         name = "logprob_token_ids"
         raise InvalidRequest(f"{name} needs tokens to score: max_tokens is 0", name)
@@ -136,13 +123,11 @@ async def prepare_completions(
         kept = truncated(ids, body.truncate_prompt_tokens, longest, body.truncation_side)
         whole = prompt if len(kept) == len(ids) else kept
         own = sampling
-        if scores_whole and beams is None and is_echo_only(body) and fills_context(model, kept):
+        if scores_whole and is_echo_only(body) and fills_context(model, kept):
             filling[len(made)] = kept
             own, kept = draw_last(kept, sampling), kept[:-1]
         made.append(await request.engine_request(model, kept, own, body))
         texts.append(_text(model, whole, sampling.skip_special_tokens) if body.echo else "")
-    if beams is not None:
-        return BeamGeneration(model, made, beams), texts
     if filling:
         return WholeContextGeneration(model, made, filling), texts
     return Generation(model, made), texts

@@ -18,11 +18,10 @@ from jaxserve.request import SamplingParams
 from jaxserve.server.schema.decode import parse_json, to_schema, without_half_pairs
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.schema.openai import Sampling, StreamOptions
-from jaxserve.server.schema.unserved_fields import check_fields
 from jaxserve.server.served.models import Models, ServedModel
 from jaxserve.server.served.notices import Notices
 from jaxserve.server.settings import ServerConfig
-from jaxserve.settings.unserved import refuse_unsupported
+from jaxserve.settings.compat import check_fields, refuse_unsupported
 from jaxserve.text.thinking import ThinkingMarks
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -81,8 +80,7 @@ class EndpointRequest:
 
         Args:
             schema: a Struct.
-            unsupported: fields of this endpoint alone that are not supported, each with its
-                neutral values; see `schema.unserved_fields` for those of all endpoints.
+            unsupported: fields that only other endpoints serve; see `compat.endpoint_fields`.
             prepare: changes the decoded body before its types are checked.
 
         Raises:

@@ -14,7 +14,6 @@ import msgspec
 
 from jaxserve.engine.delta import Delta
 from jaxserve.engine.metrics import SequenceTimes
-from jaxserve.engine.stream import Stream
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import FinishReason, Request
 from jaxserve.scheduling.logprobs import TokenLogprobs
@@ -154,7 +153,7 @@ class Generation:
         self._admission.check(self._live, sum(self._unstarted.values()))
         self._opened = time.monotonic()
         self._last: dict[int, float] = {}  # arrival of each choice's newest tokens
-        self._stream = self._open_stream()
+        self._stream = self.model.llm.open(self.requests, config.max_unread_tokens)
         self._stream.on_pause = self._pause
         self.model.active.add(self)
         self._admission.num_live += self._live
@@ -164,21 +163,6 @@ class Generation:
             loop.call_later(config.request_timeout, self._expire),
         ]
         return self
-
-    def _open_stream(self) -> Stream:
-        return self.model.llm.open(self.requests, self.model.config.max_unread_tokens)
-
-    def _start_all(self) -> None:
-        """Note that what waits beside the engine's own queue has started."""
-        self._admission.num_prompt_tokens -= sum(self._unstarted.values())
-        self._unstarted = {}
-
-    def _end(self, choice: Choice, reason: str) -> None:
-        """Note the end of a choice that no delta brought."""
-        choice.finish_reason = reason
-        self._metrics.ended(reason, 1)
-        self._live -= 1
-        self._admission.num_live -= 1
 
     def __exit__(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -15,30 +14,14 @@ from jaxserve.server.api.streaming import event, respond
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.schema.openai import Sampling
 from jaxserve.server.schema.sampling import (
-    NO_FUNCTIONS,
-    NO_SUFFIX,
-    NO_TEMPLATE_FIELDS,
     check_sizes,
     form_field,
     most_tokens,
     sampling_params,
     with_ends,
 )
+from jaxserve.settings.compat import endpoint_fields
 from jaxserve.text.infill import end_tokens, infill_prompt
-
-# Fields of this endpoint alone that are not supported, with their neutral values.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    **NO_TEMPLATE_FIELDS,
-    **NO_FUNCTIONS,
-    **NO_SUFFIX,
-    "n": (None, 1),
-    "echo": (None, False),
-    "prompt_logprobs": (None,),
-    "stream_options": (None,),
-    "use_beam_search": (None, False),
-    "length_penalty": (None, 1, 1.0),
-    "truncate_prompt_tokens": (None, -1),
-}
 
 
 class File(msgspec.Struct, kw_only=True):
@@ -75,7 +58,7 @@ async def infill(http_request: Request) -> Response:
     Raises: as `completions.completions`.
     """
     request = EndpointRequest(http_request)
-    body = request.parse(InfillRequest, UNSUPPORTED)
+    body = request.parse(InfillRequest, endpoint_fields("infill"))
     request.renamed |= {"prompt": "input_prefix", "suffix": "input_suffix"}
     request.renamed["structured_outputs"] = form_field(body)
     model = request.find_model(body.model)

@@ -1,4 +1,4 @@
-"""Endpoints that describe the server: liveness, readiness, load, models, settings and version."""
+"""Endpoints about the server: liveness, readiness, load, models, settings, version and cache."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import jaxserve
-from jaxserve.engine.environment import collect_environment
 from jaxserve.server.api.endpoint_request import check_operator
+from jaxserve.server.api.query import Query
 from jaxserve.server.api.streaming import json_response
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.served.models import Models, ServedModel
 from jaxserve.settings.config import own_variables
+from jaxserve.settings.installation import collect_environment
 
 _SECRET = re.compile(r"api_key|secret|password|hf_token")
 # vLLM's groups of settings, by the names that we have too.
@@ -241,3 +242,20 @@ def _card(model: ServedModel, name: str) -> ModelCard:
     card = ModelCard(name, model.created, model.limits.max_model_len, model.name)
     card.chat_sampling = sampling
     return card
+
+
+async def reset_prefix_cache(request: Request) -> Response:
+    """Empty the prefix caches of all models.
+
+    Raises:
+        ApiError: 404, the path is not open; see `check_operator`.
+        InvalidRequest: a query parameter is not a flag.
+    """
+    check_operator(request)
+    query, models = Query(request), request.app.state.served.models
+    flags = {
+        "reset_running_requests": query.flag("reset_running_requests"),
+        "reset_connector": query.flag("reset_external"),
+    }
+    resets = [model.llm.reset_prefix_cache(**flags) for model in models.all]
+    return json_response({"success": all(await asyncio.gather(*resets))})

@@ -50,7 +50,6 @@ from jaxserve.server.schema.files import (
 )
 from jaxserve.server.schema.generate import GenerateRequest, GenerateResponse
 from jaxserve.server.schema.openai import (
-    BatchChatRequest,
     ChatRequest,
     ChatResponse,
     CompletionRequest,
@@ -70,7 +69,6 @@ _CONVERSATION = "/v1/conversations/{conversation_id}"
 POSTS: dict[str, tuple[type, Any]] = {
     "/v1/completions": (CompletionRequest, CompletionResponse),
     "/v1/chat/completions": (ChatRequest, ChatResponse),
-    "/v1/chat/completions/batch": (BatchChatRequest, ChatResponse),
     "/v1/responses": (ResponsesRequest, ResponsesResponse),
     "/v1/responses/input_tokens": (CountInputRequest, InputTokens),
     "/v1/conversations": (ConversationRequest, ConversationObject),
@@ -135,10 +133,6 @@ _FORM: dict[str, Any] = {
     "required": ["purpose", "file"],
     "properties": {"purpose": {"enum": ["batch"]}, "file": {"type": "string", "format": "binary"}},
 }
-# Ends of paths that answer at once whatever `stream` says.
-_WHOLE = ("/batch", "/render")
-# What POST /invocations stands for.
-_INVOKED = ("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch")
 _REFUSALS = {
     "400": "A field is wrong; `param` names it.",
     "401": "No valid API key.",
@@ -168,15 +162,10 @@ def document() -> dict[str, Any]:
     paths: dict[str, Any] = {}
     for path, (requested, answered) in POSTS.items():
         good = {"200": _answer("The answer.", by_type[answered])}
-        if hasattr(requested, "stream") and not path.endswith(_WHOLE):
+        if hasattr(requested, "stream") and not path.endswith("/render"):
             # A schema could only be that of each event.
             good["200"]["content"]["text/event-stream"] = {}
         paths[path] = {"post": _post(path, by_type[requested], good | refusals)}
-    ways = [POSTS[path] for path in _INVOKED]
-    asked, answers = ([by_type[kind] for kind in kinds] for kinds in zip(*ways, strict=True))
-    good = {"200": _answer("The answer.", {"anyOf": answers})}
-    good["200"]["content"]["text/event-stream"] = {}
-    paths["/invocations"] = {"post": _post("/invocations", {"anyOf": asked}, good | refusals)}
     for path, answered in GETS.items():
         good: dict[str, Any] = {"description": "Metrics.", "content": {"text/plain": {}}}
         if answered is not None:

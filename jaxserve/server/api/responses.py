@@ -39,25 +39,9 @@ from jaxserve.server.schema.responses import (
     conversation_id,
     items_of,
 )
-from jaxserve.server.schema.sampling import (
-    NO_BOUND,
-    NO_FUNCTIONS,
-    NO_GUIDED_FIELDS,
-    NO_SUFFIX,
-    NO_TEMPLATE_FIELDS,
-)
+from jaxserve.server.schema.sampling import NO_BOUND
+from jaxserve.settings.compat import endpoint_fields
 
-# Fields of this endpoint alone that are not supported, with their neutral values.
-UNSUPPORTED = {
-    **NO_TEMPLATE_FIELDS,
-    **NO_GUIDED_FIELDS,
-    **NO_FUNCTIONS,
-    **NO_SUFFIX,
-    "prompt": (None,),
-    "response_format": (None, {"type": "text"}),  # `text.format` here
-    "previous_input_messages": (None, []),
-    "context_management": (None, []),
-}
 # Statuses of responses that can be continued.
 _ENDED = ("completed", "incomplete")
 REFERENCE = "item_reference"
@@ -205,7 +189,7 @@ async def responses(http_request: Request) -> Response:
         ApiError, InvalidRequest, Overloaded: see `EndpointRequest.parse`, `_Input`, `prepare`.
     """
     request, store = _request(http_request), _store(http_request)
-    body = request.parse(ResponsesRequest, UNSUPPORTED, strip_hosted)
+    body = request.parse(ResponsesRequest, endpoint_fields("responses"), strip_hosted)
     # The engine's and the chat's, while the request's own are refused above.
     request.renamed |= {"prompt": "input", "response_format": "text"}
     if body.structured_outputs is None and body.json_schema is None:
@@ -357,7 +341,7 @@ async def count_input_tokens(http_request: Request) -> Response:
         ApiError, InvalidRequest: see `EndpointRequest.parse` and `_Input`.
     """
     request = _request(http_request)
-    body = request.parse(CountInputRequest, UNSUPPORTED, strip_hosted)
+    body = request.parse(CountInputRequest, endpoint_fields("responses"), strip_hosted)
     request.renamed |= {"prompt": "input", "response_format": "text"}
     given = _input(http_request, request, body)
     whole = ResponsesRequest(**msgspec.structs.asdict(body))

@@ -30,19 +30,14 @@ from jaxserve.server.schema.generate import (
 from jaxserve.server.schema.logprobs import ChatLogprobs, TokenTexts, rows
 from jaxserve.server.schema.openai import ChatRequest, CompletionRequest
 from jaxserve.server.schema.sampling import (
-    NO_SUFFIX,
     check_sizes,
     form_field,
     most_tokens,
     sampling_params,
 )
 from jaxserve.settings.checks import exact_int
-from jaxserve.settings.unserved import refuse_unsupported
+from jaxserve.settings.compat import endpoint_fields, refuse_unsupported
 
-# Fields that are not supported, with their neutral values: only text is served.
-MEDIA: dict[str, tuple[Any, ...]] = {"features": (None,), "content_parts": (None, [])}
-# Fields of completions that token ids have no use for, with their neutral values.
-_NOT_HERE: dict[str, tuple[Any, ...]] = {"use_beam_search": (None, False), "echo": (None, False)}
 _SAMPLING = {field.name for field in fields(SamplingParams)}
 
 
@@ -52,7 +47,7 @@ async def render_completions(http_request: Request) -> Response:
     Raises: as `completions.completions`.
     """
     request = EndpointRequest(http_request)
-    body = request.parse(CompletionRequest, completions.UNSUPPORTED)
+    body = request.parse(CompletionRequest, endpoint_fields("completions"))
     generation, _ = await completions.prepare_completions(request, body, scores_whole=False)
     name = request.answer_id("cmpl", body.request_id)
     prepared = generation.requests
@@ -68,7 +63,7 @@ async def render_chat(http_request: Request) -> Response:
     """
     request = EndpointRequest(http_request)
     request.renamed |= {"prompt": "messages", "logprobs": "top_logprobs"}
-    body = request.parse(ChatRequest, NO_SUFFIX)
+    body = request.parse(ChatRequest, endpoint_fields("chat"))
     return await _render(request, as_tools(body), body.request_id)
 
 
@@ -78,7 +73,7 @@ async def render_messages(http_request: Request) -> Response:
     Raises: as `anthropic.messages`.
     """
     request = anthropic.renaming_request(http_request)
-    body = request.parse(MessagesRequest, anthropic.UNSUPPORTED)
+    body = request.parse(MessagesRequest, endpoint_fields("messages"))
     return await _render(request, await anthropic.template_chat(request, body), None)
 
 
@@ -99,11 +94,11 @@ async def generate(http_request: Request) -> Response:
         Overloaded: the queue is full.
     """
     request = EndpointRequest(http_request)
-    body = request.parse(GenerateRequest, MEDIA)
+    body = request.parse(GenerateRequest, endpoint_fields("generate"))
     request.renamed["prompt"] = "token_ids"
     model = request.find_model(body.model)
     own = body.sampling_params
-    refuse_unsupported(own, _NOT_HERE, " by this server")
+    refuse_unsupported(own, endpoint_fields("sampling_params"), " by this server")
     names = {*CompletionRequest.__struct_encode_fields__, *_SAMPLING}
     request.check_fields(own, names, "sampling_params")
     inner = {name: own[name] for name in own.keys() - {"prompt", "model", "stream", "suffix"}}

@@ -1,9 +1,8 @@
-"""The application: routes, and what is shared between them."""
+"""The ASGI application: its routes, its middleware, and the state that endpoints share."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -11,12 +10,11 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute, Match, Route
+from starlette.types import Receive, Scope, Send
 
 from jaxserve.server.api.anthropic import count_tokens, messages
-from jaxserve.server.api.batch_chat import batch_chat_completions
-from jaxserve.server.api.behind import BatchService
-from jaxserve.server.api.cache import reset_prefix_cache
+from jaxserve.server.api.batch_service import BatchService, InnerClient
 from jaxserve.server.api.chat import chat_completions
 from jaxserve.server.api.completions import completions
 from jaxserve.server.api.files import (
@@ -38,11 +36,10 @@ from jaxserve.server.api.info import (
     load,
     model_info,
     ready,
+    reset_prefix_cache,
     server_info,
     version,
 )
-from jaxserve.server.api.inner import InnerClient
-from jaxserve.server.api.invocations import invocations
 from jaxserve.server.api.kept_conversations import (
     add_items,
     create_conversation,
@@ -63,7 +60,7 @@ from jaxserve.server.api.responses import (
     list_input_items,
     responses,
 )
-from jaxserve.server.api.streaming import error_response
+from jaxserve.server.api.streaming import error_response, json_response
 from jaxserve.server.api.token_io import (
     generate,
     render_chat,
@@ -71,8 +68,6 @@ from jaxserve.server.api.token_io import (
     render_messages,
 )
 from jaxserve.server.api.tokens import detokenize, tokenize, tokenizer_info
-from jaxserve.server.api.unserved_routes import UnservedRoutes, is_unserved
-from jaxserve.server.http.early_refusals import EarlyRefusals
 from jaxserve.server.http.guard import FILES, Guard
 from jaxserve.server.http.head_checks import HeadChecks
 from jaxserve.server.kept.batches import Batches
@@ -80,17 +75,18 @@ from jaxserve.server.kept.conversation_store import ConversationStore
 from jaxserve.server.kept.files import FileStore
 from jaxserve.server.kept.response_store import ResponseStore
 from jaxserve.server.schema.errors import ApiError
-from jaxserve.server.served.admission import Admission, Lifecycle, Place
-from jaxserve.server.served.models import NO_LIMIT, Models
+from jaxserve.server.served.admission import Lifecycle
+from jaxserve.server.served.models import Models
 from jaxserve.server.served.notices import Notices
 from jaxserve.server.settings import ServerConfig
+from jaxserve.settings.compat import UnservedRoute, unserved_routes
 
-# Paths whose requests make an engine draw tokens.
+# Paths whose requests generate tokens.
 _DRAWING = frozenset(
-    "/v1/completions /v1/chat/completions /v1/chat/completions/batch /v1/responses "
-    "/v1/messages /infill /invocations /inference/v1/generate".split()
+    "/v1/completions /v1/chat/completions /v1/responses /v1/messages /infill "
+    "/inference/v1/generate".split()
 )
-# Other names of endpoints, as llama.cpp's server has them, and routers call them.
+# Other names of endpoints, which llama.cpp's server has or routers request.
 _ALIASES = {
     "/completions": "/v1/completions",
     "/chat/completions": "/v1/chat/completions",
@@ -105,10 +101,9 @@ _ALIASES = {
 
 
 def routes() -> list[BaseRoute]:
-    own = [
+    api = [
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),
-        Route("/v1/chat/completions/batch", batch_chat_completions, methods=["POST"]),
         Route("/v1/responses", responses, methods=["POST"]),
         Route("/v1/responses/input_tokens", count_input_tokens, methods=["POST"]),
         Route("/v1/responses/{response_id}", get_response, methods=["GET"]),
@@ -145,7 +140,6 @@ def routes() -> list[BaseRoute]:
         Route("/v1/messages/render", render_messages, methods=["POST"]),
         Route("/tokenizer_info", tokenizer_info, methods=["GET"]),
         Route("/infill", infill, methods=["POST"]),
-        Route("/invocations", invocations, methods=["POST"]),
         Route("/v1/models", list_models, methods=["GET"]),
         Route("/v1/models/{model:path}", get_model, methods=["GET"]),
         Route("/health", health, methods=["GET"]),
@@ -157,34 +151,71 @@ def routes() -> list[BaseRoute]:
         Route("/metrics", metrics, methods=["GET"]),
         Route("/openapi.json", openapi, methods=["GET"]),
     ]
-    named = {route.path: route for route in own}
+    named = {route.path: route for route in api}
     aliases = [
         Route(path, named[other].endpoint, methods=list(named[other].methods or ()))
         for path, other in _ALIASES.items()
     ]
-    return [*own, *aliases, Route("/ping", health, methods=["POST"])]
+    return [*api, *aliases, Route("/ping", health, methods=["POST"])]
 
 
 def _reads_no_body(path: str) -> bool:
-    """Return whether the kind of a path's body does not matter."""
     bodiless = ("/ping", "/reset_prefix_cache")
-    return path in bodiless or path.endswith("/cancel") or is_unserved(path)
+    return (
+        path in bodiless
+        or path.endswith("/cancel")
+        or any(route.matches(path) for route in unserved_routes())
+    )
+
+
+class UnservedRoutes(BaseRoute):
+    """The routes of other servers as one route, tried after the served ones."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        """Return the first route that has the path and the method, or else the path."""
+        partial: tuple[Match, Scope] = Match.NONE, {}
+        for route in unserved_routes():
+            if scope["type"] != "http" or not route.matches(scope["path"]):
+                continue
+            scope_of_route = {"jaxserve.route": route}
+            if scope["method"] in _methods(route):
+                return Match.FULL, scope_of_route
+            if partial[0] is Match.NONE:
+                partial = Match.PARTIAL, scope_of_route
+        return partial
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer with a suggestion, in the form of the API of the route."""
+        route: UnservedRoute = scope["jaxserve.route"]
+        if scope["method"] not in _methods(route):
+            raise HTTPException(405, headers={"Allow": ", ".join(_methods(route))})
+        status = "not served" if route.instead.startswith("yet: ") else "not served:"
+        message = f"{route.path.replace(':path}', '}')} is {status} {route.instead}"
+        if route.api == "ollama":
+            response = json_response({"error": message}, 404)
+        elif route.api == "llama":
+            error = {"code": 404, "message": message, "type": "not_supported_error"}
+            response = json_response({"error": error}, 404)
+        else:  # a status of 500 or more would make OpenAI's client try again
+            response = error_response(ApiError(404, message, code="not_supported"))
+        await response(scope, receive, send)
+
+
+def _methods(route: UnservedRoute) -> list[str]:
+    return [*route.methods, "HEAD"] if "GET" in route.methods else route.methods
 
 
 class App:
-    """The ASGI application and what its endpoints share.
+    """The ASGI application, and the state that its endpoints share.
 
     An endpoint finds this object as `request.app.state.served`.
 
     Args:
-        models: what is served.
-        config: the limits.
-        more_routes: of pages and the like.
-        open_paths: paths that need no API key.
-        files: of clients; None where the server keeps none.
-
-    Attributes:
-        early_refusals: refuses requests that connections have not parsed yet.
+        models: the served models.
+        config: the server's settings.
+        more_routes: routes besides the API's, such as pages.
+        open_paths: paths that need no API key, besides the paths of the health checks.
+        files: the store of uploaded files, or None if the server has no folder for files.
     """
 
     def __init__(
@@ -206,15 +237,6 @@ class App:
         )
         self.responses, self.conversations = ResponseStore(*bounds), ConversationStore(*bounds)
         checks = HeadChecks(config, open_paths)
-        drawing = [*_DRAWING, *(alias for alias, path in _ALIASES.items() if path in _DRAWING)]
-        self.early_refusals = EarlyRefusals(
-            config,
-            checks,
-            drawing,
-            self._count_free,
-            partial(self.check_room, is_new=True),
-            self._take_place,
-        )
         door = Middleware(
             Guard,
             config=config,
@@ -248,40 +270,25 @@ class App:
             client = InnerClient(self.asgi, config, is_behind=True)
             self.batches = Batches(files, BatchService(models, client))
 
-    def _counted(self) -> Admission | None:
-        """Return the queue where requests are refused for its sake before they are read."""
-        models = self.models.all
-        return models[0].admission if len(models) == 1 and not self.lifecycle.is_draining else None
+    def check_room(self, path: str) -> None:
+        """Refuse a request to a path that generates tokens if its queue is full.
 
-    def _count_free(self) -> int:
-        admission = self._counted()
-        return NO_LIMIT if admission is None else admission.num_free
-
-    def _take_place(self) -> Place | None:
-        admission = self._counted()
-        return None if admission is None else Place(admission)
-
-    def check_room(self, path: str, *, is_new: bool = False) -> None:
-        """Refuse requests that could not be admitted now, whatever their bodies.
-
-        Args:
-            path: of the request.
-            is_new: whether those that are being read come first.
+        With several models the queue depends on the body, and is checked after it is parsed.
 
         Raises:
             ApiError: 503, the server is stopping.
-            Overloaded: the queue of the only model is full. With several models the body names one.
+            Overloaded: the queue of the only model is full.
         """
         if _ALIASES.get(path, path) not in _DRAWING:
             return
         if self.lifecycle.is_draining:
             raise ApiError(503, "the server is stopping", code="shutting_down")
         if len(self.models.all) == 1:
-            self.models.all[0].admission.check(1, 1, is_new=is_new)
+            self.models.all[0].admission.check(1, 1)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Answer Starlette's own refusals (no such path, wrong method) with error objects."""
+    # Starlette's own refusals: an unknown path or a wrong method.
     assert isinstance(error, HTTPException)
     headers = dict(error.headers or {})
     if error.status_code == 405:

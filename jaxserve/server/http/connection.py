@@ -1,4 +1,4 @@
-"""Connection: uvicorn's h11 protocol, with the time limits and bounds that it lacks."""
+"""Connection: uvicorn's h11 protocol with further limits of time and size."""
 
 from __future__ import annotations
 
@@ -14,15 +14,13 @@ import h11
 import msgspec
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
-from jaxserve.server.http.early_refusals import EarlyRefusals
 from jaxserve.server.http.guard import FILES, FORM_BYTES
 from jaxserve.server.http.head_checks import MAX_HEADER_BYTES
-from jaxserve.server.http.refuser import Refuser
 from jaxserve.server.schema.errors import ApiError, too_many_connections
-from jaxserve.server.served.admission import Place
 from jaxserve.server.settings import ServerConfig
 
-# A body may come in pieces this small on average, if it is long: smaller ones cost more than work.
+# The least average size of the chunks of a body, after the first FREE_PIECES chunks. Parsing tiny
+# chunks would take more time than the request itself.
 MIN_PIECE_BYTES, FREE_PIECES = 16, 4096
 # Seconds that a connection beyond the limit has to send a request.
 CROWD_SECONDS = 1.0
@@ -30,13 +28,14 @@ _ABSOLUTE = re.compile(rb"https?://(?P<authority>[^/?#]*)(?P<path>[^#]*).*", re.
 
 
 class Parser(h11.Connection):
-    """h11's parser, which gives up early on bodies that will be too large or come in tiny chunks.
+    """h11's parser, which refuses bodies that are too large or come in tiny chunks.
 
-    Targets in absolute form become paths, with the authority in them as Host (RFC 9112, 3.2.2).
+    A target in absolute form is replaced by its path, and its authority becomes the Host header
+    (RFC 9112, 3.2.2).
 
     Args:
-        max_body_bytes: size of a body.
-        max_form_bytes: size of a form with a file.
+        max_body_bytes: largest size of a body.
+        max_form_bytes: largest size of a form with a file.
     """
 
     def __init__(self, max_body_bytes: int, max_form_bytes: int) -> None:
@@ -49,7 +48,8 @@ class Parser(h11.Connection):
         """Return h11's next event.
 
         Raises:
-            RemoteProtocolError: as h11 raises it; with status 413 where the body is too large.
+            RemoteProtocolError: the data is not valid HTTP/1.0 or 1.1. The status hint is 413 if
+                the body is too large.
         """
         event = super().next_event()
         if isinstance(event, h11.Data):
@@ -64,7 +64,7 @@ class Parser(h11.Connection):
             event = _with_path(event)
             is_form = event.method == b"POST" and event.target.endswith(FILES.encode())
             self._most_bytes = self._max_form_bytes if is_form else self._max_body_bytes
-        # Bytes of the open chunk that are still to come, which h11 holds in a private field.
+        # Bytes of the current chunk that have not arrived, in a private field of h11.
         announced = getattr(self._reader, "_bytes_in_chunk", 0)
         if self._bytes + announced > self._most_bytes:
             raise _too_large(f"The body is larger than {self._most_bytes} bytes.")
@@ -76,27 +76,27 @@ def _too_large(message: str) -> h11.RemoteProtocolError:
 
 
 def _with_path(request: h11.Request) -> h11.Request:
-    """Return the request with a path as its target; an absolute target replaces the Host header."""
-    found = _ABSOLUTE.fullmatch(request.target)
-    if found is None:
+    """Return the request with a target in absolute form split into a path and a Host header."""
+    target = _ABSOLUTE.fullmatch(request.target)
+    if target is None:
         return request
-    if not found["authority"]:
+    if not target["authority"]:
         raise h11.RemoteProtocolError("the target names no host")
-    path = found["path"] if found["path"].startswith(b"/") else b"/" + found["path"]
+    path = target["path"] if target["path"].startswith(b"/") else b"/" + target["path"]
     headers = [(name, value) for name, value in request.headers if name != b"host"]
     return h11.Request(
         method=request.method,
         target=path,
-        headers=[(b"host", found["authority"]), *headers],
+        headers=[(b"host", target["authority"]), *headers],
         http_version=request.http_version,
     )
 
 
 class Crowd:
-    """Connections beyond the limit, which may request /health and nothing else.
+    """The connections beyond the limit, which may request only the paths of the health checks.
 
     Args:
-        most: of them at once; a further one replaces the one that has waited longest.
+        most: largest number of them. A further one replaces the oldest, which is refused.
     """
 
     def __init__(self, most: int) -> None:
@@ -119,7 +119,7 @@ class Crowd:
 
 
 class _Pieces:
-    """Substitute for a transport, which collects the pieces of an answer until they are joined."""
+    """Substitute for a transport that collects the pieces of an answer in a list."""
 
     def __init__(self) -> None:
         self.pieces: list[bytes] = []
@@ -138,30 +138,16 @@ class _Pieces:
 class Connection(H11Protocol):
     """Connection of one client.
 
-    It is closed when the client sends no complete header in time, or reads nothing of what is
-    ready for it.
+    It is closed if the client does not send a complete header within `header_timeout`, or does not
+    read for `write_timeout` while data is ready for it.
 
     Args:
-        limits: the server's settings.
+        limits: the server's settings, with `max_connections` that fit the limit of open files.
         crowd: the connections beyond the limit.
-        refusals: of requests that need not be parsed.
-        received: bytes that were read from it already.
-        place: of the request that they begin with.
-        unsent: bytes of answers that are to be sent first.
         **named: see `H11Protocol`.
     """
 
-    def __init__(
-        self,
-        *,
-        limits: ServerConfig,
-        crowd: Crowd,
-        refusals: EarlyRefusals,
-        received: bytes = b"",
-        place: Place | None = None,
-        unsent: bytes = b"",
-        **named: Any,
-    ) -> None:
+    def __init__(self, *, limits: ServerConfig, crowd: Crowd, **named: Any) -> None:
         super().__init__(**named)
         form = 0 if limits.files_dir is None else limits.max_file_bytes + FORM_BYTES
         self.conn = Parser(limits.max_body_bytes, max(limits.max_body_bytes, form))
@@ -169,9 +155,6 @@ class Connection(H11Protocol):
         self._crowd = crowd
         self._header_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
-        self._refusals = refusals
-        self._refuser: Refuser | None = None
-        self._received, self._place, self._unsent = received, place, unsent
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -184,13 +167,9 @@ class Connection(H11Protocol):
         if connected is not None and connected.family in (socket.AF_INET, socket.AF_INET6):
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size)
         self._watch_header()
-        if self._unsent:
-            transport.write(self._unsent)
-        if self._received:
-            self.data_received(self._received)
 
     def refuse(self) -> None:
-        """End a connection of the crowd, with a refusal where no answer is on its way."""
+        """Close a connection of the crowd, with status 503 unless an answer is being sent."""
         self._stop("_header_timer")
         self._crowd.discard(self)
         if self.cycle is None or self.cycle.response_complete:
@@ -198,60 +177,18 @@ class Connection(H11Protocol):
         self.transport.close()
 
     def close_idle(self) -> None:
-        """Close where no request is being answered or sent."""
+        """Close the connection unless a request on it is being received or answered."""
         if self.cycle is None or self.cycle.response_complete:
             self.transport.close()
 
     def data_received(self, data: bytes) -> None:
-        is_next = self.conn.their_state is h11.IDLE
-        if is_next:
-            self._leave_place()  # taken again below, unless others have all of them
-        if self._refuser is not None or self._refusals.is_full():
-            data = self._refuse_early(data)
-            if not data:
-                return
-        if is_next:
-            self._place = self._refusals.reserve(data)
+        if self.conn.their_state is h11.IDLE:
             head = data.partition(b"\r\n\r\n")[0]
             if b"\r\n " in head or b"\r\n\t" in head:
                 self.send_400_response("A header is folded over several lines.")
                 return
         super().data_received(data)
         self._watch_header()
-
-    def _refuse_early(self, data: bytes) -> bytes:
-        """Refuse what can be refused of some bytes; return those that must go the usual way."""
-        if self._refuser is None:
-            self._refuser = Refuser(self._refusals, self._limits, self.loop)
-        return self._refuser.feed(self, data, self.server_state.default_headers)
-
-    def _leave_place(self) -> None:
-        if self._place is not None:
-            self._place.leave()
-
-    def can_answer(self) -> bool:
-        """Return whether nothing of another request, or of its answer, is still to come or go."""
-        parser, cycle = self.conn, self.cycle
-        return (
-            parser.their_state is h11.IDLE
-            and parser.our_state is h11.IDLE
-            and not parser.trailing_data[0]
-            and (cycle is None or cycle.response_complete)
-            and not self.flow.write_paused
-            and not self.transport.is_closing()
-            and self not in self._crowd
-        )
-
-    def send_early(self, answer: bytes) -> None:
-        """Send the refusal of a request that was not parsed."""
-        self.transport.write(answer)
-        self.server_state.total_requests += 1
-        self._unset_keepalive_if_required()
-        self._stop("_header_timer")
-
-    def end(self) -> None:
-        """Close behind the answers that were sent."""
-        self.transport.close()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -261,23 +198,23 @@ class Connection(H11Protocol):
         before = self.scope
         super().handle_events()
         scope = self.scope
-        if scope is not before and scope is not None and scope["http_version"] == "1.1":
+        if scope is before or scope is None:
+            return
+        if scope["http_version"] == "1.1":
             scope["jaxserve.write"] = self._write_event  # type: ignore[typeddict-unknown-key]
             scope["jaxserve.joined"] = self._joined  # type: ignore[typeddict-unknown-key]
-        if scope is not before and scope is not None:
-            scope["jaxserve.place"] = self._place  # type: ignore[typeddict-unknown-key]
-            if self in self._crowd:
-                scope["jaxserve.crowded"] = True  # type: ignore[typeddict-unknown-key]
+        if self in self._crowd:
+            scope["jaxserve.crowded"] = True  # type: ignore[typeddict-unknown-key]
 
     def _should_upgrade(self) -> bool:
-        """Refuse every protocol but HTTP/1, in which requests for another are answered."""
+        # Requests for another protocol are answered in HTTP/1.
         return False
 
     async def _write_event(self, data: bytes) -> bool:
-        """Send a piece of a chunked body past ASGI and h11, which cost more than it does.
+        """Write a chunk of a chunked body to the transport, without the cost of ASGI and h11.
 
         Returns:
-            False where that cannot be: the piece must go the usual way.
+            False if the answer's head has not been sent. The chunk then has to be sent by ASGI.
         """
         cycle = self.cycle
         if self.flow.write_paused and not cycle.disconnected:
@@ -291,7 +228,7 @@ class Connection(H11Protocol):
 
     @contextmanager
     def _joined(self) -> Iterator[None]:
-        """Join what is sent within to one piece, which goes out at the end as one packet."""
+        """Collect all data that is sent within this context, and write it at the end at once."""
         cycle, joined = self.cycle, _Pieces()
         cycle.transport = joined  # type: ignore[assignment]
         try:
@@ -304,16 +241,17 @@ class Connection(H11Protocol):
                 self.transport.close()
 
     def shutdown(self) -> None:
-        """Close now where no answer is on its way, else after the answer."""
+        """Close the connection after the answer that is being sent, or at once if it is idle."""
         if self.conn.our_state is h11.ERROR:
             self.transport.close()
         else:
             super().shutdown()
 
     def _watch_header(self) -> None:
-        """Limit the time until a header that has begun, or the first one, is complete.
+        """Start or stop the timer that aborts the connection after `header_timeout`.
 
-        The limit holds too for the rest of a body whose request was answered without it.
+        The timer runs until the first header, or a header that has begun, is complete, and while
+        the rest of a body is missing whose request was answered without it.
         """
         state, cycle = self.conn.their_state, self.cycle
         waiting = state is h11.IDLE and self.timeout_keep_alive_task is None
@@ -337,11 +275,8 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._crowd.discard(self)
-        self._leave_place()
         self._stop("_header_timer")
         self._stop("_write_timer")
-        if self._refuser is not None:
-            self._refuser.clear()
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
 
@@ -352,7 +287,7 @@ class Connection(H11Protocol):
             setattr(self, name, None)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer data that is not HTTP, and close."""
+        """Answer data that is not valid HTTP with an error, and close the connection."""
         reason = sys.exc_info()[1]
         status = getattr(reason, "error_status_hint", 400)
         if status == 431:
@@ -368,7 +303,7 @@ class Connection(H11Protocol):
 
 
 def _raw(error: ApiError, status: int) -> bytes:
-    """Return a whole response, for a client that the application cannot answer."""
+    # A whole response, for data that does not reach the application.
     body = msgspec.json.encode(error.body())
     phrase = STATUS_PHRASES[status]
     return (

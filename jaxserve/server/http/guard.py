@@ -1,6 +1,7 @@
-"""Guard: the middleware that every request passes before it is routed.
+"""Guard: the middleware that checks every request before it is routed.
 
-It bounds headers, body and the time for the body, and checks the key and the request's origin.
+It checks headers, API key and origin, refuses requests for which the queue has no room, and reads
+the body within its limits of size and time.
 """
 
 from __future__ import annotations
@@ -9,12 +10,11 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Any
 
-from starlette.responses import RedirectResponse
+from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxserve.errors import JaxserveError
+from jaxserve.errors import JaxserveError, Overloaded
 from jaxserve.server.api.streaming import ClientGone, error_response
 from jaxserve.server.http.head_checks import (
     OPEN_PATHS,
@@ -24,34 +24,36 @@ from jaxserve.server.http.head_checks import (
     id_of_request,
 )
 from jaxserve.server.schema.errors import ApiError, as_api_error, too_many_connections
-from jaxserve.server.served.admission import Lifecycle, Place
+from jaxserve.server.served.admission import Lifecycle
 from jaxserve.server.settings import ServerConfig
 
 _log = logging.getLogger(__name__)
-# A body up to this size is read even where the answer is a refusal, so that the connection stays.
+# A body up to this size is read before a refusal, so that the connection can stay open.
 SMALL_BODY_BYTES = 64 << 10
 LINGER_SECONDS = 0.5
-# The path whose endpoint reads its body itself, a form with a file.
+# The only path whose endpoint reads the body itself: a form with a file.
 FILES = "/v1/files"
-# Fields and boundaries of such a form, besides its file.
+# Bytes for the other fields and the boundaries of the form.
 FORM_BYTES = 64 << 10
 
 
 class Guard:
-    """ASGI middleware, which adds entries to the scope.
+    """ASGI middleware that checks requests and reads their bodies.
 
-    `jaxserve.body` is the whole body, `jaxserve.key` the API key (None where none is required).
-    `jaxserve.renamed` is that of `EndpointRequest`. `jaxserve.crowded` marks connections over the
-    limit. `jaxserve.place`, where there is one, is left once the body has been read.
+    It adds entries to the scope. `jaxserve.body` is the whole body. `jaxserve.key` is the digest of
+    the API key, or None if the server requires no key. `jaxserve.request_id` is the id of the
+    request, which every answer carries. For `jaxserve.renamed` see `EndpointRequest`. It reads
+    `jaxserve.crowded`, which marks connections over the limit.
 
     Args:
-        app: the application that it guards.
-        config: the limits.
-        checks: of the head.
-        lifecycle: while the server drains, answers end their connections.
-        check_room: raises where a request to a path could not be admitted now, whatever its body;
-            called before the body is parsed.
-        reads_no_body: whether a path's endpoint reads no body, so that its kind does not matter.
+        app: the application behind the guard.
+        config: the server's settings.
+        checks: checks of the request's head.
+        lifecycle: state of the server. While it drains, every answer closes its connection.
+        check_room: called with the path before a body is parsed, and before a large body is read.
+            It raises if no request to this path can be admitted now.
+        reads_no_body: returns whether the endpoint of a path ignores the body, so that any
+            Content-Type is accepted.
     """
 
     def __init__(
@@ -69,6 +71,8 @@ class Guard:
         self._lifecycle = lifecycle
         self._check_room = check_room
         self._reads_no_body = reads_no_body
+        # The last message of a full queue with its answer, so that most refusals encode nothing.
+        self._full: tuple[str, Response] = ("", Response())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -102,32 +106,36 @@ class Guard:
                 if scope["method"] == "POST":
                     body = await self._take_body(scope, headers, receive)
                 scope["jaxserve.body"] = body
-            _leave_place(scope)
             await self._app(scope, receive, answer.send)
         except ClientGone:
             return
         except asyncio.CancelledError:
-            # A request lasts too long after SIGTERM, for example as its body never ends.
+            # The request outlasts the time to drain after SIGTERM: its body may never end.
             if not self._lifecycle.is_draining or answer.is_started:
                 raise
             error = ApiError(503, "the server is stopping", code="shutting_down")
             await error_response(error)(scope, receive, answer.send)
+        except Overloaded as error:
+            if not answer.is_started:
+                await _refuse(self._queue_full(error), scope, receive, answer.send)
         except Exception as error:
             if not isinstance(error, ApiError | JaxserveError):
                 _log.error("a request failed: %s %s", scope["method"], type(error), exc_info=error)
             if not answer.is_started:
-                await _refuse(as_api_error(error, renamed), scope, receive, answer.send)
-        finally:
-            _leave_place(scope)
+                response = error_response(as_api_error(error, renamed))
+                await _refuse(response, scope, receive, answer.send)
+
+    def _queue_full(self, error: Overloaded) -> Response:
+        message = str(error)
+        if message != self._full[0]:
+            self._full = message, error_response(as_api_error(error))
+        return self._full[1]
 
     async def _take_body(
         self, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive
     ) -> bytes:
-        """Read the body, unless it is large and the request could not be admitted now.
-
-        A small body is read in any case, but refused before it is parsed. A refusal of a body that
-        was not read closes the connection.
-        """
+        # A small body is read before the queue is checked, so that the connection stays open after
+        # a refusal. A large body is refused unread, which closes the connection.
         try:
             check_media(headers)
         except ApiError:
@@ -143,7 +151,6 @@ class Guard:
         return body
 
     def _check_form(self, headers: Mapping[bytes, bytes]) -> None:
-        """Check the head of a form before anything of it is read."""
         most = self._config.max_file_bytes + FORM_BYTES
         if self._config.files_dir is None:
             return
@@ -174,17 +181,11 @@ class Guard:
             ) from None
 
 
-def _leave_place(scope: Scope) -> None:
-    place: Place | None = scope.get("jaxserve.place")
-    if place is not None:
-        place.leave()
-
-
 class _Answer:
-    """Answer whose head is held back until there is a body to send with it.
+    """Sender of an answer that holds the head back until it can go out with a part of the body.
 
     Attributes:
-        is_started: whether anything has been sent.
+        is_started: whether a part of the answer has been sent.
     """
 
     def __init__(self, scope: Scope, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
@@ -195,7 +196,7 @@ class _Answer:
         self.is_started = False
 
     async def send(self, message: Message) -> None:
-        """Send as ASGI does, but head and first piece together, and last piece and end."""
+        """Send an ASGI message, the head together with the first part of the body."""
         if message["type"] == "http.response.start":
             message["headers"] = [*message["headers"], *self._headers]
             self._head = message
@@ -211,17 +212,22 @@ class _Answer:
             await self._send(message)
 
 
-async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer, then read on for a moment, so that a client still sending receives the answer."""
-    response: Any = error_response(error)
-    unread = error.status in (408, 413) or "jaxserve.body" not in scope
+async def _refuse(response: Response, scope: Scope, receive: Receive, send: Send) -> None:
+    """Send an error as the answer.
+
+    An unread body is read for LINGER_SECONDS before the connection is closed. Otherwise a client
+    that is still sending would get a reset connection instead of the answer.
+    """
+    unread = response.status_code in (408, 413) or "jaxserve.body" not in scope
     if not unread:
         await response(scope, receive, send)
         return
-    response.headers["connection"] = "close"
 
     async def hold_open(message: Message) -> None:
-        await send({**message, "more_body": True} if "body" in message else message)
+        if "body" in message:
+            await send({**message, "more_body": True})
+        else:
+            await send({**message, "headers": [*message["headers"], (b"connection", b"close")]})
 
     await response(scope, receive, hold_open)
     try:

@@ -1,4 +1,4 @@
-"""HeadChecks: what a request's head must satisfy, whatever its path and body."""
+"""HeadChecks: checks of a request's headers, origin and API key, the same for all paths."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ MAX_HEADERS = 100
 MAX_HEADER_BYTES = 32 << 10
 MAX_HEADER_LINE = 8 << 10
 MAX_REQUEST_ID = 128
-# Paths without a key: an orchestrator, which has none, checks whether the process lives, and has
-# room.
+# Paths without an API key: orchestrators without one check whether the process is alive and ready.
 OPEN_PATHS = frozenset({"/health", "/v1/health", "/ping", "/ready"})
 _UNPRINTABLE = bytes(byte for byte in range(256) if not 32 < byte < 127)
 _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 class HeadChecks:
-    """Checks of headers, of the request's origin and of its key.
+    """Checks of a request's headers, its origin and its API key.
 
     Args:
-        config: the limits.
-        open_paths: paths that need no key, besides those of health.
+        config: the server's settings.
+        open_paths: paths that need no key, besides `OPEN_PATHS`.
     """
 
     def __init__(self, config: ServerConfig, open_paths: frozenset[str] = frozenset()) -> None:
@@ -38,24 +37,26 @@ class HeadChecks:
         self._keys = [hashlib.sha256(key.encode()).digest() for key in config.api_key or ()]
         self._hosts = _LOCAL_NAMES | {config.host} | set(config.allowed_hosts or ())
         self._is_local = config.is_local
-        # The last header that named one of them: the next one mostly is the same.
+        # The last Host header that was accepted. The next one is mostly the same.
         self._good_host: bytes | None = None
 
     def check(
         self, path: str, headers: list[tuple[bytes, bytes]], named: Mapping[bytes, bytes]
     ) -> str | None:
-        """Check a head.
+        """Check a request's head.
 
         Args:
-            path: of the request.
-            headers: with names in small letters.
-            named: the same by name; see `by_name`.
+            path: the request's path.
+            headers: all headers, with names in lower case.
+            named: the result of `by_name` for the same headers.
 
         Returns:
-            The digest of the request's key; None where none is required.
+            The hexadecimal digest of the request's API key, or None if the path needs no key.
 
         Raises:
-            ApiError: a header is too much, or what the head says is not allowed here.
+            ApiError: with status 431 for too many or too long headers, 400 for two kinds of
+                length, 403 for a Host or Origin that is not allowed, and 401 for a missing or
+                wrong API key.
         """
         self._check_sizes(headers)
         if b"content-length" in named and b"transfer-encoding" in named:
@@ -77,11 +78,11 @@ class HeadChecks:
             )
 
     def _check_origin(self, headers: Mapping[bytes, bytes]) -> None:
-        """Refuse what pages of other sites send to a loopback server through a browser."""
+        # Pages of other sites may reach a loopback server through the user's browser.
         if not self._is_local:
             return
         host = headers.get(b"host", b"")
-        # No browser reaches a Unix socket by itself, and clients put any name there.
+        # Browsers cannot reach a Unix socket, and its clients send any name as Host.
         if host != self._good_host and self._config.uds is None:
             if _host_of(b"//" + host) not in self._hosts:
                 raise ApiError(403, "this Host is not served; see --allowed-hosts", code="bad_host")
@@ -98,13 +99,13 @@ class HeadChecks:
     def _check_key(self, path: str, headers: Mapping[bytes, bytes]) -> str | None:
         if not self._keys or path in self._open_paths:
             return None
-        given = headers.get(b"x-api-key", b"")
+        secret = headers.get(b"x-api-key", b"")
         if b"authorization" in headers:
-            scheme, _, given = headers[b"authorization"].partition(b" ")
+            scheme, _, secret = headers[b"authorization"].partition(b" ")
             if scheme.lower() != b"bearer":
-                given = b""
-        digest = hashlib.sha256(given.strip()).digest()
-        # Every key is compared, so that the time reveals nothing.
+                secret = b""
+        digest = hashlib.sha256(secret.strip()).digest()
+        # Compare all keys, so that the time does not depend on the position of a match.
         matches = [hmac.compare_digest(digest, key) for key in self._keys]
         if not any(matches):
             raise ApiError(
@@ -117,7 +118,7 @@ class HeadChecks:
 
 
 def by_name(headers: list[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
-    """Map headers by name; a header given twice has both values, so that it matches nothing."""
+    """Return the headers by name, with the values of a repeated header joined by ", "."""
     joined: dict[bytes, bytes] = {}
     for name, value in headers:
         joined[name] = joined[name] + b", " + value if name in joined else value
@@ -132,20 +133,20 @@ def _host_of(url: bytes) -> str | None:
 
 
 def id_of_request(headers: Mapping[bytes, bytes]) -> bytes:
-    """Return the id that a request brings, as far as it can be printed, or a new one."""
-    own = headers.get(b"x-request-id", b"")[:MAX_REQUEST_ID]
-    return own.translate(None, _UNPRINTABLE) or token_hex(16).encode()
+    """Return the printable characters of a request's X-Request-Id, or a new random id."""
+    sent = headers.get(b"x-request-id", b"")[:MAX_REQUEST_ID]
+    return sent.translate(None, _UNPRINTABLE) or token_hex(16).encode()
 
 
-def check_media(headers: Mapping[bytes, bytes], wanted: bytes = b"application/json") -> None:
-    """Check the kind of a body.
+def check_media(headers: Mapping[bytes, bytes], expected: bytes = b"application/json") -> None:
+    """Check the Content-Type of a body, and that the body is not compressed.
 
     Raises:
-        ApiError: 415, it is another, or encoded.
+        ApiError: 415, the media type is another one, or the body has a Content-Encoding.
     """
     media = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-    if media != wanted:
-        text = f"Content-Type must be {wanted.decode()}"
+    if media != expected:
+        text = f"Content-Type must be {expected.decode()}"
         raise ApiError(415, text, code="unsupported_media")
     if headers.get(b"content-encoding", b"identity").lower() != b"identity":
         raise ApiError(415, "Content-Encoding is not supported", code="unsupported_encoding")

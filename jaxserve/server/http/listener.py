@@ -1,4 +1,4 @@
-"""The port, taken before JAX is imported, so that a port in use is reported at once."""
+"""Listening sockets, bound before JAX is imported so that a port in use is reported at once."""
 
 from __future__ import annotations
 
@@ -6,56 +6,29 @@ import fcntl
 import os
 import socket
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
-
-# Connections taken over before the event loop does something else. A turn of the loop may take
-# 60 ms beside an engine; with 32 of them, refusals waited for seconds.
-_TAKEN_AT_ONCE = 256
 
 
-class Listener(socket.socket):
-    """Listening socket.
-
-    Attributes:
-        take: takes a connection over as it is accepted, or returns False; None for no such thing.
-    """
-
-    take: Callable[[socket.socket], bool] | None = None
-
-    def accept(self) -> tuple[socket.socket, Any]:
-        """Accept a connection that is not taken over.
-
-        Raises:
-            BlockingIOError: there is none now.
-        """
-        for _ in range(_TAKEN_AT_ONCE):
-            client, address = super().accept()
-            if self.take is None or not self.take(client):
-                return client, address
-        raise BlockingIOError
-
-
-def bind(host: str, port: int) -> Listener:
-    """Take the port before the models are loaded; no client can connect before `listen`.
+def bind(host: str, port: int) -> socket.socket:
+    """Return a socket bound to a port, which refuses connections until `listen` is called.
 
     Raises:
-        OSError: it is taken, or the host is no address of this machine.
+        OSError: the port is in use, or the host is not an address of this machine.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         with ExitStack() as stack:
-            listener = stack.enter_context(Listener(family, kind, protocol))
+            listener = stack.enter_context(socket.socket(family, kind, protocol))
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.setsockopt(
                 socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
             )  # accepted ones inherit it
             listener.bind(address)
-            # Of two servers that start at the same time neither listens yet, and the second would
-            # get the port too, load its models, and fail.
+            # With address reuse, a second server that starts at the same time could bind the port
+            # as well, and would fail only after it has loaded its models.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
             stack.pop_all()
             return listener
@@ -64,22 +37,23 @@ def bind(host: str, port: int) -> Listener:
 
 
 def allow_reuse(listener: socket.socket) -> None:
-    """Let a socket listen, and a later server, on a port with connections that ended lately."""
+    """Allow this socket and a later server to listen on a port with recently closed connections."""
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 
 
 @contextmanager
-def bind_path(path: str) -> Iterator[Listener]:
-    """Take a Unix domain socket; its file goes away at the end.
+def bind_path(path: str) -> Iterator[socket.socket]:
+    """Return a bound Unix domain socket, and delete its file at the end.
 
-    A file that a server left behind, on which nobody listens, is replaced. A lock beside it shows
-    that a server has the path which does not listen yet.
+    The file of a server that has ended is replaced. A lock file beside it marks a server that has
+    bound the path and does not listen yet.
 
     Raises:
-        OSError: a server has it, another kind of file is there, or none can be made.
+        OSError: another server uses the path, another kind of file is there, or the file cannot be
+            created.
     """
     with ExitStack() as stack:
-        listener = stack.enter_context(Listener(socket.AF_UNIX, socket.SOCK_STREAM))
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         try:
             stack.enter_context(_locked(path + ".lock"))
             with suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""Logs: one JSON object a line on standard error, and never many of a kind."""
+"""Logs on standard error: one JSON object per line, with a limit per place in the code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BURST, WINDOW_SECONDS = 20, 10.0
 
 
 class JsonLines(logging.Formatter):
-    """Formatter of a record as one line of JSON: nothing in it can pass for another record."""
+    """Formatter of a record as one line of JSON, so that its text cannot imitate another record."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
@@ -25,9 +25,9 @@ class JsonLines(logging.Formatter):
 
 
 class RateLimit(logging.Filter):
-    """Limit of the records of a kind (a place in the code): `BURST` in `WINDOW_SECONDS`.
+    """Filter that passes `BURST` records of each place in the code per `WINDOW_SECONDS`.
 
-    A record with `is_bounded` passes: its place in the code bounds the number itself.
+    Records with the attribute `is_bounded` always pass. Their callers limit the number themselves.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Open files: the connections that the process's limit of them allows."""
+"""The number of connections that the process's limit of open files allows."""
 
 from __future__ import annotations
 
@@ -6,22 +6,23 @@ import os
 import resource
 from dataclasses import dataclass
 
-# Files that a process holds besides its connections, and those that it opens for a moment.
+# Files that a process has open besides its connections, including short-lived ones.
 SPARE_FILES = 256
-# Spare files for each connection that one turn of the event loop accepts.
+# Spare files per connection that the event loop may accept in one iteration.
 _SHARE_OF_A_TURN = 8
 _FEWEST = 16
 
 
 @dataclass(frozen=True)
 class Room:
-    """Connections that the limit of open files leaves room for.
+    """Numbers of connections that fit within the limit of open files.
 
     Attributes:
-        limit: files that the process may have open.
-        connections: served at once.
-        beyond: more that may be accepted in one turn of the event loop, or wait for a refusal. A
-            connection's file is closed some turns after the connection is refused.
+        limit: number of files that the process may have open.
+        connections: number of connections served at a time.
+        beyond: number of further connections that may be accepted in one iteration of the event
+            loop, or wait for a refusal. The file of a refused connection is closed some iterations
+            later.
     """
 
     limit: float
@@ -29,23 +30,26 @@ class Room:
     beyond: int
 
 
-def make_room(wanted: int) -> Room:
-    """Raise the limit of open files as far as `wanted` connections need and the process may.
+def make_room(connections: int) -> Room:
+    """Raise the process's limit of open files, up to its hard limit, for a number of connections.
+
+    Returns:
+        The numbers of connections that fit, at most `connections`.
 
     Raises:
-        ValueError: the limit leaves no room beside the files that are open now.
+        ValueError: the hard limit leaves too little room beside the files that are open now.
     """
     limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = wanted + 2 * SPARE_FILES
+    needed = connections + 2 * SPARE_FILES
     if limit != resource.RLIM_INFINITY and limit < needed:
         limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     num_open = len(os.listdir("/dev/fd"))
-    left = (needed if limit == resource.RLIM_INFINITY else limit) - num_open
-    if left < _FEWEST:
+    num_free = (needed if limit == resource.RLIM_INFINITY else limit) - num_open
+    if num_free < _FEWEST:
         raise ValueError(
             f"the limit of open files, {limit}, leaves no room for connections beside the "
             f"{num_open} that are open: raise it (ulimit -n)"
         )
-    spare = min(SPARE_FILES, left // 2)
-    return Room(limit, min(wanted, left - spare), spare // _SHARE_OF_A_TURN)
+    spare = min(SPARE_FILES, num_free // 2)
+    return Room(limit, min(connections, num_free - spare), spare // _SHARE_OF_A_TURN)

@@ -1,4 +1,4 @@
-"""The process: signals, the end of it, and the check that its engines live."""
+"""Process: the uvicorn server, its signals, its end, and the check that its engines live."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import errno
 import logging
 import socket
 import time
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from types import FrameType
@@ -17,9 +16,8 @@ import uvicorn
 
 from jaxserve.server.http.app import App
 from jaxserve.server.http.connection import Connection, Crowd
-from jaxserve.server.http.listener import Listener, allow_reuse
+from jaxserve.server.http.listener import allow_reuse
 from jaxserve.server.http.open_files import Room, make_room
-from jaxserve.server.http.refused_clients import RefusedClients
 from jaxserve.server.http.tls import uvicorn_options
 from jaxserve.server.schema.errors import ApiError
 
@@ -32,18 +30,18 @@ _NO_FILES = (errno.EMFILE, errno.ENFILE)
 
 
 class Process(uvicorn.Server):
-    """A server that stops in order.
+    """A uvicorn server that drains before it stops.
 
-    The first SIGTERM or interrupt drains: new work is refused with 503, running requests go on
-    until `drain_timeout`, then end with an error. A second one ends them at once. An engine that
-    dies ends the process.
+    After the first SIGTERM or interrupt, new requests are refused with 503. Running requests go on
+    until `drain_timeout` and then end with an error. A second signal ends them at once. The process
+    also ends when one of its engines has ended.
 
     Args:
         app: the application to serve.
-        room: for connections; by default what the limit of open files leaves.
+        room: the numbers of connections, by default as the limit of open files allows.
 
     Attributes:
-        status: exit status for the process, once `serve` has returned.
+        status: exit status of the process, valid after `serve` has returned.
     """
 
     def __init__(self, app: App, room: Room | None = None) -> None:
@@ -54,12 +52,7 @@ class Process(uvicorn.Server):
                 app.asgi,
                 host=limits.host,
                 port=limits.port,
-                http=partial(  # type: ignore[arg-type]
-                    Connection,
-                    limits=limits,
-                    crowd=Crowd(room.beyond),
-                    refusals=app.early_refusals,
-                ),
+                http=partial(Connection, limits=limits, crowd=Crowd(room.beyond)),  # type: ignore[arg-type]
                 backlog=room.beyond,
                 ws="none",
                 loop="asyncio",
@@ -74,56 +67,33 @@ class Process(uvicorn.Server):
         )
         self.status = 0
         self._served = app
-        self._limits = limits
         self._num_signals = 0
         self._deadline = 0.0
         self._is_first_tick = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start as uvicorn does, then lengthen the queue of connections.
+        """Start as uvicorn does, and set the kernel's queue of connections to `_QUEUE`.
 
-        For uvicorn it is no longer than what one turn of the event loop accepts.
+        Uvicorn's `backlog` is both the length of this queue and the number of connections that are
+        accepted in one iteration of the event loop.
         """
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._on_error)
         if self.config.ssl is not None:
-            # Asyncio's own limits are 60 and 30 seconds, and uvicorn passes none.
+            # Asyncio's defaults are 60 and 30 seconds, and uvicorn does not change them.
             seconds = self._served.config.header_timeout
             limits = {"ssl_handshake_timeout": seconds, "ssl_shutdown_timeout": FAREWELL_SECONDS}
             loop.create_server = partial(loop.create_server, **limits)  # type: ignore[method-assign]
         for listener in sockets or []:
             allow_reuse(listener)
-        self._refuse_at_the_door(sockets or [])
         await super().startup(sockets)
         for listener in sockets or []:
             listener.listen(_QUEUE)
         if self._served.batches is not None:
             self._served.batches.start()
 
-    def _refuse_at_the_door(self, listeners: Iterable[socket.socket]) -> None:
-        """Let refusals begin before there is a connection, unless that needs a handshake."""
-        if self.config.ssl is not None:
-            return
-        make_connection = partial(
-            self.config.http_protocol_class,
-            config=self.config,
-            server_state=self.server_state,
-            app_state=self.lifespan.state,
-        )
-        refusals = self._served.early_refusals
-        clients = RefusedClients(refusals, self._limits, self.server_state, make_connection)
-        for listener in listeners:
-            if isinstance(listener, Listener):
-                if listener.family != socket.AF_UNIX:  # accepted sockets inherit it
-                    size = self._limits.send_buffer_bytes
-                    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size)
-                listener.take = clients.take
-
     def _on_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Close idle connections where no file is left for a new one.
-
-        Asyncio then accepts none for a second.
-        """
+        # At the limit of open files, close idle connections. Asyncio pauses accepting for a second.
         if getattr(context.get("exception"), "errno", None) not in _NO_FILES:
             loop.default_exception_handler(context)
             return
@@ -159,7 +129,7 @@ class Process(uvicorn.Server):
         return True
 
     def _fail_stuck(self) -> None:
-        """End requests of an engine that cannot: its thread waits for a host that is lost."""
+        # The thread of an engine that waits for a lost host cannot end its requests itself.
         for model in self._served.models.all:
             if (loss := model.llm.loss) is not None and not model.llm.has_ended():
                 error = ApiError(503, f"the engine has ended: {loss}", code="engine_dead")
@@ -167,10 +137,8 @@ class Process(uvicorn.Server):
                     generation.fail(error)
 
     def _close_idle(self) -> None:
-        """End idle connections at the start of draining, and the others after their answers.
-
-        Connections that come later end by a header of their answers.
-        """
+        # Once, when draining starts: idle connections are closed now, others after their answers.
+        # Later connections are closed by a header of their answers.
         if self._is_first_tick:
             self._is_first_tick = False
             for connection in list(self.server_state.connections):

@@ -1,4 +1,4 @@
-"""Certificates, checked before any model is loaded."""
+"""Settings of TLS: certificates are checked before any model is loaded."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _FIELDS = ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs")
 
 
 def check_certificates(config: ServerConfig) -> None:
-    """Read the files of the server's certificates.
+    """Check that the server's certificate, key, authorities and ciphers can be loaded.
 
     Raises:
-        InvalidRequest: naming the setting whose file has no meaning, or is not there.
+        InvalidRequest: a file is missing or malformed. The error names the setting.
     """
     if config.ssl_certfile is None:
         return
@@ -56,7 +56,7 @@ def check_certificates(config: ServerConfig) -> None:
 
 
 def uvicorn_options(config: ServerConfig) -> dict[str, Any]:
-    """Return uvicorn's settings of the server's certificates."""
+    """Return uvicorn's arguments for TLS, or an empty dict without a certificate."""
     if config.ssl_certfile is None:
         return {}
     ciphers = {} if config.ssl_ciphers is None else {"ssl_ciphers": config.ssl_ciphers}

@@ -115,8 +115,6 @@ class Sampling(msgspec.Struct, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
     prompt_logprobs: int | None = None
     logprob_token_ids: list[int] | None = None
-    use_beam_search: bool | None = None
-    length_penalty: float | None = None
     echo: bool | None = None
     user: str | None = None
     request_id: str | None = None
@@ -222,12 +220,6 @@ class ChatRequest(Sampling, kw_only=True):
     return_prompt_text: bool | None = None
     functions: list[FunctionDefinition] | None = None
     function_call: Literal["none", "auto"] | FunctionName | None = None
-
-
-class BatchChatRequest(ChatRequest, kw_only=True):
-    """Body of POST /v1/chat/completions/batch: conversations that are answered by themselves."""
-
-    messages: list[list[ChatMessage]]  # type: ignore[assignment]
 
 
 class PromptTokensDetails(msgspec.Struct):

@@ -14,19 +14,9 @@ from jaxserve.request import MAX_LOGPROB_TOKEN_IDS, SamplingParams
 from jaxserve.server.schema.openai import JsonSchemaFormat, ResponseFormat, Sampling
 from jaxserve.structured import NAME, StructuredOutputsParams
 
-# Fields of a conversation's template, which are no fields of endpoints without one of their own.
-NO_TEMPLATE_FIELDS: dict[str, tuple[Any, ...]] = {"chat_template": (None,), "documents": (None, [])}
-# Text behind a gap, which completions alone fill.
-NO_SUFFIX: dict[str, tuple[Any, ...]] = {"suffix": (None, "")}
-# Tools of OpenAI's older chat API, which chats alone take.
-NO_FUNCTIONS: dict[str, tuple[Any, ...]] = {
-    "functions": (None, []),
-    "function_call": (None, "none", "auto"),
-}
 # Other names for the form of a text, of older clients and of llama.cpp, each with the form.
 _OLDER = {f"guided_{form}": form for form in ("json", "regex", "choice", "grammar")}
 GUIDED = {**_OLDER, "json_schema": "json"}
-NO_GUIDED_FIELDS: dict[str, tuple[Any, ...]] = dict.fromkeys(_OLDER, (None,))
 # Names of the bound of an answer's length, and its value for no bound.
 _LENGTHS = ("max_completion_tokens", "max_tokens", "n_predict")
 NO_BOUND = -1

@@ -34,7 +34,6 @@ class Admission:
 
     Attributes:
         num_live: completions that run or wait.
-        num_coming: requests that are being read, each of which has a `Place`.
         num_prompt_tokens: prompt tokens that wait to be computed.
         refusals: requests refused so far, by the limit, under vLLM's names.
     """
@@ -44,7 +43,6 @@ class Admission:
         self.max_queued = max_queued
         self.max_prompt_tokens = max_prompt_tokens
         self.num_live = 0
-        self.num_coming = 0
         self.num_prompt_tokens = 0
         self.refusals = {COMPLETIONS: 0, PROMPT_TOKENS: 0}
 
@@ -58,30 +56,20 @@ class Admission:
         """Return whether not even a single further completion would be admitted."""
         return self.num_live >= self.num_slots + self.max_queued
 
-    @property
-    def num_free(self) -> int:
-        """Places for requests that begin now; 0 where `check` refuses each of one prompt token."""
-        waiting = self.num_prompt_tokens
-        if waiting > 0 and waiting >= self.max_prompt_tokens:
-            return 0
-        return max(0, self.num_slots + self.max_queued - self.num_live - self.num_coming)
-
-    def check(self, completions: int, prompt_tokens: int = 0, *, is_new: bool = False) -> None:
+    def check(self, completions: int, prompt_tokens: int = 0) -> None:
         """Check that there is room for this many more.
 
         Args:
             completions: of a request.
             prompt_tokens: to be computed for them.
-            is_new: whether it has no place yet, so that those that are being read come first.
 
         Raises:
             Overloaded: there is none now.
         """
         most = self.num_slots + self.max_queued
-        taken = self.num_live + (self.num_coming if is_new else 0)
-        if taken + completions > most:
+        if self.num_live + completions > most:
             self.refusals[COMPLETIONS] += 1
-            raise Overloaded(f"{taken} completions are being served or waiting, of {most}")
+            raise Overloaded(f"{self.num_live} completions are being served or waiting, of {most}")
         # A prompt larger than the bound itself is admitted where no other waits.
         waiting = self.num_prompt_tokens
         if waiting and waiting + prompt_tokens > self.max_prompt_tokens:
@@ -89,26 +77,6 @@ class Admission:
             raise Overloaded(
                 f"{waiting} prompt tokens are waiting to be computed, of {self.max_prompt_tokens}"
             )
-
-
-class Place:
-    """Room kept for a request that is being read.
-
-    Without it, all that comes while one place is free would be parsed and routed, and refused then.
-
-    Args:
-        admission: whose place it is.
-    """
-
-    def __init__(self, admission: Admission) -> None:
-        self._admission: Admission | None = admission
-        admission.num_coming += 1
-
-    def leave(self) -> None:
-        """Give it up: the request counts as a live one from now, or has ended."""
-        if self._admission is not None:
-            self._admission.num_coming -= 1
-            self._admission = None
 
 
 def make_admission(engine: EngineConfig, server: ServerConfig) -> Admission:

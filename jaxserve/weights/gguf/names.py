@@ -24,7 +24,7 @@ from jaxserve.models.gguf.rules import (
     Names,
 )
 from jaxserve.models.registry import GGUF_RULES
-from jaxserve.settings.unserved import is_neutral
+from jaxserve.settings.checks import is_neutral
 from jaxserve.weights.checkpoint import Checkpoint, listed
 from jaxserve.weights.gguf.file import GgufFile, GgufTensor
 from jaxserve.weights.gguf.joined import joined

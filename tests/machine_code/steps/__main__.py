@@ -4,7 +4,8 @@
         [--schedule S ...] [--precision high] [--warps] [--seed N]
 
 Programs are compiled in the environment of `scripts.gpu.compile_offline`, and executed in a random
-order of launches; with `--warps` of blocks and warps too, which takes ten times as long. Results go
+order of launches. With `--warps`, blocks and warps are in random order too, which takes ten times
+as long. Results go
 to scripts/results/machine_code_steps.md. Exits with 1 if anything is wrong.
 """
 
@@ -19,6 +20,7 @@ import numpy as np
 from jaxserve.commands.argument_types import integer_from_0
 from scripts.gpu.offline_environment import NoEnvironment
 from scripts.lib.run_main import run_main
+from scripts.machine_code.xla_programs import Executable
 from tests.machine_code.case import Capability
 from tests.machine_code.cases import CARDS
 from tests.machine_code.kept import parse_capability, spell
@@ -31,7 +33,6 @@ from tests.machine_code.steps.near_ties import NearTies, noise_of
 from tests.machine_code.steps.programs import STATE, Setup
 from tests.machine_code.steps.schedules import EVERYWHERE, SCHEDULES
 from tests.machine_code.steps.table import Row, write_table
-from tests.machine_code.xla_programs import Executable
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from scripts.gpu.offline_environment import compiler_variables, default_folder, make_environment
 from scripts.lib.paths import ROOT
+from scripts.machine_code.compiled_program import Program, from_json
 from tests.machine_code.case import Capability
 from tests.machine_code.cases import CARDS
-from tests.machine_code.compiled_program import Program, from_json
 from tests.machine_code.offline import NotCompiled
 from tests.machine_code.steps.programs import Setup
 
@@ -32,8 +32,8 @@ def compile_programs(setup: Setup, capability: Capability, names: Sequence[str])
     """Compile programs of a setup in the offline environment, which is made where it is missing.
 
     Raises:
-        NoEnvironment: there is none, and none can be made.
-        NotCompiled: a program cannot be compiled or read; its process says why.
+        NoEnvironment: it is missing and cannot be made.
+        NotCompiled: a program cannot be compiled or read. Its process prints the reason.
     """
     interpreter = make_environment(default_folder())
     with tempfile.TemporaryDirectory(prefix="jaxserve-compile-") as work:

@@ -3,7 +3,7 @@
     python -m tests.machine_code.steps.compile
 
 Takes some minutes, in the environment of `scripts.gpu.compile_offline`. Exits with 1 if a program
-does not compile, or if what is kept has become too large.
+does not compile, or if the file is too large.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import argparse
 
 from scripts.gpu.offline_environment import NoEnvironment
 from scripts.lib.run_main import run_main
+from scripts.machine_code.compiled_program import Program
 from tests.machine_code.case import Capability
-from tests.machine_code.compiled_program import Program
 from tests.machine_code.offline import NotCompiled
 from tests.machine_code.steps.compilation import compile_programs
 from tests.machine_code.steps.kept import FILE, MOST_BYTES, PROGRAMS, SETUP, KeptPrograms

@@ -1,8 +1,8 @@
-"""Worker that compiles an engine's programs for a card which is not there.
+"""Worker that compiles an engine's programs for an absent card.
 
     python -m tests.machine_code.steps.compile_worker CARD FOLDER SETUP PROGRAM ...
 
-Runs inside the offline environment. SETUP is JSON; results are written to FOLDER: a file for each
+Runs inside the offline environment. SETUP is JSON. Results are written to FOLDER: a file for each
 program in their order, and the sources that they were traced from.
 """
 
@@ -14,10 +14,10 @@ from pathlib import Path
 
 from scripts.gpu.offline_compiler import Compiler, Dumps
 from scripts.gpu.targets import Target
-from tests.machine_code.compiled_program import to_json
+from scripts.machine_code.compiled_program import to_json
+from scripts.machine_code.xla_reader import read_program
 from tests.machine_code.steps.programs import Setup, StepProgram
 from tests.machine_code.steps.sources import noting_functions, sources_of
-from tests.machine_code.xla_reader import read_program
 
 
 def main() -> int:

@@ -29,7 +29,7 @@ MOST_STEPS = 1000
 
 @dataclasses.dataclass
 class Recording:
-    """What the engine did with a schedule.
+    """Recording of an engine that served a schedule.
 
     Attributes:
         setup: the engine.
@@ -129,7 +129,7 @@ class RecordedEngine:
 
 
 def answers_of(engine: Engine, schedule: Schedule) -> dict[tuple[str, int], list[int]]:
-    """Drive an engine through a schedule; return token ids by request and completion."""
+    """Drive an engine through a schedule. Return token ids by request and completion."""
     answers: dict[tuple[str, int], list[int]] = {}
 
     def sink(delta: Delta) -> None:

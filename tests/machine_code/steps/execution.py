@@ -8,9 +8,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from tests.machine_code.compiled_program import Launch
-from tests.machine_code.faults import Fault
-from tests.machine_code.launch import LaunchReport
+from scripts.machine_code.compiled_program import Launch
+from scripts.machine_code.faults import Fault
+from scripts.machine_code.launch import LaunchReport
+from scripts.machine_code.xla_programs import Executable, Options
 from tests.machine_code.steps.engine import Recording
 from tests.machine_code.steps.judgement import (
     Comparison,
@@ -22,19 +23,18 @@ from tests.machine_code.steps.near_ties import NearTies
 from tests.machine_code.steps.programs import STATE
 from tests.machine_code.steps.recording import Call
 from tests.machine_code.steps.replay import Replay
-from tests.machine_code.xla_programs import Executable, Options
 
 
 @dataclasses.dataclass
 class Outcome:
-    """What came of executing a recording.
+    """Outcome of executing a recording.
 
     Attributes:
-        compared: with what the engine recorded.
+        compared: comparison with the engine's recording.
         calls: programs executed.
         launches: kernels that they launched.
         instructions: executed, by all threads together.
-        kernels: names of those launched.
+        kernels: names of the launched kernels.
         executed: names of instructions that at least one thread executed.
         seconds: of all of it.
     """
@@ -61,9 +61,9 @@ class Execution:
     Args:
         recording: of the engine on the CPU.
         executables: the setup's programs by name.
-        order: draws the order of launches; None for the schedule's own.
+        order: draws the order of launches. None means the schedule's own.
         orders_warps: draw the order of blocks and warps too, which takes ten times as long.
-        ties: judge of tokens that differ; None where each must be the CPU's.
+        ties: judge of tokens that differ. None requires the CPU's tokens.
         noise: by how much rounding moves logits, over their spread.
     """
 

@@ -1,4 +1,4 @@
-"""Comparison of a card's calls with those that the engine recorded on the CPU."""
+"""Comparison of a card's calls with the engine's recorded calls on the CPU."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tests.machine_code.steps.recording import SAMPLER_ARRAYS, Call
 
 @dataclasses.dataclass
 class Comparison:
-    """What differs between two executions of calls.
+    """Differences between two executions of calls.
 
     Attributes:
-        faults: sentences about what must be equal and is not.
+        faults: sentences about values that must be equal and are not.
         tokens: drawn tokens that were compared, up to the first of its row that differs.
         near_ties: sentences about tokens that differ because of rounding.
         logprobs: largest difference of a requested log-probability.
@@ -34,7 +34,7 @@ class Comparison:
     pages: float = 0.0
 
     def add(self, other: Comparison) -> None:
-        """Add what another comparison found."""
+        """Add the results of another comparison."""
         self.faults += other.faults
         self.tokens += other.tokens
         self.near_ties += other.near_ties
@@ -85,8 +85,8 @@ def rows_that_count(
 ) -> np.ndarray:
     """Return bool[most, R]: the steps in which a row draws a token that is kept.
 
-    A row takes part until a token ends it, as `decode_steps` says; chunks that do not reach the
-    end of their prompt draw nothing.
+    A row takes part until a token ends it, as in `decode_steps`. Chunks that do not reach the end
+    of their prompt draw no token.
     """
     token_ids = token_ids.reshape(most, -1)
     active = batch.sample_slots != num_slots
@@ -133,7 +133,7 @@ def compare_state(expected: list[np.ndarray], state: list[np.ndarray]) -> Compar
 def page_distance(got: np.ndarray, wanted: np.ndarray) -> float:
     """Return the largest difference of a page array's numbers, over the largest number.
 
-    On the CPU, pages of fp8 are bits, and those of 16 bits the same numbers in float32.
+    On the CPU, pages of fp8 are bits, and pages of 16 bits the same numbers in float32.
     """
     if wanted.dtype == np.uint8:
         wanted = wanted.view(ml_dtypes.float8_e4m3fn)

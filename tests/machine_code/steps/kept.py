@@ -15,14 +15,14 @@ from typing import Any
 from pallas_kernels.gpu.tuning import TABLES
 from scripts.gpu.offline_environment import JAX
 from scripts.lib.paths import ROOT
+from scripts.machine_code.compiled_program import Program, from_json, to_json
+from scripts.machine_code.xla_programs import Executable
 from tests.machine_code.case import Capability
 from tests.machine_code.cases import CARDS
-from tests.machine_code.compiled_program import Program, from_json, to_json
 from tests.machine_code.kept import StaleProgram, spell
 from tests.machine_code.steps.models import FAMILIES, MODELS
 from tests.machine_code.steps.programs import LOAD_SLOT, SET_ROWS, STATE, Setup, mask_program
 from tests.machine_code.steps.sources import Sources, digest
-from tests.machine_code.xla_programs import Executable
 
 FILE = Path(__file__).parent / "kept.json.xz"
 MOST_BYTES = 1_000_000
@@ -43,10 +43,10 @@ class KeptPrograms:
     """Programs of the setup for each capability.
 
     Attributes:
-        modules: PTX by its digest; most is the same in several programs.
+        modules: PTX by its digest. Most modules are in several programs.
         programs: by capability ("9.0") and name, without modules.
         sources: functions that they were traced from, by file.
-        digest: of those, and of all else that they depend on.
+        digest: of the sources, and of all other dependencies.
     """
 
     modules: dict[str, str]
@@ -69,7 +69,7 @@ class KeptPrograms:
     def of(
         cls, compiled: Mapping[Capability, Mapping[str, Program]], sources: Sources
     ) -> KeptPrograms:
-        """Build what is kept of programs that were just compiled."""
+        """Build the file's contents of programs that were just compiled."""
         modules: dict[str, str] = {}
         programs: dict[str, dict[str, dict[str, Any]]] = {}
         for capability, named in compiled.items():
@@ -102,7 +102,7 @@ class KeptPrograms:
         }
 
     def save(self, path: Path = FILE) -> int:
-        """Write the file; return its bytes."""
+        """Write the file. Return its size in bytes."""
         text = json.dumps(dataclasses.asdict(self), separators=(",", ":")).encode()
         part = path.with_name(f"{path.name}.part")
         part.write_bytes(lzma.compress(text, preset=9 | lzma.PRESET_EXTREME))
@@ -111,7 +111,7 @@ class KeptPrograms:
 
 
 def dependencies() -> dict[str, Any]:
-    """Return what programs depend on beside the source that they are traced from."""
+    """Return the dependencies of programs beside the source that they are traced from."""
     model = MODELS[SETUP.model]
     tables = {
         f"{spell(capability)}/{path.name}": path.read_text()

@@ -82,7 +82,7 @@ YARN = {
 def family(
     architecture: str, model_type: str, changes: Mapping[str, Any], without: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """Make a config.json: Llama's with changes; a field of None is left out, as those `without`."""
+    """Make a config.json: Llama's with changes, without None fields and fields of `without`."""
     names = {"architectures": [f"{architecture}ForCausalLM"], "model_type": model_type}
     fields = {**LLAMA, **changes, **names}
     return {name: value for name, value in fields.items() if name not in without}
@@ -131,7 +131,7 @@ class TinyModel:
     Attributes:
         family: of `FAMILIES`.
         dtype: of weights and activations.
-        quantization: form of the blocks' matrices; None for `dtype`.
+        quantization: form of the layers' matrices. None means `dtype`.
         kv_cache_dtype: "auto" or "fp8".
     """
 
@@ -142,7 +142,7 @@ class TinyModel:
 
     @property
     def name(self) -> str:
-        """The family, and what is not as it is by default."""
+        """The family, and the settings that differ from the defaults."""
         cache = "" if self.kv_cache_dtype == "auto" else f"kv-{self.kv_cache_dtype}"
         parts = (self.family, self.dtype, self.quantization, cache)
         return "-".join(part for part in parts if part)

@@ -52,7 +52,7 @@ class Difference:
         row, step: where in the call.
         token, expected: the card's, and the CPU's.
         gap: by how much the CPU's logits prefer its own token.
-        share: of the tries with moved logits, those that drew the card's token.
+        share: of tries with moved logits that drew the card's token.
     """
 
     row: int

@@ -28,15 +28,15 @@ SET_ROWS = "set rows"
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """Engine whose programs are compiled and executed: a model, and what shapes its programs.
+    """Engine whose programs are compiled and executed: a model, and the sizes of its programs.
 
     Attributes:
         model: name of one of `MODELS`.
         precision: of a float32 model's products on a card: "highest" or "high".
-        num_slots, num_tokens: rows and tokens of the largest step; there are no other buckets.
+        num_slots, num_tokens: rows and tokens of the largest step. There are no other buckets.
         num_pages: of the cache, the null page included.
         max_len: most tokens of a sequence.
-        launch_steps: most decode steps of a launch, where it takes several; there are programs of
+        launch_steps: most decode steps of a launch, where it takes several. There are programs of
             one step too.
     """
 
@@ -50,7 +50,7 @@ class Setup:
 
     @property
     def name(self) -> str:
-        """The model, and what is not as it is by default."""
+        """The model, and the settings that differ from the defaults."""
         is_plain = self.precision == Setup.precision
         return self.model if is_plain else f"{self.model}-{self.precision}"
 
@@ -122,7 +122,7 @@ class Traced:
 
     @classmethod
     def of(cls, function: Callable[..., Any], arguments: tuple[Any, ...], state: int) -> Traced:
-        """Describe a function of trees; argument number `state` is donated, or none if -1."""
+        """Describe a function of trees. Argument number `state` is donated, unless it is -1."""
         leaves, treedef = jax.tree.flatten(arguments)
         counts = [len(jax.tree.leaves(argument)) for argument in arguments]
         first = sum(counts[:state])

@@ -27,10 +27,10 @@ class Call:
 
     Attributes:
         program: its name.
-        arguments: what the host gave: neither weights nor state.
+        arguments: from the host, without weights and state.
         part: of the state that the program takes and replaces.
         state: arrays of that part after the call.
-        output: of a step; None of another program.
+        output: of a step. None of another program.
     """
 
     program: str
@@ -41,7 +41,7 @@ class Call:
 
 
 class Recorder:
-    """Programs of an engine that keep what they are called with, and what they give.
+    """Programs of an engine that record their arguments and results.
 
     Attributes:
         calls: in their order.
@@ -90,5 +90,5 @@ class Recorder:
 
 
 def arrays(tree: Any) -> list[np.ndarray]:
-    """Copy the arrays of a tree: those on the device are donated to the next call."""
+    """Copy the arrays of a tree, because the device's are donated to the next call."""
     return [np.array(leaf) for leaf in jax.tree.leaves(tree)]

@@ -8,16 +8,16 @@ from typing import Any
 import jax
 import numpy as np
 
+from scripts.machine_code.xla_programs import Executable, Options, run_program
 from tests.machine_code.steps.programs import STATE
 from tests.machine_code.steps.recording import Call
-from tests.machine_code.xla_programs import Executable, Options, run_program
 
 
 class Replay:
     """A device that executes an engine's calls, and keeps its state between them.
 
-    Nothing of the state comes from the recording: a program makes it, and each call's program
-    leaves it to the next.
+    The state does not come from the recording: a program makes it, and each call's program leaves
+    it to the next.
 
     Attributes:
         state: arrays of the device state, the sampler's last.
@@ -36,7 +36,7 @@ class Replay:
             executables: programs by name.
             weights: the model's arrays.
             options: how programs run.
-            state: to begin with; None for the empty one, which a program makes.
+            state: to begin with. None means the empty one, which a program makes.
         """
         self._executables = executables
         self._weights = weights
@@ -44,7 +44,7 @@ class Replay:
         self.state = self._run(STATE, []) if state is None else state
 
     def run(self, call: Call) -> Any:
-        """Execute a call; return a step's output, as a tree like that of the call."""
+        """Execute a call. Return a step's output, as a tree like that of the call."""
         size = len(self.state)
         if call.output is None:
             part = self.state[call.part]

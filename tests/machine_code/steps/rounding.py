@@ -27,6 +27,7 @@ from jaxserve.models import abstract_model
 from scripts.lib.paths import RESULTS
 from scripts.lib.run_main import run_main
 from scripts.lib.run_record import about_run, keep
+from scripts.machine_code.xla_programs import Executable
 from tests.machine_code.cases import CARDS
 from tests.machine_code.kept import parse_capability, spell
 from tests.machine_code.steps.compilation import compile_programs
@@ -37,7 +38,6 @@ from tests.machine_code.steps.programs import STATE, Setup
 from tests.machine_code.steps.recording import Call
 from tests.machine_code.steps.replay import Replay
 from tests.machine_code.steps.schedules import SCHEDULES, scored
-from tests.machine_code.xla_programs import Executable
 
 
 class Float32Twin:
@@ -91,13 +91,13 @@ def gap(output: StepOutput, position: int, token: int, other: int) -> float:
 
 @dataclasses.dataclass
 class Study:
-    """What was found.
+    """Rounding errors of a card and of the CPU, and a near tie.
 
     Attributes:
         calls: made before and with the token that differs.
         errors: by array of pages, from the first layer's keys on: root mean square errors of the
             card and of the CPU against float32.
-        token: what the card drew, what the CPU drew, and what float32 has.
+        token: drawn by the card, by the CPU, and in float32.
         gaps: log-probability of the CPU's token less that of the card's, in each of the three.
     """
 
@@ -107,7 +107,7 @@ class Study:
     gaps: tuple[float, float, float] | None = None
 
     def summary(self) -> dict[str, Any]:
-        """Return what was found as JSON holds it."""
+        """Return the fields as JSON values."""
         names = ("card", "cpu", "float32")
         found: dict[str, Any] = {
             "calls": self.calls,

@@ -33,7 +33,7 @@ class Schedule:
         arrivals: the requests.
         has_long_launches: whether launches take several decode steps.
         begins_with_padding: run each program once on padding first, as every start does.
-        most_pages: pages that the host hands out, fewer than the cache has; None for all.
+        most_pages: pages that the host hands out, fewer than the cache has. None means all.
     """
 
     arrivals: tuple[Arrival, ...]
@@ -49,7 +49,7 @@ def prompt(number: int, length: int) -> tuple[int, ...]:
 
 
 def arrival(number: int, length: int, step: int, max_tokens: int, **settings: Any) -> Arrival:
-    """Make a request; it goes on past the model's end unless a setting says otherwise."""
+    """Make a request. It goes on past the model's end unless a setting says otherwise."""
     settings = {"ignore_eos": True, "detokenize": False} | settings
     return Arrival(prompt(number, length), SamplingParams(max_tokens=max_tokens, **settings), step)
 
@@ -171,7 +171,7 @@ def scored(schedule: Schedule) -> Schedule:
 
 
 def few_greedy() -> Schedule:
-    """A prompt in two chunks, the second beside a decode; greedy decodes."""
+    """A prompt in two chunks, the second beside a decode, and greedy decodes."""
     return Schedule((arrival(0, 5, 0, 4, temperature=0), arrival(1, 40, 0, 3, temperature=0)))
 
 

@@ -1,8 +1,8 @@
 """Source that programs are traced from: the functions that ran meanwhile, and a digest of them.
 
-Programs depend on a tenth of the files that their modules import. So the functions that ran while
-they were traced are noted, and the digest covers those, with all that stands in no function: in
-their files, and in files that these import, as constants may come from there. Comments, docstrings,
+Programs depend on a tenth of the files that their modules import. So the functions that run while
+they are traced are recorded. The digest covers these functions, and the module-level code of their
+files and of files that these import, because constants may come from there. Comments, docstrings,
 layout and the annotations of functions do not count.
 """
 
@@ -29,13 +29,13 @@ Sources = Mapping[str, list[str]]
 
 @contextlib.contextmanager
 def noting_functions(ran: dict[str, set[str]]) -> Iterator[None]:
-    """Add the functions of the packages that this thread runs, by their file, to those of `ran`."""
+    """Add the functions of the packages that this thread runs, by their file, to `ran`."""
     folders = tuple(f"{ROOT / package}/" for package in PACKAGES)
 
     def note(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
         if event == "call" and code.co_filename.startswith(folders):
-            # What is defined in a function belongs to it.
+            # A nested definition belongs to its function.
             name = code.co_qualname.partition(".<locals>")[0]
             ran.setdefault(code.co_filename, set()).add(name)
 
@@ -74,7 +74,7 @@ def digest(sources: Sources, others: Any, root: Path = ROOT) -> str:
 
     Args:
         sources: functions by their file.
-        others: what else programs depend on, as JSON holds it.
+        others: other dependencies of programs, as JSON values.
         root: of the checkout.
     """
     parts = [json.dumps(others, sort_keys=True)]
@@ -91,9 +91,9 @@ def digest(sources: Sources, others: Any, root: Path = ROOT) -> str:
 
 
 def prune(node: ast.Module | ast.ClassDef, functions: set[str], prefix: str = "") -> None:
-    """Remove functions that did not run from a module or a class, and what is imported.
+    """Remove functions that did not run, and imports, from a module or a class.
 
-    A name that is imported from elsewhere means what its own file says, which counts by itself.
+    An imported name is defined in its own file, which counts by itself.
     """
     kept: list[ast.stmt] = []
     for child in node.body:

@@ -1,4 +1,4 @@
-"""The table of whole steps: what was executed of each model, and how far it is from the CPU."""
+"""The table of whole steps: executed programs of each model, and differences from the CPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Row:
     """Schedules that a model served, executed for one capability.
 
     Attributes:
-        capability, setup: what was compiled.
+        capability, setup: of the compiled programs.
         schedules: their names.
         outcome: of all of them.
     """
@@ -77,7 +77,7 @@ def write_table(rows: list[Row], folder: Path = RESULTS) -> None:
 
 
 def table(results: dict[str, Any]) -> str:
-    """Format what a results file holds."""
+    """Format the contents of a results file."""
     lines = [
         "# Whole steps as machine code",
         "",

@@ -1,0 +1,1 @@
+"""Interpreter of GPU machine code (PTX) on a CPU, and readers of the programs that XLA compiles."""

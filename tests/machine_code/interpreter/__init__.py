@@ -1,1 +1,0 @@
-"""The inner modules of the interpreter; `launch.py` beside this folder is its door."""

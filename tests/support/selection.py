@@ -1,0 +1,342 @@
+"""Which tests a change concerns, by the graph of what each file imports.
+
+Nodes are files of the repository. A file depends on the modules that it imports, and on files and
+modules that it names in a text (`"jaxserve.commands.cli"`, `"scripts/bootstrap"`). A test depends
+on the conftest.py files of its folders too. `from package import Name` leads to the module that
+defines `Name`, and not to everything that the package's __init__.py imports.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("jaxserve", "pallas_kernels", "scripts", "tests")
+DAY = "day"  # in place of a commit: the newest one that is more than a day old
+# A change of these concerns every test: versions, and what all tests run in.
+EVERYWHERE = (
+    *("pyproject.toml", "scripts/bootstrap", "scripts/constraints.txt"),
+    *("tests/conftest.py", "tests/support/selection.py"),
+)
+# They read the tree and not only what they import, and take seconds: every selection has them.
+READ_THE_TREE = tuple(
+    f"tests/test_{name}.py" for name in ("floors", "style", "pages", "installation", "selection")
+)
+# Files that the code reads by their folder, and the module that knows the folder.
+DATA = {"jaxserve/demo_model/": "jaxserve/settings/config.py"}
+
+
+class NoHistory(Exception):
+    """There is no git, no repository, or no such commit: a tarball, or a clone of depth 1."""
+
+
+def git(*words: str, root: Path = ROOT) -> str:
+    """Return what a command of git prints.
+
+    Raises:
+        NoHistory: it failed.
+    """
+    try:
+        done = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = getattr(error, "stderr", "") or str(error)
+        raise NoHistory(said.strip().splitlines()[-1] if said.strip() else "git failed") from error
+    return done.stdout
+
+
+def day_old_commit(root: Path = ROOT) -> str:
+    """Return the newest commit of HEAD's history that is more than a day old.
+
+    Raises:
+        NoHistory: no commit is that old, or the clone does not have one.
+    """
+    before = int(time.time()) - 24 * 60 * 60
+    found = git("rev-list", "-1", f"--before={before}", "HEAD", root=root).strip()
+    if not found:
+        raise NoHistory("no commit here is more than a day old")
+    return found
+
+
+def changed_files(ref: str, root: Path = ROOT) -> frozenset[str]:
+    """Return the files that differ from a commit's, with deleted, uncommitted and new ones.
+
+    A Python file of which only comments and docstrings differ has not changed.
+
+    Raises:
+        NoHistory: there is no such commit.
+    """
+    git("rev-parse", "--verify", "--quiet", f"{ref}^{{commit}}", root=root)
+    names = git("diff", "--name-only", "--no-renames", "-z", ref, "--", root=root)
+    new = git("ls-files", "--others", "--exclude-standard", "-z", root=root)
+    changed = {name for name in (names + new).split("\0") if name}
+    python = [name for name in names.split("\0") if name.endswith(".py") and (root / name).exists()]
+    before = _texts(ref, python, root)
+    return frozenset(
+        changed - {name for name in before if _is_same(before[name], (root / name).read_text())}
+    )
+
+
+def _texts(ref: str, names: Iterable[str], root: Path) -> dict[str, str]:
+    """Return the texts that a commit has of files, without files that it does not have."""
+    names = list(names)
+    asked = "".join(f"{ref}:{name}\n" for name in names).encode()
+    command = ["git", "cat-file", "--batch"]
+    answer = subprocess.run(command, cwd=root, input=asked, capture_output=True, check=True).stdout
+    texts, at = {}, 0
+    for name in names:
+        end = answer.index(b"\n", at)
+        head, at = answer[at:end], end + 1
+        if head.endswith(b" missing"):
+            continue
+        size = int(head.rsplit(b" ", 1)[1])
+        texts[name], at = answer[at : at + size].decode(), at + size + 1
+    return texts
+
+
+def _is_same(before: str, after: str) -> bool:
+    """Return whether two sources are the same code, with other comments and docstrings."""
+    try:
+        trees = ast.parse(before), ast.parse(after)
+    except SyntaxError:
+        return False
+    for tree in trees:
+        for node in ast.walk(tree):
+            body = getattr(node, "body", None)
+            match body:
+                case [ast.Expr(value=ast.Constant()), *rest]:
+                    node.body = rest  # type: ignore[attr-defined]
+    return ast.dump(trees[0]) == ast.dump(trees[1])
+
+
+def _started(node: ast.AST) -> Iterator[str]:
+    """Yield the modules that a list of words starts: those after "-m"."""
+    items = node.elts if isinstance(node, ast.List | ast.Tuple) else ()
+    words = [item.value if isinstance(item, ast.Constant) else None for item in items]
+    for before, word in pairwise(words):
+        if before == "-m" and isinstance(word, str):
+            yield word
+
+
+def files_of(since: str | None, changed: str | None) -> frozenset[str]:
+    """Return the files that changed since one of two commits, of which `DAY` names the day-old one.
+
+    Raises:
+        NoHistory: there is no such commit.
+    """
+    ref = since if changed is None else changed
+    if ref is None:
+        raise NoHistory("no commit was named")
+    return changed_files(day_old_commit() if ref == DAY else ref)
+
+
+@dataclass
+class Graph:
+    """Files, and what each depends on.
+
+    Attributes:
+        sources: text of each Python file, by its path from the root.
+        others: paths of all other files.
+    """
+
+    sources: Mapping[str, str]
+    others: frozenset[str] = frozenset()
+    _edges: dict[str, frozenset[str]] = field(default_factory=dict)
+    _closures: dict[str, frozenset[str]] = field(default_factory=dict)
+
+    @classmethod
+    def of_tree(cls, root: Path = ROOT) -> Graph:
+        """Read all files below the four folders, and the names of those beside the folders."""
+        sources: dict[str, str] = {}
+        others = [path.name for path in root.iterdir() if path.is_file()]
+        for folder in FOLDERS:
+            for path in sorted((root / folder).rglob("*")):
+                name = path.relative_to(root).as_posix()
+                if "__pycache__" in name or not path.is_file():
+                    continue
+                if path.suffix == ".py":
+                    sources[name] = path.read_text()
+                else:
+                    others.append(name)
+        return cls(sources, frozenset(others))
+
+    @cached_property
+    def modules(self) -> dict[str, str]:
+        """Path of each module, by its dotted name."""
+        dotted = (
+            (path.removesuffix(".py").removesuffix("/__init__").replace("/", "."), path)
+            for path in self.sources
+        )
+        return dict(dotted)
+
+    @cached_property
+    def homes(self) -> dict[str, dict[str, str]]:
+        """By package: the module from which its __init__.py has each name."""
+        found: dict[str, dict[str, str]] = {}
+        for package, path in self.modules.items():
+            if path.endswith("/__init__.py"):
+                names = found.setdefault(package, {})
+                for node in ast.walk(ast.parse(self.sources[path])):
+                    if isinstance(node, ast.ImportFrom):
+                        module = self._absolute(node, path)
+                        names |= {alias.asname or alias.name: module for alias in node.names}
+        return found
+
+    def _absolute(self, node: ast.ImportFrom, path: str) -> str:
+        if not node.level:
+            return node.module or ""
+        package = path.split("/")[: -node.level]
+        return ".".join([*package, *([node.module] if node.module else [])])
+
+    def _named(self, module: str, name: str, most: int = 5) -> Iterator[str]:
+        """Yield the files that `from module import name` concerns."""
+        whole = f"{module}.{name}"
+        if whole in self.modules:
+            yield self.modules[whole]
+        elif module in self.modules:
+            yield self.modules[module]
+            home = self.homes.get(module, {}).get(name)
+            if home is not None and home != module and most:
+                yield from self._named(home, name, most - 1)
+
+    def _imports(self, path: str) -> Iterator[str]:
+        is_package = path.endswith("/__init__.py")
+        for node in ast.walk(ast.parse(self.sources[path])):
+            if isinstance(node, ast.Import):
+                yield from (self.modules.get(alias.name, "") for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                if not is_package:  # whoever has a name of a package goes to its home by himself
+                    for alias in node.names:
+                        yield from self._named(self._absolute(node, path), alias.name)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield from self._told(node.value)
+            for module in _started(node):
+                yield self.modules.get(f"{module}.__main__", self.modules.get(module, ""))
+
+    def _told(self, text: str) -> Iterator[str]:
+        """Yield the files that a text names: a module, all of a package, or a path."""
+        if "." in text and text in self.modules:
+            yield self.modules[text]
+            yield self.modules.get(f"{text}.__main__", "")
+        elif text.endswith(".") and text[:-1] in self.modules:  # f"package.{name}"
+            yield from (path for name, path in self.modules.items() if name.startswith(text))
+        elif text in self.sources or text in self.others:
+            yield text
+
+    def edges(self, path: str) -> frozenset[str]:
+        """Return the files that a file depends on directly."""
+        if path not in self._edges:
+            found = set(self._imports(path)) if path in self.sources else set()
+            if path.startswith("tests/") and path not in EVERYWHERE:
+                parents = Path(path).parents
+                found |= {f"{parent}/conftest.py" for parent in parents if str(parent) != "tests"}
+            known = self.sources.keys() | self.others
+            self._edges[path] = frozenset(found & known) - {path, "tests/conftest.py"}
+        return self._edges[path]
+
+    def reached(self, path: str) -> frozenset[str]:
+        """Return the file and all that it depends on, directly or not."""
+        if path not in self._closures:
+            seen, open_ = {path}, [path]
+            while open_:
+                for target in self.edges(open_.pop()):
+                    if target not in seen:
+                        seen.add(target)
+                        open_.append(target)
+            self._closures[path] = frozenset(seen)
+        return self._closures[path]
+
+    def standing_for(self, changed: Iterable[str]) -> frozenset[str]:
+        """Return the changed files, with the modules that read those which are no modules.
+
+        A file of data stands for the modules of its folder, or of the nearest folder above that has
+        modules, besides those that name it. So does a module that was deleted.
+        """
+        found = set()
+        for path in changed:
+            found.add(path)
+            if path in self.sources or path.endswith(".md") or not path.startswith(FOLDERS):
+                continue
+            data = next((to for folder, to in DATA.items() if path.startswith(folder)), None)
+            if data is not None:
+                found.add(data)
+                continue
+            for parent in map(str, Path(path).parents):
+                beside = {name for name in self.sources if str(Path(name).parent) == parent}
+                if beside:
+                    found |= beside
+                    break
+        return frozenset(found)
+
+    @cached_property
+    def tests(self) -> list[str]:
+        return [name for name in self.sources if Path(name).name.startswith("test_")]
+
+    def concerned(self, changed: Iterable[str]) -> list[str]:
+        """Return the files of tests that depend on a changed file, and READ_THE_TREE."""
+        changed = frozenset(changed)
+        if not changed.isdisjoint(EVERYWHERE):
+            return self.tests
+        stand = self.standing_for(changed)
+        return [
+            path
+            for path in self.tests
+            if path in READ_THE_TREE or not self.reached(path).isdisjoint(stand)
+        ]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Tests that run only in the weekly job, or after a change of what they are about.
+
+    Attributes:
+        name: of the group, for the count that a run prints.
+        of: path prefixes. A changed file counts if a test depends on it and it is below one.
+    """
+
+    name: str
+    of: tuple[str, ...]
+
+
+class Selection:
+    """Decides for each test of a run whether it is selected.
+
+    Args:
+        changed: files that changed since `ref`; None where that is not known, which selects all.
+        only_concerned: select the tests of changed files and of what imports them (`--changed`).
+            Otherwise select all, but of the weekly ones those whose subject changed.
+    """
+
+    def __init__(
+        self, graph: Graph, changed: frozenset[str] | None, only_concerned: bool = False
+    ) -> None:
+        self._graph, self._changed = graph, changed
+        self._stand = frozenset() if changed is None else graph.standing_for(changed)
+        self._concerned = None
+        if only_concerned and changed is not None:
+            self._concerned = frozenset(graph.concerned(changed))
+
+    def reason(self, path: str, subject: Subject | None) -> str | None:
+        """Return why a test of a file is left out, or None if it is selected.
+
+        Args:
+            subject: of a test that is weekly.
+        """
+        if self._changed is None:
+            return None
+        if self._concerned is not None and path not in self._concerned:
+            return "nothing that they import changed"
+        if subject is None:
+            return None
+        about = {
+            name
+            for name in self._graph.reached(path) & self._stand
+            if name == path or name.startswith(subject.of)
+        }
+        return None if about else f"{subject.name}: unchanged"
