@@ -131,7 +131,7 @@ class ProgramsBehind:
             self._runner.counts_demand = False
 
     def _complete(self) -> None:
-        """Have all programs compiled that have no file and are worth their compilation."""
+        """Request the compilation of all programs without a file that are worth it."""
         timeline = self._stored.store.timeline
         try:
             if self._missing:

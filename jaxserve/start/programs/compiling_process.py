@@ -217,7 +217,7 @@ def _answer(requests: BinaryIO, answers: BinaryIO) -> None:
 
 
 class _FrugalStore(ProgramStore):
-    """Store that frees the memory of tracing at once, because the engine needs it."""
+    """A store that frees the memory of tracing at once, because the engine needs it."""
 
     def _trace(self, lower: Callable[[], Lowered], name: str) -> Lowered:
         lowered = super()._trace(lower, name)

@@ -50,7 +50,7 @@ _COMPILE_THREADS = 4
 
 
 class WarmUp:
-    """Start of a runner, which compiles before requests come.
+    """Preparation of a runner, which compiles before requests come.
 
     Args:
         plan: of the start.
