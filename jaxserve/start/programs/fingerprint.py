@@ -52,7 +52,7 @@ def open_store(
     directory: Path | None,
     plan: StartPlan,
     card: DescribedCard | None = None,
-    store_class: type[ProgramStore] = ProgramStore,
+    store_class: type[ProgramStore] | None = None,
 ) -> ProgramStore:
     """Open the store of a plan's programs.
 
@@ -60,7 +60,7 @@ def open_store(
         directory: of the programs of all plans, or None to keep no files.
         plan: of the start.
         card: to compile for, if it is not JAX's device.
-        store_class: of the store.
+        store_class: of the store, or None for `ProgramStore`.
 
     Raises:
         InvalidRequest: see `sum_options`.
@@ -84,7 +84,8 @@ def open_store(
     }
     number = plan.model_config.split.devices
     options = sum_options(config, target_device() if card is None else card.card.limits)
-    return store_class(directory, subject, fingerprint(card), card is None, number, options)
+    make_store = store_class or ProgramStore
+    return make_store(directory, subject, fingerprint(card), card is None, number, options)
 
 
 def _division(leaf: Any) -> str:
