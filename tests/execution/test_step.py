@@ -12,7 +12,7 @@ from jaxserve.execution.buckets import Bucket
 from jaxserve.models import Decoder, parse_model_config
 from jaxserve.request import MAX_LOGPROBS
 from jaxserve.settings.config import EngineConfig
-from jaxserve.start.programs.compiler import LOAD_SLOT, Compiler, Part
+from jaxserve.start.programs.compiler import LOAD_SLOT, Compiler, SmallProgram
 from scripts.lib.placed_model import plan_of_model
 from tests.equivalence import TINY
 
@@ -63,6 +63,6 @@ def shapes(tree: Any) -> list[tuple[tuple[int, ...], jnp.dtype]]:
 
 
 def test_programs_of_slots_return_the_sampler_that_they_took(compiler: Compiler) -> None:
-    for key in (LOAD_SLOT, Part("set allowed", 2)):
+    for key in (LOAD_SLOT, SmallProgram("set allowed", 2)):
         sampler = compiler.state_shapes().sampler
         assert shapes(compiler.lower(key).out_info) == shapes(sampler)

@@ -72,7 +72,7 @@ def product_precision(setting: str, dtype: Any) -> AbstractContextManager[None]:
 
 
 @dataclass(frozen=True)
-class Part:
+class SmallProgram:
     """Key of a program that is neither a launch nor a sampler.
 
     Attributes:
@@ -88,9 +88,13 @@ class Part:
         return f"{self.kind}, {self.count}" if self.count else self.kind
 
 
-STATE, LOAD_SLOT, SET_ROWS = Part("state"), Part("load slot"), Part("set rows")
-SCORE, PROJECT = Part("score"), Part("project")
-Key = Bucket | Sampler | Part
+STATE, LOAD_SLOT, SET_ROWS = (
+    SmallProgram("state"),
+    SmallProgram("load slot"),
+    SmallProgram("set rows"),
+)
+SCORE, PROJECT = SmallProgram("score"), SmallProgram("project")
+Key = Bucket | Sampler | SmallProgram
 """Key of a compiled program of an engine."""
 
 
@@ -112,7 +116,7 @@ def other_programs(plan: StartPlan) -> list[Key]:
         keys.append(SCORE)
     if needs_logits(plan.config):
         keys.append(PROJECT)
-    return [*keys, LOAD_SLOT, SET_ROWS, *(Part("set allowed", size) for size in sizes)]
+    return [*keys, LOAD_SLOT, SET_ROWS, *(SmallProgram("set allowed", size) for size in sizes)]
 
 
 def all_programs(plan: StartPlan) -> list[Key]:
@@ -184,7 +188,7 @@ class Compiler:
                 return self._lower_sampler(key)
             if key.kind == "set allowed":
                 return self._lower_set_allowed(key.count)
-            lower: dict[Part, Callable[[], Lowered]] = {
+            lower: dict[SmallProgram, Callable[[], Lowered]] = {
                 SCORE: self._lower_score,
                 PROJECT: self._lower_project,
                 STATE: self._lower_state,

@@ -37,7 +37,7 @@ from jaxserve.start.programs.compiler import (
     SET_ROWS,
     STATE,
     Key,
-    Part,
+    SmallProgram,
     other_programs,
 )
 from jaxserve.start.programs.fingerprint import open_store
@@ -211,7 +211,11 @@ class WarmUp:
             self._make_state,
             others[LOAD_SLOT],
             others[SET_ROWS],
-            {key.count: others[key] for key in others if isinstance(key, Part) and key.count},
+            {
+                key.count: others[key]
+                for key in others
+                if isinstance(key, SmallProgram) and key.count
+            },
             others.get(PROJECT),
         )
 

@@ -13,7 +13,7 @@ from jaxserve.execution.state import DeviceState
 from jaxserve.request import SamplingParams
 from jaxserve.start.loaded import Loaded
 from jaxserve.start.plan.limits import Limits
-from jaxserve.start.programs.compiler import LOAD_SLOT, SET_ROWS, STATE, Part
+from jaxserve.start.programs.compiler import LOAD_SLOT, SET_ROWS, STATE, SmallProgram
 from jaxserve.start.programs.store import ProgramStore
 from jaxserve.start.programs.suppliers import Compiling
 from jaxserve.text.tokenizer import Tokenizer
@@ -81,7 +81,7 @@ class RecordedEngine:
             load_slot=supply(LOAD_SLOT),
             set_rows=supply(SET_ROWS),
             set_allowed={
-                count: supply(Part("set allowed", count)) for count in setup.mask_counts()
+                count: supply(SmallProgram("set allowed", count)) for count in setup.mask_counts()
             },
         )
         self._programs = self._recorder.watch(programs)
