@@ -51,13 +51,13 @@ from jaxserve.outputs import RequestOutput
 from jaxserve.request import MAX_LOGPROBS, BeamSearchParams, SamplingParams
 from jaxserve.scheduling.logprobs import TokenLogprobs
 from jaxserve.settings.config import KV_CACHE_DTYPES, EngineConfig, LogprobsMode
-from jaxserve.start.loading import Loaded
+from jaxserve.start.loaded import Loaded
 from jaxserve.start.plan.limits import Limits
-from jaxserve.start.programs.warm_up import WarmUp
 from jaxserve.structured import StructuredOutputsParams
 from jaxserve.text.grammars import grammar_source
 from jaxserve.weights import random_weights
 from jaxserve.weights.placement import use_panels
+from scripts.lib.placed_model import model_leaves, warm_up_of
 from tests.models.cases import CASES, transformers_model
 from tests.support.letters import END, TEXTS, VOCAB, letter_tokenizer
 from tests.support.oracle import Answer, Form, Oracle, Score
@@ -209,7 +209,8 @@ class Bench:
                 max_logprobs=most,
                 **sizes,
             )
-            runner = WarmUp(config, model_config, model, group=group).run()
+            warm_up = warm_up_of(config, model_config, model, group=group)
+            runner = warm_up.run(model_leaves(model))
             limits = Limits(VOCAB, MAX_LEN, (END,), seed=0, max_logprobs=most)
             made = (config, runner, self.tokenizer, limits, SamplingParams())
             self.loaded[page] = Loaded(*made, group=group)

@@ -30,6 +30,7 @@ PAGES: dict[str, int | None] = {
     "jaxserve/models/README.md": 60,
     "jaxserve/scheduling/README.md": 60,
     "jaxserve/server/README.md": 80,
+    "jaxserve/start/README.md": 60,
     "jaxserve/weights/README.md": 60,
     "jaxserve/settings/README.md": 60,
     "pallas_kernels/README.md": 60,
@@ -46,7 +47,7 @@ PAGES: dict[str, int | None] = {
 }
 MOST_CHARACTERS = 120
 # Pages with shorter lines.
-NARROW_PAGES = ("README.md", "BUILD.md")
+NARROW_PAGES = ("README.md", "BUILD.md", "jaxserve/start/README.md")
 MOST_NARROW_CHARACTERS = 88
 GENERATED = re.compile(r"<!-- (\w+): begin -->.*?<!-- \1: end -->", re.DOTALL)
 TREE = re.compile(r"<!-- tree (\S+): (folders|modules) -->\n```\n(.*?)```", re.DOTALL)

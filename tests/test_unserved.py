@@ -24,7 +24,7 @@ from jaxserve.settings.compat import (
     unserved,
 )
 from jaxserve.settings.config import usual_value
-from jaxserve.start.loading import Loaded
+from jaxserve.start.loaded import Loaded
 
 FIELDS = EngineConfig.__dataclass_fields__
 

@@ -12,9 +12,9 @@ import msgspec
 from tqdm import tqdm
 
 from jaxserve.commands.server import load_models
+from jaxserve.commands.start_output import StartOutput
 from jaxserve.server.api.batch_service import InnerClient
 from jaxserve.server.http.app import App
-from jaxserve.server.http.start_report import StartReport
 from jaxserve.server.kept.batch_lines import (
     LINE_FACTOR,
     BadLine,
@@ -103,16 +103,16 @@ def run_batch(specs: Iterable[ModelSpec], config: ServerConfig, source: Path, si
         OSError: a file cannot be read or written.
         CheckpointError, UnsupportedModel, ValueError: see `load_models`.
     """
-    report = StartReport(sys.stderr)
+    output = StartOutput(sys.stderr)
     with source.open("rb") as file:
-        models = load_models(specs, config, report)
+        models = load_models(specs, config, output)
         try:
             with sink.open("wb") as out:  # only now, so that a failed start keeps earlier answers
                 batch = asyncio.run(_run(App(models, config), file, out))
         finally:
             models.close()
     failed = f", {batch.num_failed} of them without a good answer" if batch.num_failed else ""
-    report.say(f"{batch.num_done} lines{failed}: {sink}")
+    output.say(f"{batch.num_done} lines{failed}: {sink}")
     return 1 if batch.num_failed else 0
 
 

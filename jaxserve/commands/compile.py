@@ -16,7 +16,7 @@ from jaxserve.commands.options import (
     engine_settings,
     given,
 )
-from jaxserve.server.http.start_report import StartReport
+from jaxserve.commands.start_output import StartOutput
 from jaxserve.server.served.specs import check_models, plan_models
 from jaxserve.server.settings import ServerConfig
 from jaxserve.settings.config import check_devices, prepare_process
@@ -62,17 +62,17 @@ def compile_programs(arguments: argparse.Namespace) -> int:
     """
     if arguments.device is not None:
         return _compile_for_card(arguments)
-    loaded, report = [], StartReport(sys.stderr)
+    loaded, output = [], StartOutput(sys.stderr)
     try:
         server = ServerConfig(**given(arguments, ["model_weights"]))
         specs = plan_models(arguments.models, engine_settings(arguments), server)
         check_models(specs)
         check_devices(specs[0].config)
-        load = importlib.import_module("jaxserve.start.loading").load  # brings JAX with it
+        load = importlib.import_module("jaxserve.start.start").load  # brings JAX with it
         for spec in specs:
-            # All stay loaded: on a GPU the next model's cache gets what this one leaves free.
+            # All stay loaded: on a GPU the next model's cache gets the memory that this one leaves.
             config = replace(spec.config, wait_for_all_programs=True)
-            loaded.append(load(config, report.progress))
+            loaded.append(load(config, output.progress))
             print(f"{spec.names[0]}: {loaded[-1].start}")
     except (ValueError, OSError) as error:
         raise CommandError(str(error)) from error
@@ -89,7 +89,7 @@ def _compile_for_card(arguments: argparse.Namespace) -> int:
     Raises:
         CommandError: no such card, model or plugin, or a setting is wrong.
     """
-    report = StartReport(sys.stderr)
+    output = StartOutput(sys.stderr)
     try:
         specs = plan_models(arguments.models, engine_settings(arguments), ServerConfig())
         check_models(specs)
@@ -98,11 +98,11 @@ def _compile_for_card(arguments: argparse.Namespace) -> int:
             raise CommandError("device: programs for a card are compiled for one model at a time")
         prepare_process(for_gpu=True, JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1")
         compile_for_card = importlib.import_module(
-            "jaxserve.start.card_programs"  # brings JAX with it
+            "jaxserve.start.absent_device"  # brings JAX with it
         ).compile_for_card
-        on_program = partial(report.progress, "compile")
-        made = compile_for_card(specs[0].config, arguments.device, on_program)
+        on_program = partial(output.progress, "compile")
+        report = compile_for_card(specs[0].config, arguments.device, on_program)
     except (ValueError, OSError) as error:
         raise CommandError(str(error)) from error
-    print(f"{specs[0].names[0]}: {made}")
-    return 0 if made.store.folder is not None else 1
+    print(f"{specs[0].names[0]}: {report}")
+    return 0 if report.store.folder is not None else 1

@@ -5,9 +5,9 @@ from __future__ import annotations
 import signal
 import sys
 
+from jaxserve.commands.start_output import StartOutput, Stop
 from jaxserve.engine.following import follow as follow_leader
 from jaxserve.server.http.logs import log_json
-from jaxserve.server.http.start_report import StartReport, Stop
 from jaxserve.server.served.specs import ModelSpec
 
 
@@ -18,15 +18,15 @@ def follow(spec: ModelSpec, is_verbose: bool = False) -> int:
         ValueError, OSError: see `engine.following.follow`.
     """
     log_json()
-    report = StartReport(sys.stderr, Stop(), is_verbose)
+    output = StartOutput(sys.stderr, Stop(), is_verbose)
     config = spec.config
-    report.say(f"loading {spec.names[0]}: host {config.node_rank} of {config.nnodes}")
+    output.say(f"loading {spec.names[0]}: host {config.node_rank} of {config.nnodes}")
 
     def say_ready() -> None:
         # Ctrl-C signals the whole process group. The leader finishes its requests first.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        report.say(f"following {config.master_addr}:{config.master_port}")
+        output.say(f"following {config.master_addr}:{config.master_port}")
 
-    calls = follow_leader(config, report.progress, say_ready)
-    report.say(f"the leader has ended, after {calls} calls of programs")
+    calls = follow_leader(config, output.progress, say_ready)
+    output.say(f"the leader has ended, after {calls} calls of programs")
     return 0

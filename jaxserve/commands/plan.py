@@ -60,7 +60,7 @@ def plan(arguments: argparse.Namespace) -> int:
     Raises:
         CommandError: no such model or card, or a wrong setting.
     """
-    planning = importlib.import_module("jaxserve.start.plan.planning")  # imports JAX
+    planning = importlib.import_module("jaxserve.start.plan.make_plan")  # imports JAX
     try:
         config = EngineConfig(model=arguments.model, **given(arguments, ENGINE_FIELDS))
         found = planning.plan_model(config, arguments.device)
@@ -74,23 +74,48 @@ def plan(arguments: argparse.Namespace) -> int:
 
 
 def _form(found: Any, plan: Any) -> str:
-    return plan.form or found.stored or plan.dtype
+    return plan.form or found.stored or plan.dtype.name
 
 
 def _record(found: Any) -> dict[str, Any]:
     """Return the plans as JSON values; sizes are bytes."""
     device = found.device
     plans = [
-        dataclasses.asdict(plan)
-        | {"form": _form(found, plan), "fits": plan.fits, "needed": plan.needed}
-        | {"cache_bytes": plan.pages * plan.page_bytes, "cache_tokens": plan.cache_tokens}
-        | {"longest_context": plan.longest, "sequences": plan.sequences}
-        | {"step_seconds": plan.step_seconds}
+        _numbers(plan)
+        | {"form": _form(found, plan)}
         | {"predicted": {name: _parts(time) for name, time in _predictions(plan, times).items()}}
         for plan, times in zip(found.plans, found.times, strict=True)
     ]
     named = {"name": device.limits.kind, "total": device.total, "free": device.free}
     return {"device": named, "devices": found.devices, "plans": plans, "refusal": found.refusal}
+
+
+def _numbers(plan: Any) -> dict[str, Any]:
+    """Return the sizes of a plan, and what they hold, as JSON values."""
+    return {
+        "dtype": plan.dtype.name,
+        "sizes": dataclasses.asdict(plan.sizes),
+        "budget": plan.budget,
+        "weights": plan.weight_bytes,
+        "read": plan.read_bytes,
+        "temporaries": plan.temporary_bytes,
+        "sampler": plan.sampler_bytes,
+        "memory": [dataclasses.asdict(kind) | {"bytes": kind.num_bytes} for kind in plan.memory],
+        "page_bytes": plan.page_bytes,
+        "pages": plan.num_pages,
+        "full_pages": plan.full_pages,
+        "least_pages": plan.least_pages,
+        "block_size": plan.block_size,
+        "context": plan.max_model_len,
+        "bandwidth": plan.device.bandwidth,
+        "fits": plan.starts,
+        "needed": plan.needed,
+        "cache_bytes": plan.pages.num_bytes,
+        "cache_tokens": plan.cache_tokens,
+        "longest_context": plan.longest,
+        "sequences": plan.sequences,
+        "step_seconds": plan.step_seconds,
+    }
 
 
 def _parts(time: Any) -> dict[str, float]:
@@ -99,7 +124,7 @@ def _parts(time: Any) -> dict[str, float]:
 
 def _predictions(plan: Any, times: Any) -> dict[str, Any]:
     """Return predicted steps by name: decodes that the cache holds, and the largest prefill."""
-    if not (plan.fits and times.is_known):
+    if not (plan.starts and times.is_known):
         return {}
     made = {
         f"decode, {rows} of {CONTEXT:,}": times.decode(rows, CONTEXT)
@@ -132,12 +157,12 @@ def _show(found: Any) -> None:
 
 def _cells(plan: Any) -> list[str]:
     """Return the cells of a form, in the order of `LINES`."""
-    cells = [_size(plan.needed), _size(max(0, plan.budget)), _size(plan.weights)]
-    cells.append(_size(plan.temporaries + plan.sampler))
-    if not plan.fits:
+    cells = [_size(plan.needed), _size(max(0, plan.budget)), _size(plan.weight_bytes)]
+    cells.append(_size(plan.temporary_bytes + plan.sampler_bytes))
+    if not plan.starts:
         return [*cells, "too large", *[""] * (len(LINES) - len(cells) - 1)]
     step = plan.step_seconds
-    cells += [_size(plan.pages * plan.page_bytes), f"{plan.cache_tokens:,}", f"{plan.longest:,}"]
+    cells += [_size(plan.pages.num_bytes), f"{plan.cache_tokens:,}", f"{plan.longest:,}"]
     cells += [f"{plan.sequences:,}", f"{plan.sizes.seqs:,}"]
     return [*cells, "" if step is None else f"{step * 1e3:.2f} ms"]
 

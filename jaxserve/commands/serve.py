@@ -20,6 +20,7 @@ from jaxserve.commands.options import (
     given,
     refused_names,
 )
+from jaxserve.commands.start_output import StartOutput, Stop
 from jaxserve.errors import InvalidRequest
 from jaxserve.fleet.options import FleetConfig, check_cluster, check_gang, check_server
 from jaxserve.server.http.listener import bind, bind_path
@@ -218,8 +219,7 @@ def _serve_fleet(specs: list[ModelSpec], config: ServerConfig, fleet: FleetConfi
         # Lets a cluster of one machine use the loopback address on every operating system.
         more["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = 0
     prepare_process(**{**_CLUSTER, **more})
-    report = importlib.import_module("jaxserve.server.http.start_report")
-    stop = report.Stop()
+    stop = Stop()
     try:
         cluster = importlib.import_module("jaxserve.fleet.cluster")
     except ModuleNotFoundError as error:
@@ -228,5 +228,5 @@ def _serve_fleet(specs: list[ModelSpec], config: ServerConfig, fleet: FleetConfi
             f"run {install_command('ray')}",
             "data_parallel_backend",
         ) from error
-    say = report.StartReport(sys.stderr, stop).say
+    say = StartOutput(sys.stderr, stop).say
     return cluster.serve_fleet(specs, config, fleet, say, stop.check)

@@ -8,13 +8,12 @@ import socket
 import sys
 from collections.abc import Iterable
 
-from jaxserve.commands.start_summary import at_length, summary
+from jaxserve.commands.start_output import StartOutput, Stop, at_length, summary
 from jaxserve.server import page
 from jaxserve.server.http.app import App
 from jaxserve.server.http.logs import log_json
 from jaxserve.server.http.open_files import make_room
 from jaxserve.server.http.process import Process
-from jaxserve.server.http.start_report import StartReport, Stop
 from jaxserve.server.kept.files import FileStore
 from jaxserve.server.served.models import Models
 from jaxserve.server.served.request_trace import open_tracer
@@ -23,14 +22,14 @@ from jaxserve.server.served.start import start_models
 from jaxserve.server.settings import ServerConfig
 
 
-def load_models(specs: Iterable[ModelSpec], config: ServerConfig, report: StartReport) -> Models:
+def load_models(specs: Iterable[ModelSpec], config: ServerConfig, output: StartOutput) -> Models:
     """Load the models in turn, and report the progress and the memory of each.
 
     Raises:
-        CheckpointError, UnsupportedModel, ValueError: see `engine.loading.load`.
+        CheckpointError, UnsupportedModel, ValueError: see `start.start.load`.
     """
-    describe = at_length if report.is_verbose else summary
-    return start_models(specs, config, report.say, report.progress, describe)
+    describe = at_length if output.is_verbose else summary
+    return start_models(specs, config, output.say, output.progress, describe)
 
 
 def serve(
@@ -51,14 +50,14 @@ def serve(
         The exit status: 0 after an orderly end, 1 if an engine failed.
 
     Raises:
-        CheckpointError, UnsupportedModel, ValueError: see `engine.loading.load`, `make_room`.
+        CheckpointError, UnsupportedModel, ValueError: see `start.start.load`, `make_room`.
     """
     log_json()
     stop = Stop()
-    report = StartReport(sys.stderr, stop, is_verbose)
+    output = StartOutput(sys.stderr, stop, is_verbose)
     tracer = open_tracer(config.otlp_traces_endpoint)
     files = None if config.files_dir is None else FileStore(config)
-    models = load_models(specs, config, report)
+    models = load_models(specs, config, output)
     for model in models.all:
         model.tracer = tracer
     try:
@@ -67,7 +66,7 @@ def serve(
         models.close()
         raise
     if room.connections < config.max_connections:
-        report.say(
+        output.say(
             f"warning: {room.connections} connections are served at once, not the "
             f"{config.max_connections} of --max-connections: the limit of open files is "
             f"{room.limit} (ulimit -n)"
@@ -79,7 +78,7 @@ def serve(
     gc.freeze()
     try:
         stop.check()
-        asyncio.run(_serve(process, listener, config, report))
+        asyncio.run(_serve(process, listener, config, output))
     finally:
         models.close()
         if tracer is not None:
@@ -96,11 +95,11 @@ def _address(listener: socket.socket, config: ServerConfig) -> str:
 
 
 async def _serve(
-    process: Process, listener: socket.socket, config: ServerConfig, report: StartReport
+    process: Process, listener: socket.socket, config: ServerConfig, output: StartOutput
 ) -> None:
     running = asyncio.ensure_future(process.serve(sockets=[listener]))
     while not (process.started or running.done()):
         await asyncio.sleep(0.01)
     if process.started:
-        report.say(f"ready at {_address(listener, config)}")
+        output.say(f"ready at {_address(listener, config)}")
     await running

@@ -26,7 +26,7 @@ from jaxserve.execution.runner import OnProgress
 from jaxserve.outputs import CompletionOutput, RequestOutput
 from jaxserve.request import Request, SamplingParams
 from jaxserve.settings.config import EngineConfig
-from jaxserve.start.loading import Loaded
+from jaxserve.start.loaded import Loaded
 from jaxserve.start.plan.limits import Limits
 
 T = TypeVar("T")
@@ -46,7 +46,7 @@ class AsyncLLM:
         requests: the factory of requests for `open`. It is thread-safe.
 
     Raises:
-        CheckpointError, UnsupportedModel, InvalidRequest: see `engine.loading.load`.
+        CheckpointError, UnsupportedModel, InvalidRequest: see `start.start.load`.
     """
 
     def __init__(

@@ -28,8 +28,9 @@ from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slot_table import SlotTable
 from jaxserve.settings.config import EngineConfig
 from jaxserve.settings.secret_files import read_secret
-from jaxserve.start.loading import Loaded, load
+from jaxserve.start.loaded import Loaded
 from jaxserve.start.sources.expert_load import record
+from jaxserve.start.start import load
 from jaxserve.text.detokenizer import Detokenizer
 from jaxserve.text.grammars import grammars_of
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from jaxserve.execution.hosts.group import Follower
 from jaxserve.execution.runner import OnProgress
 from jaxserve.settings.config import EngineConfig
-from jaxserve.start.loading import begin
+from jaxserve.start.start import begin
 
 
 def follow(
@@ -35,8 +35,8 @@ def follow(
     group = begun.group
     assert isinstance(group, Follower)
     with group.ending_with_the_others():
-        replay = begun.warm_up.replay(on_progress)
-        begun.warm_up.timeline.write()
+        replay = begun.warm_up.replay(begun.placed.leaves, on_progress)
+        begun.warm_up.report.timeline.write()
         group.serve()
         on_ready()
         group.follow(replay.run)

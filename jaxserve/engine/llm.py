@@ -31,7 +31,7 @@ from jaxserve.request import BeamSearchParams, Request, SamplingParams
 from jaxserve.settings.checks import exact_int
 from jaxserve.settings.compat import served
 from jaxserve.settings.config import EngineConfig
-from jaxserve.start.loading import Loaded
+from jaxserve.start.loaded import Loaded
 from jaxserve.text import HOW_TO_GIVE
 from jaxserve.text.messages import plain_messages
 from jaxserve.text.tokenizer import NO_TEMPLATE

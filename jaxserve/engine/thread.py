@@ -20,7 +20,7 @@ from jaxserve.errors import EngineClosed, EngineDead, InvalidRequest
 from jaxserve.execution.runner import OnProgress
 from jaxserve.request import FinishReason, Request
 from jaxserve.settings.config import EngineConfig
-from jaxserve.start.loading import Loaded
+from jaxserve.start.loaded import Loaded
 from jaxserve.start.memory_return import return_memory
 
 T = TypeVar("T")

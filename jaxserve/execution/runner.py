@@ -126,7 +126,7 @@ class Runner:
     Args:
         config: the resolved configuration (see `EngineConfig.resolve`).
         model_config: the configuration of the model.
-        leaves: the model's placed arrays.
+        leaves: the model's placed arrays, which each launch reads once from one field.
         programs: the compiled programs. `add` adds others later.
         buckets: all padded shapes, including shapes without a program yet.
         num_pages: the pages of KV cache, including the null page.
@@ -284,7 +284,8 @@ class Runner:
         if any_features & _ALLOWED:
             state = self._guide(state, plan, slots)
         submitted = time.perf_counter()
-        state, output = self._steps[bucket](self._leaves, state, batch)
+        leaves = self._leaves  # once per launch: another thread may replace them
+        state, output = self._steps[bucket](leaves, state, batch)
         logits, rows = output.logits if keeps_logits else None, output.expert_rows
         prompts: Mapping[int, TokenLogprobs] = {}
         if bucket.keeps_logits and greedy:
@@ -297,10 +298,10 @@ class Runner:
             if scores:
                 assert self._score is not None
                 scored = replace(output, token_ids=drawn.token_ids, expert_rows=None)
-                drawn = replace(drawn, logprobs=self._score(self._leaves, scored, batch))
+                drawn = replace(drawn, logprobs=self._score(leaves, scored, batch))
                 if self._project is not None:
                     assert scored.hidden is not None
-                    how = self._project, self._leaves, self.vocab_size
+                    how = self._project, leaves, self.vocab_size
                     prompts = score_prompts(plan, slots, scored.hidden, *how)
             output = drawn
         self._state = state

@@ -27,7 +27,7 @@ from jaxserve.fleet.options import FleetConfig, check_gang, check_server, resour
 from jaxserve.server.served.admission import QUEUED_FOR_EACH_SLOT
 from jaxserve.server.served.specs import ModelSpec
 from jaxserve.server.settings import ServerConfig
-from jaxserve.settings.config import prepare_process
+from jaxserve.settings.config import prepare_process, slots_of
 from jaxserve.settings.secret_files import read_secret
 
 NAME = "jaxserve"
@@ -110,7 +110,7 @@ def make_application(
     is_routed = fleet.request_routing == "prefix"
     _check_proxy(config, is_routed)
     resources = resources_of(fleet, ray.cluster_resources(), devices, nnodes)
-    slots = specs[0].config.max_num_seqs or _SLOTS[bool(resources.get("num_gpus"))]
+    slots = slots_of(specs[0].config, _SLOTS[bool(resources.get("num_gpus"))])
     queue = config.max_num_queued_reqs
     if queue is None:
         queue = max(QUEUED_FOR_EACH_SLOT * slots, _LEAST_QUEUE)

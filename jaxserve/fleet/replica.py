@@ -37,7 +37,7 @@ class ReplicaServer:
         hosts_secret: secret with which the hosts of the replica authenticate each other, or None.
 
     Raises:
-        CheckpointError, UnsupportedModel, ValueError: see `engine.loading.load`.
+        CheckpointError, UnsupportedModel, ValueError: see `start.start.load`.
     """
 
     def __init__(

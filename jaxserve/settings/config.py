@@ -283,6 +283,11 @@ class EngineConfig(HostsConfig, ExpertsConfig):
         return resolved
 
 
+def slots_of(config: EngineConfig, default: int = 0) -> int:
+    """Return the most sequences that run at once; `default` if the settings leave it open."""
+    return config.max_num_seqs or default
+
+
 def bundled_model() -> Path:
     """Return the folder of the checkpoint that comes with the package."""
     return Path(__file__).parent.parent / "demo_model"

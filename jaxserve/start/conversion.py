@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +11,16 @@ from jaxserve.errors import CheckpointError
 from jaxserve.execution.runner import OnProgress
 from jaxserve.settings.config import EngineConfig
 from jaxserve.start.device import open_device, this_device
-from jaxserve.start.plan.memory_plan import DEFAULT_SHARE
-from jaxserve.start.plan.weight_forms import choose_quantization, placed_dtype
-from jaxserve.start.sources.source import Source, find_source, local_path
-from jaxserve.text.gguf_tokenizer import save_tokenizer
-from jaxserve.weights import GgufFile, parameter_values, write_converted
+from jaxserve.start.plan.forms import choose_quantization, placed_dtype
+from jaxserve.start.plan.memory import DEFAULT_SHARE
+from jaxserve.start.sources.find import find_source
+from jaxserve.start.sources.paths import copy_text, local_path
+from jaxserve.start.sources.source import Source
+from jaxserve.weights import parameter_values, write_converted
+from jaxserve.weights.shapes import Layout
 from pallas_kernels.devices import target_device
 
 CONFIG = "config.json"
-TEXT = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("chat_template.jinja", "chat_template.json"),
-)
 
 
 def convert(config: EngineConfig, to: Path, on_progress: OnProgress | None = None) -> None:
@@ -39,7 +37,7 @@ def convert(config: EngineConfig, to: Path, on_progress: OnProgress | None = Non
     """
     if to.exists() or to.is_symlink():  # before the work
         raise CheckpointError(f"{to}: exists already")
-    source = find_source(config, on_progress)
+    source = find_source(replace(config, load_format="auto"), on_progress)
     model_config = source.model_config
     quantization = choose_quantization(config.quantization, model_config)
     device = this_device()
@@ -49,7 +47,8 @@ def convert(config: EngineConfig, to: Path, on_progress: OnProgress | None = Non
         source.tokenizer(config, on_progress)  # refused before the work
     # Scales of an fp8 cache are kept for engines that will have one; latent attention has none.
     kv_scales = model_config.latent is None
-    model = source.load(model_config, dtype, on_progress, quantization, kv_scales)
+    layout = Layout(keeps_blocks=False, kv_scales=kv_scales)
+    model = source.load(model_config, dtype, quantization, layout, None, on_progress)
     values = parameter_values(model)
     del model  # `write_converted` empties `values`
     write_converted(
@@ -69,15 +68,10 @@ def _write_extra(folder: Path, source: Source, config: EngineConfig) -> None:
         _write_json(folder / "generation_config.json", source.generation_config)
     if config.skip_tokenizer_init:
         return
-    if config.tokenizer is None and isinstance(source.weights, GgufFile):
-        save_tokenizer(source.weights.metadata, str(source.path), folder)
-        return
-    text = source.path
-    if config.tokenizer is not None:
-        text = local_path(str(config.tokenizer), config, None, text_only=True)
-    for name in TEXT:
-        if (text / name).is_file():
-            shutil.copyfile(text / name, folder / name)
+    if config.tokenizer is None:
+        source.save_tokenizer(folder)
+    else:
+        copy_text(local_path(str(config.tokenizer), config, None, text_only=True), folder)
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.models.config.strict_json import parse_object
-from jaxserve.weights.codes import Codes
+from jaxserve.weights.codes import Codes, CodesLayout
 from jaxserve.weights.packed_tensor import FullValues, Layout, PackedTensor
 
 STATES = (".weight.quant_state.bitsandbytes__nf4", ".weight.quant_state.bitsandbytes__fp4")
@@ -109,5 +109,13 @@ BNB4 = Layout(
     ),
     (),
     _read_4_bits,
+    lambda _: None,
 )
-BNB8 = Layout(".weight", "int8", (".SCB", ".weight_format"), (), _read_8_bits)
+BNB8 = Layout(
+    ".weight",
+    "int8",
+    (".SCB", ".weight_format"),
+    (),
+    _read_8_bits,
+    lambda packed: CodesLayout("int8", packed.shape[1], np.dtype(np.float32)),
+)

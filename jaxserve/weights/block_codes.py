@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxserve.weights.codes import Codes
+from jaxserve.weights.codes import Codes, CodesLayout
 from jaxserve.weights.gguf.blocks import BlockRows, as_float16
 from pallas_kernels.cpu.blocks import FORMATS, BlockFormat, unpacked
 
@@ -54,11 +54,12 @@ def codes_of(rows: BlockRows) -> Codes:
     )
 
 
-def code_bits(name: str) -> float:
-    """Return the bits per weight of GGUF format `name` as codes, including scales and minima."""
+def codes_layout(name: str) -> CodesLayout:
+    """Return the layout of the codes that `codes_of` makes of the blocks of GGUF format `name`."""
     format_ = FORMATS[name]
-    codes = 4 if _is_int4(format_) else 8
-    return codes + 16 * (1 + format_.has_minimum) / format_.run
+    half = np.dtype(np.float16)
+    form = "int4" if _is_int4(format_) else "int8"
+    return CodesLayout(form, format_.run, half, half if format_.has_minimum else None)
 
 
 def _is_int4(format_: BlockFormat) -> bool:

@@ -7,29 +7,25 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from itertools import groupby
-from math import prod
 from typing import Any
 
 import numpy as np
 from flax import nnx
 
-from jaxserve.models import ModelConfig, checkpoint_weights
 from jaxserve.models.panels import BlockPanels
 from jaxserve.models.weight_table import WeightName
 from jaxserve.settings.config import cpu_threads
-from jaxserve.weights.block_codes import code_bits, codes_of
+from jaxserve.weights.block_codes import codes_of
 from jaxserve.weights.codes import Codes
 from jaxserve.weights.expert_codes import fused_experts, stacked_codes
 from jaxserve.weights.fused_parameters import fused, fused_blocks, joined_blocks
 from jaxserve.weights.gguf.blocks import BlockRows
-from jaxserve.weights.gguf.file import GgufFile, GgufTensor
+from jaxserve.weights.gguf.file import GgufTensor
 from jaxserve.weights.gguf.joined import JoinedTensor
-from jaxserve.weights.gguf.names import named_tensors
 from jaxserve.weights.mxfp4 import PackedEntry
 from jaxserve.weights.placement import Finish, block_inputs, contracted, holds_experts
 from jaxserve.weights.safetensors import TensorEntry
 from jaxserve.weights.stacked_blocks import (
-    MXFP4,
     StackedBlocks,
     read_rows,
     stacked_blocks,
@@ -162,7 +158,7 @@ def _experts(
         pairs = [(part, _read(entries[part.name])) for part in by_expert[expert]]
         return joined_blocks(pairs, outputs, 1, dims)
 
-    form = _form(entries[parts[0].name])
+    form = form_of(entries[parts[0].name])
     return BlockPanels.of_experts(
         map(rows_of, sorted(by_expert)), len(by_expert), form, dtype, outputs
     )
@@ -175,37 +171,11 @@ def _stack(
     return None if stacked_form(entry) is None else stacked_blocks(parts[0], entry, dims)
 
 
-def _form(entry: TensorEntry) -> str:
+def form_of(entry: TensorEntry) -> str:
+    """Return the format of a tensor that can stay in blocks, as `block_parts` has found it."""
     form = _form_that_stays(entry, on_cpu=True)
     assert form is not None
     return form
-
-
-def block_bytes(
-    file: GgufFile, config: ModelConfig, parameters: Parameters, on_cpu: bool
-) -> dict[str, int]:
-    """Return the parameters that can stay in GGUF blocks, as path to bytes in device memory."""
-    entries = named_tensors(file, config).tensors
-    table = [weight for weight in checkpoint_weights(config) if weight.name in entries]
-    sizes: dict[str, int] = {}
-    for path, parts in block_parts(table, entries, parameters, on_cpu).items():
-        names = {part.name for part in parts}
-        sizes[path] = sum(_held(entries[name], on_cpu) for name in names)
-    return sizes
-
-
-def mxfp4_bytes(config: ModelConfig, parameters: Parameters) -> dict[str, int]:
-    """Return the bytes, by path, of the experts that a Hugging Face checkpoint holds in MXFP4.
-
-    These are the sizes on CPU, where the experts stay in MXFP4 blocks.
-    """
-    format_ = FORMATS[MXFP4]
-    is_packed = config.experts is not None and config.experts.packed
-    return {
-        path: prod(parameter.shape) // format_.size * format_.num_bytes
-        for path, parameter in parameters.items()
-        if is_packed and holds_experts(parameter) and np.dtype(parameter.dtype).itemsize <= 4
-    }
 
 
 def block_sizes(
@@ -220,15 +190,9 @@ def block_sizes(
     """
     sizes: dict[str, int] = {}
     for path, parts in block_parts(table, entries, parameters, on_cpu).items():
-        formats = [FORMATS[_form(entries[part.name])] for part in parts]
+        formats = [FORMATS[form_of(entries[part.name])] for part in parts]
         sizes[path] = max(format_.size if on_cpu else format_.run for format_ in formats)
     return sizes
-
-
-def _held(entry: TensorEntry, on_cpu: bool) -> int:
-    format_ = FORMATS[_form(entry)]
-    bits = 8 * format_.num_bytes / format_.size if on_cpu else code_bits(format_.name)
-    return int(prod(entry.shape) * bits / 8)
 
 
 def _form_that_stays(entry: TensorEntry, on_cpu: bool) -> str | None:

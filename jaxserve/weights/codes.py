@@ -15,6 +15,41 @@ from jaxserve.models.quantized import QuantizedWeight
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
+@dataclass(frozen=True, eq=False)
+class CodesLayout:
+    """The layout of a quantized matrix, from which the shapes of its arrays follow.
+
+    Attributes:
+        form: "int8", "fp8" or "int4".
+        group: inputs that share a scale.
+        scales: dtype of the scales.
+        zeros: dtype of the zero points or minima; None if there are none.
+        order: i32[I], the input of each row; None where they are in order.
+    """
+
+    form: str
+    group: int
+    scales: np.dtype
+    zeros: np.dtype | None = None
+    order: np.ndarray | None = None
+
+    def joins(self, other: CodesLayout) -> bool:
+        """Return whether two matrices of the same inputs can be one matrix."""
+        minima = [kind is not None and kind != np.uint8 for kind in (self.zeros, other.zeros)]
+        layout = (self.form, self.group, self.scales, minima[0])
+        if layout != (other.form, other.group, other.scales, minima[1]):
+            return False
+        if self.order is None or other.order is None:
+            return self.order is other.order
+        return np.array_equal(self.order, other.order)
+
+    def rows(self, inputs: int) -> tuple[int, int]:
+        """Return the rows of codes and the groups of a matrix, as `Codes.packed` makes them."""
+        groups = -(-inputs // self.group)
+        width = 2 if self.form == "int4" else 1
+        return -(-groups * self.group // width), groups
+
+
 @dataclass(frozen=True)
 class Codes:
     """A quantized matrix on the host, with inputs as rows and one code per byte, also for int4.
@@ -49,12 +84,10 @@ class Codes:
         return self.zeros is not None and self.zeros.dtype != np.uint8
 
     @property
-    def layout(self) -> tuple[object, ...]:
-        """Key for joining: form, group, dtype of the scales, and whether zeros are minima.
-
-        Matrices can be joined only if their keys and their `order` are equal.
-        """
-        return self.form, self.group, self.scales.dtype, self.has_minima
+    def layout(self) -> CodesLayout:
+        """The layout, which joined matrices share."""
+        zeros = None if self.zeros is None else self.zeros.dtype
+        return CodesLayout(self.form, self.group, self.scales.dtype, zeros, self.order)
 
     def zeros_or_default(self) -> np.ndarray:
         """Return `zeros`, or zero points of 8 if it is None."""

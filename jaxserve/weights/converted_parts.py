@@ -63,18 +63,18 @@ def load_converted_parts(
     finish = finishing(config, parameters, panels, mesh)
     of_scales = scales_of(model)
 
-    def placed(path: str, whole: Any) -> Array:
+    def placed(path: str, value: Any) -> Array:
         if path in of_scales:
-            return placed_scales(whole, config, mesh)
-        return place(path, whole) if isinstance(whole, np.ndarray) else finish(path, whole)
+            return placed_scales(value, config, mesh)
+        return place(path, value) if isinstance(value, np.ndarray) else finish(path, value)
 
     def read(_: Any) -> dict[str, Any]:
-        return {path: placed(path, _whole(converted, path, form)) for path, form in tree.items()}
+        return {path: placed(path, whole(converted, path, form)) for path, form in tree.items()}
 
     return with_scales(model, restored(converted, read), kv_scales)
 
 
-def _whole(converted: ConvertedModel, path: str, form: Any) -> Any:
+def whole(converted: ConvertedModel, path: str, form: Any) -> Any:
     """Read one parameter onto the host, verify its digests, and return it as NumPy arrays.
 
     Args:

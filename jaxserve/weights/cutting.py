@@ -6,6 +6,7 @@ scales. Outputs can be cut anywhere. Inputs are cut only between groups that sha
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -46,7 +47,7 @@ def cut(value: Any, axes: Any, part: Part, path: str) -> Any:
     """
     if isinstance(value, TokenRounded):
         # An activation row is rounded by the maximum over its inputs on all devices.
-        axis = AXIS if _cuts_inputs(axes, part) else None
+        axis = AXIS if cuts_inputs(axes, part) else None
         return replace(value, weight=cut(value.weight, axes, part, path), axis=axis)
     if isinstance(value, QuantizedExperts):
         return _cut_experts(value, part, path)
@@ -61,7 +62,7 @@ def cut(value: Any, axes: Any, part: Part, path: str) -> Any:
     return part.cut(np.asarray(value))
 
 
-def _cuts_inputs(axes: Any, part: Part) -> bool:
+def cuts_inputs(axes: Any, part: Part) -> bool:
     first = 1 if axes in EXPERTS else 0
     inputs = slice(first, first + PROJECTIONS.get(axes, 1))
     return part.own_shape[inputs] != part.shape[inputs]
@@ -157,28 +158,40 @@ def _arrays(weight: QuantizedWeight | QuantizedExperts) -> list[np.ndarray | Non
     return [None if array is None else np.asarray(array) for array in arrays]
 
 
-def _cut_parts(weight: SplitWeight, contract: int, part: Part, path: str) -> SplitWeight:
-    """Cut each matrix of a fused projection, and drop the matrices without outputs in the part."""
-    index_in_part = np.full(part.shape[contract:], -1, np.int64).reshape(-1)
+def split_pieces(
+    weight: SplitWeight, contract: int, part: Part
+) -> Iterator[tuple[Any, np.ndarray, tuple[tuple[int, int], ...]]]:
+    """Yield the matrices of a fused projection that a device has outputs of.
+
+    Args:
+        weight: the whole projection.
+        contract: number of its dimensions in front that are inputs.
+        part: indices of its dimensions.
+
+    Returns:
+        For each matrix: the matrix, int64 numbers of its outputs in the order of the piece, and
+        start and size along each output dimension of the piece.
+    """
+    own = np.full(part.shape[contract:], -1, np.int64).reshape(-1)
     outputs = part.outputs(contract)
-    index_in_part[outputs] = np.arange(len(outputs))
-    index_in_part = index_in_part.reshape(part.shape[contract:])
-    weights, places = [], []
+    own[outputs] = np.arange(len(outputs))
+    own = own.reshape(part.shape[contract:])
     for matrix, place in zip(weight.weights, weight.places, strict=True):
         window = tuple(slice(start, start + size) for start, size in place)
-        # Index in the part of each output of the matrix, or -1.
-        numbers = index_in_part[window].reshape(-1)
-        chosen = np.flatnonzero(numbers >= 0)
-        if not len(chosen):
-            continue
-        piece_place = _place(numbers[chosen], part.own_shape[contract:])
-        order = chosen[np.argsort(numbers[chosen])]
-        shape = (len(order),)
-        if isinstance(matrix, BlockPanels):
-            weights.append(_cut_rows(matrix, part.inputs(contract), order, shape, path))
-        else:
-            weights.append(_cut_matrix(matrix, part.inputs(contract), order, shape, path))
-        places.append(piece_place)
+        numbers = own[window].reshape(-1)  # of each output of the matrix, its number in the piece
+        present = np.flatnonzero(numbers >= 0)
+        if len(present):
+            piece_place = _place(numbers[present], part.own_shape[contract:])
+            yield matrix, present[np.argsort(numbers[present])], piece_place
+
+
+def _cut_parts(weight: SplitWeight, contract: int, part: Part, path: str) -> SplitWeight:
+    """Cut each of a fused projection's matrices; those of which nothing is left go."""
+    weights, places, inputs = [], [], part.inputs(contract)
+    for matrix, order, place in split_pieces(weight, contract, part):
+        cut_one: Any = _cut_rows if isinstance(matrix, BlockPanels) else _cut_matrix
+        weights.append(cut_one(matrix, inputs, order, (len(order),), path))
+        places.append(place)
     return SplitWeight(tuple(weights), tuple(places), part.own_shape[contract:])
 
 

@@ -53,9 +53,9 @@ def fused_experts(
         for _, group in groupby(sorted(parts, key=expert_of), key=expert_of)
     ]
     every = [codes for _, codes in parts]
-    kinds = {codes.layout for codes in every}
-    sorted_inputs = any(codes.order is not None for codes in every)
-    if sorted_inputs or len(kinds) > 1 or len(experts) != shape[0]:
+    first = every[0].layout
+    is_one = first.order is None and all(first.joins(codes.layout) for codes in every)
+    if not is_one or len(experts) != shape[0]:
         return None
     zero_points = any(codes.zeros is not None for codes in every)
 

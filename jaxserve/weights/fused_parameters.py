@@ -28,12 +28,13 @@ def fused(
         `SplitWeight` with a matrix for each part.
     """
     outputs = shape[contract:]
-    if all(_alike(parts[0][1], codes) for _, codes in parts):
+    first = parts[0][1].layout
+    if all(first.joins(codes.layout) for _, codes in parts):
         return joined(parts, contract, dims, outputs).as_weight(outputs)
     weights, places = [], []
     for part, codes in parts:
         piece = _arranged(part, codes, contract, dims)
-        places.append(_place(part, outputs))
+        places.append(place_of(part, outputs))
         weights.append(piece.as_weight((piece.values.shape[1],)))
     return SplitWeight(tuple(weights), tuple(places), outputs)
 
@@ -65,7 +66,7 @@ def fused_blocks(
         BlockPanels.of(piece, form, dtype, (len(piece),))
         for piece, form in zip(pieces, forms, strict=True)
     ]
-    return SplitWeight(tuple(weights), tuple(_place(part, outputs) for part, _ in parts), outputs)
+    return SplitWeight(tuple(weights), tuple(place_of(part, outputs) for part, _ in parts), outputs)
 
 
 def joined_blocks(
@@ -115,14 +116,6 @@ def _columns(part: WeightName, inputs: int, contract: int, dims: Mapping[str, in
     return part.arrange(numbers, dims)[(0,) * contract].reshape(-1)
 
 
-def _alike(codes: Codes, other: Codes) -> bool:
-    if codes.layout != other.layout:
-        return False
-    if codes.order is None or other.order is None:
-        return codes.order is other.order
-    return np.array_equal(codes.order, other.order)
-
-
 def joined(
     parts: Sequence[Part], contract: int, dims: Mapping[str, int], outputs: tuple[int, ...]
 ) -> Codes:
@@ -150,8 +143,8 @@ def joined(
     )
 
 
-def _place(part: WeightName, outputs: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    # Start and size, along each output dimension, of the window that the part fills.
+def place_of(part: WeightName, outputs: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Return (start, size), for each output dimension, of the outputs that a tensor fills."""
     numbers = np.arange(np.prod(outputs)).reshape(outputs)[part.index]
     first = np.unravel_index(numbers.min(), outputs)
     last = np.unravel_index(numbers.max(), outputs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -16,19 +15,14 @@ from jax.sharding import Mesh
 from jax.tree_util import keystr, tree_leaves_with_path
 from jax.typing import DTypeLike
 
-from jaxserve.models import Decoder, ModelConfig, abstract_model, checkpoint_weights
+from jaxserve.models import Decoder, ModelConfig, abstract_model
 from jaxserve.models.linear import Constant
-from jaxserve.models.registry import tensor_names
-from jaxserve.models.weight_table import WeightName, dimensions
-from jaxserve.settings.model_name import INDEX
+from jaxserve.models.weight_table import WeightName
 from jaxserve.weights.block_parameters import block_sizes, read_blocks
 from jaxserve.weights.block_reader import read_parameters, reading_ahead
 from jaxserve.weights.block_targets import prepare_panels
-from jaxserve.weights.checkpoint import Checkpoint, listed, open_checkpoint
 from jaxserve.weights.gguf.file import GgufFile
-from jaxserve.weights.gguf.names import named_tensors
 from jaxserve.weights.group_borders import check_groups, group_sizes
-from jaxserve.weights.names import as_stored, match_names, renamed
 from jaxserve.weights.placement import (
     Finish,
     Parameters,
@@ -40,21 +34,20 @@ from jaxserve.weights.placement import (
     read_packed,
     set_kv_scales,
 )
-from jaxserve.weights.quantized_tensors import PackedTensor, SplitCheckpoint, sort_packed
+from jaxserve.weights.quantized_tensors import PackedTensor, SplitCheckpoint
 from jaxserve.weights.safetensors import TensorEntry
-from jaxserve.weights.wrapped import text_tensors
+from jaxserve.weights.tensors import StoredTensors, open_tensors
 from pallas_kernels.devices import target_device
 
 if TYPE_CHECKING:
     from jaxtyping import Array
 
-logger = logging.getLogger(__name__)
 # Called with the bytes read so far and the total bytes to read.
 Progress = Callable[[int, int], None]
 
 
 def load_weights(
-    source: str | Path | GgufFile,
+    source: str | Path | GgufFile | StoredTensors,
     config: ModelConfig,
     dtype: DTypeLike,
     *,
@@ -72,8 +65,10 @@ def load_weights(
     Host memory holds only a few parameters besides the placed ones.
 
     Args:
-        source: a folder with `model.safetensors` or with shards and an index, or a GGUF file.
+        source: a folder with `model.safetensors` or with shards and an index, a GGUF file, or the
+            tensors that `open_tensors` found in one of these.
         config: configuration that the checkpoint must match.
+        dtype: dtype of the parameters.
         quantization: form of the layers' matrices, "int8", "fp8" or "int4". None keeps theirs.
         kv_scales: use the checkpoint's scales for an fp8 cache, if it has them.
         check_finite: refuse NaN and infinity, including overflows of the cast.
@@ -88,10 +83,8 @@ def load_weights(
         CheckpointError: a file is missing, malformed, unsafe, changed or not as in `config`, or
             values are not finite.
     """
-    opened, dims = _open(source, config), dimensions(config)
-    stored = as_stored(checkpoint_weights(config), opened, dims)
-    sorted_ = sort_packed(opened, config.quantization, stored, dims)
-    entries = match_names(sorted_.checkpoint, config, sorted_.table)
+    stored = source if isinstance(source, StoredTensors) else open_tensors(source, config)
+    sorted_, entries, dims = stored.split, stored.entries, stored.dims
     report = _counted(on_progress, [*entries.values(), *sorted_.packed.values()])
     model, parameters = _structure(config, dtype, sorted_.table, entries, panels)
     in_blocks = packed and quantization is None
@@ -108,7 +101,7 @@ def load_weights(
     leave = quantization is not None or mesh is not None or target_device().platform != "cpu"
     flags = {"check_finite": check_finite, "leave_host": leave, "plans": plans}
     values |= dict(_read_plain(table, entries, dims, parameters, report, place, finish, flags))
-    opened.check_unchanged()
+    stored.opened.check_unchanged()
     model = filled(model, values)
     set_kv_scales(model, sorted_.kv_scales if kv_scales else {}, mesh)
     return model
@@ -158,24 +151,6 @@ def _check_division(
         sizes = {path: size for path, size in sizes.items() if path in paths}
     check_groups(config, parameters, sizes)
     check_groups(config, parameters, blocks, "a dtype, which widens a file's blocks, or ")
-
-
-def _open(source: str | Path | GgufFile, config: ModelConfig) -> Checkpoint:
-    """Open a checkpoint, and return its tensors under the names of the model's weight table."""
-    if isinstance(source, GgufFile):
-        return named_tensors(source, config)
-    opened = open_checkpoint(source)
-    if opened.ignored:
-        logger.warning(
-            "%s: %d tensor(s) or files beside those of %s are ignored: %s",
-            source,
-            len(opened.ignored),
-            INDEX,
-            listed(opened.ignored),
-        )
-    if config.wrapper is not None:
-        opened = text_tensors(opened)
-    return renamed(opened, tensor_names(config))
 
 
 def _structure(

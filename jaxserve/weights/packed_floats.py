@@ -17,7 +17,7 @@ from __future__ import annotations
 import numpy as np
 
 from jaxserve.errors import CheckpointError
-from jaxserve.weights.codes import Codes
+from jaxserve.weights.codes import Codes, CodesLayout
 from jaxserve.weights.mxfp4 import NOT_A_NUMBER, PAIRS
 from jaxserve.weights.packed_tensor import FullValues, Layout, PackedTensor
 
@@ -46,6 +46,17 @@ def _read_fp8(packed: PackedTensor) -> Codes | FullValues:
         scales = scales.repeat(block[0], axis=0)[:outputs].T
         return Codes("fp8", values.T, np.ascontiguousarray(scales), None, None, block[1])
     return Codes("fp8", values.T, packed.scales_by_output(suffix), None, None, inputs)
+
+
+def _describe_fp8(packed: PackedTensor) -> CodesLayout:
+    block, inputs = packed.stored.block, packed.shape[1]
+    suffix = next((suffix for suffix in FP8_SCALES if suffix in packed.entries), FP8_SCALES[0])
+    group = inputs if block is None else block[1]
+    return CodesLayout("fp8", group, packed.scales_dtype(suffix))
+
+
+def _describe_fp4(packed: PackedTensor) -> CodesLayout:
+    return CodesLayout("int8", packed.group, np.dtype(np.float32))
 
 
 def _bits(packed: PackedTensor, suffix: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -87,15 +98,23 @@ def _fp4_codes(packed: PackedTensor, scales: np.ndarray) -> Codes:
     return Codes("int8", values.T, halves, None, None, packed.group)
 
 
-FP8 = Layout(".weight", E4M3, FP8_SCALES, ACTIVATION_SCALES, _read_fp8)
+FP8 = Layout(".weight", E4M3, FP8_SCALES, ACTIVATION_SCALES, _read_fp8, _describe_fp8)
 NVFP4 = Layout(
     ".weight_packed",
     "uint8",
     (".weight_scale", ".weight_global_scale"),
     ACTIVATION_SCALES,
     _read_nvfp4,
+    _describe_fp4,
 )
-MXFP4 = Layout(".weight_packed", "uint8", (".weight_scale",), ACTIVATION_SCALES, _read_mxfp4)
+MXFP4 = Layout(
+    ".weight_packed", "uint8", (".weight_scale",), ACTIVATION_SCALES, _read_mxfp4, _describe_fp4
+)
 NVFP4_MODELOPT = Layout(
-    ".weight", "uint8", (".weight_scale", ".weight_scale_2"), ACTIVATION_SCALES, _read_nvfp4
+    ".weight",
+    "uint8",
+    (".weight_scale", ".weight_scale_2"),
+    ACTIVATION_SCALES,
+    _read_nvfp4,
+    _describe_fp4,
 )

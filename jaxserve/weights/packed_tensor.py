@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxserve.errors import CheckpointError
 from jaxserve.models.config.stored_quantization import StoredQuantization
-from jaxserve.weights.codes import Codes
+from jaxserve.weights.codes import Codes, CodesLayout
 from jaxserve.weights.safetensors import TensorEntry, read_tensor
 
 FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
@@ -40,6 +40,8 @@ class Layout:
         parts: name suffixes of the other tensors.
         unused: name suffixes of tensors with the calibration of activations, which are ignored.
         read: function that reads the matrix.
+        describe: function that returns the layout of the codes of `read` without reading them, or
+            None if `read` returns `FullValues`.
     """
 
     codes: str
@@ -47,6 +49,7 @@ class Layout:
     parts: tuple[str, ...]
     unused: tuple[str, ...]
     read: Callable[[PackedTensor], Codes | FullValues]
+    describe: Callable[[PackedTensor], CodesLayout | None]
 
     def holds(self, stem: str, tensors: Mapping[str, TensorEntry]) -> bool:
         """Return whether `tensors` has the matrix `stem` in this layout.
@@ -89,6 +92,18 @@ class PackedTensor:
             CheckpointError: a tensor is missing, has another shape or dtype, or is not finite.
         """
         return self.layout.read(self)
+
+    @property
+    def codes_layout(self) -> CodesLayout | None:
+        """The layout of the codes that `read` returns; None if it widens them to floats."""
+        return self.layout.describe(self)
+
+    def scales_dtype(self, suffix: str) -> np.dtype:
+        """The dtype that `scales` returns."""
+        entry = self.entries.get(suffix)
+        if entry is None:
+            raise self.wrong(suffix, "is missing")
+        return entry.dtype if entry.dtype.itemsize == 2 else np.dtype(np.float32)
 
     def tensor(self, suffix: str, shape: tuple[int, ...], *dtypes: str) -> np.ndarray:
         """Read the tensor with name suffix `suffix`, which must have this shape and dtype.
@@ -145,5 +160,5 @@ def _read_plain(packed: PackedTensor) -> FullValues:
     return FullValues(packed.tensor(".weight", packed.shape).astype(np.float32))
 
 
-PLAIN = Layout(".weight", "", (), (), _read_plain)
+PLAIN = Layout(".weight", "", (), (), _read_plain, lambda _: None)
 """Layout of matrices that are not quantized, for parameters that join them with quantized ones."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxserve.weights.codes import Codes
+from jaxserve.weights.codes import Codes, CodesLayout
 from jaxserve.weights.packed_tensor import FullValues, Layout, PackedTensor
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -25,34 +25,51 @@ MIDDLE = {4: 8, 8: 128}  # the unsigned code for zero in symmetric quantization,
 
 def _read_awq(packed: PackedTensor) -> Codes | FullValues:
     outputs, inputs = packed.shape
-    words = packed.tensor(".qzeros", (packed.groups, -(-outputs // 8)), "int32")
-    zeros = _unpacked(words, 4, AWQ_ORDER)[:, :outputs]
+    zeros = _awq_zeros(packed)
     words = packed.tensor(".qweight", (inputs, -(-outputs // 8)), "int32")
     values = _unpacked(words, 4, AWQ_ORDER)[:, :outputs]
     return _codes(packed, values, packed.scales(".scales", zeros.shape), zeros, None)
 
 
+def _awq_zeros(packed: PackedTensor) -> np.ndarray:
+    outputs = packed.shape[0]
+    words = packed.tensor(".qzeros", (packed.groups, -(-outputs // 8)), "int32")
+    return _unpacked(words, 4, AWQ_ORDER)[:, :outputs]
+
+
 def _read_awq_gemv(packed: PackedTensor) -> Codes | FullValues:
     outputs, inputs = packed.shape
-    groups, several = packed.groups, {64: 2, 32: 4}.get(packed.group, 1)
-    width = -(-groups // (8 * several)) * several
-    zeros = _unpacked(packed.tensor(".qzeros", (outputs, width), "int32"), 4)[:, :groups].T
-    scales = packed.scales(".scales", (outputs, 8 * width))[:, :groups].T
+    zeros, width = _gemv_zeros(packed)
+    scales = packed.scales(".scales", (outputs, 8 * width))[:, : packed.groups].T
     words = packed.tensor(".qweight", (outputs, -(-inputs // 8)), "int32")
     values = _unpacked(words, 4)[:, :inputs].T
     return _codes(packed, values, np.ascontiguousarray(scales), zeros, None)
 
 
+def _gemv_zeros(packed: PackedTensor) -> tuple[np.ndarray, int]:
+    """Return the zero points [groups, out], and the words that an output's take."""
+    several = {64: 2, 32: 4}.get(packed.group, 1)
+    width = -(-packed.groups // (8 * several)) * several
+    words = packed.tensor(".qzeros", (packed.shape[0], width), "int32")
+    return _unpacked(words, 4)[:, : packed.groups].T, width
+
+
 def _read_gptq(packed: PackedTensor) -> Codes | FullValues:
     outputs, inputs = packed.shape
     bits, a_word = packed.stored.bits, 32 // packed.stored.bits
-    words = packed.tensor(".qzeros", (packed.groups, -(-outputs // a_word)), "int32")
-    zeros = _unpacked(words, bits)[:, :outputs] + np.uint8(packed.stored.zero_offset)
-    zeros &= np.uint8((1 << bits) - 1)
+    zeros = _gptq_zeros(packed)
     words = packed.tensor(".qweight", (-(-inputs // a_word), outputs), "int32")
     values = _unpacked(words.T, bits).T[:inputs]
     scales = packed.scales(".scales", zeros.shape)
     return _codes(packed, values, scales, zeros, _order(packed, ".g_idx"))
+
+
+def _gptq_zeros(packed: PackedTensor) -> np.ndarray:
+    outputs, bits = packed.shape[0], packed.stored.bits
+    words = packed.tensor(".qzeros", (packed.groups, -(-outputs * bits // 32)), "int32")
+    zeros = _unpacked(words, bits)[:, :outputs] + np.uint8(packed.stored.zero_offset)
+    zeros &= np.uint8((1 << bits) - 1)
+    return zeros
 
 
 def _read_packed(packed: PackedTensor) -> Codes | FullValues:
@@ -62,12 +79,17 @@ def _read_packed(packed: PackedTensor) -> Codes | FullValues:
     words = packed.tensor(".weight_packed", (outputs, -(-inputs // a_word)), "int32")
     values = _unpacked(words, bits)[:, :inputs].T
     scales = packed.scales_by_output(".weight_scale")
-    zeros = None
-    if ".weight_zero_point" in packed.entries:
-        shape = -(-outputs // a_word), packed.groups
-        words = packed.tensor(".weight_zero_point", shape, "int32")
-        zeros = _unpacked(words.T, bits)[:, :outputs]
-    return _codes(packed, values, scales, zeros, _order(packed, ".weight_g_idx"))
+    return _codes(packed, values, scales, _points(packed), _order(packed, ".weight_g_idx"))
+
+
+def _points(packed: PackedTensor) -> np.ndarray | None:
+    """Return the zero points [groups, out] of compressed-tensors, if there are any."""
+    if ".weight_zero_point" not in packed.entries:
+        return None
+    outputs, bits = packed.shape[0], packed.stored.bits
+    shape = -(-outputs * bits // 32), packed.groups
+    words = packed.tensor(".weight_zero_point", shape, "int32")
+    return _unpacked(words.T, bits)[:, :outputs]
 
 
 def _read_int8(packed: PackedTensor) -> Codes | FullValues:
@@ -115,6 +137,44 @@ def _codes(
     return FullValues(numbers.T)
 
 
+def _layout(
+    packed: PackedTensor, scales: str, zeros: np.ndarray | None, order: np.ndarray | None
+) -> CodesLayout | None:
+    """Return the layout of what `_codes` returns; None where it returns floats.
+
+    Args:
+        packed: the matrix.
+        scales: end of the name of the scales' tensor.
+        zeros, order: see `_codes`.
+    """
+    bits, form = packed.stored.bits, "int4" if packed.stored.bits == 4 else "int8"
+    has_zeros = zeros is not None and not (zeros == MIDDLE[bits]).all()
+    if bits == 8 and has_zeros:
+        return None
+    kind = np.dtype(np.uint8) if has_zeros else None
+    return CodesLayout(form, packed.group, packed.scales_dtype(scales), kind, order)
+
+
+def _describe_awq(packed: PackedTensor) -> CodesLayout | None:
+    return _layout(packed, ".scales", _awq_zeros(packed), None)
+
+
+def _describe_awq_gemv(packed: PackedTensor) -> CodesLayout | None:
+    return _layout(packed, ".scales", _gemv_zeros(packed)[0], None)
+
+
+def _describe_gptq(packed: PackedTensor) -> CodesLayout | None:
+    return _layout(packed, ".scales", _gptq_zeros(packed), _order(packed, ".g_idx"))
+
+
+def _describe_packed(packed: PackedTensor) -> CodesLayout | None:
+    return _layout(packed, ".weight_scale", _points(packed), _order(packed, ".weight_g_idx"))
+
+
+def _describe_int8(packed: PackedTensor) -> CodesLayout:
+    return CodesLayout("int8", packed.group, packed.scales_dtype(".weight_scale"))
+
+
 def _check_shape(packed: PackedTensor) -> None:
     if ".weight_shape" in packed.entries:
         shape = packed.tensor(".weight_shape", (2,), "int64", "int32")
@@ -152,14 +212,19 @@ def _unpacked(words: np.ndarray, bits: int, order: tuple[int, ...] | None = None
 
 
 _FLOATS = ("float16", "bfloat16", "float32")
-AWQ = Layout(".qweight", "int32", (".qzeros", ".scales"), (), _read_awq)
-AWQ_GEMV = Layout(".qweight", "int32", (".qzeros", ".scales"), (), _read_awq_gemv)
-GPTQ = Layout(".qweight", "int32", (".qzeros", ".scales", ".g_idx"), (), _read_gptq)
+AWQ = Layout(".qweight", "int32", (".qzeros", ".scales"), (), _read_awq, _describe_awq)
+AWQ_GEMV = Layout(
+    ".qweight", "int32", (".qzeros", ".scales"), (), _read_awq_gemv, _describe_awq_gemv
+)
+GPTQ = Layout(".qweight", "int32", (".qzeros", ".scales", ".g_idx"), (), _read_gptq, _describe_gptq)
 PACKED = Layout(
     ".weight_packed",
     "int32",
     (".weight_scale", ".weight_zero_point", ".weight_shape", ".weight_g_idx"),
     (),
     _read_packed,
+    _describe_packed,
 )
-INT8 = Layout(".weight", "int8", (".weight_scale", ".weight_zero_point"), (), _read_int8)
+INT8 = Layout(
+    ".weight", "int8", (".weight_scale", ".weight_zero_point"), (), _read_int8, _describe_int8
+)

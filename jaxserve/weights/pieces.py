@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.models.shards import AXIS, Part
 
@@ -42,7 +42,7 @@ def placed_parts(mesh: Mesh, parts: Sequence[Part], form: Callable[[int], Any]) 
 
 
 def joined_place(
-    mesh: Mesh, shape: tuple[int, ...], is_whole: bool
+    mesh: Mesh | AbstractMesh, shape: tuple[int, ...], is_whole: bool
 ) -> tuple[tuple[int, ...], NamedSharding]:
     """Return the shape and the sharding of an array that is joined from all devices' parts.
 

@@ -28,12 +28,12 @@ from jaxserve.models.shards import Split, check_split
 from jaxserve.request import SamplingParams
 from jaxserve.settings.config import EngineConfig
 from jaxserve.settings.eplb import EplbConfig
-from jaxserve.start.loading import Loaded
+from jaxserve.start.loaded import Loaded
 from jaxserve.start.plan.limits import Limits
-from jaxserve.start.programs.warm_up import start_runner
 from jaxserve.start.sources.expert_load import placement_of
 from jaxserve.weights import random_weights
 from scripts.lib.argument_types import results_file
+from scripts.lib.placed_model import start_runner
 from scripts.lib.run_main import run_main
 from scripts.lib.run_record import about_run, keep
 

@@ -125,7 +125,7 @@ def llm_sampling(tokens: int) -> Any:
 
 async def measure(options: argparse.Namespace) -> list[dict[str, float]]:
     # Imported here: the processes of the clients do without JAX.
-    from jaxserve.commands.server import StartReport, load_models
+    from jaxserve.commands.server import StartOutput, load_models
     from jaxserve.server.http.app import App
     from jaxserve.server.http.listener import bind
     from jaxserve.server.http.process import Process
@@ -141,7 +141,7 @@ async def measure(options: argparse.Namespace) -> list[dict[str, float]]:
         wait_for_all_programs=True,
     )
     settings = ServerConfig(port=0)
-    models = load_models([ModelSpec(["bench"], "bench", engine)], settings, StartReport(sys.stderr))
+    models = load_models([ModelSpec(["bench"], "bench", engine)], settings, StartOutput(sys.stderr))
     [model] = models.all
     process = Process(App(models, settings))
     interrupt = signal.getsignal(signal.SIGINT)

@@ -36,13 +36,14 @@ from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.slot_table import SlotTable
 from jaxserve.settings.config import EngineConfig
-from jaxserve.start.loading import Loaded
+from jaxserve.start.loaded import Loaded
 from jaxserve.start.plan.limits import Limits
 from jaxserve.start.programs.warm_up import WarmUp
 from jaxserve.weights import random_weights
 from pallas_kernels.cpu.product import panel_product
 from scripts.lib.argument_types import at_most, check_room, checkpoint, results_file
 from scripts.lib.model_shapes import COMMON, SHAPES
+from scripts.lib.placed_model import model_leaves, plan_of_model
 from scripts.lib.run_main import run_main
 from scripts.lib.run_record import about_run, keep
 from scripts.lib.static_scheduler import StaticScheduler
@@ -66,9 +67,11 @@ def load_135m(shape: str, batch: int, tokens: int) -> Loaded:
         enable_prefix_caching=False,
         decode_sizes=tuple(sorted({1, max(1, batch // 4), max(1, batch // 2), batch, 2 * batch})),
     ).resolve("cpu", model_config.max_position_embeddings)
-    warm_up = WarmUp(config, model_config, random_weights(model_config, np.float32, panels=True))
+    model = random_weights(model_config, np.float32, panels=True)
+    warm_up = WarmUp(plan_of_model(config, model_config, model))
     runner = warm_up.run(
-        lambda stage, done, total: print(f"  {stage} {done}/{total}", file=sys.stderr)
+        model_leaves(model),
+        lambda stage, done, total: print(f"  {stage} {done}/{total}", file=sys.stderr),
     )
     limits = Limits(model_config.vocab_size, 1024, (), 0)
     return Loaded(config, runner, None, limits, SamplingParams(), start=warm_up.report)

@@ -34,9 +34,8 @@ from jaxserve.models import Decoder, parse_model_config, read_model_config
 from jaxserve.models.quantized import QuantizedWeight
 from jaxserve.request import SamplingParams
 from jaxserve.settings.config import EngineConfig, bundled_model
-from jaxserve.start.loading import Loaded
+from jaxserve.start.loaded import Loaded
 from jaxserve.start.plan.limits import Limits
-from jaxserve.start.programs.warm_up import start_runner
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.weights import load_weights, random_weights
 from scripts.bench import offline as bench_offline
@@ -44,6 +43,7 @@ from scripts.demo_model import tasks as demo_tasks
 from scripts.lib.argument_types import at_most
 from scripts.lib.paged_runner import PagedRunner
 from scripts.lib.paths import RESULTS
+from scripts.lib.placed_model import start_runner
 from scripts.lib.run_main import run_main
 
 CONTEXT = 64

@@ -32,7 +32,7 @@ HEAD = (
 async def serve_full() -> None:
     """Serve the bundled model with every place taken. Print the port."""
     # Imported here: the client does without JAX.
-    from jaxserve.commands.server import StartReport, load_models
+    from jaxserve.commands.server import StartOutput, load_models
     from jaxserve.server.http.app import App
     from jaxserve.server.http.listener import bind
     from jaxserve.server.http.process import Process
@@ -48,7 +48,7 @@ async def serve_full() -> None:
         num_gpu_blocks_override=30,
     )
     settings = ServerConfig(port=0)
-    models = load_models([ModelSpec(["bench"], "bench", engine)], settings, StartReport(sys.stderr))
+    models = load_models([ModelSpec(["bench"], "bench", engine)], settings, StartOutput(sys.stderr))
     admission = models.all[0].admission
     admission.num_live = admission.num_slots + admission.max_queued
     process = Process(App(models, settings))

@@ -39,7 +39,8 @@ from jaxserve.engine.engine import Engine
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import SamplingParams
 from jaxserve.settings.config import EngineConfig
-from jaxserve.start.loading import Loaded, load
+from jaxserve.start.loaded import Loaded
+from jaxserve.start.start import load
 from jaxserve.structured import StructuredOutputsParams
 from jaxserve.text.grammars import GrammarError, Grammars
 from scripts.lib.argument_types import at_most, check_room, checkpoint, results_file

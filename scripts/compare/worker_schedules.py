@@ -21,7 +21,8 @@ from jaxserve.request import SamplingParams
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.slot_table import SlotTable
-from jaxserve.start.loading import Loaded, load
+from jaxserve.start.loaded import Loaded
+from jaxserve.start.start import load
 from scripts.compare.worker_http import Front, Job, arguments
 from scripts.lib.static_scheduler import StaticScheduler
 

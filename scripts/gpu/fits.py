@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 
-from jaxserve.start.plan.memory_plan import MemoryPlan
+from jaxserve.start.plan.start_plan import StartPlan
 from pallas_kernels.devices import GIB, find_card
 from scripts.gpu.planned import plan
 from scripts.lib.paths import RESULTS
@@ -43,7 +43,7 @@ MODELS = {
 }
 # Embedding and output projection stay in 16 bits, and so does the cache.
 FORMS = {"16 bits": None, "8 bits": "int8", "int4": "int4"}
-Plans = dict[str, dict[str, list[MemoryPlan]]]
+Plans = dict[str, dict[str, list[StartPlan]]]
 """Plans in each form, by card and model."""
 UNKNOWN = "-"
 PAGE = """\
@@ -91,8 +91,8 @@ def _row(*cells: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _words(kind: str, form: MemoryPlan) -> str:
-    if not form.fits:
+def _words(kind: str, form: StartPlan) -> str:
+    if not form.starts:
         return UNKNOWN
     if kind == "tokens":
         return _thousands(form.cache_tokens)

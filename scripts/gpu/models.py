@@ -17,11 +17,10 @@ from jaxserve.execution.buckets import Bucket
 from jaxserve.execution.state import make_state
 from jaxserve.execution.step import decode_steps, model_step
 from jaxserve.models import parse_model_config
-from jaxserve.models.registry import abstract_model
 from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.slot_table import SlotTable
 from jaxserve.start.programs.compiler import product_precision
-from jaxserve.weights.quantized_shapes import quantize_shapes
+from jaxserve.weights.shapes import RANDOM, Layout, shapes_of_model
 
 PAGE_SIZE = 16
 
@@ -173,9 +172,8 @@ def step_call(
         donate its first argument, and the rest are shapes of its arguments.
     """
     config = parse_model_config(model.config())
-    described = abstract_model(config, dtype)
-    if form:
-        quantize_shapes(described, form, output_rows)
+    layout = Layout(output_rows=output_rows)
+    described = shapes_of_model(config, dtype, form or None, layout, RANDOM)
     graphdef, weights = nnx.split(described)
     leaves, treedef = jax.tree.flatten(weights)
     leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]

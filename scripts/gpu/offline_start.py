@@ -13,16 +13,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxserve.models import abstract_model, parse_model_config
+from jaxserve.models import parse_model_config
 from jaxserve.models.shards import Split
 from jaxserve.settings.config import EngineConfig
 from jaxserve.start.device import importing_kernels
-from jaxserve.start.programs.autotuning import read_choices
-from jaxserve.start.programs.compilation import keep_choices
+from jaxserve.start.programs.autotuning import keep_choices, read_choices
+from jaxserve.start.programs.compiler import all_programs, program_name
 from jaxserve.start.programs.described_card import DescribedCard
-from jaxserve.start.programs.for_card import CardPrograms
-from jaxserve.weights.expected import divide_shapes
+from jaxserve.start.programs.fingerprint import open_store
+from jaxserve.start.programs.settling import estimated
+from jaxserve.start.programs.suppliers import Compiling
+from jaxserve.weights.shapes import PLAIN, RANDOM, shapes_of_model
 from scripts.gpu.models import MODELS
+from scripts.lib.placed_model import plan_of_model
 
 PARTS = {
     "/jax/core/compile/jaxpr_trace_duration": "trace_s",
@@ -67,26 +70,26 @@ def compile_start(
     began = time.perf_counter()
     split = Split(card.count)
     model_config = replace(parse_model_config(MODELS[model].config()), split=split)
-    described = abstract_model(model_config, jnp.bfloat16)
-    if card.cards is not None:
-        divide_shapes(described, model_config, card.cards)
+    described = shapes_of_model(model_config, jnp.bfloat16, None, PLAIN, RANDOM)
     config = EngineConfig(tensor_parallel_size=card.count)
     config = config.resolve("gpu", model_config.context_length, (rows, tokens))
     assert config.max_model_len is not None
     with tempfile.TemporaryDirectory() as work:
         folder = pathlib.Path(work)
         keep_choices(name, folder / "autotuning")
-        engine = CardPrograms(
-            config, model_config.for_length(config.max_model_len), described, card, folder / "kept"
-        )
+        model_config = model_config.for_length(config.max_model_len)
+        plan = plan_of_model(config, model_config, described, device=card.memory)
+        store = open_store(folder / "kept", plan, card)
+        plan = estimated(plan, store)
+        supplier = Compiling(plan, store, card)
         shapes = time.perf_counter() - began
-        pages = engine.estimated_pages()
+        pages = plan.num_pages
         programs: list[dict[str, Any]] = []
-        for label, compile_it in list(engine.programs(pages))[: first or None]:
+        for key in all_programs(plan)[: first or None]:
+            label = program_name(key, plan)
             clock.reset()
             began, spent = time.perf_counter(), time.process_time()
-            with card.tracing():
-                compiled = compile_it()
+            compiled = supplier.supply(key)
             seconds = {part: round(value, 3) for part, value in clock.seconds.items()}
             whole = time.perf_counter() - began
             size = sum(path.stat().st_size for path in (folder / "kept/objects").iterdir())

@@ -11,17 +11,18 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.execution.buckets import Bucket
-from jaxserve.models import abstract_model, parse_model_config
+from jaxserve.models import parse_model_config
 from jaxserve.models.collectives import summed
 from jaxserve.models.shards import AXIS, Split
 from jaxserve.settings.config import EngineConfig
-from jaxserve.start.programs.compilation import open_store
-from jaxserve.start.programs.compiler import Compiler
 from jaxserve.start.programs.described_card import DescribedCard
-from jaxserve.weights.expected import divide_shapes
+from jaxserve.start.programs.fingerprint import open_store
+from jaxserve.start.programs.suppliers import Compiling
+from jaxserve.weights.shapes import PLAIN, RANDOM, shapes_of_model
 from scripts.gpu.models import MODELS
 from scripts.gpu.offline_compiler import Dumps
 from scripts.gpu.sum_table import ROWS
+from scripts.lib.placed_model import plan_of_model
 
 CHOICES = ("auto", "nccl", "xla_kernels", "pallas")
 
@@ -61,20 +62,20 @@ def compile_step(choice: str, devices: int, rows: int, layers: int, dumps: Dumps
     assert card.cards is not None
     shape = dataclasses.replace(MODELS["8b"], L=layers)
     model_config = dataclasses.replace(parse_model_config(shape.config()), split=split)
-    model = abstract_model(model_config, jnp.bfloat16)
-    divide_shapes(model, model_config, card.cards)
+    model = shapes_of_model(model_config, jnp.bfloat16, None, PLAIN, RANDOM)
     config = EngineConfig(
         max_model_len=1024,
         max_num_seqs=rows,
         max_num_batched_tokens=max(rows, 16),
         tensor_parallel_size=devices,
         all_reduce=choice,  # type: ignore[arg-type]
+        num_gpu_blocks_override=2048,
     )
     dumps.clear()
     with card.tracing():
-        compiler = Compiler(config, model_config, model, card)
-        compiler.store = open_store(None, config, model_config, compiler.leaves, card)
-        program = compiler.step(Bucket(rows, rows, decode_only=True, greedy=True), 2048)
+        plan = plan_of_model(config, model_config, model, device=card.memory)
+        supplier = Compiling(plan, open_store(None, plan, card), card)
+        program = supplier.supply(Bucket(rows, rows, decode_only=True, greedy=True))
     [thunks] = dumps.xla.glob("*.thunk_sequence_after*.txt")
     reports = [path.read_text() for path in dumps.mosaic.glob("*.ptxas")]
     return {

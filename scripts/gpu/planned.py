@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from jaxserve.settings.config import EngineConfig
-from jaxserve.start.plan.planning import ModelPlan, plan_model
+from jaxserve.start.plan.make_plan import ModelPlan, plan_model
 from scripts.gpu.models import MODELS
 
 

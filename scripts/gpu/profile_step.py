@@ -40,8 +40,8 @@ from jaxserve.errors import JaxserveError
 from jaxserve.execution.batch import pack
 from jaxserve.execution.runner import InFlight
 from jaxserve.request import SamplingParams
-from jaxserve.start.loading import load
-from jaxserve.start.sources.source import find_source
+from jaxserve.start.sources.find import find_source
+from jaxserve.start.start import load
 from scripts.lib.host_clock import HostClock
 from scripts.lib.profiler_trace import CLASSES, DeviceTime, device_time, read_events
 from scripts.lib.run_main import run_main

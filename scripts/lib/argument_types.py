@@ -84,7 +84,7 @@ def check_room(
     # Imported here: it imports JAX, and some scripts run where jaxserve is not installed.
     from jaxserve.errors import JaxserveError
     from jaxserve.settings.config import EngineConfig
-    from jaxserve.start.sources.source import find_source
+    from jaxserve.start.sources.find import find_source
 
     try:
         longest = find_source(EngineConfig(model=model)).model_config.max_position_embeddings

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.live import Live
 
 from jaxserve.engine.engine import Engine
-from jaxserve.start.loading import Loaded
+from jaxserve.start.loaded import Loaded
 from scripts.live_demo.play import play
 from scripts.live_demo.requests import TaskAsk, make_asks
 from scripts.live_demo.scene import Scene

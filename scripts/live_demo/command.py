@@ -20,7 +20,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from jaxserve.commands.argument_types import number_in
 from jaxserve.errors import JaxserveError
 from jaxserve.settings.config import EngineConfig
-from jaxserve.start.loading import Loaded, load
+from jaxserve.start.loaded import Loaded
+from jaxserve.start.start import load
 from scripts.lib.argument_types import at_most
 from scripts.lib.packaged_file import WrongDigest
 from scripts.live_demo import bundled, real

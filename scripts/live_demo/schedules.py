@@ -17,7 +17,7 @@ from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.slot_table import SlotTable
 from jaxserve.settings.config import EngineConfig
-from jaxserve.start.loading import Loaded
+from jaxserve.start.loaded import Loaded
 from scripts.lib.static_scheduler import StaticScheduler
 from scripts.live_demo.asks import Ask
 

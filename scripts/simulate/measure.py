@@ -17,7 +17,8 @@ from jaxserve.execution.runner import Runner
 from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.slot_table import SlotTable
 from jaxserve.settings.config import EngineConfig
-from jaxserve.start.loading import Loaded, load
+from jaxserve.start.loaded import Loaded
+from jaxserve.start.start import load
 from scripts.simulate.fits import Line, Measured, Samples, attention_work
 from scripts.simulate.jobs import Job
 from scripts.simulate.launches import LaunchLog, serve_really

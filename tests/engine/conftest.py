@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from jax.stages import Lowered
 
-from jaxserve.start.plan import weight_sizes
-from jaxserve.start.programs.programs import ProgramStore
+from jaxserve.start.programs.store import ProgramStore
+from jaxserve.weights import shapes
 from scripts.lib.fast_compile import FAST
 from tests.support.quick_code import quick_programs
 
@@ -46,5 +46,5 @@ def shapes_once() -> Generator[None]:
     A description is read only, and that of a large model takes a second.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weight_sizes, "abstract_model", cache(weight_sizes.abstract_model))
+        patch.setattr(shapes, "abstract_model", cache(shapes.abstract_model))
         yield

@@ -23,7 +23,7 @@ from jaxserve.start.programs import compiling_process
 from jaxserve.start.programs.behind import ProgramsBehind
 from jaxserve.start.programs.compiler import program_name
 from jaxserve.start.programs.compiling_process import CompilingProcess
-from jaxserve.start.programs.kept_files import file_name
+from jaxserve.start.programs.private_files import file_name
 
 SIZES: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 64}
 WORK = [
@@ -127,8 +127,8 @@ def used_alone(checkpoint: str, cache: str) -> list[Any]:
     with start(checkpoint, cache, **sizes) as llm:
         assert behind_of(llm).wait(300)
     with start(checkpoint, cache, **sizes) as llm:
-        runner, compiler = llm._thread.engine.runner, behind_of(llm)._compiler
-        store, name = compiler.store, program_name(Bucket(2, 2, True, False, 16), runner.num_pages)
+        stored = behind_of(llm)._stored
+        store, name = stored.store, program_name(Bucket(2, 2, True, False, 16), stored.plan)
         assert store.folder is not None
         found = store._named_object(store.folder / file_name(name))
         assert found is not None

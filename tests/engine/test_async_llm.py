@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from jaxserve import AsyncLLM, EngineClosed, InvalidRequest, RequestOutput, SamplingParams
-from jaxserve.start.loading import Loaded
+from jaxserve.start.loaded import Loaded
 
 pytestmark = pytest.mark.usefixtures("quick_code")
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxserve.engine.engine import Engine
-from jaxserve.start.loading import Loaded
+from jaxserve.start.loaded import Loaded
 from scripts.bench.prefix import loss, turns_of
 from scripts.simulate import fits as sim_fits
 from scripts.simulate.fits import WOKEN_SECONDS, Line, Measured

@@ -16,13 +16,15 @@ import pytest
 from jaxserve import EngineConfig
 from jaxserve.errors import DeviceError, InvalidRequest, UnsupportedModel
 from jaxserve.models import abstract_model, parse_model_config
-from jaxserve.start.card_programs import compile_for_card
+from jaxserve.start.absent_device import compile_ahead, compile_for_card
 from jaxserve.start.jax_start import CudaParts, plugin_remedy
-from jaxserve.start.programs import for_card
-from jaxserve.start.programs.cache_size import CACHE_NOTES
+from jaxserve.start.programs import described_card
+from jaxserve.start.programs.compiler import all_programs, program_name
 from jaxserve.start.programs.described_card import DescribedCard
-from jaxserve.start.programs.for_card import CardPrograms
+from jaxserve.start.programs.fingerprint import open_store
+from jaxserve.start.programs.settling import CACHE_NOTES, estimated
 from scripts.gpu.models import MODELS
+from scripts.lib.placed_model import plan_of_model
 
 MIXTRAL = {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -81,7 +83,7 @@ def test_the_plugin_is_named_with_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        for_card, "find_parts", lambda _: CudaParts(False, False, None, {}, "0.11.2")
+        described_card, "find_parts", lambda _: CudaParts(False, False, None, {}, "0.11.2")
     )
     said = refused(config(tmp_path))
     assert "needs JAX's plugin for CUDA: it is not installed" in said
@@ -96,17 +98,21 @@ def test_programs_that_are_there_are_not_compiled_again(tmp_path: Path) -> None:
     settings = settings.resolve("gpu", 64, (2, 16))
     card = DescribedCard.of("NVIDIA H100")
     model = abstract_model(model_config, jnp.bfloat16)
-    programs = CardPrograms(settings, model_config, model, card, tmp_path / "programs")
-    pages = programs.estimated_pages()
-    names = [name for name, _ in programs.programs(pages)]
+    plan = plan_of_model(settings, model_config, model, device=card.memory)
+    store = open_store(tmp_path / "programs", plan, card)
+    plan = estimated(plan, store)
+    pages = plan.num_pages
+    names = [program_name(key, plan) for key in all_programs(plan)]
     assert names[0] == f"16 tokens, 2 rows, {pages} pages" and len(set(names)) == len(names) == 8
-    store = programs.compiler.store
-    assert store.where["platform"] is None and store.where["device"] == f"gpu {card.card.name}"
+    found = store.fingerprint
+    assert found["platform"] is None and found["device"] == f"gpu {card.card.name}"
     for name in names:  # any program does
         store.get(name, lambda: jax.jit(lambda x: x + 1).lower(1.0))
     store.note({"pages": pages}, CACHE_NOTES)
-    report = programs.compile(0, lambda *_: None)
-    assert report.pages == pages and store.num_built == len(names)
+    report = compile_ahead(plan, card, tmp_path / "programs", 0, lambda *_: None)
+    assert report.plan is not None and report.plan.num_pages == pages
+    assert report.store is not None and report.store.num_built == 0
+    assert store.num_built == len(names)
     assert f"for {card.card.name}, {pages} pages of cache" in str(report)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jaxserve import LLM, CheckpointError, EngineConfig, InvalidRequest
-from jaxserve.start.loading import Loaded
+from jaxserve.start.loaded import Loaded
 from jaxserve.text import NAMED_TEMPLATES
 from jaxserve.text.messages import plain_message
 from jaxserve.text.template import ChatTemplate, find_template

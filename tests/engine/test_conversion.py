@@ -13,8 +13,8 @@ from jaxserve import LLM, EngineConfig, UnsupportedModel
 from jaxserve.commands.cli import main
 from jaxserve.models.quantized import QuantizedExperts
 from jaxserve.models.token_rounding import TokenRounded
-from jaxserve.start.loading import load
-from jaxserve.start.sources.source import find_source
+from jaxserve.start.sources.find import find_source
+from jaxserve.start.start import load
 from jaxserve.weights import parameter_values
 from tests.engine.test_gguf_text import byte_level
 from tests.engine.test_start import SMALL

@@ -20,7 +20,7 @@ from jaxserve.settings.config import EngineConfig
 from jaxserve.start.device import named_device
 from jaxserve.start.plan.memory_plan import plan_memory
 from jaxserve.start.plan.step_time import StepTimes, sum_seconds
-from jaxserve.start.plan.weight_sizes import Weights
+from jaxserve.start.plan.weights import Weights
 from tests.models.test_published_configs import DEEPSEEK_V3, LLAMA_3, shape
 
 pytestmark = pytest.mark.usefixtures("shapes_once")
@@ -73,7 +73,7 @@ def test_a_llama_by_hand(name: str, devices: int, sizes: Any, kv_heads: int) -> 
     assert int8 == each + layers * 4 * outputs + 2 * (2 * drawn + norms)
     plan = plan_memory(EngineConfig(), weights, None, named_device("H200"))
     token = 2 * 2 * layers * kv_heads * 128
-    assert plan.page_bytes == plan.block_size * token and plan.fits
+    assert plan.page_bytes == plan.block_size * token and plan.starts
     times = StepTimes(weights, None, token, "NVIDIA H200", BANDWIDTH)
     step = times.decode(32, 1024)
     assert step.memory == pytest.approx((read + 32 * 1024 * token) / BANDWIDTH)
@@ -96,7 +96,7 @@ def test_positions_that_two_devices_divide_by_hand() -> None:
     config, device = EngineConfig(), named_device("H200")
     plans = [plan_memory(config, weights, None, device) for weights in (whole_one, halves)]
     assert plans[1].page_bytes * 2 == plans[0].page_bytes
-    assert plans[1].weights == plans[0].weights
+    assert plans[1].weight_bytes == plans[0].weight_bytes
     assert plans[1].cache_tokens == pytest.approx(2 * plans[0].cache_tokens, rel=0.01)
     steps = [
         StepTimes(weights, None, plan.page_bytes / 16, "NVIDIA H200", BANDWIDTH).decode(32, 1024)
@@ -132,7 +132,7 @@ def test_deepseek_v3_on_16_devices_by_hand(experts: bool) -> None:
     more = 58 * (chosen - 8) * one_expert / devices * (1 + 4 / 128)
     assert weights.read(None, 32) - read == pytest.approx(more, rel=1e-6)
     plan = plan_memory(EngineConfig(), weights, None, named_device("H200"))
-    assert plan.fits and plan.page_bytes == plan.block_size * 2 * 2 * 61 * heads * 192
+    assert plan.starts and plan.page_bytes == plan.block_size * 2 * 2 * 61 * heads * 192
     step = StepTimes(weights, None, 1.0, "NVIDIA H200", BANDWIDTH).decode(1, 1024)
     assert step.sums == pytest.approx(123 * 40e-6, rel=0.01) and step.sums > step.memory
 
@@ -148,10 +148,10 @@ def test_more_devices_hold_more_and_each_holds_less() -> None:
         plan_memory(EngineConfig(), weights_of("70B", devices), None, named_device("H200"))
         for devices in (1, 2, 4, 8)
     ]
-    assert [plan.fits for plan in plans] == [False, True, True, True]
-    assert plans[1].weights > 1.9 * plans[2].weights > 3.6 * plans[3].weights
+    assert [plan.starts for plan in plans] == [False, True, True, True]
+    assert plans[1].weight_bytes > 1.9 * plans[2].weight_bytes > 3.6 * plans[3].weight_bytes
     assert plans[1].cache_tokens < plans[2].cache_tokens < plans[3].cache_tokens
-    assert plans[1].temporaries >= plans[2].temporaries >= plans[3].temporaries
+    assert plans[1].temporary_bytes >= plans[2].temporary_bytes >= plans[3].temporary_bytes
 
 
 @pytest.mark.parametrize(("name", "devices"), [("8B", 3), ("70B", 24), ("DeepSeek-V3", 7)])

@@ -23,7 +23,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.event_publisher import EventPublisher
 from jaxserve.scheduling.page_changes import ClearedPages, RemovedPages, StoredPages
 from jaxserve.settings.kv_events import KVEventsConfig
-from jaxserve.start.loading import Loaded
+from jaxserve.start.loaded import Loaded
 from tests.scheduling.subscriber import Subscriber
 
 PATIENCE = 60

@@ -13,7 +13,7 @@ from jaxserve.models import parse_model_config
 from jaxserve.models.shards import Split, check_split
 from jaxserve.settings.config import EngineConfig
 from jaxserve.settings.eplb import EplbConfig
-from jaxserve.start.plan.weight_sizes import Weights
+from jaxserve.start.plan.weights import Weights
 from jaxserve.start.sources.expert_load import placement_of
 from tests.equivalence import EXPERTS, TINY
 from tests.models.test_published_configs import DEEPSEEK_V3

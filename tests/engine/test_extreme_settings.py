@@ -12,10 +12,10 @@ from jaxserve.engine.delta import Delta
 from jaxserve.engine.engine import Engine
 from jaxserve.models import parse_model_config
 from jaxserve.request import SamplingParams
-from jaxserve.start.loading import Loaded
+from jaxserve.start.loaded import Loaded
 from jaxserve.start.plan.limits import Limits
-from jaxserve.start.programs.warm_up import start_runner
 from jaxserve.weights import random_weights
+from scripts.lib.placed_model import start_runner
 from tests.engine.test_failures import CONFIG
 from tests.support.oracle import Oracle
 

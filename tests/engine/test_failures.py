@@ -18,10 +18,10 @@ from jaxserve.engine.engine import Engine
 from jaxserve.execution.runner import Runner
 from jaxserve.models import parse_model_config
 from jaxserve.request import SamplingParams
-from jaxserve.start.loading import Loaded
+from jaxserve.start.loaded import Loaded
 from jaxserve.start.plan.limits import Limits
-from jaxserve.start.programs.warm_up import start_runner
 from jaxserve.weights import random_weights
+from scripts.lib.placed_model import start_runner
 
 pytestmark = pytest.mark.usefixtures("quick_code")
 

@@ -10,9 +10,10 @@ import pytest
 from jaxserve import CheckpointError, EngineConfig
 from jaxserve.errors import UnsupportedModel
 from jaxserve.settings.model_name import kind_of_model
+from jaxserve.start.sources.find import find_source
 from jaxserve.start.sources.hub_gguf import gguf_of_folder
-from jaxserve.start.sources.source import find_source
-from jaxserve.weights import GgufFile, open_gguf
+from jaxserve.start.sources.source import GgufSource
+from jaxserve.weights import open_gguf
 from tests.engine.test_gguf_text import whole_model
 from tests.support.checkpoint import save_checkpoint
 from tests.support.gguf_files import random_tensors, raw_config, write_gguf
@@ -55,8 +56,8 @@ def test_parts_in_a_folder_are_one_model(tmp_path: Path) -> None:
     parts = split_gguf(path, tmp_path / "parts", 8)
     assert len(parts) > 2
     source = find_source(EngineConfig(model=tmp_path / "parts"))
-    assert isinstance(source.weights, GgufFile) and source.path == parts[0]
-    assert source.weights.tensors.keys() == open_gguf(path).tensors.keys()
+    assert isinstance(source, GgufSource) and source.path == parts[0]
+    assert source.file.tensors.keys() == open_gguf(path).tensors.keys()
     parts[1].unlink()
     with pytest.raises(CheckpointError, match=rf"missing beside it: {parts[1].name}"):
         find_source(EngineConfig(model=tmp_path / "parts"))

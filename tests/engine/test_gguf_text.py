@@ -16,7 +16,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import AutoTokenizer
 
 from jaxserve import LLM, CheckpointError, EngineConfig
-from jaxserve.start.sources.source import Source, find_source
+from jaxserve.start.sources.find import find_source
+from jaxserve.start.sources.source import Source
 from jaxserve.text.gguf_tokenizer import gguf_tokenizer, save_tokenizer
 from jaxserve.text.gguf_vocabulary import SPLITS, gguf_ends
 from jaxserve.text.tokenizer import Tokenizer as OurTokenizer

@@ -19,11 +19,12 @@ import pytest
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.settings.config import EngineConfig
-from jaxserve.start import loading
-from jaxserve.start.loading import load
-from jaxserve.start.plan.host_cache import cpu_page_budget
-from jaxserve.start.plan.memory_plan import HOST_RESERVE
-from jaxserve.start.plan.planning import ModelPlan, plan_model
+from jaxserve.start import start
+from jaxserve.start.device import this_device
+from jaxserve.start.plan.make_plan import ModelPlan, plan_model, plan_start
+from jaxserve.start.plan.memory import HOST_RESERVE, cpu_page_budget, longest_sequence
+from jaxserve.start.sources.find import find_source
+from jaxserve.start.start import load
 from tests.models.test_published_configs import LLAMA_3, LLAMA_32_ROPE, MISTRAL, QWEN_3, shape
 from tests.support.host_files import MIB, limited_host, write_host
 from tests.support.quick_code import compile_quickly
@@ -96,9 +97,9 @@ def test_a_start_fits_into_what_is_free(
 ) -> None:
     found = plans_of(tmp_path, model, limit * GB, **settings)
     plan = found.plans[0]
-    assert found.refusal is None and plan.fits
+    assert found.refusal is None and plan.starts
     assert (plan.dtype, plan.cache_tokens, plan.longest) == (dtype, tokens, longest)
-    taken = plan.weights + plan.temporaries + plan.sampler + plan.pages * plan.page_bytes
+    taken = plan.weight_bytes + plan.temporary_bytes + plan.sampler_bytes + plan.pages.num_bytes
     assert taken + HOST_RESERVE <= limit * GB
 
 
@@ -130,7 +131,7 @@ def test_what_cannot_fit_is_refused_with_what_does(
     limit: int, model: str, settings: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     found = plans_of(tmp_path, model, limit * GB, **settings)
-    assert found.refusal is not None and not found.plans[0].fits
+    assert found.refusal is not None and not found.plans[0].starts
     assert found.refusal.startswith("the model does not fit on CPU, ")
     assert re.search(words, found.refusal), found.refusal
 
@@ -156,7 +157,7 @@ def test_the_number_that_is_named_fits(
     step = {"max_model_len": 16, "kv_cache_memory_bytes": page}.get(option, 1)
     for value, fits in ((number, True), (number + step, False)):
         found = plan_model(replace(config, **{option: value}), None, root)
-        assert found.plans[0].fits == fits
+        assert found.plans[0].starts == fits
 
 
 def test_what_is_in_use_is_not_free(tmp_path: Path) -> None:
@@ -180,24 +181,24 @@ def test_the_bundled_model_keeps_its_programs(tmp_path: Path) -> None:
         config = EngineConfig()
         [plan, *_] = plan_model(config, None, root).plans
         resolved = config.resolve("cpu", 1024)
-        assert plan.pages == plan.full_pages == cpu_page_budget(resolved, plan.page_bytes) == 4161
+        budget = cpu_page_budget(resolved, plan.page_bytes)
+        assert plan.num_pages == plan.full_pages == budget == 4161
         assert (plan.dtype, plan.longest) == ("float32", 1024)
-        source = loading.find_source(config)
-        settled = loading.settle_cache(resolved, None, source.model_config, plan)
-        assert settled == resolved
+        source = find_source(config)
+        assert plan_start(config, source, this_device(root)).config == replace(
+            resolved, model=source.path
+        )
 
 
 def test_a_cache_that_holds_a_window_serves_every_position(tmp_path: Path) -> None:
     """It holds 16,368 tokens, and no sequence has more than its window and two steps in it."""
     config = EngineConfig(model=folder_of(tmp_path, "windows"), kv_cache_dtype="fp8")
     [plan, *_] = plan_model(config, None, limited_host(tmp_path / "host", 64 * GB)).plans
-    resolved = config.resolve("cpu", 32768)
-    model_config = loading.find_source(config, config_only=True).model_config
-    settled = loading.settle_cache(resolved, None, model_config, plan)
-    assert (settled.max_model_len, settled.num_gpu_blocks_override) == (32768, 1024)
+    source = find_source(config, config_only=True)
+    planned = plan_start(config, source, this_device(tmp_path / "host"))
+    assert (planned.max_model_len, planned.num_pages) == (32768, plan.num_pages) == (32768, 1024)
     # A window that the cache does not hold limits the sequence like all positions would.
-    short = replace(plan, pages=256)
-    assert loading.settle_cache(resolved, None, model_config, short).max_model_len == 4080
+    assert longest_sequence(plan.config, plan.model_config, 256) == 4080
 
 
 SETTINGS: dict[str, Any] = {
@@ -225,7 +226,7 @@ def long(tmp_path: Path) -> Path:
 def test_nothing_starts_before_a_refusal(
     long: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "open_device", lambda *_: pytest.fail("JAX was started"))
+    monkeypatch.setattr(start, "open_device", lambda *_: pytest.fail("JAX was started"))
     root = limited_host(tmp_path / "host", HOST_RESERVE + 100 * MIB)
     config = EngineConfig(model=long, kv_cache_memory_bytes=GIB, **SETTINGS)
     with pytest.raises(InvalidRequest, match=r"bytes of KV cache fit, \d,\d+ tokens") as refused:
@@ -267,7 +268,7 @@ from jaxserve.settings.config import prepare_process
 from tests.engine.test_host_plan import SETTINGS
 
 prepare_process()
-from jaxserve.start.loading import load
+from jaxserve.start.start import load
 
 def resident(name):
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -13,8 +13,8 @@ import pytest
 from jaxserve import CheckpointError, EngineConfig
 from jaxserve.settings.model_name import is_hub_name
 from jaxserve.start.device import DeviceMemory
+from jaxserve.start.sources.find import find_source
 from jaxserve.start.sources.hub import fetch
-from jaxserve.start.sources.source import find_source
 from jaxserve.weights import parameter_values
 from pallas_kernels.devices import DeviceLimits
 from tests.support.gguf_files import random_tensors, raw_config, write_gguf

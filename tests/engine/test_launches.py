@@ -9,7 +9,7 @@ import pytest
 
 from jaxserve import LLM, SamplingParams, StructuredOutputsParams
 from jaxserve.engine.launch_length import LaunchLength
-from jaxserve.start.loading import Loaded
+from jaxserve.start.loaded import Loaded
 
 WORK = {
     "one": SamplingParams(temperature=0, max_tokens=14),

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from jaxserve import LLM, EngineClosed, InvalidRequest, SamplingParams
 from jaxserve.engine.batch import Batch
-from jaxserve.start.loading import Loaded
+from jaxserve.start.loaded import Loaded
 from tests.support.shared_engine import GREEDY, Canary
 
 pytestmark = pytest.mark.usefixtures("quick_code")

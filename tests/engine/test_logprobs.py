@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from jaxserve import LLM, AsyncLLM, Logprob, SamplingParams
-from jaxserve.start.loading import Loaded
+from jaxserve.start.loaded import Loaded
 
 TEXT = "a prompt that is longer than the thirty-two tokens of a step, and so comes in chunks"
 

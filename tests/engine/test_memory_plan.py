@@ -20,12 +20,12 @@ import pytest
 
 from jaxserve.commands.cli import main
 from jaxserve.errors import InvalidRequest
-from jaxserve.execution.buckets import Sampler
+from jaxserve.execution.buckets import Bucket, Sampler
 from jaxserve.models import ModelConfig, parse_model_config
 from jaxserve.settings.cards import DriverCard, VisibleCard
 from jaxserve.settings.config import EngineConfig
 from jaxserve.start import device as device_module
-from jaxserve.start import loading
+from jaxserve.start import start as start_module
 from jaxserve.start.device import (
     DeviceMemory,
     named_device,
@@ -33,21 +33,22 @@ from jaxserve.start.device import (
     started_device,
     this_device,
 )
-from jaxserve.start.plan.memory_plan import (
-    MemoryPlan,
-    Sizes,
-    plan_memory,
-    temporary_bytes,
-)
-from jaxserve.start.plan.planning import plan_model
-from jaxserve.start.plan.weight_sizes import Weights
-from jaxserve.start.programs import cache_size
-from jaxserve.start.programs.cache_size import CACHE_NOTES, CacheSize, temporary_bytes_of
-from jaxserve.start.programs.programs import ProgramStore
+from jaxserve.start.plan.make_plan import plan_model, plan_start
+from jaxserve.start.plan.memory import Sizes, temporary_bytes
+from jaxserve.start.plan.memory_plan import plan_memory
+from jaxserve.start.plan.refusal import refusal
+from jaxserve.start.plan.start_plan import StartPlan
+from jaxserve.start.plan.weights import Weights
+from jaxserve.start.programs import settling
+from jaxserve.start.programs.settling import CACHE_NOTES, settled, temporary_bytes_of
+from jaxserve.start.programs.store import ProgramStore
+from jaxserve.start.programs.suppliers import Compiling
 from jaxserve.start.programs.warm_up import WarmUp
+from jaxserve.start.sources.find import find_source
 from jaxserve.weights import random_weights
 from jaxserve.weights.model_weights import parameter_values
 from pallas_kernels.devices import GIB, DeviceLimits
+from scripts.lib.placed_model import model_leaves, plan_of_model
 from tests.models.test_published_configs import (
     DEEPSEEK_V3,
     GPT_OSS,
@@ -73,7 +74,7 @@ def weights_of(name: str) -> Weights:
     return Weights(parse_model_config(MODELS[name]), "bfloat16")
 
 
-def plan(name: str, form: str | None, device: str | DeviceMemory, **settings: Any) -> MemoryPlan:
+def plan(name: str, form: str | None, device: str | DeviceMemory, **settings: Any) -> StartPlan:
     memory = named_device(device) if isinstance(device, str) else device
     return plan_memory(EngineConfig(**settings), weights_of(name), form, memory)
 
@@ -98,9 +99,9 @@ def plan(name: str, form: str | None, device: str | DeviceMemory, **settings: An
 )
 def test_what_fits(model: str, form: str | None, card: str, least: int) -> None:
     found = plan(model, form, card)
-    assert found.fits == (least > 0) and found.cache_tokens >= least
+    assert found.starts == (least > 0) and found.cache_tokens >= least
     assert found.needed <= found.budget if least else found.needed > found.budget
-    taken = found.weights + found.temporaries + found.sampler + found.pages * found.page_bytes
+    taken = found.weight_bytes + found.temporary_bytes + found.sampler_bytes + found.pages.num_bytes
     assert taken <= found.budget < named_device(card).free or not least
 
 
@@ -145,31 +146,30 @@ SMALL: Any = LLAMA_3 | shape(256, 704, 2, 4, 2, 4096) | {"head_dim": 64, "bos_to
 SMALL |= {"eos_token_id": 2, "max_position_embeddings": 256, "rope_scaling": None}
 
 
-def start_of(form: str | None = None, raw: Any = SMALL, **settings: Any) -> WarmUp:
-    config = parse_model_config(raw)
+def small_plan(
+    form: str | None = None, device: DeviceMemory | None = None, **settings: Any
+) -> tuple[StartPlan, list[Any]]:
+    """Return the plan of a small model's start, and the model's arrays."""
+    config = parse_model_config(SMALL)
     sizes: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
     sizes |= {"decode_sizes": (8,), "token_sizes": (64,), "num_gpu_blocks_override": 20}
     model = random_weights(config, jnp.float32, quantization=form)
-    return WarmUp(EngineConfig(**sizes | settings).resolve("cpu", 256), config, model)
-
-
-def size_of(start: WarmUp) -> CacheSize:
-    """Return the size of the cache of a start."""
-    largest = start.buckets.largest
-    return CacheSize(start.config, start.model_config, start.compiler, start.page_bytes, largest)
+    resolved = EngineConfig(**sizes | settings).resolve("cpu", 256)
+    return plan_of_model(resolved, config, model, device=device), model_leaves(model)
 
 
 def test_temporaries_are_near_what_xla_says_on_cpu() -> None:
-    start = start_of()
-    largest = max(start.buckets, key=lambda bucket: bucket.num_tokens)
+    plan, _ = small_plan()
+    largest = max(plan.buckets, key=lambda bucket: bucket.num_tokens)
     logits = 8 * SMALL["vocab_size"] * 4
+    supply = Compiling(plan, ProgramStore(None, {}, {})).supply
     compiled = max(
-        temporary_bytes_of(start.compiler.step(largest, 20)),
-        temporary_bytes_of(start.compiler.sampler(Sampler(8))) + logits,
-        temporary_bytes_of(start.compiler.step(min(start.buckets), 20)),
+        temporary_bytes_of(supply(largest)),
+        temporary_bytes_of(supply(Sampler(8))) + logits,
+        temporary_bytes_of(supply(min(plan.buckets))),
     )
     limits = DeviceLimits("cpu", "CPU")
-    found = temporary_bytes(start.model_config, "float32", Sizes(1.0, 8, 64), limits)
+    found = temporary_bytes(plan.model_config, "float32", Sizes(1.0, 8, 64), limits)
     assert found == pytest.approx(compiled, rel=0.35)
 
 
@@ -208,7 +208,7 @@ def test_other_families_have_plans(raw: Any) -> None:
     found = plan_memory(
         EngineConfig(), Weights(parse_model_config(raw), "bfloat16"), None, named_device("B200")
     )
-    assert found.temporaries > 0 and found.weights > 30 * GIB
+    assert found.temporary_bytes > 0 and found.weight_bytes > 30 * GIB
 
 
 def kinds() -> list[str]:
@@ -230,8 +230,8 @@ def test_every_family_and_stored_form_has_a_plan(name: str, tmp_path: Path) -> N
     found = plan_model(EngineConfig(model=str(tmp_path), quantization=form), "B200")
     assert found.stored == (None if stored == "mxfp4" else stored)  # read into another form
     for plan in found.plans:
-        assert plan.read <= plan.weights and plan.page_bytes > 0
-        assert plan.fits == (found.refusal is None) and (plan.pages > 0 or not plan.fits)
+        assert plan.read_bytes <= plan.weight_bytes and plan.page_bytes > 0
+        assert plan.starts == (found.refusal is None) and (plan.num_pages > 0 or not plan.starts)
         assert plan.longest <= PUBLISHED[name][1]
 
 
@@ -247,8 +247,8 @@ def refused(model: str, form: str | None, card: str, **settings: Any) -> str:
     weights, device = weights_of(model), named_device(card)
     config = EngineConfig(**settings)
     found = plan_memory(config, weights, form, device)
-    assert not found.fits
-    return loading.refusal(config, weights, found, device)
+    assert not found.starts
+    return refusal(config, weights, found, device)
 
 
 def test_a_refusal_says_what_would_fit() -> None:
@@ -326,97 +326,97 @@ def test_an_allocator_without_statistics_is_no_error(started: type[Started]) -> 
     assert plan("8B", "int4", found).budget == int(0.9 * CARD.free)
 
 
-def test_a_start_takes_what_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    start = start_of("int4")
-    temporaries = temporary_bytes(
-        start.model_config, "float32", Sizes(0.9, 8, 64), DeviceLimits("gpu", "", (8, 9))
-    )
-    own = sum(leaf.nbytes for leaf in start.compiler.leaves)
-    memory = DeviceMemory(FREE.limits, 2 * GIB, GIB, is_limit=True, in_use=own)
-    monkeypatch.setattr(cache_size, "started_device", lambda **_: memory)
-    size = size_of(start)
-    room = size.room(temporaries)
-    config = replace(start.config, num_gpu_blocks_override=None)
+def test_a_start_takes_what_the_plan_says() -> None:
+    memory = DeviceMemory(FREE.limits, 2 * GIB, GIB, is_limit=True)
+    start, leaves = small_plan("int4", memory, num_gpu_blocks_override=None)
+    assert start.weight_bytes == sum(leaf.nbytes for leaf in leaves)
     weights = Weights(start.model_config, "float32")
-    found = plan_memory(config, weights, "int4", replace(memory, in_use=0))
-    assert found.weights == own and room == pytest.approx(found.pages * found.page_bytes, rel=0.01)
+    found = plan_memory(start.config, weights, "int4", memory)
+    assert found.weight_bytes == start.weight_bytes
+    assert start.room == pytest.approx(found.pages.num_bytes, rel=0.01)
     # Of an engine that shares the memory, and of an allocator without statistics.
-    size.config = replace(start.config, memory_share=0.5)
-    assert room - size.room(temporaries) == pytest.approx(GIB // 2, rel=0.01)
-    size.config = start.config
-    bare = replace(memory, free=GIB - own, is_limit=False, in_use=0)
-    monkeypatch.setattr(cache_size, "started_device", lambda **_: bare)
-    assert size.room(temporaries) == pytest.approx(room - 0.1 * GIB, rel=0.01)
+    shared, _ = small_plan("int4", memory, num_gpu_blocks_override=None, memory_share=0.5)
+    assert start.room - shared.room == pytest.approx(GIB // 2, rel=0.02)
+    bare = replace(memory, is_limit=False)
+    unlimited, _ = small_plan("int4", bare, num_gpu_blocks_override=None)
+    assert unlimited.room == pytest.approx(start.room - 0.1 * GIB, rel=0.01)
 
 
-def sized_on_a_card(monkeypatch: pytest.MonkeyPatch) -> tuple[WarmUp, CacheSize, int]:
-    """Return a start, the size of its cache as on a card, and the temporaries estimated there."""
+@pytest.fixture
+def card_plan(monkeypatch: pytest.MonkeyPatch) -> tuple[StartPlan, list[tuple[Any, int]], Any]:
+    """Return a plan on a card, the programs compiled for it with their pages, and their memory."""
     limits = DeviceLimits("gpu", "", (8, 9))
-    start = start_of()
-    size = size_of(start)
-    size.config = replace(start.config, num_gpu_blocks_override=None)
-    own = sum(leaf.nbytes for leaf in start.compiler.leaves)
-    memory = DeviceMemory(FREE.limits, 2 * GIB, GIB, is_limit=True, in_use=own)
-    monkeypatch.setattr(cache_size, "started_device", lambda **_: memory)
-    monkeypatch.setattr(cache_size, "target_device", lambda: limits)
-    monkeypatch.setattr(cache_size, "devices", lambda: [SimpleNamespace(platform="gpu")])
-    sizes = Sizes(0.9, 8, 64)
-    return start, size, temporary_bytes(start.model_config, start.compiler.dtype, sizes, limits)
+    memory = DeviceMemory(limits, 2 * GIB, GIB, is_limit=True)
+    plan, _ = small_plan(None, memory, num_gpu_blocks_override=None)
+    compiled: list[tuple[Any, int]] = []
+    analysis = SimpleNamespace(temp_size_in_bytes=plan.temporary_bytes)
+
+    def compiling(plan: StartPlan, *_: Any) -> Any:
+        def supply(key: Any) -> Any:
+            compiled.append((key, plan.num_pages))
+            return SimpleNamespace(memory_analysis=lambda: analysis)
+
+        return SimpleNamespace(supply=supply)
+
+    monkeypatch.setattr(settling, "Compiling", compiling)
+    return plan, compiled, analysis
 
 
 @pytest.mark.parametrize(("needs", "compiled"), [(1.0, 1), (1.1, 1), (1.5, 2), (40.0, 2)])
 def test_the_largest_program_is_compiled_once_if_the_estimate_was_enough(
-    monkeypatch: pytest.MonkeyPatch, needs: float, compiled: int
+    card_plan: Any, needs: float, compiled: int
 ) -> None:
     """Of a GPU's start, whose cache is what the largest program leaves."""
-    start, size, estimate = sized_on_a_card(monkeypatch)
-    analysis = SimpleNamespace(temp_size_in_bytes=int(needs * estimate))
-    asked: list[tuple[Any, int]] = []
-
-    def compile_step(bucket: Any, num_pages: int) -> Any:
-        asked.append((bucket, num_pages))
-        return SimpleNamespace(memory_analysis=lambda: analysis)
-
-    monkeypatch.setattr(start.compiler, "step", compile_step)
-    pages = size.pages()
-    assert pages == size.within(size.room(max(analysis.temp_size_in_bytes, estimate * 9 // 8)))
+    start, asked, analysis = card_plan
+    estimate = start.temporary_bytes
+    analysis.temp_size_in_bytes = int(needs * estimate)
+    found, program = settled(start, ProgramStore(None, {}, {}))
+    pages = found.num_pages
+    assert pages == start.settle(max(analysis.temp_size_in_bytes, estimate * 9 // 8)).num_pages
     largest = start.buckets.largest
-    again = [] if size.program else [(largest, pages)]
+    again = [] if program else [(largest, pages)]
     assert asked[0][0] == largest and len([*asked, *again]) == compiled
-    assert (size.program is not None) == (asked == [(largest, pages)])
+    assert (program is not None) == (asked == [(largest, pages)])
 
 
 @pytest.mark.parametrize("needs", [1.0, 1.5])
 def test_a_card_takes_the_pages_that_programs_were_compiled_for_if_they_fit(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, needs: float
+    card_plan: Any, tmp_path: Path, needs: float
 ) -> None:
-    start, size, estimate = sized_on_a_card(monkeypatch)
-    analysis = SimpleNamespace(temp_size_in_bytes=int(needs * estimate))
-    program = SimpleNamespace(memory_analysis=lambda: analysis)
-    start.compiler.store = ProgramStore(tmp_path / "programs", {}, {})
-    monkeypatch.setattr(start.compiler, "step", lambda *_: program)
-    fitting = size.pages()
+    start, _, analysis = card_plan
+    analysis.temp_size_in_bytes = int(needs * start.temporary_bytes)
+    store = ProgramStore(tmp_path / "programs", {}, {})
+    fitting = settled(start, store)[0].num_pages
     for noted, taken in ((0.95, 0.95), (1.0, 1.0), (1.01, 1.0), (0.8, 1.0)):
-        start.compiler.store.note({"pages": int(noted * fitting)}, CACHE_NOTES)
-        size.program = None
-        assert size.pages() == int(taken * fitting)
-    start.compiler.store.note({"pages": int(0.95 * fitting)}, CACHE_NOTES)
-    assert size.pages() == int(0.95 * fitting) and size.program is program
+        store.note({"pages": int(noted * fitting)}, CACHE_NOTES)
+        assert settled(start, store)[0].num_pages == int(taken * fitting)
+    store.note({"pages": int(0.95 * fitting)}, CACHE_NOTES)
+    found, program = settled(start, store)
+    assert found.num_pages == int(0.95 * fitting) and program is not None
+
+
+def test_a_cache_of_less_than_two_pages_is_refused(card_plan: Any) -> None:
+    start, _, analysis = card_plan
+    analysis.temp_size_in_bytes = 2 * GIB
+    with pytest.raises(InvalidRequest, match="no memory for the KV cache"):
+        settled(start, ProgramStore(None, {}, {}))
 
 
 @pytest.mark.parametrize("is_gpu", [True, False])
 def test_the_cache_is_made_once_all_is_compiled(is_gpu: bool) -> None:
     """On a GPU XLA tries kernels while it compiles, and on any machine that takes memory."""
-    start = start_of(num_scheduler_steps=1)
+    plan, leaves = small_plan(num_scheduler_steps=1)
+    start = WarmUp(plan)
     start._compile_first = is_gpu
-    compiled, step = [], start.compiler.step
+    compiled, supply = [], start.supplier.supply
 
-    def watched(*arguments: Any, **named: Any) -> Any:
-        compiled.append(start._state is None)
-        return step(*arguments, **named)
+    def watched(key: Any) -> Any:
+        if isinstance(key, Bucket):
+            compiled.append(start._state is None)
+        return supply(key)
 
-    start.compiler.step = watched
-    runner = start.run()
+    start.supplier.supply = watched  # type: ignore[method-assign]
+    runner = start.run(leaves)
     assert compiled == [True, True] and runner._state is not None
     runner.close()
 
@@ -424,20 +424,20 @@ def test_the_cache_is_made_once_all_is_compiled(is_gpu: bool) -> None:
 def test_a_model_that_does_not_fit_is_refused_before_its_weights(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "this_device", lambda *_: replace(FREE, free=1 << 16))
-    monkeypatch.setattr(loading, "open_device", lambda *_: pytest.fail("the card was opened"))
+    monkeypatch.setattr(start_module, "this_device", lambda *_: replace(FREE, free=1 << 16))
+    monkeypatch.setattr(start_module, "open_device", lambda *_: pytest.fail("the card was opened"))
     with pytest.raises(InvalidRequest, match="does not fit on NVIDIA GeForce RTX 4090"):
-        loading.load(EngineConfig(model=checkpoint))
+        start_module.load(EngineConfig(model=checkpoint))
 
 
 def test_the_whole_share_is_opened_for_several_engines(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[int] = []
-    monkeypatch.setattr(loading, "open_device", lambda _, budget: opened.append(budget))
-    source = loading.find_source(EngineConfig(model=checkpoint))
-    config = EngineConfig(memory_share=0.25)
-    found = loading._open_device(config, source, FREE)
+    monkeypatch.setattr(start_module, "open_device", lambda _, budget: opened.append(budget))
+    source = find_source(EngineConfig(model=checkpoint))
+    found = plan_start(EngineConfig(memory_share=0.25), source, FREE)
+    start_module.open_planned(found, FREE)
     assert opened == [int(0.9 * FREE.free)] and found.sizes == Sizes(0.9, 64, 2048)
 
 

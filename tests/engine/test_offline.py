@@ -35,7 +35,7 @@ from jaxserve.errors import EngineDead
 from jaxserve.outputs import BeamSearchSequence, Logprob
 from jaxserve.scheduling.logprobs import score_tokens
 from jaxserve.settings.config import LogprobsMode
-from jaxserve.start.loading import Loaded
+from jaxserve.start.loaded import Loaded
 from jaxserve.text.detokenizer import Detokenizer
 from jaxserve.text.tokenizer_calls import LibraryCalls
 from tests.support.shared_engine import GREEDY, Canary

@@ -16,7 +16,7 @@ from jaxserve.commands.options import engine_settings
 from jaxserve.errors import InvalidRequest, UnsupportedModel
 from jaxserve.models.config.rope import LinearScaling
 from jaxserve.settings.overrides import overridden
-from jaxserve.start.sources.source import find_source
+from jaxserve.start.sources.find import find_source
 from tests.support.gguf_files import random_tensors, raw_config, write_gguf
 
 pytestmark = pytest.mark.usefixtures("quick_code")

@@ -17,11 +17,13 @@ from jaxserve.execution.buckets import Bucket
 from jaxserve.execution.state import addressable_pages
 from jaxserve.models import parse_model_config, read_model_config
 from jaxserve.settings.config import bundled_model
-from jaxserve.start.plan.weight_forms import choose_quantization
-from jaxserve.start.plan.weight_sizes import Weights
-from jaxserve.start.programs.compiler import Compiler
-from jaxserve.start.programs.warm_up import WarmUp
+from jaxserve.start.plan.forms import choose_quantization
+from jaxserve.start.plan.start_plan import StartPlan
+from jaxserve.start.plan.weights import Weights
+from jaxserve.start.programs.store import ProgramStore
+from jaxserve.start.programs.suppliers import Compiling
 from jaxserve.weights import random_weights
+from scripts.lib.placed_model import plan_of_model
 from tests.weights.test_quantized import checkpoint
 
 pytestmark = pytest.mark.own_engine
@@ -59,17 +61,17 @@ def check_program(compiled: Any) -> None:
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * LARGEST * 0.8
 
 
-def weight_bytes(compiler: Compiler) -> int:
-    return sum(leaf.nbytes for leaf in compiler.leaves)
+def compiled(plan: StartPlan, bucket: Bucket) -> Any:
+    return Compiling(plan, ProgramStore(None, {}, {})).supply(bucket)
 
 
 def test_a_step_of_one_row_holds_no_weight_in_full_precision():
     config = parse_model_config(RAW)
     settings = EngineConfig(max_num_seqs=4, max_num_batched_tokens=16, num_gpu_blocks_override=8)
     model = random_weights(config, np.float32, 0, "int8")
-    compiler = WarmUp(settings.resolve("cpu", 64), config, model).compiler
-    check_program(compiler.step(Bucket(1, 1, True, greedy=True), num_pages=8))
-    assert 0 <= MATRICES * BITS["int8"] / 8 - (weight_bytes(compiler) - PLAIN_BYTES) < MATRICES / 16
+    plan = plan_of_model(settings.resolve("cpu", 64), config, model)
+    check_program(compiled(plan, Bucket(1, 1, True, greedy=True)))
+    assert 0 <= MATRICES * BITS["int8"] / 8 - (plan.weight_bytes - PLAIN_BYTES) < MATRICES / 16
 
 
 @pytest.mark.parametrize(
@@ -79,8 +81,8 @@ def test_every_product_on_cpu_is_told_how_many_rows_count(form: str | None, buck
     config = parse_model_config(RAW)
     settings = EngineConfig(max_num_seqs=4, max_num_batched_tokens=16, num_gpu_blocks_override=8)
     model = random_weights(config, np.float32, 0, form, panels=True)
-    compiler = WarmUp(settings.resolve("cpu", 64), config, model).compiler
-    text = compiler.step(bucket, num_pages=8).as_text()
+    plan = plan_of_model(settings.resolve("cpu", 64), config, model)
+    text = compiled(plan, bucket).as_text()
     products = re.findall(r"custom-call\((.*?)\), custom_call_target=\"jaxserve_\w*product", text)
     # Of attention, after it, gate and up, down; the logits, and those that a prompt is scored by.
     assert len(products) == (5 if bucket.decode_only else 6)
@@ -110,13 +112,13 @@ def test_a_step_of_experts_and_latents_holds_no_weight_in_full_precision():
     config = parse_model_config(EXPERTS)
     settings = EngineConfig(max_num_seqs=4, max_num_batched_tokens=16, num_gpu_blocks_override=8)
     model = random_weights(config, np.float32, 0, "int4")
-    compiler = WarmUp(settings.resolve("cpu", 64), config, model).compiler
-    check_program(compiler.step(Bucket(4, 4, True, greedy=True), num_pages=8))
+    plan = plan_of_model(settings.resolve("cpu", 64), config, model)
+    check_program(compiled(plan, Bucket(4, 4, True, greedy=True)))
     attention = 512 * (8 * 64 + 544 + 8 * 96 + 8 * 64)
     plain = PLAIN_BYTES + 4 * (512 + 512 * 4)  # norm of the latent, router
     one_expert = 3 * 512 * 512
     codes = (4 * one_expert * BITS["int4"] + (attention + one_expert) * 8.5) / 8
-    assert abs(weight_bytes(compiler) - plain - codes) < codes / 100
+    assert abs(plan.weight_bytes - plain - codes) < codes / 100
 
 
 @pytest.mark.parametrize(
@@ -127,10 +129,9 @@ def test_a_launch_of_several_steps_copies_and_widens_no_expert(form: str | None,
     sizes: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 16}
     settings = EngineConfig(dtype=dtype, num_gpu_blocks_override=8, **sizes)
     model = random_weights(config, jnp.dtype(dtype), 0, form, panels=True)
-    start = WarmUp(settings.resolve("cpu", 64), config, model)
-    compiler = start.compiler
-    assert start.buckets.num_steps == 16
-    program = compiler.step(Bucket(4, 4, True, num_steps=16), num_pages=8)
+    plan = plan_of_model(settings.resolve("cpu", 64), config, model)
+    assert plan.buckets.num_steps == 16
+    program = compiled(plan, Bucket(4, 4, True, num_steps=16))
     check_program(program)
     text, one_expert = program.as_text(), 512 * 512
     # Of the layer's experts two, of its shared one two.

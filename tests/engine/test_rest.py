@@ -9,7 +9,7 @@ import pytest
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.engine import thread
-from jaxserve.start.loading import Loaded
+from jaxserve.start.loaded import Loaded
 from jaxserve.start.memory_return import return_memory
 
 

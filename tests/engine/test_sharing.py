@@ -20,7 +20,7 @@ from jaxserve.server.served.specs import plan_models
 from jaxserve.server.settings import ServerConfig
 from jaxserve.settings.kv_events import KVEventsConfig
 from jaxserve.settings.secret_files import read_secret
-from jaxserve.start.loading import Loaded
+from jaxserve.start.loaded import Loaded
 
 SECRET = b"0123456789abcdef" * 2
 EVENTS: dict[str, Any] = {"enable_kv_cache_events": True}

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,16 @@ import jax
 import pytest
 
 from jaxserve import LLM, AsyncLLM, CheckpointError, EngineConfig, SamplingParams, UnsupportedModel
-from jaxserve.models import read_model_config
-from jaxserve.start import loading
+from jaxserve.start import start, weights
 from jaxserve.start.garbage import collection_paused
-from jaxserve.start.plan.host_cache import cpu_page_budget
-from jaxserve.start.programs import compilation, programs
-from jaxserve.start.programs.compilation import fingerprint, prepare_cache
-from jaxserve.start.sources.source import Source, find_source
-from jaxserve.weights.expected import expected_model
+from jaxserve.start.plan.memory import cpu_page_budget
+from jaxserve.start.plan.start_plan import StartPlan
+from jaxserve.start.programs import fingerprint as fingerprint_module
+from jaxserve.start.programs.autotuning import prepare_cache
+from jaxserve.start.programs.fingerprint import fingerprint
+from jaxserve.start.programs.store import ProgramStore
+from jaxserve.start.sources.find import find_source
+from jaxserve.start.sources.source import CheckpointSource
 from tests.support.checkpoint import save_checkpoint
 from tests.support.quick_code import compile_quickly
 
@@ -104,15 +107,21 @@ def test_missing_and_foreign_folders_are_refused(tmp_path: Path) -> None:
 def test_weights_that_differ_from_what_was_expected_have_their_own_programs(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    monkeypatch.setattr(loading, "_LONG_READ", 0)
+    monkeypatch.setattr(weights, "_LONG_READ", 0)
     prompt, sampling = [[5] * 9], SamplingParams(max_tokens=8, temperature=0)
     with LLM(checkpoint, **SMALL) as llm:
         [expected] = llm.generate(prompt, sampling)
         assert "another model" not in caplog.text
-    narrow = expected_model(read_model_config(checkpoint), "bfloat16", panels=True)
-    monkeypatch.setattr(loading, "expected_model", lambda *_, **__: narrow)
+    plan_start = start.plan_start
+
+    def plan_narrow(config: EngineConfig, *given: Any) -> StartPlan:
+        narrow = plan_start(replace(config, dtype="bfloat16"), *given)
+        return replace(plan_start(config, *given), model=narrow.model)
+
+    monkeypatch.setattr(start, "plan_start", plan_narrow)
     with LLM(checkpoint, **SMALL) as llm:
-        assert "another model" in caplog.text
+        assert "another model than was planned" in caplog.text
+        assert "embedding.project.value.panels is float32[" in caplog.text
         [found] = llm.generate(prompt, sampling)
     assert found.outputs[0].token_ids == expected.outputs[0].token_ids
 
@@ -120,20 +129,20 @@ def test_weights_that_differ_from_what_was_expected_have_their_own_programs(
 def test_programs_are_compiled_while_weights_are_read(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, compiles = Source.load, threading.Event()
+    read, compiles = CheckpointSource.load, threading.Event()
 
     def slow_load(*given: Any, **more: Any) -> Any:
         assert compiles.wait(60), "no program is compiled before the weights are there"
         return read(*given, **more)
 
-    class Store(programs.ProgramStore):
+    class Store(ProgramStore):
         def _compile(self, *given: Any) -> Any:
             compiles.set()
             return super()._compile(*given)
 
-    monkeypatch.setattr(loading, "_LONG_READ", 0)
-    monkeypatch.setattr(Source, "load", slow_load)
-    monkeypatch.setattr(compilation, "ProgramStore", Store)
+    monkeypatch.setattr(weights, "_LONG_READ", 0)
+    monkeypatch.setattr(CheckpointSource, "load", slow_load)
+    monkeypatch.setattr(fingerprint_module, "ProgramStore", Store)
     prompt, sampling = [[5] * 9], SamplingParams(max_tokens=8, temperature=0)
     with LLM(checkpoint, **SMALL) as llm:
         [found] = llm.generate(prompt, sampling)
@@ -145,7 +154,7 @@ def test_programs_are_compiled_while_weights_are_read(
 def test_a_damaged_file_is_refused_while_programs_are_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "_LONG_READ", 0)
+    monkeypatch.setattr(weights, "_LONG_READ", 0)
     save_checkpoint(tmp_path)
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-5])
@@ -365,8 +374,8 @@ def test_the_fingerprint_names_what_programs_depend_on(monkeypatch: pytest.Monke
 def test_a_source_that_has_moved_is_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise its edits would leave the fingerprint, and programs of older ones be loaded."""
     for package in ("jaxserve", "pallas_kernels"):
-        shutil.copytree(compilation._PACKAGES / package, tmp_path / package)
-    monkeypatch.setattr(compilation, "_PACKAGES", tmp_path)
+        shutil.copytree(fingerprint_module._PACKAGES / package, tmp_path / package)
+    monkeypatch.setattr(fingerprint_module, "_PACKAGES", tmp_path)
     before = fingerprint()["source"]
     kept = tmp_path / "jaxserve/execution/step.py"
     kept.write_text(kept.read_text() + "# another line\n")

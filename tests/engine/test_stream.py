@@ -12,7 +12,7 @@ import pytest
 from jaxserve import AsyncLLM, SamplingParams
 from jaxserve.engine.delta import Delta
 from jaxserve.engine.stream import Stream
-from jaxserve.start.loading import Loaded
+from jaxserve.start.loaded import Loaded
 
 SAMPLED = SamplingParams(temperature=1.0, seed=3, n=2, max_tokens=24, ignore_eos=True)
 PROMPTS = ["one", "two two", "three three three"]

@@ -10,7 +10,8 @@ import pytest
 
 from jaxserve import AsyncLLM, EngineConfig, InvalidRequest, SamplingParams
 from jaxserve.request import Request
-from jaxserve.start.loading import Loaded, load
+from jaxserve.start.loaded import Loaded
+from jaxserve.start.start import load
 from jaxserve.structured import StructuredOutputsParams
 from jaxserve.text.thinking import ThinkingMarks
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve import LLM, CheckpointError, InvalidRequest, SamplingParams
-from jaxserve.start.loading import Loaded
+from jaxserve.start.loaded import Loaded
 from jaxserve.structured import StructuredOutputsParams
 from jaxserve.text.tokenizer import Tokenizer
 from tests.support.checkpoint import byte_tokenizer

@@ -15,15 +15,15 @@ from jaxserve.models import Decoder, ModelConfig, parse_model_config
 from jaxserve.models.output_rows import QuantizedRows
 from jaxserve.request import SamplingParams
 from jaxserve.settings.config import EngineConfig
-from jaxserve.start.loading import Loaded
+from jaxserve.start.loaded import Loaded
 from jaxserve.start.plan.limits import Limits
-from jaxserve.start.programs.warm_up import start_runner
 from jaxserve.weights import random_weights
 from jaxserve.weights.placement import use_output_rows
 from pallas_kernels import ops
 from pallas_kernels.implementation import kernel
 from scripts.gpu import models as gpu_models
 from scripts.lib.paged_runner import PagedRunner
+from scripts.lib.placed_model import start_runner
 from tests.equivalence import TINY, drive
 from tests.models.tiny_models import relative_error
 from tests.support.letters import END, VOCAB, letter_tokenizer

@@ -36,13 +36,16 @@ from jaxserve.models.shards import Split, local_kv_heads
 from jaxserve.request import SamplingParams
 from jaxserve.settings.config import EngineConfig
 from jaxserve.settings.eplb import EplbConfig
+from jaxserve.start.plan.model_shapes import ModelShapes
+from jaxserve.start.programs.compiler import Compiler
 from jaxserve.start.programs.warm_up import WarmUp
 from jaxserve.start.sources.expert_load import placement_of
 from jaxserve.weights import random_weights
-from jaxserve.weights.expected import divide_shapes
 from jaxserve.weights.model_weights import filled, parameters_of, place_on_default
 from jaxserve.weights.placement import divided
+from jaxserve.weights.shapes import PLAIN, RANDOM, shapes_of_model
 from scripts.lib.fast_compile import FAST
+from scripts.lib.placed_model import model_leaves, plan_of_model
 from tests.equivalence import EXPERTS, LARGEST, TINY, Bench, fields_of_case, run_schedule
 from tests.models.cases import CASES
 from tests.support.own_programs import own_programs
@@ -102,9 +105,9 @@ def logits_of(
     place = divided(place_on_default, config, parameters_of(model), mesh)
     graphdef, state = nnx.split(filled(model, {path: place(path, values[path]) for path in values}))
     if mesh is not None:
-        described = abstract_model(config, jnp.float64)
-        divide_shapes(described, config, mesh)
-        assert places(nnx.state(described)) == places(state), "compiled ahead for other parts"
+        described = shapes_of_model(config, jnp.float64, None, PLAIN, RANDOM)
+        planned = ModelShapes.of(described).leaves_on(mesh)
+        assert places(planned) == places(state), "compiled ahead for other parts"
     heads = local_kv_heads(config) * config.split.devices
     pages: Any = jax.ShapeDtypeStruct((4, heads, 4, config.head_dim), jnp.float64)
     if mesh is not None:
@@ -214,7 +217,7 @@ def with_replicas(folder: Path) -> dict[str, Any]:
 
 
 def warm_start(folder: Path) -> dict[str, int]:
-    """Count programs compiled and read by two starts of an engine, and by a compiler's copy."""
+    """Count programs compiled and read by two starts of an engine, and by a plan's copy."""
     split = Split(2)
     model_config = replace(parse_model_config(TINY), split=split)
     model = random_weights(model_config, jnp.float64, 3, panels=True, mesh=make_mesh(2))
@@ -232,13 +235,12 @@ def warm_start(folder: Path) -> dict[str, int]:
     ).resolve("cpu", 64)
     starts: list[WarmUp] = []
     for _ in range(2):
-        starts.append(WarmUp(config, model_config, model, cache=folder))
-        starts[-1].run().close()
-    first, second = (start.report.store for start in starts)
-    compiler = starts[0].compiler
-    copy = pickle.loads(pickle.dumps(compiler))
-    bucket = starts[0].buckets.largest
-    texts = [c._lower_step(bucket, 20).as_text() for c in (compiler, copy)]
+        starts.append(WarmUp(plan_of_model(config, model_config, model), folder))
+        starts[-1].run(model_leaves(model)).close()
+    first, second = (start.store for start in starts)
+    plan = starts[0].plan
+    copy = pickle.loads(pickle.dumps(plan))
+    texts = [Compiler(one_plan).lower(plan.buckets.largest).as_text() for one_plan in (plan, copy)]
     return {
         "compiled first": first.num_built,
         "compiled second": second.num_built,

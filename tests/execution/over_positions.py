@@ -24,7 +24,7 @@ from jaxserve.execution.mesh import local_bytes
 from jaxserve.execution.state import page_bytes
 from jaxserve.models.shards import Split
 from jaxserve.request import SamplingParams
-from jaxserve.start.programs.warm_up import WarmUp
+from scripts.lib.placed_model import start_runner
 from tests.equivalence import EXPERTS, LARGEST, Bench, divided_model, run_schedule, with_sizes
 from tests.execution.over_devices import counts_of
 from tests.support.quick_code import compile_quickly
@@ -58,7 +58,7 @@ def long_request(bench: Bench) -> dict[str, Any]:
     sizes: dict[str, Any] = {"decode_sizes": (2,), "token_sizes": (8,), "num_scheduler_steps": 1}
     sizes |= {"max_num_seqs": 2, "max_num_batched_tokens": 8}
     config = replace(loaded.config, **budget, **sizes)
-    runner = WarmUp(config, model_config, model).run()
+    runner = start_runner(config, model_config, model)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     answers: list[list[int]] = []
     for engine in (Engine(replace(loaded, config=config, runner=runner)), Engine(loaded)):

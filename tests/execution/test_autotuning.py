@@ -12,12 +12,12 @@ from jaxserve.start.programs import autotuning
 from jaxserve.start.programs.autotuning import (
     TUNED,
     Choices,
+    keep_choices,
     lay_down,
     read_choices,
     table_path,
     write_choices,
 )
-from jaxserve.start.programs.compilation import keep_choices
 
 H200 = "NVIDIA H200"
 

@@ -10,7 +10,7 @@ from jaxserve.execution.state import page_bytes
 from jaxserve.models import parse_model_config
 from jaxserve.models.shards import Split, check_split
 from jaxserve.settings.config import EngineConfig, bundled_model
-from jaxserve.start.plan.planning import plan_model
+from jaxserve.start.plan.make_plan import plan_model
 from tests.equivalence import TINY
 from tests.execution.over_positions import PAGE
 from tests.support.last_line import found_by

@@ -28,8 +28,8 @@ from jaxserve.execution.hosts.relay import Relay
 from jaxserve.execution.hosts.replay import _arrays
 from jaxserve.settings.config import EngineConfig, bundled_model
 from jaxserve.settings.hosts import HostsConfig
-from jaxserve.start.loading import load
-from jaxserve.start.sources.source import find_source
+from jaxserve.start.sources.find import find_source
+from jaxserve.start.start import load
 from jaxserve.weights.converted import CARD
 from tests.execution.over_hosts import free_ports
 from tests.support.kept_programs import users_environment
@@ -364,7 +364,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jaxserve.execution.hosts.join import join_jax
 from jaxserve.execution.mesh import PARTS, make_mesh
-from jaxserve.start.programs.programs import ProgramStore
+from jaxserve.start.programs.store import ProgramStore
 from jaxserve.settings.hosts import HostsConfig
 
 logging.basicConfig(format="%(message)s")

@@ -13,8 +13,8 @@ from jaxserve import EngineConfig
 from jaxserve.execution.buckets import Bucket
 from jaxserve.models import parse_model_config
 from jaxserve.start.programs.compiler import Compiler
-from jaxserve.start.programs.programs import ProgramStore
 from jaxserve.weights import random_weights
+from scripts.lib.placed_model import plan_of_model
 from tests.equivalence import TINY
 
 
@@ -28,12 +28,12 @@ def precisions(platform: str, dtype: Any, chosen: Any) -> set[str]:
         max_model_len=64,
         max_num_seqs=2,
         max_num_batched_tokens=8,
+        num_gpu_blocks_override=12,
     )
     model_config = parse_model_config(dict(TINY))
     with jax.sharding.use_abstract_mesh(mesh):
-        compiler = Compiler(config, model_config, random_weights(model_config, dtype, 0))
-        compiler.store = ProgramStore(None, {}, {})
-        lowered = compiler._lower_step(Bucket(8, 2, decode_only=False), 12)
+        plan = plan_of_model(config, model_config, random_weights(model_config, dtype, 0))
+        lowered = Compiler(plan).lower(Bucket(8, 2, decode_only=False))
     products = re.findall(r"stablehlo\.dot_general .*", lowered.as_text())
     assert products
     return {

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.start.programs import compilation
-from jaxserve.start.programs.kept_files import make_private
-from jaxserve.start.programs.programs import ProgramStore
+from jaxserve.start.programs import fingerprint
+from jaxserve.start.programs.private_files import make_private
+from jaxserve.start.programs.store import ProgramStore
 
 pytestmark = pytest.mark.usefixtures("no_jax_cache")
 WHAT = {"model": "one"}
@@ -74,14 +74,14 @@ def test_kept_programs_depend_on_the_source_that_they_are_traced_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_traced: bool
 ) -> None:
     for package in ("jaxserve", "pallas_kernels"):
-        for path in (compilation._PACKAGES / package).rglob("*.py"):
-            copied = tmp_path / path.relative_to(compilation._PACKAGES)
+        for path in (fingerprint._PACKAGES / package).rglob("*.py"):
+            copied = tmp_path / path.relative_to(fingerprint._PACKAGES)
             copied.parent.mkdir(parents=True, exist_ok=True)
             copied.write_bytes(path.read_bytes())
-    monkeypatch.setattr(compilation, "_PACKAGES", tmp_path)
-    before = compilation._source_digest()
+    monkeypatch.setattr(fingerprint, "_PACKAGES", tmp_path)
+    before = fingerprint._source_digest()
     (tmp_path / name).write_bytes((tmp_path / name).read_bytes() + b"# more")
-    assert (compilation._source_digest() != before) == is_traced
+    assert (fingerprint._source_digest() != before) == is_traced
 
 
 def files(folder: Path) -> dict[str, Path]:
@@ -317,7 +317,7 @@ def test_what_was_used_longest_ago_goes_first(
         os.utime(path, (age, age))
     run(store(folder).get("one", never))
     largest = max(path.stat().st_size for path in (folder / "objects").iterdir())
-    monkeypatch.setattr("jaxserve.start.programs.programs._MOST_BYTES", largest + 10)
+    monkeypatch.setattr("jaxserve.start.programs.store._MOST_BYTES", largest + 10)
     one.prune()
     kept = store(folder)
     run(kept.get("one", never))
@@ -344,7 +344,8 @@ NOT_TRACED = {
         f"jaxserve/{name}.py"
         for name in """
         errors settings/checks settings/config settings/hosts settings/model_name settings/overrides
-        start/programs/described_card start/programs/programs structured
+        settings/compat start/plan/bucket_plan start/plan/start_plan start/programs/described_card
+        structured
         """.split()
     ),
     *(
@@ -356,8 +357,8 @@ NOT_TRACED = {
 
 def test_all_that_traced_code_imports_counts_as_source() -> None:
     """Kernels are imported by name, and lie in a package that counts as a whole."""
-    packages = compilation._PACKAGES
-    paths = [packages / source for source in compilation._SOURCES]
+    packages = fingerprint._PACKAGES
+    paths = [packages / source for source in fingerprint._SOURCES]
     sources = {file for path in paths for file in (path.rglob("*.py") if path.is_dir() else [path])}
     imported = set()
     for node in (node for path in sources for node in ast.walk(ast.parse(path.read_text()))):

@@ -12,20 +12,24 @@ from jaxserve.execution.buckets import Bucket
 from jaxserve.models import Decoder, parse_model_config
 from jaxserve.request import MAX_LOGPROBS
 from jaxserve.settings.config import EngineConfig
-from jaxserve.start.programs.compiler import Compiler
-from jaxserve.start.programs.programs import ProgramStore
+from jaxserve.start.programs.compiler import LOAD_SLOT, Compiler, SmallProgram
+from scripts.lib.placed_model import plan_of_model
 from tests.equivalence import TINY
-
-PAGES = 3
 
 
 @pytest.fixture(scope="module")
 def compiler() -> Compiler:
-    config = EngineConfig(model="", max_num_seqs=4, max_model_len=16, block_size=8)
+    config = EngineConfig(
+        model="",
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+        max_model_len=16,
+        block_size=8,
+        num_gpu_blocks_override=3,
+    )
     model_config = parse_model_config(TINY)
-    made = Compiler(config, model_config, Decoder(model_config, jnp.float32, None))
-    made.store = ProgramStore(None, {}, {})
-    return made
+    model = Decoder(model_config, jnp.float32, None)
+    return Compiler(plan_of_model(config, model_config, model))
 
 
 @pytest.mark.parametrize(
@@ -42,8 +46,8 @@ def compiler() -> Compiler:
 def test_a_launch_returns_the_state_it_took_and_a_token_for_each_row(
     compiler: Compiler, bucket: Bucket
 ) -> None:
-    state, output = compiler._lower_step(bucket, PAGES).out_info
-    given = compiler._shapes(PAGES)
+    state, output = compiler.lower(bucket).out_info
+    given = compiler.state_shapes()
     assert shapes(state) == shapes(given)
     steps = () if bucket.num_steps == 1 else (bucket.num_steps,)
     drawn = (*steps, bucket.num_rows)
@@ -59,5 +63,6 @@ def shapes(tree: Any) -> list[tuple[tuple[int, ...], jnp.dtype]]:
 
 
 def test_programs_of_slots_return_the_sampler_that_they_took(compiler: Compiler) -> None:
-    for program in (compiler.load_slot(), compiler.set_allowed(2)):
-        assert shapes(program.out_info) == shapes(compiler.sampler_shapes())
+    for key in (LOAD_SLOT, SmallProgram("set allowed", 2)):
+        sampler = compiler.state_shapes().sampler
+        assert shapes(compiler.lower(key).out_info) == shapes(sampler)

@@ -13,7 +13,7 @@ from jaxserve.errors import InvalidRequest
 from jaxserve.settings.machine import gpu_flags
 from jaxserve.start.plan.sum_options import sum_options
 from jaxserve.start.programs.described_card import DescribedCard
-from jaxserve.start.programs.programs import ProgramStore
+from jaxserve.start.programs.store import ProgramStore
 from pallas_kernels.devices import DeviceLimits, find_card
 from scripts.gpu.offline_sums import strategies_of, thunk_counts
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.start.timeline import Timeline
+from jaxserve.start.report import Timeline
 
 
 def test_spans_lie_in_their_threads_and_one_in_another(tmp_path: Path) -> None:

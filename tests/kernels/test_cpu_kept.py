@@ -17,9 +17,8 @@ import numpy as np
 import pytest
 from llvmlite import ir
 
-from jaxserve.start.programs.kept_files import KeptFiles
-from jaxserve.start.programs.kept_kernels import KeptKernels
-from jaxserve.start.programs.programs import ProgramStore
+from jaxserve.start.programs.private_files import KernelFiles, PrivateFiles
+from jaxserve.start.programs.store import ProgramStore
 from pallas_kernels import kernel_code, panel_product, restore_kernels
 from pallas_kernels.cpu import ffi
 from pallas_kernels.cpu.add_norm import AddNorm
@@ -59,7 +58,7 @@ LATER = """
 import sys
 from pathlib import Path
 import numpy as np
-from jaxserve.start.programs.programs import ProgramStore
+from jaxserve.start.programs.store import ProgramStore
 from pallas_kernels.cpu import ffi
 from tests.kernels.test_cpu_kept import WHERE, lower
 
@@ -134,11 +133,11 @@ def test_kernels_are_taken_from_files_that_are_good(
     fresh: Callable[[], list[str]], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     kernel, name = KERNELS[0], KERNELS[0].name
-    files = KeptFiles(logging.getLogger("jaxserve"))
+    files = PrivateFiles(logging.getLogger("jaxserve"))
 
     def compiled(where: str) -> list[str]:
         found = fresh()
-        with kernels_from(KeptKernels(files, tmp_path, {"cpu": where})):
+        with kernels_from(KernelFiles(files, tmp_path, {"cpu": where})):
             assert registered(kernel) == name
         return found
 
@@ -154,7 +153,7 @@ def test_kernels_are_taken_from_files_that_are_good(
     assert compiled("here") == [name] and "somebody else" in caplog.text
     assert compiled("here") == []
     file.unlink()
-    with kernels_from(KeptKernels(files, tmp_path, {"cpu": "here"})):
+    with kernels_from(KernelFiles(files, tmp_path, {"cpu": "here"})):
         registered(kernel)  # an engine without files had it compiled
     assert file.read_bytes() == good
     fresh()
@@ -168,7 +167,7 @@ def test_a_program_of_another_kernel_by_that_name_is_not_taken(
 ) -> None:
     x, panels = np.ones((2, 3), np.float32), in_panels(np.ones((3, 5), np.float32))
     ProgramStore(tmp_path / "kept", {}, {}).get("product", lambda: lower(x, panels))
-    code = "jaxserve.start.programs.programs.kernel_code"
+    code = "jaxserve.start.programs.store.kernel_code"
     monkeypatch.setattr(code, lambda name: kernel_code(name) + b"changed")
     later = ProgramStore(tmp_path / "kept", {"its": "other settings"}, {})
     later.get("product", lambda: lower(x, panels))

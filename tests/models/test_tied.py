@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from jaxserve.settings.config import EngineConfig
-from jaxserve.start.sources.source import find_source
+from jaxserve.start.sources.find import find_source
 from scripts.lib.paged_runner import PagedRunner
 from tests.models.tiny_models import hugging_face_model, reference_logits, relative_error, save
 

@@ -20,7 +20,8 @@ from jaxserve.models import Decoder, parse_model_config
 from jaxserve.models.config.wrappers import DEFAULTS
 from jaxserve.settings.config import EngineConfig
 from jaxserve.start.conversion import convert
-from jaxserve.start.sources.source import Source, find_source
+from jaxserve.start.sources.find import find_source
+from jaxserve.start.sources.source import Source
 from scripts.lib.paged_runner import PagedRunner
 from tests.models.tiny_models import reference_logits, relative_error
 from tests.models.tiny_wrappers import CASES, LEFT_OUT, text_alone, tiny_wrapper

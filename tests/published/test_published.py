@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
 from jaxserve import LLM, EngineConfig, SamplingParams
-from jaxserve.start.loading import load
+from jaxserve.start.start import load
 from jaxserve.text.detokenizer import Detokenizer
 from jaxserve.text.gguf_tokenizer import gguf_tokenizer
 from jaxserve.text.template import ChatTemplate

@@ -15,7 +15,7 @@ from tests.real.fetch import PACKAGES, fetch
 from tests.real.prompts import SPREAD, load_reference
 
 if TYPE_CHECKING:
-    from jaxserve.start.loading import Loaded
+    from jaxserve.start.loaded import Loaded
 
 MODELS = "real_models"
 

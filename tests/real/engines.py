@@ -9,7 +9,8 @@ from typing import Any
 
 from jaxserve import EngineConfig, SamplingParams
 from jaxserve.engine.engine import Engine
-from jaxserve.start.loading import Loaded, load
+from jaxserve.start.loaded import Loaded
+from jaxserve.start.start import load
 from tests.equivalence import Got, drive
 from tests.support.own_programs import own_programs
 from tests.support.quick_code import quick_programs

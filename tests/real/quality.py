@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve import SamplingParams
-from jaxserve.start.loading import Loaded
+from jaxserve.start.loaded import Loaded
 from tests.real.engines import make_engine, serve
 from tests.real.prompts import prose
 

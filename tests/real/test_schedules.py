@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jaxserve import SamplingParams
-from jaxserve.start.loading import Loaded
+from jaxserve.start.loaded import Loaded
 from tests.equivalence import Got
 from tests.real.conftest import Real
 from tests.real.engines import load_real, make_engine, serve, serve_alone

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from jaxserve import SamplingParams
-from jaxserve.start.loading import Loaded
+from jaxserve.start.loaded import Loaded
 from tests.equivalence import Score
 from tests.real.conftest import Real
 from tests.real.engines import load_quickly, load_real, make_engine, serve

@@ -17,7 +17,7 @@ import pytest
 
 from jaxserve.engine.engine import Engine
 from jaxserve.settings.config import EngineConfig
-from jaxserve.start.loading import load
+from jaxserve.start.start import load
 from scripts.gpu import profile_step
 from scripts.lib.profiler_trace import (
     ATTENTION,

@@ -16,7 +16,8 @@ from jaxserve.server.kept.files import FileStore
 from jaxserve.server.served.models import Models, ServedModel
 from jaxserve.server.settings import ServerConfig
 from jaxserve.settings.config import bundled_model
-from jaxserve.start.loading import Loaded, load
+from jaxserve.start.loaded import Loaded
+from jaxserve.start.start import load
 from tests.server import models
 from tests.support.live_server import SMALL, Canary, Server
 from tests.support.quick_code import quick_programs

@@ -17,7 +17,7 @@ from jaxserve.server.http.app import App
 from jaxserve.server.served.models import Models, ServedModel
 from jaxserve.server.settings import ServerConfig
 from jaxserve.settings.config import bundled_model
-from jaxserve.start.loading import Loaded
+from jaxserve.start.loaded import Loaded
 from jaxserve.text.tokenizer import Tokenizer
 
 HARD = "a" * 40 + "b"

@@ -29,7 +29,7 @@ from jaxserve.server.served.models import Models, ServedModel
 from jaxserve.server.settings import ServerConfig
 from jaxserve.server.tool_calls.custom_tools import CustomInput
 from jaxserve.server.tool_calls.histories import plainer_histories
-from jaxserve.start.loading import Loaded
+from jaxserve.start.loaded import Loaded
 from jaxserve.text.messages import left_out, plain_messages
 from tests.server import histories
 from tests.server.histories import IMAGE, TOOLS

@@ -12,11 +12,11 @@ import httpx2
 import pytest
 
 from jaxserve import SamplingParams
+from jaxserve.commands.start_output import StartOutput, Stop
 from jaxserve.server.api.generation import Generation
 from jaxserve.server.http.app import App
 from jaxserve.server.http.listener import bind
 from jaxserve.server.http.process import Process
-from jaxserve.server.http.start_report import StartReport, Stop
 from jaxserve.server.settings import ServerConfig
 from tests.support.slow_server import slow_down
 
@@ -210,7 +210,7 @@ def test_a_signal_whose_exception_is_lost_still_ends_the_start(
     """As it is in callbacks of the garbage collector."""
     before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
     try:
-        report = StartReport(io.StringIO(), Stop())
+        report = StartOutput(io.StringIO(), Stop())
         report.progress("weights", 1, 2)
         with pytest.raises(error):
             signal.raise_signal(number)
@@ -228,7 +228,7 @@ def test_a_bar_grows_on_a_terminal_and_a_line_is_written_elsewhere() -> None:
 
     terminal, file = Terminal(), io.StringIO()
     for stream in (terminal, file):
-        report = StartReport(stream)
+        report = StartOutput(stream)
         for done in (0, 5, 10):
             report.progress("compile", done, 10)
     bars = [text.partition("[")[2].partition("]")[0] for text in terminal.getvalue().split("\r")]

@@ -18,7 +18,7 @@ from jaxserve import SamplingParams
 
 if TYPE_CHECKING:  # other modules are imported by the first test that uses them: seconds
     from jaxserve import LLM
-    from jaxserve.start.loading import Loaded
+    from jaxserve.start.loaded import Loaded
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 OWN = "own_engine"
@@ -36,7 +36,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def loaded(checkpoint: Path) -> Loaded:
     """A model with its programs, over which any number of engines may run, one after the other."""
     from jaxserve import EngineConfig
-    from jaxserve.start.loading import load
+    from jaxserve.start.start import load
     from tests.support.quick_code import quick_programs
 
     config = EngineConfig(

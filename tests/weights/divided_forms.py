@@ -43,7 +43,9 @@ from jaxserve.weights import (
 from jaxserve.weights.converted_parts import load_converted_parts
 from jaxserve.weights.cutting import cut
 from jaxserve.weights.model_weights import parameter_values, parameters_of
+from jaxserve.weights.shapes import PLAIN, RANDOM, Layout
 from tests.support.gguf_files import random_tensors, raw_config, write_gguf
+from tests.support.shape_gaps import gap
 from tests.weights.divided_memory import RAW as SHARDS
 from tests.weights.divided_memory import write as write_shards
 
@@ -76,7 +78,9 @@ def products(dtype: str, form: str | None, panels: bool) -> float:
     whole = random_weights(parse_model_config(RAW), dtype, 0, form, panels)
     config = replace(whole.config, split=Split(DEVICES))
     mesh = make_mesh(DEVICES)
-    pieces = parameter_values(random_weights(config, dtype, 0, form, panels, mesh))
+    divided = random_weights(config, dtype, 0, form, panels, mesh)
+    assert gap(divided, config, dtype, form, Layout(panels), RANDOM) is None
+    pieces = parameter_values(divided)
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(3, 256)), dtype)
     hidden = jnp.asarray(rng.normal(size=(6, 128)), dtype)
@@ -142,7 +146,9 @@ def stored(directory: Path, mesh: Mesh) -> list[str]:
     config = read_model_config(directory)
     one = load_weights(directory, config, np.float32)
     config = replace(config, split=Split(2))
-    return differences(config, one, load_weights(directory, config, np.float32, mesh=mesh))
+    several = load_weights(directory, config, np.float32, mesh=mesh)
+    planned = gap(several, config, np.float32, None, PLAIN, directory)
+    return differences(config, one, several) + ([planned] if planned else [])
 
 
 def folders(folder: Path, mesh: Mesh) -> dict[str, list[str]]:
@@ -157,6 +163,8 @@ def folders(folder: Path, mesh: Mesh) -> dict[str, list[str]]:
         opened = open_converted(folder / name)
         several = load_converted_parts(opened, divided, mesh, panels=False)
         found[name] = differences(divided, load_converted(opened, config), several)
+        planned = gap(several, divided, np.float32, None, PLAIN, opened)
+        found[name] += [planned] if planned else []
     for case, form in (("llama", "Q8_0"), ("llama", "Q4_0"), ("gptoss", "MXFP4")):
         kind = GGMLQuantizationType[form]
         raw = raw_config(case) | {"hidden_size": 64, "intermediate_size": 128}
@@ -171,6 +179,9 @@ def folders(folder: Path, mesh: Mesh) -> dict[str, list[str]]:
             several = load_weights(file, divided, np.float32, mesh=mesh, **flags)
             name = f"gguf {form}{', whole experts' if split.expert_parallel else ''}"
             found[name] = differences(divided, one, several)
+            layout = Layout(panels=True, keeps_blocks=True)
+            planned = gap(several, divided, np.float32, None, layout, file)
+            found[name] += [planned] if planned else []
     return found
 
 

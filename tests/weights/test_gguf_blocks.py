@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import CheckpointError
-from jaxserve.models import abstract_model
 from jaxserve.models.panels import BlockPanels, PanelWeight
 from jaxserve.models.quantized import QuantizedExperts, QuantizedWeight, SplitWeight
 from jaxserve.weights import load_weights
-from jaxserve.weights.block_parameters import block_bytes
 from jaxserve.weights.gguf.file import read_gguf
 from jaxserve.weights.gguf.names import gguf_config
-from jaxserve.weights.model_weights import parameters_of
+from jaxserve.weights.model_weights import parameter_values, parameters_of
+from jaxserve.weights.shapes import Layout, shapes_of_model
+from jaxserve.weights.tensors import open_tensors
 from pallas_kernels import dequantize
 from scripts.lib.fast_compile import FAST
 from tests.support.gguf_blocks import random_blocks
@@ -150,12 +150,15 @@ def test_a_gpu_reads_few_more_bytes_than_the_file_holds(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf", "llama", tensors, Type.Q4_0)
     file = read_gguf(path)
     config = gguf_config(file)
-    parameters = parameters_of(abstract_model(config, jnp.float32))
-    planned = block_bytes(file, config, parameters, on_cpu=False)
+    layout, stored = Layout(keeps_blocks=True), open_tensors(file, config)
+    planned = parameter_values(shapes_of_model(config, jnp.float32, None, layout, stored))
     values = values_of(path, True, panels=False)
-    for name, size in planned.items():
-        assert size == sum(leaf.nbytes for leaf in jax.tree.leaves(values[name])), name
-    assert planned.keys() == {name for name, value in values.items() if isinstance(value, CODES)}
+    assert planned.keys() == values.keys()
+    for name, value in planned.items():
+        assert isinstance(value, CODES) == isinstance(values[name], CODES), name
+        shapes = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(value)]
+        arrays = jax.tree.leaves(values[name])
+        assert shapes == [(array.shape, array.dtype) for array in arrays], name
 
 
 def test_a_scale_that_is_no_number_is_refused_by_name(tmp_path: Path) -> None:

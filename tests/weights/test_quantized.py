@@ -23,7 +23,7 @@ from jaxserve.models.weight_table import WeightName, dimensions
 from jaxserve.settings.config import bundled_model
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.weights import load_weights, random_weights
-from jaxserve.weights.block_codes import code_bits, codes_of
+from jaxserve.weights.block_codes import codes_layout, codes_of
 from jaxserve.weights.expert_codes import fused_experts, quantized_experts
 from jaxserve.weights.gguf.blocks import BlockRows, rows_of_blocks
 from jaxserve.weights.model_weights import filled
@@ -601,7 +601,10 @@ def test_blocks_as_codes_are_the_blocks_numbers(name):
     placed = codes.placed((6,))
     np.testing.assert_array_equal(in_full(placed), codes.dequantized())
     arrays = [placed.values, placed.scales, *(() if placed.zeros is None else (placed.zeros,))]
-    assert 8 * sum(part.nbytes for part in arrays) == code_bits(name) * want.size
+    layout = codes_layout(name)
+    assert vars(layout) == vars(codes.layout)
+    rows, groups = layout.rows(want.shape[1])
+    assert [array.shape for array in arrays] == [(rows, 6), *[(groups, 6)] * (len(arrays) - 1)]
 
 
 @pytest.mark.parametrize("form", FORMS)

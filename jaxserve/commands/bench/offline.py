@@ -12,7 +12,8 @@ from typing import Any
 from jaxserve.commands.options import CommandError, engine_settings
 from jaxserve.engine.llm import LLM
 from jaxserve.settings.config import EngineConfig
-from jaxserve.start.loading import Loaded, load
+from jaxserve.start.loaded import Loaded
+from jaxserve.start.start import load
 
 PERCENTAGES = (10, 25, 50, 75, 90, 99)
 

@@ -23,7 +23,7 @@ from jaxserve.settings.config import EngineConfig, prepare_process
 begin = time.perf_counter()
 prepare_process()
 from jaxserve.engine.llm import LLM
-from jaxserve.start.loading import load
+from jaxserve.start.start import load
 loaded = load(EngineConfig(**json.loads(sys.argv[1])))
 with LLM(loaded):
     total = time.perf_counter() - begin

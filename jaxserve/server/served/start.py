@@ -1,4 +1,4 @@
-"""Start of a server's models, by whatever process serves them."""
+"""Start of the models of a server, in the process that serves them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from jaxserve.server.served.chat_template import template_thread
 from jaxserve.server.served.models import Models, ServedModel
 from jaxserve.server.served.specs import ModelSpec
 from jaxserve.server.settings import ServerConfig
-from jaxserve.start.loading import Loaded, load
+from jaxserve.start.loaded import Loaded
+from jaxserve.start.start import load
 
 BUNDLED = (
     "no model is named, so this is the bundled toy; a real one: jaxserve serve Qwen/Qwen3-0.6B "
@@ -26,17 +27,17 @@ def start_models(
     progress: OnProgress | None = None,
     describe: Callable[[Loaded], Iterable[str]] = lambda loaded: (),
 ) -> Models:
-    """Load one model after the other.
+    """Load the models one after the other, and close them all if one fails.
 
     Args:
         specs: the models.
         config: the server's settings.
-        say: receives a line for each model, and what `describe` returns for it.
-        progress: receives reports of each start.
+        say: receives a line for each model, and the lines of `describe`.
+        progress: receives the progress of each start.
         describe: returns lines about a model that was loaded.
 
     Raises:
-        CheckpointError, UnsupportedModel, ValueError: see `engine.loading.load`.
+        CheckpointError, UnsupportedModel, ValueError: see `start.start.load`.
     """
     specs = list(specs)
     for spec in specs:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jaxserve.models import ModelConfig
 from jaxserve.request import MAX_LOGPROBS
-from jaxserve.settings.config import MAX_SCHEDULER_STEPS
+from jaxserve.scheduling.slot_table import SlotTable
+from jaxserve.settings.config import MAX_SCHEDULER_STEPS, EngineConfig
 
 
 @dataclass(frozen=True)
@@ -31,3 +33,15 @@ class Limits:
     launch_steps: int = MAX_SCHEDULER_STEPS
     max_logprobs: int = MAX_LOGPROBS
     keeps_logits: bool = True
+
+
+def slot_table(config: EngineConfig, model_config: ModelConfig) -> SlotTable:
+    """Make an empty slot table.
+
+    Args:
+        config: resolved.
+        model_config: of the model, whose window limits the pages of a slot.
+    """
+    assert config.max_num_seqs and config.max_model_len
+    window = model_config.layers.window
+    return SlotTable(config.max_num_seqs, config.max_model_len, config.block_size, window)

@@ -9,21 +9,17 @@ import jax.numpy as jnp
 
 from jaxserve.settings.config import EngineConfig
 from jaxserve.start.device import DeviceMemory
-from jaxserve.start.plan.host_cache import LEAST_TOKENS
-from jaxserve.start.plan.memory_plan import (
-    HOST_RESERVE,
-    MemoryPlan,
-    forms_of,
-    plan_memory,
-)
-from jaxserve.start.plan.weight_sizes import Weights
+from jaxserve.start.plan.memory import HOST_RESERVE, LEAST_TOKENS
+from jaxserve.start.plan.memory_plan import forms_of, plan_memory
+from jaxserve.start.plan.start_plan import StartPlan
+from jaxserve.start.plan.weights import Weights
 from pallas_kernels.devices import GIB
 
 
 def refusal(
     config: EngineConfig,
     weights: Weights,
-    plan: MemoryPlan,
+    plan: StartPlan,
     device: DeviceMemory,
     fixed: bool = False,
 ) -> str:
@@ -42,19 +38,20 @@ def refusal(
 
 
 def _host_refusal(
-    config: EngineConfig, weights: Weights, plan: MemoryPlan, device: DeviceMemory, fixed: bool
+    config: EngineConfig, weights: Weights, plan: StartPlan, device: DeviceMemory, fixed: bool
 ) -> str:
     cache = plan.least_pages * plan.page_bytes / GIB
+    step = (plan.temporary_bytes + plan.sampler_bytes) / GIB
     text = (
-        f"the model does not fit on {device}: as {plan.form or plan.dtype} weights take "
-        f"{plan.weights / GIB:.1f} GiB, a step {(plan.temporaries + plan.sampler) / GIB:.1f} GiB, "
+        f"the model does not fit on {device}: as {plan.form or plan.dtype.name} weights take "
+        f"{plan.weight_bytes / GIB:.1f} GiB, a step {step:.1f} GiB, "
         f"the KV cache {cache:.1f} GiB and the process {HOST_RESERVE / GIB:.1f} GiB"
     )
     forms = [] if fixed else list(_smaller_forms(config, weights, plan))
     offers = [_fitting_cache(config, plan) or _setting_to_change(config, weights, plan, device)]
     for option, form, other in forms:
         found = plan_memory(config, other, form, device)
-        if found.fits:
+        if found.starts:
             offers.append(f"{option} fits, with {found.cache_tokens:,} tokens of KV cache")
             break
     if not any(offers):
@@ -72,24 +69,24 @@ def _host_refusal(
 
 
 def _smaller_forms(
-    config: EngineConfig, weights: Weights, plan: MemoryPlan
+    config: EngineConfig, weights: Weights, plan: StartPlan
 ) -> Iterator[tuple[str, str | None, Weights]]:
     """Yield forms of fewer bytes than a plan's: their options, forms, and weights in a dtype."""
     dtypes = [("", weights)]
     if weights.dtype.itemsize > 2:
-        dtypes.append(("--dtype bfloat16", Weights(weights.config, jnp.bfloat16)))
+        dtypes.append(("--dtype bfloat16", weights.in_dtype(jnp.bfloat16, keeps_blocks=False)))
         yield (dtypes[1][0], plan.form, dtypes[1][1])
     for dtype_option, other in dtypes:
         for form in forms_of(weights.config):
-            if form is not None and other.sizes(form)[0] < plan.weights:
+            if form is not None and other.sizes(form)[0] < plan.weight_bytes:
                 yield f"{dtype_option} --quantization {form}".strip(), form, other
 
 
-def _fitting_cache(config: EngineConfig, plan: MemoryPlan) -> str | None:
+def _fitting_cache(config: EngineConfig, plan: StartPlan) -> str | None:
     """Say how much of the cache that the settings name fits; None where none is worth it."""
     pages = plan.room // plan.page_bytes
     tokens = (pages - 1) * plan.block_size
-    if tokens < min(LEAST_TOKENS, plan.context):
+    if tokens < min(LEAST_TOKENS, plan.max_model_len):
         return None
     if config.num_gpu_blocks_override is not None:
         return f"at most {pages} pages of KV cache fit (--num-gpu-blocks-override {pages})"
@@ -105,18 +102,19 @@ def _fitting_cache(config: EngineConfig, plan: MemoryPlan) -> str | None:
 
 
 def _card_refusal(
-    config: EngineConfig, weights: Weights, plan: MemoryPlan, device: DeviceMemory
+    config: EngineConfig, weights: Weights, plan: StartPlan, device: DeviceMemory
 ) -> str:
+    step = (plan.temporary_bytes + plan.sampler_bytes) / GIB
     text = (
-        f"the model does not fit on {device}: weights take {plan.weights / GIB:.1f} GiB, a step "
-        f"{(plan.temporaries + plan.sampler) / GIB:.1f} GiB, so a start needs "
+        f"the model does not fit on {device}: weights take {plan.weight_bytes / GIB:.1f} GiB, "
+        f"a step {step:.1f} GiB, so a start needs "
         f"{plan.needed / GIB:.1f} GiB, and it may take {plan.budget / GIB:.1f} GiB"
     )
     bytes_of = {form: weights.sizes(form)[0] for form in forms_of(weights.config)}
-    smaller = [form for form in bytes_of if bytes_of[form] < plan.weights]
+    smaller = [form for form in bytes_of if bytes_of[form] < plan.weight_bytes]
     for form in smaller:
         other = plan_memory(config, weights, form, device)
-        if other.fits:
+        if other.starts:
             return f"{text}; {form} fits, with {other.cache_tokens:,} tokens (--quantization)"
     hint = _setting_to_change(config, weights, plan, device)
     if hint is not None:
@@ -141,17 +139,17 @@ _SHORT_CONTEXT = 4096
 
 
 def _setting_to_change(
-    config: EngineConfig, weights: Weights, plan: MemoryPlan, device: DeviceMemory
+    config: EngineConfig, weights: Weights, plan: StartPlan, device: DeviceMemory
 ) -> str | None:
     """Name a setting that keeps the model from fitting in its form; None where none does."""
     for name in _GIVEN:
         value = getattr(config, name)
         if value is None:
             continue
-        if plan_memory(replace(config, **{name: None}), weights, plan.form, device).fits:
+        if plan_memory(replace(config, **{name: None}), weights, plan.form, device).starts:
             verb = "raise" if name == "gpu_memory_utilization" else "lower"
             return f"it fits with the default of {name}: {verb} that"
-    short = replace(config, max_model_len=min(plan.context, _SHORT_CONTEXT))
-    if plan_memory(short, weights, plan.form, device).fits:
+    short = replace(config, max_model_len=min(plan.max_model_len, _SHORT_CONTEXT))
+    if plan_memory(short, weights, plan.form, device).starts:
         return f"it fits with {short.max_model_len:,} tokens of context (--max-model-len)"
     return None

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from jaxserve.models.shards import group_of, local_kv_heads
-from jaxserve.start.plan.weight_sizes import Weights
+from jaxserve.start.plan.weights import Weights
 
 TERA, GIGA = 1e12, 1e9
 # Dense products of 16 bits with sums in float32, a second, by the data sheets.

@@ -1,14 +1,15 @@
-"""Choices of XLA's for a GPU that were measured on a card of its kind, and come with the package.
+# pyright: reportUnknownMemberType=false
+"""Kernel choices of XLA for a GPU, measured on a card of its kind and shipped with the package.
 
-XLA compiles a product or a fusion in several ways and times them on the card: that is most of a
-cold start. What it chose it keeps in a folder, one file for each instruction,
+XLA compiles a product or a fusion in several ways and measures them on the card. That is most of a
+cold start. XLA writes each choice into a folder, one file per instruction,
 ``DEVICE/INSTRUCTION.pb``. A file is an `AutotuneEntry`, here of 90 to 145 bytes: the device, the
-instruction, the versions of all code generators together, then the choice and the version of the
-one that was chosen ("v1" of XLA's own, a commit of Triton's, 13.0.0 of cuBLAS). The device is a
-hash of compute capability, multiprocessors, clock, bandwidth and second-level cache; the
-instruction a hash of its text, operands' shapes among them. So a file of another device or of an
-instruction that is compiled differently now is never found, and one of another version of its
-generator is read and passed over: XLA then measures, as it does where there is none.
+instruction, the versions of all code generators, the choice, and the version of the chosen
+generator ("v1" for XLA's own, a commit for Triton, 13.0.0 for cuBLAS). The device is a hash of
+compute capability, multiprocessors, clock, bandwidth and second-level cache. The instruction is a
+hash of its text, which includes the operands' shapes. Therefore XLA never finds the file of another
+device or of an instruction that is compiled differently now. It reads and ignores a file of another
+version of the generator, and measures as it does without a file.
 """
 
 from __future__ import annotations
@@ -16,15 +17,19 @@ from __future__ import annotations
 import base64
 import json
 import logging
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+
+from jaxserve.start.programs.private_files import make_private, replace_file
+from pallas_kernels.devices import target_device
+
 _log = logging.getLogger(__name__)
 TUNED = "xla_gpu_per_fusion_autotune_cache_dir"
-"""Folder within JAX's cache in which XLA keeps what it found."""
+"""Folder of XLA's choices in JAX's cache folder."""
 _TABLES = Path(__file__).parent / "autotuned"
 _NAME = re.compile(r"[0-9a-f]{16}/[0-9a-f]{32}\.pb")
 
@@ -32,18 +37,54 @@ Choices = dict[str, bytes]
 """Contents of files by their paths below `TUNED`, "device/instruction.pb"."""
 
 
+def prepare_cache(directory: Path) -> Path | None:
+    """Configure JAX's own cache of XLA's choices on a GPU, and return the folder for programs.
+
+    JAX couples XLA's choices to its cache of programs, which stays empty here (see
+    `ProgramStore`). If the user has configured that cache, it stays and replaces ours.
+
+    Returns:
+        The folder for compiled programs, or None if JAX's cache stores them.
+    """
+    configured, autotuning = getattr(jax.config, "jax_compilation_cache_dir", None), "autotuning"
+    if configured not in (None, str(directory / autotuning)):
+        _log.info("compiled programs are left to JAX's own cache in %s", configured)
+        return None
+    device = target_device()
+    if configured is None and device.is_gpu:
+        keep_choices(device.kind, directory / autotuning)
+    return directory / "programs"
+
+
+def keep_choices(kind: str, autotuning: Path) -> None:
+    """Let XLA read and write its choices in a private folder, and copy the shipped ones into it.
+
+    Args:
+        kind: of the card.
+        autotuning: the folder. A warning is logged if it cannot be private.
+    """
+    try:
+        make_private(autotuning)
+    except OSError as error:
+        _log.warning("autotuning results are not kept: %s", error)
+        return
+    lay_down(kind, autotuning)
+    jax.config.update("jax_compilation_cache_dir", str(autotuning))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)
+
+
 def is_choice(name: str) -> bool:
-    """Return whether a path below `TUNED` is one of a file of XLA's choices."""
+    """Return whether a path below `TUNED` has the form of a file of XLA's choices."""
     return _NAME.fullmatch(name) is not None
 
 
 def table_path(kind: str) -> Path:
-    """Return where a card's choices are: "NVIDIA H200" -> autotuned/nvidia-h200.json."""
+    """Return the path of a card's table: "NVIDIA H200" -> autotuned/nvidia-h200.json."""
     return _TABLES / (re.sub(r"[^a-z0-9]+", "-", kind.lower()).strip("-") + ".json")
 
 
 def read_choices(kind: str) -> Choices:
-    """Read the choices that were measured on cards of this kind; empty where there are none."""
+    """Read the choices that were measured on cards of this kind, or {} without a table."""
     path = table_path(kind)
     if not path.is_file():
         return {}
@@ -57,18 +98,23 @@ def read_choices(kind: str) -> Choices:
 
 
 def write_choices(kind: str, choices: Choices, about: Mapping[str, Any]) -> Path:
-    """Write a card's choices, and what is to be said of them; return the file.
+    """Write the table of a card's choices and return its path.
 
-    A file says its own name within; most say the same but for that.
+    Most files are equal except for their own name, which each contains. The table groups them.
+
+    Args:
+        kind: of the card.
+        choices: to write.
+        about: JSON values that describe the measurement.
 
     Raises:
-        ValueError: a file does not have its name in it, or no such name.
+        ValueError: a file does not contain its name, or its path has another form.
     """
     groups: dict[tuple[str, bytes, bytes], list[str]] = {}
     for path, content in sorted(choices.items()):
         device, _, name = path.removesuffix(".pb").partition("/")
-        before, found, after = content.partition(name.encode())
-        if not is_choice(path) or not found:
+        before, inner_name, after = content.partition(name.encode())
+        if not is_choice(path) or not inner_name:
             raise ValueError(f"{path} is not a file of XLA's choices")
         groups.setdefault((device, before, after), []).append(name)
     rows = [
@@ -88,14 +134,16 @@ def write_choices(kind: str, choices: Choices, about: Mapping[str, Any]) -> Path
 
 
 def lay_down(kind: str, cache: Path) -> int:
-    """Put the choices for this kind of card where XLA looks for its own, but over no other.
+    """Copy the shipped choices for a kind of card into XLA's folder, without replacing a file.
+
+    If they cannot be written, a warning is logged and XLA measures anew.
 
     Args:
         kind: of the card.
-        cache: JAX's folder, the user's own.
+        cache: JAX's cache folder, which is private to the user.
 
     Returns:
-        How many there were not yet. Where they cannot be written, XLA measures anew.
+        The number of files written.
     """
     written = 0
     try:
@@ -103,19 +151,11 @@ def lay_down(kind: str, cache: Path) -> int:
         for device in sorted({name.partition("/")[0] for name in choices}):
             folder = cache / TUNED / device
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            there = {path.name for path in folder.iterdir()}
+            present = {path.name for path in folder.iterdir()}
             for name, content in choices.items():
-                if name.startswith(device) and name.partition("/")[2] not in there:
-                    _write(cache / TUNED / name, content)
+                if name.startswith(device) and name.partition("/")[2] not in present:
+                    replace_file(cache / TUNED / name, content)
                     written += 1
     except OSError as error:
         _log.warning("choices that were measured on a %s are not used: %s", kind, error)
     return written
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Write a file as a whole: what a killed process leaves must not be taken for a choice."""
-    new = path.with_name(f".{path.name}.{os.getpid()}")
-    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(content)
-    os.replace(new, path)

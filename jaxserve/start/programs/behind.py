@@ -1,4 +1,4 @@
-"""ProgramsBehind: programs of less padding for an engine that serves already."""
+"""ProgramsBehind: adds programs with less padding to an engine that already serves."""
 
 from __future__ import annotations
 
@@ -20,85 +20,89 @@ from jaxserve.start.plan.bucket_plan import (
 )
 from jaxserve.start.programs.compiler import Compiler
 from jaxserve.start.programs.compiling_process import CompilingProcess
+from jaxserve.start.programs.suppliers import Stored
 
 _log = logging.getLogger(__name__)
-# Launches of padding for a measurement; each delays a request by one step.
+# Launches of padding in a measurement, each of which delays requests by one step.
 _REPEATS = 3
-# Seconds between two looks at what launches would have used.
+# Seconds between two looks at the launches that were counted.
 _PAUSE_S = 0.1
-# Seconds that a program takes to compile where none was compiled: as those of 137M parameters take
-# on two cores.
+# Seconds to compile a program, if this start did not measure it: of 137M parameters on two cores.
 COMPILE_SECONDS = 5.0
 
 
 class ProgramsBehind:
-    """The programs that an engine does without at first.
+    """Background thread that adds the programs that an engine was started without.
 
-    A thread has those compiled that no file has, one after the other, best gain first, by a process
-    of its own. It puts a program in its place once a launch would have used it: what nobody needs
-    takes no memory. If something fails, the engine serves with the programs that it has.
+    It has the programs without a file compiled by a process, one after the other. The next
+    program is the one that would have saved the most time recently. A program is loaded when a
+    launch would have used it, because an unused one would only take memory. After a failure the
+    engine serves with the programs that it has.
 
     Args:
-        runner: to be completed.
-        compiler: of its programs.
-        buckets: padded sizes: all candidates, or those of the plan.
-        samplers: those that are missing.
-        plan: the sizes that an earlier start chose, if there was one, or that the settings name.
-        on_plan: receives the plan that is made otherwise.
+        runner: receives the programs.
+        stored: supplies the programs that have a file.
+        compiler: of the same plan.
+        buckets: padded sizes: all candidates, or the sizes of `chosen`.
+        samplers: keys of the missing samplers.
+        chosen: the sizes that the settings name or an earlier start chose, or None to measure.
+        on_chosen: receives the sizes if they are measured.
 
     Attributes:
-        num_compiled: programs compiled by now.
-        finished_at: time.time() at which files had the last one; None until then.
-        error: why no more will come, if that is so.
+        num_compiled: programs compiled so far.
+        finished_at: time.time() when the last program had a file, or None before.
+        error: reason why no more programs are added, or None.
     """
 
     def __init__(
         self,
         runner: Runner,
+        stored: Stored,
         compiler: Compiler,
         buckets: BucketSet,
         samplers: list[Sampler],
-        plan: BucketPlan | None,
-        on_plan: Callable[[BucketPlan], None],
+        chosen: BucketPlan | None,
+        on_chosen: Callable[[BucketPlan], None],
     ) -> None:
         self.num_compiled = 0
         self.finished_at: float | None = None
         self.error: str | None = None
         self._runner = runner
+        self._stored = stored
         self._compiler = compiler
         self._buckets = buckets
-        self._plan = plan
-        self._on_plan = on_plan
+        self._chosen = chosen
+        self._on_chosen = on_chosen
         self._compile_seconds: list[float] = []
-        self._seconds: dict[Program, float] = {}  # of launches on padding
+        self._seconds: dict[Program, float] = {}  # of a launch on padding
         self._process: CompilingProcess | None = None
         self._closing = threading.Event()
         self._is_complete = threading.Event()
         self._door = threading.Lock()
-        there = set(runner.buckets)
-        missing = [bucket for bucket in best_first(buckets) if bucket not in there]
-        # In no place yet; and those of them that no file has.
+        present = set(runner.buckets)
+        missing = [bucket for bucket in best_first(buckets) if bucket not in present]
+        # Programs that the runner lacks, and the part of them that has no file.
         self._absent: list[Program] = [*samplers, *missing]
-        self._missing = [program for program in self._absent if not self._is_kept(program)]
-        self._discarded: set[Program] = set()  # their files were damaged
-        # Launches since a program was last chosen to be compiled.
+        self._missing = [program for program in self._absent if not stored.has(program)]
+        self._discarded: set[Program] = set()  # programs with a damaged file
+        # Launches since the last choice of a program to compile.
         self._demand: dict[tuple[Program, int], int] = {}
         self._thread = threading.Thread(target=self._run, name="jaxserve-programs", daemon=True)
-        # JAX must not be in a call of this thread when the interpreter ends.
+        # This thread must not be inside JAX when the interpreter ends.
         atexit.register(self.close)
         self._thread.start()
 
     @property
     def num_missing(self) -> int:
-        """Programs that are still to be compiled."""
+        """Number of programs that will still be compiled."""
         return 0 if self.error is not None else len(self._missing)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until nothing more is compiled; return False where that takes longer."""
+        """Wait until all programs are compiled, and return False after a timeout."""
         return self._is_complete.wait(timeout)
 
     def close(self) -> None:
-        """Stop; a program that is being compiled is lost. Idempotent."""
+        """Stop, and drop the compilation in progress. Idempotent."""
         with self._door:
             self._closing.set()
             if self._process is not None:
@@ -110,15 +114,15 @@ class ProgramsBehind:
 
     def _run(self) -> None:
         try:
-            return_memory()  # of the start: what comes now takes its place
+            return_memory()  # the programs that come now need the memory that the start has freed
             self._runner.counts_demand = True
             for program in self._runner.programs():
                 self._time(program, None, 1)
             self._complete()
             while self._absent and not self._closing.is_set():
                 self._runner.has_demand.wait()
-                self._place_what_is_used()
-                if self._missing and self.error is None:  # a file was damaged
+                self._add_used()
+                if self._missing and self.error is None:  # because of a damaged file
                     self._complete()
                 self._closing.wait(_PAUSE_S)
         except Exception as error:
@@ -127,13 +131,13 @@ class ProgramsBehind:
             self._runner.counts_demand = False
 
     def _complete(self) -> None:
-        """Let all programs be compiled that no file has and that are worth it."""
-        timeline = self._compiler.store.timeline
+        """Request the compilation of all programs without a file that are worth it."""
+        timeline = self._stored.store.timeline
         try:
             if self._missing:
-                # Meanwhile it shows what is served, and so what is to be compiled first.
-                self._open_process().wait(self._place_what_is_used)
-            if self._plan is None:
+                # The launches until it is ready show which program to compile first.
+                self._open_process().wait(self._add_used)
+            if self._chosen is None:
                 self._measure()
             while self._missing and not self._closing.is_set():
                 self._compile(self._next(self._missing))
@@ -147,7 +151,7 @@ class ProgramsBehind:
                 if self._process is not None:
                     self._process.close()
                 self._process = None
-            self._compiler.store.prune()
+            self._stored.store.prune()
             return_memory()
             self._is_complete.set()
 
@@ -163,16 +167,16 @@ class ProgramsBehind:
         )
 
     def _measure(self) -> None:
-        """Compile and time what is measured to choose the others; drop those that are not worth it.
+        """Compile and measure samplers and some sizes, then drop the sizes that cost too much.
 
-        What is measured is put in its place only if it is used.
+        A measured program is added to the runner only if a launch would use it.
         """
         measured = anchors(self._buckets)
-        wanted = [p for p in self._absent if isinstance(p, Sampler) or p in measured]
+        remaining = [p for p in self._absent if isinstance(p, Sampler) or p in measured]
         seconds: dict[Bucket, float] = {}
-        while wanted and not self._closing.is_set():
-            program = self._next(wanted)
-            wanted.remove(program)
+        while remaining and not self._closing.is_set():
+            program = self._next(remaining)
+            remaining.remove(program)
             if program in self._missing:
                 self._compile(program)
             if isinstance(program, Bucket) and program in self._absent:
@@ -183,19 +187,19 @@ class ProgramsBehind:
         for bucket in set(measured) - set(seconds):
             seconds[bucket] = self._time(bucket, None, _REPEATS)
         compiled = self._compile_seconds
-        # Where all came from files, other sizes may not be there: they cost what is usual.
+        # If all came from files, the other sizes may still have to be compiled.
         cost = sum(compiled) / len(compiled) if compiled else COMPILE_SECONDS
-        plan = choose_sizes(self._buckets, seconds, cost, busy_seconds("cpu"))
-        self._missing = [program for program in self._missing if plan.has(program)]
-        self._absent = [program for program in self._absent if plan.has(program)]
-        self._on_plan(plan)
+        chosen = choose_sizes(self._buckets, seconds, cost, busy_seconds("cpu"))
+        self._missing = [program for program in self._missing if chosen.has(program)]
+        self._absent = [program for program in self._absent if chosen.has(program)]
+        self._on_chosen(chosen)
 
     def _next(self, programs: list[Program]) -> Program:
-        """Return the program that saves the most padding of what is served just now.
+        """Return the key of the program that would have saved the most time recently.
 
-        Where several are equal, as in an idle engine, the first. The largest decode, without which
-        every launch is one step long, comes before all but the decode that fits what is served:
-        several steps of the largest would take too long for few rows.
+        If several are equal, as in an idle engine, the first one is returned. The largest decode
+        comes before all programs except a decode of the size in use, because without a decode
+        every launch has one step, and several steps of the largest take too long for few rows.
         """
         self._take_demand()
         demand, self._demand = self._demand, {}
@@ -212,35 +216,30 @@ class ProgramsBehind:
         return best if saved(best) > 0 else self._buckets.largest_decode
 
     def _take_demand(self) -> Demand:
-        """Return the launches since the last call, which also count for what is compiled next.
+        """Return the launches since the last call, and count them for the next compilation.
 
-        Without those that came before a program that has its place by now.
+        Launches that a program of the runner would serve better by now are left out.
         """
-        taken = self._runner.take_demand()
+        demand = self._runner.take_demand()
         for program in self._runner.programs():
-            taken = without(program, taken)
-        for key, count in taken.items():
+            demand = without(program, demand)
+        for key, count in demand.items():
             self._demand[key] = self._demand.get(key, 0) + count
-        return taken
+        return demand
 
     def _compile(self, program: Program) -> None:
-        """Let a program be compiled into a file; what is used meanwhile comes to its place."""
-        with self._compiler.store.timeline.span(f"wait for {program}"):
-            process = self._open_process()
-            took = process.compile(program, self._place_what_is_used)
-        self._compile_seconds.append(took)
-        if not self._is_kept(program):
+        with self._stored.store.timeline.span(f"wait for {program}"):
+            seconds = self._open_process().compile(program, self._add_used)
+        self._compile_seconds.append(seconds)
+        if not self._stored.has(program):
             raise FileNotFoundError(f"{program} was compiled, but could not be kept")
         self.num_compiled += 1
         self._missing.remove(program)
         if program == self._buckets.largest_decode or gain(program, self._demand, self._seconds):
-            self._place(program)
+            self._add(program)
 
-    def _place_what_is_used(self) -> None:
-        """Put programs in their places that would have saved padding in the latest launches.
-
-        Of several, the one that fits best.
-        """
+    def _add_used(self) -> None:
+        """Add the programs with a file that would have saved time recently, the best first."""
         demand = self._take_demand()
         while not self._closing.is_set():
             ready = [program for program in self._absent if program not in self._missing]
@@ -248,13 +247,12 @@ class ProgramsBehind:
             best = max(ready, key=gains.__getitem__, default=None)
             if best is None or gains[best] <= 0:
                 return
-            self._place(best)
+            self._add(best)
             demand = without(best, demand)
 
-    def _place(self, program: Program) -> None:
-        """Put a program that files have in its place."""
-        with self._compiler.store.timeline.span(f"add {program}"):
-            compiled = self._compiler.find(program, self._runner.num_pages)
+    def _add(self, program: Program) -> None:
+        with self._stored.store.timeline.span(f"add {program}"):
+            compiled = self._stored.supply(program)
             if compiled is None:
                 self._discard(program)
                 return
@@ -264,8 +262,7 @@ class ProgramsBehind:
             return_memory()
 
     def _read(self, program: Program) -> object:
-        """Return a program that a file has, or that is compiled because the file is damaged."""
-        compiled = self._compiler.find(program, self._runner.num_pages)
+        compiled = self._stored.supply(program)
         if compiled is None:
             self._discard(program)
             self._compile(program)
@@ -273,28 +270,25 @@ class ProgramsBehind:
         return compiled
 
     def _discard(self, program: Program) -> None:
-        """Let a program be compiled anew whose file is damaged, of which a warning tells; once."""
+        """Mark a program with a damaged file for compilation, or raise if it was marked before."""
         if program in self._discarded:
             raise FileNotFoundError(f"{program} was compiled anew, and cannot be read either")
         self._discarded.add(program)
         self._missing.append(program)
 
-    def _is_kept(self, program: Program) -> bool:
-        return self._compiler.has(program, self._runner.num_pages)
-
     def _time(self, program: Program, compiled: object, repeats: int) -> float:
         bucket = program if isinstance(program, Bucket) else self._buckets.largest
         batch = self._compiler.null_batch(bucket)
-        took = min(self._runner.run_padding(program, compiled, batch) for _ in range(repeats))
-        if isinstance(program, Sampler):  # behind the largest launch
-            took = max(0.0, took - self._seconds[bucket])
-        self._seconds[program] = took
-        return took
+        seconds = min(self._runner.run_padding(program, compiled, batch) for _ in range(repeats))
+        if isinstance(program, Sampler):  # it ran after the largest launch
+            seconds = max(0.0, seconds - self._seconds[bucket])
+        self._seconds[program] = seconds
+        return seconds
 
     def _open_process(self) -> CompilingProcess:
         with self._door:
             if self._closing.is_set():
                 raise InterruptedError("the engine is closed")
             if self._process is None:
-                self._process = CompilingProcess(self._compiler, self._runner.num_pages)
+                self._process = CompilingProcess(self._stored.plan, self._stored.store)
             return self._process

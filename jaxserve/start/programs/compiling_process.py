@@ -1,5 +1,5 @@
 # pyright: reportUnknownMemberType=false
-"""CompilingProcess: compiles programs into files beside an engine that serves."""
+"""CompilingProcess: compiles programs into the store while the engine serves."""
 
 from __future__ import annotations
 
@@ -19,20 +19,23 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 import jax
-from jax.stages import Lowered
+from jax.stages import Compiled, Lowered
 
-from jaxserve.execution.buckets import Program
 from jaxserve.start.memory_return import return_memory
-from jaxserve.start.programs.compilation import fingerprint
-from jaxserve.start.programs.compiler import Compiler
-from jaxserve.start.programs.programs import ProgramStore
+from jaxserve.start.plan.start_plan import StartPlan
+from jaxserve.start.programs.compiler import Key
+from jaxserve.start.programs.fingerprint import open_store
+from jaxserve.start.programs.store import ProgramStore
+from jaxserve.start.programs.suppliers import Compiling, Stored
 
-# Settings of JAX that programs depend on, and which a caller may have changed in its process.
+# Settings of JAX that programs depend on and that the parent may have changed.
 _SETTINGS = (
-    *("jax_enable_x64", "jax_default_matmul_precision", "jax_debug_nans"),
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_debug_nans",
     "jax_num_cpu_devices",
 )
-# The child imports what its parent does, from where that does.
+# The child imports its modules from the same folders as its parent.
 _CODE = """\
 import sys
 sys.path[:] = {path!r}
@@ -44,84 +47,98 @@ with collection_paused():
 serve()
 """
 _PR_SET_PDEATHSIG = 1
-# Seconds between two looks at what an engine could use by now, while one waits for a program.
+# Seconds between two calls of `meanwhile`.
 _INTERVAL_S = 0.1
 
 
 class CompilationFailed(Exception):
-    """A program that another process was to compile is not there, and why."""
+    """Failure of the background process to compile a program, with the reason."""
 
 
 @dataclass(frozen=True)
 class _Task:
-    """All that the child must know of its parent's programs."""
+    """The first message to the child.
 
-    compiler: Compiler
-    num_pages: int
+    Attributes:
+        plan: of the programs. The store's keys depend on the plan alone.
+        directory: of the store.
+        fingerprint: of the parent, which the child's must equal.
+        settings: of JAX, which the parent may have changed.
+    """
+
+    plan: StartPlan
     directory: Path
-    what: Mapping[str, Any]
-    where: Mapping[str, Any]
+    fingerprint: Mapping[str, Any]
     settings: Mapping[str, Any]
 
 
 class CompilingProcess:
-    """A process that compiles, when nothing else needs the processor, and keeps what it makes.
+    """Supplier that compiles in a process of lowest priority and writes to the store.
 
-    Compiling in a thread would hold Python's lock while it traces, and the cores while it compiles.
-    It ends with its parent, however that ends.
+    A thread would hold Python's lock while it traces, and the cores while it compiles. The process
+    ends when its parent ends for any reason.
 
     Args:
-        compiler: of the engine; its store keeps what is compiled.
-        num_pages: of the engine's cache.
+        plan: of the start, and all that the process knows of the engine.
+        store: of the engine, which receives the programs.
 
     Raises:
-        CompilationFailed: it cannot be started.
+        CompilationFailed: the process cannot be started.
     """
 
-    def __init__(self, compiler: Compiler, num_pages: int) -> None:
-        store = compiler.store
+    def __init__(self, plan: StartPlan, store: ProgramStore) -> None:
         assert store.directory is not None
+        self._stored = Stored(plan, store)
         settings = {name: getattr(jax.config, name) for name in _SETTINGS}
-        task = _Task(compiler, num_pages, store.directory, store.what, store.where, settings)
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _CODE.format(path=sys.path)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                # An interrupt at the terminal is not meant for it. No session of its own: Linux
-                # would give that half of the processor, whatever the priority of its processes.
+                # The terminal's interrupts are for the parent. A new session would be wrong: Linux
+                # gives a session half of the processor, whatever the priority of its processes.
                 process_group=0,
             )
         except OSError as error:
             raise CompilationFailed(f"no process to compile in can be started: {error}") from error
-        self._send(task)
+        self._send(_Task(plan, store.directory, store.fingerprint, settings))
         self._is_ready = False
 
-    def wait(self, meanwhile: Callable[[], None]) -> None:
-        """Wait until it has started.
-
-        Args:
-            meanwhile: is called again and again.
+    def supply(self, key: Key) -> Compiled | None:
+        """Compile a program in the process, then load it from the store.
 
         Raises:
-            CompilationFailed: it ended, or is not what compiles for this engine.
+            CompilationFailed: see `compile`.
+        """
+        self.compile(key, lambda: None)
+        return self._stored.supply(key)
+
+    def wait(self, meanwhile: Callable[[], None]) -> None:
+        """Wait until the process is ready to compile.
+
+        Args:
+            meanwhile: called repeatedly during the wait.
+
+        Raises:
+            CompilationFailed: the process ended, or its fingerprint differs from the engine's.
         """
         if not self._is_ready:
             self._receive(meanwhile)
         self._is_ready = True
 
-    def compile(self, program: Program, meanwhile: Callable[[], None]) -> float:
-        """Compile a program; return the seconds that it took.
+    def compile(self, key: Key, meanwhile: Callable[[], None]) -> float:
+        """Compile a program into the store without loading it, and return the seconds it took.
 
         Args:
-            meanwhile: is called again and again.
+            key: of the program.
+            meanwhile: called repeatedly during the wait.
 
         Raises:
-            CompilationFailed: it did not; or `close` was called by another thread.
+            CompilationFailed: the compilation failed, or another thread called `close`.
         """
         self.wait(meanwhile)
-        self._send(program)
+        self._send(key)
         return self._receive(meanwhile)
 
     def _receive(self, meanwhile: Callable[[], None]) -> float:
@@ -148,7 +165,7 @@ class CompilingProcess:
             raise CompilationFailed(f"the process that compiles has ended: {error}") from error
 
     def close(self) -> None:
-        """End the process now. Idempotent."""
+        """Kill the process. Idempotent."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -158,17 +175,17 @@ class CompilingProcess:
 
 
 def _is_readable(pipe: IO[bytes]) -> bool:
-    """Wait a moment for something to read; return whether there is, the pipe's end included."""
+    """Wait a moment, and return whether the pipe has data or is at its end."""
     with suppress(OSError, ValueError):  # another thread has closed it
         return bool(select.select([pipe], [], [], _INTERVAL_S)[0])
     return True
 
 
 def serve() -> None:
-    """Compile what the parent sends by standard input until that ends."""
+    """Compile the programs whose keys arrive on standard input, until it ends."""
     _yield_to_others()
     with os.fdopen(os.dup(1), "wb") as answers, open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), 1)  # nothing but answers goes to the parent
+        os.dup2(nowhere.fileno(), 1)  # a library's output must not reach the parent
         with suppress(EOFError):
             _answer(sys.stdin.buffer, answers)
 
@@ -178,27 +195,29 @@ def _answer(requests: BinaryIO, answers: BinaryIO) -> None:
     jax.config.update("jax_platforms", "cpu")
     for name, value in task.settings.items():
         jax.config.update(name, value)
-    where = fingerprint()
-    task.compiler.store = _FrugalStore(task.directory, task.what, where)
-    gc.freeze()  # what was imported stays: `_forget` need not look through it
-    differs = sorted(name for name in where if where[name] != task.where.get(name))
-    error = f"it has another {', '.join(differs)} than the engine" if differs else None
+    store = open_store(task.directory, task.plan, store_class=_FrugalStore)
+    gc.freeze()  # imported objects stay, so that `_forget` need not traverse them
+    names = sorted(
+        name for name, value in store.fingerprint.items() if value != task.fingerprint.get(name)
+    )
+    error = f"it has another {', '.join(names)} than the engine" if names else None
+    supplier = Compiling(task.plan, store)
     seconds = 0.0
     while True:
-        _forget()  # the engine is about to load what was compiled
+        _forget()  # the engine needs the memory for the program that it loads now
         pickle.dump((seconds, error), answers)
         answers.flush()
-        program: Program = pickle.load(requests)
+        key: Key = pickle.load(requests)
         started, error = time.perf_counter(), None
         try:
-            task.compiler.program(program, task.num_pages)
+            supplier.supply(key)
         except Exception as failure:
-            error = f"{program}: {failure}"
+            error = f"{key}: {failure}"
         seconds = time.perf_counter() - started
 
 
 class _FrugalStore(ProgramStore):
-    """A store beside an engine that needs the memory: what tracing took is given back at once."""
+    """A store that frees the memory of tracing at once, because the engine needs it."""
 
     def _trace(self, lower: Callable[[], Lowered], name: str) -> Lowered:
         lowered = super()._trace(lower, name)
@@ -207,15 +226,13 @@ class _FrugalStore(ProgramStore):
 
 
 def _forget() -> None:
-    """Give back what JAX and the heap keep of earlier programs."""
     jax.clear_caches()
     gc.collect()
     return_memory()
 
 
 def _yield_to_others() -> None:
-    """Run when no other process needs the processor, go first if memory runs out, end with the
-    parent."""
+    """Set the lowest priority, be killed first if memory runs out, and end with the parent."""
     with suppress(OSError, AttributeError):
         os.nice(19)
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))

@@ -1,9 +1,9 @@
 # pyright: reportUnknownMemberType=false
-"""DescribedCard: a card that is not there, as XLA's compiler and Pallas take it.
+"""DescribedCard: an absent card, in the forms that XLA's compiler and Pallas take.
 
-XLA compiles for a card that is not there from a description of it, Pallas for a name that it has.
-What comes out is what the card's own machine would compile, but that nothing is timed there: XLA
-takes the choices that it finds in files (see `autotuning`), and its cost model's for the rest.
+XLA compiles for an absent card from a description, and Pallas from a card's name. The result is
+the code that the card's own machine would compile, without measurements: XLA takes its
+choices from files (see `autotuning`) and leaves the rest to its cost model.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -20,13 +21,16 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 from jax.stages import Lowered
 
+from jaxserve.errors import DeviceError
 from jaxserve.execution.mesh import mesh_of
+from jaxserve.start.device import DeviceMemory, named_device
+from jaxserve.start.jax_start import find_parts, plugin_remedy
 from pallas_kernels.devices import GIB, KIB, Capability, Card, find_card
 
 
 @dataclasses.dataclass(frozen=True)
 class Class:
-    """Class of cards: numbers for XLA's cost model, and a name that Pallas has.
+    """Class of cards: numbers for XLA's cost model, and a name that Pallas knows.
 
     Attributes:
         pallas_name: a card of this capability in the table of Pallas's Triton backend.
@@ -56,7 +60,7 @@ CLASSES: Mapping[Capability, Class] = MappingProxyType(
     }
 )
 ACCELERATED = frozenset({(9, 0), (10, 0), (10, 3), (11, 0)})
-"""Capabilities with instructions of their own (sm_90a): without them LLVM ends the process."""
+"""Capabilities with special instructions (sm_90a). Without the suffix LLVM ends the process."""
 
 DESCRIPTION = """
 gpu_device_info {{
@@ -79,8 +83,8 @@ device_description_str: "{name}"
 
 
 MEASURED_BANDWIDTH: Mapping[str, float] = MappingProxyType({"NVIDIA H200": 4814e9})
-"""Bytes a second by memory clock and bus width, where a driver was asked. XLA's choices lie in a
-folder named by a hash of this number, beside others that the classes have right."""
+"""Bytes per second by memory clock and bus width, as a driver reports them. The folder of XLA's
+choices is named by a hash of this number and of others, which `CLASSES` has."""
 NVLINKS: Mapping[str, int] = MappingProxyType(
     {
         "Tesla V100-SXM2-16GB": 6,
@@ -92,9 +96,9 @@ NVLINKS: Mapping[str, int] = MappingProxyType(
         "NVIDIA B200": 18,
     }
 )
-"""Links of a card by the data sheets. XLA has kernels for sums over cards that are linked."""
+"""NVLinks per card by the data sheets. XLA has kernels for sums over linked cards."""
 RESERVED = GIB
-"""Bytes of a card's memory that its driver and a process's context are taken to hold."""
+"""Assumed bytes of a card's memory that the driver and a process's context take."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +107,7 @@ class DescribedCard:
 
     Attributes:
         card: of the table.
-        count: how many there are.
+        count: number of cards.
     """
 
     card: Card
@@ -111,10 +115,10 @@ class DescribedCard:
 
     @classmethod
     def of(cls, name: str, count: int = 1) -> DescribedCard:
-        """Describe a card by any name of `find_card`, or so many of them in one host.
+        """Describe `count` cards by a name that `find_card` takes.
 
         Raises:
-            ValueError: the table has no such card, or the compiler does not know its class.
+            ValueError: the table has no such card, or its class is not in `CLASSES`.
         """
         card = find_card(name)
         if card.capability not in CLASSES:
@@ -124,18 +128,18 @@ class DescribedCard:
 
     @property
     def pallas_name(self) -> str:
-        """A name of the same capability that Pallas has."""
+        """Name of a card of the same capability that Pallas knows."""
         return CLASSES[self.card.capability].pallas_name
 
     @property
     def arch(self) -> str:
-        """The name that ptxas has for it."""
+        """Name of the architecture for ptxas."""
         major, minor = self.card.capability
         return f"sm_{major}{minor}{'a' if self.card.capability in ACCELERATED else ''}"
 
     @property
     def links(self) -> int:
-        """NVLinks of each card to others; 0 where it is described alone."""
+        """NVLinks of each card to the others, or 0 for a single card."""
         return NVLINKS.get(self.card.name, 0) if self.count > 1 else 0
 
     @property
@@ -144,7 +148,7 @@ class DescribedCard:
         card, (major, minor) = self.card, self.card.capability
         shared, group = card.limits.shared_memory, CLASSES[card.capability]
         return DESCRIPTION.format(
-            # From 8.0 on the system keeps a KiB of each block's.
+            # From 8.0 on the system reserves a KiB per thread block.
             shared_core=shared + (KIB if major >= 8 else 0),
             threads=group.threads,
             sms=card.num_sms,
@@ -161,9 +165,34 @@ class DescribedCard:
             name=card.name,
         )
 
+    @property
+    def memory(self) -> DeviceMemory:
+        """The memory of one card that an engine may take."""
+        memory = named_device(self.card.name)
+        return dataclasses.replace(memory, free=memory.free - RESERVED)
+
+    def start_compiler(self, root: Path) -> None:
+        """Start XLA's compiler for the card, without opening a card of this machine.
+
+        Args:
+            root: of the files by which a driver is found.
+
+        Raises:
+            DeviceError: JAX's plugin for CUDA is not installed, or does not start.
+        """
+        remedy = plugin_remedy(find_parts(root))
+        if remedy is not None:
+            name = self.card.limits
+            raise DeviceError(f"compiling for {name} needs JAX's plugin for CUDA: {remedy}")
+        jax.config.update("jax_platforms", "cpu")
+        try:
+            _ = self.device
+        except Exception as error:  # a plugin may raise anything
+            raise DeviceError(f"nothing can be compiled for {self.card.limits}: {error}") from error
+
     @functools.cached_property
     def device(self) -> Any:
-        """The card as something of JAX's that can be compiled for; nothing can be put there.
+        """A JAX device to compile for, on which no array can be placed.
 
         Raises:
             RuntimeError: JAX's plugin for CUDA is not installed, or does not start.
@@ -179,7 +208,7 @@ class DescribedCard:
 
     @functools.cached_property
     def cards(self) -> Mesh | None:
-        """The mesh of all cards; None for one.
+        """Mesh of all cards, or None for a single card.
 
         Raises:
             RuntimeError: see `device`.
@@ -188,14 +217,14 @@ class DescribedCard:
 
     @property
     def mesh(self) -> Any:
-        """A mesh that names the card which programs are traced for."""
+        """Abstract mesh that names the card for which programs are traced."""
         described = jax.sharding.AbstractDevice(
             device_kind=self.pallas_name, num_cores=self.card.num_sms, platform="gpu"
         )
         return jax.sharding.AbstractMesh((), (), abstract_device=described)
 
     def tracing(self) -> AbstractContextManager[Any]:
-        """Return a context in which programs are traced for the card, in the thread that enters."""
+        """Return a context in which the current thread traces programs for the card."""
         return jax.sharding.use_abstract_mesh(self.mesh)
 
     def lower(
@@ -205,15 +234,17 @@ class DescribedCard:
         donate: int | tuple[int, ...] = (),
         keep_unused: bool = False,
     ) -> Lowered:
-        """Lower a function of arrays, or of their shapes, to what XLA compiles for the card.
+        """Lower a function to XLA's input for the card.
 
         Args:
-            donate: numbers of arguments that it takes over.
-            keep_unused: give the program those arguments too that nothing in it reads.
+            function: of arrays.
+            arguments: arrays, or their shapes.
+            donate: numbers of the arguments that the program takes over.
+            keep_unused: whether the program also takes arguments that it does not read.
         """
         placed = jax.sharding.SingleDeviceSharding(self.device)
         options: dict[str, Any] = {"donate_argnums": donate, "keep_unused": keep_unused}
-        if not arguments:  # then nothing else says where it runs
+        if not arguments:  # otherwise the arguments say where it runs
             options["out_shardings"] = placed
 
         def place(array: Any) -> jax.ShapeDtypeStruct:
@@ -222,6 +253,6 @@ class DescribedCard:
         return self.lower_placed(jax.jit(function, **options), jax.tree.map(place, arguments))
 
     def lower_placed(self, function: Any, arguments: tuple[Any, ...]) -> Lowered:
-        """Lower what `jax.jit` made of a function; its arguments say on which cards they lie."""
+        """Lower a result of `jax.jit`, whose arguments or results name their cards."""
         with self.tracing():
             return function.trace(*arguments).lower(lowering_platforms=("cuda",))

@@ -9,14 +9,16 @@ import numpy as np
 from jaxserve.engine.delta import Delta
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.runner import CompileCounter, Programs, Runner
-from jaxserve.execution.state import DeviceState, page_bytes
+from jaxserve.execution.state import DeviceState
 from jaxserve.request import SamplingParams
-from jaxserve.start.loading import Loaded
+from jaxserve.start.loaded import Loaded
 from jaxserve.start.plan.limits import Limits
-from jaxserve.start.programs.compiler import Compiler
-from jaxserve.start.programs.programs import ProgramStore
+from jaxserve.start.programs.compiler import LOAD_SLOT, SET_ROWS, STATE, SmallProgram
+from jaxserve.start.programs.store import ProgramStore
+from jaxserve.start.programs.suppliers import Compiling
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.weights.placement import use_panels
+from scripts.lib.placed_model import model_leaves, plan_of_model
 from tests.machine_code.steps.models import BUNDLED, END, MODELS, VOCAB, leaves_of
 from tests.machine_code.steps.programs import Setup
 from tests.machine_code.steps.recording import Call, Recorder, arrays
@@ -66,18 +68,21 @@ class RecordedEngine:
         self._weights = leaves_of(self.decoder)
         use_panels(self.decoder)
         model_config = model.config().for_length(setup.max_len)
-        self._compiler = Compiler(setup.config(num_steps), model_config, self.decoder)
-        self._compiler.store = ProgramStore(None, {}, {})
+        self._plan = plan_of_model(setup.config(num_steps), model_config, self.decoder)
+        supplier = Compiling(self._plan, ProgramStore(None, {}, {}))
+        self._compiler, self._leaves = supplier.compiler, model_leaves(self.decoder)
         self._buckets = setup.buckets(num_steps)
-        pages = setup.num_pages
+        supply = supplier.supply
         programs = Programs(
-            steps={bucket: self._compiler.step(bucket, pages) for bucket in self._buckets},
+            steps={bucket: supply(bucket) for bucket in self._buckets},
             samplers={},  # a card's programs have theirs inside
             score=None,
-            make_state=self._compiler.make_state(pages),
-            load_slot=self._compiler.load_slot(),
-            set_rows=self._compiler.set_rows(),
-            set_allowed={count: self._compiler.set_allowed(count) for count in setup.mask_counts()},
+            make_state=supply(STATE),
+            load_slot=supply(LOAD_SLOT),
+            set_rows=supply(SET_ROWS),
+            set_allowed={
+                count: supply(SmallProgram("set allowed", count)) for count in setup.mask_counts()
+            },
         )
         self._programs = self._recorder.watch(programs)
 
@@ -90,7 +95,7 @@ class RecordedEngine:
             state = self._run_padding(state)
         runner = self._runner(state)
         limits = Limits(VOCAB, self.setup.max_len, (END,), seed=0, launch_steps=runner.max_steps)
-        config = self._compiler.config
+        config = self._plan.config
         engine = Engine(Loaded(config, runner, self._tokenizer, limits, SamplingParams()))
         if schedule.most_pages is not None:
             engine.pool.__init__(schedule.most_pages, config.block_size)
@@ -102,22 +107,22 @@ class RecordedEngine:
         """Run each program once on padding, as every start does."""
         compiler = self._compiler
         for bucket, step in self._programs.steps.items():
-            state, _ = step(compiler.leaves, state, compiler.null_batch(bucket))
+            state, _ = step(self._leaves, state, compiler.null_batch(bucket))
         sampler = self._programs.load_slot(state.sampler, compiler.null_load())
         page_table = self._programs.set_rows(state.page_table, *compiler.null_rows())
         return dataclasses.replace(state, sampler=sampler, page_table=page_table)
 
     def _runner(self, state: DeviceState) -> Runner:
-        config, compiler = self._compiler.config, self._compiler
+        plan = self._plan
         return Runner(
-            config,
-            compiler.model_config,
-            compiler.leaves,
+            plan.config,
+            plan.model_config,
+            self._leaves,
             self._programs,
             self._buckets,
-            num_pages=self.setup.num_pages,
-            kv_dtype=compiler.kv_dtype,
-            page_bytes=page_bytes(compiler.model_config, config.block_size, compiler.kv_dtype),
+            num_pages=plan.num_pages,
+            kv_dtype=plan.kv_dtype,
+            page_bytes=plan.page_bytes,
             state=state,
             counter=CompileCounter(),
         )

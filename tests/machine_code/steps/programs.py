@@ -18,6 +18,7 @@ from jaxserve.execution.page_table import set_rows
 from jaxserve.execution.sampler_state import load_slot, set_allowed
 from jaxserve.settings.config import EngineConfig
 from jaxserve.start.programs.compiler import Compiler
+from scripts.lib.placed_model import plan_of_model
 from tests.machine_code.steps.models import MODELS
 
 STATE = "make state"
@@ -145,19 +146,20 @@ class StepProgram:
         decoder = model.build()
         with jax.sharding.use_abstract_mesh(mesh):
             config = model.config().for_length(setup.max_len)
-            compiler = Compiler(setup.config(), config, decoder)
-            sampler = compiler.sampler_shapes()
+            compiler = Compiler(plan_of_model(setup.config(), config, decoder))
+            shapes = compiler.state_shapes()
+            sampler = shapes.sampler
             if self.program == STATE:
-                return Traced.of(compiler.state_maker(setup.num_pages), (), -1)
+                return Traced.of(compiler.make_state, (), -1)
             if self.program == LOAD_SLOT:
                 return Traced.of(load_slot, (sampler, compiler.null_load()), 0)
             if self.program == SET_ROWS:
-                return Traced.of(set_rows, (compiler.table_shape(), *compiler.null_rows()), 0)
+                return Traced.of(set_rows, (shapes.page_table, *compiler.null_rows()), 0)
             for count in setup.mask_counts():
                 if self.program == mask_program(count):
                     words = jax.ShapeDtypeStruct((count, sampler.allowed.shape[1]), np.uint32)
                     slots = jax.ShapeDtypeStruct((count,), np.int32)
                     return Traced.of(set_allowed, (sampler, slots, words), 0)
             bucket = setup.steps()[self.program]
-            run, arguments = compiler.step_call(bucket, setup.num_pages)
+            run, arguments = compiler.step_call(bucket)
         return Traced.of(run, arguments, 1)

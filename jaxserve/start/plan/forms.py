@@ -1,0 +1,121 @@
+# pyright: reportUnknownMemberType=false
+"""Dtypes and forms of weights, by the settings, the files and the device."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.errors import UnsupportedModel
+from jaxserve.models import ModelConfig
+from jaxserve.models.registry import overflows_float16
+from jaxserve.settings.config import EngineConfig
+from jaxserve.start.plan.weights import Weights
+from jaxserve.start.sources.source import Source
+from jaxserve.weights.placement import multiplies_input_major
+from jaxserve.weights.quantize import FORMS
+from jaxserve.weights.shapes import Layout
+from pallas_kernels.devices import DeviceLimits
+
+_log = logging.getLogger(__name__)
+
+
+def choose_dtype(asked: str, declared: str, device: DeviceLimits, overflows: bool) -> Any:
+    """Return the dtype of weights and activations.
+
+    "auto" is the checkpoint's own on a GPU, bfloat16 where that is float32, and float32 on CPU,
+    where 16-bit products of a few rows are slower. A card without bfloat16 takes float16 instead,
+    and a model that overflows it (`overflows_float16`) bfloat16 or float32.
+
+    Raises:
+        UnsupportedModel: bfloat16 on a card without it, float16 for a model that overflows it, or
+            float64 without JAX's x64 mode.
+    """
+    narrow = "float16" if device.has_bfloat16 or not overflows else "float32"
+    if asked == "auto":
+        if device.platform == "cpu":
+            return jnp.dtype(jnp.float32)
+        if declared in ("float32", "float64") or (declared == "float16" and overflows):
+            declared = "bfloat16"
+        if declared == "bfloat16" and not device.has_bfloat16:
+            _log.warning("%s has no bfloat16: the model runs in %s", device, narrow)
+            declared = narrow
+        return jnp.dtype(declared)
+    if asked == "bfloat16" and not device.has_bfloat16:
+        raise UnsupportedModel(f"dtype is bfloat16, which {device} lacks; use --dtype {narrow}")
+    if asked == "float16" and overflows:
+        raise UnsupportedModel("dtype is float16, which the model overflows; use --dtype float32")
+    if asked == "float64" and jax.dtypes.canonicalize_dtype(np.float64) != np.float64:
+        raise UnsupportedModel("dtype float64 needs jax_enable_x64")
+    return jnp.dtype(asked)
+
+
+def choose_quantization(asked: str | None, model_config: ModelConfig) -> str | None:
+    """Return the form to quantize to while loading; None to keep the checkpoint's weights.
+
+    Raises:
+        UnsupportedModel: what is asked for is not what the checkpoint holds.
+    """
+    stored = model_config.quantization
+    if stored is not None:
+        if asked not in (None, stored.method):
+            raise UnsupportedModel(
+                f"quantization is {asked!r}, but the checkpoint's weights are {stored.method!r} "
+                "(quantization_config); allowed: the same, or nothing"
+            )
+        return None
+    if asked not in (None, *FORMS):
+        raise UnsupportedModel(
+            f"quantization is {asked!r}, but config.json has no quantization_config; "
+            f"allowed: {', '.join(FORMS)}"
+        )
+    return asked
+
+
+def placed_dtype(config: EngineConfig, source: Source, device: DeviceLimits) -> Any:
+    """Return the dtype that the weights will have.
+
+    Raises:
+        UnsupportedModel: another than a converted folder's is asked for; see `choose_dtype` too.
+    """
+    fixed, overflows = source.fixed_dtype, overflows_float16(source.model_config)
+    if fixed is None:
+        return choose_dtype(config.dtype, source.model_config.dtype, device, overflows)
+    if config.dtype not in ("auto", fixed):
+        raise UnsupportedModel(
+            f"{source.path}: was converted with dtype {fixed}, not {config.dtype}; convert it again"
+        )
+    return choose_dtype(fixed, fixed, device, overflows)
+
+
+def chosen_form(config: EngineConfig, source: Source) -> str | None:
+    """Return the form that the layers' matrices are quantized to as they are loaded, or were.
+
+    Raises:
+        UnsupportedModel: see `choose_quantization`.
+    """
+    chosen = choose_quantization(config.quantization, source.model_config)
+    return chosen or source.fixed_quantization
+
+
+def layout_on(config: EngineConfig, device: DeviceLimits) -> Layout:
+    """Return how a device takes the matrices of a model.
+
+    Matrices stay in a file's blocks unless the settings name a dtype, which is meant for all.
+    """
+    return Layout(
+        panels=not device.is_gpu,
+        output_rows=not multiplies_input_major(device),
+        keeps_blocks=config.dtype == "auto",
+        kv_scales=config.kv_cache_dtype == "fp8",
+    )
+
+
+def weights_of(config: EngineConfig, source: Source, dtype: Any, device: DeviceLimits) -> Weights:
+    """Return the weights of a source in a dtype, as a device takes them."""
+    layout = layout_on(config, device)
+    return Weights(source.model_config, dtype, layout, source.stored)

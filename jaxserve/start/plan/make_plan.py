@@ -1,0 +1,239 @@
+"""The making of a StartPlan from a source, the settings and the description of a device."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from jaxserve.errors import CheckpointError, InvalidRequest
+from jaxserve.models import abstract_model
+from jaxserve.settings.config import EngineConfig
+from jaxserve.settings.model_name import kind_of_model
+from jaxserve.start.device import DeviceMemory, named_device, this_device
+from jaxserve.start.plan.forms import chosen_form, placed_dtype, weights_of
+from jaxserve.start.plan.memory import (
+    DEFAULT_SHARE,
+    HOST_RESERVE,
+    engine_budget,
+    longest_sequence,
+)
+from jaxserve.start.plan.memory_plan import forms_of, plan_memory
+from jaxserve.start.plan.refusal import refusal
+from jaxserve.start.plan.start_plan import StartPlan
+from jaxserve.start.plan.step_time import StepTimes
+from jaxserve.start.plan.weights import Weights
+from jaxserve.start.sources.find import find_source
+from jaxserve.start.sources.source import Source
+from jaxserve.weights.group_borders import check_groups, group_sizes
+from jaxserve.weights.model_weights import parameters_of
+from pallas_kernels.devices import GIB
+
+_log = logging.getLogger(__name__)
+# What a checkpoint may declare for bfloat16 to take the place of float32.
+_NARROWED = ("bfloat16", "float16", "float32")
+
+
+def plan_start(config: EngineConfig, source: Source, device: DeviceMemory) -> StartPlan:
+    """Plan the start of a model on a device, without a JAX backend.
+
+    Args:
+        config: not resolved; settings that it leaves open are chosen.
+        source: of the model.
+        device: as it is described.
+
+    Raises:
+        InvalidRequest: there is too little memory; the text says what would fit.
+        UnsupportedModel: the device cannot compute the model, or the model cannot have the form
+            that is asked for.
+    """
+    form = chosen_form(config, source)
+    weights = placed_weights(config, source, form, device)
+    plan = plan_memory(config, weights, form, device)
+    if not plan.starts:
+        is_card, fixed = device.limits.is_gpu, source.fixed_dtype is not None
+        raise InvalidRequest(
+            refusal(config, weights, plan, device, fixed),
+            "gpu_memory_utilization" if is_card else "kv_cache_memory_bytes",
+        )
+    _report_narrow(config, source, weights, plan)
+    resolved = replace(plan.config, model=source.path)
+    if resolved.quantization is None:
+        made: Any = source.fixed_quantization
+        resolved = replace(resolved, quantization=made)
+    _warn_beyond(resolved, source)
+    return _with_context(replace(plan, config=resolved))
+
+
+def _warn_beyond(config: EngineConfig, source: Source) -> None:
+    context = source.model_config.context_length
+    if config.max_model_len is not None and config.max_model_len > context:
+        _log.warning(
+            "max_model_len (%s) is beyond the %s positions that the model was made for: answers "
+            "that reach further are of no known quality",
+            *(f"{config.max_model_len:,}", f"{context:,}"),
+        )
+
+
+def _with_context(plan: StartPlan) -> StartPlan:
+    """Return the plan with as many tokens of a sequence as a CPU's cache holds."""
+    declared, config = plan.max_model_len, plan.config
+    is_sized = config.num_gpu_blocks_override is None and plan.num_pages >= 2
+    if plan.platform == "gpu" or not is_sized:  # a GPU's cache takes what programs leave
+        return plan.with_length(declared)
+    if plan.asked_length is None:
+        plan = plan.with_length(longest_sequence(config, plan.model_config, plan.num_pages))
+    size = plan.pages.num_bytes / GIB
+    is_short = plan.num_pages < plan.full_pages
+    why = " since memory is short" if is_short else ""
+    level = logging.WARNING if is_short else logging.INFO
+    if plan.max_model_len != declared:
+        _log.log(
+            level,
+            "serves %s of the model's %s positions, which a KV cache of %.2f GiB holds%s; "
+            "--max-model-len or --kv-cache-memory-bytes set another",
+            *(f"{plan.max_model_len:,}", f"{declared:,}", size, why),
+        )
+    elif is_short:
+        _log.log(level, "the KV cache takes %.2f GiB%s (--kv-cache-memory-bytes)", size, why)
+    return plan.with_length(plan.max_model_len)
+
+
+def on_opened_device(plan: StartPlan, device: DeviceMemory) -> StartPlan:
+    """Return the plan with the budget that JAX has on a card that it has opened."""
+    budget = engine_budget(plan.config, device, DEFAULT_SHARE)
+    return replace(plan, device=device, budget=budget)
+
+
+def placed_weights(
+    config: EngineConfig, source: Source, form: str | None, device: DeviceMemory, dtype: Any = None
+) -> Weights:
+    """Return the weights in the dtype that they will have; on CPU it depends on the free memory.
+
+    Args:
+        config: not resolved.
+        source: of the model.
+        form: form that matrices are quantized to.
+        device: to start on.
+        dtype: from `placed_dtype`, where the caller has it.
+    """
+    dtype = placed_dtype(config, source, device.limits) if dtype is None else dtype
+    weights = weights_of(config, source, dtype, device.limits)
+    if device.limits.is_gpu or config.dtype != "auto" or source.fixed_dtype is not None:
+        return weights
+    return _narrowed(config, weights, form, device)
+
+
+def _narrowed(
+    config: EngineConfig, weights: Weights, form: str | None, device: DeviceMemory
+) -> Weights:
+    """Return the weights in bfloat16 if float32 would shrink the cache or not start.
+
+    Args:
+        config: not resolved, with dtype "auto".
+        weights: in float32.
+        form: form that matrices are quantized to.
+        device: the host; each of several engines counts on its share.
+    """
+    if weights.config.dtype not in _NARROWED:
+        return weights
+    share = int((device.free - HOST_RESERVE) * config.memory_share)
+    device = replace(device, free=HOST_RESERVE + share)
+    wide = plan_memory(config, weights, form, device)
+    if wide.is_whole:
+        return weights
+    narrow = weights.in_dtype("bfloat16")
+    narrow_pages = plan_memory(config, narrow, form, device).num_pages
+    return weights if wide.starts and narrow_pages <= wide.num_pages else narrow
+
+
+def _report_narrow(config: EngineConfig, source: Source, weights: Weights, plan: StartPlan) -> None:
+    """Log a warning if `placed_weights` chose bfloat16 because memory is short."""
+    if plan.platform == "gpu":
+        return
+    dtype = placed_dtype(config, source, plan.device.limits)
+    if weights.dtype != dtype:
+        _log.warning(
+            "the model runs in bfloat16: in float32 its weights take %.1f GiB, and %.1f GiB of "
+            "memory are free (--dtype)",
+            weights.in_dtype(dtype).sizes(plan.form)[0] / GIB,
+            plan.device.free / GIB,
+        )
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """Plans of a model in each form on a device, for `jaxserve plan`.
+
+    Attributes:
+        device: that they are for.
+        stored: how the checkpoint is quantized already; None if it is not.
+        plans: of each form, the largest first.
+        refusal: why the form that the settings name does not start; None if it does.
+        times: predictions of each form's steps.
+        devices: over which the model is divided; plans are of each.
+    """
+
+    device: DeviceMemory
+    stored: str | None
+    plans: list[StartPlan]
+    refusal: str | None
+    times: list[StepTimes]
+    devices: int = 1
+
+
+def plan_model(
+    config: EngineConfig, device_name: str | None = None, root: Path = Path("/")
+) -> ModelPlan:
+    """Plan the start of a model; of one on the hub, only the configuration is fetched.
+
+    Args:
+        config: names the model; settings that it leaves open are chosen as a start chooses them.
+        device_name: a card of the table, or "cpu"; by default this machine's.
+        root: of the files that say how much of the host's memory is free.
+
+    Raises:
+        CheckpointError, UnsupportedModel: nothing there, or nothing that can be served; or a model
+            that cannot be divided over so many devices.
+        ValueError: there is no such card, or settings contradict the model.
+    """
+    device = this_device(root) if device_name is None else named_device(device_name, root)
+    name = str(config.model)
+    is_hub = config.model is not None and kind_of_model(name) == "hub"
+    if name.endswith(".gguf") and is_hub:
+        raise CheckpointError(f"model {name!r}: a GGUF file on the hub has to be fetched first")
+    source = find_source(config, config_only=True)
+    model_config = source.model_config
+    chosen = chosen_form(config, source)
+    forms = forms_of(model_config) if chosen is None else (chosen,)
+    dtype = placed_dtype(config, source, device.limits)
+    weights = {form: placed_weights(config, source, form, device, dtype) for form in forms}
+    _check_division(weights[forms[0]], forms[0])
+    plans = [plan_memory(config, weights[form], form, device) for form in forms]
+    text = None
+    if not plans[0].starts:
+        fixed = source.fixed_dtype is not None
+        text = refusal(config, weights[forms[0]], plans[0], device, fixed)
+    stored = None if model_config.quantization is None else model_config.quantization.method
+    if (stored, forms[0]) == (None, None) and plans[0].model.is_quantized:
+        stored = "GGUF blocks"
+    times = [
+        StepTimes(
+            *(weights[form], form, plan.page_bytes / plan.block_size),
+            *(device.limits.kind, device.bandwidth),
+        )
+        for form, plan in zip(forms, plans, strict=True)
+    ]
+    return ModelPlan(device, stored, plans, text, times, model_config.split.devices)
+
+
+def _check_division(weights: Weights, form: str | None) -> None:
+    """Refuse a division over devices that would cut groups of quantized inputs.
+
+    Raises:
+        UnsupportedModel: see `check_groups`.
+    """
+    config, on_cpu = weights.config, weights.layout.panels
+    parameters = parameters_of(abstract_model(config, weights.dtype))
+    check_groups(config, parameters, group_sizes(config, parameters, form, on_cpu))

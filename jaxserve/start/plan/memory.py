@@ -1,0 +1,237 @@
+# pyright: reportUnknownMemberType=false
+"""Memory of a start: step sizes, temporaries, and the number of pages of the KV cache.
+
+Sizes are those of each device that a model is divided over: all have as much to hold. Weights,
+sampler state and cache are exact. Temporaries are those of the largest program, where XLA holds
+either the widest arrays of a transformer layer or the logits and the sampler's copies of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.execution.sampler_state import make_sampler_state
+from jaxserve.execution.state import addressable_pages
+from jaxserve.models import ModelConfig
+from jaxserve.models.shards import group_of, local_kv_heads
+from jaxserve.scheduling.window_pages import longest_held
+from jaxserve.settings.config import EngineConfig
+from jaxserve.start.device import DeviceMemory
+from pallas_kernels.devices import GIB, DeviceLimits
+
+# From this budget on steps are large; below, temporaries of 8,192 tokens would cost the cache more
+# than they gain.
+LARGE_BUDGET = 24 * GIB
+# Tokens of cache below which smaller steps and a larger share of the memory are taken.
+ENOUGH_TOKENS = 8192
+# Bytes a row and token of the vocabulary that logits and the sampler's copies of them take.
+_GPU_SAMPLER, _CPU_SAMPLER = 20.5, 24
+# Times the temporaries of attention and products that XLA compiles instead of our kernels.
+_WITHOUT_KERNELS = 1.4
+# Part of the budget that the allocator may lose between arrays.
+SLACK = 1 / 64
+HOST_RESERVE = 600 << 20
+"""Bytes that a process on CPU takes beside arrays: libraries, and compilers while they compile."""
+LEAST_TOKENS = 2048
+"""Tokens below which a CPU's cache is not made smaller, if a sequence may have as many."""
+CPU_KV_BYTES = 1 << 30  # by default
+# Eighths of the cache, of half of it, of a quarter, and so on. Programs are compiled for a number
+# of pages: what is free differs from start to start, and where sizes are few, those of an earlier
+# start are likely to fit.
+_EIGHTHS = (8, 7, 6, 5)
+_UNKNOWN = 1 << 62
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a start.
+
+    Attributes:
+        share: of the free memory.
+        seqs: most sequences running at once.
+        tokens: most tokens of a step.
+    """
+
+    share: float
+    seqs: int
+    tokens: int
+
+
+DEFAULT_SHARE = 0.9
+_LARGE, _SMALL = Sizes(DEFAULT_SHARE, 256, 8192), Sizes(DEFAULT_SHARE, 64, 2048)
+_TIGHT = (Sizes(0.95, 64, 2048), Sizes(0.95, 16, 512))
+# Of a memory that is the host's too, which needs its part while weights are read.
+_SHARED = (Sizes(0.8, 64, 2048), Sizes(0.8, 16, 512))
+_CPU = Sizes(1.0, 32, 512)
+
+
+def size_candidates(config: EngineConfig, device: DeviceMemory) -> Iterator[Sizes]:
+    """Yield the sizes that a start may take by default, the best first."""
+    if not device.limits.is_gpu:
+        yield _CPU
+        return
+    shared = device.limits.shares_host_memory
+    large = replace(_LARGE, share=_SHARED[0].share) if shared else _LARGE
+    budget = device.budget(config.gpu_memory_utilization, large.share)
+    if budget * config.memory_share >= LARGE_BUDGET:
+        yield large
+    yield from _SHARED if shared else (_SMALL, *_TIGHT)
+
+
+def engine_budget(config: EngineConfig, device: DeviceMemory, share: float) -> int:
+    """Return the bytes of a device that one engine may take.
+
+    Args:
+        config: the settings, of which several engines have a `memory_share` each.
+        device: with the bytes that are free and in use.
+        share: of the free memory, if gpu_memory_utilization is not set.
+    """
+    if not device.limits.is_gpu:  # a share of several engines is a share of their caches
+        return max(0, device.free - HOST_RESERVE) if device.total else _UNKNOWN
+    budget = device.budget(config.gpu_memory_utilization, share)
+    return min(int(budget * config.memory_share), budget - device.in_use)
+
+
+def temporary_bytes(config: ModelConfig, dtype: Any, sizes: Sizes, limits: DeviceLimits) -> int:
+    """Estimate the temporaries of the largest program, as XLA's own reports have them.
+
+    Within 10 % of the programs of an 8B compiled for an A100 and an H200 (2,048 and 8,192 tokens).
+    """
+    item, devices = jnp.dtype(dtype).itemsize, config.split.devices
+    heads = local_kv_heads(config) * (group_of(config) + 2) * config.head_dim
+    widest = max(3 * config.intermediate_size // devices, 2 * heads)
+    if (context := config.split.context) > 1:
+        # Of all devices' heads: queries as they are scaled, sums, and what the others have of them.
+        widest = max(widest, 4 * context * group_of(config) * (config.head_dim + 2))
+    if (experts := config.experts) is not None:
+        # A row for each chosen expert: what goes in, the gates and what they give, what comes out.
+        size = experts.size if config.split.expert_parallel else experts.size // devices
+        each = 3 * size + 2 * config.hidden_size
+        widest = max(widest, experts.chosen * each + 3 * experts.shared // devices)
+    drawn = -(-sizes.seqs // devices) * config.vocab_size  # each device draws some of the rows
+    if not limits.is_gpu:  # products give float32
+        token = widest * (2 * 4 + item) // 3 + config.hidden_size * item
+        return max(sizes.tokens * token, drawn * _CPU_SAMPLER)
+    token = (widest + 4 * config.hidden_size) * item
+    needed = max(sizes.tokens * token, int(drawn * _GPU_SAMPLER))
+    return int(needed if limits.runs_triton else needed * _WITHOUT_KERNELS)
+
+
+def slot_bytes(vocab_size: int) -> int:
+    """Return the bytes of sampler state that one slot has on the device."""
+    leaves = jax.tree.leaves(jax.eval_shape(lambda: make_sampler_state(0, vocab_size)))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+
+class PageCounts(NamedTuple):
+    """Numbers of pages of a KV cache.
+
+    Attributes:
+        count: pages to allocate.
+        full: pages where memory is ample; on CPU the default may be made smaller.
+        least: pages without which the engine does not start.
+    """
+
+    count: int
+    full: int
+    least: int
+
+
+def count_pages(
+    config: EngineConfig,
+    model: ModelConfig,
+    asked_length: int | None,
+    page: int,
+    dtype: Any,
+    room: int,
+    is_gpu: bool,
+) -> PageCounts:
+    """Size the KV cache: the pages that the settings name, or that fit into the memory.
+
+    On CPU without max_model_len the cache is never larger than its default budget, since a
+    config.json declares more positions than most requests use. With max_model_len one sequence of
+    that length fits.
+
+    Args:
+        config: resolved.
+        model: that the cache is for.
+        asked_length: max_model_len as the user set it.
+        page: bytes of a page in all layers.
+        dtype: of the pages.
+        room: bytes that weights, temporaries and sampler state leave.
+        is_gpu: whether the cache is on a GPU.
+    """
+    if config.num_gpu_blocks_override is not None:
+        pages = config.num_gpu_blocks_override
+        counts = PageCounts(pages, pages, pages)
+    elif config.kv_cache_memory_bytes is not None:
+        pages = cpu_page_budget(config, page)
+        counts = PageCounts(pages, pages, max(2, pages))
+    elif is_gpu:
+        pages = max(0, room) // page
+        counts = PageCounts(pages, pages, 2)
+    else:
+        counts = _host_pages(config, asked_length, page, room)
+    # Cells of the cache are numbered with 32 bits.
+    most, platform = 2**31 // config.block_size - 1, "gpu" if is_gpu else "cpu"
+    layer_page = page // 2 // model.num_hidden_layers
+
+    def limited(pages: int) -> int:
+        return addressable_pages(min(pages, most), layer_page, dtype, platform)
+
+    return PageCounts(*map(limited, counts))
+
+
+def _host_pages(config: EngineConfig, asked_length: int | None, page: int, room: int) -> PageCounts:
+    assert config.max_model_len is not None
+    size, context = config.block_size, config.max_model_len
+    if asked_length is not None:
+        full, least = cpu_page_budget(config, page), -(-context // size) + 1
+    else:
+        tokens = (int(CPU_KV_BYTES * config.memory_share) // page - 1) * size
+        shorter = replace(config, max_model_len=max(2, min(context, tokens)))
+        full = cpu_page_budget(shorter, page)
+        least = min(full, -(-min(context, LEAST_TOKENS) // size) + 1)
+    halves = (full >> halving for halving in range(full.bit_length()))
+    parts = (half * eighths // 8 for half in halves for eighths in _EIGHTHS)
+    fitting = (pages for pages in parts if least <= pages and pages * page <= room)
+    return PageCounts(next(fitting, least), full, least)
+
+
+def cpu_page_budget(config: EngineConfig, page_bytes: int) -> int:
+    """Return the number of pages of KV cache on CPU, the null page included.
+
+    The default stops at what all slots can hold at once, with the page to spare that admission
+    leaves each, and with prefix caching at twice that.
+    """
+    assert config.max_num_seqs and config.max_model_len
+    if config.kv_cache_memory_bytes is not None:
+        return int(config.kv_cache_memory_bytes * config.memory_share) // page_bytes
+    pages_a_sequence = -(-config.max_model_len // config.block_size)
+    times = 2 if config.enable_prefix_caching else 1
+    useful = times * config.max_num_seqs * (pages_a_sequence + 1) + 1
+    held = int(CPU_KV_BYTES * config.memory_share) // page_bytes
+    return max(min(held, useful), pages_a_sequence + 1)
+
+
+def longest_sequence(config: EngineConfig, model_config: ModelConfig, num_pages: int) -> int:
+    """Return the most tokens of a sequence that a cache holds, at most max_model_len.
+
+    Args:
+        config: resolved.
+        model_config: of the model.
+        num_pages: of the cache, the null page included.
+    """
+    assert config.max_model_len is not None
+    return longest_held(
+        num_pages - 1,
+        config.block_size,
+        model_config.layers.window,
+        config.long_prefill_token_threshold or config.max_num_batched_tokens or 1,
+        config.max_model_len,
+    )

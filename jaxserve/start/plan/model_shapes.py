@@ -1,0 +1,113 @@
+# pyright: reportUnknownMemberType=false
+"""ModelShapes: the structure of a placed model, with the shape of each array."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+from jax.tree_util import keystr, tree_leaves_with_path
+
+from jaxserve.execution.mesh import local_bytes, placed_arguments, spec_of
+from jaxserve.models import Decoder, ModelConfig
+from jaxserve.models.panels import PanelWeight
+
+
+@dataclass(frozen=True)
+class ModelShapes:
+    """The structure of a model whose weights are placed, with shapes in place of its arrays.
+
+    It can be pickled. Shapes of a model that is divided over devices have a sharding over an
+    abstract mesh, which names no device.
+
+    Attributes:
+        graphdef: Flax's description of the module.
+        state: Flax's state of the module, a tree of `jax.ShapeDtypeStruct`.
+    """
+
+    graphdef: Any
+    state: Any
+
+    @classmethod
+    def of(cls, model: Decoder) -> ModelShapes:
+        """Describe a model, whether it has its arrays or shapes in place of them."""
+        graphdef, state = nnx.split(model)  # pyright: ignore[reportUnknownVariableType]
+        return cls(graphdef, jax.tree.map(_shape, state))
+
+    @property
+    def treedef(self) -> Any:
+        """The tree of `leaves`, as `jax.tree.flatten` returns it."""
+        return jax.tree.structure(self.state)
+
+    @property
+    def leaves(self) -> list[Any]:
+        """Shapes of the arrays, in the order in which programs take the arrays."""
+        return jax.tree.leaves(self.state)
+
+    def leaves_on(self, mesh: Mesh | None) -> list[Any]:
+        """Return `leaves`, with shardings over the devices of `mesh` if there are several."""
+        return self.leaves if mesh is None else placed_arguments(mesh, self.leaves)
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The model's parameters by path, with shapes for arrays; a quantized one has several."""
+        leaves = tree_leaves_with_path(self.state, is_leaf=_is_variable)
+        return {keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the arrays on each device."""
+        return sum(map(local_bytes, self.leaves))
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether some parameters are neither in full nor panels of numbers in full."""
+        values = (parameter.get_value() for parameter in self.parameters.values())
+        return any(not isinstance(value, jax.ShapeDtypeStruct | PanelWeight) for value in values)
+
+    def for_config(self, config: ModelConfig) -> ModelShapes:
+        """Return the same shapes of a model whose configuration differs in its positions."""
+        model: Decoder = nnx.merge(self.graphdef, self.state)
+        model.config = config
+        return ModelShapes.of(model)
+
+    def difference(self, placed: ModelShapes) -> str | None:
+        """Return how the shapes of a placed model differ from these; None if they do not.
+
+        The text names the first parameter that differs, its planned shape and its actual one.
+        """
+        planned, actual = dict(self._parameters()), dict(placed._parameters())
+        for path in {**planned, **actual}:
+            if planned.get(path) != actual.get(path):
+                return f"{path} is {actual.get(path, 'missing')}; planned: {planned.get(path)}"
+        if self.graphdef != placed.graphdef or self.treedef != placed.treedef:
+            return "its modules differ"
+        return None
+
+    def _parameters(self) -> Iterator[tuple[str, str]]:
+        for path, leaf in tree_leaves_with_path(self.state):
+            spec = spec_of(leaf)
+            divided = f" over {spec}" if any(spec) else ""
+            yield (
+                keystr(path, simple=True, separator="."),
+                f"{leaf.dtype}{list(leaf.shape)}{divided}",
+            )
+
+
+def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Return the shape of an array, with its sharding over an abstract mesh if it is divided."""
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    mesh = sharding.mesh.abstract_mesh if isinstance(sharding.mesh, Mesh) else sharding.mesh
+    return jax.ShapeDtypeStruct(
+        leaf.shape, leaf.dtype, sharding=jax.sharding.NamedSharding(mesh, sharding.spec)
+    )
+
+
+def _is_variable(node: Any) -> bool:
+    return isinstance(node, nnx.Variable)

@@ -1,0 +1,258 @@
+"""StartPlan: every decision of a start that precedes its arrays and programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from jaxserve.execution.buckets import BucketSet
+from jaxserve.models import ModelConfig
+from jaxserve.settings.config import EngineConfig
+from jaxserve.start.device import DeviceMemory
+from jaxserve.start.plan.bucket_plan import buckets_of
+from jaxserve.start.plan.memory import SLACK, Sizes, count_pages
+from jaxserve.start.plan.model_shapes import ModelShapes
+from jaxserve.start.plan.weights import read_bytes
+
+PAGES, SAMPLER = "KV cache", "sampler state"
+"""Names of the memory kinds."""
+
+
+@dataclass(frozen=True)
+class MemoryKind:
+    """Memory of the device state that is allocated in equal units, on each device.
+
+    Attributes:
+        name: `PAGES` or `SAMPLER`.
+        layers: transformer layers that have it; 0 if it belongs to no layer.
+        unit: "page" or "slot".
+        bytes_per_unit: bytes of one unit over all of its layers.
+        count: units, the null page or the null slot included.
+        window: tokens of the attention window that limits the pages of a sequence, or None.
+    """
+
+    name: str
+    layers: int
+    unit: Literal["page", "slot"]
+    bytes_per_unit: int
+    count: int
+    window: int | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all units."""
+        return self.bytes_per_unit * self.count
+
+
+@dataclass(frozen=True)
+class StartPlan:
+    """A start as it is planned: settings, shapes, memory and the programs to compile.
+
+    It holds no array and no JAX device, can be pickled, and is computed without a JAX backend.
+    Sizes in bytes are those of each device.
+
+    Attributes:
+        config: the settings, resolved (see `EngineConfig.resolve`).
+        model_config: the model's configuration for `max_model_len`.
+        model: the placed model as shapes.
+        dtype: of weights that are not quantized, and of activations.
+        kv_dtype: of the pages of KV cache.
+        form: the form that matrices are quantized to, now or by an earlier conversion; None for
+            the checkpoint's own.
+        device: the device as it is described, which need not be in this machine.
+        greedy_decode: whether decode steps without a sampler are compiled.
+        asked_length: max_model_len as the user set it; None if it was left open.
+        share: share of the free memory.
+        budget: bytes that the engine may take.
+        temporary_bytes: bytes of the largest launch beside weights and cache.
+        memory: what the device state is allocated in.
+        full_pages: pages of a cache where memory is ample; on CPU fewer may be taken.
+        least_pages: pages without which the engine does not start.
+    """
+
+    config: EngineConfig
+    model_config: ModelConfig
+    model: ModelShapes
+    dtype: np.dtype
+    kv_dtype: np.dtype
+    form: str | None
+    device: DeviceMemory
+    greedy_decode: bool
+    asked_length: int | None
+    share: float
+    budget: int
+    temporary_bytes: int
+    memory: tuple[MemoryKind, ...]
+    full_pages: int
+    least_pages: int
+
+    @property
+    def platform(self) -> str:
+        """ "cpu" or "gpu"."""
+        return "gpu" if self.device.limits.is_gpu else "cpu"
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Most sequences that run at once: the slots."""
+        assert self.config.max_num_seqs is not None
+        return self.config.max_num_seqs
+
+    @property
+    def max_num_batched_tokens(self) -> int:
+        """Most tokens of a step."""
+        assert self.config.max_num_batched_tokens is not None
+        return self.config.max_num_batched_tokens
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a sequence."""
+        assert self.config.max_model_len is not None
+        return self.config.max_model_len
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a page."""
+        return self.config.block_size
+
+    @property
+    def pages(self) -> MemoryKind:
+        """The KV cache."""
+        return next(kind for kind in self.memory if kind.name == PAGES)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of KV cache, the null page included."""
+        return self.pages.count
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page in all layers."""
+        return self.pages.bytes_per_unit
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights."""
+        return self.model.num_bytes
+
+    @property
+    def buckets(self) -> BucketSet:
+        """The padded sizes that the settings name, or all candidates."""
+        sizes = self.config.decode_sizes, self.config.token_sizes
+        return buckets_of(self.config, self.platform, sizes, self.greedy_decode)
+
+    def with_pages(self, count: int) -> StartPlan:
+        """Return the plan with another number of pages."""
+        memory = tuple(
+            replace(kind, count=count) if kind.name == PAGES else kind for kind in self.memory
+        )
+        return replace(self, memory=memory)
+
+    def with_length(self, length: int) -> StartPlan:
+        """Return the plan for sequences of at most `length` tokens."""
+        model_config = self.model_config.for_length(length)
+        model = self.model
+        if model_config != self.model_config:  # which is part of the model's structure
+            model = model.for_config(model_config)
+        config = replace(self.config, max_model_len=length)
+        return replace(self, config=config, model_config=model_config, model=model)
+
+    @property
+    def estimate(self) -> int:
+        """Bytes that the largest launch is expected not to exceed beside weights and cache.
+
+        `temporary_bytes` of a plan whose programs are not compiled is right within a tenth.
+        """
+        return self.temporary_bytes + self.temporary_bytes // 8
+
+    def settle(self, temporary_bytes: int) -> StartPlan:
+        """Return the plan with the cache that the compiled largest launch leaves room for.
+
+        The settings may name the size of the cache, and a CPU's does not depend on launches: then
+        only `temporary_bytes` changes.
+
+        Args:
+            temporary_bytes: bytes of the launch beside its arguments and results.
+        """
+        plan = replace(self, temporary_bytes=temporary_bytes)
+        return plan if self.platform == "cpu" else plan.sized()
+
+    def sized(self) -> StartPlan:
+        """Return the plan with the cache that fits, or that the settings name."""
+        pages, full, least = count_pages(
+            self.config,
+            self.model_config,
+            self.asked_length,
+            self.page_bytes,
+            self.kv_dtype,
+            self.room,
+            self.platform == "gpu",
+        )
+        return replace(self, full_pages=full, least_pages=least).with_pages(pages)
+
+    @property
+    def sampler_bytes(self) -> int:
+        """Bytes of the sampler's state."""
+        return next(kind.num_bytes for kind in self.memory if kind.name == SAMPLER)
+
+    @property
+    def _taken(self) -> int:
+        """Bytes of everything but the cache."""
+        others = sum(kind.num_bytes for kind in self.memory if kind.name != PAGES)
+        return self.weight_bytes + self.temporary_bytes + others
+
+    @property
+    def room(self) -> int:
+        """Bytes that are left for the cache."""
+        return int(self.budget * (1 - SLACK)) - self._taken
+
+    @property
+    def needed(self) -> int:
+        """Bytes that a start takes at least."""
+        return int((self._taken + self.least_pages * self.page_bytes) / (1 - SLACK))
+
+    @property
+    def starts(self) -> bool:
+        """Whether the engine starts: whether the least cache fits into the budget."""
+        return self.needed <= self.budget
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the engine starts with a cache as large as where memory is ample."""
+        return self.starts and self.num_pages >= self.full_pages
+
+    def fits(self, free_bytes: int) -> bool:
+        """Return whether weights, device state and the largest launch fit into free memory."""
+        total = self._taken + self.pages.num_bytes
+        return int(total / (1 - SLACK)) <= free_bytes
+
+    @property
+    def sizes(self) -> Sizes:
+        """Sizes of the start."""
+        return Sizes(self.share, self.max_num_seqs, self.max_num_batched_tokens)
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens of KV cache; page 0 is the null page."""
+        return (self.num_pages - 1) * self.block_size if self.starts else 0
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of one sequence."""
+        return min(self.max_model_len, self.cache_tokens)
+
+    @property
+    def sequences(self) -> int:
+        """Number of sequences of the longest context that run at once."""
+        return min(self.max_num_seqs, self.cache_tokens // max(1, self.longest))
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of weights that a step of one row reads."""
+        return read_bytes(self.model, self.model_config, 1)
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Seconds below which no step can be: the weights, once through the memory's bus."""
+        return self.read_bytes / self.device.bandwidth if self.device.bandwidth else None

@@ -1,0 +1,129 @@
+"""Sizes of a model's weights in any form, from the description of their shapes."""
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.execution.mesh import local_bytes
+from jaxserve.models import ModelConfig, abstract_model
+from jaxserve.models.quantized import EXPERTS
+from jaxserve.models.shards import Split, part_of
+from jaxserve.start.plan.model_shapes import ModelShapes
+from jaxserve.weights.converted import ConvertedModel
+from jaxserve.weights.model_weights import parameters_of
+from jaxserve.weights.shapes import PLAIN, Layout, Stored, shapes_of_model
+
+
+class Weights:
+    """Weights of a model that can be held in several forms; shapes of each are computed once.
+
+    Sizes of a model that is divided over devices are those of one device's part.
+
+    Args:
+        config: of the model, with its split.
+        dtype: of weights that are not quantized.
+        layout: of the device.
+        stored: what weights are read from, if that is known; see `shapes_of_model`.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: Any,
+        layout: Layout = PLAIN,
+        stored: Stored | None = None,
+    ) -> None:
+        self.config, self.dtype = config, jnp.dtype(dtype)
+        self.layout = layout
+        self.stored: Stored | None = stored
+        self._shapes: dict[str | None, ModelShapes] = {}
+
+    def in_dtype(self, dtype: Any, keeps_blocks: bool | None = None) -> Weights:
+        """Return the same weights with another dtype for those that are not quantized.
+
+        Args:
+            dtype: the other dtype.
+            keeps_blocks: see `Layout`; None leaves it as it is.
+        """
+        layout = self.layout
+        if keeps_blocks is not None:
+            layout = replace(layout, keeps_blocks=keeps_blocks)
+        return Weights(self.config, dtype, layout, self.stored)
+
+    def divided(self, split: Split) -> Weights:
+        """Return one device's part of the same weights."""
+        part = copy(self)
+        part.config, part._shapes = replace(self.config, split=split), {}
+        return part
+
+    def shapes(self, form: str | None) -> ModelShapes:
+        """Return the shapes of the model in a form; see `shapes_of_model`."""
+        if form not in self._shapes:
+            # A conversion has quantized the folder's matrices: nothing is quantized again.
+            own = None if isinstance(self.stored, ConvertedModel) else form
+            model = shapes_of_model(self.config, self.dtype, own, self.layout, self.stored)
+            self._shapes[form] = ModelShapes.of(model)
+        return self._shapes[form]
+
+    def sizes(self, form: str | None) -> tuple[int, int]:
+        """Return the bytes of all weights, and of those that a step of one row reads."""
+        return self.shapes(form).num_bytes, self.read(form, 1)
+
+    def read(self, form: str | None, tokens: int) -> int:
+        """Return the bytes of weights that a step of so many tokens reads."""
+        return read_bytes(self.shapes(form), self.config, tokens)
+
+    @property
+    def multiplied(self) -> tuple[int, int]:
+        """Count the weights multiplied with each token, and with each row that draws a token."""
+        config, each = self.config, 0
+        experts, parameters = config.experts, parameters_of(abstract_model(config, self.dtype))
+        count = 1 if experts is None else config.split.places or experts.count
+        name = "project" if "embedding.project" in parameters else "table"
+        for path, parameter in parameters.items():
+            axes = parameter.get_metadata()["axes"]
+            if path.startswith("embedding.") or len(axes) < 2:
+                continue
+            size = _own_size(config, parameter)
+            if experts is not None and axes in EXPERTS:
+                size = size * experts.chosen // count
+            each += size
+        return each, _own_size(config, parameters[f"embedding.{name}"])
+
+
+def read_bytes(shapes: ModelShapes, config: ModelConfig, tokens: int) -> int:
+    """Return the bytes of weights that a step reads on each device.
+
+    Of experts these are the ones that chance chooses for at least one of the tokens.
+
+    Args:
+        shapes: of the placed model.
+        config: of the model.
+        tokens: of the step.
+    """
+    experts, read = config.experts, 0
+    # A replica is read in place of its expert, never beside it.
+    count = 0 if experts is None else config.split.places or experts.count
+    parameters = shapes.parameters
+    is_tied = "embedding.project" not in parameters
+    for path, parameter in parameters.items():
+        size = sum(map(local_bytes, jax.tree.leaves(parameter)))
+        if experts is not None and parameter.get_metadata()["axes"] in EXPERTS:
+            missed = (1 - experts.chosen / count) ** (tokens - 1)
+            chosen = count - (count - experts.chosen) * missed
+            size = int(size * chosen / count)
+        if path != "embedding.table" or is_tied:
+            read += size
+    return read
+
+
+def _own_size(config: ModelConfig, parameter: Any) -> int:
+    """Count the numbers of a parameter that the first device has."""
+    axes = parameter.get_metadata()["axes"]
+    return prod(part_of(config, axes, tuple(parameter.shape), 0).own_shape)

@@ -1,0 +1,80 @@
+"""Correction of a planned cache by the memory of the compiled largest launch."""
+
+from __future__ import annotations
+
+from jax.stages import Compiled
+
+from jaxserve.errors import InvalidRequest
+from jaxserve.start.plan.start_plan import StartPlan
+from jaxserve.start.programs.described_card import DescribedCard
+from jaxserve.start.programs.store import ProgramStore
+from jaxserve.start.programs.suppliers import Compiling
+
+CACHE_NOTES = "cache"
+"""Name of the notes with the pages that programs for an absent card were compiled for."""
+_ENOUGH = 0.9
+
+
+def settled(
+    plan: StartPlan, store: ProgramStore, card: DescribedCard | None = None
+) -> tuple[StartPlan, Compiled | None]:
+    """Return the plan with the cache that fits, and the largest launch if it was compiled.
+
+    On a GPU the cache depends on the largest launch, and that program is compiled for a number of
+    pages. It is compiled for the pages that its estimate leaves room for, and these pages stay
+    unless it takes more than the estimate.
+
+    Args:
+        plan: of the start.
+        store: of its programs.
+        card: absent card to compile for, or None for JAX's device.
+
+    Raises:
+        InvalidRequest: there is no memory for two pages.
+    """
+    program = None
+    if plan.platform == "gpu" and not has_named_cache(plan):
+        estimate, plan = plan.estimate, estimated(plan, store)
+        supplier = Compiling(plan.with_pages(max(2, plan.num_pages)), store, card)
+        program = supplier.supply(plan.buckets.largest)
+        needed = temporary_bytes_of(program)
+        if plan.num_pages < 2 or needed > estimate:
+            smaller = _as_noted(plan.settle(needed), store)
+            if smaller.num_pages != plan.num_pages:
+                plan, program = smaller, None
+    if plan.num_pages < 2:
+        raise InvalidRequest(
+            f"no memory for the KV cache: a page takes {plan.page_bytes} bytes; "
+            "raise gpu_memory_utilization or kv_cache_memory_bytes",
+            "kv_cache_memory_bytes",
+        )
+    return plan, program
+
+
+def has_named_cache(plan: StartPlan) -> bool:
+    """Return whether the settings name the size of the cache."""
+    config = plan.config
+    return config.num_gpu_blocks_override is not None or bool(config.kv_cache_memory_bytes)
+
+
+def estimated(plan: StartPlan, store: ProgramStore) -> StartPlan:
+    """Return the plan with the pages that an estimate of the largest launch leaves room for."""
+    return _as_noted(plan.settle(plan.estimate), store)
+
+
+def _as_noted(plan: StartPlan, store: ProgramStore) -> StartPlan:
+    """Take the pages that programs were compiled for without the card, if they fit.
+
+    A cache that is a tenth smaller costs less than minutes of compiling. A smaller one costs more.
+    """
+    notes = store.notes(CACHE_NOTES)
+    pages = plan.num_pages if notes is None else int(notes["pages"])
+    is_enough = _ENOUGH * plan.num_pages <= pages <= plan.num_pages
+    return plan.with_pages(pages) if is_enough else plan
+
+
+def temporary_bytes_of(program: Compiled) -> int:
+    """Return the bytes that a launch of a program takes beside its arguments and results."""
+    analysis = program.memory_analysis()
+    assert analysis is not None
+    return analysis.temp_size_in_bytes

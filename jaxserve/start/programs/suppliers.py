@@ -1,0 +1,80 @@
+"""Suppliers of compiled programs, each of which knows an engine by its StartPlan alone."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Protocol
+
+from jax.stages import Compiled
+
+from jaxserve.start.plan.start_plan import StartPlan
+from jaxserve.start.programs.compiler import Compiler, Key, program_name
+from jaxserve.start.programs.described_card import DescribedCard
+from jaxserve.start.programs.store import ProgramStore
+
+
+class ProgramSupplier(Protocol):
+    """Source of the compiled programs of a plan.
+
+    A supplier is made from a plan and a store only, so that it may work in another process or
+    without the device. `Compiling` compiles in this process, `Stored` reads files, and
+    `CompilingProcess` compiles in the background.
+    """
+
+    def supply(self, key: Key) -> Compiled | None:
+        """Return the program of a key, or None if this supplier does not have it. Thread-safe."""
+        ...
+
+    def close(self) -> None:
+        """End the processes and files of the supplier. Idempotent."""
+        ...
+
+
+class Stored:
+    """Supplier of the programs in the store's files, which traces and compiles no program.
+
+    Args:
+        plan: of the start.
+        store: of the programs.
+    """
+
+    def __init__(self, plan: StartPlan, store: ProgramStore) -> None:
+        self.plan, self.store = plan, store
+
+    def supply(self, key: Key) -> Compiled | None:
+        """Load a program from its file, or return None. Thread-safe."""
+        return self.store.find(program_name(key, self.plan))
+
+    def has(self, key: Key) -> bool:
+        """Return whether a program has a file."""
+        return self.store.has(program_name(key, self.plan))
+
+    def close(self) -> None:
+        """Return at once, because files are closed after each read."""
+
+
+class Compiling:
+    """Supplier that loads or compiles programs in this process.
+
+    Args:
+        plan: of the start.
+        store: of the programs.
+        card: absent card to compile for, or None for JAX's device.
+
+    Attributes:
+        compiler: of the plan.
+    """
+
+    def __init__(
+        self, plan: StartPlan, store: ProgramStore, card: DescribedCard | None = None
+    ) -> None:
+        self.compiler = Compiler(plan, card)
+        self._store = store
+
+    def supply(self, key: Key) -> Compiled:
+        """Load or compile a program, and write a compiled one to the store. Thread-safe."""
+        name = program_name(key, self.compiler.plan)
+        return self._store.get(name, partial(self.compiler.lower, key))
+
+    def close(self) -> None:
+        """Return at once, because compilations end with the threads that run them."""

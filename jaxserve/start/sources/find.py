@@ -1,0 +1,149 @@
+"""The search for the model that the setting `model` names."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from jaxserve.errors import CheckpointError, InvalidRequest
+from jaxserve.execution.runner import OnProgress
+from jaxserve.models import ModelConfig, parse_model_config, read_config_fields
+from jaxserve.models.shards import Split, check_split
+from jaxserve.settings.config import EngineConfig, bundled_model
+from jaxserve.settings.overrides import overridden
+from jaxserve.start.sources.expert_load import placement_of
+from jaxserve.start.sources.paths import local_path
+from jaxserve.start.sources.source import (
+    CheckpointSource,
+    ConvertedSource,
+    GgufSource,
+    RandomSource,
+    Source,
+)
+from jaxserve.text.generation_config import read_generation_config
+from jaxserve.text.gguf_vocabulary import gguf_ends
+from jaxserve.weights import (
+    gguf_fields,
+    is_converted,
+    open_checkpoint,
+    open_converted,
+    open_gguf,
+)
+from jaxserve.weights.names import has_own_output
+from jaxserve.weights.wrapped import NAMINGS, naming
+
+_log = logging.getLogger(__name__)
+
+
+def find_source(
+    config: EngineConfig, on_progress: OnProgress | None = None, *, config_only: bool = False
+) -> Source:
+    """Find a model's files, fetch them if they are on the hub, and read its configuration.
+
+    Args:
+        config: names the model.
+        on_progress: called with the bytes of a download.
+        config_only: whether to fetch the configuration alone.
+
+    Raises:
+        CheckpointError, UnsupportedModel: nothing there, or nothing that can be served.
+    """
+    source = _find(config, on_progress, config_only)
+    if config.load_format != "dummy":
+        return source
+    of_text = (source.path, source.fields, source.model_config, source.generation_config)
+    return RandomSource(*of_text, source, config.seed)
+
+
+def _find(config: EngineConfig, on_progress: OnProgress | None, config_only: bool) -> Source:
+    path = bundled_model()
+    if config.model is not None:
+        path = local_path(str(config.model), config, on_progress, config_only=config_only)
+    if path.is_file():
+        file = open_gguf(path)
+        fields = overridden(gguf_fields(file), config.hf_overrides)
+        generation = _generation_config(
+            config, path.parent, {"eos_token_id": gguf_ends(file.metadata)}
+        )
+        model_config = _divided(parse_model_config(fields, str(path)), config)
+        return GgufSource(path, fields, model_config, generation, file)
+    where = str(path / "config.json")
+    fields = overridden(read_config_fields(path), config.hf_overrides)
+    model_config = _divided(parse_model_config(fields, where), config)
+    generation = _generation_config(config, path, None)
+    if is_converted(path):
+        if config.has_followers:
+            raise InvalidRequest(
+                f"model: {path} was converted, and such a folder is not read by several hosts "
+                "(nnodes); allowed: what it was made of",
+                "model",
+            )
+        return ConvertedSource(path, fields, model_config, generation, open_converted(path))
+    if not config_only and config.load_format != "dummy":
+        tied = _ties(path, fields, model_config)
+        if tied != model_config.tie_word_embeddings:
+            fields["tie_word_embeddings"] = tied
+            model_config = _divided(parse_model_config(fields, where), config)
+    return CheckpointSource(path, fields, model_config, generation)
+
+
+def _divided(model_config: ModelConfig, config: EngineConfig) -> ModelConfig:
+    """Return the configuration of a model over as many devices as the settings name.
+
+    Raises:
+        UnsupportedModel: its sizes do not divide.
+        CheckpointError: see `placement_of`.
+    """
+    split = Split(
+        config.tensor_parallel_size,
+        config.enable_expert_parallel,
+        placement_of(config, model_config),
+        config.decode_context_parallel_size,
+        config.all_reduce == "pallas",
+    )
+    made = replace(model_config, split=split)
+    check_split(made)
+    return made
+
+
+def _ties(path: Path, fields: dict[str, Any], config: ModelConfig) -> bool:
+    """Return whether the model projects by its embedding.
+
+    As in Transformers, an output projection among the tensors that differs from the embedding is
+    used whatever config.json says. A wrapper and its text model often disagree, or leave it to
+    defaults of their classes.
+    """
+    unsaid = config.wrapper and fields.get("tie_word_embeddings") is None
+    if not (config.tie_word_embeddings or unsaid):
+        return False
+    checkpoint = open_checkpoint(path)
+    prefix, output = naming(checkpoint) if config.wrapper else NAMINGS[-1]
+    own = has_own_output(checkpoint, output, f"{prefix}embed_tokens.weight")
+    if own and config.tie_word_embeddings:
+        _log.warning(
+            "%s: has an output projection that differs from the embedding, though config.json "
+            "ties them; it is used",
+            path,
+        )
+    return not own
+
+
+def _generation_config(
+    config: EngineConfig, folder: Path, own: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Return the settings of generation; the ends among the model's own count in any case."""
+    found = read_generation_config(folder) if own is None else own
+    if config.generation_config == "auto":
+        return found
+    ends = {"eos_token_id": found["eos_token_id"]} if "eos_token_id" in found else {}
+    if config.generation_config == "vllm":
+        return ends
+    other = Path(config.generation_config)
+    if not (other / "generation_config.json").is_file():
+        raise CheckpointError(
+            f"generation_config: {str(other)!r} is not 'auto', 'vllm' or a folder with a "
+            "generation_config.json"
+        )
+    return ends | read_generation_config(other)

@@ -1,0 +1,68 @@
+"""Paths that the settings `model` and `tokenizer` stand for."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+from pathlib import Path
+from typing import Any
+
+from jaxserve.errors import CheckpointError
+from jaxserve.execution.runner import OnProgress
+from jaxserve.settings.config import EngineConfig
+from jaxserve.settings.model_name import NO_MODEL, kind_of_model
+from jaxserve.start.sources.hub_gguf import gguf_of_folder
+from jaxserve.weights.checkpoint import check_text_files
+
+_TEXT = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+def local_path(
+    name: str,
+    config: EngineConfig,
+    on_progress: OnProgress | None,
+    *,
+    text_only: bool = False,
+    config_only: bool = False,
+) -> Path:
+    """Return the folder, or the GGUF file, that a name stands for.
+
+    A folder without safetensors and with the files of one GGUF model stands for that model.
+
+    Raises:
+        CheckpointError: there is none, it holds text files that lie elsewhere, or several GGUF
+            models.
+    """
+    kind = kind_of_model(name)
+    if kind == "folder":
+        folder = Path(name)
+        check_text_files(folder)
+        needs_weights = config.load_format != "dummy" or not (folder / "config.json").exists()
+        found = gguf_of_folder(folder) if needs_weights and not text_only else None
+        return found or folder
+    if kind == "gguf" and not text_only:
+        return Path(name)
+    if kind == "hub":
+        fetch = imported("jaxserve.start.sources.hub").fetch
+        only = {"text_only": text_only, "config_only": config_only}
+        return fetch(name, config.revision, config.download_dir, on_progress, **only)
+    raise CheckpointError(f"{'tokenizer' if text_only else 'model'}: {name!r} {NO_MODEL}")
+
+
+def copy_text(folder: Path, to: Path) -> None:
+    """Copy the files of a tokenizer and its chat template that a folder has."""
+    for name in _TEXT:
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, to / name)
+
+
+def imported(name: str) -> Any:
+    """Import a module that brings large libraries, only once it is needed."""
+    return importlib.import_module(name)

@@ -1,0 +1,75 @@
+"""The tensors of a checkpoint, matched with the parameters of a model; only headers are read."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxserve.models import ModelConfig, checkpoint_weights
+from jaxserve.models.registry import tensor_names
+from jaxserve.models.weight_table import WeightName, dimensions
+from jaxserve.settings.model_name import INDEX
+from jaxserve.weights.checkpoint import Checkpoint, listed, open_checkpoint
+from jaxserve.weights.gguf.file import GgufFile
+from jaxserve.weights.gguf.names import named_tensors
+from jaxserve.weights.names import as_stored, match_names, renamed
+from jaxserve.weights.quantized_tensors import SplitCheckpoint, sort_packed
+from jaxserve.weights.safetensors import TensorEntry
+from jaxserve.weights.wrapped import text_tensors
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StoredTensors:
+    """The tensors of one model in a Hugging Face checkpoint or a GGUF file.
+
+    Attributes:
+        opened: every tensor of the files.
+        split: the tensors that are quantized, apart from the others.
+        entries: the tensors that are not quantized, by their names in the model's table.
+        dims: sizes of the dimensions that the table names.
+    """
+
+    opened: Checkpoint
+    split: SplitCheckpoint
+    entries: Mapping[str, TensorEntry]
+    dims: Mapping[str, int]
+
+    @property
+    def table(self) -> list[WeightName]:
+        """The tensors that are not quantized, and the parameter that each belongs to."""
+        return self.split.table
+
+
+def open_tensors(source: str | Path | GgufFile, config: ModelConfig) -> StoredTensors:
+    """Find the tensors of a model and check them against its configuration.
+
+    Raises:
+        CheckpointError: files are missing, malformed or unsafe, or hold other tensors than
+            `config` implies.
+    """
+    opened, dims = _open(source, config), dimensions(config)
+    stored = as_stored(checkpoint_weights(config), opened, dims)
+    split = sort_packed(opened, config.quantization, stored, dims)
+    return StoredTensors(opened, split, match_names(split.checkpoint, config, split.table), dims)
+
+
+def _open(source: str | Path | GgufFile, config: ModelConfig) -> Checkpoint:
+    """Return the model's tensors under the names of its table."""
+    if isinstance(source, GgufFile):
+        return named_tensors(source, config)
+    opened = open_checkpoint(source)
+    if opened.ignored:
+        _log.warning(
+            "%s: %d tensor(s) or files beside those of %s are ignored: %s",
+            source,
+            len(opened.ignored),
+            INDEX,
+            listed(opened.ignored),
+        )
+    if config.wrapper is not None:
+        opened = text_tensors(opened)
+    return renamed(opened, tensor_names(config))
