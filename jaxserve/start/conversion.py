@@ -17,7 +17,7 @@ from jaxserve.start.sources.find import find_source
 from jaxserve.start.sources.paths import copy_text, local_path
 from jaxserve.start.sources.source import Source
 from jaxserve.weights import parameter_values, write_converted
-from jaxserve.weights.shapes import Layout
+from jaxserve.weights.shapes import DeviceLayout
 from pallas_kernels.devices import target_device
 
 CONFIG = "config.json"
@@ -47,7 +47,7 @@ def convert(config: EngineConfig, to: Path, on_progress: OnProgress | None = Non
         source.tokenizer(config, on_progress)  # refused before the work
     # Scales of an fp8 cache are kept for engines that will have one; latent attention has none.
     kv_scales = model_config.latent is None
-    layout = Layout(keeps_blocks=False, kv_scales=kv_scales)
+    layout = DeviceLayout(keeps_blocks=False, kv_scales=kv_scales)
     model = source.load(model_config, dtype, quantization, layout, None, on_progress)
     values = parameter_values(model)
     del model  # `write_converted` empties `values`

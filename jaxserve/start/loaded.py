@@ -29,8 +29,8 @@ class Loaded:
     """The parts of an engine before it has served anything.
 
     Attributes:
-        max_new_tokens: what generation_config.json says of an answer's length, if anything.
-        recommends_sampling: whether it says how tokens are drawn.
+        max_new_tokens: the limit of an answer in generation_config.json, or None.
+        recommends_sampling: whether generation_config.json has settings of sampling.
         start: report of the start, if `load` made these parts.
         behind: programs that are compiled in the background; the engine closes it.
         group: of the hosts that the engine runs on, if there are several; the engine closes it.
@@ -58,7 +58,7 @@ class Loaded:
 
 
 def capacity(plan: StartPlan) -> int:
-    """Return the most tokens of a sequence; log a warning if the cache holds fewer than planned."""
+    """Return the most tokens of a sequence. Log a warning if the cache holds fewer than planned."""
     tokens = longest_sequence(plan.config, plan.model_config, plan.num_pages)
     if tokens < plan.max_model_len:
         _log.warning(
@@ -73,10 +73,10 @@ def capacity(plan: StartPlan) -> int:
 def eos_token_ids(
     model_config: ModelConfig, generation_config: dict[str, Any], tokenizer: Tokenizer | None
 ) -> tuple[int, ...]:
-    """Return every id that the checkpoint calls an end: all of them, as its files disagree.
+    """Return every end-of-sequence id of the checkpoint's files, which may disagree.
 
     Raises:
-        CheckpointError: an id that is no token, or too many.
+        CheckpointError: an id is outside the vocabulary, or there are too many ids.
     """
     named = generation_config.get("eos_token_id")
     from_generation = named if isinstance(named, list) else [] if named is None else [named]

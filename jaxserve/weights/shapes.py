@@ -66,13 +66,13 @@ _Parameter = nnx.Param[Any]
 
 
 @dataclass(frozen=True)
-class Layout:
+class DeviceLayout:
     """How a device takes a model's matrices.
 
     Attributes:
         panels: in panels for a CPU's products.
         output_rows: quantized matrices with a row for each output, for cards without Triton.
-        keeps_blocks: matrices that a file holds in blocks stay quantized; a GPU takes their codes.
+        keeps_blocks: GGUF blocks stay quantized. A GPU takes their codes.
         kv_scales: the checkpoint's scales of an fp8 cache are taken over.
     """
 
@@ -82,7 +82,7 @@ class Layout:
     kv_scales: bool = False
 
 
-PLAIN = Layout()
+PLAIN = DeviceLayout()
 RANDOM = "random"
 """In place of stored tensors: random weights, none of which a checkpoint has quantized."""
 Stored = StoredTensors | ConvertedModel | Literal["random"]
@@ -92,7 +92,7 @@ def shapes_of_model(
     config: ModelConfig,
     dtype: DTypeLike,
     form: str | None,
-    layout: Layout,
+    layout: DeviceLayout,
     stored: Stored | None = None,
 ) -> Decoder:
     """Build the structure of a model whose weights are placed, with shapes in place of arrays.
@@ -103,11 +103,10 @@ def shapes_of_model(
     Args:
         config: of the model, with its split over devices.
         dtype: of the parameters that are not quantized.
-        form: "int8", "fp8" or "int4" to quantize to; None to keep the weights as they are stored.
+        form: "int8", "fp8" or "int4" to quantize to, or None to keep the stored weights.
         layout: of the device.
-        stored: what weights are read from, or `RANDOM`. None if it is not known: then a quantized
-            checkpoint is taken to have all of its matrices in the form that `config.quantization`
-            names.
+        stored: the stored tensors, or `RANDOM`. If it is None, all matrices of a quantized
+            checkpoint are taken to have the form that `config.quantization` names.
 
     Raises:
         CheckpointError: a quantized tensor of the checkpoint is malformed.
@@ -149,7 +148,7 @@ def _as_read(
     config: ModelConfig,
     parameters: Mapping[str, _Parameter],
     form: str | None,
-    layout: Layout,
+    layout: DeviceLayout,
     stored: StoredTensors | Literal["random"] | None,
 ) -> dict[str, Any]:
     """Return each parameter as it is before it is laid out: quantized with shapes, or a shape."""
@@ -192,7 +191,7 @@ def _fused(
     parameter: _Parameter,
     dims: Mapping[str, int],
 ) -> Any:
-    """Return what `fused` or `fused_experts` makes of codes; None where they cannot be kept."""
+    """Return the result of `fused` or `fused_experts` with shapes, or None if codes are widened."""
     contract, shape, first = contracted(parameter), parameter.shape, layouts[0]
     kinds = [layout.zeros for layout in layouts if layout.zeros is not None]
     whole = replace(first, zeros=kinds[0] if kinds else None)
@@ -207,7 +206,7 @@ def _fused(
         return SplitWeight(tuple(weights), tuple(places), outputs)
     if not holds_experts(parameter) or not is_one or first.order is not None:
         return None
-    # A stack of all experts is one part; otherwise each part names its expert.
+    # All experts are one part, or each part names its expert.
     experts = {str(part.index[0]) for part in parts}
     return _experts(whole, shape) if len(experts) in (1, shape[0]) else None
 
@@ -249,9 +248,9 @@ def _panels_of_blocks(
 
 
 def _declared(
-    config: ModelConfig, parameters: Mapping[str, _Parameter], layout: Layout
+    config: ModelConfig, parameters: Mapping[str, _Parameter], layout: DeviceLayout
 ) -> dict[str, Any]:
-    """Return the parameters that are quantized by what config.json says, by path."""
+    """Return the parameters that are quantized according to config.json, by path."""
     stored, experts, found = config.quantization, config.experts, dict[str, Any]()
     for path, parameter in parameters.items():
         shape, is_experts = parameter.shape, holds_experts(parameter)
@@ -278,7 +277,7 @@ def _declared(
 
 
 def _quantized(
-    config: ModelConfig, form: str | None, layout: Layout, path: str, parameter: _Parameter
+    config: ModelConfig, form: str | None, layout: DeviceLayout, path: str, parameter: _Parameter
 ) -> Any:
     """Return a parameter that is quantized while it is read, or the shape of one in full."""
     shape, contract = parameter.shape, in_blocks(parameter, form, layout.panels)
@@ -301,7 +300,7 @@ def _quantized(
 
 
 def _sizes(shape: tuple[int, ...], contract: int) -> tuple[int, tuple[int, ...]]:
-    """Return inputs and the shape of outputs; of a table (0), whose rows are outputs, too."""
+    """Return the inputs and the shape of the outputs. With `contract` 0, rows are outputs."""
     return (prod(shape[:contract]), shape[contract:]) if contract else (prod(shape[1:]), shape[:1])
 
 
@@ -352,7 +351,7 @@ class _Place:
         layout: of the device.
     """
 
-    def __init__(self, config: ModelConfig, layout: Layout) -> None:
+    def __init__(self, config: ModelConfig, layout: DeviceLayout) -> None:
         self._config, self._layout = config, layout
         count = config.split.devices
         self._mesh = (
@@ -390,7 +389,7 @@ class _Place:
 
 
 def _in_panels(axes: Any, value: Any) -> PanelWeight | None:
-    """Return the shape of a matrix in full once it is in panels; None if it has none."""
+    """Return the shape of an unquantized matrix in panels, or None if it has no panels."""
     shape, dtype = value.shape, np.dtype(value.dtype)
     found = panel_axes(axes, dtype)
     if found is None:

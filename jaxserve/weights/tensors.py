@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint, matched with the parameters of a model; only headers are read."""
+"""The tensors of a checkpoint, matched with the parameters of a model by their headers."""
 
 from __future__ import annotations
 

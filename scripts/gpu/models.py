@@ -20,7 +20,7 @@ from jaxserve.models import parse_model_config
 from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.slot_table import SlotTable
 from jaxserve.start.programs.compiler import product_precision
-from jaxserve.weights.shapes import RANDOM, Layout, shapes_of_model
+from jaxserve.weights.shapes import RANDOM, DeviceLayout, shapes_of_model
 
 PAGE_SIZE = 16
 
@@ -172,7 +172,7 @@ def step_call(
         donate its first argument, and the rest are shapes of its arguments.
     """
     config = parse_model_config(model.config())
-    layout = Layout(output_rows=output_rows)
+    layout = DeviceLayout(output_rows=output_rows)
     described = shapes_of_model(config, dtype, form or None, layout, RANDOM)
     graphdef, weights = nnx.split(described)
     leaves, treedef = jax.tree.flatten(weights)

@@ -11,7 +11,7 @@ from jaxserve import LLM, EngineConfig, SamplingParams
 from jaxserve.execution.buckets import Bucket
 from jaxserve.start.loaded import Loaded
 from jaxserve.start.sources.find import find_source
-from jaxserve.weights.shapes import Layout
+from jaxserve.weights.shapes import DeviceLayout
 from scripts.lib.placed_model import start_runner
 
 WORK = [
@@ -33,7 +33,7 @@ def test_greedy_programs_change_no_token(
 ) -> None:
     plain = loaded.runner
     source = find_source(EngineConfig(model=str(loaded.config.model)))
-    model = source.load(plain.model_config, jnp.float32, None, Layout(panels=True))
+    model = source.load(plain.model_config, jnp.float32, None, DeviceLayout(panels=True))
     runner = start_runner(loaded.config, plain.model_config, model, greedy_decode=True)
     assert len(runner.buckets) == len(plain.buckets) + 1
     used: list[Bucket] = []

@@ -344,7 +344,7 @@ NOT_TRACED = {
         f"jaxserve/{name}.py"
         for name in """
         errors settings/checks settings/config settings/hosts settings/model_name settings/overrides
-        settings/compat start/plan/bucket_plan start/plan/start_plan start/programs/described_card
+        start/plan/bucket_plan start/plan/start_plan start/programs/described_card
         structured
         """.split()
     ),

@@ -10,7 +10,7 @@ import pytest
 
 from jaxserve.models import read_model_config
 from jaxserve.weights import load_weights, random_weights
-from jaxserve.weights.shapes import RANDOM, Layout
+from jaxserve.weights.shapes import RANDOM, DeviceLayout
 from tests.models.cases import CASES
 from tests.support.shape_gaps import gap
 
@@ -36,7 +36,7 @@ def test_the_arrays_of_a_checkpoint_are_known_before_it_is_read(
         form = None
     flags: Any = {"quantization": form, "panels": panels, "kv_scales": True, "packed": True}
     model = load_weights(directory, config, dtype, **flags)
-    layout = Layout(panels, keeps_blocks=True, kv_scales=True)
+    layout = DeviceLayout(panels, keeps_blocks=True, kv_scales=True)
     assert gap(model, config, dtype, form, layout, directory) is None
 
 
@@ -47,12 +47,12 @@ def test_random_weights_are_known_before_they_are_made(
 ) -> None:
     config = read_model_config(checkpoints["qwen3_moe_one_dense"][0])
     model = random_weights(config, "bfloat16", 0, form, panels)
-    assert gap(model, config, "bfloat16", form, Layout(panels), RANDOM) is None
+    assert gap(model, config, "bfloat16", form, DeviceLayout(panels), RANDOM) is None
 
 
 def test_a_difference_names_the_parameter(checkpoints: Any) -> None:
     directory: Path = checkpoints["llama_gqa_untied"][0]
     config = read_model_config(directory)
     model = load_weights(directory, config, "float32")
-    found = gap(model, config, "bfloat16", None, Layout(), directory)
+    found = gap(model, config, "bfloat16", None, DeviceLayout(), directory)
     assert found == "embedding.project.value is float32[32, 96]; planned: bfloat16[32, 96]"

@@ -11,7 +11,7 @@ from flax import nnx
 from jaxserve.models import Decoder, ModelConfig
 from jaxserve.start.plan.model_shapes import ModelShapes
 from jaxserve.weights import GgufFile
-from jaxserve.weights.shapes import Layout, shapes_of_model
+from jaxserve.weights.shapes import DeviceLayout, shapes_of_model
 from jaxserve.weights.tensors import open_tensors
 
 
@@ -20,7 +20,7 @@ def gap(
     config: ModelConfig,
     dtype: Any,
     form: str | None,
-    layout: Layout,
+    layout: DeviceLayout,
     source: Any = None,
 ) -> str | None:
     """Return how a loaded model differs from its description; None if it does not.

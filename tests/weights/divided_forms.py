@@ -43,7 +43,7 @@ from jaxserve.weights import (
 from jaxserve.weights.converted_parts import load_converted_parts
 from jaxserve.weights.cutting import cut
 from jaxserve.weights.model_weights import parameter_values, parameters_of
-from jaxserve.weights.shapes import PLAIN, RANDOM, Layout
+from jaxserve.weights.shapes import PLAIN, RANDOM, DeviceLayout
 from tests.support.gguf_files import random_tensors, raw_config, write_gguf
 from tests.support.shape_gaps import gap
 from tests.weights.divided_memory import RAW as SHARDS
@@ -79,7 +79,7 @@ def products(dtype: str, form: str | None, panels: bool) -> float:
     config = replace(whole.config, split=Split(DEVICES))
     mesh = make_mesh(DEVICES)
     divided = random_weights(config, dtype, 0, form, panels, mesh)
-    assert gap(divided, config, dtype, form, Layout(panels), RANDOM) is None
+    assert gap(divided, config, dtype, form, DeviceLayout(panels), RANDOM) is None
     pieces = parameter_values(divided)
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(3, 256)), dtype)
@@ -179,7 +179,7 @@ def folders(folder: Path, mesh: Mesh) -> dict[str, list[str]]:
             several = load_weights(file, divided, np.float32, mesh=mesh, **flags)
             name = f"gguf {form}{', whole experts' if split.expert_parallel else ''}"
             found[name] = differences(divided, one, several)
-            layout = Layout(panels=True, keeps_blocks=True)
+            layout = DeviceLayout(panels=True, keeps_blocks=True)
             planned = gap(several, divided, np.float32, None, layout, file)
             found[name] += [planned] if planned else []
     return found

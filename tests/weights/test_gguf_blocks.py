@@ -21,7 +21,7 @@ from jaxserve.weights import load_weights
 from jaxserve.weights.gguf.file import read_gguf
 from jaxserve.weights.gguf.names import gguf_config
 from jaxserve.weights.model_weights import parameter_values, parameters_of
-from jaxserve.weights.shapes import Layout, shapes_of_model
+from jaxserve.weights.shapes import DeviceLayout, shapes_of_model
 from jaxserve.weights.tensors import open_tensors
 from pallas_kernels import dequantize
 from scripts.lib.fast_compile import FAST
@@ -150,7 +150,7 @@ def test_a_gpu_reads_few_more_bytes_than_the_file_holds(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf", "llama", tensors, Type.Q4_0)
     file = read_gguf(path)
     config = gguf_config(file)
-    layout, stored = Layout(keeps_blocks=True), open_tensors(file, config)
+    layout, stored = DeviceLayout(keeps_blocks=True), open_tensors(file, config)
     planned = parameter_values(shapes_of_model(config, jnp.float32, None, layout, stored))
     values = values_of(path, True, panels=False)
     assert planned.keys() == values.keys()

@@ -21,7 +21,7 @@ from jaxserve.weights import (
 )
 from jaxserve.weights.gguf.names import gguf_config
 from jaxserve.weights.model_weights import parameter_values
-from jaxserve.weights.shapes import Layout
+from jaxserve.weights.shapes import DeviceLayout
 from tests.support.gguf_files import random_tensors, raw_config, write_gguf
 from tests.support.shape_gaps import gap
 from tests.weights.test_quantized import EXPERTS, FORMATS, RAW, checkpoint
@@ -35,10 +35,10 @@ def test_a_quantized_checkpoint_is_known_before_it_is_read(
     form: str, panels: bool, tmp_path: Path
 ) -> None:
     raw: Any = EXPERTS if form in ("fp8_blocks", "awq") else RAW
-    directory, _ = checkpoint(tmp_path, form, raw)
+    directory, _ = checkpoint(tmp_path / "model", form, raw)
     config = read_model_config(directory)
     model = load_weights(directory, config, jnp.float32, panels=panels, kv_scales=True)
-    layout = Layout(panels, kv_scales=True)
+    layout = DeviceLayout(panels, kv_scales=True)
     assert gap(model, config, jnp.float32, None, layout, directory) is None
 
 
@@ -55,7 +55,7 @@ def test_blocks_of_a_gguf_file_are_known_before_they_are_read(
     file = open_gguf(path)
     config = gguf_config(file)
     model = load_weights(file, config, jnp.float32, panels=panels, packed=True)
-    layout = Layout(panels, keeps_blocks=True)
+    layout = DeviceLayout(panels, keeps_blocks=True)
     assert gap(model, config, jnp.float32, None, layout, file) is None
 
 
@@ -66,4 +66,4 @@ def test_a_converted_folder_is_known_before_it_is_read(form: str | None, tmp_pat
     write_converted(values, config, tmp_path / "to", lambda _: None, "float32", form)
     converted = open_converted(tmp_path / "to")
     model = load_converted(converted, config)
-    assert gap(model, config, jnp.float32, None, Layout(), converted) is None
+    assert gap(model, config, jnp.float32, None, DeviceLayout(), converted) is None

@@ -24,7 +24,7 @@ from jaxserve.start.sources.find import find_source
 from jaxserve.weights import load_weights
 from jaxserve.weights.gguf.file import ENCODINGS, read_gguf
 from jaxserve.weights.model_weights import parameters_of
-from jaxserve.weights.shapes import Layout
+from jaxserve.weights.shapes import DeviceLayout
 from pallas_kernels.devices import GIB, DeviceLimits
 from tests.models.packed import random_codes
 from tests.support.gguf_blocks import random_blocks
@@ -101,7 +101,7 @@ def test_a_start_counts_the_blocks_before_it_reads_them(folder: Path, tmp_path: 
     shutil.copy(folder / "config.json", tmp_path)
     for model in (path, folder, tmp_path):
         source = find_source(EngineConfig(model=str(model)), config_only=model == tmp_path)
-        wide = Weights(source.model_config, jnp.float32, Layout(panels=True)).sizes(None)[0]
+        wide = Weights(source.model_config, jnp.float32, DeviceLayout(panels=True)).sizes(None)[0]
         for dtype, size in (("auto", num_bytes("MXFP4")), ("float32", 4 * VALUES)):
             config: Any = EngineConfig(model=str(model), dtype=dtype)
             found = placed_weights(config, source, None, HOST).sizes(None)[0]

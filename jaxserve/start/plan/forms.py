@@ -18,7 +18,7 @@ from jaxserve.start.plan.weights import Weights
 from jaxserve.start.sources.source import Source
 from jaxserve.weights.placement import multiplies_input_major
 from jaxserve.weights.quantize import FORMS
-from jaxserve.weights.shapes import Layout
+from jaxserve.weights.shapes import DeviceLayout
 from pallas_kernels.devices import DeviceLimits
 
 _log = logging.getLogger(__name__)
@@ -102,12 +102,12 @@ def chosen_form(config: EngineConfig, source: Source) -> str | None:
     return chosen or source.fixed_quantization
 
 
-def layout_on(config: EngineConfig, device: DeviceLimits) -> Layout:
+def layout_on(config: EngineConfig, device: DeviceLimits) -> DeviceLayout:
     """Return how a device takes the matrices of a model.
 
     Matrices stay in a file's blocks unless the settings name a dtype, which is meant for all.
     """
-    return Layout(
+    return DeviceLayout(
         panels=not device.is_gpu,
         output_rows=not multiplies_input_major(device),
         keeps_blocks=config.dtype == "auto",

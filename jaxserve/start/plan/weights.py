@@ -17,11 +17,11 @@ from jaxserve.models.shards import Split, part_of
 from jaxserve.start.plan.model_shapes import ModelShapes
 from jaxserve.weights.converted import ConvertedModel
 from jaxserve.weights.model_weights import parameters_of
-from jaxserve.weights.shapes import PLAIN, Layout, Stored, shapes_of_model
+from jaxserve.weights.shapes import PLAIN, DeviceLayout, Stored, shapes_of_model
 
 
 class Weights:
-    """Weights of a model that can be held in several forms; shapes of each are computed once.
+    """Weights of a model in several forms. The shapes of a form are computed once.
 
     Sizes of a model that is divided over devices are those of one device's part.
 
@@ -29,14 +29,14 @@ class Weights:
         config: of the model, with its split.
         dtype: of weights that are not quantized.
         layout: of the device.
-        stored: what weights are read from, if that is known; see `shapes_of_model`.
+        stored: the stored tensors (see `shapes_of_model`).
     """
 
     def __init__(
         self,
         config: ModelConfig,
         dtype: Any,
-        layout: Layout = PLAIN,
+        layout: DeviceLayout = PLAIN,
         stored: Stored | None = None,
     ) -> None:
         self.config, self.dtype = config, jnp.dtype(dtype)
@@ -49,7 +49,7 @@ class Weights:
 
         Args:
             dtype: the other dtype.
-            keeps_blocks: see `Layout`; None leaves it as it is.
+            keeps_blocks: see `DeviceLayout`; None leaves it as it is.
         """
         layout = self.layout
         if keeps_blocks is not None:

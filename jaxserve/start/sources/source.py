@@ -33,7 +33,7 @@ from jaxserve.weights.converted import restored
 from jaxserve.weights.converted_parts import load_converted_parts, whole
 from jaxserve.weights.placement import use_panels
 from jaxserve.weights.safetensors import read_tensor
-from jaxserve.weights.shapes import PLAIN, RANDOM, Layout, Stored
+from jaxserve.weights.shapes import PLAIN, RANDOM, DeviceLayout, Stored
 from jaxserve.weights.tensors import StoredTensors, open_tensors
 
 
@@ -45,8 +45,8 @@ class Source(ABC):
 
     Attributes:
         path: folder or GGUF file.
-        fields: fields of its config.json, or those that a GGUF file's metadata amounts to, with the
-            setting `hf_overrides` in their place.
+        fields: fields of its config.json, or the fields derived from a GGUF file's metadata, after
+            the setting `hf_overrides`.
         model_config: the model's configuration.
         generation_config: the recommended settings of generation.
     """
@@ -58,22 +58,22 @@ class Source(ABC):
 
     @property
     def fixed_dtype(self) -> str | None:
-        """The dtype that the weights were placed in before; None if they are cast while read."""
+        """The dtype of weights that a conversion has placed, or None if reading casts them."""
         return None
 
     @property
     def fixed_quantization(self) -> str | None:
-        """The form that the weights were quantized to before; None if there is none."""
+        """The form that a conversion has quantized the weights to, or None."""
         return None
 
     @property
     def stored(self) -> Stored | None:
-        """What the shapes of placed weights follow from; None if only config.json is known."""
+        """The tensors that determine the shapes of placed weights, or None without tensors."""
         return None
 
     @property
     def num_checkpoint_bytes(self) -> int:
-        """Bytes of a Hugging Face checkpoint; 0 of other sources."""
+        """Bytes of a Hugging Face checkpoint, or 0 of another source."""
         return 0
 
     def tensors(self) -> Mapping[str, Any]:
@@ -92,7 +92,7 @@ class Source(ABC):
         """Return the tokenizer that the settings name, or the model's own.
 
         Raises:
-            CheckpointError: there is none, or one that does not fit the model.
+            CheckpointError: the tokenizer is missing, or does not fit the model.
         """
         with collection_paused():
             size, form = self.model_config.vocab_size, config.chat_template_content_format
@@ -118,7 +118,7 @@ class Source(ABC):
         model_config: ModelConfig,
         dtype: Any,
         form: str | None = None,
-        layout: Layout = PLAIN,
+        layout: DeviceLayout = PLAIN,
         mesh: Mesh | None = None,
         on_progress: OnProgress | None = None,
     ) -> Decoder:
@@ -127,9 +127,9 @@ class Source(ABC):
         Args:
             model_config: the configuration that the weights are for.
             dtype: of the parameters that are not quantized.
-            form: form to quantize to; None to keep the weights as they are stored.
+            form: form to quantize to, or None to keep the stored weights.
             layout: of the device.
-            mesh: devices that the model is divided over; None for one.
+            mesh: devices that the model is divided over, or None for one device.
             on_progress: called with the bytes that were read.
 
         Raises:
@@ -148,7 +148,7 @@ class CheckpointSource(Source):
 
     @cached_property
     def stored(self) -> StoredTensors | None:
-        """The tensors; None if the folder has a configuration alone."""
+        """The tensors, or None if the folder has only a configuration."""
         if not any((self.path / name).exists() for name in (INDEX, SINGLE)):
             return None
         return open_tensors(self._files, self.model_config)
@@ -173,11 +173,11 @@ class CheckpointSource(Source):
         model_config: ModelConfig,
         dtype: Any,
         form: str | None = None,
-        layout: Layout = PLAIN,
+        layout: DeviceLayout = PLAIN,
         mesh: Mesh | None = None,
         on_progress: OnProgress | None = None,
     ) -> Decoder:
-        """Read and place the weights; see `Source.load`."""
+        """Read and place the weights (see `Source.load`)."""
         return load_weights(
             self.stored or self._files,
             model_config,
@@ -243,7 +243,7 @@ class ConvertedSource(Source):
 
     @property
     def fixed_quantization(self) -> str | None:
-        """The form that the weights were quantized to; None if they were not."""
+        """The form that the weights were quantized to, or None."""
         return self.converted.quantization
 
     @property
@@ -266,11 +266,11 @@ class ConvertedSource(Source):
         model_config: ModelConfig,
         dtype: Any,
         form: str | None = None,
-        layout: Layout = PLAIN,
+        layout: DeviceLayout = PLAIN,
         mesh: Mesh | None = None,
         on_progress: OnProgress | None = None,
     ) -> Decoder:
-        """Read, verify and place the weights; see `Source.load`."""
+        """Read, verify and place the weights (see `Source.load`)."""
         own = self.fixed_quantization
         if form not in (None, own):
             raise UnsupportedModel(
@@ -316,9 +316,9 @@ class RandomSource(Source):
         model_config: ModelConfig,
         dtype: Any,
         form: str | None = None,
-        layout: Layout = PLAIN,
+        layout: DeviceLayout = PLAIN,
         mesh: Mesh | None = None,
         on_progress: OnProgress | None = None,
     ) -> Decoder:
-        """Make the weights; see `Source.load`."""
+        """Make random weights and place them (see `Source.load`)."""
         return random_weights(model_config, dtype, self.seed, form, layout.panels, mesh)
