@@ -1,9 +1,9 @@
 """An engine whose devices divide the positions of a sequence, in a process with 8 of them on CPU.
 
-    python -m tests.execution.over_positions            what ./scripts/test runs
+    python -m tests.execution.over_positions            the run of ./scripts/test
     python -m tests.execution.over_positions --long     more divisions
 
-Prints a JSON object of what was found.
+Prints its findings as a JSON object.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ SHARES = ([17, 0, 1, 0, 22], [0] * MATRICES, [3, 9, 2, 1, 5])
 
 
 def weights(name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray]:
-    """Codes, scales and zero points at random, and what they stand for, in float64."""
+    """Return random codes, scales and zero points, and the weights that they encode, in float64."""
     form, groups, dtype, _, outputs = SETUPS[name]
     rng = np.random.default_rng(0)
     codes = rng.integers(0, 16 if form == "int4" else 256, (MATRICES, INPUTS, outputs), np.uint8)

@@ -70,7 +70,7 @@ def test_the_text_of_a_wrapper_is_that_of_its_family(name, tmp_path):
     assert relative_error(got, want) < 1e-6
     wrapper.save_pretrained(tmp_path / "wrapper")
     plain.save_pretrained(tmp_path / "plain")
-    if "Kimi" in name:  # what Transformers renames of the tower on saving, it renames of the text
+    if "Kimi" in name:  # Transformers' renaming of the tower on saving also renames the text
         layers = ("language_model.model.blocks", "language_model.model.layers")
         rewrite(tmp_path / "wrapper", rename=lambda tensor: tensor.replace(*layers))
     ours, alone = found(tmp_path / "wrapper"), found(tmp_path / "plain")
@@ -223,7 +223,7 @@ def test_flat_configurations_are_read_as_nested_ones(tmp_path):
 
 @pytest.mark.parametrize("kind", DEFAULTS)
 def test_absent_fields_are_those_of_transformers(kind):
-    """A nested configuration was written as what differs from its class."""
+    """A nested configuration was written as its deviations from its class."""
     config = CONFIG_MAPPING[kind]()
     for name, value in DEFAULTS[kind].items():
         want = getattr(config, name, None)
