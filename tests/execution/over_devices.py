@@ -97,7 +97,7 @@ def places(state: Any) -> list[Any]:
 def logits_of(
     config: ModelConfig, values: Mapping[str, np.ndarray]
 ) -> tuple[np.ndarray, Counter[str]]:
-    """The logits after each token of two prompts, and what devices exchange for them."""
+    """Return the logits after each token of two prompts, and the operations that exchange data."""
     mesh, model = make_mesh(config.split.devices), abstract_model(config, jnp.float64)
     place = divided(place_on_default, config, parameters_of(model), mesh)
     graphdef, state = nnx.split(filled(model, {path: place(path, values[path]) for path in values}))

@@ -68,7 +68,7 @@ def compiled(name: str, implementation: str) -> Any:
 @pytest.mark.parametrize("implementation", ["triton", "xla"])
 @pytest.mark.parametrize("name", SETUPS)
 def test_rows_meet_their_groups_matrix(name: str, implementation: str) -> None:
-    """Scales of groups without rows, and rows of no group, are NaN: nothing may read them."""
+    """Scales of groups without rows, and rows of no group, are NaN, so that a read shows."""
     dtype = SETUPS[name][3]
     values, scales, zeros, exact = weights(name)
     x = np.random.default_rng(1).normal(size=(ROWS, INPUTS)).astype(dtype)

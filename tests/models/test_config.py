@@ -410,7 +410,7 @@ def test_a_bad_field_of_a_family_is_refused(raw, change, named):
 
 
 def test_what_changes_nothing_is_left_aside():
-    """Code that ships with a checkpoint is not run; loaders' settings are nothing to this one."""
+    """Code that ships with a checkpoint is not run; settings of other loaders have no effect."""
     code = {"auto_map": {"AutoModelForCausalLM": "modeling.Evil"}}
     assert parse_model_config(LLAMA | code) == parse_model_config(LLAMA)
     stored = {"quant_method": "gptq", "bits": 4, "group_size": 64}

@@ -195,7 +195,7 @@ def test_configurations_that_nest_more_deeply(qwen, tmp_path):
 
 @pytest.mark.parametrize("said", [True, None])
 def test_an_output_projection_is_used_whatever_the_wrapper_says(qwen, tmp_path, said):
-    """As in Transformers, whose class ties by default; `jaxserve convert` keeps what was found."""
+    """As in Transformers, whose class ties by default; `jaxserve convert` keeps the result."""
     folder = copied(qwen, tmp_path)
     rewrite(folder, lambda raw: raw | {"tie_word_embeddings": said})
     assert leaves(read(found(folder))) == qwen[1]

@@ -49,7 +49,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def open_page(browser: Browser, server: Server) -> Iterator[OpenPage]:
-    """Opens the page; at the end nothing may have failed in it, or come from elsewhere."""
+    """Open the page; at the end, check that it had no errors and no resources from elsewhere."""
     contexts, faults = [], []
 
     def open_one(url: str = "", expected: tuple[str, ...] = (), **options: Any) -> Page:
