@@ -263,7 +263,7 @@ def test_open_folders_are_left_alone(
 def test_a_folder_that_everybody_can_replace_is_left_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As in a temporary folder for all, but for the bit that protects what lies there."""
+    """A folder for all users, as for temporary files, but without the bit that protects entries."""
     around = tmp_path / "around"
     around.mkdir()
     around.chmod(0o777)

@@ -87,7 +87,7 @@ def test_chunked_prefill_then_greedy_decode(checkpoints, case, page_size, padded
 
 
 def after_a_prefix_hit(runner: PagedRunner) -> np.ndarray:
-    """Return row 0's logits when it shares the pages of the first HIT tokens with another row.
+    """Return row 1's logits after it shares row 0's first HIT tokens and reads the next ones.
 
     The step has the shape of the prompts' chunks, which is compiled.
     """

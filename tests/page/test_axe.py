@@ -1,4 +1,4 @@
-"""axe's rules in every state of the page, light and dark, wide and narrow; and what is in view."""
+"""axe's rules in every state of the page, light and dark, wide and narrow; and its layout."""
 
 from __future__ import annotations
 

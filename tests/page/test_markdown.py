@@ -1,4 +1,4 @@
-"""Markdown of answers: what it becomes, what it never becomes, and how it grows."""
+"""Markdown of answers: the elements that it becomes or never becomes, and how it grows."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def ensure(name: str, folder: Path) -> Path:
 
 
 def is_whole(name: str, own: Path) -> bool:
-    """Whether the files are those of the digests; remembered by their sizes and times."""
+    """Return whether the files have the listed digests; results are cached by sizes and times."""
     try:
         seen = [(own / file).stat() for file in FILES]
         mark = " ".join(f"{stat.st_size} {stat.st_mtime_ns}" for stat in seen)

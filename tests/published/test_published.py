@@ -92,7 +92,7 @@ def test_chats_are_transformers(case: Case) -> None:
 
 
 def test_data_never_becomes_added_tokens(case: Case) -> None:
-    """The prompt says what was written, for every added token of a published tokenizer."""
+    """The prompt's tokens spell the data exactly, for every added token of a tokenizer."""
     template = ChatTemplate("{{ messages[0].content }}")
     added = {text: number for text, number in case.theirs.get_added_vocab().items() if text.strip()}
     marks = [text for text in added if len(text.replace("▁", " ").strip()) > 1]

@@ -82,7 +82,7 @@ def test_programs_of_an_earlier_run_go_where_a_start_must_find_none(
     stale = tmp_path / folder / "program"
     stale.parent.mkdir()
     stale.touch()
-    # the baseline is run with a setting that it refuses
+    # the start fails with this setting
     with pytest.raises(SystemExit, match="ended with"):
         list(bench_startup.measure(None, {"max_num_seqs": 0}, 1, tmp_path, [kind]))
     assert not stale.exists()

@@ -24,7 +24,7 @@ from tests.support.quick_code import quick_programs
 KEYS = ("first-key", "second-key")
 
 
-# A server that reads its own template of a file: what it was given shows in the prompt.
+# A server that reads its own template of a file: the prompt shows the template's input.
 SHOWING = (
     "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
     "thinking={{ enable_thinking }} effort={{ reasoning_effort }} "

@@ -59,7 +59,7 @@ class Serving(Process):
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Stop the event loop, so that what comes meanwhile comes at once."""
+        """Stop the event loop, so that messages sent meanwhile arrive at once."""
         begun, end = threading.Event(), threading.Event()
         self.loop.call_soon_threadsafe(lambda: (begun.set(), end.wait(SECONDS)))
         begun.wait(SECONDS)
@@ -295,7 +295,7 @@ def test_a_late_body_gets_no_more_time(make: Callable[..., App]) -> None:
                 status, headers, _ = read_answer(client)
                 assert status == (408 if length == b"1000" else 429)
                 assert headers["connection"] == "close"
-                with suppress(OSError):  # bytes that come one by one put nothing off
+                with suppress(OSError):  # single bytes do not extend the deadline
                     for _ in range(100):
                         client.sendall(b"x")
                         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Calls whose values quote calls: the author of a quoted text cannot choose what is called."""
+"""Calls whose values quote calls: the author of a quoted text cannot choose the called tool."""
 
 from __future__ import annotations
 

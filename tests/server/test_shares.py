@@ -1,4 +1,4 @@
-"""What API keys share: a key that floods a store takes nothing from another."""
+"""API keys share a store fairly: a key that floods it takes no space from another."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_answers_in_progress_of_one_key_push_out_nothing_of_another() -> None:
 
 
 def test_a_conversation_that_was_forgotten_counts_for_its_key() -> None:
-    """A response keeps those before it: they are not the part of another key."""
+    """A response keeps earlier responses alive; they do not count for another key."""
     store = ResponseStore(1000, 100_000, 1e9)
     mine = turn(MINE, "m", 30_000)
     store.add(mine)

@@ -185,7 +185,7 @@ TOLERANCE = {
 
 
 def assert_close(actual: jax.Array, expected: jax.Array, dtype) -> None:
-    """Equal within what rounding the weights and the result to dtype explains."""
+    """Check equality within the error of rounding the weights and the result to `dtype`."""
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     assert np.isfinite(actual).all(), "something that may not be read was read"
     tolerance = TOLERANCE[jnp.dtype(dtype)]

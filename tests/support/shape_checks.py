@@ -36,7 +36,7 @@ def check_shapes() -> None:
     with hook, patch.object(typing, "TYPE_CHECKING", True):
         modules = import_modules()
     for function in functions(modules):
-        typing.get_type_hints(function)  # beartype lets pass what it cannot resolve
+        typing.get_type_hints(function)  # beartype ignores annotations that it cannot resolve
 
 
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:

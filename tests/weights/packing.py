@@ -1,4 +1,4 @@
-"""Writes quantized checkpoints from the formats' descriptions; shares nothing with the reader."""
+"""Write quantized checkpoints from the formats' descriptions, without code of the reader."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def values_of(path: Path, packed: bool, panels: bool = True) -> dict[str, Any]:
 def architectures() -> list[Any]:
     """Return cases with kinds of blocks: the usual run takes both in turn, as one file has one.
 
-    An architecture says which tensors stay as they are, a kind what a block holds.
+    An architecture decides which tensors stay as they are, a kind the contents of a block.
     """
     turns, found = cycle([Type.Q4_1, Type.Q8_0]), []
     for case, usual in zip(CASES, turns, strict=False):
