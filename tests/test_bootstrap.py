@@ -111,7 +111,7 @@ def test_of_several_cards_those_are_used_that_can_be(
     assert find_device.find() == find_device.Choice("cuda12", "GPU-0", "Card 0 (7.0), driver 550")
     play(played, "nvidia-smi", cards(*mixed))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert find_device.find().cards == ""  # the user has chosen the CPU
+    assert find_device.find().cards == ""  # the user has chosen a card
 
 
 def test_drivers_that_do_not_know_capabilities_are_named_by_their_version(played: Path) -> None:

@@ -216,7 +216,7 @@ class GhostRunner:
 
 
 def _later(batch: StepBatch, steps: int) -> StepBatch:
-    """The batch of a step within a launch; what it computes was drawn by the one before."""
+    """Return the batch of a later step in a launch; the step before has drawn its input tokens."""
     return replace(
         batch,
         tokens=np.full_like(batch.tokens, NO_TOKEN),

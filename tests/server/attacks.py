@@ -166,7 +166,7 @@ def leave_in_every_phase(server: Server, count: int) -> Figures:
 
 
 def never_read(server: Server, count: int) -> Figures:
-    """Clients that read nothing are paused, then dropped; others are served meanwhile."""
+    """Clients that stop reading are paused, then dropped; other requests are served meanwhile."""
     before, memory, begun = ended(server, "abort"), server.memory(), time.monotonic()
     stalled = [server.open_stream(WORDY | {"cache_salt": str(n)}) for n in range(count)]
     server.wait_for("num_requests_paused", lambda value: value >= 1)

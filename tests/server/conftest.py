@@ -97,7 +97,7 @@ def server(main_server: Server, main_canary: Canary) -> Iterator[Server]:
 
 @pytest.fixture(scope="package")
 def slow_server() -> Iterator[Server]:
-    """As the main server, where what runs can be seen to."""
+    """Start a server like the main one, but so slow that a test can observe running requests."""
     with Server(SMALL, module="tests.support.slow_server") as server:
         yield server
 

@@ -189,7 +189,7 @@ def _result(rng: random.Random) -> Any:
 
 
 def chat_turns(answer: dict[str, Any], rng: random.Random) -> list[dict[str, Any]]:
-    """Return a message and what follows it, changed as clients change it."""
+    """Return the answer's message and the client's next messages, with typical changes."""
     said = dict(answer)
     if rng.random() < 0.3:
         said = {name: value for name, value in said.items() if value is not None}
@@ -244,7 +244,7 @@ def messages_turns(blocks: list[dict[str, Any]], rng: random.Random) -> list[dic
 
 
 def response_turns(output: list[dict[str, Any]], rng: random.Random) -> list[dict[str, Any]]:
-    """Return items and what follows them, in the form of the responses endpoint."""
+    """Return the answer's items and the client's next ones, in the form of /v1/responses."""
     items = [dict(item) for item in output]
     results = []
     for item in items:

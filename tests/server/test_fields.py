@@ -128,7 +128,7 @@ def test_a_stream_scores_its_prompt_first(server: Server, n: int) -> None:
 
 
 def test_a_stream_waits_for_the_scores_of_its_prompt(wide: Server) -> None:
-    """The second completion finds its prompt cached, and is ahead of what scores it."""
+    """The second completion finds its prompt cached, so it is ahead of the prompt's scores."""
     body = {"prompt": [7] * 280, "n": 2, "max_tokens": 3, "seed": 1, "temperature": 1.0}
     wide.request(TEXT, body)
     scored = body | {"prompt_logprobs": 0, "stream": True}

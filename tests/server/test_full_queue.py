@@ -119,7 +119,10 @@ def sent(address: Any, data: bytes) -> Iterator[socket.socket]:
 
 
 def read_answer(client: socket.socket) -> tuple[int, dict[str, Any], bytes]:
-    """One answer with a length; of what differs between two of the same, the length."""
+    """Read one answer; return its status, its headers and its body.
+
+    Headers that vary between two equal answers have their length as value.
+    """
     data = b""
     while b"\r\n\r\n" not in data:
         piece = client.recv(1)

@@ -123,7 +123,7 @@ TEMPLATES = {
 
 @pytest.fixture(scope="module")
 def app_of(loaded: Loaded) -> Iterator[Callable[[str], App]]:
-    """Applications by the name of their template; they trust those of requests."""
+    """Yield a function from a template's name to an application that trusts requests' templates."""
 
     @cache
     def app(name: str) -> App:

@@ -99,7 +99,7 @@ def test_what_waits_for_its_reader_takes_no_place_from_others(app: App) -> None:
         model.config = ServerConfig(max_unread_tokens=3)
         slow_down(
             model.llm._thread.engine, 0.03
-        )  # a resumed engine is noticed before the next wait
+        )  # slow steps, so that a resumed stream shows before it waits again
         sampling = SamplingParams(max_tokens=20, ignore_eos=True, n=2)
         for read_on in (True, False):
             with Generation(model, [model.llm.requests.make("a", sampling)]) as generation:

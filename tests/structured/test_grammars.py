@@ -318,7 +318,7 @@ def test_forms_that_took_long_are_not_remembered_for_long() -> None:
     first = grammars.compile(LETTERS)
     grammars.compile(LETTERS)
     assert len(grammars._known) == 1
-    for _ in range(10):  # a client may extend a form step by step
+    for _ in range(10):  # following a form adds to its work
         first.work.seconds += MAX_CACHED_SECONDS / 10
     other = StructuredOutputsParams(regex="b{9}")
     grammars.compile(other)

@@ -252,7 +252,7 @@ def test_references_reach_where_a_fault_was() -> None:
     schema = around({"$ref": "#/$defs/a~1b/anyOf/0"})
     schema["$defs"] = {"a/b": {"anyOf": [{"type": "INT", "not": {}}]}}
     assert enforceable(schema, False, "", schema_problem)["$defs"] == {"a/b": {"anyOf": [WHOLE]}}
-    for odd in ("#/components/X", "#q", "#"):  # a compiled schema stays
+    for odd in ("#/components/X", "#q", "#"):  # a reference that compiles stays
         schema = around({"$ref": odd}) | {"components": {"X": WHOLE}, "not": {}}
         schema["$defs"] = {"q": {"$anchor": "q", "type": "integer"}}
         assert enforceable(schema, False, "", schema_problem)["properties"]["a"] == {"$ref": odd}

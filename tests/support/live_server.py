@@ -168,7 +168,7 @@ class Server:
         return one
 
     def open_drawing(self, fields: dict[str, Any]) -> socket.socket:
-        """As `open_stream`, once the first token has come: from then on it waits for nothing."""
+        """Open a stream as `open_stream` does, and wait for its first token."""
         one, data = self.open_stream(fields), b""
         while b'"text"' not in data:
             piece = one.recv(1 << 12)

@@ -94,7 +94,7 @@ def paged_call(
     """A call with rows of (queries, positions), page ids shuffled, ``padding`` tokens at the end.
 
     ``tokens`` and ``num_pages`` fix T and P: calls of different content then share a compilation.
-    Pages nobody owns, the end of each last page, pages wholly before a row's window and padding
+    Unowned pages, the end of each last page, pages wholly before a row's window and padding
     queries are NaN; table entries a row does not need name arbitrary pages. ``shared`` makes every
     row begin with the same pages where two rows are long enough. Of pages of int8 scales are NaN.
     """

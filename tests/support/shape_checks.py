@@ -40,7 +40,7 @@ def check_shapes() -> None:
 
 
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Check the calls of a function, but not those that make a dataclass of no arrays.
+    """Check the calls of a function, except for a dataclass made of other values than arrays.
 
     JAX makes trees of shapes, shardings and bare objects by the same constructors.
     """

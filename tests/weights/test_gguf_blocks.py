@@ -66,7 +66,7 @@ def in_full(value: Any) -> np.ndarray:
 
 
 def numbers_of_codes(value: QuantizedWeight | QuantizedExperts) -> np.ndarray:
-    """Return what codes stand for, [outputs, inputs], or of experts [E, outputs, inputs]."""
+    """Return the numbers that codes encode, [outputs, inputs], or [E, outputs, inputs]."""
     if isinstance(value, QuantizedExperts):
         arrays = [part for part in (value.values, value.scales, value.zeros) if part is not None]
         return np.stack([_numbers(value.form, *own) for own in zip(*arrays, strict=True)])
