@@ -108,7 +108,7 @@ def test_a_later_process_compiles_no_kernel(tmp_path: Path, settings: str) -> No
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
-    """Return a function that forgets the kernels registered here, and the list of those compiled.
+    """Return a function that forgets registered kernels, and returns the names of compiled ones.
 
     XLA takes a name once in a process, so kernels that are registered again are never called.
     """

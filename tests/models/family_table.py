@@ -4,7 +4,7 @@
     python -m tests.models.family_table --families mixtral,gpt_oss     keeps the other rows
 
 For every tiny random checkpoint of the tests: read it, run prompts in chunks and 64 greedy steps
-over paged KV in float32, and compare the logits after every token with those of Transformers. The
+over paged KV in float32, and compare the logits after every token with Transformers' logits. The
 error is the largest difference over the largest logit, the worst case of the family. Tokens that
 Transformers would not have chosen are counted. Loading is timed on a checkpoint of about
 100 million parameters of the same family, in bfloat16, read into float32 from a warm page cache,

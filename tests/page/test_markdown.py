@@ -168,7 +168,7 @@ def check_elements(elements: list[tuple[str, dict[str, str]]]) -> None:
 
 
 def test_hostile_markdown_stays_text(open_page: OpenPage) -> None:
-    """Nothing of it runs, loads (`open_page` sees every request), leads or covers anything."""
+    """Such text never runs, loads a resource (`open_page` sees requests), or covers the page."""
     page = open_page(expected=("ERR_FAILED",))
     recorded(page, [chunk(text) for text in "\n\n".join(HOSTILE)], {})
     send(page, "<i>mine</i> **plain**")

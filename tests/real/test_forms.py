@@ -47,7 +47,7 @@ LANGUAGES = (
 
 @pytest.fixture(scope="module")
 def engine(real: Real) -> Engine:
-    """One for all tests, since each reads the vocabulary for its grammars.
+    """Return one engine for all tests, since each engine reads the vocabulary for its grammars.
 
     Other tests write to the same pages in the meantime, so none of its pages is reused.
     """

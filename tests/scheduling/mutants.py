@@ -5,7 +5,7 @@ Run by hand, from the repository's root; takes minutes, and changes nothing in t
     python -m tests.scheduling.mutants [--jobs 2] [--only NAME]
 
 Every bug is tried first on the random schedules that every test run has (the same examples), and
-if those stay clean on the unit tests. A bug whose source text has gone is an error: write it anew.
+if they pass on the unit tests. A bug whose source text has gone is an error: write it anew.
 """
 
 from __future__ import annotations

@@ -370,7 +370,7 @@ def test_hit_rates_are_within_a_point_of_an_ideal_lru() -> None:
 
 
 def test_an_ideal_lru_by_hand() -> None:
-    """Three pages of 4 tokens; the second use of a prompt finds what the third evicts."""
+    """Three pages of 4 tokens; a second use of a prompt finds its pages unless evicted."""
     same, other = job(9, 1, token=5), job(9, 1, token=6)
     assert ideal_hits([same, same], 3, 4, 64) == (18, 8)
     assert ideal_hits([same, other, same], 3, 4, 64) == (27, 4)

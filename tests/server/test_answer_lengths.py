@@ -1,4 +1,4 @@
-"""max_new_tokens of generation_config.json at every endpoint, with a length of its own or none."""
+"""max_new_tokens of generation_config.json at every endpoint, with or without a request's limit."""
 
 from __future__ import annotations
 

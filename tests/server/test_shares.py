@@ -71,7 +71,7 @@ def test_a_flood_of_one_key_leaves_what_another_keeps(
 
 @pytest.mark.parametrize("kind", [ResponseStore, ConversationStore])
 def test_a_key_keeps_its_equal_part_whatever_others_add(kind: type[Store]) -> None:
-    """Random additions of four keys: what leaves is the oldest of a key above its part."""
+    """Random additions of four keys; an eviction takes the oldest item of a key above its share."""
     rng = random.Random(0)
     most, most_bytes, owners = 12, 40_000, ["a", "b", "c", "d"]
     store = kind(most, most_bytes, 1e9)

@@ -272,8 +272,10 @@ def score(
     listed: Listing[int] = (),
     as_logits: bool = False,
 ) -> Score:
-    """A token under the softmax of logits, or its logit, by sorting; with `width` others, -1 for
-    all, or those of a list."""
+    """Score a token by its log-probability, or its logit, by sorting.
+
+    With `width` other tokens, -1 for all, or the tokens of a list.
+    """
     values = logits - logits.max()
     values -= np.log(np.exp(values).sum())
     if as_logits:
