@@ -1,4 +1,4 @@
-"""What all tests share: one Hypothesis profile, and compiled programs."""
+"""Fixtures and options for all tests: a Hypothesis profile, and a cache of compiled programs."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ TOGETHER = tuple(
 
 
 def make_folder() -> None:
-    """Make one folder for all processes of a run; in it lies what is compiled.
+    """Make one folder with compiled programs for all processes of a run.
 
-    Tests, servers and scripts compile many programs alike. `Runner.num_compiles` counts those that
-    are read from there too, so that a test still sees a compilation that should not be.
+    Tests, servers and scripts share many programs. `Runner.num_compiles` also counts programs that
+    are read from this folder, so a test still sees an unexpected compilation.
     """
     folder = tempfile.mkdtemp(prefix="jaxserve-tests-")
     os.environ[FOLDER] = folder
@@ -167,7 +167,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFixtures:
 
 
 def choose_platform(config: pytest.Config) -> None:
-    """All runs on CPU, whatever the machine has, but where nothing runs that does not need a GPU.
+    """Select the CPU for all runs, except runs in which every test needs a GPU.
 
     Servers, scripts and processes of tests follow; each would take three quarters of a GPU.
     """
@@ -212,8 +212,8 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     )
     config: Any = pluginmanager.get_plugin("pytestconfig")
     given = "--check-shapes" in config.invocation_params.args
-    # Here, because conftest files of the folders below import what is checked. A worker of xdist
-    # has the options of its master before it reads its own.
+    # Set here, because conftest files of the folders below import the checked modules. A worker of
+    # xdist has the options of its master before it reads its own.
     if given or getattr(config.option, "check_shapes", False):
         from tests.support.shape_checks import check_shapes
 
@@ -260,7 +260,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Spare what all modules are made of, which stays: `gc.collect` in a test would look at it."""
+    """Freeze the objects of imported modules: `gc.collect` in a test would otherwise visit them."""
     gc.collect()
     gc.freeze()
 

@@ -7,16 +7,16 @@
     python -m tests.equivalence --tensor-parallel-size 4                over devices of one process
 
 Random schedules of an adversarial workload run through the whole engine in float64 and are compared
-with the oracle: all fields of a request in any mix, structured outputs of every form among them;
+with the oracle: all fields of a request in any mix, structured outputs of every form among them,
 chunks of 1 to 64 tokens, pages of 1, 4 and 16, so few pages that sequences are preempted, prefix
 caching on and off, both policies, aborts at any step, with and without a step in flight. Compiled
 programs and the cache's contents carry over from schedule to schedule, so that every page is dirty.
 Log-probabilities are of any mode, of any number of tokens or of some by name. A twentieth as many
 beam searches, beside workloads and with the prefix cache reset at any step, equal their definition.
 
-In other types the answers are compared with those of the same engine to each request alone, with
-one page size, one step a launch, nothing cached and whole prompts: tokens and log-probabilities are
-equal to the bit. So are those of every family, whose cases `tests.models.cases` lists.
+In other types the answers are compared with the same engine's answers to each request alone, with
+one page size, one step a launch, an empty cache and whole prompts: tokens and log-probabilities are
+equal to the bit. This covers every family, whose cases `tests.models.cases` lists.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ WHOLE_VECTORS = {
     "moe_intermediate_size": 96,
     "head_dim": 32,
 }
-# Of latent attention, where a head's size is that of what is rotated.
+# For latent attention, where a head's size is the size of its rotated part.
 LATENT = {
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 16,
@@ -122,7 +122,7 @@ EXPERTS = TINY | {
 
 @dataclass
 class Got:
-    """What one completion of a request received."""
+    """The tokens, text and scores that one completion of a request received."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -145,7 +145,7 @@ def fields_of_case(case: str) -> dict[str, Any]:
 
 
 def with_sizes(fields: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
-    """A configuration with other sizes, those that it has."""
+    """Return a configuration with the sizes of `sizes` for the fields that it has."""
     return {name: sizes.get(name, value) for name, value in fields.items()}
 
 
@@ -171,7 +171,7 @@ class Bench:
         kv_cache_dtype: of the caches.
         dtype: of the engines; only in float64 there is an oracle.
         split: devices that the engines are divided over.
-        group: of hosts that they lie on; there no host has all logits, and none scores them.
+        group: of hosts that they lie on. No host has all logits, so prompts are not scored.
         sizes: settings of the engines that differ from those of `small_config`.
     """
 
@@ -216,7 +216,7 @@ class Bench:
             self.loaded[page] = Loaded(*made, group=group)
 
     def answer(self, ask: Ask, index: int, mode: LogprobsMode) -> Answer | Got:
-        """What one completion of a request alone gets."""
+        """Return the answer to one completion of a request that runs alone."""
         if self.oracle is None:
             return self._answers_alone(ask, mode)[index]
         return self._oracle_answer(self.oracle, ask, index, mode)
@@ -300,7 +300,7 @@ def small_config(model_config: ModelConfig, **fields: Any) -> EngineConfig:
 
 
 def scored_on_device(ask: Ask) -> Ask:
-    """A request whose log-probabilities are those that a program computes."""
+    """Return a request whose log-probabilities a compiled program computes."""
     most = {
         name: min(MAX_LOGPROBS, VOCAB) if getattr(ask.sampling, name) == -1 else value
         for name in ("logprobs", "prompt_logprobs")
@@ -310,7 +310,7 @@ def scored_on_device(ask: Ask) -> Ask:
 
 
 def run_schedule(bench: Bench, seed: int) -> Counter[str]:
-    """One random schedule, compared with the oracle; returns what happened in it.
+    """Run one random schedule, compare it with the oracle, and return counts of its events.
 
     Raises:
         AssertionError: a request got other tokens than alone, or the engine lost something.
@@ -333,7 +333,7 @@ def run_schedule(bench: Bench, seed: int) -> Counter[str]:
     if not bench.scores_on_host:
         config = replace(config, logprobs_mode="raw_logprobs")
     engine = Engine(replace(loaded, config=config))
-    # Fewer pages than the device has: the host's pool is what runs out.
+    # Fewer pages than the device has, so that the host's pool runs out first.
     pages = 1 + one_sequence + rng.choice([0, one_sequence // 4, 2 * one_sequence, 200])
     engine.pool.__init__(min(pages, DEVICE_PAGES), page)
     asks = adversarial_workload(
@@ -467,7 +467,7 @@ def drive(engine: Engine, asks: list[Ask]) -> list[list[Got]]:
         one.prompt_logprobs += scores_of(delta.prompt_logprobs)
         one.times_prompt += delta.prompt_logprobs is not None
 
-    # After the last request has come, or is aborted, nothing happens in an engine without work.
+    # After the last request has come or is aborted, an engine without work stays idle.
     last = max((step for ask in asks for step in (ask.at_step, ask.abort_at or 0)), default=0)
     for step in range(MAX_STEPS):
         for number, ask in enumerate(asks):
@@ -538,7 +538,7 @@ def compare(
                     want.finish_reason,
                     want.stop_reason,
                 ), f"{where}\n got {one}\nwant {want}"
-                # What may begin a stop string is not shown where an error ends it.
+                # A possible beginning of a stop string is withheld when an error ends the text.
                 is_error = one.finish_reason == "error"
                 shown = want.text[: len(one.text)] if is_error else want.text
                 assert one.text == shown, f"{where}\n got {one}\nwant {want}"
@@ -579,7 +579,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if split.devices > 1:
         jax.config.update("jax_num_cpu_devices", split.devices)
     jax.config.update("jax_enable_x64", is_exact)
-    if is_exact:  # users have no float64: what the engine does is compared, not XLA's code
+    if is_exact:  # users have no float64: the engine's logic is compared, not XLA's code
         compile_quickly()
     fields = EXPERTS if arguments.experts else TINY
     if arguments.case:

@@ -1,10 +1,10 @@
-"""Fetches what tests need and the checkout does not hold, before they run.
+"""Fetch the files that tests need and the checkout lacks, before the tests run.
 
     python -m tests.fetch [compiler]
 
 Published tokenizers, two models with real weights, a Chromium, and, if it is named, the compiler
-for cards that are not here. Prints what cannot be fetched; the tests that need it try again, and
-report it.
+for cards of other machines. Prints the names of files that it cannot fetch. Tests try again, and
+report the failure.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the two commands install and run on, under a played driver, disk and pip."""
+"""The two commands' installations and devices, under a simulated driver, disk and pip."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from scripts import find_device, try_cuda
 ROOT = Path(__file__).parent.parent
 UUID = "GPU-6a6b1c4e-0c2f-4d0e-9b5e-2f8d1c3a4b5c"
 H100 = f"580.65.06, 9.0, {UUID}, NVIDIA H100 80GB HBM3"
-# Of the environment, what would choose before the driver is looked at.
+# Variables that would choose the device before the driver is asked.
 CHOOSING = ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES")
 
 
@@ -33,7 +33,7 @@ def play(folder: Path, name: str, text: str) -> None:
 
 @pytest.fixture
 def played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder first on PATH, with a driver that has nothing to say about this machine."""
+    """Return a folder first on PATH, with a driver that reports no device."""
     for name in CHOOSING:
         monkeypatch.delenv(name, raising=False)
     folder = tmp_path / "played"
@@ -111,7 +111,7 @@ def test_of_several_cards_those_are_used_that_can_be(
     assert find_device.find() == find_device.Choice("cuda12", "GPU-0", "Card 0 (7.0), driver 550")
     play(played, "nvidia-smi", cards(*mixed))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert find_device.find().cards == ""  # whoever started this has chosen
+    assert find_device.find().cards == ""  # the user has chosen a card
 
 
 def test_drivers_that_do_not_know_capabilities_are_named_by_their_version(played: Path) -> None:
@@ -187,11 +187,11 @@ def test_there_are_no_wheels_for_other_machines(
     assert find_device.find().why == f"there is no JAX with CUDA for {system} on {machine}"
 
 
-# ------------------------------------------------------------------- what is installed
+# ------------------------------------------------------------------- installed packages
 
 
 class Copy:
-    """A checkout's commands over a played pip, which says what it was given.
+    """A checkout's commands over a stub of pip, which prints its arguments.
 
     Args:
         folder: an empty one.
@@ -225,7 +225,7 @@ class Copy:
         return plugin
 
     def run(self, command: str) -> tuple[list[str], list[str]]:
-        """Return the lines of stdout, without the options of pip, and those of stderr."""
+        """Run a command; return the lines of stdout, without pip's options, and of stderr."""
         result = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", f"source scripts/bootstrap; {command}"],
             cwd=self.folder,
@@ -268,7 +268,7 @@ def test_a_machine_without_a_gpu_installs_for_cpu_until_it_gains_one(copy: Copy)
     assert copy.run('install ""') == ([], [])
     play(copy.played, "nvidia-smi", cards(H100))
     assert copy.run('install ""')[0] == ["install .[cuda13]"]
-    # What can run on a GPU can run on CPU.
+    # Tests that can run on a GPU also run on CPU.
     play(copy.played, "nvidia-smi", "exit 9")
     out, err = copy.run(f'install ""; {TELL}')
     assert out == ["cpu "]
@@ -309,7 +309,7 @@ def test_a_new_driver_changes_the_build_and_removes_the_other(copy: Copy) -> Non
     play(copy.played, "nvidia-smi", cards(card("595.45.04", "12.0")))
     out, _ = copy.run('install ""')
     assert out == ["uninstall --yes jax-cuda12-plugin jax-cuda12-pjrt", "install .[cuda13]"]
-    # The removal also took what the tests had.
+    # The removal also took the tests' packages.
     plugin.rmdir()
     play(copy.played, "nvidia-smi", cards(card("570.86.10", "12.0")))
     assert copy.run("install test")[0] == ["install .[test,cuda12]"]
@@ -379,7 +379,7 @@ def test_the_suite_runs_on_cpu_and_tests_of_a_gpu_by_themselves(copy: Copy, star
     for stage in ("check", "clients"):
         play(copy.folder / "scripts", stage, f"echo {stage}")
     copy.run("install_for_tests")
-    # The modules print what their tests need besides .venv.
+    # The modules print the paths that their tests need besides .venv.
     copy.pip(
         '[[ $2 != tests.support.weekly ]] || exec echo "clients"\necho "on ${JAX_PLATFORMS-all}"'
     )
@@ -483,7 +483,7 @@ def test_platform(): assert os.environ.get("JAX_PLATFORMS") == {expected!r}
 def test_tests_run_on_cpu_but_for_those_of_a_gpu(
     tmp_path: Path, arguments: str, expected: str
 ) -> None:
-    for folder in ("tests/support", "scripts/lib"):  # what tests/conftest.py imports
+    for folder in ("tests/support", "scripts/lib"):  # imported by tests/conftest.py
         shutil.copytree(ROOT / folder, tmp_path / folder)
     for folder in ("gpu", "weights"):
         (tmp_path / "tests" / folder).mkdir()

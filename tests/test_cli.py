@@ -55,7 +55,7 @@ def run(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
 
 @pytest.fixture(autouse=True, scope="module")
 def quick_code() -> Iterator[None]:
-    """Engines of this process compile as quickly as those of the others."""
+    """Make engines of this process compile as quickly as in other tests."""
     with quick_programs():
         yield
 
@@ -71,7 +71,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def only_config(checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder with a config.json and nothing else."""
+    """Return a folder that holds only a config.json."""
     folder = tmp_path_factory.mktemp("config")
     (folder / "config.json").write_bytes((Path(checkpoint) / "config.json").read_bytes())
     return str(folder)
@@ -210,7 +210,7 @@ def test_a_reader_that_has_seen_enough_ends_it_quietly(only_config: str) -> None
     words = ["generate", "--json", *asked, only_config, *SMALL, "1"]
     reader, writer = os.pipe()
     os.close(reader)
-    # As a shell has it: what is printed lies in a buffer, and is written at the end.
+    # As in a shell: output stays in a buffer, and is written at the end.
     environment = {n: v for n, v in users_environment().items() if n != "PYTHONUNBUFFERED"}
     with start(*words, stdout=writer, env=environment) as process:
         os.close(writer)
@@ -288,7 +288,7 @@ def test_options_become_values_of_the_fields_types() -> None:
     "command", [["serve"], ["run-batch", "-i", "README.md", "-o", "/dev/null"]]
 )
 def test_a_library_that_is_missing_is_named_with_what_installs_it(command: list[str]) -> None:
-    """A machine may have only what `LLM` needs."""
+    """A machine may have only the packages that `LLM` needs."""
     code = (
         "import sys; sys.modules['starlette'] = None; import jaxserve.commands.cli\n"
         f"sys.exit(jaxserve.commands.cli.main({command}))"

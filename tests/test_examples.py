@@ -1,6 +1,6 @@
 """The examples run as their pages say, on the bundled model, and print what they promise.
 
-The notebook's cells run in tests/real, with its model; here is what it installs, and where.
+The notebook's cells run in tests/real, with its model; this module checks its installations.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.support.notebook import code_cells
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "scripts/examples"
-# What each prints: a pattern of the whole output.
+# The whole output of each example, as a pattern.
 PRINTS = {
     "offline": r"(greedy: .+\n){3}(drawn: .+\n){3}",
     "async_stream": r"((The quick brown fox|Once upon a time): \+'.*'\n)+left after \d+ tokens\n",
@@ -44,7 +44,7 @@ CUDA_PACKAGES = [
 ]
 
 
-# One after the other in a process, which takes three seconds to import what all of them need.
+# The examples run one after the other in one process, whose imports take three seconds.
 RUNS = """
 import runpy, sys
 for name in sys.argv[1:]:
@@ -69,7 +69,7 @@ def run(*words: str) -> str:
 
 @pytest.fixture(scope="module")
 def printed() -> dict[str, str]:
-    """Return what each example prints that needs no server, by name."""
+    """Return the output of each example that needs no server, by name."""
     names = sorted(PRINTS.keys() - {"tools", ALONE})
     _, *parts = run("-c", RUNS, *names).split("== ")
     return dict(part.split("\n", 1) for part in parts)
@@ -115,11 +115,11 @@ class Host:
 
     Args:
         folder: that the notebook's process is in.
-        build: what scripts/find_device.py says.
+        build: the output of scripts/find_device.py.
 
     Attributes:
-        commands: those of the notebook, without the interpreter.
-        signals: what its process was sent.
+        commands: the notebook's commands, without the interpreter.
+        signals: the signals sent to its process.
     """
 
     def __init__(self, folder: Path, build: str, patch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
-"""A word for every option of `vllm serve` and of llama.cpp's server, and options from elsewhere.
+"""Every option of `vllm serve` and of llama.cpp's server is served or answered with advice.
 
 `support/flags/vllm-0.33.0.txt` has the options that vLLM 0.33.0's `make_arg_parser` declares, and
-what each takes; `llama-server-11434.txt` those that `llama-server --help` of build 11434 lists.
+the values of each; `llama-server-11434.txt` has the list of `llama-server --help`, build 11434.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def test_every_option_of_vllm_has_a_word(row: list[str]) -> None:
         assert option in ours, f"{option} is unrecognized"
     action = ours[options[0]]
     assert all(ours[option].dest == action.dest for option in options)
-    # It takes as many words as there, so that what stands behind it is read as there.
+    # It takes as many words as the original, so that the following options are read correctly.
     assert (action.nargs == 0) == (kind == "switch"), options
     if kind in ("words", "maybe"):
         assert action.nargs in ("+", "?") or action.dest in ("api_key", "allowed_media_domains")
@@ -224,7 +224,7 @@ def test_a_command_of_llama_cpp_is_spelled_out(
 ) -> None:
     assert main(["serve", *words.split()]) == 2
     assert f"here it is `jaxserve serve {command}`" in capsys.readouterr().err
-    # What it says is a command of ours.
+    # The message names a command of ours.
     assert parse(command).run
 
 

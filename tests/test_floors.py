@@ -29,7 +29,7 @@ FLOORS = {
     "jaxserve.settings": 1,
     "jaxserve.start.garbage": 1,
     "jaxserve.start.interrupts": 1,
-    "jaxserve": 1,  # names resolved on first use, so that it imports nothing itself
+    "jaxserve": 1,  # names are resolved on first use, so it imports no module itself
     "jaxserve.scheduling": 2,
     "jaxserve.models": 2,
     "jaxserve.weights": 3,
@@ -151,13 +151,13 @@ def nodes_of(source: str) -> list[tuple[ast.AST, bool]]:
 
 @cache
 def importing(source: str) -> list[tuple[ast.AST, bool]]:
-    """Those that may name a module: each check looks at them once, and some once a folder."""
+    """Return the nodes that may name a module: checks read them once, and some once a folder."""
     kinds = ast.Import | ast.ImportFrom | ast.Constant
     return [(node, inside) for node, inside in nodes_of(source) if isinstance(node, kinds)]
 
 
 def imports(name: str, known: Modules) -> Iterator[tuple[str, bool]]:
-    """What a module imports, as dotted names, and whether it does so in a function.
+    """Yield the imports of a module, as dotted names, and whether each is in a function.
 
     Imports for type checkers count too, except in jaxserve/__init__, which has no others. A text
     that is the name of a module is an import for the sake of a fast start.

@@ -1,4 +1,4 @@
-"""What a run keeps for the next: whole programs only."""
+"""A run keeps whole programs only for the next run."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def listed(environment: dict[str, str]) -> list:
 
 
 def test_cards_are_listed_as_cuda_will_see_them(tmp_path: Path) -> None:
-    """Without what the driver keeps for itself; slices in place of the card they are cut from."""
+    """Without the driver's reserved memory; slices replace the card that they are cut from."""
     whole = PlayedCard("NVIDIA H100 80GB HBM3", (9, 0), 81559, 80000, uuid="GPU-h100")
     part = PlayedCard("NVIDIA H100 80GB HBM3 MIG 3g.40gb", (9, 0), 40448, 40000, slice_of=1)
     part = replace(part, uuid="MIG-1")
@@ -176,11 +176,11 @@ def test_every_group_above_the_process_limits_it(tmp_path: Path) -> None:
     mount = root / "sys/fs/cgroup"
     write_v2(mount / "pod/box", 8 << 30, 3 << 30, files=2 << 30)
     assert host_memory(root) == (8 << 30, 7 << 30)
-    write_v2(mount / "pod", 10 << 30, 6 << 30)  # with what its other groups take
+    write_v2(mount / "pod", 10 << 30, 6 << 30)  # including the memory of its other groups
     assert host_memory(root) == (8 << 30, 4 << 30)
     write_v2(mount / "pod", "max", 6 << 30, high=str(7 << 30))
     assert host_memory(root) == (7 << 30, 1 << 30)
-    write_v2(mount / "pod", 4 << 30, 5 << 30)  # lowered below what is in use
+    write_v2(mount / "pod", 4 << 30, 5 << 30)  # lowered below the memory in use
     assert host_memory(root) == (4 << 30, 0)
     (mount / "pod/memory.max").write_text("damaged")
     assert host_memory(root) == (8 << 30, 7 << 30)

@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 ROOT = Path(__file__).parent.parent
-# Most lines of each page; None for pages that grow with what they list.
+# Most lines of each page; None for pages that grow with their lists.
 PAGES: dict[str, int | None] = {
     "README.md": 70,
     "BUILD.md": 200,
@@ -60,7 +60,7 @@ QUOTED = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 # Something that only a path looks like: slashes between plain names, or a known ending.
 PATH = re.compile(r"\.?[\w.-]+(?:/[\w.-]+)*(?:/|\.(?:py|md|json|txt|toml|yml|yaml|csv|png))")
 PATH_OF_NAMES = re.compile(r"\.?[\w-]+(?:/[\w.-]+)+")
-# What looks like a path and is none, or is a file that does not lie here.
+# Words that resemble paths, and files that do not lie here.
 NO_PATHS = frozenset(
     "org/name config.json tokenizer.json generation_config.json gpu_report.json engine_x.py "
     "scripts/compare/engine_x.py jaxserve/models/families/x.py families/x.py".split()
@@ -69,7 +69,7 @@ NO_PATHS = frozenset(
 
 @cache
 def files() -> frozenset[str]:
-    """Every file of the project, as a path from its root; what git ignores is left out."""
+    """Return every file of the project, as a path from its root, except files that git ignores."""
     found = set()
     for folder, folders, names in os.walk(ROOT):
         folders[:] = [name for name in folders if not is_ignored(name)]
@@ -196,7 +196,7 @@ def test_page(name: str) -> None:
 
 
 def test_every_page_is_checked() -> None:
-    """Beside those in PAGES there are only cards and tables, which programs or others write."""
+    """Pages outside PAGES are cards and tables, which programs or other projects write."""
     others = {"jaxserve/demo_model/README.md", "scripts/traces/README.md"}
     pages = {name for name in files() if name.endswith(("README.md", "BUILD.md"))}
     assert pages - others <= PAGES.keys()

@@ -91,7 +91,7 @@ def test_no_literal_is_unpacked_in_place() -> None:
 
 
 def class_names(source: str) -> Iterator[str]:
-    """Yield the names of the classes of a module, those within functions excluded."""
+    """Yield the names of the classes of a module, except classes within functions."""
     for node in ast.parse(source).body:
         if isinstance(node, ast.ClassDef):
             yield node.name

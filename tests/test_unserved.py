@@ -1,4 +1,4 @@
-"""Names of vLLM's arguments that are not served: each says what to do instead."""
+"""Names of vLLM's arguments that are not served: each error names an alternative."""
 
 from __future__ import annotations
 

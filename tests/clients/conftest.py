@@ -1,4 +1,4 @@
-"""A real server with an API key, and what the clients must find there."""
+"""Start a server with an API key, and define the answers that each client must receive."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ PROGRAMS = ("litellm", "langchain", "instructor", "agents", "llama_index", "dspy
 def said(
     running: Server, first: list[int], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, str]:
-    """Run the programs in one process and return what each printed."""
+    """Run the programs in one process and return the output of each."""
     home = tmp_path_factory.mktemp("programs")
     words = (",".join(PROGRAMS), running.url, KEY, MODEL, QUESTION)
     run = run_apart(home, "python", "programs/together.py", *words)
@@ -30,7 +30,7 @@ def said(
 
 
 def last_line(printed: str) -> dict[str, Any]:
-    """Return what a program printed at its end; fails with its traceback where that is none."""
+    """Return the JSON of a program's last line, or fail with the program's traceback."""
     lines = printed.splitlines()
     assert lines and lines[-1].startswith("{"), printed
     return json.loads(lines[-1])
@@ -141,7 +141,7 @@ def test_lm_eval_scores_as_transformers_does(evaluated: dict[str, Path]) -> None
 
 
 def made_up(url: str, apart: Program, *options: str) -> str:
-    """Return what is printed of a run that sends requests made up from /openapi.json."""
+    """Return the output of a run that sends requests generated from /openapi.json."""
     return apart(
         *("st", "--no-color", "--config-file", "fuzz/schemathesis.toml", "run"),
         *(url + "/openapi.json", "--seed", "1", "-H", f"Authorization: Bearer {KEY}"),

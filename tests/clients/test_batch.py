@@ -27,7 +27,7 @@ def line(name: str, url: str = "/v1/completions", method: str = "POST", **body: 
     return json.dumps({"custom_id": name, "method": method, "url": url, "body": body}).encode()
 
 
-# Lines that are no requests, each with the code of its error and what its message says.
+# Lines that are not requests, each with its error code and a part of its message.
 BAD_LINES: list[tuple[bytes, str, str]] = [
     (b"not json", "invalid_json", "not JSON"),
     (b"\xff\xfe\x00", "invalid_json", "not JSON"),

@@ -327,7 +327,7 @@ def test_the_arithmetic_of_the_report() -> None:
 
 @pytest.fixture
 def quick_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Engines of this process, and those of processes that it starts, compile quickly."""
+    """Make engines compile quickly, in this process and in processes that it starts."""
     monkeypatch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}")
     with quick_programs():
         yield

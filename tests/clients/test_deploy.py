@@ -1,4 +1,4 @@
-"""scripts/deploy: images and manifests, by the checkers of others and by what the server has."""
+"""Check the images and manifests of scripts/deploy with external validators and the server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
 # It holds an object that Kubernetes itself does not know.
 HOSTS = DEPLOY / "kubernetes" / "hosts.yaml"
 DEPLOYMENTS = ("cpu", "gpu")
-# What may differ between replicas on CPUs and those on GPUs.
+# Fields that may differ between replicas on CPUs and replicas on GPUs.
 DIFFERENT = {"image", "args", "resources", "tolerations"}
 
 
@@ -158,7 +158,7 @@ def test_what_replicas_share_selects_them_and_scales_by_metrics_that_exist() -> 
     assert named == shared["PersistentVolumeClaim"]["metadata"]["name"]
     scaler = shared["HorizontalPodAutoscaler"]["spec"]
     assert scaler["scaleTargetRef"]["name"] == deployment["metadata"]["name"]
-    assert "replicas" not in deployment["spec"]  # which would undo what it did
+    assert "replicas" not in deployment["spec"]  # a number would undo the autoscaler's changes
     for metric in scaler["metrics"]:
         name = metric["pods"]["metric"]["name"].removeprefix("vllm_")
         assert name in GAUGES
@@ -203,7 +203,7 @@ def test_a_set_of_hosts_is_one_engine_whose_pods_end_together() -> None:
         words = "\n".join(container["args"])
         for variable, value in values.items():
             words = words.replace(f"$({variable})", value)
-        assert "$(" not in words  # what the controller does not set
+        assert "$(" not in words  # a variable that the controller does not set
         found.append(engine_of(words.split("\n")))
         gpus = container["resources"]["limits"]["nvidia.com/gpu"]
         assert gpus * template["size"] == found[-1][0].tensor_parallel_size

@@ -23,7 +23,7 @@ from scripts.serving.front_process import KINDS, MODEL, REPLICA, Front
 from tests.clients.conftest import ensure_clients
 from tests.support.kept_programs import in_users_environment
 
-# What a router refuses by itself, whatever stands behind it.
+# Requests that a router refuses by itself, independent of the servers behind it.
 REFUSES = {("smg", "prompts of token ids"): "StringOrArray"}
 WHOLE = [name for name, check in CHECKS.items() if check is not check_drain]
 
@@ -74,6 +74,6 @@ def test_a_replica_drains_comes_back_and_is_killed(fronts: dict[str, Front]) -> 
         second.replicas[running.index(1)].process.kill()
         for _ in range(8):
             check_answer(api)
-        # What the stream lacks is never left out in silence.
+        # The reader of a stream that was cut off gets an error.
         with pytest.raises(Exception, match=r"closed|chunk|incomplete|body|error"):
             list(chunks)

@@ -89,9 +89,10 @@ def test_what_goes_wrong_is_one_line(url: str, case: str) -> None:
     assert err.startswith("jaxserve: error: ") and message in err and err.count("\n") == 1, err
 
 
-# In the child, before the command: the terminal is its own, and Ctrl-C means what it does in a
-# shell (whoever was started in the background ignores interrupts, and would hand that on). A
-# program of its own, since a function between fork and exec would fork this process with JAX in it.
+# In the child, before the command: the terminal is its own, and Ctrl-C has its usual meaning in a
+# shell (a program started in the background ignores interrupts, and its children inherit that).
+# This is a separate program, since a function between fork and exec would fork this process with
+# JAX in it.
 TAKE_TERMINAL = """
 import fcntl, os, signal, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
@@ -121,7 +122,7 @@ class Screen:
         os.write(self._side, keys.encode())
 
     def until(self, pattern: str, seconds: float = 30) -> str:
-        """What was shown since the last call, up to a pattern."""
+        """Return the output since the last call, up to a pattern."""
         end = time.monotonic() + seconds
         while not (found := re.search(pattern, self.text, re.DOTALL)):
             assert time.monotonic() < end, self.text
@@ -130,7 +131,7 @@ class Screen:
         return shown
 
     def close(self) -> int:
-        """The exit status; what was not read yet is in `text`."""
+        """Return the exit status; the output that was not read before is in `text`."""
         try:
             while data := os.read(self._side, 65536):
                 self.text += data.decode(errors="replace")

@@ -21,9 +21,9 @@ def quick_code() -> Generator[None]:
 
 @pytest.fixture
 def quick_sampler() -> Generator[None]:
-    """Compile quickly what is no step of the model, for tests of what the layers compute.
+    """Compile the sampler quickly, for tests of the results of layers.
 
-    Half the time that an engine of a small model takes to compile is that of its sampler.
+    The sampler takes half the compilation time of an engine of a small model.
     """
     kinds = ("state", "sampler", "score", "project", "load slot", "set ")
     compile_program = ProgramStore._compile

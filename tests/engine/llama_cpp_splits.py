@@ -4,7 +4,7 @@
 `xllamacpp` (2026.10 was used: `pip download xllamacpp`, unpack, FILE is its xllamacpp.abi3.so) and
 compares 1,000 hard texts under every name; with --model FILE.gguf, over that file's vocabulary.
 Without, over one of merges across all boundaries, in which any other split gives other tokens.
---write keeps what llama.cpp gave, as digests, for the test that runs without it.
+--write stores digests of llama.cpp's results for the test that runs without it.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def vocabulary() -> dict[str, Any]:
 
 
 def metadata(made: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """What a GGUF file with this vocabulary and this split says of its tokenizer."""
+    """Return the tokenizer metadata of a GGUF file with this vocabulary and this split."""
     return {
         "general.architecture": "llama",
         "tokenizer.ggml.model": "gpt2",
@@ -170,7 +170,7 @@ class LlamaCpp:
 
 
 def digest(ids: Sequence[list[int]], apart: Sequence[int]) -> str:
-    """A digest of the kept texts' token ids, but of those apart."""
+    """Return a digest of the kept texts' token ids, without the texts `apart`."""
     kept = [ids[number] for number in range(KEPT) if number not in set(apart)]
     return hashlib.sha256(json.dumps(kept).encode()).hexdigest()[:16]
 
@@ -178,7 +178,7 @@ def digest(ids: Sequence[list[int]], apart: Sequence[int]) -> str:
 def compare(
     library: Path, names: Iterable[str], fields: Callable[[str], dict[str, Any]]
 ) -> dict[str, Any]:
-    """Print what differs; return a digest for each name, and the numbers of texts apart."""
+    """Print differences; return a digest for each name, and the numbers of texts apart."""
     code, texts, found = LlamaCpp(library), hard_texts(), {}
     with tempfile.TemporaryDirectory() as folder:
         for name in names:

@@ -2,7 +2,7 @@
 
     python -m tests.engine.start_process ACTION CHECKPOINT CACHE
 
-It prints what it found as JSON. `ACTIONS` says what there is.
+Prints its findings as JSON. The actions are the keys of `ACTIONS`.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ ACTIONS: dict[str, Callable[[str, str], list[Any]]] = {
 }
 
 if __name__ == "__main__":
-    # What runs only when no other process does would hardly begin beside those of the tests.
+    # A thread that runs only when no other process does would hardly begin beside the other tests.
     keep_priority = "import os\nos.nice = os.sched_setscheduler = lambda *_: None\n"
     compiling_process._CODE = keep_priority + compiling_process._CODE
     print(json.dumps(ACTIONS[sys.argv[1]](*sys.argv[2:])))

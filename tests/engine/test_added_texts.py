@@ -1,4 +1,4 @@
-"""Texts of added tokens are found by a short pattern, and none is left whole in data."""
+"""Texts of added tokens are found by a short pattern, and each of them is broken up in data."""
 
 from __future__ import annotations
 

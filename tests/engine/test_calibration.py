@@ -32,12 +32,12 @@ def test_each_launch_is_timed_once(loaded: Loaded, alone: Measured) -> None:
     log = LaunchLog(engine)
     tokens: list[int] = []
     for prompt in (40, 3):
-        # Long enough for a pause: nothing is in flight in between.
+        # Long enough for a pause: no step is in flight in between.
         time.sleep(3 * WOKEN_SECONDS)
         add_request(engine, f"{prompt}", [7] * prompt, 6, lambda d: tokens.extend(d.token_ids))
         while engine.has_work:
             engine.step()
-    # What was read is freed within the loop, as it is without a log.
+    # The tokens that were read are freed within the loop, as they are without a log.
     assert len(jax.live_arrays()) == alive
     log.close()
     samples = log.samples(alone)

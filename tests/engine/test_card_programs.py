@@ -1,4 +1,4 @@
-"""Compiling for a card that is not there: what is refused, and with which advice."""
+"""Compiling for a card that this machine does not have: errors, and the advice in each."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size
 
 
 def config(folder: Path, model: str = "8b", **fields: Any) -> EngineConfig:
-    """A model of which nothing but its config.json is there."""
+    """Return the settings of a model that consists of its config.json."""
     found = MODELS[model].config() | fields.pop("model_fields", {})
     (folder / "config.json").write_text(json.dumps(found))
     return EngineConfig(model=str(folder), compilation_cache_dir=str(folder / "kept"), **fields)

@@ -35,7 +35,7 @@ def each(body: str) -> str:
     return "{% for m in messages %}|{{ m.role }}:" + body + "{% endfor %}"
 
 
-# Templates, and what they make of SAID.
+# Templates, and the text that each makes of SAID.
 AS_PARTS = {
     "LLaVA's": (LLAVA, "USER: one two ASSISTANT:"),
     "a variable": (

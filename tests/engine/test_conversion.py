@@ -1,4 +1,4 @@
-"""`jaxserve convert`, and what serves from it."""
+"""`jaxserve convert`, and engines that serve a converted folder."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_gguf_file_is_converted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["int4", "awq", "w8a8", "nf4"])
 def test_quantized_weights_are_converted(form: str, tmp_path: Path, capsys) -> None:
-    """As they are placed: whoever loads them gets the same trees, and no other quantization."""
+    """A load of the converted folder gives the placed trees, and refuses another quantization."""
     stored = "awq" if form == "int4" else form
     folder, plain = quantized_checkpoint(tmp_path / "stored", stored, EXPERTS)
     asked = form if form == "int4" else None

@@ -1,6 +1,6 @@
 """Plans and predictions of models divided over devices, against arithmetic by hand.
 
-Sizes are of published configurations; nothing is loaded, compiled or timed.
+Sizes are of published configurations. The tests load, compile and time no model.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def test_a_llama_by_hand(name: str, devices: int, sizes: Any, kv_heads: int) -> 
     assert weights.multiplied == (each, drawn)
     assert read == 2 * (each + drawn + norms) and held == read + 2 * drawn
     int8 = weights.sizes("int8")[0]
-    # A scale in float32 for each output: of out and down every device has those of all outputs.
+    # A scale in float32 for each output: for out and down every device has the scales of all
+    # outputs.
     outputs = heads * 128 // devices + 2 * kv_heads * 128 + 2 * sizes[1] // devices + 2 * hidden
     assert int8 == each + layers * 4 * outputs + 2 * (2 * drawn + norms)
     plan = plan_memory(EngineConfig(), weights, None, named_device("H200"))

@@ -1,8 +1,8 @@
 """Random schedules of `tests.equivalence`, each property in one form, and with `--long` in all.
 
 A process compiles for half a minute, and a schedule takes less than a second. Float64 is set for a
-whole process, as is the number of devices: what needs either runs in processes of its own, all of
-float64 in one.
+whole process, as is the number of devices: a test that needs either runs in a separate process, all
+of float64 in one.
 """
 
 import subprocess
@@ -37,7 +37,7 @@ def long(value: Any) -> Any:
 
 
 def lines_of(*runs: str) -> list[str]:
-    """Return what each run prints at its end, one after the other in a process of their own."""
+    """Return the last line of each run's output; the runs follow one another in one process."""
     done = subprocess.run(
         [sys.executable, "-c", RUNS, *runs],
         cwd=Path(__file__).parents[2],
@@ -92,7 +92,7 @@ def test_random_schedules_of_latents_in_int8_equal_each_request_alone_to_the_bit
 
 
 def test_random_schedules_over_pages_equal_each_request_alone_to_the_bit(capsys: Capture) -> None:
-    """Pages of 4 are those of all other forms."""
+    """All other forms have pages of 4 tokens."""
     equal_each_alone(capsys, 16, "--dtype float32 --case gemma2_caps --page-sizes 1 16")
 
 
@@ -104,7 +104,7 @@ def test_more_random_schedules_equal_each_request_alone_to_the_bit(
     equal_each_alone(capsys, 50, f"--dtype {dtype}")
 
 
-@pytest.mark.long  # experts in float32 are those of latents above, in bfloat16 those below
+@pytest.mark.long  # the usual run has latents in float32 and, below, bfloat16
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_random_schedules_of_experts_equal_each_request_alone_to_the_bit(
     capsys: Capture, dtype: str

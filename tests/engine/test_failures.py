@@ -1,4 +1,4 @@
-"""What goes wrong inside costs the request that caused it, and nobody else."""
+"""An internal failure costs only the request that caused it."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def alone(loaded: Loaded) -> dict[str, tuple[list[int], str]]:
 def test_a_nan_row_fails_alone(loaded: Loaded) -> None:
     want = alone(loaded)
     poisoned = {"nan": [20, POISON, 21], "late": [*healthy(9, 40), POISON]}
-    for _ in range(2):  # a second time over pages that hold what the first left
+    for _ in range(2):  # the second time over pages that the first one has filled
         got = serve(Engine(loaded), PROMPTS | poisoned)
         assert got.pop("nan") == ([], "error") and got.pop("late") == ([], "error")
         if any(POISON in ids for ids, _ in want.values()):
@@ -242,9 +242,10 @@ def is_later_culprit(held: Any) -> bool:
 
 
 def run_beside(engine: Engine, arrivals: dict[int, dict[str, list[int]]]) -> Any:
-    """Serve the neighbours beside requests that come once so many steps were submitted.
+    """Serve the neighbours beside requests that each arrive after a given number of steps.
 
-    Returns their tokens, what the others ended with, and the steps until each of both had ended.
+    Returns the neighbours' tokens, the ends of the other requests, and the numbers of steps until
+    the neighbours and until all requests had ended.
     """
     tokens: dict[str, list[int]] = {name: [] for name in NEIGHBOURS}
     ended: dict[str, tuple[str, str | None]] = {}
@@ -299,7 +300,7 @@ def test_failing_requests_slow_their_neighbours_by_a_bounded_factor(
         assert reason == ("error" if other in FIFTEEN else "length")
         assert (error is not None) == (other in FIFTEEN)
     assert len(others) == sum(map(len, ARRIVALS[name].values()))
-    # And what one failure takes.
+    # And the steps that the failures may cost.
     assert beside["neighbours"] <= 2 * alone["neighbours"] + 20
     most = 3 if fails is is_culprit else 5
     assert engine.stats().num_failed_steps <= most * len(FIFTEEN)

@@ -1,4 +1,4 @@
-"""Tokenizers out of GGUF metadata against those that the metadata was made from."""
+"""Tokenizers built from GGUF metadata equal the tokenizers that the metadata was written from."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_special_tokens_in_other_letters():
     assert tokenizer.eos_token_id == 1
 
 
-# What llama.cpp's splits make of a text, between bars.
+# The pieces of a text under llama.cpp's splits, between bars.
 PIECES = {
     "deepseek-llm": "the| cat|'|s| |12345| |日本|x| +=|\n|\n|;|a|1",
     "deepseek-v3": "the| cat|'s| |123|45| |日本|x| +=\n\n|;a|1",
@@ -138,7 +138,7 @@ def test_how_text_is_split(split):
 def test_every_split_is_llama_cpps():
     """Tokens of hard texts, over merges across all boundaries, as llama.cpp gave them.
 
-    Texts apart are those where llama.cpp only approximates the model's own pattern.
+    For the texts `apart`, llama.cpp only approximates the model's own pattern.
     """
     stored = json.loads(STORED.read_text())
     assert set(stored["splits"]) == set(SPLITS)
@@ -342,7 +342,10 @@ def test_vocabulary_with_scores(prefix):
 
 
 def test_parts_between_special_tokens():
-    """Each begins with a blank, as llama.cpp has it; of Phi-3, special tokens take those behind."""
+    """Each part begins with a blank, as in llama.cpp.
+
+    Special tokens of Phi-3 absorb the blanks that follow.
+    """
     fields = sentencepiece()
     tokens = fields["tokenizer.ggml.tokens"]
     the, end = tokens.index("▁the"), 2
@@ -395,7 +398,7 @@ def test_vocabulary_beyond_the_logits():
 
 
 def whole_model(folder: Path) -> tuple[Path, Tokenizer]:
-    """A GGUF file with weights and a vocabulary, and what its tokenizer must do."""
+    """Return a GGUF file with weights and a vocabulary, and the tokenizer that it must give."""
     backend, metadata = byte_level()
     raw = raw_config("llama") | {"vocab_size": 310}
     metadata = {key: value for key, value in metadata.items() if key.startswith("tokenizer")}

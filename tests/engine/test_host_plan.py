@@ -1,4 +1,4 @@
-"""What a start on CPU takes of the host's memory, and what is refused before a weight is read.
+"""Plans of the host's memory for a start on CPU, and refusals before a weight is read.
 
 The host is a folder with the files of a kernel; parser, planner and start are the real ones.
 """
@@ -57,7 +57,7 @@ def plans_of(tmp_path: Path, name: str, limit: int, used: int = 0, **settings: A
     return plan_model(EngineConfig(model=folder_of(tmp_path, name), **settings), None, root)
 
 
-# What a start takes under a limit: its dtype, tokens of cache, and the longest sequence.
+# The result of a start under a limit: its dtype, tokens of cache, and the longest sequence.
 TAKEN: list[tuple[int, str, dict[str, Any], str, int, int]] = [
     (4, "0.6B", {}, "bfloat16", 4656, 4656),
     (8, "0.6B", {}, "float32", 4656, 4656),
@@ -103,7 +103,7 @@ def test_a_start_fits_into_what_is_free(
     assert taken + HOST_RESERVE <= limit * GB
 
 
-# What is refused, with what fits.
+# Settings that are refused, with the settings that fit.
 REFUSED: list[tuple[int, str, dict[str, Any], str]] = [
     (4, "1B", {"dtype": "float32"}, "as float32 weights take 4.6 GiB, .* --dtype bfloat16 fits"),
     (4, "3B", {}, "as bfloat16 weights take 6.0 GiB, .*; --quantization int4 fits, with 4,064 tok"),
@@ -147,7 +147,7 @@ def test_what_cannot_fit_is_refused_with_what_does(
 def test_the_number_that_is_named_fits(
     model: str, settings: dict[str, Any], option: str, tmp_path: Path
 ) -> None:
-    """And it is the largest, but for what a page does not fill."""
+    """The number is also the largest that fits, up to a partially filled page."""
     text = plans_of(tmp_path, model, 8 * GB, **settings).refusal
     assert text is not None
     words = re.search(rf"--{option.replace('_', '-')} (\d+)\)", text)
@@ -161,7 +161,7 @@ def test_the_number_that_is_named_fits(
 
 
 def test_what_is_in_use_is_not_free(tmp_path: Path) -> None:
-    """The group may have 16 GB, of which 12 are taken: an engine gets what one of 4 GB gets."""
+    """A group of 16 GB, of which 12 are in use, gives an engine as much as a group of 4 GB."""
     found = plans_of(tmp_path, "1B", 16 * GB, 12 * GB)
     assert (found.device.total, found.device.free) == (16 * GB, 4 * GB)
     assert (found.plans[0].dtype, found.plans[0].cache_tokens) == ("bfloat16", 10224)
@@ -287,7 +287,7 @@ print(longest, before, resident("VmHWM"))
 
 
 def test_a_process_stays_within_what_was_free(long: Path, tmp_path: Path) -> None:
-    """Of a process of its own: the most that it ever had in memory, beside what it had before.
+    """Measures the peak memory of a separate process, less its memory before the start.
 
     The cache by default would take 1 GiB, and one of the whole context 2.
     """

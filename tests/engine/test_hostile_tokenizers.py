@@ -284,7 +284,7 @@ def split(pattern: str) -> dict[str, Any]:
 
 LETTERS = {"<|bos|>": 0, "<|end|>": 1, "<|user|>": 2, "<|bot|>": 3, "a": 4}
 PIECES_OF = [[text, -1.0] for text in LETTERS]
-# What the library cannot tokenize, by fields of tokenizer.json.
+# Tokenizers that the library cannot run, by fields of tokenizer.json.
 FAILING: dict[str, dict[str, Any]] = {
     "backtracking": {"pre_tokenizer": split("(a+)+$")},
     "backtracking in a rule": {"normalizer": replace({"Regex": "(a+)+$"}, "b")},
@@ -346,7 +346,7 @@ def test_a_text_that_the_library_cannot_tokenize_is_refused(
 def test_a_panic_prints_nothing_and_hides_nothing(
     write: Callable[..., Path], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Rust's own lines are left out, whatever RUST_BACKTRACE says; those of others are not."""
+    """Rust's own messages are left out, with any RUST_BACKTRACE; other output appears."""
     tokenizer = Tokenizer(write(pre_tokenizer=split("(a+)+$")), SIZE)
     ended, writers = threading.Event(), []
 
@@ -390,7 +390,7 @@ def test_few_published_patterns_are_suspected() -> None:
 
 
 def test_tokens_that_the_library_cannot_decode_end_one_request(write: Callable[..., Path]) -> None:
-    """Its Strip decoder panics on a token shorter than what it strips."""
+    """The library's Strip decoder panics on a token shorter than the text that it strips."""
     strip = {"type": "Strip", "content": "a", "start": 0, "stop": 5}
     tokenizer = Tokenizer(write(decoder=strip), SIZE)
     [token] = tokenizer.encode("a")

@@ -277,7 +277,7 @@ def test_a_folder_wins_over_a_name(hub, tmp_path, checkpoint, monkeypatch):
 
 
 def test_sampling_defaults_are_chosen(checkpoint, tmp_path):
-    """`generation_config` as in vLLM: the checkpoint's, none, or a folder's; ends stay."""
+    """`generation_config` names the checkpoint's, vLLM's defaults, or a folder's; ends stay."""
     folder = tmp_path / "model"
     shutil.copytree(checkpoint, folder)
     own = {"temperature": 0.3, "eos_token_id": [1, 5]}

@@ -1,4 +1,4 @@
-"""However many decode steps a launch takes, every request gets what it would get alone."""
+"""With any number of decode steps in a launch, every request gets its tokens of a run alone."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ TEXT = "a prompt that is longer than the thirty-two tokens of a step, and so com
 
 @pytest.fixture(scope="module")
 def reference(checkpoint: Path) -> Any:
-    """Token ids to float64[tokens, V] log-probabilities of what follows each."""
+    """Map token ids to the next token's log-probabilities, float64[tokens, V]."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
 
     def logprobs(token_ids: list[int]) -> np.ndarray:
@@ -42,7 +42,7 @@ def check(entry: dict[int, Logprob] | None, token: int, want: np.ndarray, width:
 
 @pytest.mark.parametrize("width", [0, 1, 5, 20])
 def test_logprobs_equal_transformers(llm: LLM, reference: Any, width: int) -> None:
-    """Also where other settings change what is drawn: they are the model's own."""
+    """Scores are the model's own, also with settings that change the sampled distribution."""
     settings = [
         {"temperature": 0},
         {"temperature": 1.5, "seed": 3, "presence_penalty": 1.5, "logit_bias": {9: 3}},

@@ -1,4 +1,4 @@
-"""What fits on which card, what is opened, and what is refused before a weight is read.
+"""Memory plans for each card, the devices that a start opens, and refusals before a weight is read.
 
 No card was there: figures of compiled programs are XLA's own, for cards named to it.
 """
@@ -316,7 +316,7 @@ def test_a_jax_that_has_started_keeps_its_limit(started: type[Started]) -> None:
     assert plan("8B", "int4", found, memory_share=0.5).budget == 9 * GIB
     half = plan("8B", "int4", found, gpu_memory_utilization=0.5)
     assert half.budget == CARD.total // 2 - 3 * GIB
-    open_device(found, 1)  # nothing is left to open
+    open_device(found, 1)  # all devices are open by now
 
 
 def test_an_allocator_without_statistics_is_no_error(started: type[Started]) -> None:
@@ -366,7 +366,7 @@ def card_plan(monkeypatch: pytest.MonkeyPatch) -> tuple[StartPlan, list[tuple[An
 def test_the_largest_program_is_compiled_once_if_the_estimate_was_enough(
     card_plan: Any, needs: float, compiled: int
 ) -> None:
-    """Of a GPU's start, whose cache is what the largest program leaves."""
+    """Covers a start on a GPU, whose cache takes the memory that the largest program leaves."""
     start, asked, analysis = card_plan
     estimate = start.temporary_bytes
     analysis.temp_size_in_bytes = int(needs * estimate)

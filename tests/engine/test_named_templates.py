@@ -28,8 +28,8 @@ VICUNA = (
     "A chat between a curious user and an artificial intelligence assistant. "
     "The assistant gives helpful, detailed, and polite answers to the user's questions. "
 )
-# Name: where the format is documented, what TALK becomes, and what TALK without its system message
-# does. `<s>` and `</s>` are the tokenizer's own first and last tokens.
+# Name: where the format is documented, the text of TALK, and the text of TALK without its system
+# message. `<s>` and `</s>` are the tokenizer's own first and last tokens.
 FORMATS: dict[str, tuple[str, str, str]] = {
     "chatml": (
         "OpenAI's chatml.md, and the template in Transformers' chat_templating documentation",
@@ -115,7 +115,7 @@ def test_a_named_template_writes_its_format(name: str) -> None:
     tokens = {"bos_token": "<s>", "eos_token": "</s>"}
     assert render(name, TALK, **tokens) == whole
     assert render(name, TALK[1:], **tokens) == without_system
-    # An answer to be continued has nothing of an assistant's next turn behind it.
+    # An answer to be continued ends the prompt: no header of an assistant's next turn follows it.
     answered = render(name, TALK[1:3], add_generation_prompt=False, **tokens)
     assert without_system.startswith(answered.rstrip())
 

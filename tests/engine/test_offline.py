@@ -48,7 +48,7 @@ PLAIN = {"use_tqdm": False}
 
 @pytest.fixture(scope="module")
 def reference(checkpoint: Path) -> Callable[[list[int]], np.ndarray]:
-    """Token ids to float64[tokens, V] logits of what follows each."""
+    """Return a function from token ids to float64[tokens, V], the next token's logits."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
 
     def logits(token_ids: list[int]) -> np.ndarray:

@@ -84,7 +84,7 @@ def test_programs_take_no_memory_until_they_are_used(
 
 @pytest.fixture(scope="module")
 def closed(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, str]:
-    """Return a cache that has the programs of a start and none behind, and what its engine said."""
+    """Return a cache with a start's programs and no background programs, and the engine's log."""
     cache = tmp_path_factory.mktemp("programs") / "cache"
     return cache, *run("closed_early", checkpoint, cache)
 

@@ -51,7 +51,7 @@ BITS = {"int8": 8 + 32 / 512, "int4": 4 + 2 * 16 / 32}
 
 def check_program(compiled: Any) -> None:
     """No float array in it is as large as a weight."""
-    # What a fusion computes inside is no buffer; everything else is.
+    # Values inside a fusion are not buffers; all others are.
     text = re.sub(r"^%?fused_computation.*?^\}", "", compiled.as_text(), flags=re.M | re.S)
     sizes = [
         int(np.prod([int(size) for size in shape.split(",")]))
@@ -84,7 +84,8 @@ def test_every_product_on_cpu_is_told_how_many_rows_count(form: str | None, buck
     plan = plan_of_model(settings.resolve("cpu", 64), config, model)
     text = compiled(plan, bucket).as_text()
     products = re.findall(r"custom-call\((.*?)\), custom_call_target=\"jaxserve_\w*product", text)
-    # Of attention, after it, gate and up, down; the logits, and those that a prompt is scored by.
+    # Buffers of attention, after it, gate and up, down; the logits, and the logits that score a
+    # prompt.
     assert len(products) == (5 if bucket.decode_only else 6)
     counts = [operands.split(", ")[-1] for operands in products]
     assert not [count for count in counts if "constant" in count]
@@ -172,7 +173,7 @@ def test_requests_together_equal_each_alone_in_int4_over_8_bits(cache, dtype, he
 @pytest.mark.usefixtures("quick_sampler")
 @pytest.mark.parametrize("form", ["w8a8", "nvfp4"])
 def test_requests_to_a_stored_form_together_equal_each_alone(form, tmp_path):
-    """To the bit of every log-probability; and the plan has counted what the weights take."""
+    """Compares every log-probability to the bit; the plan has counted the memory of the weights."""
     folder, _ = checkpoint(tmp_path / "stored", form)
     rng = np.random.default_rng(0)
     prompts = [{"prompt_token_ids": rng.integers(0, 24, n).tolist()} for n in (23, 5, 14)]

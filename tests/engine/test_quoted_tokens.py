@@ -1,4 +1,4 @@
-"""Texts of added tokens in data stay text: the prompt says what was written, and nothing else."""
+"""Texts of added tokens in data stay text: the prompt's tokens spell the data exactly."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def shown(tokenizer: OurTokenizer, ids: list[int]) -> tuple[list[int], str]:
 
 
 def check(tokenizer: OurTokenizer, contents: list[str]) -> None:
-    """Check a prompt's tokens against those of a prompt with harmless data."""
+    """Check a prompt's tokens against the tokens of a prompt with harmless data."""
     messages = [{"role": "user", "content": text} for text in contents]
     ids, said = shown(tokenizer, tokenizer.render_chat(messages))
     harmless = tokenizer.encode("<s>[INST](x)</s>" * len(contents), False)
@@ -166,7 +166,7 @@ def test_many_tokens_of_data_and_of_a_template_take_linear_time() -> None:
 
 
 def test_gaps_are_filled_around_data() -> None:
-    """As llama.cpp does: what a file says before and behind a gap is no token of the model."""
+    """As in llama.cpp, a file's entries before and behind a gap are not tokens of the model."""
     backend = KINDS["llama"]()
     marks = ["<fim_prefix>", "<fim_suffix>", "<fim_middle>"]
     backend.add_special_tokens([*SPECIAL, *marks])

@@ -1,4 +1,4 @@
-"""Starting, and starting badly: what is refused, and what is kept between starts."""
+"""Starts and failed starts: the errors, and the files that remain between starts."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_requests_beyond_a_small_cache_are_refused(checkpoint: Path, caplog: Any
 
 
 def test_the_cache_on_cpu_stops_at_what_slots_can_use() -> None:
-    """A cache that nothing could fill would only take memory."""
+    """A cache larger than the slots can fill would only take memory."""
     settings: dict[str, Any] = {"max_num_seqs": 3, "block_size": 16}
     plain = EngineConfig(**settings, enable_prefix_caching=False).resolve("cpu", 64)
     cached = EngineConfig(**settings).resolve("cpu", 64)
@@ -197,8 +197,8 @@ def long(value: Any) -> Any:
     return pytest.param(value, marks=pytest.mark.long)
 
 
-# In a process of its own: once JAX has read programs from a cache of its own, those compiled
-# afterwards cannot be relied on to run from our files (jaxlib 0.10.2 on CPU).
+# In a process of its own: once JAX has read programs from a cache of its own, programs compiled
+# later may fail to run from our files (jaxlib 0.10.2 on CPU).
 STARTS = """
 import json, sys
 from jaxserve import LLM, SamplingParams
@@ -233,9 +233,9 @@ def environment_without_jax() -> dict[str, str]:
 def test_a_second_start_compiles_nothing_and_answers_alike(
     checkpoint: Path, tmp_path: Path, steps: int
 ) -> None:
-    """And `jaxserve compile` has nothing left to do, for the same options.
+    """`jaxserve compile` with the same options has no work left either.
 
-    Nor has a process with another number of devices.
+    The same holds for a process with another number of devices.
     """
     cache = {"compilation_cache_dir": str(tmp_path / "cache"), "num_scheduler_steps": steps}
     cache |= {"wait_for_all_programs": True}

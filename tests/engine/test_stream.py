@@ -1,4 +1,4 @@
-"""Streams with a slow reader: paused, resumed, and nothing lost or drawn differently."""
+"""Streams with a slow reader are paused and resumed without losing or changing a token."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_an_engine_that_stands_still_is_noticed(llm: AsyncLLM) -> None:
 def test_tokens_that_wait_together_are_one_delta(
     llm: AsyncLLM, n: int, logprobs: int | None
 ) -> None:
-    """Up to the last one of a completion, which stays apart; where scores come along, none is."""
+    """The last token of a completion stays separate, and so does every token with scores."""
     sampling = SamplingParams(
         temperature=1, seed=5, max_tokens=6, ignore_eos=True, n=n, logprobs=logprobs
     )

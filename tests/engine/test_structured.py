@@ -129,7 +129,7 @@ def test_a_form_without_meaning_is_refused_alone(llm: LLM, form: dict) -> None:
 
 
 def test_hostile_forms_end_alone(llm: LLM) -> None:
-    """Each is refused, ends with an error of its own, or is served; the others notice nothing."""
+    """Each is refused, ends with an error or is served, and the other requests are unaffected."""
     canary = Canary(llm)
     others = [
         ("free", SamplingParams(seed=5, max_tokens=12)),

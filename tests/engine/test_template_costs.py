@@ -39,7 +39,7 @@ DEEP = (
     "{% for i in range(3000) %}{% set ns.x = [ns.x] %}{% set ns.y = [ns.y] %}"
     "{% set ns.t = (ns.t,) %}{% endfor %}"
 )
-# The names of filters, and what they are given; a filter may stand in several rows.
+# The names of filters, and their inputs; a filter may stand in several rows.
 FILTERS = """
 abs             2 ** 64 | abs
 attr            L | attr('x' * 100000)

@@ -121,7 +121,7 @@ def test_half_a_character_waits(tokenizer: Tokenizer) -> None:
     assert pieces == ["", "", ""]
     broken = [*tokenizer.encode("☕")[:2], *tokenizer.encode("a")]
     assert stream(tokenizer, broken, SamplingParams())[1] == "\ufffda"
-    alone = tokenizer.encode("é")[1:]  # ends a character, and none has begun
+    alone = tokenizer.encode("é")[1:]  # the last byte of a character that was not begun
     assert stream(tokenizer, alone, SamplingParams())[1] == "\ufffd"
 
 
@@ -369,7 +369,8 @@ def begins_longer(end: str, stops: list[str]) -> bool:
     return any(stop.startswith(end) and stop != end for stop in stops)
 
 
-# 128 strings of 256 characters: ones that share beginnings and ends, and ones that share nothing.
+# 128 strings of 256 characters: ones that share beginnings and ends, and ones that differ
+# everywhere.
 HOSTILE = {
     "one letter": ["a" * at + "b" + "a" * (255 - at) for at in range(1, 129)],
     "endings": [chr(1000 + at) + "a" * 255 for at in range(128)],

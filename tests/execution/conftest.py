@@ -1,4 +1,4 @@
-"""Leaves out what plays plugins of JAX where real ones are installed."""
+"""Leave out the tests with simulated plugins of JAX on a machine that has real plugins."""
 
 from __future__ import annotations
 

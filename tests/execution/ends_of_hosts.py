@@ -42,7 +42,7 @@ def text_of(events: bytes) -> str:
 
 
 class Ends:
-    """What became of the hosts, in one kind of end.
+    """A running engine over two hosts, one of which a test ends.
 
     Attributes:
         right: the text that one stream has to give, and `seconds`, how long it takes.
@@ -68,7 +68,7 @@ class Ends:
             yield hosts
 
     def end(self, who: str, number: signal.Signals, moment: float) -> None:
-        """Signal one host at a moment of a stream, in seconds; print what became of both.
+        """Signal one host at a moment of a stream, in seconds; print the results of both.
 
         The other has to end with an error, but where SIGTERM ends both in order.
         """

@@ -1,10 +1,10 @@
 """An engine and models over several devices, in a process of its own with 8 of them on CPU.
 
-    python -m tests.execution.over_devices                 what ./scripts/test runs
+    python -m tests.execution.over_devices                 the run of ./scripts/test
     python -m tests.execution.over_devices --every-case    models alone, every case of every family
-    python -m tests.execution.over_devices --cases qwen3   those of some cases
+    python -m tests.execution.over_devices --cases qwen3   only some cases
 
-Prints a JSON object of what was found.
+Prints its findings as a JSON object.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def two_prompts() -> PagedStep:
 
 
 def random_values(config: ModelConfig) -> dict[str, np.ndarray]:
-    """Values of every parameter, those of norms and biases too."""
+    """Return random values of every parameter, including norms and biases."""
     rng = np.random.default_rng(5)
     values: dict[str, np.ndarray] = {}
     for path, parameter in parameters_of(abstract_model(config, jnp.float64)).items():
@@ -100,7 +100,7 @@ def places(state: Any) -> list[Any]:
 def logits_of(
     config: ModelConfig, values: Mapping[str, np.ndarray]
 ) -> tuple[np.ndarray, Counter[str]]:
-    """The logits after each token of two prompts, and what devices exchange for them."""
+    """Return the logits after each token of two prompts, and the operations that exchange data."""
     mesh, model = make_mesh(config.split.devices), abstract_model(config, jnp.float64)
     place = divided(place_on_default, config, parameters_of(model), mesh)
     graphdef, state = nnx.split(filled(model, {path: place(path, values[path]) for path in values}))
@@ -129,10 +129,10 @@ def logits_of(
 
 
 def differences(case: str, splits: Iterable[Split]) -> Iterator[tuple[float, dict[str, int]]]:
-    """Distance of a model's logits over devices from those on one, and what is exchanged.
+    """Yield the distance of logits over devices from logits on one, and the exchanges.
 
-    The largest relative difference; operations by kind, of sums those beyond two a layer and one
-    for the embedding.
+    The distance is the largest relative difference. Exchanges are counted by kind of operation,
+    without two sums for each layer and one for the embedding.
     """
     fields = fields_of_case(case) | {"vocab_size": 93, "eos_token_id": 2}
     config = parse_model_config(fields)
@@ -184,7 +184,7 @@ def rows_of_experts(bench: Bench) -> list[list[int]]:
 
 
 def with_replicas(folder: Path) -> dict[str, Any]:
-    """Schedules over four devices whose busy experts are on two, and what the engine records.
+    """Schedules over four devices whose busy experts are on two, and the engine's records.
 
     Six experts alone do not divide over four devices.
     """

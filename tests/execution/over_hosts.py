@@ -2,7 +2,7 @@
 
     python -m tests.execution.over_hosts --devices 2 --schedules 500
 
-The leader starts its follower, and prints a JSON object of what was found.
+The leader starts its follower, and prints its findings as a JSON object.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def free_ports() -> int:
 
 
 def lead(group: Group, devices: int, schedules: range) -> dict[str, Any]:
-    """Run schedules; return what happened in them."""
+    """Run schedules and return counts of their events."""
     bench = Bench(TINY, (4,), split=Split(devices), group=group, sizes=SIZES)
     totals: Counter[str] = Counter()
     for seed in schedules:
@@ -55,7 +55,7 @@ def lead(group: Group, devices: int, schedules: range) -> dict[str, Any]:
 
 
 def follow(group: Group, devices: int) -> None:
-    """Run what the leader does."""
+    """Take part in the leader's schedules as its follower."""
     assert isinstance(group, Follower)
     model_config, model = divided_model(TINY, Split(devices), "float64")
     own: dict[str, Any] = {"dtype": "float64", "max_logprobs": MAX_LOGPROBS, **SIZES}

@@ -1,9 +1,9 @@
 """An engine whose devices divide the positions of a sequence, in a process with 8 of them on CPU.
 
-    python -m tests.execution.over_positions            what ./scripts/test runs
+    python -m tests.execution.over_positions            the run of ./scripts/test
     python -m tests.execution.over_positions --long     more divisions
 
-Prints a JSON object of what was found.
+Prints its findings as a JSON object.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ def schedules_of(devices: int, context: int, count: int) -> tuple[Bench, dict[st
 
 
 def long_request(bench: Bench) -> dict[str, Any]:
-    """Answer a request that is too long for the bytes of a cache where nothing is divided.
+    """Answer a request that is too long for an undivided cache of as many bytes.
 
     Returns:
-        the pages that the bytes hold, with and without, and the tokens in this and a large cache.
+        the pages of the divided and of the undivided cache, and the tokens from this and from a
+        large cache.
     """
     loaded = bench.loaded[PAGE]
     split = loaded.runner.model_config.split

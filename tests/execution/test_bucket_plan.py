@@ -1,4 +1,4 @@
-"""Which sizes are compiled: those whose padding costs more than they do."""
+"""Which sizes are compiled: a size is left out if its padding costs less than its compilation."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_free_programs_are_all_kept_and_dear_ones_dropped() -> None:
 
 
 def test_sizes_that_take_equally_long_are_one() -> None:
-    """As on a GPU: a few tokens more cost nothing, many do."""
+    """As on a GPU: a few more tokens are free, and many are not."""
     flat = plan(0.0, 1e-3, 0.1)
     assert (flat.decode_sizes, flat.token_sizes) == LEAST
     some = plan(1e-6, 1e-3, BUSY / 300)
@@ -72,7 +72,7 @@ def test_a_larger_step_measured_faster_is_noise() -> None:
 
 
 def test_a_card_keeps_the_sizes_between_its_smallest_and_largest() -> None:
-    """With what an H200's launches of padding took, and with what programs of an 8B cost it."""
+    """Uses the times of an H200's padded launches and of compiling the programs of an 8B model."""
     buckets = BucketSet(256, 8192, greedy_decode=True, num_steps=8)
     small = {1: 1.99, 32: 1.73, 256: 2.31}, {16: 2.67, 512: 5.39, 8192: 19.42}
     large = {1: 4.2, 32: 5.4, 256: 16.1}, {16: 6.0, 512: 12.0, 8192: 190.0}

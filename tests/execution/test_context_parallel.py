@@ -42,7 +42,8 @@ def test_a_layer_exchanges_queries_and_results_and_no_keys(found: dict[str, Any]
         assert counts["all-reduce"] == 2 * LAYERS + 1, name
         assert counts["all-to-all"] >= LAYERS, name
         assert counts.get("collective-permute", 0) == 0, name
-        # Queries of the two devices of a kv head, or what the sampler gathers of each row.
+        # Queries of the two devices of a kv head, or the values that the sampler gathers for each
+        # row.
         assert 0 < counts["largest gather"] <= 64 * 2 * 8 + 32 * 24 * 4, name
         assert counts["taken over"] >= 2 * LAYERS + 2, name
 
@@ -72,7 +73,7 @@ def test_plans_see_what_positions_that_are_divided_take() -> None:
             kv_cache_memory_bytes=40 * PLANNED_PAGE,
         )
         tokens.append(plan_model(config, "cpu").plans[0].longest)
-    assert tokens == [39 * 16, 1024]  # of 79 pages' 1,264, what the model has
+    assert tokens == [39 * 16, 1024]  # 79 pages hold 1,264 tokens, and the model has 1,024
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def both(connect: Connect, secret: bytes = SECRET, other: bytes = SECRET) -> lis
 
 
 def greeted(connect: Connect) -> tuple[Channel, socket.socket, bytes]:
-    """A leader's end, the raw other end, and the key of what the follower sends."""
+    """Return a leader's end, the raw other end, and the key of the follower's messages."""
     ends = connect()
     ends[1].sendall(PROTOCOL + b"n" * NONCE_BYTES)
     leader = Channel(ends[0], SECRET, leads=True)
@@ -211,18 +211,18 @@ def test_a_leader_refuses_all_but_its_followers(caplog: pytest.LogCaptureFixture
     threads += [threading.Thread(target=join, args=(rank,)) for rank in (1, 1, 2)]
     threads[1].start()
     threads[2].start()
-    assert refused.get(timeout=60) == 1  # whoever comes second
+    assert refused.get(timeout=60) == 1  # the second one is refused
     assert "node_rank is 1; allowed: one from 1 to 2 that has not joined" in caplog.text
     threads[3].start()
     for thread in threads:
         thread.join(60)
-    with pytest.raises(ConnectionRefusedError):  # nobody else can come
+    with pytest.raises(ConnectionRefusedError):  # the listener is closed
         socket.create_connection(("127.0.0.1", port), timeout=5)
     settle_and_close(made)
 
 
 def settle_and_close(made: dict[int, Any]) -> None:
-    """Three hosts agree on the least sizes, refuse what differs, and end in order."""
+    """Three hosts agree on the least sizes, refuse different settings, and end in order."""
     agreed: dict[int, Any] = {}
 
     def settle(rank: int, settings: dict[str, Any], sizes: dict[str, int | None]) -> None:
@@ -344,7 +344,7 @@ def test_a_relay_outlasts_its_other_end() -> None:
     near.settimeout(0.2)
     with pytest.raises(TimeoutError):
         near.recv(1)
-    # A connection that cannot be made ends at once: whoever made it tries again.
+    # A connection that cannot be made ends at once: the follower tries again.
     with socket.create_connection(relay.address) as refused:
         assert refused.recv(1) == b""
     relay.close()

@@ -21,7 +21,8 @@ OWN = jaxlib.__version__
 NVRM = "NVRM version: NVIDIA UNIX {}  {}  Release Build"
 PIP = "run `pip install -e '.[cuda12]'` and start again, in a notebook after a restart of its"
 MEANT = "set JAX_PLATFORMS=cpu if the CPU is meant\n"
-# What JAX looks for is not in this machine's /dev; the driver's files are played below a folder.
+# This machine's /dev lacks the files that JAX looks for; the driver's files are simulated in a
+# folder.
 SEEN = "from jax._src import hardware_utils; hardware_utils.has_visible_nvidia_gpu = lambda: True\n"
 START = """
 from pathlib import Path
@@ -94,7 +95,7 @@ def test_a_stale_plugin_is_named_with_both_versions_and_the_way_out(tmp_path: Pa
         "this machine has an NVIDIA card, but JAX runs on the CPU: jax-cuda12-plugin 0.7.2 does "
         f"not fit jaxlib {OWN}; {PIP} runtime; {MEANT}"
     )
-    # Whoever wants the CPU is left alone.
+    # A user who selects the CPU gets no message.
     assert start(root, tmp_path / "plugins", JAX_PLATFORMS="cpu") == ("cpu", "")
     assert start(root, tmp_path / "plugins", CUDA_VISIBLE_DEVICES="") == ("cpu", "")
 
@@ -179,7 +180,7 @@ def test_a_platform_that_is_not_there_ends_in_a_sentence(tmp_path: Path) -> None
     assert "Traceback" not in err
 
 
-# ------------------------------------------------------------------- what is said of what
+# ------------------------------------------------------------------- messages and their subjects
 
 
 def parts(driver: int | None = 550, reaches: bool = True, **plugins: str) -> CudaParts:
@@ -196,7 +197,7 @@ def parts(driver: int | None = 550, reaches: bool = True, **plugins: str) -> Cud
             "run `pip uninstall -y jax-cuda13-plugin jax-cuda13-pjrt` and `pip install "
             "-e '.[cuda12]'`",
         ),
-        # `pip install -e '.[cuda13]'` beside what a notebook brought.
+        # `pip install -e '.[cuda13]'` beside the packages of a notebook.
         (
             parts(580, cuda13=OWN, cuda12="0.7.2"),
             f"jax-cuda12-plugin 0.7.2 does not fit jaxlib {OWN}",

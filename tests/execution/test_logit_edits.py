@@ -111,7 +111,7 @@ def test_a_row_without_a_token_left_is_not_ok() -> None:
     rows = table.batch(slots, [params] * SLOTS)
     logits = np.zeros((SLOTS, VOCAB), np.float32)
     assert jax.jit(sample)(logits, rows, table.state).tolist() == [9, NO_TOKEN, NO_TOKEN]
-    # Where a row only computes its prompt, what is excluded does not matter.
+    # In a row that only computes its prompt, excluded tokens do not matter.
     object.__setattr__(rows, "sample_slots", np.full(SLOTS, SLOTS, np.int32))
     assert (jax.jit(sample)(logits, rows, table.state) != NO_TOKEN).all()
 

@@ -78,7 +78,8 @@ def test_the_free_heap_goes_back() -> None:
         ([(1, 4, 0), (1, 5, 0x3000), (1, 6, 0x9000)], {0, 0x3000}),
         # The end of one segment and the begin of a written one share a page.
         ([(1, 4, 0), (1, 5, 0x3010), (1, 6, 0x3F00)], {0}),
-        # What is not loaded, as RELRO, which says what the loader closes afterwards.
+        # Parts that are not loaded, such as RELRO, which lists the pages that the loader closes
+        # afterwards.
         ([(1, 4, 0), (0x6474E552, 4, 0x9000), (1, 6, 0x9000)], {0}),
         ([], set()),
     ],

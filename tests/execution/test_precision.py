@@ -1,4 +1,4 @@
-"""What products of float32 are computed in: float32 on a GPU too, unless less was chosen."""
+"""Precision of products of float32: float32 on a GPU too, unless a lower one was chosen."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def test_another_machine_or_version_is_refused_by_name(
 
 
 def test_what_is_unknown_of_a_machine_differs_from_nothing(tmp_path: Path) -> None:
-    """Whoever compiles for a card that is not there does not know its driver."""
+    """A process that compiles for a card of another machine does not know the card's driver."""
     folder = tmp_path / "programs"
     partly = store(folder, where=WHERE | {"cpu": None})
     partly.get("one", lower)
@@ -263,7 +263,7 @@ def test_open_folders_are_left_alone(
 def test_a_folder_that_everybody_can_replace_is_left_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As in a temporary folder for all, but for the bit that protects what lies there."""
+    """A folder for all users, as for temporary files, but without the bit that protects entries."""
     around = tmp_path / "around"
     around.mkdir()
     around.chmod(0o777)
@@ -337,8 +337,8 @@ def test_what_a_killed_process_left_half_written_goes(folder: Path) -> None:
     run(store(folder).get("one", never))
 
 
-# What the sources import and no traced function reads: the host's half of slots, the forms of plans
-# and errors, the machine's memory, and settings, which the name of a start's folder holds.
+# Modules that the sources import and no traced function reads: the host's half of slots, the forms
+# of plans and errors, the machine's memory, and settings, which the name of a start's folder holds.
 NOT_TRACED = {
     *(
         f"jaxserve/{name}.py"

@@ -29,7 +29,7 @@ numbers = jax.jit(row_uniform)
 
 
 def batch(settings: list[SamplingParams], seeds: list[int], position: Any) -> StepBatch:
-    """A StepBatch of which only what the sampler reads matters."""
+    """Return a StepBatch with the fields that the sampler reads."""
     rows = len(settings)
     none = np.zeros(rows, np.int32)
 

@@ -1,4 +1,4 @@
-"""Shapes of what the compiled programs return."""
+"""Shapes of the compiled programs' results."""
 
 from __future__ import annotations
 

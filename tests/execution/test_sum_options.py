@@ -1,4 +1,4 @@
-"""What `all_reduce` has XLA compile, and where it is refused."""
+"""Compiler options that `all_reduce` sets, and the cases in which they are refused."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
 
 
 def test_programs_are_compiled_with_the_options_and_kept_apart(tmp_path: Path) -> None:
-    """With an option that every backend has; another one, or none, is another program."""
+    """The option exists on every backend. Another option, or its absence, makes another program."""
     given: list[Any] = []
 
     def lower() -> Any:

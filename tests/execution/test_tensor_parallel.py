@@ -70,7 +70,7 @@ def test_random_schedules_over_devices_equal_the_oracle(found: dict[str, Any]) -
 
 def test_a_step_sums_twice_a_layer_and_once_for_the_embedding(found: dict[str, Any]) -> None:
     for name, counts in found["programs"].items():
-        # Of sums that only part of a prompt's log-probabilities need there are none.
+        # A part of a prompt's log-probabilities needs no sums of its own.
         assert counts["all-reduce"] == 2 * LAYERS + 1, name
         assert counts.get("collective-permute", 0) == 0, name
         # Pages of every layer, the page table, the last tokens.

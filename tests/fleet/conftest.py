@@ -1,4 +1,4 @@
-"""A fleet on Ray that its tests share; without Ray, which has no wheels for every Python, none."""
+"""A fleet on Ray that its tests share; they are left out where Ray has no wheel for this Python."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ router (`jaxserve.fleet.policy`), the reports of replicas with their delay, page
 pool with its evictions. Simulated are the clock, a replica's time for tokens (prompts one after the
 other at a rate, answers each at a time a token) and its admission, in order.
 
-Gates: with prefixes the fleet finds within 5 points of what one engine does, and the busiest
+Gates: with prefixes the fleet's hit rate is within 5 points of one engine's, and the busiest
 replica serves at most 1.3 times the mean of requests and of computed tokens. Exit code 1 if one is
 missed.
 """
@@ -50,7 +50,7 @@ MOST_OVER_MEAN = 1.3
 
 @dataclass
 class Replica:
-    """A replica: pool, record, and what it has to do.
+    """A simulated replica: its pool, its record, and its queue.
 
     Attributes:
         busy_until: when its prompts so far are computed.

@@ -1,4 +1,4 @@
-"""The front before Serve's proxy: one more attempt before the first byte, none after it."""
+"""The front before Serve's proxy tries a request once more, until the first byte has come."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ JSON = [(b"content-type", b"application/json")]
 
 
 class Replicas:
-    """Serve's proxy over replicas, each of which does the next of some things.
+    """Simulates Serve's proxy; each request gets the next behavior of a list.
 
     Attributes:
-        bodies: what each received.
+        bodies: the body that each replica received.
     """
 
     def __init__(self, *acts: str) -> None:

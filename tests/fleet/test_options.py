@@ -1,4 +1,4 @@
-"""Settings of a fleet: what they mean, and what is refused before anything is started."""
+"""Settings of a fleet: their meaning, and refusals before a process is started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Digests of prefixes, what a replica reports of them, and the policy of the router."""
+"""Digests of prefixes, the reports of replicas about them, and the policy of the router."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def test_a_record_forgets_as_the_cache_does() -> None:
     record = PrefixRecord(SECRET, 4 * BLOCK_TOKENS)
     record.add_digests([1, 2, 3])
     record.add_digests([1, 7, 8])
-    assert reported(record.report()) == {1, 7, 8, 2}  # 3 is the end of what was used longest ago
+    # 3 is the end of the least recently used prefix
+    assert reported(record.report()) == {1, 7, 8, 2}
     large = PrefixRecord(SECRET, 10**9)
     large.add_digests(list(range(MOST_DIGESTS + 5)))
     assert reported(large.report()) == frozenset(range(MOST_DIGESTS))
@@ -84,7 +85,7 @@ def test_the_replica_that_holds_most_is_taken() -> None:
         policy.report(name, stats(0, *held))
     assert policy.rank("abc", [1, 2, 3, 4]) == ["b", "c", "a"]
     assert policy.rank("ac", [1, 2, 3, 4]) == ["c", "a"]
-    # A sign of a prompt is none: what all prompts begin with.
+    # The common beginning of all prompts does not mark a prompt.
     policy.report("a", stats(1, 1))
     assert policy.rank("abc", [1, *range(50, 60)])[-1] == "a"
 

@@ -1,4 +1,4 @@
-"""These tests need a GPU. Without one they are not collected, so that nothing counts as skipped."""
+"""These tests need a GPU. Without one they are not collected, so that none counts as skipped."""
 
 import pathlib
 

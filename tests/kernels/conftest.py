@@ -1,4 +1,4 @@
-"""Leaves out what the installed JAX cannot simulate."""
+"""Leave out tests that the installed JAX cannot simulate."""
 
 import jax
 

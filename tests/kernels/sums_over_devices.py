@@ -2,7 +2,7 @@
 
     XLA_FLAGS=--xla_force_host_platform_device_count=4 python -m tests.kernels.sums_over_devices
 
-Prints a JSON object of what was found.
+Prints its findings as a JSON object.
 """
 
 from __future__ import annotations

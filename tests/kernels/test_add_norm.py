@@ -105,7 +105,7 @@ def calls_of_kinds(dtype: Any, rows: int, width: int) -> tuple[list[Call], list[
 
 @functools.cache
 def calls_with_factors(dtype: Any, parts: int) -> tuple[list[Call], list[tuple[Any, Any]]]:
-    """Return calls that norm and scale what is added, and the specification's results."""
+    """Return calls that norm and scale the added rows, and the specification's results."""
     calls: list[Call] = []
     for has_norm, has_delta_norm, factor, offset in (
         *((True, True, 1.0, 1.0), (True, True, 0.3, 0.0), (True, False, 0.3, 0.0)),
@@ -124,7 +124,7 @@ def test_sums_and_norms(implementation: str, dtype: Any, rows: int, width: int) 
     found = run(implementation, calls)
     for (parts, *_), got, want in zip(KINDS, found, wanted, strict=True):
         check(got, want, dtype, exact=parts != 4)
-        # Nothing of the row with a NaN reaches another one.
+        # A NaN in one row does not reach another.
         finite = [row for row in range(rows) if rows < 3 or row != 2]
         assert np.isfinite(np.asarray(got[1], np.float32)[finite]).all()
 

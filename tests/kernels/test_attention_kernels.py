@@ -1,4 +1,4 @@
-"""Every implementation that runs on a CPU gives what the reference gives, whatever the lengths."""
+"""Every implementation that runs on a CPU equals the reference, for all lengths."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _compiled(run, setup: dict, **fixed):
     """``run`` jitted with the static options of a setup; arrays and array options are arguments."""
     static = {name: setup.get(name) for name in ("scale", "window", "soft_cap")}
 
-    # Compiling is most of what these tests cost, so the compiler is told not to try hard.
+    # Compiling takes most of the time of these tests, so the compiler optimizes little.
     @functools.partial(jax.jit, compiler_options=FAST)
     def call(arrays, options):
         return run(AttentionArrays.of(*arrays), AttentionOptions(**options, **static), **fixed)
@@ -162,7 +162,6 @@ def _call(name: str, rows: list[tuple[int, int]], tokens: int, seed: int) -> Pag
 
 
 def _tested(names: list[str]) -> list[tuple[str, str]]:
-    """Setups with what is tested on them; llvm takes the bits of float8, triton no int8."""
     implementations = ("triton", "xla", "xla for a GPU", "xla for a GPU, in turns", "llvm")
     return [
         (name, implementation)

@@ -184,7 +184,7 @@ def test_several_threads_at_once() -> None:
 @pytest.mark.parametrize("which", ["k_pages", "v_pages", "q"])
 def test_what_is_not_finite_spoils_its_own_row_only(bad: float, which: str) -> None:
     call = decode_call([40, 200, 33])
-    call.q = jnp.asarray(np.abs(np.asarray(call.q)))  # a score of -inf would weigh nothing
+    call.q = jnp.asarray(np.abs(np.asarray(call.q)))  # a score of -inf would have no weight
     before = np.asarray(llvm(*call.decode))
     values = np.asarray(getattr(call, which)).copy()
     if which == "q":
@@ -207,7 +207,7 @@ def test_large_scores_do_not_overflow() -> None:
 
 
 def test_infinite_sinks() -> None:
-    """A sink of -inf is none; beside one of +inf nothing weighs."""
+    """A sink of -inf counts as no sink; beside one of +inf all other scores have no weight."""
     call = decode_call([20, 300])
     plain = llvm(*call.decode)
     sinks = jnp.asarray([-jnp.inf, 0, 1e30, -jnp.inf])
@@ -227,7 +227,7 @@ def test_pages_are_not_copied(dtype) -> None:
 
 
 def over(write, x: np.ndarray) -> np.ndarray:
-    """What `write(code, vector)` makes of each 4 numbers of x."""
+    """Return the results of `write(code, vector)` for each 4 numbers of x."""
     real = {4: ir.FloatType(), 8: ir.DoubleType()}[x.dtype.itemsize]
     module = ir.Module("over")
     function = ir.Function(module, ir.FunctionType(VOID, [POINTER, POINTER, I64]), "over")

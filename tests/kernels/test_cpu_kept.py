@@ -107,9 +107,9 @@ def test_a_later_process_compiles_no_kernel(tmp_path: Path, settings: str) -> No
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
-    """Return a function that forgets the kernels registered here, and the list of those compiled.
+    """Return a function that forgets registered kernels, and returns the names of compiled ones.
 
-    XLA takes a name once in a process, so that nothing that is registered anew is called.
+    XLA takes a name once in a process, so kernels that are registered again are never called.
     """
     compiled: list[str] = []
 
@@ -158,7 +158,7 @@ def test_kernels_are_taken_from_files_that_are_good(
     assert file.read_bytes() == good
     fresh()
     registered(kernel)
-    assert code_of(name) in good  # and nothing is looked up any more
+    assert code_of(name) in good  # and no further look-up happens
 
 
 @pytest.mark.usefixtures("no_jax_cache")

@@ -1,4 +1,4 @@
-"""The table of cards: names that people type, and what follows from a capability."""
+"""The table of cards: names that people type, and the properties that a capability implies."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_an_unknown_card_is_a_sentence(name: str) -> None:
     ("reported", "expected"),
     [
         ({"device_kind": "cpu", "platform": "cpu"}, ("cpu", (0, 0), 0)),
-        # Pallas has no such names; what the driver says of them is enough.
+        # Pallas has no such names; the driver's answers are enough.
         (
             {"device_kind": "Quadro RTX 9", "compute_capability": "8.6", "core_count": 30},
             ("gpu", (8, 6), 30),

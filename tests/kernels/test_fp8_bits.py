@@ -21,7 +21,7 @@ from pallas_kernels.gpu.tuning import DecodeConfig
 from tests.kernels.test_tuning_table import compiling_for
 
 CODES = np.arange(256, dtype=np.uint8)
-# Of the 12 bits below, rounding can depend on whether they are none, and on where half lies.
+# Rounding can depend on whether the 12 lower bits are zero, and on their comparison with one half.
 LOW_BITS = (0, 1, 0x7FF, 0x800, 0x801, 0xFFF)
 
 

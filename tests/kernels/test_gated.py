@@ -1,4 +1,4 @@
-"""gated: the kernel for CPU gives what plain JAX does, and a number the same wherever it stands."""
+"""gated: the CPU kernel equals plain JAX, and a number's result is the same at every position."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EDGES = (0.0, -0.0, 1e-30, -1e-30, 88.0, -88.0, 200.0, -200.0, 3e38, -3e38, np.n
 
 
 def numbers(rows: int, size: int) -> np.ndarray:
-    """Return numbers of very different sizes, and those at which exponentials end."""
+    """Return numbers of very different sizes, including the limits of exponentials."""
     rng = np.random.default_rng(size)
     x = rng.standard_normal((rows, 2, size)) * 10.0 ** rng.integers(-3, 2, (rows, 1, 1))
     x[0, 0, : len(EDGES)] = EDGES[:size]

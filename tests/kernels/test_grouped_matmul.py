@@ -1,4 +1,4 @@
-"""grouped_matmul: every implementation gives the reference's rows and reads only what they need."""
+"""grouped_matmul: all implementations give the reference's rows and read only needed matrices."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def compiled(name: str):
 @example(shares=[17, 0, 1, 0, 22])
 @given(shares=st.lists(st.integers(0, 20), min_size=GROUPS, max_size=GROUPS))
 def test_rows_meet_their_groups_matrix(name: str, implementation: str, shares: list[int]) -> None:
-    """Matrices of groups without rows, and rows of no group, are NaN: nothing may read them."""
+    """Matrices of groups without rows, and rows of no group, are NaN, so that a read shows."""
     dtype, inputs, outputs = SETUPS[name]
     sizes = np.minimum(shares, np.maximum(ROWS - np.cumsum([0, *shares[:-1]]), 0))
     rng = np.random.default_rng(sum(shares))

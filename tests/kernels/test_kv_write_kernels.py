@@ -1,4 +1,4 @@
-"""kv_write: every implementation stores exactly what the reference stores, in place."""
+"""kv_write: every implementation stores exactly the reference's values, in place."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from tests.support.quick_code import quick_kernels
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 # Of x and weights, and how far a sum may be off, relative to the sum of its products' sizes. Each
-# addition rounds to 2^-24 of what has been summed, half of it at random: 1e-6 is 17 such errors.
+# addition rounds to 2^-24 of the partial sum, half of it at random: 1e-6 is 17 such errors.
 CASES = {
     ("float32", "float32"): 1e-6,
     ("float64", "float64"): 1e-14,
@@ -214,7 +214,7 @@ def test_rows_that_do_not_count_are_zero_and_disturb_nothing(x_dtype: str, dtype
         np.testing.assert_array_equal(got[last:], np.zeros_like(whole[last:]))
 
 
-# Rows of each of four experts, of 60 in all; and what that comes to.
+# Rows of each of four experts, of 60 in all; and the result of that division.
 SHARES = {
     (3, 0, 41, 1): (3, 0, 41, 1),
     (0, 0, 0, 0): (0, 0, 0, 0),

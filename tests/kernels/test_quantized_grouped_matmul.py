@@ -32,7 +32,7 @@ SHARES = ([17, 0, 1, 0, 22], [0] * MATRICES, [3, 9, 2, 1, 5])
 
 
 def weights(name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray]:
-    """Codes, scales and zero points at random, and what they stand for, in float64."""
+    """Return random codes, scales and zero points, and the weights that they encode, in float64."""
     form, groups, dtype, _, outputs = SETUPS[name]
     rng = np.random.default_rng(0)
     codes = rng.integers(0, 16 if form == "int4" else 256, (MATRICES, INPUTS, outputs), np.uint8)
@@ -68,7 +68,7 @@ def compiled(name: str, implementation: str) -> Any:
 @pytest.mark.parametrize("implementation", ["triton", "xla"])
 @pytest.mark.parametrize("name", SETUPS)
 def test_rows_meet_their_groups_matrix(name: str, implementation: str) -> None:
-    """Scales of groups without rows, and rows of no group, are NaN: nothing may read them."""
+    """Scales of groups without rows, and rows of no group, are NaN, so that a read shows."""
     dtype = SETUPS[name][3]
     values, scales, zeros, exact = weights(name)
     x = np.random.default_rng(1).normal(size=(ROWS, INPUTS)).astype(dtype)

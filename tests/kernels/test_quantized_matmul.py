@@ -146,7 +146,7 @@ def test_no_compiled_buffer_is_as_large_as_the_weight(form, groups, zeros_dtype)
     )
     # Four bytes a weight would be I * 2048 * 4; a block of 256 outputs takes an eighth of it.
     assert compiled.memory_analysis().temp_size_in_bytes < I * 2048 * 4 / 2
-    # Outside fusions, whose insides are no buffers, nothing has the weight's size but the codes.
+    # Outside fusions, whose insides are not buffers, only the codes have the weight's size.
     buffers = re.sub(r"%?fused_computation[^{]*\{.*?\n\}", "", compiled.as_text(), flags=re.DOTALL)
     wide = re.findall(r"\b(?:f64|f32|bf16|f16)\[([\d,]+)\]", buffers)
     assert max(np.prod([int(n) for n in dims.split(",")]) for dims in wide) < I * 2048 / 2
@@ -179,7 +179,7 @@ def test_misuse_is_refused():
     ("outputs", "addressable"), [(15, True), (16, False), (32, False), (33, True)]
 )
 def test_triton_takes_no_codes_of_2_to_4_gib(outputs: int, addressable: bool) -> None:
-    """Shapes alone decide it: nothing is allocated."""
+    """Shapes alone decide it: the test allocates no array."""
     x = jax.ShapeDtypeStruct((4, 2**27), jnp.bfloat16)
     values = jax.ShapeDtypeStruct((2**27, outputs), jnp.int8)
     scales = jax.ShapeDtypeStruct((1, outputs), jnp.float32)

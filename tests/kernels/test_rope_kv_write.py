@@ -21,14 +21,14 @@ SIZE, PAGES = 16, 4
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """Kind of call: what there is, and how large it is."""
+    """A kind of call: its optional parts and its sizes."""
 
     dtype: Any = jnp.bfloat16
     page_dtype: Any = None
     kv_heads: int = 2
     group: int = 4
     head_dim: int = 32
-    pairs: int | None = 16  # None: nothing is rotated
+    pairs: int | None = 16  # None: no rotation
     interleaved: bool = False
     parts: int = 0
     bias: bool = False
@@ -180,7 +180,7 @@ def check(kind: Kind, tokens: int, implementation: str) -> None:
     for mine, theirs, name in zip(got[:3], want, ("query", "key", "value"), strict=False):
         assert mine.dtype == theirs.dtype and mine.shape == theirs.shape
         pair = [np.asarray(array, np.float32) for array in (mine, theirs)]
-        assert (np.isnan(pair[0]) == np.isnan(pair[1])).all()  # what was not written
+        assert (np.isnan(pair[0]) == np.isnan(pair[1])).all()  # slots without a write
         if name == "value" and kind.parts < 3 and not kind.scaled:
             np.testing.assert_array_equal(*pair)
         steps = max(step_of(mine.dtype), step_of(dtype))
@@ -207,7 +207,7 @@ def test_float64_stays_float64() -> None:
 
 
 def arguments(**change: Any) -> dict[str, Any]:
-    """Return a correct call's arguments, but for what is changed."""
+    """Return a correct call's arguments, with some of them changed."""
     pages = jnp.zeros((2, 2, 16, 16))
     half = jnp.zeros((3, 8))
     call = {"qkv": jnp.zeros((3, 2, 3, 16)), "cos_sin": (half, half), "k_pages": pages}

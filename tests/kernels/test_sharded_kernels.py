@@ -1,4 +1,4 @@
-"""Split over kv heads with shard_map, the kernels give what they give unsplit."""
+"""Split over kv heads with shard_map, the kernels give their unsplit results."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ def test_the_estimate_is_what_compiled_kernels_take(name: str) -> None:
         memory += more * case.H * case.page_dtype.itemsize
         kind = "ragged_attention" if op == "ragged" else "split_attention"
         [taken] = [k["shared_memory"] for k in row["kernels"] if kind in k["name"]]
-        # Warpgroups hold four blocks; what has tensor memory holds less here.
+        # Warpgroups hold four blocks; a card with tensor memory holds fewer here.
         slack = 1.25 if card.shared_memory > 200_000 else 1
         assert taken <= memory * slack, row["name"]
         compared += 1

@@ -1,4 +1,4 @@
-"""The tiny random checkpoints: for every family, what exercises its switches."""
+"""The tiny random checkpoints: every family's cases exercise its switches."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -164,7 +164,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("Gemma", {"head_dim": 12, "hidden_act": "gelu"}),
 }
 
-# Every case differs from the others in what it exercises, and has H != D / N or K < N somewhere.
+# Every case exercises other settings, and has H != D / N or K < N somewhere.
 # Prompts are longer than every window, and pass every original context.
 CASES: dict[str, dict[str, Any]] = {
     "llama_gqa_untied": {},
@@ -437,8 +437,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-# Cases whose layers would be alike, or differ as in others of the family, so that a second one
-# shows nothing that no other case shows.
+# Cases whose layers resemble other cases of the family, so that they add no coverage of their own.
 ONE_LAYER = frozenset(
     """
     llama_tied llama_biases llama3_rope llama_head_dim llama_linear llama_dynamic llama_yarn
@@ -461,7 +460,7 @@ def family_of(case: str) -> str:
 
 
 def fields_of(case: str) -> dict[str, Any]:
-    """What a case says of its model."""
+    """Return the config.json fields that a case sets."""
     layers = {"num_hidden_layers": 1} if case in ONE_LAYER else {}
     fields = {**SIZES, **FAMILIES[family_of(case)][1], **layers, **CASES[case]}
     if "layer_norm_eps" in fields:  # in place of the other

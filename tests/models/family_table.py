@@ -4,8 +4,8 @@
     python -m tests.models.family_table --families mixtral,gpt_oss     keeps the other rows
 
 For every tiny random checkpoint of the tests: read it, run prompts in chunks and 64 greedy steps
-over paged KV in float32, and compare the logits after every token with those of Transformers. The
-error is the largest difference over the largest logit, the worst case of the family; tokens that
+over paged KV in float32, and compare the logits after every token with Transformers' logits. The
+error is the largest difference over the largest logit, the worst case of the family. Tokens that
 Transformers would not have chosen are counted. Loading is timed on a checkpoint of about
 100 million parameters of the same family, in bfloat16, read into float32 from a warm page cache,
 laid out as an engine has it on this backend.
@@ -60,7 +60,7 @@ LARGE = {
 
 @dataclass(frozen=True)
 class Row:
-    """What was found of one family."""
+    """The measurements of one family."""
 
     family: str
     architecture: str
@@ -155,7 +155,7 @@ def table(rows: list[Row]) -> str:
 
 
 def kept_rows() -> dict[str, Row]:
-    """The rows written before, by family; none where nothing was."""
+    """Return the rows written before, by family; an empty dict without a results file."""
     path = RESULTS / "families.json"
     rows = json.loads(path.read_text()) if path.exists() else []
     return {row["family"]: Row(**row) for row in rows}

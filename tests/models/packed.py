@@ -33,7 +33,7 @@ def codes_of(tensors: dict[str, Any]) -> dict[str, np.ndarray]:
 
 
 def set_packed_experts(model: Any) -> None:
-    """Give a model what its packed experts will stand for, as Transformers unpacks them."""
+    """Set a model's expert weights to the values that Transformers unpacks."""
     parameters = dict(model.named_parameters())
     codes = codes_of(parameters)
     for name, parameter in parameters.items():

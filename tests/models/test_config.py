@@ -1,4 +1,4 @@
-"""config.json is read strictly: what is read matters, and the rest is known not to matter."""
+"""config.json is read strictly: every field is either used or known not to matter."""
 
 import json
 import shlex
@@ -56,7 +56,7 @@ def test_gguf_files_are_read_as_architectures_that_exist():
     assert {rules.name for rules in GGUF_RULES.values()} <= ARCHITECTURES.keys()
 
 
-# What latent attention, and experts, have no default for.
+# Required settings of latent attention and experts.
 NEEDED = {
     "DeepseekV2ForCausalLM": {"num_key_value_heads": 32, "num_experts_per_tok": 2},
     "DeepseekV3ForCausalLM": {"num_key_value_heads": 128},
@@ -65,7 +65,7 @@ NEEDED = {
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_what_transformers_writes_is_read(architecture, tmp_path):
-    """The sizes that it fills in, but for those that belong to one model only."""
+    """Reads the sizes that Transformers fills in, except fields that belong to one model only."""
     name = architecture.removesuffix("ForCausalLM").replace("Gemma3", "Gemma3Text")
     needed = {"num_key_value_heads": 4} | NEEDED.get(architecture, {})
     written = getattr(transformers, f"{name}Config")(
@@ -410,7 +410,7 @@ def test_a_bad_field_of_a_family_is_refused(raw, change, named):
 
 
 def test_what_changes_nothing_is_left_aside():
-    """Code that ships with a checkpoint is not run; loaders' settings are nothing to this one."""
+    """Code that ships with a checkpoint is not run; settings of other loaders have no effect."""
     code = {"auto_map": {"AutoModelForCausalLM": "modeling.Evil"}}
     assert parse_model_config(LLAMA | code) == parse_model_config(LLAMA)
     stored = {"quant_method": "gptq", "bits": 4, "group_size": 64}
@@ -423,7 +423,7 @@ def test_what_changes_nothing_is_left_aside():
 
 
 # What `PretrainedConfig.to_dict` of Transformers 4.31 and 4.57 holds, but for fields that are read:
-# by the field, what files are known to hold.
+# by the field, the values that files are known to hold.
 PRETRAINED: dict[str, list[Any]] = {
     "_attn_implementation": ["sdpa", "eager", None],
     "_attn_implementation_autoset": [True],
@@ -509,14 +509,14 @@ def test_a_field_of_transformers_4_is_read_and_changes_nothing(field):
 
 
 def test_every_setting_of_generation_is_known():
-    """Those that the library takes out of a config.json."""
+    """The library takes these settings out of a config.json."""
     settings = transformers.GenerationConfig._get_default_generation_params()
     assert parse_model_config(LLAMA | settings) == parse_model_config(LLAMA)
 
 
 @pytest.mark.parametrize("raw", [LLAMA, QWEN3, GEMMA3, GPT_OSS, PHI3, COHERE2], ids=str)
 def test_null_is_absent(raw):
-    """Of a field that nobody knows, and of one that is computed with one value only."""
+    """Checks an unknown field, and one for which a single value is computed."""
     want = parse_model_config(raw)
     rules = ARCHITECTURES[raw["architectures"][0]].config
     neutral = {**NEUTRAL, **rules.neutral}.keys() - raw.keys()
@@ -612,7 +612,7 @@ def test_older_spellings_mean_what_they_meant():
 
 
 def test_windows_of_cohere_2_alone_rotate():
-    """In both spellings; every fourth layer has none where config.json says nothing."""
+    """In both spellings. Every fourth layer has no window if config.json does not set one."""
     raw = COHERE2 | {"num_hidden_layers": 5}
     plain = parse_model_config(raw)
     assert plain.layers.windows == (8, 8, 8, None, 8)

@@ -129,7 +129,7 @@ def test_padding_changes_nothing(checkpoints, case):
     np.testing.assert_allclose(
         plain.run([prompt])[0], padded.run([prompt], pad_to=16)[0], rtol=1e-5, atol=1e-5
     )
-    # Page 0 belongs to nobody and padding goes nowhere: it still holds what it held.
+    # Page 0 has no owner and padding is not written: the page still holds its first contents.
     for (k, v), (k_padded, v_padded) in zip(
         *map(jax.device_get, (plain.kv, padded.kv)), strict=True
     ):
@@ -147,7 +147,7 @@ def test_padding_changes_nothing(checkpoints, case):
         ("gemma3_tied_linear", jnp.bfloat16, 19),
         ("cohere_qk_norm_untied", jnp.bfloat16, 19),
         ("cohere2_tied", jnp.float16, 19),
-        ("gpt_oss_truncated_tied", jnp.bfloat16, 19),  # all experts: none may be swapped
+        ("gpt_oss_truncated_tied", jnp.bfloat16, 19),  # all experts: swapping is not allowed
     ],
 )
 def test_sixteen_bit_models(checkpoints, case, dtype, pad_to):

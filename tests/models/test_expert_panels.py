@@ -1,4 +1,4 @@
-"""Mixtures of experts by the CPU's own products compute what Transformers computes."""
+"""Mixtures of experts by the CPU's own products equal Transformers."""
 
 import json
 import re
@@ -27,12 +27,12 @@ PRODUCT = re.compile(r"target_name=jaxserve_(?:quantized_)?product_")
 
 @pytest.fixture(autouse=True)
 def only_panels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing else multiplies by experts."""
+    """Make every other product by experts fail."""
     monkeypatch.setattr(experts, "grouped_matmul", None)
 
 
-# What differs in these is no product: windows, rotations, weights of experts. Models in plain JAX
-# have it in the usual run.
+# These cases differ in windows, rotations and weights of experts, and not in products. The usual
+# run covers them with models in plain JAX.
 AS_OTHERS = frozenset(
     """
     mixtral_top1_window_tied qwen3_moe_weights_as_they_are gpt_oss_alternate
@@ -44,7 +44,7 @@ ALONE = {"mixtral_top2", "qwen3_moe_one_dense", "gpt_oss_top1_types", "deepseek_
 
 
 def cases() -> list[Any]:
-    """Return each case with the size to which one token is padded, that of the prompt or none."""
+    """Return each case with the padded size of one token: that of the prompt, or None."""
     found = []
     for case in (case for case in CASES if case.startswith(FAMILIES)):
         for pad_to in (36, 0):
@@ -88,7 +88,7 @@ def logits_of_plain(checkpoints) -> Callable[[str, str, list[int]], np.ndarray]:
 def quantized() -> list[Any]:
     """Return cases with a dtype, an error and a form: the usual ones have each form in each dtype.
 
-    The first case has in int4 inputs that are padding; the other all experts: none is swapped.
+    The first case has padded inputs in int4. The other uses all experts, so that none is swapped.
     """
     forms, found = ("int8", "fp8", "int4"), []
     for case, dtype, error, usual in [
@@ -149,7 +149,7 @@ def test_stacked_experts_of_a_gguf_file_give_what_transformers_gives(tmp_path, k
         if ".experts." in name and kind == Type.Q8_0:
             tensors[name] = np.float32(np.round(tensor * 127 / 6) / 16)
         if tensor.ndim > 1:
-            tensors[name] /= 8  # as large scores would make much of what activations are rounded by
+            tensors[name] /= 8  # large scores would amplify the rounding of activations
     file = read_gguf(write_gguf(tmp_path / "model.gguf", "gptoss", tensors, kind))
     model = load_weights(file, gguf_config(file), jnp.float32, panels=True, packed=True)
     assert all(layer.mlp.gate_up[...].form == kind.name for layer in model.layers)

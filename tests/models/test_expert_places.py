@@ -41,7 +41,7 @@ def test_the_busiest_expert_is_divided_among_devices() -> None:
     assert copies == {0: 2, 3: 2, 1: 1, 2: 1, 4: 1, 5: 1}
     each = [sum(load[expert] / copies[expert] for expert in own) for own in found.tolist()]
     assert each == [65, 65]
-    # What counts is the work of each place: the second replica goes to the second expert.
+    # The work of each place counts: the second replica goes to the second expert.
     three = Counter(balanced_places([60, 40, 1, 2, 3, 4, 5], 3, 9))
     assert three[0] == three[1] == 2
     # Without replicas the busiest is alone with the lightest.

@@ -45,7 +45,7 @@ COMMON: list[dict[str, Any]] = [
 ]
 FIRST = {family_of(case): case for case in reversed(CASES)}
 
-# By case: changes of what it exercises. A dot leads into a mapping.
+# By case: changes of the settings that it exercises. A dot leads into a mapping.
 PARTICULAR: dict[str, list[dict[str, Any]]] = {
     "llama3_rope": [
         {"rope_parameters.rope_type": "default"},
@@ -344,7 +344,7 @@ NO_OUTPUT = {"max_position_embeddings", "dtype", "eos_token_id", "bos_token_id"}
 
 
 def leaves(raw: dict[str, Any], prefix: str = "") -> set[str]:
-    """The names of all fields, those of mappings with their path."""
+    """Return the names of all fields; names inside a mapping begin with its path."""
     names = set()
     for key, value in raw.items():
         name = prefix + key
@@ -408,13 +408,13 @@ def attention_is_compiled_once():
 
 
 def last_logits(directory: Path) -> np.ndarray:
-    # Not compiled as a whole: most operations are those of the case before.
+    # Not compiled as a whole: most operations are the same as in the case before.
     return PagedRunner(load(directory), page_size=16, max_tokens=96, whole=False).run([TOKENS])[0]
 
 
 @pytest.fixture(scope="module")
 def unchanged(checkpoints) -> dict[str, np.ndarray]:
-    """Logits of each case as it is: those of Transformers, which compiles nothing for them.
+    """Return Transformers' logits of each unchanged case, which need no compilation.
 
     With dynamic scaling a token's rotation depends on how many are read together.
     """

@@ -1,4 +1,4 @@
-"""Every family computes what Transformers computes, through prefill, chunks and decode."""
+"""Every family equals Transformers, through prefill, chunks and decode."""
 
 import json
 from itertools import cycle
@@ -32,8 +32,8 @@ ALONE = frozenset(
     deepseek_v2_groups gemma2_caps
     """.split()
 )
-# What each of these joins is in other cases: a rotation that every family reads with the same
-# lines, with sizes that are those of its family's other cases or of Llama's.
+# Other cases cover the parts of each of these: a rotation that every family reads with the same
+# lines, with the sizes of its family's other cases or of Llama's.
 JOINED = frozenset(
     """
     llama_tied mistral_no_window_tied mistral_odd_head_yarn ministral_linear ministral3_odd_head
@@ -82,7 +82,7 @@ def test_chunked_prefill_then_greedy_decode(checkpoints, case, page_size, padded
 
 
 def after_a_prefix_hit(runner: PagedRunner) -> np.ndarray:
-    """Row 0's logits after the first HIT tokens, computed by a row that shares the pages of those.
+    """Return row 1's logits after it shares row 0's first HIT tokens and reads the next ones.
 
     The step has the shape of the prompts' chunks, which is compiled.
     """

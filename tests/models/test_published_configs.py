@@ -1,8 +1,8 @@
 """The config.json of each family's best-known checkpoints is read.
 
-Fields and values are those of the files on the Hugging Face hub, taken from copies in public
+Fields and values equal the files on the Hugging Face hub, taken from copies in public
 repositories where one was found and from memory otherwise; lists of one number a rotated pair are
-of the published length, not of the published numbers. A variant is written as what it changes.
+of the published length, not of the published numbers. A variant is written as its changes.
 """
 
 from copy import deepcopy
@@ -388,7 +388,7 @@ PUBLISHED: dict[str, tuple[Raw, int]] = {
     "Olmo-3.1-32B-Instruct": (OLMO_3, 65536),
     "granite-3.3-8b-instruct": (GRANITE, 131072),
     "SmolLM3-3B": (SMOLLM_3, 65536),
-    # Trained on what `model_max_length` says, as vLLM and llama.cpp read it.
+    # Trained on `model_max_length` tokens, as vLLM and llama.cpp read the field.
     "c4ai-command-r-v01": (COHERE | {"model_max_length": 131072, "pretraining_tp": 1}, 131072),
     "c4ai-command-r-08-2024": (
         COHERE
@@ -451,7 +451,7 @@ def test_a_published_config_is_read(name):
 
 
 def test_what_the_unusual_ones_say():
-    """Of the fields that one family only has, or that mean nothing."""
+    """Fields that only one family has, or that have no effect."""
     devstral = parse_model_config(PUBLISHED["Devstral-2-123B-Instruct-2512"][0])
     scaling = devstral.rope.scaling
     assert isinstance(scaling, YarnScaling)

@@ -1,4 +1,4 @@
-"""What `quantization_config` says of each method, and what is refused of it, by name."""
+"""The fields of `quantization_config` for each method, and refusals that name the field."""
 
 from __future__ import annotations
 

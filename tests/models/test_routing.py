@@ -1,4 +1,4 @@
-"""Routers: which experts a token goes to, whoever is beside it."""
+"""Routers: a token's experts do not depend on its neighbours."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The models that vLLM lists as validated on CPU are read, those of images as text.
+"""The models that vLLM lists as validated on CPU are read; models of images are read as text.
 
 The list: vLLM's docs/models/hardware_supported_models/cpu.md. Of each config.json the fields that
 decide are written down here, from the published file, as in `test_published_configs`.
@@ -139,7 +139,7 @@ GEMMA_3_ROPE = {"factor": 8.0, "rope_type": "linear"}
 
 
 def gemma_3(hidden: int, mlp: int, layers: int, **more: Any) -> Raw:
-    """The wrapper of Gemma 3, whose text says no more than what differs from its class."""
+    """Return Gemma 3's wrapper, whose text configuration holds only deviations from its class."""
     text = {"hidden_size": hidden, "intermediate_size": mlp, "num_hidden_layers": layers}
     text |= {"model_type": "gemma3_text", "rope_scaling": GEMMA_3_ROPE, "sliding_window": 1024}
     return VISION | {

@@ -71,7 +71,7 @@ def test_the_text_of_a_wrapper_is_that_of_its_family(name, tmp_path):
     assert relative_error(got, want) < 1e-6
     wrapper.save_pretrained(tmp_path / "wrapper")
     plain.save_pretrained(tmp_path / "plain")
-    if "Kimi" in name:  # what Transformers renames of the tower on saving, it renames of the text
+    if "Kimi" in name:  # Transformers' renaming of the tower on saving also renames the text
         layers = ("language_model.model.blocks", "language_model.model.layers")
         rewrite(tmp_path / "wrapper", rename=lambda tensor: tensor.replace(*layers))
     ours, alone = found(tmp_path / "wrapper"), found(tmp_path / "plain")
@@ -196,7 +196,7 @@ def test_configurations_that_nest_more_deeply(qwen, tmp_path):
 
 @pytest.mark.parametrize("said", [True, None])
 def test_an_output_projection_is_used_whatever_the_wrapper_says(qwen, tmp_path, said):
-    """As in Transformers, whose class ties by default; `jaxserve convert` keeps what was found."""
+    """As in Transformers, whose class ties by default; `jaxserve convert` keeps the result."""
     folder = copied(qwen, tmp_path)
     rewrite(folder, lambda raw: raw | {"tie_word_embeddings": said})
     assert leaves(read(found(folder))) == qwen[1]
@@ -224,7 +224,7 @@ def test_flat_configurations_are_read_as_nested_ones(tmp_path):
 
 @pytest.mark.parametrize("kind", DEFAULTS)
 def test_absent_fields_are_those_of_transformers(kind):
-    """A nested configuration was written as what differs from its class."""
+    """A nested configuration was written as its deviations from its class."""
     config = CONFIG_MAPPING[kind]()
     for name, value in DEFAULTS[kind].items():
         want = getattr(config, name, None)

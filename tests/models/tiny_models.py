@@ -45,7 +45,7 @@ def load(directory: Path, dtype: DTypeLike = jnp.float32) -> Decoder:
 
 
 def reference_logits(model: Any, tokens: Sequence[int], together: int = 0) -> np.ndarray:
-    """What Transformers scores after each token, [T, V].
+    """Return Transformers' logits after each token, [T, V].
 
     Args:
         model: Transformers' model.

@@ -40,7 +40,7 @@ TEXT: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**EXPERTS, "n_group": 3, "topk_group": 2},
     "granite": {"embedding_multiplier": 3.0, "logits_scaling": 2.0},
 }
-# How the pairs of a head are divided among time, height and width; of text nothing comes of it.
+# Divides the pairs of a head among time, height and width; text is not affected.
 SECTIONS: dict[str, dict[str, Any]] = {
     "qwen2_vl_text": {"mrope_section": [2, 1, 1]},
     "qwen2_5_vl_text": {"mrope_section": [2, 1, 1]},

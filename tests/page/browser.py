@@ -39,7 +39,7 @@ def ways_to_install() -> list[list[Sequence[str]]]:
 
 
 def install(own: str, ways: list[list[Sequence[str]]]) -> str:
-    """Try the ways in turn. Fails the test where none brings a browser; never skips it."""
+    """Try the ways in turn, and fail the test, never skip it, if all of them fail."""
     faults = []
     for commands in ways:
         for command in commands:
@@ -60,7 +60,7 @@ def install(own: str, ways: list[list[Sequence[str]]]) -> str:
 
 
 def ensure(playwright: Playwright) -> str:
-    """Path of a Chromium, installed where there is none."""
+    """Return the path of a Chromium; install one if there is none."""
     own = playwright.chromium.executable_path
     return find(own) or install(own, ways_to_install())
 

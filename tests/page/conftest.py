@@ -25,14 +25,14 @@ expect.set_options(timeout=30_000)
 
 @pytest.fixture(scope="package")
 def server() -> Iterator[Server]:
-    """Its steps take their time: what a test must see running does not end before."""
+    """Start a server with slow steps, so that answers last until a test has looked at them."""
     with Server(SMALL, module="tests.support.slow_server") as server:
         yield server
 
 
 @pytest.fixture(scope="package")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server with a key, below a path; its model has two names and recommends nothing."""
+    """A server with a key, below a path; its model has two names and no recommended settings."""
     silent = tmp_path_factory.mktemp("silent")
     (silent / "generation_config.json").write_text('{"eos_token_id": 3}')
     names = ["--served-model-name", "first", "--served-model-name", "second"]
@@ -49,7 +49,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def open_page(browser: Browser, server: Server) -> Iterator[OpenPage]:
-    """Opens the page; at the end nothing may have failed in it, or come from elsewhere."""
+    """Open the page; at the end, check that it had no errors and no resources from elsewhere."""
     contexts, faults = [], []
 
     def open_one(url: str = "", expected: tuple[str, ...] = (), **options: Any) -> Page:
@@ -100,7 +100,7 @@ def load(server: Server) -> Iterator[Callable[..., None]]:
 
 
 class Endless:
-    """Makes answers long, by a field that the page has no control for; keeps what was sent.
+    """Makes answers long by a field without a control on the page, and records the requests.
 
     They end after `most` tokens, or where the model's positions do.
     """

@@ -1,4 +1,4 @@
-"""Answers from a record, of what the engine of these tests would not say."""
+"""Answers from a record, for texts that the engine of these tests would not generate."""
 
 from __future__ import annotations
 

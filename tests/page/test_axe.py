@@ -1,4 +1,4 @@
-"""axe's rules in every state of the page, light and dark, wide and narrow; and what is in view."""
+"""axe's rules in every state of the page, light and dark, wide and narrow; and its layout."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ TREE = """
 
 
 def check(page: Page, state: str) -> None:
-    """axe finds nothing, and nothing lies beside the page."""
+    """Check that axe has no finding, and that every element lies within the page."""
     violations = Axe().run(page).response["violations"]
     assert [
         (state, violation["id"], [node["html"][:200] for node in violation["nodes"]])

@@ -58,7 +58,7 @@ def test_editing_goes_on_from_there(open_page: OpenPage) -> None:
     expect(page.locator("article.assistant .text").last).to_have_text("three")
     assert texts(page) == ["first", "one", "other", "three"]
     assert contents(sent[2]) == [("user", "first"), ("assistant", "one"), ("user", "other")]
-    # An answer is changed without a request; what comes next builds on it.
+    # An answer is changed without a request; the next request builds on it.
     act(page, "Edit", 1)
     editor.fill("mine")
     page.get_by_role("button", name="Keep").click()
@@ -80,7 +80,7 @@ def test_the_last_answer_is_regenerated(open_page: OpenPage) -> None:
     page.get_by_role("button", name="Regenerate").click()
     expect(page.locator("article.assistant .text").last).to_have_text("three")
     assert contents(sent[2]) == contents(sent[1])
-    page.get_by_role("button", name="Regenerate").click()  # it fails: what was there comes back
+    page.get_by_role("button", name="Regenerate").click()  # it fails: the old answer comes back
     expect(page.locator("#problem")).to_have_text("the engine has ended")
     assert texts(page) == ["first", "one", "second", "three"]
 
@@ -138,7 +138,7 @@ def test_chats_are_kept_and_deleted(open_page: OpenPage) -> None:
     figures = page.locator("article.assistant h3").inner_text()
     page.get_by_role("button", name="New chat").click()
     ask(page, "What is 47 + 8?", 1)
-    page.reload()  # the tab shows what it showed
+    page.reload()  # the tab shows its last chat
     expect(page.locator("article")).to_have_count(2)
     expect(page.locator("article.user .text")).to_have_text("What is 47 + 8?")
     open_chats(page)
@@ -224,7 +224,7 @@ def test_forbidden_storage_keeps_chats_in_the_tab(open_page: OpenPage) -> None:
 
 
 def test_kept_chats_are_bounded(open_page: OpenPage) -> None:
-    """By their number and their size, the oldest go first; what is no chat is passed over."""
+    """Beyond a number or a size the oldest chats go first; damaged entries are passed over."""
     page = open_page()
     kept = page.evaluate(
         """async () => {

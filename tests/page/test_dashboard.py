@@ -54,7 +54,7 @@ def cells(pages: dict[str, Any]) -> list[int]:
 
 
 def check(one: dict[str, Any]) -> None:
-    """What must hold of any snapshot, whatever the engine is at."""
+    """Check the invariants of a snapshot, in any state of the engine."""
     pages, stats = one["pages"], one["stats"]
     codes = np.array(cells(pages))
     assert pages["per_cell"] == 1 and len(codes) == pages["total"] == stats["num_pages"]
@@ -146,7 +146,7 @@ def test_a_dashboard_does_not_hold_up_the_end() -> None:
         for _ in snapshots(response):
             pass
         assert server.process.wait(timeout=60) == 0
-    assert "Cancel" not in "".join(server.log)  # as the framework says of what did not end itself
+    assert "Cancel" not in "".join(server.log)  # the framework's message about unfinished tasks
 
 
 def test_a_browser_that_cannot_be_had_fails_the_test(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Markdown of answers: what it becomes, what it never becomes, and how it grows."""
+"""Markdown of answers: the elements that it becomes or never becomes, and how it grows."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ FRAMES = """() => {
         return 1;
     };
 }"""
-# Makes an element, feeds the pieces, and returns what it holds before the end and after.
+# Makes an element, feeds the pieces, and returns its contents before the end and after.
 GROW = """async (pieces) => {
     const { Markdown } = await import("/page/markdown.js");
     const element = document.createElement("div");
@@ -168,7 +168,7 @@ def check_elements(elements: list[tuple[str, dict[str, str]]]) -> None:
 
 
 def test_hostile_markdown_stays_text(open_page: OpenPage) -> None:
-    """Nothing of it runs, loads (`open_page` sees every request), leads or covers anything."""
+    """Such text never runs, loads a resource (`open_page` sees requests), or covers the page."""
     page = open_page(expected=("ERR_FAILED",))
     recorded(page, [chunk(text) for text in "\n\n".join(HOSTILE)], {})
     send(page, "<i>mine</i> **plain**")
@@ -180,7 +180,7 @@ def test_hostile_markdown_stays_text(open_page: OpenPage) -> None:
     assert len(elements) > 60
     check_elements(elements)
     expect(text).to_contain_text("<script>window.pwned = 1</script>")
-    for source in HOSTILE:  # each by itself as well: what stands before may have closed nothing
+    for source in HOSTILE:  # also each by itself: the text before may leave a block open
         page.evaluate(
             """async (source) => {
                 const { Markdown } = await import("/page/markdown.js");
@@ -221,7 +221,7 @@ def test_an_answer_in_pieces_is_the_whole_answer(open_page: OpenPage) -> None:
 
 
 def test_what_is_drawn_stays(open_page: OpenPage) -> None:
-    """A long answer is parsed about as often as its last blocks change, and nothing flickers."""
+    """A long answer is parsed about as often as its last blocks change, without flicker."""
     page = open_page()
     page.evaluate(FRAMES)
     found: dict[str, Any] = page.evaluate(

@@ -50,7 +50,7 @@ def test_a_question_is_answered_with_its_figures(open_page: OpenPage) -> None:
     expect(page.locator("article.assistant h3")).to_contain_text("10 tokens · ")
     expect(page.locator("#status")).to_have_text(f"Answer complete: {ANSWER}")
     expect(page.get_by_label("Message")).to_be_focused()
-    # A second turn carries the first; a new chat none.
+    # A second turn carries the first; a new chat starts empty.
     sent = Endless(page).sent
     page.locator("#settings summary").click()
     page.get_by_label("max_tokens").fill("2")
@@ -347,7 +347,7 @@ def test_the_page_asks_for_a_key(open_page: OpenPage, guarded: Server) -> None:
     send(page, QUESTION)
     expect(page.locator("article.assistant h3")).to_contain_text("3 tokens")
     assert sent.sent[0]["model"] == "second"
-    # Nobody recommends how to draw, so the page says what it does.
+    # The model has no recommended settings, so the page shows the defaults.
     usual = {"temperature": 0.8, "top_p": 0.95, "min_p": 0.05}
     assert sent.sent[0].items() >= usual.items()
     shown = "temperature 0.8 · top_p 0.95 · min_p 0.05 · max_tokens 3"
@@ -355,7 +355,7 @@ def test_the_page_asks_for_a_key(open_page: OpenPage, guarded: Server) -> None:
     page.get_by_label("temperature").fill("0.3")
     page.get_by_label("top_p").fill("")
     page.get_by_label("Model").select_option("first")
-    expect(page.get_by_label("temperature")).to_have_value("0.3")  # what was typed stays
+    expect(page.get_by_label("temperature")).to_have_value("0.3")  # the typed value stays
     page.get_by_role("button", name="New chat").click()
     page.get_by_role("button", name="Chats").click()
     page.locator("#kept button").first.click()  # a chat goes on with its model
@@ -441,7 +441,7 @@ def test_the_page_is_small_and_locked_down(server: Server) -> None:
     files = [one for one in FILES.rglob("*") if one.suffix in (".html", ".css", ".js", ".svg")]
     vendor = {one for one in files if one.parent.name == "vendor"}
     ours = set(files) - vendor
-    # Read whole in a sitting; a browser that has a page of this size waits for nothing.
+    # The sources are short enough to read in a sitting, and load without a delay.
     assert sum(one.stat().st_size for one in ours) < 80 << 10
     assert sum(one.stat().st_size for one in vendor) < 64 << 10
     assert all(one.read_text().count("\n") < 400 for one in ours)

@@ -1,4 +1,4 @@
-"""Fixtures of published tokenizers; what cannot be had is named, and fails where CI runs."""
+"""Fixtures of published tokenizers; a missing package is named, and fails the test in CI."""
 
 from __future__ import annotations
 

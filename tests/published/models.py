@@ -28,7 +28,7 @@ SMALL = {
     "tie_word_embeddings": True,
 }
 GPT_OSS = {"num_local_experts": 4, "layer_types": ["sliding_attention", "full_attention"]}
-# Whose configuration is shrunk, and what else that needs.
+# The model whose configuration is shrunk, and the other changes that this needs.
 CONFIGS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
     {
         "qwen3": ("Qwen3-8B", {}),
@@ -42,7 +42,7 @@ CONFIGS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
         "deepseek_v3": ("DeepSeek-V3", DEEPSEEK | {"num_key_value_heads": 4}),
     }
 )
-# What llama.cpp's converter calls their splits; of the others, vocabularies have scores.
+# llama.cpp's converter's names of their splits; the other vocabularies have scores.
 SPLIT_NAMES = MappingProxyType(
     {
         "qwen3": "qwen2",
@@ -77,7 +77,7 @@ def write_model(name: str, source: Path, folder: Path) -> Path:
 
 
 def gguf_metadata(name: str, source: Path) -> dict[str, Any]:
-    """What llama.cpp's converter would write of a published tokenizer."""
+    """Return the metadata that llama.cpp's converter would write of a published tokenizer."""
     made = json.loads((source / "tokenizer.json").read_text())
     config = json.loads((source / "tokenizer_config.json").read_text())
     added = {token["id"]: token for token in made["added_tokens"]}
@@ -111,7 +111,7 @@ def gguf_metadata(name: str, source: Path) -> dict[str, Any]:
     pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in made["model"]["merges"]]
     if name in SPLIT_NAMES:
         return fields | {"tokenizer.ggml.merges": [" ".join(pair) for pair in pairs]}
-    # The order of merges is that of the scores of what they make.
+    # Merges are in the order of the scores of their results.
     ranks: dict[str, int] = {}
     for rank, pair in enumerate(pairs):
         ranks.setdefault("".join(pair), rank)

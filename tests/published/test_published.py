@@ -41,7 +41,7 @@ SERVED = ("qwen3", "llama2", "gemma3")
 
 
 def long_but(names: Collection[str], every: Collection[str] = DIFFERENT) -> list[Any]:
-    """Return packages, by default the different ones; those not among `names` as long forms."""
+    """Return packages, by default the different ones; packages outside `names` are long forms."""
     marks = {False: [pytest.mark.long], True: []}
     return [pytest.param(name, marks=marks[name in names]) for name in every]
 
@@ -92,7 +92,7 @@ def test_chats_are_transformers(case: Case) -> None:
 
 
 def test_data_never_becomes_added_tokens(case: Case) -> None:
-    """The prompt says what was written, for every added token of a published tokenizer."""
+    """The prompt's tokens spell the data exactly, for every added token of a tokenizer."""
     template = ChatTemplate("{{ messages[0].content }}")
     added = {text: number for text, number in case.theirs.get_added_vocab().items() if text.strip()}
     marks = [text for text in added if len(text.replace("▁", " ").strip()) > 1]
@@ -127,7 +127,7 @@ def test_streams_are_wholes(case: Case) -> None:
 def test_gguf_files_tokenize_as_the_published_file(case: Case) -> None:
     """As the file itself: two classes of Transformers read it otherwise than it says.
 
-    llama.cpp's files say nothing of normal forms, so texts are in Qwen's.
+    llama.cpp's files have no field for normal forms, so texts are in Qwen's.
     """
     file = Backend.from_file(str(case.folder / "tokenizer.json"))
     made = gguf_tokenizer(gguf_metadata(case.name, case.folder), "m.gguf")

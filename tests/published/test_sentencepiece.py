@@ -17,7 +17,7 @@ from tests.published.packages import ensure
 
 
 def metadata(model: SentencePieceProcessor) -> dict[str, Any]:
-    """Return what llama.cpp's converter would write of a vocabulary."""
+    """Return the metadata that llama.cpp's converter would write of a vocabulary."""
     ids = range(model.get_piece_size())
     kinds = [
         2

@@ -12,11 +12,11 @@ import pytest
 from tests.server.test_tools import NAMED, OTHER, SCHEMA, TOOL, USER, fits
 from tests.support.live_server import SMALL, Server
 
-# Nothing else may be in it: a random model would write on for ever.
+# The grammar allows no other text: a random model would write on for ever.
 CLOSED = SCHEMA | {"additionalProperties": False}
 FORM: Any = {"type": "json_schema", "json_schema": {"name": "plan", "schema": CLOSED}}
 STRICT: Any = {**TOOL, "function": {**TOOL["function"], "strict": True}}
-# What opens a call or a thought, by model: one token of its vocabulary, or None for text.
+# The token that opens a call or a thought, by model: one token of its vocabulary, or None for text.
 CALLS = {"qwen3": 151657, "llama3_1": None}
 OPENING_THOUGHT, CLOSING_THOUGHT = 151667, 151668
 ROOM = ["--max-model-len", "2048", "--num-gpu-blocks-override", "400"]
@@ -96,7 +96,7 @@ def test_forced_calls(client: openai.OpenAI, package: str, choice: Any) -> None:
 
 
 def test_strict_calls_that_the_model_begins(client: openai.OpenAI) -> None:
-    # Nothing but a bias draws a random model to the token that opens a call.
+    # A random model opens a call only with a bias towards the token.
     asked = {"tools": [STRICT], "logit_bias": {str(CALLS["qwen3"]): 100}, "temperature": 0}
     [found] = ask(client, "qwen3", parallel_tool_calls=False, **asked).choices
     assert found.token_ids[0] == CALLS["qwen3"]

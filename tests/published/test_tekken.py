@@ -62,7 +62,7 @@ class Tekken:
         return [self.num_special + self.ranks[p] for piece in pieces for p in self.parts(piece)]
 
     def metadata(self) -> dict[str, Any]:
-        """Return what a GGUF file holds of it."""
+        """Return the tokenizer metadata of a GGUF file."""
         spelled = ["".join(LETTERS[byte] for byte in word) for word in self.words]
         special = [*SPECIAL, *(f"<SPECIAL_{at}>" for at in range(len(SPECIAL), self.num_special))]
         joined = [self.parts(word, rank) for rank, word in enumerate(self.words) if len(word) > 1]

@@ -27,7 +27,7 @@ def fetch_all(config: pytest.Config) -> dict[str, Path]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what needs the models where there is no way to them, but never in CI."""
+    """Leave out tests of the real models on a machine that cannot get them, but never in CI."""
     needing = [item for item in items if MODELS in getattr(item, "fixturenames", ())]
     if not needing or os.environ.get("CI") == "true":
         return
@@ -50,7 +50,7 @@ def is_long(request: pytest.FixtureRequest) -> bool:
 
 @dataclass(frozen=True)
 class Real:
-    """A model, and what others make of it.
+    """A real model, and the stored results of Transformers and llama.cpp.
 
     Attributes:
         reference: see `tests.real.references`.
@@ -67,7 +67,7 @@ class Real:
 
 
 def _real(name: str, path: Path, quickly: bool = False) -> Real:
-    # Imported here: it takes seconds, and where there are no models nothing needs it.
+    # Imported here: it takes seconds, and a run without models does not need it.
     from tests.real.engines import load_quickly, load_real
 
     loaded = (load_quickly if quickly else load_real)(path)

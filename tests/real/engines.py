@@ -37,7 +37,7 @@ def load_real(path: Path, **settings: Any) -> Loaded:
 
 
 def load_quickly(path: Path, **settings: Any) -> Loaded:
-    """Return what `load_real` does with one size of decodes, compiled in less time.
+    """Load as `load_real` does, but with one size of decodes, which compiles in less time.
 
     For answers that are compared with a reference, within a tolerance.
     """
@@ -65,7 +65,7 @@ def serve(
     params: SamplingParams | Sequence[SamplingParams],
     apart: int = 0,
 ) -> list[Got]:
-    """Return what prompts get when they are served together.
+    """Return the answers to prompts that are served together.
 
     Args:
         params: of all prompts, or of each.
@@ -84,6 +84,6 @@ def serve(
 
 
 def serve_alone(loaded: Loaded, prompt: list[int], params: SamplingParams) -> Got:
-    """Return what a prompt gets by itself: nothing cached, one step at a time."""
+    """Return the answer to a prompt that runs alone, with an empty cache and one step at a time."""
     plain: dict[str, Any] = {"enable_prefix_caching": False, "async_scheduling": False}
     return serve(make_engine(loaded, num_scheduler_steps=1, **plain), [prompt], params)[0]

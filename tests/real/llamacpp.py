@@ -1,4 +1,4 @@
-"""What llama.cpp makes of texts, chats and token ids: run by a Python that has its packages.
+"""Run llama.cpp on texts, chats and token ids, in a Python that has its packages.
 
     python -m venv /tmp/llamacpp
     /tmp/llamacpp/bin/pip install xllamacpp==2026.10.11549 llama-cpp-py-sync==0.11548 numpy
@@ -55,7 +55,7 @@ class LlamaCpp:
         return list(ids[0:count])
 
     def logprobs(self, ids: list[int]) -> list[float]:
-        """Return the log-probability of each token after those before it."""
+        """Return the log-probability of each token, given the tokens before it."""
         self._lib.llama_memory_clear(self._lib.llama_get_memory(self._context), True)
         batch = self._lib.llama_batch_init(len(ids), 0, 1)
         batch.n_tokens = len(ids)

@@ -11,7 +11,7 @@ SCRIPT = Path(__file__).parent / "llamacpp.py"
 
 
 def llamacpp_answer(python: Path, path: Path, question: dict[str, Any]) -> dict[str, Any]:
-    """Return what `tests/real/llamacpp.py` answers."""
+    """Run `tests/real/llamacpp.py` on a question and return its answer."""
     command = [str(python), str(SCRIPT), str(path)]
     ended = subprocess.run(
         command, input=json.dumps(question), capture_output=True, text=True, check=False

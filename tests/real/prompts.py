@@ -29,7 +29,7 @@ def chats() -> list[list[dict[str, str]]]:
 
 
 def turns() -> list[str]:
-    """Return what a user says in one long conversation."""
+    """Return the user's messages in one long conversation."""
     return _file()["conversation"]
 
 
@@ -39,5 +39,5 @@ def prose() -> str:
 
 
 def load_reference(name: str) -> dict[str, Any]:
-    """Return what `tests.real.references` stored of a model."""
+    """Return the stored results of `tests.real.references` for a model."""
     return json.loads((REFERENCES / f"{name}.json").read_text())

@@ -15,7 +15,7 @@ from tests.real.engines import make_engine, serve
 from tests.real.prompts import prose
 
 CHUNK = 1024
-# Settings of EngineConfig by name; the first is what drifts are counted from.
+# Settings of EngineConfig by name; drifts are relative to the first.
 FORMS: Mapping[str, dict[str, Any]] = MappingProxyType(
     {
         "float32": {"dtype": "float32"},
@@ -44,7 +44,7 @@ def prose_chunks(loaded: Loaded) -> list[list[int]]:
 
 
 def logprobs(loaded: Loaded, sequences: list[list[int]]) -> np.ndarray:
-    """Return float64[T]: those of every token but the first of each sequence."""
+    """Return log-probabilities, float64[T], of every token but the first of each sequence."""
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     got = serve(make_engine(loaded), sequences, params)
     return np.array([score.logprob for one in got for score in one.prompt_logprobs])

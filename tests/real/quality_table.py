@@ -1,4 +1,4 @@
-"""What each number form costs two models with real weights: perplexity of 57 kB of English prose.
+"""Measure the loss of each number form on two real models: perplexity of 57 kB of English prose.
 
     python -m tests.real.quality_table [--model smollm2] [--form int4]
         [--llamacpp PYTHON] [--chunks N]
@@ -9,8 +9,8 @@ prompts of the model have. Log-probabilities are jaxserve's own `prompt_logprobs
 the same token ids from the same file: its perplexity is computed from the logits that llama_decode
 gives (`tests/real/llamacpp.py` says what the Python of `--llamacpp` needs); it multiplies the
 file's own codes by activations rounded to 8 bits. Drift is the perplexity over float32's, less 1.
-Writes quality.json and .md in scripts/results after each form; what is not run keeps what an
-earlier run found, but for fewer chunks than all, which are shown alone.
+Writes quality.json and .md in scripts/results after each form. A form that is not run keeps its
+earlier results; results of fewer chunks than all are shown alone.
 """
 
 from __future__ import annotations

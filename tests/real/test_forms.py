@@ -47,9 +47,9 @@ LANGUAGES = (
 
 @pytest.fixture(scope="module")
 def engine(real: Real) -> Engine:
-    """One for all tests, since each reads the vocabulary for its grammars.
+    """Return one engine for all tests, since each engine reads the vocabulary for its grammars.
 
-    Others write to the same pages in the meantime, so it finds none that it has filled.
+    Other tests write to the same pages in the meantime, so none of its pages is reused.
     """
     return make_engine(real.loaded, enable_prefix_caching=False)
 
@@ -100,7 +100,7 @@ def test_a_schema_holds(real: Real, engine: Engine) -> None:
 def test_streams_of_every_script_hold_whole_characters(
     real: Real, engine: Engine, is_long: bool
 ) -> None:
-    """What is said is fixed, so that every tokenizer must split it somehow."""
+    """The text is fixed, so that every tokenizer must split its characters somehow."""
     texts = LANGUAGES if is_long or real.name == "smollm2" else LANGUAGES[4::2]
     params = [guided(choice=[text]) for text in texts]
     prompts = [ids_of(real, "Say it:")] * len(params)

@@ -23,7 +23,7 @@ def test_every_cell_of_the_notebook_runs(real_models: dict[str, Path], tmp_path:
     models = real_models["smollm2"].parent
     environment = {name: value for name, value in os.environ.items() if name not in HOSTS}
     compile_quickly(environment)
-    # Programs are kept from run to run, as those of the other tests here.
+    # Programs are kept from run to run, as in the other tests here.
     environment |= {"JAX_PLATFORMS": "cpu", "MPLBACKEND": "Agg", "XDG_CACHE_HOME": str(models)}
     figure = tmp_path / "figure.png"
     command = [sys.executable, "-m", "tests.support.notebook"]

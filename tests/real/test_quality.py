@@ -1,4 +1,4 @@
-"""What each number form may cost: perplexity of prose over that in float32."""
+"""The allowed loss of each number form: perplexity of prose over the perplexity in float32."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.real.quality import CHUNK, FORMS, chunks, logprobs, perplexity, prose
 from tests.real.quality_table import CONVERTED, FIRST
 
 STORED = Path(__file__).parent.parent.parent / "scripts" / "results" / "quality.json"
-# A little above what was measured.
+# A little above the measured value.
 MOST_DRIFT = {
     "smollm2": {
         "packed": 0.0005,

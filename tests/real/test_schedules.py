@@ -71,7 +71,7 @@ def run(
     params: list[SamplingParams],
     schedule: Mapping[str, Any],
 ) -> tuple[list[Got], int]:
-    """Return what prompts get under a schedule, and how many preemptions there were."""
+    """Return the answers to prompts under a schedule, and the number of preemptions."""
     settings = dict(schedule)
     apart = settings.pop("apart", 0)
     engine = make_engine(loaded, **settings)

@@ -1,4 +1,4 @@
-"""Real tokenizers and chat templates: ids are those of Transformers and of llama.cpp."""
+"""Real tokenizers and chat templates give the ids of Transformers and of llama.cpp."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_chats_are_rendered_as_the_references_render_them(smollm2: Real) -> None
 
 
 def test_text_comes_back(real: Real) -> None:
-    """What a base model's prompt says is what its ids say, special tokens' text aside."""
+    """A base model's prompt decodes to its text, apart from the text of special tokens."""
     tokenizer = real.loaded.tokenizer
     assert tokenizer is not None
     for text in texts():

@@ -1,4 +1,4 @@
-"""Tokens and log-probabilities of real weights are those of Transformers in float32."""
+"""Tokens and log-probabilities of real weights equal Transformers in float32."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_greedy_answers_of_a_second_model_in_full(gemma3: Real) -> None:
 
 
 def check_seeded(real: Real, is_long: bool) -> None:
-    """Compare with what the oracle draws from Transformers' logits with the same seed."""
+    """Compare with the oracle's samples from Transformers' logits with the same seed."""
     entries = [
         (index, entry)
         for index, entry in enumerate(real.reference["prompts"])

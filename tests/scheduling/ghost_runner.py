@@ -1,8 +1,8 @@
 """A device without a model: each KV cell holds a digest of the prefix it was computed from.
 
-What a real step would read from the cache is compared, position by position, with what the
-sequence's own prefix must have left there. No floats and no programs, so thousands of schedules a
-minute; and a page that is lost, shared wrongly or reused too early shows at the first read.
+The cells that a real step would read from the cache are compared, position by position, with the
+digests of the sequence's own prefix. No floats and no programs, so thousands of schedules a
+minute. A page that is lost, shared wrongly or reused too early shows at the first read.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ ALPHABET = (0, 1)
 
 
 def root_digest(cache_salt: str) -> int:
-    """What the first token of a sequence is computed from."""
+    """Return the digest of the empty prefix under a salt."""
     return hash((crc32(cache_salt.encode()), 7))
 
 
 def extend(digest: int, token: int) -> int:
-    """Digest of a prefix with one more token; what is computed from garbage is garbage."""
+    """Return the digest of a prefix with one more token; garbage remains garbage."""
     return GARBAGE if digest in (EMPTY, GARBAGE) else hash((digest, token))
 
 
@@ -47,7 +47,7 @@ class Expected:
 
     Attributes:
         tokens: prompt and output.
-        digests: int64[len(tokens)], what each position's cell must hold.
+        digests: int64[len(tokens)], the value that each position's cell must hold.
         stopped: whether a stop token ended it, not its length.
     """
 
@@ -115,7 +115,7 @@ class GhostRunner:
         assert len(batch.tokens) == bucket.num_tokens and len(batch.slots) == bucket.num_rows
         owners = list(zip(plan.slots.tolist(), plan.generations.tolist(), strict=True))
         _check_padding(batch, len(plan), self.slots.num_slots, bucket.decode_only)
-        # What a padding row computes means nothing; it must do no harm whatever it is.
+        # A padding row's results are ignored; any result must be harmless.
         padding = plan.slots == self.slots.num_slots
         active = np.ones(len(plan), bool)
         results = []
@@ -200,8 +200,8 @@ class GhostRunner:
             oldest = 0 if self.slots.window is None else max(0, first - self.slots.window + 1)
             found = self._cells[self._cells_of(batch, row, np.arange(oldest, kv_len))]
             assert kv_len < self.slots.stop_length[slot], "computed what only a next token needs"
-            # After a stop token, unknown as yet to the host, nobody reads what is computed.
-            # A launch that it ended within has not even computed the stop token.
+            # After a stop token, unknown as yet to the host, the results are not read. A launch
+            # that it ended within has not even computed the stop token.
             known = len(expected.digests)
             length = kv_len if kv_len <= known else known - 1
             prefix = expected.digests[oldest:length]
@@ -216,7 +216,7 @@ class GhostRunner:
 
 
 def _later(batch: StepBatch, steps: int) -> StepBatch:
-    """The batch of a step within a launch; what it computes was drawn by the one before."""
+    """Return the batch of a later step in a launch; the step before has drawn its input tokens."""
     return replace(
         batch,
         tokens=np.full_like(batch.tokens, NO_TOKEN),
@@ -234,7 +234,7 @@ def _ends(batch: StepBatch, token_ids: np.ndarray) -> np.ndarray:
 
 
 def _check_padding(batch: StepBatch, num_rows: int, null_slot: int, decode_only: bool) -> None:
-    """Rows past the plan's own nothing, read nothing and keep no token."""
+    """Check that rows past the plan's rows have no pages, read no cell and keep no token."""
     num_tokens = int(batch.query_start[num_rows])
     assert np.all(batch.query_start[num_rows:] == num_tokens)
     assert np.all(batch.slots[num_rows:] == null_slot)

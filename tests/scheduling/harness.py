@@ -21,19 +21,6 @@ def prompt(length: int, first: int = 100) -> np.ndarray:
 
 
 class Served:
-    """A scheduler whose device draws `DRAWN` for every row.
-
-    Args:
-        pages: usable pages.
-        slots: slots.
-        page_size: tokens a page.
-        budget: tokens a step; None for plenty.
-        lag: commit each step after the next was scheduled, as the engine does.
-        make: the scheduler's class.
-        window: of every layer; None for none.
-        options: more arguments of it.
-    """
-
     def __init__(
         self,
         pages=64,
@@ -73,7 +60,7 @@ class Served:
         return sequence
 
     def step(self) -> tuple[LaunchPlan | None, StepResult | None]:
-        """One step; its plan, and what was committed in it."""
+        """Run one step; return its plan, and the result that was committed in it."""
         plan = self.scheduler.schedule()
         before, self.in_flight = (self.in_flight, plan) if self.lag else (plan, None)
         result = None
@@ -84,7 +71,7 @@ class Served:
         return plan, result
 
     def run(self, steps: int = 1000) -> list[Sequence]:
-        """Step until nothing is left; the sequences in the order of their ends."""
+        """Step until no sequence is left; return the sequences in the order of their ends."""
         ended: list[Sequence] = []
         while self.scheduler.has_work or self.in_flight is not None:
             assert steps > 0, "no end in sight"
@@ -102,7 +89,7 @@ class Served:
         return sequence
 
     def assert_idle(self) -> None:
-        """Nothing is held."""
+        """Check that no page and no slot is in use."""
         assert self.pool.num_free == self.pool.num_usable
         assert self.slots.num_free == self.slots.num_slots
         self.scheduler.check()

@@ -1,11 +1,11 @@
-"""Would the tests notice? Seeds bugs into copies of the scheduler and runs the tests on each.
+"""Seed bugs into copies of the scheduler, and check that the tests notice each of them.
 
 Run by hand, from the repository's root; takes minutes, and changes nothing in the repository:
 
     python -m tests.scheduling.mutants [--jobs 2] [--only NAME]
 
 Every bug is tried first on the random schedules that every test run has (the same examples), and
-if those stay clean on the unit tests. A bug whose source text has gone is an error: write it anew.
+if they pass on the unit tests. A bug whose source text has gone is an error: write it anew.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STATIC_TEST = "tests/scripts/test_static.py"
 
 
 class Outcome(NamedTuple):
-    """How one bug fared: "machine", "unit tests" or "" where nothing noticed it."""
+    """The check that noticed one bug: "machine" or "unit tests"; "" if both passed."""
 
     name: str
     killed_by: str
@@ -61,7 +61,7 @@ def seed_bug(target: Path, bug) -> None:
 
 
 def failure(target: Path, arguments: list[str]) -> str:
-    """Run Python in the copy; the last line of its complaint, or "" if it had none."""
+    """Run Python in the copy; return the last line of its error, or "" if it succeeded."""
     environment = os.environ | {"PYTHONPATH": str(target), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         done = subprocess.run(

@@ -112,7 +112,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.sequences)
     @rule(pick=PICK, max_tokens=st.integers(1, 8), more=st.integers(0, 5))
     def follow_up(self, pick, max_tokens, more) -> None:
-        """A prompt that continues what another sequence was asked and has answered."""
+        """Add a prompt that continues another sequence's prompt and answer."""
         before = self.sequences[pick % len(self.sequences)]
         tokens = before.request.prompt_token_ids.tolist() + self.streamed[before]
         prompt = np.array(tokens + [1] * more, np.int32)
@@ -180,7 +180,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert sequence.output_token_ids() == self.streamed[sequence], "changed after its end"
 
     def teardown(self) -> None:
-        # After a failure there is nothing left to find out, and a second error would hide it.
+        # After a failure no further check helps, and a second error would hide the first.
         if hasattr(self, "setup") and sys.exc_info()[0] is None:
             self.drain()
 
@@ -298,7 +298,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert expected.stopped == (reason is FinishReason.STOP)
             assert sequence.stop_token == (output[-1] if expected.stopped else None)
 
-    # What must hold of a step, and always.
+    # Invariants of a step, and of the state at any time.
 
     def _rank(self, sequence: Sequence) -> tuple[int, int, int]:
         by_priority = self.setup.kind == "continuous" and self.setup.policy == "priority"

@@ -40,8 +40,10 @@ class Setup:
         return self.num_slots + self.spare_budget
 
     def most_pages(self, length: int) -> int:
-        """What a sequence holds at once: all it has, or its window and two chunks, which may begin
-        and end anywhere in a page."""
+        """Return the most pages of a sequence: all its tokens, or its window and two chunks.
+
+        A chunk may begin and end anywhere in a page.
+        """
         pages = -(-length // self.page_size)
         if self.window is None or self.kind != "continuous":
             return pages

@@ -1,4 +1,4 @@
-"""A subscriber of events, which knows of the prefix cache what they tell and nothing else."""
+"""A subscriber of events, which knows the prefix cache from its events only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxserve.scheduling.page_pool import PagePool
 
 
 class Subscriber:
-    """A map of what the cache holds, kept from events as they arrive in msgpack.
+    """A map of the cache's pages, built from events as they arrive in msgpack.
 
     Attributes:
         held: hashes of the pages that can be found.
@@ -61,7 +61,7 @@ class Subscriber:
             self.receive(msgspec.msgpack.decode(msgspec.msgpack.encode(event)))
 
     def check(self, pool: PagePool, keys: PageKeys) -> None:
-        """Compare with the pool's index, and what a page is said to hold with its key."""
+        """Compare with the pool's index, and the pages' recorded tokens with their keys."""
         found = set()
         for key in pool.index.keys(pool.index.pages()):
             data = key.tobytes()

@@ -1,4 +1,4 @@
-"""Guided rows wait for their tokens: which steps they take, and what the others do meanwhile."""
+"""Guided rows wait for their tokens: the steps that they take, and the progress of other rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.scheduling.harness import Served
 
 
 def served(*guided: bool, **options) -> Served:
-    """Prompts of 3 tokens, of which some are guided; nothing has been scheduled."""
+    """Return a scheduler with prompts of 3 tokens, some of them guided, before the first step."""
     one = Served(page_size=4, slots=8, lag=True, **options)
     for is_guided in guided:
         sequence = one.add(tokens=3, max_tokens=50)

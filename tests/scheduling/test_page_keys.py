@@ -1,4 +1,4 @@
-"""PageKeys: equal prefixes under one salt share keys, and nothing else does."""
+"""PageKeys: prefixes share keys if and only if they are equal and have the same salt."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""PagePool: what is handed out, what is found again, what is forgotten first."""
+"""PagePool: allocation of pages, look-up of prefixes, and the order of evictions."""
 
 import numpy as np
 import pytest
@@ -116,7 +116,7 @@ def test_a_shared_page_is_free_only_when_the_last_holder_lets_go():
 @pytest.mark.parametrize("is_cached", [False, True])
 @pytest.mark.parametrize("shares", ["", "a", "ab"])
 def test_pages_of_several_are_let_go_of_as_one_after_the_other(is_cached: bool, shares: str):
-    """`shares`: what the second sequence holds too; the third holds what nobody else does."""
+    """`shares` names the second sequence's shared pages; the third shares none of its pages."""
     pools = []
     for at_once in (True, False):
         pool = PagePool(9, 4)

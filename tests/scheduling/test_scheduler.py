@@ -58,7 +58,7 @@ def test_the_budget_is_kept_and_every_running_row_advances(lag):
             continue
         assert plan.total_tokens <= 9
         last = [s for s in served.running if s.slot not in plan.slots]
-        assert not last or lag  # only those whose last token is in flight
+        assert not last or lag  # only sequences whose last token is in flight
     served.run()
 
 

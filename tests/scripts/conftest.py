@@ -20,7 +20,7 @@ COMPILER = "offline_compiler"
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what compiles where there is no way to the compiler.
+    """Leave out tests that compile for a card on a machine that cannot get the compiler.
 
     In CI that is a failure, but where its Python is another: one of its jobs has 3.12.
     """

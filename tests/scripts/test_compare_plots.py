@@ -1,4 +1,4 @@
-"""The comparison's plots, its GGUF files, and what its adapters tell engines."""
+"""The comparison's plots, its GGUF files, and the options that its adapters pass to engines."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_an_engine_is_told_its_model_port_rows_and_threads(name: str, tmp_path: 
         assert at["--threads-batch"] == "3"
         assert at["--ctx-size"] == str(7 * 1023)
         assert at["-m"] == str(setting.converted / "model.gguf")
-    if name == "vllm":  # its threads are those of the cores that it is bound to
+    if name == "vllm":  # its threads follow the cores that it is bound to
         bound = engine.environment(python, setting)["VLLM_CPU_OMP_THREADS_BIND"].split(",")
         assert len(bound) == min(3, len(os.sched_getaffinity(0)))
     elif name != "jaxserve":  # which takes the cores of its process

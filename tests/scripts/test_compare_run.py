@@ -46,7 +46,7 @@ def tasks_of(tmp_path: Path, monkeypatch: Any, arguments: str) -> list[compare_e
 
 
 def test_answers_come_first_then_engines_take_turns(tmp_path: Path, monkeypatch: Any) -> None:
-    """What a goal needs is measured in every repeat; what is named by SELDOM once."""
+    """Measurements for a goal run in every repeat; measurements named by SELDOM run once."""
     tasks = tasks_of(tmp_path, monkeypatch, "")
     for model in ("wide", "small", "wide-bf16"):
         mine = [task for task in tasks if task.model == model]
@@ -195,7 +195,7 @@ def test_servers_are_started_once_a_model_and_halted_in_between(tmp_path: Path) 
 
 
 def test_an_engine_is_measured_judged_and_reported(tmp_path: Path, monkeypatch: Any) -> None:
-    """The whole path with Transformers in this environment; a second run finds nothing to do."""
+    """The whole path with Transformers in this environment; a second run has no work left."""
     path = tmp_path / "results.json"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     arguments = "--models tiny --engines transformers --parts agreement,trace --trace 4 --rows 2"
@@ -224,7 +224,7 @@ def test_an_engine_is_measured_judged_and_reported(tmp_path: Path, monkeypatch: 
 def ended(
     tmp_path: Path, monkeypatch: Any, capsys: Any, arguments: str
 ) -> tuple[int, dict[str, Any], str]:
-    """The status of a run, the results that it wrote, and what it said of errors."""
+    """Return the status of a run, the results that it wrote, and its error messages."""
     path = tmp_path / "results.json"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     words = ["compare", "--json", str(path), *arguments.split()]

@@ -113,7 +113,7 @@ def test_a_report_has_all_cards_and_fails_for_those_that_are_claimed(
             tmp_path / "python", about, [target], "card", only, tmp_path
         )
 
-    assert run("B300", broken) == 0  # none of `CLAIMED` has its capability
+    assert run("B300", broken) == 0  # no entry of `CLAIMED` has its capability
     assert run("RTX 3090", broken) == 1
     assert run("A100", DECODE) == 0
     other = DECODE | {"name": "step 8b mixed 512 tokens, 2 layers"}

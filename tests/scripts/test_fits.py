@@ -1,4 +1,4 @@
-"""Predictions of what fits on which card: the page is current, and its sums are right."""
+"""Predictions of the models that fit on each card: the page is current, and its sums are right."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def late_faults(known: Sources) -> Iterator[str]:
 
 
 def docstring_faults(known: Sources) -> Iterator[str]:
-    """Yield packages that do not say in one line what they hold."""
+    """Yield packages without a docstring of one line."""
     for name in ("scripts", *(f"scripts.{room}" for room in ROOMS)):
         text = ast.get_docstring(ast.parse(known[name])) if name in known else "absent"
         if not text or "\n" in text:

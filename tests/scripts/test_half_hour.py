@@ -141,7 +141,7 @@ def test_every_stage_has_items(stage: Stage, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_an_engine_starts_from_what_another_process_compiled_ahead() -> None:
-    """On a card that process sees none; dry, it compiles for the CPU."""
+    """On a card, the process that compiles sees no card; a dry run compiles for the CPU."""
     items = dict(serving.served(Setting(True, {"parts": {}})))
     found = items["tiny from files made without it"]()
     assert found["verdict"] == "ok" and found["note"].endswith("compilations of the start: 0")
@@ -176,7 +176,7 @@ def test_tokens_may_differ_from_a_tie_on() -> None:
 
 
 def test_a_cards_kernels_are_counted_once(tmp_path: Path) -> None:
-    """The profiler repeats what ran on a stream in lines of its own."""
+    """The profiler repeats a stream's kernels in lines of its own."""
 
     def named(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
         return {"ph": "M", "name": f"{kind}_name", "pid": pid, "tid": tid, "args": {"name": name}}

@@ -1,4 +1,4 @@
-"""Order of loads in machine code: what is counted, and what is a fault."""
+"""Order of loads in machine code: the loads that are counted, and the faults."""
 
 from __future__ import annotations
 

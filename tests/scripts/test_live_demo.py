@@ -1,4 +1,4 @@
-"""The demo of a real model: its questions, where the model comes from, and what is shown.
+"""The demo of a real model: its questions, the source of the model, and its output.
 
 No test has the model: the bundled checkpoint, named as a folder, is asked the same questions.
 """
@@ -70,7 +70,7 @@ def test_every_text_is_asked_about_and_says_where_it_comes_from() -> None:
 
 @pytest.fixture
 def output(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> io.StringIO:
-    """What is printed, where nothing was fetched before."""
+    """Return the output of a run on a machine that has not fetched the model before."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return io.StringIO()
 
@@ -94,7 +94,7 @@ def refuse_packages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_the_real_model_the_bundled_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_packages(monkeypatch)
-    # Programs are those of the other tests; the model is in nobody's cache there.
+    # Programs come from the other tests; the model is not in the user's cache there.
     command = [*COMMAND, "--no-live", "--requests", "2", "--speed", "0"]
     ended = run(command)
     assert (ended.returncode, ended.stderr) == (0, "")
@@ -155,7 +155,7 @@ def test_a_model_is_fetched_once(
 
 @pytest.fixture(scope="module")
 def log() -> str:
-    """What is printed of six questions where nobody watches."""
+    """Return the output of six questions that is not written to a terminal."""
     ended = run([*COMMAND, *REAL, "6", "--no-live"])
     assert (ended.returncode, ended.stderr) == (0, "")
     return ended.stdout
@@ -209,7 +209,7 @@ class Screen:
         environment = users_environment() | {"TERM": "xterm-256color"}
         for name in ("NO_COLOR", "COLUMNS", "LINES"):
             environment.pop(name, None)
-        # A shell's job ignores interrupts, and so would what it starts.
+        # A background job of a shell ignores interrupts, and so would its children.
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
         self.process = subprocess.Popen(
             [*COMMAND, *arguments],

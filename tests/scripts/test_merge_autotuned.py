@@ -19,7 +19,7 @@ ABOUT = {"device": KIND, "jax": "0.11.2", "date": "2026-11-26", "dry_run": False
 
 
 def leave(folder: Path, files: dict[str, bytes], **changes: object) -> Path:
-    """Leave what a command on a GPU does: a report, and an archive of files."""
+    """Write the results of a command on a GPU: a report, and an archive of files."""
     folder.mkdir(exist_ok=True)
     (folder / "report.json").write_text(json.dumps({"about": ABOUT | changes, "parts": {}}))
     with tarfile.open(folder / "autotuned.tar.gz", "w:gz") as archive:

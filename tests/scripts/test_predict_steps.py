@@ -1,4 +1,4 @@
-"""Launches of decode steps: their budget, and what is predicted from them."""
+"""Launches of decode steps: their budget, and the times that are predicted from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The profile's sums: what belongs to which class, and no time counted twice; its arguments."""
+"""The profile's sums: classes of operations, with no time counted twice; the script's arguments."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_a_real_trace_names_the_operations_of_its_program(tmp_path: Path) -> Non
 
 
 def refused(arguments: list[str], patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> str:
-    """What is said of arguments that end the script before it prints anything."""
+    """Return the error about arguments that end the script before its first output."""
     patch.setattr(sys, "argv", ["scripts/gpu/profile_step.py", *arguments])
     with pytest.raises(SystemExit) as ended:
         profile_step.main()
@@ -170,7 +170,7 @@ def test_wrong_arguments_are_refused_by_name_and_say_what_is_allowed(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,
 ) -> None:
-    """Also those that the model has no room for, before it is loaded: nothing is compiled."""
+    """Includes arguments beyond the model's limits: they fail before the model is loaded."""
     monkeypatch.setattr(profile_step, "load", None)
     monkeypatch.chdir(tmp_path)
     assert message in refused(arguments.split(), monkeypatch, capsys)

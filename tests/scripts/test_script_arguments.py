@@ -1,4 +1,4 @@
-"""Wrong arguments of the scripts: a sentence that says what is allowed, and status 2, at once."""
+"""Wrong arguments of the scripts end them at once with the allowed values and status 2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the benchmarks' results files say of the runs that made them."""
+"""The benchmarks' results files describe the runs that made them."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ def test_programs_of_an_earlier_run_go_where_a_start_must_find_none(
     stale = tmp_path / folder / "program"
     stale.parent.mkdir()
     stale.touch()
-    with pytest.raises(SystemExit, match="ended with"):  # it is asked for what it refuses
+    # the start fails with this setting
+    with pytest.raises(SystemExit, match="ended with"):
         list(bench_startup.measure(None, {"max_num_seqs": 0}, 1, tmp_path, [kind]))
     assert not stale.exists()
 
@@ -134,7 +135,7 @@ def test_parts_keep_what_is_said_of_theirs(tmp_path: Path, monkeypatch: pytest.M
 def test_both_kernels_of_a_pair_do_the_same(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"INPUTS": 64, "OUTPUTS": 64, "BEYOND_CACHES": 0}.items():
         monkeypatch.setattr(bench_cpu_kernels, name, value)
-    # Nothing is timed here.
+    # This test measures no time.
     monkeypatch.setattr(jax, "jit", partial(jax.jit, compiler_options=FAST))
     for pair in bench_cpu_kernels.PARTS[part]([1, 5]):
         assert pair.operations > 0 and pair.bytes > 0

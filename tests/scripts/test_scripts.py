@@ -63,7 +63,7 @@ def test_tests_begin_once_all_is_there_and_the_check_is_passed(
         "scripts/bootstrap": "install_for_tests() { :; }; start_device() { :; }; BUILD=cpu",
         "scripts/check": f"exit {check}",
         "scripts/clients": f"sleep 0.1; touch clients; exit {clients}",
-        # What is not to be had is no failure here.
+        # A package that cannot be fetched is no failure here.
         ".venv/bin/python": 'case "$*" in\n'
         "*tests.support.weekly*) echo clients ;;\n"
         "*tests.fetch*) sleep 0.2; touch fetched; exit 1 ;;\n"
@@ -81,14 +81,14 @@ def test_tests_begin_once_all_is_there_and_the_check_is_passed(
 
 
 def bootstrap(copy: Path, command: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a command after sourcing scripts/bootstrap in a copy of what it needs."""
+    """Run a command after sourcing scripts/bootstrap in a copy of the files that it needs."""
     (copy / "scripts").mkdir()
     for name in ("scripts/bootstrap", "scripts/find_device.py", "pyproject.toml"):
         (copy / name).write_bytes((ROOT / name).read_bytes())
     return subprocess.run(
         ["bash", "-euo", "pipefail", "-c", f"source scripts/bootstrap; {command}"],
         cwd=copy,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"} | variables,  # nothing of a GPU
+        env=os.environ | {"JAX_PLATFORMS": "cpu"} | variables,  # independent of a GPU
         capture_output=True,
         text=True,
         check=False,
@@ -111,7 +111,7 @@ def test_a_missing_python_is_named(tmp_path: Path) -> None:
 
 
 def test_packages_are_installed_once_and_torch_first(tmp_path: Path) -> None:
-    """With a pip that only says what it was asked, as no test may depend on a network."""
+    """The pip is a stub that prints its arguments, as no test may depend on a network."""
     fake = tmp_path / ".venv/bin/python"
     fake.parent.mkdir(parents=True)
     fake.write_text(
@@ -170,7 +170,7 @@ def test_requests_follow_the_trace_and_fit_the_model() -> None:
 
 @pytest.fixture(scope="module")
 def log() -> str:
-    """What the demo prints where nobody watches."""
+    """Return the demo's output when it is not written to a terminal."""
     command = [
         sys.executable,
         "-m",

@@ -1,4 +1,4 @@
-"""The simulator: its clock by hand, its schedules complete, its hit rates those of the pool."""
+"""The simulator: its clock by hand, complete schedules, and hit rates equal to the pool's."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def test_what_was_met_only_after_pauses_takes_what_it_took_there() -> None:
 
 
 def test_a_bucket_met_only_after_pauses_is_not_taken_for_smaller_ones() -> None:
-    """What small launches take over their time alone is no measure of large ones."""
+    """The overhead of small launches says little about large ones."""
     name = "16 tokens, 4 rows"
     base, none = {name: Line(10.0, 0.0)}, {name: 0.0}
     lines = {"tokens": Line(0.0, 9.0), f"{name}, woken": Line(0.0, 2.0)}
@@ -281,7 +281,7 @@ def test_lines_fit_what_was_measured_and_keep_its_spread() -> None:
     assert through_zero.fixed == 0 and through_zero.each > 0
     wide = laid([1] * 100, [10] * 50 + [30] * 50)
     assert wide.micros(1, 0.0) == pytest.approx(10) and wide.micros(1, 1.0) == pytest.approx(30)
-    # What takes long is delayed by less in proportion: each range has quantiles of its own.
+    # Long steps have smaller relative delays: each range has quantiles of its own.
     late = laid([10] * 80 + [100] * 80, ([10] * 60 + [30] * 20) + [100] * 80)
     assert late.micros(10, 0.99) == pytest.approx(30)
     assert late.micros(100, 0.99) == pytest.approx(100)
@@ -310,14 +310,14 @@ def test_what_was_not_seen_to_end_took_what_explains_all_that_is_known() -> None
 
 
 def test_what_the_host_waited_for_is_not_taken_for_all() -> None:
-    """The host looks at any time, and then waits: what was short is seen less often."""
+    """The host looks at any time, and then waits: short steps are seen less often."""
     rng = np.random.default_rng(0)
     took, look = rng.uniform(20, 100, 2000), rng.uniform(10, 100, 2000)
     seen = took > look
     found = quantiles(np.where(seen, took, 0.0), np.where(seen, took, look))
     places = (np.arange(len(found)) + 0.5) / len(found)
     assert found == pytest.approx(np.quantile(took, places), rel=0.15)
-    # Those that were seen alone would tell another story.
+    # The steps that were seen alone would give another result.
     assert np.median(took[seen]) > 70 and np.median(found) == pytest.approx(60, rel=0.05)
 
 
@@ -370,7 +370,7 @@ def test_hit_rates_are_within_a_point_of_an_ideal_lru() -> None:
 
 
 def test_an_ideal_lru_by_hand() -> None:
-    """Three pages of 4 tokens; the second use of a prompt finds what the third evicts."""
+    """Three pages of 4 tokens; a second use of a prompt finds its pages unless evicted."""
     same, other = job(9, 1, token=5), job(9, 1, token=6)
     assert ideal_hits([same, same], 3, 4, 64) == (18, 8)
     assert ideal_hits([same, other, same], 3, 4, 64) == (27, 4)
@@ -399,7 +399,7 @@ def test_options_are_read_strictly() -> None:
 
 
 def refused(arguments: str, patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> str:
-    """What is said of arguments that end a command before it prints anything."""
+    """Return the error about arguments that end a command before its first output."""
     patch.setattr(sys, "argv", ["scripts/simulate", *arguments.split()])
     with pytest.raises(SystemExit) as ended:
         simulate.main()
@@ -485,7 +485,7 @@ def test_an_error_above_15_percent_is_told(capsys: pytest.CaptureFixture) -> Non
 
 
 def test_percentiles_are_those_of_the_requests_of_all_runs() -> None:
-    """A run that is three times as slow counts as what it is: half of the requests."""
+    """A run that is three times as slow counts with all its requests: half of them."""
     found = pooled([served(*[1.0] * 10), served(*[3.0] * 10)])
     assert (found["p50_ttft_ms"], found["p99_ttft_ms"]) == (2000, 3000)
     # From the first arrival to the last token: 3 and 9 seconds for ten requests.
@@ -493,7 +493,7 @@ def test_percentiles_are_those_of_the_requests_of_all_runs() -> None:
 
 
 def test_each_real_run_has_its_own_simulations_and_all_are_held_together() -> None:
-    """What is far out in single pairs, either way, need not be so in all."""
+    """Single pairs may be far out in either direction when the average is not."""
     slow, fast = served(*[2.0] * 10), served(*[1.0] * 10)
     result = compare([Pair(slow, [fast, fast]), Pair(fast, [slow, slow])])
     assert result["rows"].keys() == set(COMPARED) and result["holds"]

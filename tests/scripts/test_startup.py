@@ -1,4 +1,4 @@
-"""The benchmark of starts: its gates, its random models, and what it reads of a server."""
+"""The benchmark of starts: its gates, its random models, and its reading of a server's answers."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_shapes_are_those_of_the_models_they_are_named_after(model: str, paramet
 
 @pytest.fixture
 def server() -> Iterator[str]:
-    """Address of what counts down the programs that are missing of two models."""
+    """Yield the address of a server that counts down the missing programs of two models."""
     missing = [2.0, 1.0, 0.0]
 
     class Front(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""StaticScheduler: the baselines, which compute what a static batch computes."""
+"""StaticScheduler: the baselines, which compute as many tokens as a static batch."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The sweep of block sizes: what it tries first, when it ends, and the table it leaves."""
+"""The sweep of block sizes: the order of its trials, its end, and the table that it writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of vLLM's own tests: what is counted, and which arguments our server gets."""
+"""The table of vLLM's own tests: the counted results, and the options that our server gets."""
 
 from __future__ import annotations
 

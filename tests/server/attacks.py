@@ -1,6 +1,6 @@
 """Attacks on a live server, each of any size: small in the tests, full in `tests.server.soak`.
 
-Each asserts what must hold whatever the machine, and returns figures.
+Each asserts properties that hold on every machine, and returns figures.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 @contextmanager
 def no_files_left(server: Server) -> Iterator[None]:
-    """What was opened within is closed soon after."""
+    """Check that files opened within the block are closed soon after."""
     files = server.num_files()
     yield
     deadline = time.monotonic() + SECONDS
@@ -99,7 +99,7 @@ def tiny_chunks(server: Server, count: int) -> Figures:
 
 
 def slowest_refusal(server: Server, bodies: Sequence[bytes], times: int = 5) -> Figures:
-    """Bad bodies are refused, each in the time that it takes to see what is bad."""
+    """Send bad bodies, and check that each is refused within the time of detecting its error."""
     seconds = []
     for body in bodies:
         data = server.http("/v1/completions", body)
@@ -129,7 +129,7 @@ def pipelined(server: Server, count: int) -> Figures:
 
 
 def reset_in_the_body(server: Server, count: int) -> Figures:
-    """Connections reset halfway through a body leave nothing behind."""
+    """Reset connections halfway through a body, and check that the server frees their resources."""
     with no_files_left(server):
         for _ in range(count):
             with server.connect() as one:
@@ -166,7 +166,7 @@ def leave_in_every_phase(server: Server, count: int) -> Figures:
 
 
 def never_read(server: Server, count: int) -> Figures:
-    """Clients that read nothing are paused, then dropped; others are served meanwhile."""
+    """Clients that stop reading are paused, then dropped; other requests are served meanwhile."""
     before, memory, begun = ended(server, "abort"), server.memory(), time.monotonic()
     stalled = [server.open_stream(WORDY | {"cache_salt": str(n)}) for n in range(count)]
     server.wait_for("num_requests_paused", lambda value: value >= 1)
@@ -242,14 +242,14 @@ def head_of_line(server: Server, seconds: float, length: int) -> Figures:
 
 
 def area_under_curve(hits: Sequence[float], misses: Sequence[float]) -> float:
-    """How often a hit is faster than a miss, ties counting half: 0.5 tells nothing."""
+    """Return how often a hit is faster than a miss, ties counting half: 0.5 is pure chance."""
     ordered = sorted(hits)
     slower = sum(bisect_left(ordered, one) + bisect_right(ordered, one) for one in misses)
     return slower / (2 * len(hits) * len(misses))
 
 
 def prefix_timing(server: Server, trials: int, victim: str, prober: str) -> Figures:
-    """Whether the time to a first token tells `prober` what `victim` has asked before."""
+    """Measure whether the time to a first token shows `prober` the prompts of `victim`."""
     draw, owner = random.Random(0), server.key
     times: dict[bool, list[float]] = {True: [], False: []}
     try:

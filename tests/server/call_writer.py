@@ -17,7 +17,7 @@ from jaxserve.server.tool_calls.formats import CALL_FORMATS, CallFormat
 from jaxserve.server.tool_calls.gemma import BracedCall
 
 Calls = Sequence[tuple[str, dict[str, Any]]]
-# Dialects of tags whose tags stand side by side; those of the others stand on lines.
+# Dialects of tags whose tags stand side by side; in other dialects each tag has a line of its own.
 SIDE_BY_SIDE = ("glm47", "hy_v4", "kimi_k3", "step3")
 
 

@@ -25,7 +25,7 @@ from tests.support.quick_code import quick_programs
 KEYS = ("first-key", "second-key")
 
 
-# A server that reads its own template of a file: what it was given shows in the prompt.
+# A server that reads its own template of a file: the prompt shows the template's input.
 SHOWING = (
     "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
     "thinking={{ enable_thinking }} effort={{ reasoning_effort }} "
@@ -98,7 +98,7 @@ def server(main_server: Server, main_canary: Canary) -> Iterator[Server]:
 
 @pytest.fixture(scope="package")
 def slow_server() -> Iterator[Server]:
-    """As the main server, where what runs can be seen to."""
+    """Start a server like the main one, but so slow that a test can observe running requests."""
     with Server(SMALL, module="tests.support.slow_server") as server:
         yield server
 

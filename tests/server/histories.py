@@ -1,7 +1,7 @@
 """Conversations that go on: answers of every dialect, cut anywhere, as clients send them back.
 
 An answer is read and formatted as in a request, whole or streamed. A client then builds the next
-request of each API from what it received, and may change what other clients change.
+request of each API from the response, and may change it as real clients do.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def read_as(
 
 
 def generated(model: ServedModel, drawn: Drawn) -> tuple[Generation, list[ChoicePart]]:
-    """Return a generation at its end, and its only part, which nothing has read yet."""
+    """Return a finished generation and its only part, which no reader has consumed yet."""
     request = model.llm.requests.make([1, 2, 3], SamplingParams(max_tokens=8))
     generation = Generation(model, [request], [drawn.reads])
     choice = generation.choices[0]
@@ -170,7 +170,6 @@ def messages_answer(
 
 
 def _parsed(text: str, rng: random.Random) -> Any:
-    """Return arguments as a client parses them; clients differ in those that are cut."""
     try:
         return json.loads(text)
     except ValueError:
@@ -190,7 +189,7 @@ def _result(rng: random.Random) -> Any:
 
 
 def chat_turns(answer: dict[str, Any], rng: random.Random) -> list[dict[str, Any]]:
-    """Return a message and what follows it, changed as clients change it."""
+    """Return the answer's message and the client's next messages, with typical changes."""
     said = dict(answer)
     if rng.random() < 0.3:
         said = {name: value for name, value in said.items() if value is not None}
@@ -225,7 +224,7 @@ def chat_turns(answer: dict[str, Any], rng: random.Random) -> list[dict[str, Any
 
 
 def messages_turns(blocks: list[dict[str, Any]], rng: random.Random) -> list[dict[str, Any]]:
-    """Return blocks and what follows them, in Anthropic's form."""
+    """Return the answer's blocks and the client's next ones, in Anthropic's form."""
     picture = {"type": "image", "source": {"type": "url", "url": "http://localhost/a.png"}}
     given: list[Any] = []
     for block in blocks:
@@ -245,7 +244,7 @@ def messages_turns(blocks: list[dict[str, Any]], rng: random.Random) -> list[dic
 
 
 def response_turns(output: list[dict[str, Any]], rng: random.Random) -> list[dict[str, Any]]:
-    """Return items and what follows them, in the form of the responses endpoint."""
+    """Return the answer's items and the client's next ones, in the form of /v1/responses."""
     items = [dict(item) for item in output]
     results = []
     for item in items:

@@ -1,4 +1,4 @@
-"""What a server's memory does under what has made it grow: steps that fail, and odd grammars.
+"""Measure a server's memory under two former causes of growth: failing steps and odd grammars.
 
     python -m tests.server.memory
     python -m tests.server.memory --rounds 4 --requests 250

@@ -1,9 +1,9 @@
-"""What the tests do in small to a live server, at full size; figures go to scripts/results.
+"""Attack a live server as the tests do, at full size; figures go to scripts/results.
 
     python -m tests.server.soak --items 3,4,6,13,15,22,42
     python -m tests.server.soak --items 43,44,45,50
 
-Every item is followed by a request whose tokens must be what they were before, on a server that
+Every item is followed by a request whose tokens must be unchanged, on a server that
 holds no page and no slot, has compiled nothing and lost no step.
 """
 
@@ -66,7 +66,6 @@ def _pipelines(server: Server) -> Figures:
 
 
 def _prefixes(server: Server) -> Figures:
-    """Beside what another key can tell, what the same key can: the probe does work."""
     told = attacks.prefix_timing(server, 200, KEYS[0], KEYS[0])["area_under_curve"]
     return attacks.prefix_timing(server, 1000, *KEYS) | {"same_key_area_under_curve": told}
 
@@ -87,7 +86,7 @@ ITEMS = {
 
 
 def run(name: str, item: Item, server: Server, canary: Canary) -> dict[str, object]:
-    """The figures of an item, and what of them is over its limit."""
+    """Return the figures of an item, and the list of figures that exceed a limit."""
     figures = item.attack(server)
     canary.check()
     over = [key for key, most in item.limits.items() if figures[key] > most]
@@ -97,7 +96,7 @@ def run(name: str, item: Item, server: Server, canary: Canary) -> dict[str, obje
 
 
 def save(results: dict[str, dict[str, object]], path: Path = RESULTS) -> None:
-    """Put results beside those of other items."""
+    """Merge results into a file that has the results of other items."""
     known = json.loads(path.read_text()) if path.exists() else {}
     known |= results
     ordered = {name: known[name] for name in sorted(known, key=int)}

@@ -1,4 +1,4 @@
-"""max_new_tokens of generation_config.json at every endpoint, with a length of its own or none."""
+"""max_new_tokens of generation_config.json at every endpoint, with or without a request's limit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tests.support.live_server import Server
 
 SAY = "Write the numbers from one to forty."
 TALK = [{"role": "user", "content": SAY}]
-# How each endpoint is asked, names the most tokens, and counts what it gave.
+# The request to each endpoint, its field for the most tokens, and its count of generated tokens.
 ENDPOINTS = {
     "/v1/chat/completions": ({"messages": TALK}, "max_tokens", "completion_tokens"),
     "/v1/completions": ({"prompt": SAY}, "max_tokens", "completion_tokens"),

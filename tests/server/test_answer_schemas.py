@@ -104,7 +104,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     *(
         (RESPONSES, {"text": {"format": form}}, "text")
         for form in (
-            {"schema": SCHEMA},  # the default type takes none
+            {"schema": SCHEMA},  # the default type has no schema
             {"type": "json_schema", "schema": LOOSE, "strict": True},
             {"type": "json_schema", "schema": SCHEMA, "json_schema": {"schema": LOOSE}},
         )

@@ -1,4 +1,4 @@
-"""Answers: a stream says what the whole says, in the words that clients expect."""
+"""Answers: a stream says the same as a whole answer, in the words that clients expect."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ TEXTS: dict[str, dict[str, tuple[str, list[tuple[str, Any]]]]] = {
         '<|tool_call|>[{"name": "f", "arguments": {"a": 1}}]': ("", [("f", {"a": 1})]),
     },
 }
-# What looks like calls and is none: content, to the letter.
+# Text that resembles calls without being one: it is returned unchanged as content.
 NO_CALLS = {
     "hermes": [
         "<tool_call>{not json}</tool_call>",
@@ -132,7 +132,7 @@ CASES = [
 
 
 def read(reader: Any, pieces: list[str]) -> tuple[Message, list[AnswerPart]]:
-    """What a reader makes of a text in pieces."""
+    """Return the message and the streamed parts that a reader makes of a text in pieces."""
     one = AnswerReader(None, reader) if isinstance(reader, CallReader) else reader
     came = [piece for text in pieces for piece in one.feed(text)]
     came += one.feed("", final=True)
@@ -218,7 +218,7 @@ def test_arguments_that_are_certain_go_out_as_they_come(form: str) -> None:
     assert message.content == ""
     assert all(isinstance(piece, CallPart) for piece in came) and len(came) > 80
     assert [piece.index for piece in came if isinstance(piece, CallPart) and piece.id] == [0, 1]
-    # What a limit cuts off is a call with the arguments so far.
+    # A call that a limit cuts off has the arguments so far.
     cut_off, _ = read(CallReader(written, NAMES, True), [text[: text.index("xxxx") + 3]])
     assert said(cut_off) == ("", "", [("f", '{"a": "xxx')])
 

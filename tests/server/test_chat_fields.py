@@ -47,7 +47,7 @@ def test_an_answer_repeats_the_message_that_it_continues(server: Server) -> None
     several = [*USER, {"role": "assistant", "content": parts}]
     content = ask(server, several, echo=True, **fields)["choices"][0]["message"]["content"]
     assert content.startswith("e\nn")
-    # A user's message is none that an assistant's answer repeats.
+    # An assistant's answer never repeats a user's message.
     other = ask(server, USER, echo=True)["choices"]
     assert other == ask(server, USER)["choices"]
     deltas = streamed(server, USER, echo=True)

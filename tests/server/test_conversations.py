@@ -57,7 +57,7 @@ def test_responses_go_on_with_a_conversation_as_if_all_were_sent(client: openai.
         **GREEDY, input="c", conversation=made.id, store=False, max_output_tokens=1
     )
     assert third.usage and third.usage.input_tokens == count.input_tokens
-    assert len(texts(client, made.id)) == 7  # also what is not stored as a response
+    assert len(texts(client, made.id)) == 7  # includes items that are not stored as a response
     with pytest.raises(openai.BadRequestError, match="part of a conversation"):
         client.responses.create(**GREEDY, input="c", previous_response_id=first.id)
     with pytest.raises(openai.BadRequestError, match="exclude each other"):

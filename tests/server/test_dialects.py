@@ -135,7 +135,7 @@ def test_forced_calls_have_a_grammar_in_every_dialect(parser: str) -> None:
     for request in (chat("required"), chat(strict=True)):
         forced = use_of(parser, request)
         assert forced.grammar and forced.calls.call_format.has_grammar
-        # What no grammar forms is JSON between Hermes' marks, and is read as that.
+        # A format without a grammar is forced and read as JSON between Hermes' marks.
         assert forced.calls.call_format is (form if form.has_grammar else CALL_FORMATS["hermes"])
 
 

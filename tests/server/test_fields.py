@@ -1,4 +1,4 @@
-"""Fields of completions and chats: what they change in an answer, whole and streamed."""
+"""Fields of completions and chats: their effects on an answer, whole and streamed."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_stream_scores_its_prompt_first(server: Server, n: int) -> None:
 
 
 def test_a_stream_waits_for_the_scores_of_its_prompt(wide: Server) -> None:
-    """The second completion finds its prompt cached, and is ahead of what scores it."""
+    """The second completion finds its prompt cached, so it is ahead of the prompt's scores."""
     body = {"prompt": [7] * 280, "n": 2, "max_tokens": 3, "seed": 1, "temperature": 1.0}
     wide.request(TEXT, body)
     scored = body | {"prompt_logprobs": 0, "stream": True}
@@ -163,7 +163,7 @@ def test_128_completions_of_a_prompt(server: Server) -> None:
     body = {"prompt": PROMPT, "n": 128, "seed": 7, "max_tokens": 2, "best_of": 128}
     choices = server.request(TEXT, body | {"return_token_ids": True}).json()["choices"]
     assert [choice["index"] for choice in choices] == list(range(128))
-    for index in (0, 77, 127):  # choice i is what the seed of choice i gets alone
+    for index in (0, 77, 127):  # choice i equals a request alone with choice i's seed
         alone = {"prompt": PROMPT, "seed": 7 + index, "max_tokens": 2, "return_token_ids": True}
         [choice] = server.request(TEXT, alone).json()["choices"]
         assert choice["token_ids"] == choices[index]["token_ids"]
@@ -192,7 +192,8 @@ def test_answers_carry_their_times(wide: Server, server: Server) -> None:
         assert set(metrics) == names | {"tokens_per_second"}
         assert all(value >= 0 for value in metrics.values())
         assert math.isclose(metrics["generation_time_ms"], 3 * metrics["mean_itl_ms"])
-        assert wide.request(path, body | {"n": 2}).json()["metrics"] is None  # they share none
+        # the two choices have no common metrics
+        assert wide.request(path, body | {"n": 2}).json()["metrics"] is None
         streamed = body | {"stream": True, "stream_options": {"include_usage": True}}
         *events, last, _ = wide.request(path, streamed).events()
         assert set(last["metrics"]) == set(metrics)

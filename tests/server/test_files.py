@@ -21,7 +21,7 @@ def poor() -> Iterator[Server]:
 
 
 def stand_there(server: Server, count: int, stay: ExitStack) -> None:
-    """Open so many connections and say nothing; some of them are refused."""
+    """Open `count` silent connections; some of them are refused."""
     for _ in range(count):
         with suppress(OSError):
             stay.enter_context(server.connect())

@@ -59,7 +59,7 @@ class Serving(Process):
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Stop the event loop, so that what comes meanwhile comes at once."""
+        """Stop the event loop, so that messages sent meanwhile arrive at once."""
         begun, end = threading.Event(), threading.Event()
         self.loop.call_soon_threadsafe(lambda: (begun.set(), end.wait(SECONDS)))
         begun.wait(SECONDS)
@@ -119,7 +119,10 @@ def sent(address: Any, data: bytes) -> Iterator[socket.socket]:
 
 
 def read_answer(client: socket.socket) -> tuple[int, dict[str, Any], bytes]:
-    """One answer with a length; of what differs between two of the same, the length."""
+    """Read one answer; return its status, its headers and its body.
+
+    Headers that vary between two equal answers have their length as value.
+    """
     data = b""
     while b"\r\n\r\n" not in data:
         piece = client.recv(1)
@@ -295,7 +298,7 @@ def test_a_late_body_gets_no_more_time(make: Callable[..., App]) -> None:
                 status, headers, _ = read_answer(client)
                 assert status == (408 if length == b"1000" else 429)
                 assert headers["connection"] == "close"
-                with suppress(OSError):  # bytes that come one by one put nothing off
+                with suppress(OSError):  # single bytes do not extend the deadline
                     for _ in range(100):
                         client.sendall(b"x")
                         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Histories: what a server has answered, and what other clients made of it, never ends a talk."""
+"""Histories: neither a server's answer nor a client's change of it makes a conversation fail."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ TEMPLATES = {
 
 @pytest.fixture(scope="module")
 def app_of(loaded: Loaded) -> Iterator[Callable[[str], App]]:
-    """Applications by the name of their template; they trust those of requests."""
+    """Yield a function from a template's name to an application that trusts requests' templates."""
 
     @cache
     def app(name: str) -> App:
@@ -241,7 +241,7 @@ def with_call(path: str, arguments: Any, result: Any = "ok") -> list[Any]:
 NESTED: Any = {}
 for _ in range(MAX_DEPTH - 1):
     NESTED = {"a": NESTED}
-# As they are sent, what an object is for templates, and what text is; None for the same object.
+# By the form of a request: the object that templates see, and the text; None for the same object.
 ARGUMENTS: list[tuple[Any, dict[str, Any], str | None]] = [
     ('{"a": 1}', {"a": 1}, None),
     ({"a": 1}, {"a": 1}, None),
@@ -390,7 +390,7 @@ def test_a_refusal_is_what_was_said(app_of: Callable[[str], App]) -> None:
     assert prompt(app, RESPONSES, [USER, item, USER]) == plain
 
 
-# Content besides text, by API, and what the sentence in its place says.
+# Content besides text, by API, and a part of the sentence that replaces it.
 PARTS: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, IMAGE, "An image"),
     (CHAT, {"type": "input_audio", "input_audio": {"data": "a"}}, "An audio"),
@@ -429,7 +429,7 @@ def test_content_besides_text_is_a_sentence_but_for_the_newest_message(
     for turns in ([user], [USER, answer, user], [user, answer]):
         with pytest.raises(InvalidRequest, match=f"content of type '{part['type']}' is not supp"):
             prompt(app, path, turns)
-    # What the model has called a tool for, it was asked with the image before.
+    # The model called a tool because of the image before.
     if path == CHAT:
         assert sentence in prompt(app, path, [user, *with_call(CHAT, {})[1:3]])
 

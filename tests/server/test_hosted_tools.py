@@ -1,4 +1,4 @@
-"""Hosted tools, custom ones, and those that a choice allows: in chats and responses, over HTTP."""
+"""Hosted tools, custom tools, and tools that a choice allows: in chats and responses, over HTTP."""
 
 from __future__ import annotations
 

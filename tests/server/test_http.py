@@ -1,4 +1,4 @@
-"""Bad HTTP: each is answered as it deserves, and costs nobody else anything."""
+"""Bad HTTP: each request gets the right status, and other requests are unaffected."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_chunk_that_will_be_too_large_is_refused_before_it_comes(
 ) -> None:
     head = POST + b"transfer-encoding: chunked\r\n\r\n"
     for before in (b"", b"5\r\n     \r\n"):
-        answer = server.send(head + before + b"%x\r\n" % size)  # and nothing more
+        answer = server.send(head + before + b"%x\r\n" % size)  # and no further bytes
         assert status_of(answer) == 413 and b"larger than 8388608 bytes" in answer
     body = json.dumps(GOOD).encode()
     good = b"%x\r\n%b\r\n0\r\n\r\n" % (8 << 20, body + b" " * ((8 << 20) - len(body)))
@@ -116,7 +116,7 @@ def test_a_chunk_that_will_be_too_large_is_refused_before_it_comes(
     ("target", "host", "status"),
     [
         ("http://localhost:1/v1/models", "localhost", 200),
-        ("HTTP://127.0.0.1/v1/models?a=b", "evil.example", 200),  # the target is what counts
+        ("HTTP://127.0.0.1/v1/models?a=b", "evil.example", 200),  # the target decides
         ("https://[::1]:80/v1/models", "", 200),
         ("http://evil.example/v1/models", "localhost", 403),
         ("http://localhost@evil.example/v1/models", "localhost", 403),
@@ -366,7 +366,7 @@ def test_more_connections_than_allowed_are_refused(narrow: Server) -> None:
         for path, status in (("/v1/models", 503), ("/", 503), ("/health", 200)):
             answer = narrow.request(path)
             assert (answer.status, answer.headers["connection"]) == (status, "close")
-        # Those that only stand there do not keep /health from who comes later.
+        # Silent connections do not keep later clients from /health.
         for _ in range(100):
             idle.enter_context(narrow.connect())
         assert narrow.request("/health").status == 200

@@ -300,7 +300,8 @@ def test_a_batch_is_cancelled_gives_way_and_survives_a_crash(tmp_path: Path) -> 
         wait_for_answers(client, doomed.id, 2)
         with pytest.raises(openai.BadRequestError, match=doomed.id):
             client.files.delete(file)
-        # A queue of none leaves two places, and a batch takes neither of them from others.
+        # A queue of length 0 leaves two places, and a batch takes neither of them from other
+        # requests.
         one, two = (server.open_drawing({"prompt": [5], "stream": True}) for _ in range(2))
         one.close()
         two.close()
@@ -446,7 +447,7 @@ async def go_on(store: FileStore, name: str) -> Batch:
 
 
 def test_answers_that_cannot_be_written_fail_their_batch(tmp_path: Path) -> None:
-    """Where the disk refuses, and where all files take what they may."""
+    """Covers a disk that refuses writes, and files that have reached their total limit."""
     store = FileStore(ServerConfig(files_dir=str(tmp_path), max_files_bytes=100_000))
     file = input_of(store, 40)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -70,13 +70,13 @@ def test_a_response_is_continued_as_if_all_were_sent(client: openai.OpenAI) -> N
     ]
     whole = client.responses.create(**shown, input=said)
     assert seen(third) == seen(whole) and third.output_text == whole.output_text
-    # Instructions are those of the request alone.
+    # Instructions apply to their own request only.
     said.insert(0, {"role": "system", "content": "Be kind."})
     own: Any = {"instructions": "Be kind.", "previous_response_id": second.id}
     assert seen(client.responses.create(**shown, input="And: c", **own)) == seen(
         client.responses.create(**shown, input=said)
     )
-    # A response that is forgotten goes on in those that continue it.
+    # A forgotten response lives on in the responses that continue it.
     client.responses.delete(first.id)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(first.id)

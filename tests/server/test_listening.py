@@ -57,7 +57,7 @@ def secure(
 ) -> Iterator[Secure]:
     folder = tmp_path_factory.mktemp("socket")
     path, log = folder / "s", folder / "log"
-    with socket.socket(socket.AF_UNIX) as left:  # what a killed server leaves behind
+    with socket.socket(socket.AF_UNIX) as left:  # as after a killed server
         left.bind(str(path))
     given = (
         *("--uds", path, "--ssl-certfile", certificates.server, "--ssl-keyfile", certificates.key),
@@ -110,7 +110,7 @@ def test_requests_over_tls_and_a_socket(secure: Secure) -> None:
     head, events = secure.request("/v1/completions", body)
     assert head.startswith(b"HTTP/1.1 200") and events.count(b"data: ") > 2
     assert events.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
-    # A client without a certificate, one that speaks no TLS, and one that says nothing at all.
+    # A client without a certificate, one that speaks no TLS, and one that stays silent.
     with suppress(OSError), secure.connect(with_certificate=False) as one:
         one.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert one.recv(100) == b""

@@ -19,7 +19,7 @@ TOLERANCE = {"rtol": 0, "atol": 1e-3}  # of float32, against float64
 
 
 def check_best(best: list[tuple[str, float]], row: np.ndarray, k: int, tokenizer: Any) -> None:
-    """The k best of a distribution, but for the order of those that rounding cannot tell apart."""
+    """Check the k best tokens of a distribution, in any order where rounding makes them equal."""
     top = np.sort(row)[::-1][:k]
     np.testing.assert_allclose([value for _, value in best], top, **TOLERANCE)
     for text, value in best:

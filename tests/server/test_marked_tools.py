@@ -51,7 +51,7 @@ def test_forced_calls_come_in_the_models_own_tokens(marked: Server, choice: Any,
 
 def test_a_strict_call_may_be_begun_by_the_model(marked: Server) -> None:
     strict = {**TOOL, "function": {**TOOL["function"], "strict": True}}
-    # Nothing but the mark draws a random model to it.
+    # A random model produces the call only because of the mark.
     asked = ask(tools=[strict], logit_bias={"260": 100.0}, parallel_tool_calls=False)
     for fields in ({}, {"temperature": 0}):
         [found] = marked.request(CHAT, asked | fields).json()["choices"]

@@ -1,4 +1,4 @@
-"""What a server holds after steps that failed; `tests.server.memory` does the same at full size."""
+"""A server's state after failed steps; `tests.server.memory` does the same at full size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fields and blocks of Anthropic's messages: forms, effort, counts of the cache, what is text."""
+"""Fields and blocks of Anthropic's messages: forms, effort, cache counts, and text blocks."""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ FIRST = (
     "0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1 2.5 5 7.5 10 20 40 80 160 640 2560"
 )
 TOKENS = "1 2 5 10 20 50 100 200 500"  # up to the 640 tokens of the longest sequence
-# Of vLLM 0.33's v1/metrics/loggers.py and buckets.py: what a text-only engine without adapters,
-# speculation and transfers has.
+# From vLLM 0.33's v1/metrics/loggers.py and buckets.py: the metrics of a text-only engine without
+# adapters, speculation and transfers.
 HISTOGRAMS = {
     "time_to_first_token_seconds": FIRST,
     "inter_token_latency_seconds": BETWEEN,

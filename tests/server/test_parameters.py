@@ -1,4 +1,4 @@
-"""Parameters of requests: what is wrong is refused with its name, and nothing is lost by it."""
+"""Parameters of requests: an error names the wrong one, and the server's state is unchanged."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_bad_token_ids_to_detokenize(server: Server, tokens: Any) -> None:
 
 
 def test_prompts_up_to_the_context(server: Server) -> None:
-    """Its limit is the KV cache here: what could never get its pages is refused at once."""
+    """The KV cache is the limit here: a request that can never get its pages is refused at once."""
     for length, status in ((LONGEST - 1, 200), (LONGEST, 400), (LONGEST + 1, 400), (1023, 400)):
         answer = server.request("/v1/completions", {"prompt": [5] * length, "max_tokens": 1})
         assert answer.status == status
@@ -475,7 +475,8 @@ def test_calls_and_thoughts_need_no_content(server: Server) -> None:
     for beside in ({"tool_calls": [call]}, {"reasoning": "hm"}, {"reasoning_content": "hm"}):
         for content in ({"content": None}, {}, {"content": []}):
             said = {"role": "assistant", **beside, **content}
-            tool = {"role": "tool", "content": "", "tool_call_id": "a"}  # which printed nothing
+            # a tool that printed no text
+            tool = {"role": "tool", "content": "", "tool_call_id": "a"}
             body = GOOD[CHAT] | {"messages": [*USER, said, tool, *USER]}
             assert server.request(CHAT, body).status == 200
     for role in ("assistant", "system", "tool"):

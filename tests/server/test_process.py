@@ -1,4 +1,4 @@
-"""What a server says when its engine stalls or dies."""
+"""Messages of a server whose engine stalls or dies."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_what_waits_for_its_reader_takes_no_place_from_others(app: App) -> None:
         model.config = ServerConfig(max_unread_tokens=3)
         slow_down(
             model.llm._thread.engine, 0.03
-        )  # what goes on again is seen before it waits again
+        )  # slow steps, so that a resumed stream shows before it waits again
         sampling = SamplingParams(max_tokens=20, ignore_eos=True, n=2)
         for read_on in (True, False):
             with Generation(model, [model.llm.requests.make("a", sampling)]) as generation:
@@ -138,7 +138,7 @@ def test_requests_that_come_together_do_not_pass_the_bound_together(app: App) ->
 
 
 def test_a_stop_does_not_wait_for_ever(app: App) -> None:
-    """At its deadline what still runs ends with an error, and so does who has asked nothing."""
+    """At the deadline running requests end with an error, and silent connections are closed."""
 
     async def scene() -> None:
         process = Process(app)

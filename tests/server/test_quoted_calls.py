@@ -1,4 +1,4 @@
-"""Calls whose values quote calls: the author of a quoted text cannot choose what is called."""
+"""Calls whose values quote calls: the author of a quoted text cannot choose the called tool."""
 
 from __future__ import annotations
 
@@ -377,7 +377,7 @@ def test_arguments_that_are_null_or_absent_are_none(parser: str) -> None:
 
 
 def patterns(parser: str) -> list[tuple[str, str]]:
-    """Return beginnings and what is repeated behind each, to make a reader look at much again."""
+    """Return beginnings and repeated continuations that could make a reader rescan much text."""
     call, mark = write(parser, [("w", {"path": "x", "content": "y"})]), CALL_FORMATS[parser].mark
     openings, ends = tags(parser)
     head = call[: call.index("y")]

@@ -1,4 +1,4 @@
-"""What a server is told before it starts, and what it writes."""
+"""A server's settings before it starts, and the messages that it prints."""
 
 from __future__ import annotations
 

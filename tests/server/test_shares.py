@@ -1,4 +1,4 @@
-"""What API keys share: a key that floods a store takes nothing from another."""
+"""API keys share a store fairly: a key that floods it takes no space from another."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_flood_of_one_key_leaves_what_another_keeps(
 
 @pytest.mark.parametrize("kind", [ResponseStore, ConversationStore])
 def test_a_key_keeps_its_equal_part_whatever_others_add(kind: type[Store]) -> None:
-    """Random additions of four keys: what leaves is the oldest of a key above its part."""
+    """Random additions of four keys; an eviction takes the oldest item of a key above its share."""
     rng = random.Random(0)
     most, most_bytes, owners = 12, 40_000, ["a", "b", "c", "d"]
     store = kind(most, most_bytes, 1e9)
@@ -110,7 +110,7 @@ def test_answers_in_progress_of_one_key_push_out_nothing_of_another() -> None:
 
 
 def test_a_conversation_that_was_forgotten_counts_for_its_key() -> None:
-    """A response keeps those before it: they are not the part of another key."""
+    """A response keeps earlier responses alive; they do not count for another key."""
     store = ResponseStore(1000, 100_000, 1e9)
     mine = turn(MINE, "m", 30_000)
     store.add(mine)

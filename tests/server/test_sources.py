@@ -1,4 +1,4 @@
-"""What a server can be given as a model: a folder, a GGUF file, a name on the hub."""
+"""The kinds of model that a server accepts: a folder, a GGUF file, a name on the hub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server whose standard error nobody can read serves on."""
+"""A server serves on when the reader of its standard error has gone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def free_port() -> int:
 
 
 def answer(port: int, path: str, body: Any = None) -> int:
-    """Status of a request; OSError where nobody answers."""
+    """Return the status of a request; raise OSError if no server answers."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
     headers = {"content-type": "application/json"}
     try:

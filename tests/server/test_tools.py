@@ -1,4 +1,4 @@
-"""Tools and thoughts over HTTP: forced by a grammar, since the bundled model calls nothing."""
+"""Tools and thoughts over HTTP: a grammar forces them, since the bundled model calls no tool."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def http_collector() -> Iterator[tuple[Collector, str]]:
             self.end_headers()
 
         def log_message(self, *_: Any) -> None:
-            """Write nothing."""
+            """Suppress the log."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
     server.daemon_threads = True

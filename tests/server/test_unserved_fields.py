@@ -31,7 +31,7 @@ return_tokens samplers post_sampling_probs lora top_n_sigma adaptive_target adap
 response_format chat_template_kwargs reasoning_effort reasoning_format reasoning_control
 parallel_tool_calls tools tool_choice
 """.split()
-# What they add to an answer is missing; they change none of its tokens.
+# The fields' additions to an answer are missing; its tokens are unchanged.
 LOGGED = "timings_per_token return_progress sse_ping_interval response_fields".split()
 # A request of a client that sends every setting of the sampler, all of them switched off.
 NEUTRAL: dict[str, Any] = {
@@ -320,7 +320,7 @@ def test_a_budget_of_thoughts_is_dropped_where_thoughts_are_unknown(server: Serv
     assert sum("budget_tokens has no effect" in line for line in server.log) == 1
     for thinking in ({"type": "enabled", "budget_tokens": -5}, {"type": "enabled"}):
         assert refuse(server, MESSAGES, {"thinking": thinking})["param"] == "thinking"
-    # What only this server and vLLM have is meant for a model whose thoughts are known.
+    # Fields of this server and vLLM only need a model whose marks of thoughts are known.
     assert refuse(server, CHAT, {"thinking_token_budget": 9})["param"] == "thinking_token_budget"
 
 

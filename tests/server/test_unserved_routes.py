@@ -1,6 +1,6 @@
-"""Routes of vLLM, OpenAI, llama.cpp and Ollama: served, or answered with what to do instead.
+"""Routes of vLLM, OpenAI, llama.cpp and Ollama: served, or answered with an alternative.
 
-The lists are those of vLLM 0.33.0 (the decorators of its routers), of llama.cpp's server, build
+The lists come from vLLM 0.33.0 (the decorators of its routers), of llama.cpp's server, build
 11434 (its README and server.cpp), of Ollama's API documentation and of OpenAI's reference. Left out
 of vLLM's are /load and /server_info.
 """

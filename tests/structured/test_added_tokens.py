@@ -1,4 +1,4 @@
-"""Forms that hold the texts of added tokens: every text can be drawn, and reads as what it is."""
+"""Forms with texts of added tokens: every text can be drawn, and is read back unchanged."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Vocabulary:
         return np.flatnonzero(bits)
 
     def draw(self, constraint: Constraint, seed: int, shows: bool = False) -> tuple[str, list[int]]:
-        """Draw a text; what is added by many tokens comes as often as by one.
+        """Draw a text, in which a continuation is as likely in many tokens as in one.
 
         Args:
             constraint: at its start.
@@ -146,7 +146,7 @@ class Vocabulary:
         return self.backend.decode(tokens, skip_special_tokens=not shows)
 
 
-# By the name of a kind: a tokenizer, and what ends a text.
+# By the name of a kind: a tokenizer, and the tokens that end a text.
 KINDS = {"byte_level": (byte_level, "<|im_end|>"), "byte_fallback": (byte_fallback, "</s>")}
 
 
@@ -244,10 +244,10 @@ def test_ids_beyond_the_logits_are_never_drawn() -> None:
     assert bits.sum() > 0 and not bits[size:].any()
 
 
-# Of the vocabularies that have the marks of calls as added tokens, as special ones, or not at all:
-# with the calls that an answer may have. The second kind of vocabulary has in the usual run those
-# that the first has not: a kind says which texts its tokens have, and a form's grammar has no part
-# in that.
+# By vocabularies that have the marks of calls as added tokens, as special ones, or not at all: the
+# calls that an answer may have. The usual run combines the second kind of vocabulary with calls
+# that the first kind has not: a kind decides which texts its tokens have, and a form's grammar is
+# independent of that.
 HOW = ["added", "special", "text"]
 LONG = pytest.mark.long
 FORCED = [

@@ -101,7 +101,7 @@ def test_texts_of_the_grammar_are_calls_that_fit(
 
 
 def follow(constraint: Constraint, grammars: Grammars, text: str) -> str:
-    """What of a text a constraint lets through."""
+    """Return the part of a text that a constraint allows."""
     done = b""
     for token in grammars.tokenizer().tokenize_str(text):
         if token not in allowed(constraint):
@@ -188,7 +188,7 @@ def test_arguments_of_formed_calls_go_out_as_they_come(form: str) -> None:
     came = [piece for letter in GOOD[form] for piece in reader.feed(letter)]
     came += reader.feed("", True)
     assert all(isinstance(piece, CallPart) for piece in came) and len(came) == len('{"a": true}')
-    # What a limit cuts off is a call with the arguments so far.
+    # A call that a limit cuts off has the arguments so far.
     reader = readers_of(use, None, ThoughtState.CLOSED)
     reader.feed(GOOD[form][: GOOD[form].index("true") + 2], True)
     [call] = reader.message.calls

@@ -1,4 +1,4 @@
-"""Outputs of models in every dialect say what they should, whole, streamed, and cut anywhere."""
+"""Outputs of models in every dialect are read correctly, whole, streamed, and cut anywhere."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_mangled_outputs_lose_nothing_and_do_not_depend_on_pieces(dialect: Diale
         _, content, calls = meant
         for name, arguments in calls:
             assert name in names and isinstance(json.loads(arguments), dict)
-        # Command R has a call that says that nothing is called, which is left out.
+        # Command R has a call for an answer without tools, which is left out.
         if not calls and dialect.reasoning_parser is None and "directly" not in text:
             assert content == text
 

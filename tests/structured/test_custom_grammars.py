@@ -1,4 +1,4 @@
-"""Grammars of custom tools: what the masks let through is a call whose text the grammar allows."""
+"""Grammars of custom tools: the masks allow only calls whose text matches the grammar."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grammars: what the masks let through has the form that was asked for, and nothing else."""
+"""Grammars: the masks allow exactly the texts of the requested form."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 def test_what_has_no_meaning_is_refused(
     asked: dict[str, Any], message: str, grammars: Grammars
 ) -> None:
-    for _ in range(2):  # what failed is remembered, and says the same again
+    for _ in range(2):  # a failure is remembered and repeated
         with pytest.raises(InvalidRequest, match=re.escape(message)) as error:
             grammars.compile(StructuredOutputsParams(**asked))
         assert error.value.parameter == "structured_outputs"
@@ -318,7 +318,7 @@ def test_forms_that_took_long_are_not_remembered_for_long() -> None:
     first = grammars.compile(LETTERS)
     grammars.compile(LETTERS)
     assert len(grammars._known) == 1
-    for _ in range(10):  # whoever follows a form lets it grow
+    for _ in range(10):  # following a form adds to its work
         first.work.seconds += MAX_CACHED_SECONDS / 10
     other = StructuredOutputsParams(regex="b{9}")
     grammars.compile(other)

@@ -52,7 +52,7 @@ def asked(parameters: Any, strict: bool | None = None, choice: Any = "required")
     return ChatRequest(messages=[], tools=[Tool(function=function)], tool_choice=choice)
 
 
-# The schema of property `a`, the keyword that is wrong, and what remains.
+# The schema of property `a`, the keyword that is wrong, and the remaining schema.
 TEXT, WHOLE, LIST = {"type": "string"}, {"type": "integer"}, {"type": "array", "items": {}}
 INNER: Schema = {"type": "object", "properties": {"b": WHOLE}, "required": ["b"]}
 FAULTS: list[tuple[Schema, str, Schema]] = [
@@ -252,7 +252,7 @@ def test_references_reach_where_a_fault_was() -> None:
     schema = around({"$ref": "#/$defs/a~1b/anyOf/0"})
     schema["$defs"] = {"a/b": {"anyOf": [{"type": "INT", "not": {}}]}}
     assert enforceable(schema, False, "", schema_problem)["$defs"] == {"a/b": {"anyOf": [WHOLE]}}
-    for odd in ("#/components/X", "#q", "#"):  # what compiles stays
+    for odd in ("#/components/X", "#q", "#"):  # a reference that compiles stays
         schema = around({"$ref": odd}) | {"components": {"X": WHOLE}, "not": {}}
         schema["$defs"] = {"q": {"$anchor": "q", "type": "integer"}}
         assert enforceable(schema, False, "", schema_problem)["properties"]["a"] == {"$ref": odd}

@@ -1,4 +1,4 @@
-"""Structural tags: the texts that a tag lets through are those that xgrammar accepts.
+"""Structural tags: a tag allows the same texts as xgrammar.
 
 `structural_tags.json` holds tags, texts, and which of the texts xgrammar 0.2.8 accepts (its
 `GrammarMatcher.accept_string`, as vLLM 0.33 installs it), or null for a tag that it refuses.

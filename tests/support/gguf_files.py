@@ -59,7 +59,7 @@ DEEPSEEK = {
     "topk_group": 1,
 }
 COHERE = {"layer_norm_eps": 1e-5, "logit_scale": 0.8125, "tie_word_embeddings": True}
-# By a family's name and what is special: fields of config.json besides those above.
+# By a family's name and its variant: fields of config.json besides the fields above.
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"]},
     "llama_biases": {

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 MIB = 2**20
-UNLIMITED_V1 = 9223372036854771712  # of version 1, where nothing is limited
+UNLIMITED_V1 = 9223372036854771712  # of version 1, without a limit
 V2_MOUNT = "31 23 0:28 / /sys/fs/cgroup rw,relatime shared:4 - cgroup2 cgroup2 rw,nsdelegate"
 V1_MOUNT = "35 31 0:32 {top} /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory"
 

@@ -4,8 +4,8 @@ JAX writes its cache in place, and a process that a test kills leaves half a fil
 a folder of its own with links to the kept files. At its end it keeps its new whole files.
 JAX's keys hold its version and flags, but not the processor that the code is for: the folder does.
 
-Processes that are started as users start them keep programs by jaxserve's own means. Of these a run
-has what XLA compiled before, but not which start it was for: each kind of start is traced anew.
+Processes that are started as users start them keep programs by jaxserve's own means. A later run
+has XLA's results for them, but not the names of their starts: each kind of start is traced anew.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ def found_by(module: str, *options: str, **environment: str) -> dict[str, Any]:
 
     Args:
         options: of its command line.
-        environment: variables, beside those of this process.
+        environment: variables, in addition to this process's environment.
     """
     done = subprocess.run(
         [sys.executable, "-m", module, *options],

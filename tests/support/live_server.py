@@ -43,7 +43,7 @@ class Answer:
 
     @property
     def error(self) -> dict[str, Any]:
-        """The error object; fails where there is none, or more than one should see."""
+        """Return the error object; fail if there is none, or if it shows internal details."""
         error = self.json()["error"]
         assert set(error) == {"message", "type", "param", "code"}, error
         assert len(error["message"]) < 1000
@@ -88,7 +88,7 @@ class Server:
         try:
             port = ready.get(timeout=START_SECONDS)
         except queue.Empty:
-            self.process.kill()  # or it would take from the machine what the next test needs
+            self.process.kill()  # a running process would slow the next test down
             port = ready.get()
         if port is None:
             raise RuntimeError("the server did not start:\n" + "\n".join(self.log))
@@ -168,7 +168,7 @@ class Server:
         return one
 
     def open_drawing(self, fields: dict[str, Any]) -> socket.socket:
-        """As `open_stream`, once the first token has come: from then on it waits for nothing."""
+        """Open a stream as `open_stream` does, and wait for its first token."""
         one, data = self.open_stream(fields), b""
         while b'"text"' not in data:
             piece = one.recv(1 << 12)
@@ -209,7 +209,7 @@ class Server:
             time.sleep(0.02)
 
     def wait_until_idle(self) -> list[str]:
-        """Wait until nothing runs, waits or holds a page; return the lines that say so."""
+        """Wait until no request runs, waits or holds a page; return the metrics that show it."""
         deadline = time.monotonic() + SECONDS
         while True:
             metrics = self.metrics()
@@ -248,7 +248,7 @@ def read_stream(one: socket.socket) -> bytes:
 
 
 def status_of(data: bytes) -> int:
-    """Status of the first answer in some bytes; 0 where there is none."""
+    """Return the status of the first answer in `data`, or 0 without an answer."""
     return int(data.split(b" ", 2)[1]) if data.startswith(b"HTTP/1.1 ") else 0
 
 

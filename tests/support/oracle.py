@@ -1,6 +1,6 @@
 """The slow oracle: one request at a time, everything recomputed for every token, in numpy.
 
-It shares nothing with the engine but the weights and JAX's random numbers: no cache, no pages, no
+It shares only the weights and JAX's random numbers with the engine: no cache, no pages, no
 batch, dense causal attention over the whole sequence, and a sort where the engine has thresholds.
 All in float64, so that a token that differs is a defect and not a rounding.
 """
@@ -23,7 +23,7 @@ from jaxserve.request import SamplingParams
 
 Array = np.ndarray
 Words = Listing[Listing[int]]
-# What may follow some generated token ids, bool[V], and whether nothing but an end may.
+# Tokens that may follow some generated token ids, bool[V], and whether only an end may follow.
 Form = Callable[[tuple[int, ...]], tuple[Array, bool]]
 
 
@@ -39,7 +39,7 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True)
 class Answer:
-    """What a request must get: generated token ids and the reason it ended."""
+    """The required answer to a request: generated token ids and the reason of their end."""
 
     token_ids: list[int]
     text: str
@@ -70,7 +70,7 @@ class Oracle:
     def logits(self, tokens: tuple[int, ...]) -> Array:
         """float64[V] after `tokens`; remembered, since workloads repeat prefixes on purpose.
 
-        What reads a sequence says what follows each of its beginnings too.
+        One pass over a sequence gives the logits after each of its beginnings too.
         """
         if tokens not in self._logits:
             for count, logits in enumerate(self._forward(np.array(tokens)), 1):
@@ -146,7 +146,7 @@ class Oracle:
         Args:
             stops: token ids that end it.
             bad_words: in token ids.
-            texts: of each token id; nothing is decoded without.
+            texts: of each token id; without them no text is decoded.
             form: of structured_outputs.
             mode: of log-probabilities; a prompt's are the model's own in any.
         """
@@ -222,7 +222,7 @@ def _rotated(x: Array, cos: Array, sin: Array) -> Array:
 def stopped_text(pieces: Listing[str], sampling: SamplingParams) -> tuple[str, int | str | None]:
     """The text of some tokens, cut at its first stop string, and that string.
 
-    What the first `min_tokens` tokens say is no stop string's part.
+    A stop string never includes text of the first `min_tokens` tokens.
     """
     text = "".join(pieces)
     least = len("".join(pieces[: sampling.min_tokens]))
@@ -272,8 +272,10 @@ def score(
     listed: Listing[int] = (),
     as_logits: bool = False,
 ) -> Score:
-    """A token under the softmax of logits, or its logit, by sorting; with `width` others, -1 for
-    all, or those of a list."""
+    """Score a token by its log-probability, or its logit, by sorting.
+
+    With `width` other tokens, -1 for all, or the tokens of a list.
+    """
     values = logits - logits.max()
     values -= np.log(np.exp(values).sum())
     if as_logits:

@@ -14,9 +14,9 @@ CACHE = "JAX_COMPILATION_CACHE_DIR"
 
 @contextmanager
 def own_programs() -> Iterator[None]:
-    """Turn JAX's cache off in this process and in those started in the meantime.
+    """Turn JAX's cache off in this process and in processes started in the meantime.
 
-    It takes the place of ours, and its programs cannot be serialized again.
+    JAX's cache replaces jaxserve's, and its programs cannot be serialized again.
     """
     named, before = os.environ.pop(CACHE, None), jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", None)

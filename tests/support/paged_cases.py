@@ -94,7 +94,7 @@ def paged_call(
     """A call with rows of (queries, positions), page ids shuffled, ``padding`` tokens at the end.
 
     ``tokens`` and ``num_pages`` fix T and P: calls of different content then share a compilation.
-    Pages nobody owns, the end of each last page, pages wholly before a row's window and padding
+    Unowned pages, the end of each last page, pages wholly before a row's window and padding
     queries are NaN; table entries a row does not need name arbitrary pages. ``shared`` makes every
     row begin with the same pages where two rows are long enough. Of pages of int8 scales are NaN.
     """
@@ -185,7 +185,7 @@ TOLERANCE = {
 
 
 def assert_close(actual: jax.Array, expected: jax.Array, dtype) -> None:
-    """Equal within what rounding the weights and the result to dtype explains."""
+    """Check equality within the error of rounding the weights and the result to `dtype`."""
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     assert np.isfinite(actual).all(), "something that may not be read was read"
     tolerance = TOLERANCE[jnp.dtype(dtype)]

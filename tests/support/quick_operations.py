@@ -15,7 +15,7 @@ from scripts.lib.fast_compile import FAST
 
 @contextmanager
 def quick_operations() -> Generator[None]:
-    """Let JAX compile with the options of `FAST` whatever names none of its own.
+    """Let JAX compile with the options of `FAST` unless a call names its own.
 
     A test that runs a model or a converter operation by operation compiles hundreds of them, and
     each takes half of the time. They are forgotten at the end, so that no later test has them.

@@ -36,11 +36,11 @@ def check_shapes() -> None:
     with hook, patch.object(typing, "TYPE_CHECKING", True):
         modules = import_modules()
     for function in functions(modules):
-        typing.get_type_hints(function)  # beartype lets pass what it cannot resolve
+        typing.get_type_hints(function)  # beartype ignores annotations that it cannot resolve
 
 
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Check the calls of a function, but not those that make a dataclass of no arrays.
+    """Check the calls of a function, except for a dataclass made of other values than arrays.
 
     JAX makes trees of shapes, shardings and bare objects by the same constructors.
     """

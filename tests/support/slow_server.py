@@ -1,4 +1,4 @@
-"""`jaxserve` with steps of at least `SECONDS`: what a test must see running does not end before.
+"""Run `jaxserve` with steps of at least `SECONDS`, so that tests can observe running requests.
 
 python -m tests.support.slow_server serve --max-num-seqs 1
 """

@@ -89,7 +89,7 @@ def random_ends(rng: random.Random, vocab: int) -> dict[str, Any]:
 
 
 def random_scores(rng: random.Random, vocab: int) -> dict[str, Any]:
-    """Draw what is to be scored: as many of the most likely tokens, or tokens by name."""
+    """Draw the requested scores: a number of most likely tokens, or tokens by name."""
     if rng.random() < 0.85:
         return {"logprobs": rng.choice([None, None, None, 0, 1, 5, 20, -1])}
     listed = rng.sample(range(vocab), rng.randrange(1, 9))

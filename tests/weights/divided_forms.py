@@ -74,7 +74,7 @@ CASES = {"bfloat16": ("bfloat16", None), "int8": ("float32", "int8"), "int4": ("
 
 
 def products(dtype: str, form: str | None, panels: bool) -> float:
-    """Return how far products over devices are from those of one, relative to the largest."""
+    """Return how far products over devices are from products on one, relative to the largest."""
     whole = random_weights(parse_model_config(RAW), dtype, 0, form, panels)
     config = replace(whole.config, split=Split(DEVICES))
     mesh = make_mesh(DEVICES)
@@ -152,7 +152,7 @@ def stored(directory: Path, mesh: Mesh) -> list[str]:
 
 
 def folders(folder: Path, mesh: Mesh) -> dict[str, list[str]]:
-    """Read what one device wrote: converted folders, and blocks of GGUF files."""
+    """Read folders that one device wrote: converted folders, and blocks of GGUF files."""
     found: dict[str, list[str]] = {}
     config = parse_model_config(RAW)
     divided = replace(config, split=Split(2))

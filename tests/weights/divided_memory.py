@@ -4,7 +4,7 @@
     MALLOC_MMAP_THRESHOLD_=262144 python -m tests.weights.divided_memory --form int8
 
 Beyond the pieces, which on CPU lie in the same memory, the host should hold about two parameters.
-With the variable, glibc gives each buffer back when it is let go: what is left is what is held.
+With the variable, glibc returns each freed buffer, so the rest is memory that is still in use.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Watch(threading.Thread):
 
 
 def main() -> None:
-    """Write the checkpoint, read it, and print what that took."""
+    """Write the checkpoint, read it, and print the peak memory of the read."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--form", choices=("int8", "fp8", "int4"))

@@ -1,4 +1,4 @@
-"""Writes quantized checkpoints from the formats' descriptions; shares nothing with the reader."""
+"""Write quantized checkpoints from the formats' descriptions, without code of the reader."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def plain_words(row: np.ndarray, bits: int = 4) -> list[int]:
 
 
 def write_awq(stem: str, weight: np.ndarray, group: int, rng: Any) -> tuple[Tensors, np.ndarray]:
-    """Tensors of a random AWQ matrix shaped like `weight` [out, in], and what it stands for."""
+    """Return tensors of a random AWQ matrix shaped like `weight` [out, in], and its true values."""
     outputs, inputs = weight.shape
     codes = rng.integers(0, 16, (inputs, outputs))
     zeros = rng.integers(0, 16, (inputs // group, outputs))

@@ -164,7 +164,7 @@ def test_damaged_shard(sharded, case):
 @given(st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), min_size=1, max_size=4))
 @example([(0, 0), (1, 0)])
 def test_what_the_library_refuses_is_refused(tmp_path, edits):
-    """And nothing but CheckpointError comes out, whichever bytes are damaged."""
+    """The only error is CheckpointError, whichever bytes are damaged."""
     path = tmp_path / "file.safetensors"
     save_file({"a": np.ones((2, 3), np.float32), "b": np.ones(4, np.float16)}, path)
     content = bytearray(path.read_bytes())

@@ -112,7 +112,7 @@ def test_file_that_lies(tmp_path, case):
 
 
 def test_a_sound_file_of_the_same_making(tmp_path):
-    """So that what is wrong with those above is what they are named for."""
+    """The errors above come from their named defects, since the undamaged file is sound."""
     (tmp_path / NAME).write_bytes(one(A, tensor("b", (8, 8), 0, 256), size=512))
     assert set(read_gguf(tmp_path / NAME).tensors) == {"a", "b"}
 

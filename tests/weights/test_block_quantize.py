@@ -61,7 +61,7 @@ def test_what_was_in_such_blocks_becomes_the_same_again(form: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("value", [0.0, 1e-30, -3.0, 65504.0, 3e38, -3e38])
 def test_blocks_of_one_value_and_outliers(form: str, value: float) -> None:
-    """What a format's float16 cannot hold becomes the largest that it can; nothing else."""
+    """Values beyond a format's float16 become its largest; others stay within rounding errors."""
     weight = np.full((3, 256), value, np.float32)
     weight[1, 7] = -value
     weight[2, 1:] = 1e-3

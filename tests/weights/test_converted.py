@@ -1,4 +1,4 @@
-"""What `jaxserve convert` writes comes back bit for bit, or not at all."""
+"""A converted folder is read back bit for bit, or refused."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_float64_comes_back_where_this_thread_alone_has_it(single, tmp_path):
 
 
 def write_quantized(directory: Path, kind: str) -> tuple[Path, dict[str, Any], int]:
-    """A converted folder, what it was made of, and how many of its parameters are quantized.
+    """Write a converted folder; return it, its original, and its number of quantized parameters.
 
     "int4" has experts and latents in groups with padding; "gptq_act_order" projections whose parts
     differ, and scales of a cache.

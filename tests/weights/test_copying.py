@@ -42,7 +42,7 @@ def test_every_order_of_axes_is_copied(shape, order):
     for target in (np.empty(source.shape, np.float32), wide[..., : source.shape[-1]]):
         assert copy_checked(target, source, scratch(), True)
         np.testing.assert_array_equal(target, source)
-    assert (wide[..., source.shape[-1] :] == -1).all()  # nothing beside it was written
+    assert (wide[..., source.shape[-1] :] == -1).all()  # the rest is unchanged
 
 
 @pytest.mark.parametrize("to", DTYPES, ids=str)

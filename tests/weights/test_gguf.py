@@ -83,7 +83,7 @@ def test_every_architecture_in_blocks(tmp_path, case):
 
 @pytest.mark.parametrize("case", ["gptoss", "deepseek2", "mixtral", "commandr_norms_bias"])
 def test_panels_are_the_same(tmp_path, monkeypatch, case):
-    """What the CPU's own products read is filled from parts of a file as from a whole tensor."""
+    """The CPU's own products read the same panels from parts of a file as from a whole tensor."""
     monkeypatch.setattr("jaxserve.weights.block_reader.PANEL_BYTES", 512)
     raw, tensors = raw_config(case), random_tensors(raw_config(case))
     file = read_gguf(write_gguf(tmp_path / "m.gguf", case, tensors))
@@ -126,7 +126,7 @@ def test_parts_that_do_not_fit_are_refused(tmp_path):
 
 
 def dequantized(tensors: dict[str, np.ndarray], kind: Type) -> dict[str, np.ndarray]:
-    """What gguf's own functions make of the matrices; rows are packed one by one."""
+    """Return gguf's dequantized matrices of `tensors`; rows are packed one by one."""
     return {
         name: gguf.dequantize(gguf.quantize(tensor, kind), kind) if tensor.ndim > 1 else tensor
         for name, tensor in tensors.items()
@@ -212,7 +212,7 @@ NAMES = {
 
 
 def test_forms_that_no_product_takes_are_widened(tmp_path):
-    """On CPU too, where others stay packed: each to the bit what gguf makes of it."""
+    """On CPU too, where other forms stay packed: each equals gguf's result to the bit."""
     raw = raw_config("qwen3") | {"hidden_size": 256}
     tensors = random_tensors(raw)
     repacked = {}
@@ -291,7 +291,7 @@ def test_our_reader_agrees_with_the_library(tmp_path):
 
 
 def test_llama3_scaling_is_a_divisor_of_each_pair(tmp_path):
-    """llama.cpp stores what the scaling comes to, and not its parameters."""
+    """llama.cpp stores the result of the scaling, and not its parameters."""
     scaling = {
         "rope_type": "llama3",
         "factor": 8.0,
@@ -354,7 +354,7 @@ UNKNOWN: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-# By the architecture and the key: values of which none is computed, and those that are.
+# By the architecture and the key: values that are not supported, and values that are.
 OTHER_VALUES: dict[tuple[str, str], tuple[list[Any], list[Any]]] = {
     ("llama", "attention.causal"): ([False, 0, 1, "true", [True, True]], [True]),
     ("qwen3", "attention.causal"): ([False], [True]),
@@ -470,7 +470,7 @@ def test_windows_of_gemma_3_may_rotate_by_their_own_base(tmp_path):
     assert config.local_rope is not None and config.local_rope.theta == 20000.0
 
 
-# By the case: what else its files may say.
+# By the case: other keys of its files.
 UNKNOWN_OF: dict[str, tuple[dict[str, Any], str]] = {
     "mixtral": ({"llama.expert_weights_scale": 2.5}, "expert_weights_scale"),
     "qwen3moe": ({"qwen3moe.expert_shared_count": 1}, "expert_shared_count"),
@@ -501,7 +501,7 @@ def test_metadata_of_one_architecture_is_refused(tmp_path, name):
 
 
 def test_an_architecture_that_is_not_read_is_refused(tmp_path):
-    """With those that are."""
+    """The error lists the supported architectures."""
     tensors = random_tensors(raw_config("llama"))
     metadata = {"general.architecture": "qwen2moe"}
     path = write_gguf(tmp_path / "m.gguf", "llama", tensors, metadata=metadata)

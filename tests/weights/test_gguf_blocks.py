@@ -66,7 +66,7 @@ def in_full(value: Any) -> np.ndarray:
 
 
 def numbers_of_codes(value: QuantizedWeight | QuantizedExperts) -> np.ndarray:
-    """Return what codes stand for, [outputs, inputs], or of experts [E, outputs, inputs]."""
+    """Return the numbers that codes encode, [outputs, inputs], or [E, outputs, inputs]."""
     if isinstance(value, QuantizedExperts):
         arrays = [part for part in (value.values, value.scales, value.zeros) if part is not None]
         return np.stack([_numbers(value.form, *own) for own in zip(*arrays, strict=True)])
@@ -87,7 +87,7 @@ def values_of(path: Path, packed: bool, panels: bool = True) -> dict[str, Any]:
 def architectures() -> list[Any]:
     """Return cases with kinds of blocks: the usual run takes both in turn, as one file has one.
 
-    An architecture says which tensors stay as they are, a kind what a block holds.
+    An architecture decides which tensors stay as they are, a kind the contents of a block.
     """
     turns, found = cycle([Type.Q4_1, Type.Q8_0]), []
     for case, usual in zip(CASES, turns, strict=False):

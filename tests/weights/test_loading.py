@@ -118,7 +118,7 @@ def test_few_parameters_are_held_at_once_where_they_leave_the_host(single, tenso
 
 
 def test_what_is_read_ahead_is_the_beginning_of_each_stream(single, tensors, monkeypatch):
-    """A broken file changes nothing: what is wrong with it is for the reading itself to say."""
+    """A broken file changes no result: the read itself reports the error."""
     skimmed: list[tuple[int, int]] = []
     seen = Semaphore(0)
 
@@ -147,7 +147,7 @@ def test_what_is_read_ahead_is_the_beginning_of_each_stream(single, tensors, mon
 
 
 def test_reading_ahead_stops_in_time(single, monkeypatch):
-    """After so many bytes, and when what it bridges has ended, also by an error."""
+    """After a number of bytes, and when the bridged work has ended, also by an error."""
     table = checkpoint_weights(read_model_config(single))
     found = {entry.name: entry for entry in read_header(single / "model.safetensors")}
     sizes: list[int] = []
@@ -260,7 +260,7 @@ def test_values_beyond_the_range_of_the_dtype_are_refused_by_name(single, tensor
 
 
 def test_blocks_are_the_whole_in_pieces(single, tensors):
-    """A tensor's blocks fill what the tensor fills at once."""
+    """A tensor's blocks together fill the same cells as the whole tensor."""
     config = read_model_config(single)
     for weight in checkpoint_weights(config):
         tensor, dims = tensors[weight.name], dimensions(config)

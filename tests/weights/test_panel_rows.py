@@ -1,4 +1,4 @@
-"""Parameters read straight into panels are those read whole and laid out afterwards."""
+"""Parameters read straight into panels equal parameters read whole and laid out afterwards."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def checkpoint(folder: Path, changes: dict[str, Any], dtype: Any) -> Path:
 
 
 def bits(model: Any) -> tuple[Any, list[tuple[Any, Any, bytes]]]:
-    """What a model holds, with what its panels say of themselves."""
+    """Return a model's arrays, with the descriptions of its panels."""
     leaves, structure = jax.tree.flatten(nnx.state(model))
     found = map(np.asarray, leaves)
     return structure, [(leaf.shape, leaf.dtype, leaf.tobytes()) for leaf in found]
@@ -98,10 +98,10 @@ def test_panels_are_those_laid_out_afterwards(tmp_path, variant, stored, wanted,
 def test_what_loading_needs_beside_the_model_does_not_grow_with_its_experts(
     tmp_path, variant, dtype
 ):
-    """It is what threads read and turn, of each one expert's matrix, never those of all."""
+    """The threads' buffers decide it, each of one expert's matrix, and never of all experts."""
 
     def load(count: int) -> tuple[int, int]:
-        """Bytes of the model's experts, and of what there was beside it at most."""
+        """Return the bytes of the model's experts, and the peak of memory besides the model."""
         large = {"num_local_experts": count, "hidden_size": 128, "vocab_size": 8}
         (tmp_path / str(count)).mkdir(exist_ok=True)
         folder = checkpoint(tmp_path / str(count), VARIANTS[variant] | large, jnp.dtype(dtype))

@@ -104,7 +104,7 @@ GROUPS = {"type": "int", "strategy": "group", "group_size": 16}
 BY_TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 CHANNELS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 
-# quantization_config, and what writes a matrix for it.
+# quantization_config, and the function that writes a matrix for it.
 FORMATS: dict[str, tuple[dict[str, Any], Any]] = {
     "fp8_tensor": (FP8, functools.partial(packing.write_fp8, block=None, suffix="weight_scale")),
     "fp8_blocks": (
@@ -305,7 +305,7 @@ def test_stacked_tensors_are_taken_apart(tmp_path):
 
 
 def in_full(value: Any) -> np.ndarray:
-    """What a parameter stands for, [..., I, O] with all outputs in one."""
+    """Return a parameter's dequantized values, [..., I, O] with all outputs in one."""
     if not isinstance(value, QuantizedWeight | QuantizedExperts):
         return np.asarray(value)
     codes, scales = np.asarray(value.values), np.asarray(value.scales, np.float32)
@@ -554,7 +554,7 @@ def test_the_error_of_each_weight_is_within_the_bound(form):
     weight = extreme_weights()
     error = np.abs(quantize(weight, form).dequantized() - weight.astype(np.float64))
     top = np.abs(weight).max(axis=0).astype(np.float64)
-    tiny = 2e-38  # below float32's normal numbers nothing is promised
+    tiny = 2e-38  # below float32's normal numbers the result is unspecified
     if form == "int8":
         bound = np.broadcast_to(top / 127 / 2, weight.shape)
     else:
@@ -666,8 +666,9 @@ def bundled_logits(form: str | None) -> np.ndarray:
     return PagedRunner(model, max_tokens=64).run([tokens])[0]
 
 
-# Mean difference of a logit over the mean logit, at most; half of it was measured. Few weights of
-# this small model carry most of what it does, so that it takes rounding less well than a large one.
+# Mean difference of a logit over the mean logit, at most: twice the measured value. In this small
+# model few weights carry most of the result, so that rounding has a larger effect than in a large
+# one.
 LOGIT_BOUNDS = {"int8": 0.08, "fp8": 0.15, "int4": 0.045}
 
 

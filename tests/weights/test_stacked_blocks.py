@@ -76,7 +76,7 @@ def read(folder: Path, packed: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", [Type.MXFP4, Type.Q4_0])
 def test_nothing_of_a_gguf_file_is_widened(tmp_path: Path, kind: Type) -> None:
-    """The numbers are those of the whole tensors, gates before upward projections."""
+    """The numbers equal the whole tensors', gates before upward projections."""
     path = write_gguf(tmp_path / "model.gguf", "gptoss", random_tensors(RAW), kind)
     packed, unpacked = values_of(path, True), values_of(path, False)
     assert len(experts_of(packed)) == 4
@@ -109,7 +109,7 @@ def test_a_start_counts_the_blocks_before_it_reads_them(folder: Path, tmp_path: 
 
 
 def test_matrices_of_several_forms_are_widened(tmp_path: Path) -> None:
-    """Those of one parameter; the other stays."""
+    """Only the matrices of one parameter are widened, and the other parameter stays packed."""
     base = write_gguf(tmp_path / "base.gguf", "gptoss", random_tensors(RAW), Type.Q8_0)
     entry = read_gguf(base).tensors["blk.0.ffn_up_exps.weight"]
     rows = entry.shape[0] * entry.shape[1]

@@ -1,6 +1,6 @@
 """Weights in every form on several devices: pieces of the whole's codes, products of the whole.
 
-What needs devices runs in one process that has eight (`divided_forms.py`).
+Checks that need several devices run in one process that has eight (`divided_forms.py`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CONFIG = parse_model_config(RAW)
 
 
 def numbers(value: Any) -> np.ndarray:
-    """Return what a form stands for, [..., I, O]."""
+    """Return the dequantized values of a form, [..., I, O]."""
     if isinstance(value, TokenRounded):
         return numbers(value.weight)
     if isinstance(value, SplitWeight):
@@ -151,7 +151,7 @@ def test_pieces_hold_the_wholes_codes(name: str) -> None:
 
 
 def test_a_rounded_row_is_rounded_by_all_of_its_inputs() -> None:
-    """Devices that have parts of a row exchange its maximum; others exchange nothing."""
+    """Devices that have parts of a row exchange its maximum; other divisions need no exchange."""
     for axes, is_divided in ((OUT, True), (GATE_UP, False)):
         config = replace(CONFIG, split=Split(2))
         part = parts_of(config, axes, SHAPES[axes])[1]
@@ -235,7 +235,7 @@ def test_products_over_devices_are_those_of_one(divided: dict[str, Any], case: s
 
 @pytest.mark.parametrize("form", STORED)
 def test_a_stored_form_is_read_in_pieces(divided: dict[str, Any], form: str) -> None:
-    """Every array of every device is the cut of what one device reads, to the bit."""
+    """Every device's arrays equal its part of the arrays that one device reads, to the bit."""
     assert divided["stored"][form] == []
 
 

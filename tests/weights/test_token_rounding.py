@@ -28,7 +28,7 @@ QWEN2: dict[str, Any] = RAW | {"model_type": "qwen2"}
 
 
 def round_inputs(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """What vLLM's dynamic_scaled_int8_quant makes of a linear layer's input, in its own dtype."""
+    """Round a linear layer's input as vLLM's dynamic_scaled_int8_quant does, in its dtype."""
     x = inputs[0]
     largest = x.abs().amax(-1, keepdim=True)
     return torch.round(x * (127 / largest)) * (largest / 127)

@@ -2,7 +2,7 @@
 
 `python -m tests.weights.write_library_tensors`, where compressed-tensors (0.20.0) and bitsandbytes
 (0.50.2, with a CPU) are installed; tests need neither. Each case holds the tensors of a matrix,
-what the library dequantizes them to, and, in the metadata, the `quantization_config` that it
+the library's dequantized values, and, in the metadata, the `quantization_config` that it
 writes.
 """
 

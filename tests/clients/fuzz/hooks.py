@@ -1,4 +1,4 @@
-"""Lets made-up requests come further: those that would be good otherwise name a served model."""
+"""Name a served model in otherwise valid generated requests, so that they reach the engine."""
 
 from __future__ import annotations
 

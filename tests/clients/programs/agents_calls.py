@@ -1,4 +1,4 @@
-"""Agents SDK on the routes of chat and of Responses; prints what came, as JSON."""
+"""Call the chat and Responses routes with the Agents SDK, and print the results as JSON."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def look_up(day: Literal["mon", "tue"]) -> str:
 
 
 async def ask(kind: type) -> list[object]:
-    """Return an answer, the same streamed, and what an agent does that must use its tool."""
+    """Return an answer, the same answer streamed, and the result of an agent that calls a tool."""
     model = kind(MODEL, AsyncOpenAI(base_url=URL + "/v1", api_key=KEY, max_retries=0))
     plain = Agent(name="plain", model=model)
     whole = await Runner.run(plain, QUESTION)

@@ -1,4 +1,4 @@
-"""Calls of DSPy; prints what came, as JSON."""
+"""Call the server with DSPy, and print the results as JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Plan(dspy.Signature):
 lm = dspy.LM(
     f"openai/{MODEL}", api_base=URL + "/v1", api_key=KEY, cache=False, temperature=0, max_tokens=300
 )
-# A small model knows nothing of the adapter's form: the server keeps it.
+# A small model was not trained on the adapter's format: the server enforces it.
 form = {
     "type": "object",
     "properties": {"day": {"type": "string", "enum": ["mon", "tue"]}},

@@ -1,4 +1,4 @@
-"""Calls of instructor, through tools and through a JSON schema; prints what came, as JSON."""
+"""Call the server with instructor, by tools and a JSON schema, and print the results as JSON."""
 
 from __future__ import annotations
 

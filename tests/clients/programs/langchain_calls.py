@@ -1,4 +1,4 @@
-"""Calls of langchain-openai; prints what came, as JSON."""
+"""Call the server with langchain-openai, and print the results as JSON."""
 
 from __future__ import annotations
 

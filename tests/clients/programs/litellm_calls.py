@@ -1,4 +1,4 @@
-"""Calls of litellm, by each route that it has to such a server; prints what came, as JSON."""
+"""Call the server by each route of litellm for such servers, and print the results as JSON."""
 
 from __future__ import annotations
 

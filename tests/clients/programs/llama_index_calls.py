@@ -1,4 +1,4 @@
-"""Calls of LlamaIndex's class for servers like OpenAI's; prints what came, as JSON."""
+"""Call the server with LlamaIndex's class for such servers, and print the results as JSON."""
 
 import asyncio
 import json

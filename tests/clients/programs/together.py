@@ -1,6 +1,6 @@
-"""Runs programs of this folder in one process; prints what each printed, as JSON.
+"""Run several programs of this folder in one process, and print the output of each as JSON.
 
-Most of their time goes into imports, and what they import is much the same.
+Imports take most of the time of these programs, and the programs import mostly the same modules.
 """
 
 from __future__ import annotations
