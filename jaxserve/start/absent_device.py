@@ -39,16 +39,16 @@ OnProgram = Callable[[int, int], None]
 def compile_for_card(
     config: EngineConfig, name: str, on_program: OnProgram, root: Path = Path("/")
 ) -> StartReport:
-    """Compile the programs that an engine runs on a card, and keep them in the compilation cache.
+    """Compile the programs that an engine runs on a card, and write them to the compilation cache.
 
     Args:
-        config: names the model, and what a start on the card will have set.
-        name: of the card, as `find_card` takes it.
-        on_program: called as programs get there.
-        root: of the files by which a driver is found.
+        config: names the model, and has the settings that the start on the card will have.
+        name: name of the card, in the form that `find_card` accepts.
+        on_program: called after each compiled or loaded program.
+        root: folder of the files that show whether a driver is installed.
 
     Raises:
-        ValueError: there is no such card, or it cannot be compiled for.
+        ValueError: the table has no card of this name, or XLA cannot compile for it.
         DeviceError: the plugin that compiles for cards is not installed, or does not start.
         InvalidRequest, UnsupportedModel: the model does not fit, or its shapes are not known.
     """
@@ -76,10 +76,10 @@ def compile_for_card(
 
 
 def _check_form(config: EngineConfig, source: Source) -> None:
-    """Refuse forms of weights whose programs are not compiled without the card.
+    """Refuse a form of weights whose programs cannot be compiled without the card.
 
     Raises:
-        UnsupportedModel: names the form.
+        UnsupportedModel: the form is refused, and the error names it.
     """
     model_config, form = source.model_config, chosen_form(config, source)
     allowed = "allowed: weights in full, on one card also with --quantization and without experts"
@@ -104,17 +104,20 @@ def compile_ahead(
     num_choices: int,
     on_program: OnProgram,
 ) -> StartReport:
-    """Compile the programs of a start on a card that the store lacks, several at once.
+    """Compile, in several threads, the programs of a start on a card that the store lacks.
 
     Args:
-        plan: of the start, for the described device.
-        card: of the plan.
-        directory: of compiled programs.
-        num_choices: XLA's measured choices for such a card (see `autotuning`).
+        plan: plan of the start on the described card.
+        card: the card that `plan` is for.
+        directory: folder of compiled programs.
+        num_choices: number of XLA's measured choices for this card (see `autotuning`).
         on_program: called after each program.
 
+    Returns:
+        The report, with the plan whose number of cache pages a start on the card will have.
+
     Raises:
-        InvalidRequest: there is no memory for two pages of KV cache.
+        InvalidRequest: the memory does not hold two pages of KV cache.
     """
     store = open_store(directory, plan, card)
     plan = _with_cache(plan, store, card)
@@ -138,7 +141,7 @@ def compile_ahead(
 
 
 def _with_cache(plan: StartPlan, store: ProgramStore, card: DescribedCard) -> StartPlan:
-    """Return the plan with the cache that a start on the card has, and note its pages for it."""
+    # The noted number of pages is the one that the start on the card reads and takes.
     notes = store.notes(CACHE_NOTES)
     if notes is not None:
         noted = plan.with_pages(notes["pages"])

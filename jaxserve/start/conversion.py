@@ -24,15 +24,19 @@ CONFIG = "config.json"
 
 
 def convert(config: EngineConfig, to: Path, on_progress: OnProgress | None = None) -> None:
-    """Write the model of `config`, placed and in its dtype, with everything that serving needs.
+    """Load a model and write it to a folder that an engine loads without conversion.
+
+    The folder holds the weights in their final dtype or quantized form, the configuration and the
+    tokenizer. JAX starts its device.
 
     Args:
         config: names the model, its dtype and quantization.
-        to: a folder that does not exist yet; it appears once it is whole and verified.
-        on_progress: called with the progress of the weights.
+        to: path of the folder, which must not exist. It appears when it is complete and verified.
+        on_progress: called with the progress of reading the weights.
 
     Raises:
-        CheckpointError, UnsupportedModel: the model cannot be read, or the folder not written.
+        CheckpointError: `to` exists or cannot be written, or the model cannot be read.
+        UnsupportedModel: the model or its quantization is not supported.
         DeviceError: JAX cannot start its device.
     """
     if to.exists() or to.is_symlink():  # before the work
@@ -44,8 +48,8 @@ def convert(config: EngineConfig, to: Path, on_progress: OnProgress | None = Non
     open_device(device, device.budget(None, DEFAULT_SHARE))
     dtype = placed_dtype(config, source, target_device())
     if not config.skip_tokenizer_init:
-        source.tokenizer(config, on_progress)  # refused before the work
-    # Scales of an fp8 cache are kept for engines that will have one; latent attention has none.
+        source.tokenizer(config, on_progress)  # a wrong tokenizer is refused before the work
+    # An engine with an fp8 cache reads its scales from the folder. Latent attention has no scales.
     kv_scales = model_config.latent is None
     layout = DeviceLayout(keeps_blocks=False, kv_scales=kv_scales)
     model = source.load(model_config, dtype, quantization, layout, None, on_progress)
@@ -62,7 +66,6 @@ def convert(config: EngineConfig, to: Path, on_progress: OnProgress | None = Non
 
 
 def _write_extra(folder: Path, source: Source, config: EngineConfig) -> None:
-    """Write configuration and tokenizer, as Transformers' own files."""
     _write_json(folder / CONFIG, source.fields)
     if source.generation_config:
         _write_json(folder / "generation_config.json", source.generation_config)

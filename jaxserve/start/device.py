@@ -1,4 +1,4 @@
-"""The device of an engine and its memory: found before JAX starts, named, or as JAX has it."""
+"""The device of an engine and its memory, read before or after JAX starts or from a table."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ ROOT = Path("/")
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """A device, and the memory that an engine may have of it.
+    """A device, and the memory that an engine may allocate on it.
 
     Attributes:
-        limits: of the device.
-        total: bytes in all.
-        free: bytes that an engine may have, or a share of them.
-        bandwidth: bytes a second by the data sheet; 0 where it is unknown.
-        is_limit: whether `free` is a limit that JAX has or the user has set: it is taken whole,
-            unless gpu_memory_utilization of `total` is less.
-        in_use: bytes of the limit that are taken.
-        card: to open; None where JAX has opened one, or is not to.
+        limits: kind and capability of the device.
+        total: bytes of memory.
+        free: bytes that are free, of which an engine takes a share.
+        bandwidth: bytes per second by the data sheet, or 0 if unknown.
+        is_limit: whether `free` is a limit that JAX or the user has set. An engine takes all of
+            it, unless gpu_memory_utilization of `total` is less.
+        in_use: bytes that are allocated out of the limit.
+        card: the card that JAX will open. None if JAX has opened a card or runs on the CPU.
     """
 
     limits: DeviceLimits
@@ -50,7 +50,12 @@ class DeviceMemory:
     card: VisibleCard | None = None
 
     def budget(self, utilization: float | None, default: float) -> int:
-        """Return the bytes that gpu_memory_utilization allows; None takes the default."""
+        """Return the bytes that an engine may allocate.
+
+        Args:
+            utilization: the setting gpu_memory_utilization, or None if it is not set.
+            default: the share of `free` without that setting. A limit is taken whole.
+        """
         if not self.is_limit:
             return int(self.free * (utilization or default))
         return self.free if utilization is None else min(self.free, int(self.total * utilization))
@@ -65,14 +70,14 @@ class DeviceMemory:
 
 
 def named_device(name: str, root: Path = ROOT) -> DeviceMemory:
-    """Return a card of the table with nothing on it, or for "cpu" the host with what is free now.
+    """Return a card of the table with all its memory free, or this host with its free memory.
 
     Args:
-        name: of the card.
+        name: name of the card, or "cpu" for the host.
         root: see `host_memory`.
 
     Raises:
-        ValueError: there is no such card, with those that there are.
+        ValueError: the table has no card of this name. The error lists its cards.
     """
     if name.lower() == "cpu":
         return _host(root)
@@ -86,11 +91,11 @@ def _host(root: Path) -> DeviceMemory:
 
 
 def this_device(root: Path = ROOT, count: int = 1) -> DeviceMemory:
-    """Return the device that an engine of this process gets, without starting JAX for a card.
+    """Return the device that an engine of this process will use, without starting JAX.
 
     Args:
         root: see `host_memory`.
-        count: how many alike the engine gets; of their memory, the least free counts.
+        count: number of cards of the engine. The card with the least free memory is returned.
     """
     if getattr(xla_bridge, "backends_are_initialized", lambda: True)():
         return started_device(root)
@@ -98,7 +103,7 @@ def this_device(root: Path = ROOT, count: int = 1) -> DeviceMemory:
     if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
         return _host(root)
     visible = card_to_open() if count == 1 else card_to_open(count)
-    if visible is None or not has_cuda_plugin():  # `start_jax` says so
+    if visible is None or not has_cuda_plugin():  # `start_jax` warns of a missing plugin
         return _host(root)
     return _card_memory(visible, root)
 
@@ -131,11 +136,12 @@ def _bandwidth(name: str) -> float:
 
 
 def started_device(root: Path = ROOT, count: int = 1) -> DeviceMemory:
-    """Return JAX's first device, with the memory that JAX allows itself.
+    """Return JAX's first device, with the memory that JAX may allocate. It starts JAX if needed.
 
     Args:
         root: see `host_memory`.
-        count: how many devices an engine has; of their memory, the least free counts.
+        count: number of devices of the engine. `free` is the least of their limits, and `in_use`
+            the largest of their allocations.
     """
     device, *others = devices()[:count]
     if device.platform == "cpu":
@@ -154,7 +160,7 @@ def started_device(root: Path = ROOT, count: int = 1) -> DeviceMemory:
 
 
 def open_device(memory: DeviceMemory, budget: int) -> None:
-    """Start JAX; on a card that has not been opened, with this much of its memory.
+    """Start JAX, which reserves `budget` bytes of the card of `memory` if it has to open one.
 
     Raises:
         DeviceError: see `start_jax`.
@@ -171,17 +177,19 @@ def open_device(memory: DeviceMemory, budget: int) -> None:
 
 
 def importing_kernels(limits: DeviceLimits) -> threading.Thread | None:
-    """Import Pallas and its kernels for a card in a thread that needs not be waited for.
+    """Import Pallas and the kernels for a card in a daemon thread, while weights are read.
 
-    It takes about a second, which the first program would spend while others wait, and weights are
-    read in the meantime.
+    The import takes about a second, by which it would delay the first program otherwise.
+
+    Returns:
+        The thread, which need not be joined, or None for a device that does not run Triton.
     """
     if not limits.runs_triton:
         return None
     dialect = "jaxlib.mlir.dialects.tt"
     if dialect not in sys.modules and find_spec(dialect) is None:
-        # For each operation of Triton's, jaxlib looks for this module, in vain as long as none is
-        # there: a tenth of the time that lowering takes.
+        # jaxlib tries to import this module for each operation of Triton. Without the entry each
+        # attempt searches sys.path again, which is a tenth of the time of lowering.
         sys.modules[dialect] = ModuleType(dialect)
     name = "hopper_ragged" if limits.has_wgmma else "triton_ragged"
     module = f"pallas_kernels.gpu.{name}"

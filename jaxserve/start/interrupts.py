@@ -1,4 +1,4 @@
-"""Signals that end a process, raised where Python code can handle them."""
+"""Handlers of SIGINT and SIGTERM that raise an exception at a place where it is safe."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _IMPORT_FILES = ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_
 
 
 def importing_frame(frame: FrameType | None) -> FrameType | None:
-    """Return the outermost frame that waits for an import, or None."""
+    """Return the outermost caller of `frame` that executes an import, or None."""
     found = None
     while frame is not None:
         if frame.f_code.co_filename in _IMPORT_FILES:
@@ -25,7 +25,7 @@ def importing_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def on_signal(number: int, act: Callable[[], None]) -> None:
-    """Call `act` on a signal, or after the import that is under way in the main thread.
+    """Install a handler that calls `act`, delayed until a running import of the main thread ends.
 
     An exception that is raised inside an import leaves modules half initialized, and C extensions
     turn it into an ImportError.
@@ -42,8 +42,7 @@ def on_signal(number: int, act: Callable[[], None]) -> None:
 
 
 def _call_in(frame: FrameType, act: Callable[[], None]) -> None:
-    """Call `act` before the next line of a frame, where the exception that it raises goes."""
-
+    # `act` is called before the next line of `frame`, which then receives its exception.
     def trace(*_: Any) -> None:
         sys.settrace(None)
         frame.f_trace = None
@@ -54,20 +53,20 @@ def _call_in(frame: FrameType, act: Callable[[], None]) -> None:
 
 
 def run_interruptible(command: Callable[[], int]) -> int:
-    """Run a command that SIGINT ends with `INTERRUPTED` and without a traceback.
+    """Run a command. On SIGINT, end the process with status `INTERRUPTED` and no traceback.
 
     SIGINT raises KeyboardInterrupt, so that the command can clean up. It stays ignored if the
-    parent process has set it so.
+    parent process has set it so. A SystemExit of the command also ends the process.
 
     Returns:
-        The command's exit status; after a signal the process ends.
+        The exit status that `command` returns.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         sys.unraisablehook = _raise_again
         on_signal(signal.SIGINT, _interrupt)
     try:
         status = command()
-        # The command is complete: an interrupt of the interpreter's end changes no status.
+        # The command is complete: an interrupt during finalization must not change the status.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         return status
     except KeyboardInterrupt:
@@ -81,7 +80,7 @@ def _interrupt() -> None:
 
 
 def _raise_again(unraisable: sys.UnraisableHookArgs) -> None:
-    """Raise an interrupt again that Python has caught, in a finalizer for example."""
+    # Python has caught the interrupt, in a finalizer for example.
     if unraisable.exc_type is KeyboardInterrupt:
         _call_in(sys._getframe(1), _interrupt)
     else:
@@ -89,11 +88,8 @@ def _raise_again(unraisable: sys.UnraisableHookArgs) -> None:
 
 
 def _exit_at_once(status: int) -> NoReturn:
-    """End the process after its output is written, without finalizing the interpreter.
-
-    Threads of native libraries may still run after a signal. Finalization would abort the process
-    when one of them calls Python.
-    """
+    # Threads of native libraries may still run after a signal. Finalization of the interpreter
+    # would abort the process when one of them calls Python.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Loaded: everything that an engine consists of, once its start is complete."""
+"""Loaded: the parts of an engine after a start."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Loaded:
-    """The parts of an engine before it has served anything.
+    """The parts of an engine after a start and before its first request.
 
     Attributes:
-        max_new_tokens: the limit of an answer in generation_config.json, or None.
-        recommends_sampling: whether generation_config.json has settings of sampling.
-        start: report of the start, if `load` made these parts.
-        behind: programs that are compiled in the background; the engine closes it.
-        group: of the hosts that the engine runs on, if there are several; the engine closes it.
-        source, plan: of the start. They can rebuild weights and cache that have been released.
+        max_new_tokens: limit of new tokens in generation_config.json, or None.
+        recommends_sampling: whether generation_config.json has sampling settings.
+        start: report of the start, or None if `load` did not build these parts.
+        behind: compiler of further programs in the background, which the engine closes.
+        group: connections to the other hosts of the engine, which the engine closes, or None.
+        source, plan: source of the weights and plan of the start, from which released weights and
+            cache can be rebuilt.
     """
 
     config: EngineConfig
@@ -51,14 +52,17 @@ class Loaded:
     plan: StartPlan | None = None
 
     def slot_table(self) -> SlotTable:
-        """Make an empty slot table for the configuration and the model's window."""
+        """Return an empty slot table for the configuration and the model's window."""
         table = slot_table(self.config, self.runner.model_config)
         table.scores_on_host = self.config.logprobs_mode != "raw_logprobs"
         return table
 
 
 def capacity(plan: StartPlan) -> int:
-    """Return the most tokens of a sequence. Log a warning if the cache holds fewer than planned."""
+    """Return the most tokens that a sequence can have in the cache of a plan.
+
+    Log a warning if the cache holds fewer than max_model_len.
+    """
     tokens = longest_sequence(plan.config, plan.model_config, plan.num_pages)
     if tokens < plan.max_model_len:
         _log.warning(
@@ -73,7 +77,7 @@ def capacity(plan: StartPlan) -> int:
 def eos_token_ids(
     model_config: ModelConfig, generation_config: dict[str, Any], tokenizer: Tokenizer | None
 ) -> tuple[int, ...]:
-    """Return every end-of-sequence id of the checkpoint's files, which may disagree.
+    """Return all distinct end-of-sequence ids of the checkpoint's files, which may disagree.
 
     Raises:
         CheckpointError: an id is outside the vocabulary, or there are too many ids.

@@ -1,4 +1,4 @@
-"""Memory that a start or a burst of work leaves behind, given back."""
+"""Return of unused memory to the system after a start or a burst of work."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _PT_LOAD, _PF_W = 1, 2
 
 
 def return_memory() -> None:
-    """Give back what is free in the heap, and the pages of libraries until they are used again.
+    """Release the free memory of the heap and the resident pages of libraries to Linux.
 
-    A compiler's code runs while programs are compiled or loaded; XLA's and LLVM's make 170 MB of a
-    process. The system has them in its cache when they are needed again. Nothing happens where
-    there is no Linux.
+    The code of XLA and LLVM is 170 MB of a process, and runs only while programs are compiled or
+    loaded. The system maps a released page again from its file cache when it is used. Other
+    systems than Linux are left as they are.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -34,7 +34,10 @@ def return_memory() -> None:
 
 
 def _unchanged_mappings() -> list[tuple[int, int]]:
-    """Return addresses and sizes of the larger mappings of libraries that nothing can change."""
+    """Return address and size of each read-only mapping of a library, from 1 MiB on.
+
+    The pages of these mappings are identical to the library's file.
+    """
     found: list[tuple[int, int]] = []
     offsets: dict[str, set[int]] = {}
     with suppress(OSError):
@@ -51,10 +54,10 @@ def _unchanged_mappings() -> list[tuple[int, int]]:
 
 
 def _unchanged_offsets(path: str) -> set[int]:
-    """Return where in a library's file the segments begin that its loader maps and leaves alone.
+    """Return the file offsets, in whole pages, of a library's segments that no loader changes.
 
-    Others it writes addresses into, and makes unwritable afterwards: their pages are not those of
-    the file. It maps whole pages, so that two segments may begin at one offset.
+    The loader writes relocated addresses into writable segments and may protect them afterwards,
+    so that their pages differ from the file. Two segments may begin in one page.
     """
     unchanged: set[int] = set()
     written: set[int] = set()
