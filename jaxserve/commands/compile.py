@@ -1,4 +1,4 @@
-"""`jaxserve compile`: programs built ahead of a start."""
+"""`jaxserve compile`: compilation of the programs of a later start."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jaxserve.server.served.specs import check_models, plan_models
 from jaxserve.server.settings import ServerConfig
 from jaxserve.settings.config import check_devices, prepare_process
 
-# Options that vLLM has too, with another meaning.
+# Options that have another meaning in vLLM.
 OWN = ("device",)
 
 
@@ -55,7 +55,10 @@ def add_compile(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def compile_programs(arguments: argparse.Namespace) -> int:
-    """Run `jaxserve compile`. Return 1 where programs could not be kept.
+    """Run `jaxserve compile`: load each model, and compile its programs into the cache.
+
+    Returns:
+        0, or 1 if the compilation cache has no folder.
 
     Raises:
         CommandError: a setting is wrong, or a model cannot be loaded.
@@ -70,7 +73,8 @@ def compile_programs(arguments: argparse.Namespace) -> int:
         check_devices(specs[0].config)
         load = importlib.import_module("jaxserve.start.start").load  # brings JAX with it
         for spec in specs:
-            # All stay loaded: on a GPU the next model's cache gets the memory that this one leaves.
+            # All models stay loaded, as in `jaxserve serve`: on a GPU the cache of the next model
+            # is sized by the memory that remains.
             config = replace(spec.config, wait_for_all_programs=True)
             loaded.append(load(config, output.progress))
             print(f"{spec.names[0]}: {loaded[-1].start}")
@@ -84,10 +88,13 @@ def compile_programs(arguments: argparse.Namespace) -> int:
 
 
 def _compile_for_card(arguments: argparse.Namespace) -> int:
-    """Compile for a card that need not be there. Return 1 where programs could not be kept.
+    """Compile the programs of one model for the card of --device, which may be absent.
+
+    Returns:
+        0, or 1 if the compilation cache has no folder.
 
     Raises:
-        CommandError: no such card, model or plugin, or a setting is wrong.
+        CommandError: the card, the model or JAX's plugin is missing, or a setting is wrong.
     """
     output = StartOutput(sys.stderr)
     try:

@@ -1,4 +1,4 @@
-"""`jaxserve plan`: what a model needs, and what a device holds, before anything is loaded."""
+"""`jaxserve plan`: the memory that a model needs, and the cache that a device holds for it."""
 
 from __future__ import annotations
 
@@ -55,10 +55,13 @@ def add_plan(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def plan(arguments: argparse.Namespace) -> int:
-    """Run `jaxserve plan`. Return 1 where the model does not fit in the form that is asked for.
+    """Run `jaxserve plan`: print the plans, and return the exit status.
+
+    Returns:
+        0, or 1 if the model does not fit in the requested form.
 
     Raises:
-        CommandError: no such model or card, or a wrong setting.
+        CommandError: the model or card is unknown, or a setting is wrong.
     """
     planning = importlib.import_module("jaxserve.start.plan.make_plan")  # imports JAX
     try:
@@ -78,7 +81,6 @@ def _form(found: Any, plan: Any) -> str:
 
 
 def _record(found: Any) -> dict[str, Any]:
-    """Return the plans as JSON values; sizes are bytes."""
     device = found.device
     plans = [
         _numbers(plan)
@@ -91,7 +93,7 @@ def _record(found: Any) -> dict[str, Any]:
 
 
 def _numbers(plan: Any) -> dict[str, Any]:
-    """Return the sizes of a plan, and what they hold, as JSON values."""
+    """Return a plan as JSON values, with sizes in bytes."""
     return {
         "dtype": plan.dtype.name,
         "sizes": dataclasses.asdict(plan.sizes),
@@ -123,7 +125,7 @@ def _parts(time: Any) -> dict[str, float]:
 
 
 def _predictions(plan: Any, times: Any) -> dict[str, Any]:
-    """Return predicted steps by name: decodes that the cache holds, and the largest prefill."""
+    # Decode steps whose sequences the cache holds, and the largest prefill.
     if not (plan.starts and times.is_known):
         return {}
     made = {
@@ -136,7 +138,7 @@ def _predictions(plan: Any, times: Any) -> dict[str, Any]:
 
 
 def _show(found: Any) -> None:
-    """Print a table, one column a form."""
+    """Print the plans as a table with one column for each form of the weights."""
     console = Console(highlight=False)
     each = f"each of {found.devices} devices: " if found.devices > 1 else ""
     console.print(escape(f"{each}{found.device}"), soft_wrap=True)
@@ -156,7 +158,7 @@ def _show(found: Any) -> None:
 
 
 def _cells(plan: Any) -> list[str]:
-    """Return the cells of a form, in the order of `LINES`."""
+    # In the order of `LINES`.
     cells = [_size(plan.needed), _size(max(0, plan.budget)), _size(plan.weight_bytes)]
     cells.append(_size(plan.temporary_bytes + plan.sampler_bytes))
     if not plan.starts:

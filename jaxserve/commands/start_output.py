@@ -1,4 +1,4 @@
-"""Output of a start on a terminal: its progress, a summary, and the signals that end it."""
+"""Terminal output of a start: progress and a summary. Also the signals that end a start."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class StartOutput:
     """Progress of a start on a stream: a line for each stage, with its seconds.
 
     Args:
-        stream: to write to.
-        stop: checked with every line.
-        is_verbose: whether the start is reported at length.
+        stream: stream that receives the lines.
+        stop: signal handlers whose exception is raised again with each line, or None.
+        is_verbose: whether totals of bytes are printed instead of percentages.
     """
 
     def __init__(self, stream: TextIO, stop: Stop | None = None, is_verbose: bool = False) -> None:
@@ -62,7 +62,7 @@ class StartOutput:
         print(f"jaxserve: {text}", file=self._stream, flush=True)
 
     def progress(self, stage: str, done: int, total: int) -> None:
-        """Write progress as an `OnProgress`.
+        """Write the progress of a stage. The method is a callback of type `OnProgress`.
 
         A terminal shows a growing bar. Other streams receive a line when a stage is complete.
         """
@@ -88,7 +88,7 @@ class StartOutput:
 
 
 def summary(loaded: Loaded) -> list[str]:
-    """Return one line each about a started model's weights, cache, limits and programs."""
+    """Return four lines about a started model: weights, cache, limits and programs."""
     report, plan = _report(loaded)
     tokens = (plan.num_pages - 1) * plan.block_size
     store, later = report.store, 0 if loaded.behind is None else loaded.behind.num_missing
@@ -106,7 +106,7 @@ def summary(loaded: Loaded) -> list[str]:
 
 
 def at_length(loaded: Loaded) -> list[str]:
-    """Return lines with all figures of a start, sizes in bytes."""
+    """Return the lines of the detailed report of a start, with sizes in bytes."""
     report, plan = _report(loaded)
     lines = [
         f"memory: weights {loaded.runner.weight_bytes:,} bytes{_quantization(plan)}; "
@@ -137,7 +137,6 @@ def _cache_dtype(plan: StartPlan) -> str:
 
 
 def _quantization(plan: StartPlan) -> str:
-    """Return the format of quantized weights as a remark, or ""."""
     stored = plan.model_config.quantization
     form = stored.method if stored is not None else plan.config.quantization
     return "" if form is None else f" (blocks in {form})"

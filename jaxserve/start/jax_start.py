@@ -1,7 +1,7 @@
-"""Start of JAX's device: a card that is there and not used is named with the reason.
+"""Start of JAX on its device, with a warning that says why an installed card is not used.
 
-JAX itself falls back to the CPU where the plugin of a card does not fit, does not start or is not
-there, with a log line at best.
+JAX falls back to the CPU if the plugin for a card is missing, has the wrong version or fails. It
+logs at most one line about that.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from pallas_kernels.devices import DeviceLimits, target_device
 
 _log = logging.getLogger(__name__)
 
-# By build of JAX, the newest first; scripts/find_device.py, which runs before anything is
-# installed, says where they are from.
+# For each build of JAX, the newest first. The sources are in scripts/find_device.py, which runs
+# before packages are installed.
 OLDEST_DRIVERS = {"cuda13": 580, "cuda12": 525}
 OLDEST_CARDS = {"cuda13": (7, 5), "cuda12": (7, 0)}
 DRIVER_FILE = "proc/driver/nvidia/version"
-# What a driver gives a process to reach its cards by: on Linux, and in WSL2.
+# Files by which a process reaches its cards through the driver, on Linux and in WSL2.
 CARD_FILES = ("dev/nvidiactl", "usr/lib/wsl/lib/libcuda.so.1")
 _JAX_LOGGER = "jax._src.xla_bridge"
 _VERSION = re.compile(r"NVRM version:.*?\s(\d+)\.\d")
@@ -41,11 +41,11 @@ class CudaParts:
     """The parts of CUDA that this machine has.
 
     Attributes:
-        has_driver: a driver is loaded.
-        reaches_cards: and this process reaches its cards.
-        driver: major version, where the driver gives it (not in WSL2).
-        plugins: versions of JAX's plugins, by build.
-        jaxlib: the version that plugins must have.
+        has_driver: whether a driver is loaded.
+        reaches_cards: whether this process reaches the driver's cards.
+        driver: major version of the driver, or None if unknown (as in WSL2).
+        plugins: versions of the installed CUDA plugins of JAX, by build.
+        jaxlib: version of jaxlib, which plugins must have too.
     """
 
     has_driver: bool
@@ -56,27 +56,27 @@ class CudaParts:
 
 
 def start_jax(root: Path = Path("/")) -> str:
-    """Start JAX; return "cpu" or "gpu", which is any other device.
+    """Start JAX, and return its platform: "cpu", or "gpu" for every other device.
 
-    Where a card is there and JAX runs on the CPU, log one warning with the reason and the remedy,
-    unless JAX_PLATFORMS or CUDA_VISIBLE_DEVICES says that the CPU is meant.
+    If the machine has a card and JAX runs on the CPU, log one warning with the reason and the
+    remedy, unless JAX_PLATFORMS or CUDA_VISIBLE_DEVICES selects the CPU.
 
     Args:
-        root: of the files by which a driver is found.
+        root: folder of the files that show whether a driver is installed.
 
     Raises:
-        DeviceError: a plugin ends JAX's start, or was not built for this card.
+        DeviceError: JAX or a plugin fails to start, or the plugin was not built for this card.
     """
     with _heard() as records:
         try:
             is_cpu = jax.default_backend() == "cpu"
-        except Exception as error:  # of any plugin: whatever it is, its user gets a sentence
+        except Exception as error:  # a plugin may raise any exception
             text = _one_line(error) or f"there is no device of JAX_PLATFORMS={_platforms()}"
             parts = find_parts(root)
             more = f"; {problem}; {remedy(parts)}" if (problem := problems(parts)) else ""
             raise DeviceError(f"JAX cannot start its device: {text}{more}") from error
     if is_cpu:
-        # Whoever has chosen the CPU need not hear of plugins.
+        # A user who has selected the CPU needs no warning about plugins.
         warning = None if _cpu_is_chosen() else why_cpu(root, records)
     else:
         warning = check_card(target_device(), find_parts(root))
@@ -88,7 +88,7 @@ def start_jax(root: Path = Path("/")) -> str:
 
 
 def find_parts(root: Path) -> CudaParts:
-    """Look for a driver, the way to its cards, and plugins."""
+    """Return the parts of CUDA on this machine, from files under `root` and package versions."""
     reaches_cards = any((root / name).exists() for name in CARD_FILES)
     try:
         text = (root / DRIVER_FILE).read_text()
@@ -105,14 +105,14 @@ def find_parts(root: Path) -> CudaParts:
 
 
 def why_cpu(root: Path, records: list[logging.LogRecord]) -> str | None:
-    """Explain why JAX does not use a card; None where nothing speaks for one.
+    """Return a warning that explains why JAX runs on the CPU, or None without a sign of a card.
 
     Args:
         root: see `start_jax`.
-        records: what JAX logged as it started.
+        records: records that JAX logged during its start.
     """
     files = (DRIVER_FILE, *CARD_FILES)
-    # JAX has imported the package of all plugins, if there are any.
+    # JAX has imported the package `jax_plugins` if a plugin is installed.
     if "jax_plugins" not in sys.modules and not any((root / name).exists() for name in files):
         return None
     parts = find_parts(root)
@@ -135,10 +135,11 @@ def why_cpu(root: Path, records: list[logging.LogRecord]) -> str | None:
 
 
 def check_card(device: DeviceLimits, parts: CudaParts) -> str | None:
-    """Return a warning where JAX uses a card through a plugin of another version.
+    """Return a warning if the plugin that JAX uses differs from jaxlib in its version, or None.
 
     Raises:
-        DeviceError: the only build was not made for the card: its compiler would crash.
+        DeviceError: the card is older than the only installed build supports, whose compiler
+            would crash.
     """
     if not device.is_gpu:
         return None
@@ -155,7 +156,7 @@ def check_card(device: DeviceLimits, parts: CudaParts) -> str | None:
 
 
 def problems(parts: CudaParts) -> str:
-    """Say what keeps JAX from a card as far as versions and files show it; "" for nothing."""
+    """Return the reasons why JAX cannot use a card, from versions and files, or ""."""
     driver = parts.driver
     if driver is not None and driver < OLDEST_DRIVERS["cuda12"]:
         return _old_driver(driver, "cuda12")
@@ -174,7 +175,7 @@ def problems(parts: CudaParts) -> str:
 
 
 def remedy(parts: CudaParts) -> str:
-    """Say what to do about `problems`."""
+    """Return the instruction that solves `problems`: install a driver, or a build of JAX."""
     driver = parts.driver
     if driver is not None and driver < OLDEST_DRIVERS["cuda12"]:
         return f"install driver {OLDEST_DRIVERS['cuda13']} or newer"
@@ -183,7 +184,7 @@ def remedy(parts: CudaParts) -> str:
 
 
 def plugin_remedy(parts: CudaParts) -> str | None:
-    """Say how to get a plugin that compiles for cards which are not there; None where one is."""
+    """Return how to install a plugin that compiles for absent cards, or None if one is usable."""
     misfits = _misfits(parts)
     if len(misfits) < len(parts.plugins):
         return None
@@ -191,7 +192,7 @@ def plugin_remedy(parts: CudaParts) -> str | None:
 
 
 def _misfits(parts: CudaParts) -> list[str]:
-    """Say which plugins JAX refuses: by the numbers that their versions begin with."""
+    # JAX refuses a plugin if the leading numbers of its version differ from jaxlib's.
     return [
         f"{_plugin(build)} {version} does not fit jaxlib {parts.jaxlib}"
         for build, version in parts.plugins.items()
@@ -200,7 +201,7 @@ def _misfits(parts: CudaParts) -> list[str]:
 
 
 def _pip(build: str, parts: CudaParts) -> str:
-    """Say how to get a build, and that it has to be the only one."""
+    # Plugins of two builds keep each other from starting, so that the others are removed.
     others = [name for name in parts.plugins if name != build]
     packages = [f"jax-{other}-{half}" for other in others for half in ("plugin", "pjrt")]
     remove = f"`pip uninstall -y {' '.join(packages)}` and " if packages else ""
@@ -243,9 +244,10 @@ def _cpu_is_chosen() -> bool:
 
 @contextmanager
 def _heard() -> Generator[list[logging.LogRecord]]:
-    """Hold back what JAX logs as it starts: tracebacks, where a plugin fails.
+    """Collect the log records of JAX's start instead of printing them, from level INFO on.
 
-    Why a plugin found no card is logged at a level that is off by default.
+    They include tracebacks of failing plugins. A plugin that finds no card gives the reason at
+    level INFO, which is off by default.
     """
     records: list[logging.LogRecord] = []
 
@@ -272,7 +274,7 @@ def _replay(records: list[logging.LogRecord]) -> None:
 
 
 def _heard_reason(records: list[logging.LogRecord]) -> str:
-    """Choose what is nearest to the cause: an exception, CUDA's own failure, then any warning."""
+    # In the order of closeness to the cause: an exception, the failure of CUDA, any warning.
     errors = [record.exc_info[1] for record in records if record.exc_info]
     texts = [record.getMessage() for record in records]
     failures = [text for text in texts if "backend 'cuda'" in text]

@@ -1,4 +1,4 @@
-"""Choice of the padded sizes worth compiling: the cost of padding against that of compiling."""
+"""Choice of the padded sizes to compile, by the costs of padding and of compiling."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
     from jaxserve.execution.state import StepOutput
 
-# Launches in a row that are timed together.
+# Consecutive launches that are timed together.
 _QUEUED = 8
-# Busy seconds in which a program must save more than it costs to compile, by platform. A CPU is
-# often one of a laptop's, where whoever starts an engine waits for it and stops it soon. A card is
+# Busy seconds in which a program must save more than it costs to compile, by platform. An engine
+# on CPU often runs on a laptop, where its user waits for the start and stops it soon. A card is
 # rented to serve for hours: there a program compiles in 1 to 25 s, and within two minutes of steps
-# of milliseconds nearly none would save that, so that a step of 9 rows would run as one of 256.
+# of milliseconds hardly a program would save that. A step of 9 rows would then run as one of 256.
 _BUSY_SECONDS = {"cpu": 120.0, "gpu": 4 * 3600.0}
 
 
@@ -34,7 +34,7 @@ def busy_seconds(platform: str) -> float:
 
 
 def needs_logits(config: EngineConfig) -> bool:
-    """Return whether the host may score what the device does not, and so needs logits."""
+    """Return whether programs must return logits, for log-probabilities computed on the host."""
     is_default = 0 <= config.max_logprobs <= MAX_LOGPROBS
     return not is_default or config.logprobs_mode != "raw_logprobs"
 
@@ -48,9 +48,9 @@ def buckets_of(
     """Return the buckets of an engine.
 
     Args:
-        config: resolved (see `EngineConfig.resolve`).
-        platform: of its device.
-        sizes: of decodes, and of other steps; None for the defaults.
+        config: resolved settings (see `EngineConfig.resolve`).
+        platform: platform of the device, "cpu" or "gpu".
+        sizes: padded sizes of decode steps, and of other steps, each None for the defaults.
         greedy_decode: see `BucketSet`.
     """
     assert config.max_num_seqs and config.max_num_batched_tokens
@@ -60,22 +60,24 @@ def buckets_of(
         *sizes,
         greedy_decode,
         config.num_scheduler_steps or default_steps(platform),
-        # On a GPU a second launch is not known to cost less than a conditional node, but only
-        # programs with a sampler apart keep logits.
+        # On a GPU a second launch is not known to cost less than a conditional node, but logits
+        # are only available with a separate sampler.
         split_sampler=platform == "cpu" or needs_logits(config),
     )
 
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Padded sizes, and what they were chosen by.
+    """Padded sizes, and the measurements by which they were chosen.
 
     Attributes:
-        decode_sizes, token_sizes: ascending.
-        dropped: sizes of either kind that were candidates and are not worth their time.
-        compile_seconds: of one program, by the clock while others compile too; 0 if unknown.
-        step_seconds: label of a measured bucket -> seconds of its step that holds padding only.
-        busy_seconds: within which a program had to save its time; 0 if nothing was chosen.
+        decode_sizes, token_sizes: sizes of decode steps and of other steps, ascending.
+        dropped: rejected candidates of either kind, whose compilation takes longer than it saves.
+        compile_seconds: wall-clock seconds of one program while others compile too, or 0 if
+            unknown.
+        step_seconds: label of a measured bucket -> seconds of its step over padding only.
+        busy_seconds: busy time within which a program had to save its compile time, or 0 if all
+            candidates were taken.
     """
 
     decode_sizes: tuple[int, ...]
@@ -87,13 +89,13 @@ class BucketPlan:
 
     @classmethod
     def of(cls, buckets: BucketSet) -> BucketPlan:
-        """Take the sizes of a set as they are."""
+        """Return the plan with all sizes of `buckets`."""
         decode, tokens = _ladders(buckets)
         return cls(tuple(decode), tuple(tokens))
 
     @classmethod
     def from_notes(cls, notes: Mapping[str, Any]) -> BucketPlan:
-        """Restore a plan from what `notes` returned."""
+        """Restore a plan from the JSON values that `notes` returned."""
         decode, tokens = notes["dropped"]
         return cls(
             tuple(notes["decode_sizes"]),
@@ -105,7 +107,7 @@ class BucketPlan:
         )
 
     def has(self, program: Program) -> bool:
-        """Return whether a program is one of these sizes; samplers have sizes of their own."""
+        """Return whether the plan contains the size of a program. It is true of every sampler."""
         if isinstance(program, Sampler):
             return True
         sizes = self.decode_sizes if program.decode_only else self.token_sizes
@@ -129,7 +131,6 @@ class BucketPlan:
 
 
 def _duration(seconds: float) -> str:
-    """Return a time in the unit that people would say it in: 120 s, 4 hours."""
     hours = seconds / 3600
     return f"{hours:g} hour{'s' if hours > 1 else ''}" if hours >= 1 else f"{seconds:.0f} s"
 
@@ -139,7 +140,7 @@ def _listed(sizes: tuple[int, ...]) -> str:
 
 
 def _ladders(buckets: BucketSet) -> tuple[dict[int, Bucket], dict[int, Bucket]]:
-    """Return a bucket for each size of decode steps, and of the others."""
+    # Decode steps, and other steps: size -> bucket.
     decode: dict[int, Bucket] = {}
     tokens: dict[int, Bucket] = {}
     for bucket in buckets:
@@ -148,7 +149,7 @@ def _ladders(buckets: BucketSet) -> tuple[dict[int, Bucket], dict[int, Bucket]]:
 
 
 def anchors(buckets: BucketSet) -> list[Bucket]:
-    """Return the buckets to measure: smallest, middle and largest of each kind."""
+    """Return the buckets to measure: the smallest, middle and largest of each kind."""
     chosen: list[Bucket] = []
     for ladder in _ladders(buckets):
         sizes = list(ladder)
@@ -157,11 +158,11 @@ def anchors(buckets: BucketSet) -> list[Bucket]:
 
 
 def best_first(buckets: BucketSet) -> list[Bucket]:
-    """Return buckets in the order in which having them gains most.
+    """Return the buckets in the order in which they gain most, alternating between the kinds.
 
-    First the largest decode, without which launches of several steps are impossible; then the
-    sizes in the order that halves what is left between two of them, the smallest first, because
-    padding is a larger part of a small step.
+    The largest decode step is first, because launches of several steps need it. The smallest
+    follows, and then the middles of the remaining ranges. Of these the smaller sizes are first,
+    because padding is a larger part of a small step.
     """
     ladders = [list(ladder.values()) for ladder in _ladders(buckets)]
     ordered = [_halving(ladder) for ladder in ladders]
@@ -172,7 +173,7 @@ def best_first(buckets: BucketSet) -> list[Bucket]:
 
 
 def _halving(ladder: list[Bucket]) -> list[Bucket]:
-    """Return largest, smallest, middle, then the middles between those, smaller ones first."""
+    # Largest, smallest, middle, then the middles of each half, and so on.
     order = dict.fromkeys([len(ladder) - 1, 0])
     while len(order) < len(ladder):
         there = sorted(order)
@@ -188,18 +189,18 @@ def choose_sizes(
     compile_seconds: float,
     busy_seconds: float,
 ) -> BucketPlan:
-    """Leave out the sizes whose padding costs less than compiling them.
+    """Return the plan without the sizes whose padding costs less than their compilation.
 
-    The time of a step between two measured sizes is taken to lie on the line between them, and
-    work is taken to be spread evenly: half of the busy time goes to decode steps, half to the
-    others, and the same share of it to each candidate size. What the next larger size takes
-    longer, over that share of `busy_seconds`, is what leaving a size out costs.
+    Step times between two measured sizes are interpolated linearly. Work is assumed to be spread
+    evenly: half of the busy time goes to decode steps, half to other steps, and an equal share to
+    each candidate size. A missing size costs the extra time of the next larger size, over its
+    share of `busy_seconds`.
 
     Args:
-        buckets: the candidates; the largest of each kind is always kept, and the smallest decode
-            step, which one request alone runs.
-        step_seconds: of the buckets that `anchors` names.
-        compile_seconds: of one program.
+        buckets: the candidates. The largest of each kind is always kept, and so is the smallest
+            decode step, which a single request runs.
+        step_seconds: measured seconds of the buckets of `anchors`.
+        compile_seconds: seconds to compile one program.
         busy_seconds: see the function of this name.
     """
     kept: list[tuple[int, ...]] = []
@@ -208,7 +209,7 @@ def choose_sizes(
         sizes = np.array(list(ladder))
         measured = [size for size in ladder if ladder[size] in step_seconds]
         seconds = np.interp(sizes, measured, [step_seconds[ladder[size]] for size in measured])
-        # A step of more never takes less; where it was measured so, that is noise.
+        # A larger step never takes less time: a smaller measurement is noise.
         share = busy_seconds / 2 / len(seconds)
         mask = _worth_keeping(np.maximum.accumulate(seconds), compile_seconds, share)
         mask[0] |= next(iter(ladder.values())).decode_only
@@ -224,7 +225,15 @@ def choose_sizes(
 def _worth_keeping(
     seconds: Float[np.ndarray, " n"], compile_seconds: float, share: float
 ) -> Bool[np.ndarray, " n"]:
-    """Drop the size of least loss, again and again, while it is below the gain."""
+    """Return a mask of the sizes to compile.
+
+    It drops the size of least loss repeatedly, while the loss is below `compile_seconds`.
+
+    Args:
+        seconds: seconds of a step of each size, ascending.
+        compile_seconds: seconds to compile one program.
+        share: busy seconds of each size.
+    """
     kept = np.ones(len(seconds), bool)
 
     def loss(mask: Bool[np.ndarray, " n"]) -> float:
@@ -248,10 +257,11 @@ def _worth_keeping(
 def padding_seconds(
     buckets: Iterable[Bucket], run: Callable[[Bucket], StepOutput]
 ) -> dict[Bucket, float]:
-    """Measure launches of padding alone: what each bucket costs whatever it holds.
+    """Measure the seconds of a launch of each bucket over padding only, the least of four runs.
 
     Args:
-        run: submits a launch of a bucket.
+        buckets: buckets to measure, whose programs are compiled.
+        run: submits a launch of a bucket and returns its output.
     """
     seconds: dict[Bucket, float] = {}
     for bucket in buckets:

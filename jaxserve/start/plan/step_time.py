@@ -1,8 +1,8 @@
 """Predictions of a step's time on each of several devices, from data sheets and stated latencies.
 
-A step takes the longer of its bytes through the memory's bus and its products at the peak, and the
-sums over the devices besides, during which nothing else runs. Nothing here was measured: ceilings
-are the data sheets', which no step reaches, and times of sums those that others have published.
+The time of a step is the longer of its memory traffic at the full bandwidth and its products at
+the peak rate, plus the sums over devices, which do not overlap with either. All figures are from
+publications, not measured: limits from data sheets, which no step reaches, and times of sums.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _FLOPS: Mapping[str, float] = MappingProxyType(
         "NVIDIA B200": 2250 * TERA,
     }
 )
-# Bytes a second between cards, one way, by the data sheets of NVLink; others have PCIe 4.
+# Bytes per second between cards, one way, by the data sheets of NVLink. Other cards have PCIe 4.
 _LINKS: Mapping[str, float] = MappingProxyType(
     {
         "Tesla V100-SXM2-16GB": 150 * GIGA,
@@ -64,10 +64,10 @@ class StepTime:
     """Predicted seconds of a step on each device.
 
     Attributes:
-        tokens: of the step.
-        memory: of weights and cache, once through the memory's bus.
-        compute: of products at the peak.
-        sums: of results that are added over the devices, and of attention's parts.
+        tokens: number of tokens of the step.
+        memory: seconds to read weights and cache once at the full bandwidth.
+        compute: seconds of the products at the peak rate.
+        sums: seconds of the sums over devices, and of the exchange of attention's parts.
     """
 
     tokens: int
@@ -82,12 +82,12 @@ class StepTime:
 
 
 def sum_seconds(devices: int, num_bytes: float, card: str) -> float:
-    """Return the predicted seconds of a sum of so many bytes over devices; 0 for one device.
+    """Return the predicted seconds of a sum over devices, which is 0 for one device.
 
     Args:
-        devices: how many add their parts.
-        num_bytes: of a part; a ring moves 2 (n - 1) / n of them over each link.
-        card: name of the devices.
+        devices: number of devices.
+        num_bytes: bytes of one device's addend, of which a ring moves 2 (n - 1) / n over a link.
+        card: name of the card that each device is.
     """
     if devices == 1:
         return 0.0
@@ -101,14 +101,14 @@ class StepTimes:
     """Predictions of the steps of a model in a form on a card.
 
     Attributes:
-        weights: of the model, with its split.
-        form: of the weights.
-        token_bytes: of a token's KV cache in all layers, on a device.
-        card: name of the devices.
-        bandwidth: bytes a second of a device's memory.
+        weights: weights of the model, with its split.
+        form: quantized form of the weights, or None.
+        token_bytes: bytes of a token's KV cache in all layers, on each device.
+        card: name of the card that each device is.
+        bandwidth: bytes per second of a device's memory.
     """
 
-    weights: Weights = field(compare=False)  # what it is of stands in the plan beside it
+    weights: Weights = field(compare=False)  # the plan beside it identifies the model
     form: str | None
     token_bytes: float
     card: str
@@ -122,7 +122,7 @@ class StepTimes:
     def decode(self, rows: int, context: int) -> StepTime:
         """Predict a step that draws one token in each of `rows` sequences of `context` tokens.
 
-        Every layer reads all of them, also one with a window.
+        Every layer is assumed to read the whole context, also a layer with a window.
         """
         each, drawn = self.weights.multiplied
         work = rows * (2 * (each + drawn) + self._attention * context)
@@ -130,7 +130,7 @@ class StepTimes:
         return self._time(rows, read, work)
 
     def prefill(self, tokens: int) -> StepTime:
-        """Predict a step over a prompt of so many tokens."""
+        """Predict a step over a prompt of `tokens` tokens."""
         each, drawn = self.weights.multiplied
         work = 2 * (tokens * each + drawn) + self._attention * tokens * tokens / 2
         return self._time(tokens, self.weights.read(self.form, tokens), work)
@@ -141,15 +141,15 @@ class StepTimes:
         each = sum_seconds(config.split.devices, size, self.card)
         sums = (2 * config.num_hidden_layers + 1) * each  # two a layer, and the embedding's
         if (context := config.split.context) > 1:
-            # Queries to the other devices of a kv head and their results back, in every layer. Both
-            # move half of what a sum of as many bytes does.
+            # In each layer, queries go to the other devices of a kv head, and results back. Each of
+            # both moves half of the bytes of a sum over equally large arrays.
             size = tokens * context * group_of(config) * (config.head_dim + 2) * _SUMMED
             sums += 2 * config.num_hidden_layers * sum_seconds(context, size / 2, self.card)
         return StepTime(tokens, read / self.bandwidth, work / _FLOPS[self.card], sums)
 
     @property
     def _attention(self) -> float:
-        """Operations of a token's attention to a position, in all layers of a device."""
+        # Operations per token and attended position, in all layers of a device.
         config = self.weights.config
         heads = local_kv_heads(config) * group_of(config)
         return 4.0 * config.num_hidden_layers * heads * config.head_dim

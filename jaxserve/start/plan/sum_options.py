@@ -1,9 +1,9 @@
-"""Options of XLA's compiler by which sums over devices are computed as `all_reduce` says.
+"""Options of XLA's compiler for the kind of sums over devices that the setting `all_reduce` names.
 
-What jax 0.11.2 makes of them, compiled for H200s that are not there (scripts/results/collectives.md
-has the runs): by itself XLA takes kernels of its own on cards of capability 9.0 and newer with
-NVLink, up to 4 MiB, and each of them ends a CUDA graph; NCCL's sums and our kernel lie inside the
-one graph of a decode step, if graphs may hold exchanges between devices.
+Observed with jax 0.11.2, compiling for absent H200s (runs in scripts/results/collectives.md): by
+default XLA uses its own kernels up to 4 MiB on cards with NVLink from capability 9.0 on, and each
+of these kernels ends a CUDA graph. Sums by NCCL and by our kernel stay inside the single graph of
+a decode step, if the options allow exchanges between devices in graphs.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ _OLDEST_JAX = (0, 11, 2)
 _OLDEST_FOR_XLA = (9, 0)
 _KERNELS = "xla_gpu_experimental_use_collective_kernels"
 _GRAPHS = "xla_gpu_enable_command_buffer"
-# What jax 0.11.2 puts into graphs by itself, loops, and exchanges between devices.
+# The default of jax 0.11.2, plus loops and exchanges between devices.
 _IN_GRAPHS = (
     "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE,COLLECTIVES"
 )
 
 
 def sum_options(config: EngineConfig, device: DeviceLimits) -> dict[str, str]:
-    """Return the options with which an engine's programs are compiled; none by default.
+    """Return the compiler options of an engine's programs, which are empty by default.
 
     Args:
         config: the settings.
-        device: that programs are for, or one of several alike.
+        device: one of the engine's devices, which are all alike.
 
     Raises:
-        InvalidRequest: the device, or this version of JAX, has no such sums.
+        InvalidRequest: the device or this version of JAX does not support the chosen sums.
     """
     devices, chosen = config.tensor_parallel_size, config.all_reduce
     if chosen == "auto" or devices == 1:
@@ -46,18 +46,18 @@ def sum_options(config: EngineConfig, device: DeviceLimits) -> dict[str, str]:
 
 
 def options_of(chosen: str) -> dict[str, str]:
-    """Return the options of a value of `all_reduce`, for jax 0.11.2 on a GPU."""
+    """Return the compiler options for a value of `all_reduce`, for jax 0.11.2 on a GPU."""
     if chosen == "auto":
         return {}
     if chosen == "xla_kernels":
         return {_KERNELS: "COLLECTIVE_KERNEL_ALL_REDUCE"}
-    # What the user says of graphs in XLA_FLAGS stands; what a start sets there is extended.
+    # Flags about graphs that the user has set in XLA_FLAGS take precedence.
     is_ours = set(gpu_flags()) <= set(compiler_settings().get("XLA_FLAGS", "").split())
     return {_KERNELS: ""} | ({_GRAPHS: _IN_GRAPHS} if is_ours else {})
 
 
 def _limit(chosen: str, devices: int, device: DeviceLimits) -> str | None:
-    """Return the reason why a device has no sums of this kind; None where it has."""
+    """Return the reason why a device does not support the chosen sums, or None if it does."""
     if not device.is_gpu:
         return f"it concerns GPUs, and the device is {device}"
     if jax.__version_info__ < _OLDEST_JAX:

@@ -1,4 +1,7 @@
-"""Files of the rows that each expert computed: one engine writes them, the next places by them."""
+"""Files with the number of rows that each expert computed.
+
+An engine writes such a file when it closes, and a later start balances experts over devices by it.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +26,13 @@ _log = logging.getLogger(__name__)
 
 
 def placement_of(config: EngineConfig, model: ModelConfig) -> tuple[tuple[int, ...], ...]:
-    """Return the placement that `Split` takes, by the file that the settings name.
+    """Return the expert of each place, by layer, for `Split` (empty without enable_eplb).
+
+    Places are balanced by the file of the settings, or in the order of the experts without a file.
 
     Raises:
-        CheckpointError: the file is none, or not of this model.
-        UnsupportedModel: it has no experts, or so many places do not divide over the devices.
+        CheckpointError: the file cannot be read, or is for another model.
+        UnsupportedModel: the model has no experts, or the places do not divide over the devices.
     """
     settings, experts = config.eplb, model.experts
     if settings is None:
@@ -51,10 +56,10 @@ def placement_of(config: EngineConfig, model: ModelConfig) -> tuple[tuple[int, .
 
 
 def read_load(path: Path, model: ModelConfig) -> list[list[int]]:
-    """Read rows by layer and expert; [] of a layer without experts.
+    """Read the number of rows by layer and expert. A layer without experts has an empty list.
 
     Raises:
-        CheckpointError: it is no such file, or of other layers or experts.
+        CheckpointError: the file has another format, or other numbers of layers or experts.
     """
     assert model.experts is not None
     found: Any = read_object(path, _MOST_BYTES).get("rows")
@@ -68,7 +73,6 @@ def read_load(path: Path, model: ModelConfig) -> list[list[int]]:
 
 
 def _size(rows: Any) -> int:
-    """Return the number of rows' experts; -1 if they are no counts."""
     if not isinstance(rows, Sequence):
         return -1
     is_right = all(type(count) is int and 0 <= count <= _MOST_ROWS for count in rows)
@@ -76,9 +80,9 @@ def _size(rows: Any) -> int:
 
 
 def record(config: EngineConfig, runner: Runner) -> None:
-    """Write what the runner has counted to the file that the settings name, if they name one.
+    """Write the row counts of a runner to the file `record_path`, if the settings have one.
 
-    A file that cannot be written is an error in the log: the engine is closing.
+    A failure to write is only logged, because the engine is closing.
     """
     settings = config.eplb
     if settings is None or settings.record_path is None:

@@ -1,8 +1,8 @@
-"""Checkpoints on the Hugging Face hub, by name.
+"""Download of checkpoints from the Hugging Face hub.
 
-Only the files that are read are fetched: configuration, tokenizer, safetensors, or one GGUF model.
-Pickles and code never are. Files lie in the cache of the hub's own library, and are found there
-without a network.
+Only files that an engine reads are downloaded: configuration, tokenizer, and either safetensors or
+one GGUF model. Pickles and code are never downloaded. The files are in the cache of the library
+`huggingface_hub`, from which they are read without a network.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TEXT = frozenset({
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "chat_template.jinja", "chat_template.json",
 })  # fmt: skip
-# A plain name: no folder, nothing hidden, no character that a pattern gives a meaning.
+# A plain name: no folder, no leading dot, and no character with a meaning in glob patterns.
 WEIGHTS = re.compile(r"(?!consolidated|adapter)\w[\w.-]*\.safetensors")
 MAX_LISTED_FILES = 100_000
 TIMEOUT = 20.0  # seconds for an answer about a model
@@ -50,13 +50,13 @@ TIMEOUT = 20.0  # seconds for an answer about a model
 
 @dataclass(frozen=True)
 class _Wanted:
-    """A name on the hub, taken apart.
+    """A parsed name of a model on the hub.
 
     Attributes:
         repo: org/name.
-        file: path of a GGUF file in it, if one is named.
-        form: form of a GGUF file, if one is named.
-        where: names the repository in errors.
+        file: path of the named GGUF file in the repository, or None.
+        form: named form of a GGUF file, or None.
+        where: name of the repository in error texts.
     """
 
     repo: str
@@ -65,10 +65,15 @@ class _Wanted:
     where: str
 
     def gguf(self, sizes: Mapping[str, int]) -> GgufModel | None:
-        """Return the GGUF file to take of a repository's files; None for its safetensors.
+        """Return the GGUF model to load, or None if the safetensors are to be loaded.
+
+        Without a named file or form, safetensors take precedence over GGUF files.
+
+        Args:
+            sizes: bytes of each file of the repository, by its path.
 
         Raises:
-            CheckpointError: there is none of that name or form, or a part of it is missing.
+            CheckpointError: the repository lacks the named file or form, or a part of it.
         """
         if self.file is None and self.form is None:
             weights = any(WEIGHTS.fullmatch(name) for name in sizes)
@@ -109,24 +114,26 @@ def fetch(
     text_only: bool = False,
     config_only: bool = False,
 ) -> Path:
-    """Bring a checkpoint here, or find it in the cache.
+    """Download a checkpoint into the cache, or find it there without a network.
 
-    Of a repository that holds GGUF files alone, and none or their form is named, Q4_K_M is taken,
-    as in llama.cpp, or else the largest that fits into the memory that is free.
+    If the repository has GGUF files, no safetensors, and the name selects no file or form, the
+    form is Q4_K_M as in llama.cpp. Without that form it is the largest file that fits into the
+    free memory.
 
     Args:
         name: org/name, org/name:FORM or org/name/FILE.gguf.
-        revision: branch, tag or commit; "main" by default.
-        download_dir: the cache's folder.
+        revision: branch, tag or commit, by default "main".
+        download_dir: folder of the cache.
         on_progress: called with the bytes of the files as "download", before and after.
-        text_only: whether to fetch the tokenizer alone.
-        config_only: whether to fetch the configuration alone.
+        text_only: whether to fetch only the tokenizer.
+        config_only: whether to fetch only the configuration.
 
     Returns:
-        The checkpoint's folder, or the GGUF file, the first where there are several parts.
+        The folder of the checkpoint, or the path of the GGUF file or of its first part.
 
     Raises:
-        CheckpointError: no such model, revision or file, no access, or no network and no copy.
+        CheckpointError: the model, revision or file does not exist, access is denied, or the hub
+            cannot be reached and the cache has no copy.
     """
     parsed = HUB_NAME.fullmatch(name)
     assert parsed is not None, name
@@ -162,10 +169,7 @@ def fetch(
 
 
 def _listing(repo: str, revision: str | None, access: HubAccess) -> dict[str, int]:
-    """List the files of a model with their sizes.
-
-    The request is made once; other calls of the library retry for half a minute without a network.
-    """
+    # One request: other calls of the library retry for half a minute without a network.
     api = HfApi(endpoint=access.endpoint)
     info = api.model_info(repo, revision=revision, timeout=TIMEOUT, files_metadata=True)
     files = info.siblings or []
@@ -175,7 +179,11 @@ def _listing(repo: str, revision: str | None, access: HubAccess) -> dict[str, in
 
 
 def _chosen(sizes: Iterable[str], where: str, text_only: bool, config_only: bool) -> list[str]:
-    """Choose the files that are read; there must be safetensors."""
+    """Return the files to download of a repository with safetensors.
+
+    Raises:
+        CheckpointError: weights are needed and the repository has no safetensors.
+    """
     wanted = TEXT if text_only else TEXT | CONFIG | {INDEX}
     weights = [name for name in sizes if WEIGHTS.fullmatch(name)]
     if not weights and not text_only:
@@ -196,10 +204,21 @@ def _cached(
     text_only: bool,
     reason: str,
 ) -> Path:
-    """Return the copy in the cache."""
+    """Return the path of the cached copy, as `fetch` does.
+
+    Args:
+        wanted: the parsed name.
+        revision: branch, tag or commit.
+        download_dir: folder of the cache.
+        text_only: whether only the tokenizer is needed.
+        reason: why the hub is not asked, for the log and the error.
+
+    Raises:
+        CheckpointError: the cache has no copy.
+    """
     absent = CheckpointError(f"{wanted.where}: is not in the cache, and {reason}")
     try:
-        # Whatever is there, complete or not: nothing is looked for by name yet.
+        # Without patterns the library returns the folder even if its files are incomplete.
         options: Any = {"cache_dir": download_dir, "local_files_only": True, "allow_patterns": []}
         folder = Path(snapshot_download(wanted.repo, revision=revision, **options))
     except (LocalEntryNotFoundError, HFValidationError, OSError):

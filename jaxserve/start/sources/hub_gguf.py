@@ -1,4 +1,4 @@
-"""GGUF files of a folder or of a repository on the hub, and the one to take of several."""
+"""GGUF models among the files of a folder or of a repository on the hub."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from jaxserve.settings.model_name import gguf_files
 from jaxserve.weights.checkpoint import listed
 from jaxserve.weights.gguf.parts import PART_NAME, part_names
 
-# What llama.cpp takes where no form is named.
+# The form that llama.cpp loads by default.
 PREFERRED = "Q4_K_M"
-# The share of the free memory that a file may have; the rest is for the cache and temporaries.
+# Largest share of the free memory for a file. The rest is for the cache and temporaries.
 SHARE = 0.8
-# A plain path: nothing hidden, no character that a pattern gives a meaning.
+# A plain path: no leading dots, and no character with a meaning in glob patterns.
 PATH = re.compile(r"(?:\w[\w.+-]*/)*\w[\w.+-]*\.gguf")
-# Files that hold no model of their own: projectors of images, statistics of a quantization, drafts.
+# Files that are no complete models: image projectors, quantization statistics, drafts.
 _OTHERS = re.compile(r"(^|[-._])(mmproj|imatrix|mtp|draft)([-._]|$)", re.IGNORECASE)
 # The form in a file's name: Q4_K_M, IQ3_XXS, UD-Q2_K_XL, BF16, MXFP4_MOE.
 _FORM = re.compile(
@@ -28,11 +28,11 @@ _FORM = re.compile(
 
 @dataclass(frozen=True)
 class GgufModel:
-    """A model of a repository.
+    """A GGUF model of a repository or folder.
 
     Attributes:
-        files: its parts, the first one's first; mostly one.
-        num_bytes: of all of them.
+        files: paths of its parts in order. Most models have one.
+        num_bytes: bytes of all parts.
     """
 
     files: tuple[str, ...]
@@ -40,26 +40,26 @@ class GgufModel:
 
     @property
     def stem(self) -> str:
-        """The name without folders, number of a part and ending."""
+        """File name without folders, part number and ending."""
         name = PurePosixPath(self.files[0]).name
         parsed = PART_NAME.fullmatch(name)
         return parsed["stem"] if parsed else name.removesuffix(".gguf")
 
     @property
     def form(self) -> str | None:
-        """The form that the name ends in, if it does."""
+        """Form of the weights in upper or lower case, from the end of `stem`, or None."""
         found = _FORM.search(self.stem)
         return None if found is None else found[1]
 
 
 def gguf_models(sizes: Mapping[str, int]) -> list[GgufModel]:
-    """List the models among a repository's files.
+    """Return the complete GGUF models of a repository, those with the shortest names first.
 
     Args:
         sizes: bytes of each file, by its path.
 
     Raises:
-        CheckpointError: of every model a part is missing.
+        CheckpointError: the repository has GGUF models, and each lacks a part.
     """
     found: dict[tuple[str, ...], int] = {}
     missing: dict[str, list[str]] = {}
@@ -79,13 +79,16 @@ def gguf_models(sizes: Mapping[str, int]) -> list[GgufModel]:
 
 
 def gguf_of_folder(folder: Path) -> Path | None:
-    """Return the GGUF file of a folder's only model, or its first part; None without any.
+    """Return the GGUF file, or its first part, of the only model of a folder.
+
+    Returns:
+        The path, or None if the folder has no GGUF file.
 
     Raises:
         CheckpointError: there are several models, or the first part of one is missing.
     """
     names = gguf_files(folder)
-    # Beside no model, a projector of images is returned, whose header names its kind.
+    # An image projector without a model is returned, because its header names its kind.
     own = [name for name in names if not _OTHERS.search(Path(name).stem)] or names
     models = {tuple(part_names(name) or [name]) for name in own}
     if len(models) > 1:
@@ -99,17 +102,19 @@ def gguf_of_folder(folder: Path) -> Path | None:
 
 
 def of_form(models: Iterable[GgufModel], form: str) -> GgufModel | None:
-    """Return the model whose name holds a form as a word, in any case; the shortest name's."""
+    """Return the first model whose name contains `form` as a word in any case, or None."""
     word = re.compile(rf"(?:^|[-._]){re.escape(form)}(?:[-.]|$)", re.IGNORECASE)
     return next((model for model in models if word.search(model.stem)), None)
 
 
 def preferred(models: Iterable[GgufModel], free: int) -> tuple[GgufModel, str]:
-    """Return the model to take where no form is named, and why.
+    """Return the default model of a repository, and the reason as text for the log.
+
+    It is the model in the form `PREFERRED`, or the largest that fits, or the smallest.
 
     Args:
-        models: of the repository; at least one.
-        free: bytes of memory that are free.
+        models: models of the repository, at least one.
+        free: bytes of free memory.
     """
     models = list(models)
     if (usual := of_form(models, PREFERRED)) is not None:
