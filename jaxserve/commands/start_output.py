@@ -46,7 +46,7 @@ class StartOutput:
     Args:
         stream: stream that receives the lines.
         stop: signal handlers whose exception is raised again with each line, or None.
-        is_verbose: whether totals of bytes are printed instead of percentages.
+        is_verbose: whether the report is detailed, and totals of bytes replace percentages.
     """
 
     def __init__(self, stream: TextIO, stop: Stop | None = None, is_verbose: bool = False) -> None:

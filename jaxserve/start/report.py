@@ -149,7 +149,6 @@ class StartReport:
 
 
 def _process_start() -> float:
-    """Return the time at which this process began, or now if /proc is missing."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         seconds_up = float(Path("/proc/uptime").read_text().split()[0])

@@ -110,9 +110,9 @@ def load(
 
 
 def begin(config: EngineConfig, on_progress: OnProgress | None, root: Path) -> Begun:
-    """Plan a start and place the weights, once all hosts of the engine are there.
+    """Plan a start and place the weights, after all hosts of the engine have connected.
 
-    Args and errors are those of `load`.
+    Arguments and errors: see `load`.
     """
     check_secret(config)
     profile = config.profile_start
@@ -133,7 +133,7 @@ def begin(config: EngineConfig, on_progress: OnProgress | None, root: Path) -> B
     with report.stage("weights"):
         start = _Stages(source, plan, directory, report, group)
         warm_up, placed = start.run(on_progress)
-        return_memory()  # of what reading took: programs and the cache take its place
+        return_memory()  # programs and the cache need the memory that reading has freed
     return Begun(source, tokenizer, warm_up, placed, group)
 
 
@@ -148,7 +148,11 @@ class _Stages:
     group: Group | None
 
     def run(self, on_progress: OnProgress | None) -> tuple[WarmUp, Placed]:
-        """Place the weights; compile programs meanwhile if `overlaps_compiling`."""
+        """Place the weights, while programs are compiled if `overlaps_compiling` allows it.
+
+        Returns:
+            The compilation of the programs, whose rest the caller runs, and the placed weights.
+        """
         if not overlaps_compiling(self.source, self.plan):
             placed = self._place(on_progress)
             return self._warm_up(checked(self.plan, placed)), placed
@@ -175,13 +179,13 @@ class _Stages:
 
 
 def programs_folder(config: EngineConfig) -> Path | None:
-    """Return the folder of compiled programs, ready for use; None if none are kept."""
+    """Prepare the compilation cache, and return its folder of programs, or None without a cache."""
     cache = cache_folder(config)
     return None if cache is None else prepare_cache(cache)
 
 
 def cache_folder(config: EngineConfig) -> Path | None:
-    """Return the folder of what starts compile and measure; None if nothing is kept."""
+    """Return the folder of the compilation cache, or None if the settings disable it."""
     cache = config.compilation_cache_dir
     cache = user_cache_dir() if cache == "auto" else cache
     return None if cache in (None, "none") else Path(cache)
@@ -212,10 +216,10 @@ def _plan_and_open(config: EngineConfig, source: Source, root: Path) -> StartPla
 
 
 def open_planned(plan: StartPlan, device: DeviceMemory) -> None:
-    """Start JAX before it takes its share of every card.
+    """Start JAX with the memory of the plan, instead of its default share of every card.
 
     Raises:
         DeviceError: see `open_device`.
     """
-    # The share of all engines of this process; each takes its own part of it.
+    # JAX reserves the memory of all engines of this process, and each engine uses its share.
     open_device(device, device.budget(plan.config.gpu_memory_utilization, plan.share))

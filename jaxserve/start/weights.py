@@ -69,8 +69,9 @@ def checked(plan: StartPlan, placed: Placed) -> StartPlan:
 def overlaps_compiling(source: Source, plan: StartPlan) -> bool:
     """Return whether programs are compiled while the weights are read.
 
-    On a GPU XLA measures kernels while it compiles, and nothing else may run on the device. Small
-    models are read first: tracing, which holds Python's lock, would delay that more than it gains.
+    On a GPU they are not, because XLA measures kernels while it compiles and needs the device for
+    itself. Small models are read first, because tracing holds Python's lock and would delay the
+    reading by more than it gains.
     """
     model = plan.model_config
     is_plain = (plan.form, model.quantization) == (None, None) and model.split.devices == 1

@@ -55,10 +55,14 @@ def choose_dtype(asked: str, declared: str, device: DeviceLimits, overflows: boo
 
 
 def choose_quantization(asked: str | None, model_config: ModelConfig) -> str | None:
-    """Return the form to quantize to while loading; None to keep the checkpoint's weights.
+    """Return the form that loading quantizes to, or None to keep the checkpoint's weights.
+
+    Args:
+        asked: the setting `quantization`, or None.
+        model_config: configuration of the model, with the quantization of the checkpoint.
 
     Raises:
-        UnsupportedModel: what is asked for is not what the checkpoint holds.
+        UnsupportedModel: the setting contradicts the checkpoint, or names no supported form.
     """
     stored = model_config.quantization
     if stored is not None:
@@ -77,10 +81,11 @@ def choose_quantization(asked: str | None, model_config: ModelConfig) -> str | N
 
 
 def placed_dtype(config: EngineConfig, source: Source, device: DeviceLimits) -> Any:
-    """Return the dtype that the weights will have.
+    """Return the dtype of activations and unquantized weights on a device.
 
     Raises:
-        UnsupportedModel: another than a converted folder's is asked for; see `choose_dtype` too.
+        UnsupportedModel: the setting `dtype` differs from the dtype of a converted folder, or
+            `choose_dtype` refuses it.
     """
     fixed, overflows = source.fixed_dtype, overflows_float16(source.model_config)
     if fixed is None:
@@ -93,7 +98,7 @@ def placed_dtype(config: EngineConfig, source: Source, device: DeviceLimits) -> 
 
 
 def chosen_form(config: EngineConfig, source: Source) -> str | None:
-    """Return the form that the layers' matrices are quantized to as they are loaded, or were.
+    """Return the form that matrices are quantized to, by loading or by an earlier conversion.
 
     Raises:
         UnsupportedModel: see `choose_quantization`.
@@ -103,9 +108,10 @@ def chosen_form(config: EngineConfig, source: Source) -> str | None:
 
 
 def layout_on(config: EngineConfig, device: DeviceLimits) -> DeviceLayout:
-    """Return how a device takes the matrices of a model.
+    """Return the layout of a model's matrices on a device.
 
-    Matrices stay in a file's blocks unless the settings name a dtype, which is meant for all.
+    Matrices of a GGUF file stay in its blocks unless the settings name a dtype, which then applies
+    to all matrices.
     """
     return DeviceLayout(
         panels=not device.is_gpu,
@@ -116,6 +122,6 @@ def layout_on(config: EngineConfig, device: DeviceLimits) -> DeviceLayout:
 
 
 def weights_of(config: EngineConfig, source: Source, dtype: Any, device: DeviceLimits) -> Weights:
-    """Return the weights of a source in a dtype, as a device takes them."""
+    """Return the weights of a source in a dtype and in the layout of a device."""
     layout = layout_on(config, device)
     return Weights(source.model_config, dtype, layout, source.stored)

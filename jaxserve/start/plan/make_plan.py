@@ -1,4 +1,4 @@
-"""The making of a StartPlan from a source, the settings and the description of a device."""
+"""Construction of a StartPlan from a source, the settings and the description of a device."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from jaxserve.weights.model_weights import parameters_of
 from pallas_kernels.devices import GIB
 
 _log = logging.getLogger(__name__)
-# What a checkpoint may declare for bfloat16 to take the place of float32.
+# Declared dtypes of checkpoints for which bfloat16 may replace float32.
 _NARROWED = ("bfloat16", "float16", "float32")
 
 
@@ -39,14 +39,14 @@ def plan_start(config: EngineConfig, source: Source, device: DeviceMemory) -> St
     """Plan the start of a model on a device, without a JAX backend.
 
     Args:
-        config: not resolved; settings that it leaves open are chosen.
-        source: of the model.
-        device: as it is described.
+        config: unresolved settings. Open ones are chosen.
+        source: source of the model.
+        device: description of the device, which need not be in this machine.
 
     Raises:
-        InvalidRequest: there is too little memory; the text says what would fit.
-        UnsupportedModel: the device cannot compute the model, or the model cannot have the form
-            that is asked for.
+        InvalidRequest: the model does not fit in memory. The text names settings that would fit.
+        UnsupportedModel: the device cannot compute the model, or the model cannot have the
+            requested form.
     """
     form = chosen_form(config, source)
     weights = placed_weights(config, source, form, device)
@@ -77,10 +77,13 @@ def _warn_beyond(config: EngineConfig, source: Source) -> None:
 
 
 def _with_context(plan: StartPlan) -> StartPlan:
-    """Return the plan with as many tokens of a sequence as a CPU's cache holds."""
+    """Return the plan with max_model_len reduced to the tokens that a CPU's cache holds.
+
+    Log the size of the cache if it is smaller than the model's context or than the default.
+    """
     declared, config = plan.max_model_len, plan.config
     is_sized = config.num_gpu_blocks_override is None and plan.num_pages >= 2
-    if plan.platform == "gpu" or not is_sized:  # a GPU's cache takes what programs leave
+    if plan.platform == "gpu" or not is_sized:  # a GPU's cache is sized later
         return plan.with_length(declared)
     if plan.asked_length is None:
         plan = plan.with_length(longest_sequence(config, plan.model_config, plan.num_pages))
@@ -101,7 +104,7 @@ def _with_context(plan: StartPlan) -> StartPlan:
 
 
 def on_opened_device(plan: StartPlan, device: DeviceMemory) -> StartPlan:
-    """Return the plan with the budget that JAX has on a card that it has opened."""
+    """Return the plan for `device`, with the budget that JAX has on the card it has opened."""
     budget = engine_budget(plan.config, device, DEFAULT_SHARE)
     return replace(plan, device=device, budget=budget)
 
@@ -109,14 +112,14 @@ def on_opened_device(plan: StartPlan, device: DeviceMemory) -> StartPlan:
 def placed_weights(
     config: EngineConfig, source: Source, form: str | None, device: DeviceMemory, dtype: Any = None
 ) -> Weights:
-    """Return the weights in the dtype that they will have; on CPU it depends on the free memory.
+    """Return the weights in the dtype of the start, which on CPU depends on the free memory.
 
     Args:
-        config: not resolved.
-        source: of the model.
-        form: form that matrices are quantized to.
-        device: to start on.
-        dtype: from `placed_dtype`, where the caller has it.
+        config: unresolved settings.
+        source: source of the model.
+        form: form that matrices are quantized to, or None.
+        device: description of the device.
+        dtype: result of `placed_dtype`, or None to compute it.
     """
     dtype = placed_dtype(config, source, device.limits) if dtype is None else dtype
     weights = weights_of(config, source, dtype, device.limits)
@@ -131,10 +134,10 @@ def _narrowed(
     """Return the weights in bfloat16 if float32 would shrink the cache or not start.
 
     Args:
-        config: not resolved, with dtype "auto".
-        weights: in float32.
-        form: form that matrices are quantized to.
-        device: the host; each of several engines counts on its share.
+        config: unresolved settings, with dtype "auto".
+        weights: weights in float32.
+        form: form that matrices are quantized to, or None.
+        device: description of the host, of whose free memory the engine has `memory_share`.
     """
     if weights.config.dtype not in _NARROWED:
         return weights
@@ -167,12 +170,12 @@ class ModelPlan:
     """Plans of a model in each form on a device, for `jaxserve plan`.
 
     Attributes:
-        device: that they are for.
-        stored: how the checkpoint is quantized already; None if it is not.
-        plans: of each form, the largest first.
-        refusal: why the form that the settings name does not start; None if it does.
-        times: predictions of each form's steps.
-        devices: over which the model is divided; plans are of each.
+        device: description of the device.
+        stored: quantized format of the checkpoint, or None.
+        plans: one plan for each form of the weights, the largest first.
+        refusal: why the first form does not start, or None if it does.
+        times: predictions of step times, one for each form.
+        devices: number of devices of the model. Sizes in the plans are for one device.
     """
 
     device: DeviceMemory
@@ -186,17 +189,17 @@ class ModelPlan:
 def plan_model(
     config: EngineConfig, device_name: str | None = None, root: Path = Path("/")
 ) -> ModelPlan:
-    """Plan the start of a model; of one on the hub, only the configuration is fetched.
+    """Plan the start of a model in each form. Only the configuration of a hub model is fetched.
 
     Args:
-        config: names the model; settings that it leaves open are chosen as a start chooses them.
-        device_name: a card of the table, or "cpu"; by default this machine's.
-        root: of the files that say how much of the host's memory is free.
+        config: names the model. Open settings are chosen as a start chooses them.
+        device_name: a card of the table, or "cpu". By default it is this machine's device.
+        root: folder of the files from which the host's free memory is read.
 
     Raises:
-        CheckpointError, UnsupportedModel: nothing there, or nothing that can be served; or a model
-            that cannot be divided over so many devices.
-        ValueError: there is no such card, or settings contradict the model.
+        CheckpointError: the model does not exist or cannot be read.
+        UnsupportedModel: the model cannot be served, or cannot be divided over the devices.
+        ValueError: the table has no such card, or settings contradict the model.
     """
     device = this_device(root) if device_name is None else named_device(device_name, root)
     name = str(config.model)
@@ -229,11 +232,7 @@ def plan_model(
 
 
 def _check_division(weights: Weights, form: str | None) -> None:
-    """Refuse a division over devices that would cut groups of quantized inputs.
-
-    Raises:
-        UnsupportedModel: see `check_groups`.
-    """
+    # A division must not cut the groups of quantized inputs.
     config, on_cpu = weights.config, weights.layout.panels
     parameters = parameters_of(abstract_model(config, weights.dtype))
     check_groups(config, parameters, group_sizes(config, parameters, form, on_cpu))

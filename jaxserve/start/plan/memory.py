@@ -1,9 +1,9 @@
 # pyright: reportUnknownMemberType=false
 """Memory of a start: step sizes, temporaries, and the number of pages of the KV cache.
 
-Sizes are those of each device that a model is divided over: all have as much to hold. Weights,
-sampler state and cache are exact. Temporaries are those of the largest program, where XLA holds
-either the widest arrays of a transformer layer or the logits and the sampler's copies of them.
+Sizes are in bytes on one device. All devices of a divided model hold equally much. Weights,
+sampler state and cache are exact. Temporaries are estimated for the largest program, in which XLA
+holds either the widest arrays of a transformer layer, or the logits and the sampler's copies.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from jaxserve.settings.config import EngineConfig
 from jaxserve.start.device import DeviceMemory
 from pallas_kernels.devices import GIB, DeviceLimits
 
-# From this budget on steps are large; below, temporaries of 8,192 tokens would cost the cache more
-# than they gain.
+# Steps are large from this budget on. Below it, temporaries of 8,192 tokens would cost the cache
+# more than they gain.
 LARGE_BUDGET = 24 * GIB
-# Tokens of cache below which smaller steps and a larger share of the memory are taken.
+# If the cache has fewer tokens, steps are smaller and the share of the memory is larger.
 ENOUGH_TOKENS = 8192
-# Bytes a row and token of the vocabulary that logits and the sampler's copies of them take.
+# Bytes of logits and the sampler's copies of them, for each row and token of the vocabulary.
 _GPU_SAMPLER, _CPU_SAMPLER = 20.5, 24
-# Times the temporaries of attention and products that XLA compiles instead of our kernels.
+# Factor of the temporaries if XLA compiles attention and products instead of our kernels.
 _WITHOUT_KERNELS = 1.4
 # Part of the budget that the allocator may lose between arrays.
 SLACK = 1 / 64
@@ -41,7 +41,7 @@ LEAST_TOKENS = 2048
 """Tokens below which a CPU's cache is not made smaller, if a sequence may have as many."""
 CPU_KV_BYTES = 1 << 30  # by default
 # Eighths of the cache, of half of it, of a quarter, and so on. Programs are compiled for a number
-# of pages: what is free differs from start to start, and where sizes are few, those of an earlier
+# of pages. Free memory differs between starts. With few possible sizes, the programs of an earlier
 # start are likely to fit.
 _EIGHTHS = (8, 7, 6, 5)
 _UNKNOWN = 1 << 62
@@ -65,7 +65,7 @@ class Sizes:
 DEFAULT_SHARE = 0.9
 _LARGE, _SMALL = Sizes(DEFAULT_SHARE, 256, 8192), Sizes(DEFAULT_SHARE, 64, 2048)
 _TIGHT = (Sizes(0.95, 64, 2048), Sizes(0.95, 16, 512))
-# Of a memory that is the host's too, which needs its part while weights are read.
+# For memory that the card shares with the host, which needs a part while weights are read.
 _SHARED = (Sizes(0.8, 64, 2048), Sizes(0.8, 16, 512))
 _CPU = Sizes(1.0, 32, 512)
 
@@ -106,10 +106,10 @@ def temporary_bytes(config: ModelConfig, dtype: Any, sizes: Sizes, limits: Devic
     heads = local_kv_heads(config) * (group_of(config) + 2) * config.head_dim
     widest = max(3 * config.intermediate_size // devices, 2 * heads)
     if (context := config.split.context) > 1:
-        # Of all devices' heads: queries as they are scaled, sums, and what the others have of them.
+        # For the heads of all devices: scaled queries, sums, and the other devices' parts of both.
         widest = max(widest, 4 * context * group_of(config) * (config.head_dim + 2))
     if (experts := config.experts) is not None:
-        # A row for each chosen expert: what goes in, the gates and what they give, what comes out.
+        # For each chosen expert a row of inputs, of gates, of gated values and of outputs.
         size = experts.size if config.split.expert_parallel else experts.size // devices
         each = 3 * size + 2 * config.hidden_size
         widest = max(widest, experts.chosen * each + 3 * experts.shared // devices)
@@ -133,7 +133,7 @@ class PageCounts(NamedTuple):
 
     Attributes:
         count: pages to allocate.
-        full: pages where memory is ample; on CPU the default may be made smaller.
+        full: pages if memory is ample. On CPU `count` may be smaller.
         least: pages without which the engine does not start.
     """
 
@@ -151,19 +151,19 @@ def count_pages(
     room: int,
     is_gpu: bool,
 ) -> PageCounts:
-    """Size the KV cache: the pages that the settings name, or that fit into the memory.
+    """Return the numbers of pages of the KV cache, from the settings or the available memory.
 
     On CPU without max_model_len the cache is never larger than its default budget, since a
     config.json declares more positions than most requests use. With max_model_len one sequence of
     that length fits.
 
     Args:
-        config: resolved.
-        model: that the cache is for.
-        asked_length: max_model_len as the user set it.
+        config: resolved settings.
+        model: configuration of the model.
+        asked_length: max_model_len as the user set it, or None.
         page: bytes of a page in all layers.
-        dtype: of the pages.
-        room: bytes that weights, temporaries and sampler state leave.
+        dtype: dtype of the pages.
+        room: bytes that remain beside weights, temporaries and sampler state.
         is_gpu: whether the cache is on a GPU.
     """
     if config.num_gpu_blocks_override is not None:
@@ -206,8 +206,8 @@ def _host_pages(config: EngineConfig, asked_length: int | None, page: int, room:
 def cpu_page_budget(config: EngineConfig, page_bytes: int) -> int:
     """Return the number of pages of KV cache on CPU, the null page included.
 
-    The default stops at what all slots can hold at once, with the page to spare that admission
-    leaves each, and with prefix caching at twice that.
+    The default is at most the number of pages that all slots can use at once, including the spare
+    page of each slot for admission. With prefix caching it is at most twice that number.
     """
     assert config.max_num_seqs and config.max_model_len
     if config.kv_cache_memory_bytes is not None:
@@ -223,9 +223,9 @@ def longest_sequence(config: EngineConfig, model_config: ModelConfig, num_pages:
     """Return the most tokens of a sequence that a cache holds, at most max_model_len.
 
     Args:
-        config: resolved.
-        model_config: of the model.
-        num_pages: of the cache, the null page included.
+        config: resolved settings.
+        model_config: configuration of the model.
+        num_pages: pages of the cache, the null page included.
     """
     assert config.max_model_len is not None
     return longest_held(

@@ -1,4 +1,4 @@
-"""Plans of a start in one form of the weights: the first sizes that leave room for the cache."""
+"""Plan of a start in one form of the weights, with step sizes that leave room for the cache."""
 
 from __future__ import annotations
 
@@ -27,13 +27,15 @@ from jaxserve.weights.quantize import FORMS
 def plan_memory(
     config: EngineConfig, weights: Weights, form: str | None, device: DeviceMemory
 ) -> StartPlan:
-    """Plan a start: the first sizes that leave enough of the memory for the cache.
+    """Return the plan with the first candidate of step sizes that leaves enough for the cache.
+
+    If all leave too little, return the plan with the largest cache.
 
     Args:
-        config: not resolved; sizes that it sets are not chosen.
-        weights: of the model.
-        form: form that matrices are quantized to; None for the checkpoint's own.
-        device: to start on.
+        config: unresolved settings. The sizes that it names are not changed.
+        weights: weights of the model.
+        form: form that matrices are quantized to, or None for the form of the checkpoint.
+        device: description of the device.
     """
     candidates = size_candidates(config, device)
     plans = [_plan(config, weights, form, device, sizes) for sizes in candidates]
@@ -63,15 +65,15 @@ def plan_of_shapes(
     device: DeviceMemory,
     share: float,
 ) -> StartPlan:
-    """Plan the start of a model whose shapes are known, with the cache that fits.
+    """Return the plan of a model with known shapes, with the cache that fits.
 
     Args:
-        config: resolved.
-        model_config: of the model.
-        shapes: of the placed model.
-        dtype: of activations.
-        device: to start on.
-        share: of the free memory.
+        config: resolved settings.
+        model_config: configuration of the model.
+        shapes: shapes of the placed model.
+        dtype: dtype of activations.
+        device: description of the device.
+        share: share of the free memory.
     """
     seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
     assert seqs and tokens
@@ -104,5 +106,5 @@ def plan_of_shapes(
 
 
 def forms_of(config: ModelConfig) -> tuple[str | None, ...]:
-    """Return the forms that a checkpoint's weights can be held in, the largest first."""
+    """Return the possible forms of a checkpoint's weights, the largest first (None: as stored)."""
     return (None,) if config.quantization is not None else (None, *FORMS)

@@ -54,7 +54,10 @@ class ModelShapes:
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """The model's parameters by path, with shapes for arrays; a quantized one has several."""
+        """The model's parameters by path, with shapes instead of arrays.
+
+        A quantized parameter has several arrays.
+        """
         leaves = tree_leaves_with_path(self.state, is_leaf=_is_variable)
         return {keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
@@ -76,9 +79,9 @@ class ModelShapes:
         return ModelShapes.of(model)
 
     def difference(self, placed: ModelShapes) -> str | None:
-        """Return how the shapes of a placed model differ from these; None if they do not.
+        """Return how a placed model differs from these shapes, or None if it does not.
 
-        The text names the first parameter that differs, its planned shape and its actual one.
+        The text names the first parameter that differs, with its planned and its actual shape.
         """
         planned, actual = dict(self._parameters()), dict(placed._parameters())
         for path in {**planned, **actual}:
@@ -99,7 +102,7 @@ class ModelShapes:
 
 
 def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Return the shape of an array, with its sharding over an abstract mesh if it is divided."""
+    # The sharding of a divided array is over an abstract mesh, which needs no devices.
     sharding = getattr(leaf, "sharding", None)
     if not isinstance(sharding, jax.sharding.NamedSharding):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)

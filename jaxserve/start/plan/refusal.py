@@ -1,4 +1,4 @@
-"""Refusals of a start for which there is too little memory, with what would fit."""
+"""Error texts for a model that does not fit in memory, with settings that would fit."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def refusal(
     device: DeviceMemory,
     fixed: bool = False,
 ) -> str:
-    """Say why a model does not start, and what would.
+    """Return the error text for a plan that does not fit, with a setting, dtype or form that does.
 
     Args:
-        config: not resolved.
-        weights: of the model, in a dtype.
-        plan: that does not fit.
-        device: that it is for.
-        fixed: whether the weights were converted before, to the dtype and form that they have.
+        config: unresolved settings.
+        weights: weights of the model, in a dtype.
+        plan: the plan that does not fit.
+        device: description of the device.
+        fixed: whether dtype and form are fixed because the folder was converted.
     """
     if device.limits.is_gpu:
         return _card_refusal(config, weights, plan, device)
@@ -71,7 +71,11 @@ def _host_refusal(
 def _smaller_forms(
     config: EngineConfig, weights: Weights, plan: StartPlan
 ) -> Iterator[tuple[str, str | None, Weights]]:
-    """Yield forms of fewer bytes than a plan's: their options, forms, and weights in a dtype."""
+    """Yield the forms of the weights that are smaller than the weights of a plan.
+
+    Yields:
+        Command line options, the quantized form or None, and the weights in their dtype.
+    """
     dtypes = [("", weights)]
     if weights.dtype.itemsize > 2:
         dtypes.append(("--dtype bfloat16", weights.in_dtype(jnp.bfloat16, keeps_blocks=False)))
@@ -83,7 +87,10 @@ def _smaller_forms(
 
 
 def _fitting_cache(config: EngineConfig, plan: StartPlan) -> str | None:
-    """Say how much of the cache that the settings name fits; None where none is worth it."""
+    """Return a text with the largest cache or context that fits, for the setting that is too large.
+
+    It is None if the cache would be shorter than `LEAST_TOKENS`, or if no setting names its size.
+    """
     pages = plan.room // plan.page_bytes
     tokens = (pages - 1) * plan.block_size
     if tokens < min(LEAST_TOKENS, plan.max_model_len):
@@ -129,19 +136,19 @@ def _card_refusal(
     return f"{text}; nor does any other form ({smaller[-1]}: {most:.1f} GiB of weights)"
 
 
-# Settings that take memory where they are given.
+# Settings that may need more memory than their defaults.
 _GIVEN = (
     *("kv_cache_memory_bytes", "num_gpu_blocks_override", "max_num_batched_tokens"),
     *("max_num_seqs", "gpu_memory_utilization"),
 )
-# Tokens of context that are proposed where a whole one is too long for the host.
+# Proposed tokens of context if the model's whole context does not fit.
 _SHORT_CONTEXT = 4096
 
 
 def _setting_to_change(
     config: EngineConfig, weights: Weights, plan: StartPlan, device: DeviceMemory
 ) -> str | None:
-    """Name a setting that keeps the model from fitting in its form; None where none does."""
+    """Return a text that names the setting without which the plan's form would fit, or None."""
     for name in _GIVEN:
         value = getattr(config, name)
         if value is None:

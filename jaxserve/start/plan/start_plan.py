@@ -26,7 +26,7 @@ class MemoryKind:
 
     Attributes:
         name: `PAGES` or `SAMPLER`.
-        layers: transformer layers that have it; 0 if it belongs to no layer.
+        layers: number of transformer layers with this memory, or 0 if it belongs to no layer.
         unit: "page" or "slot".
         bytes_per_unit: bytes of one unit over all of its layers.
         count: units, the null page or the null slot included.
@@ -48,27 +48,27 @@ class MemoryKind:
 
 @dataclass(frozen=True)
 class StartPlan:
-    """A start as it is planned: settings, shapes, memory and the programs to compile.
+    """The plan of a start: settings, shapes, memory and the programs to compile.
 
     It holds no array and no JAX device, can be pickled, and is computed without a JAX backend.
-    Sizes in bytes are those of each device.
+    Sizes are in bytes on one device.
 
     Attributes:
         config: the settings, resolved (see `EngineConfig.resolve`).
         model_config: the model's configuration for `max_model_len`.
-        model: the placed model as shapes.
-        dtype: of weights that are not quantized, and of activations.
-        kv_dtype: of the pages of KV cache.
-        form: the form that matrices are quantized to, now or by an earlier conversion; None for
-            the checkpoint's own.
-        device: the device as it is described, which need not be in this machine.
+        model: the shapes of the placed model.
+        dtype: dtype of activations, and of weights that are not quantized.
+        kv_dtype: dtype of the pages of KV cache.
+        form: the form that matrices are quantized to, now or by an earlier conversion, or None for
+            the form of the checkpoint.
+        device: description of the device, which need not be in this machine.
         greedy_decode: whether decode steps without a sampler are compiled.
-        asked_length: max_model_len as the user set it; None if it was left open.
+        asked_length: max_model_len as the user set it, or None.
         share: share of the free memory.
-        budget: bytes that the engine may take.
+        budget: bytes that the engine may allocate.
         temporary_bytes: bytes of the largest launch beside weights and cache.
-        memory: what the device state is allocated in.
-        full_pages: pages of a cache where memory is ample; on CPU fewer may be taken.
+        memory: kinds of memory of the device state.
+        full_pages: pages of the cache if memory is ample. On CPU the cache may have fewer.
         least_pages: pages without which the engine does not start.
     """
 
@@ -167,10 +167,9 @@ class StartPlan:
         return self.temporary_bytes + self.temporary_bytes // 8
 
     def settle(self, temporary_bytes: int) -> StartPlan:
-        """Return the plan with the cache that the compiled largest launch leaves room for.
+        """Return the plan with the cache that fits beside the compiled largest launch.
 
-        The settings may name the size of the cache, and a CPU's does not depend on launches: then
-        only `temporary_bytes` changes.
+        If the settings name the size of the cache, or on a CPU, only `temporary_bytes` changes.
 
         Args:
             temporary_bytes: bytes of the launch beside its arguments and results.
@@ -198,18 +197,17 @@ class StartPlan:
 
     @property
     def _taken(self) -> int:
-        """Bytes of everything but the cache."""
         others = sum(kind.num_bytes for kind in self.memory if kind.name != PAGES)
         return self.weight_bytes + self.temporary_bytes + others
 
     @property
     def room(self) -> int:
-        """Bytes that are left for the cache."""
+        """Bytes that remain for the cache."""
         return int(self.budget * (1 - SLACK)) - self._taken
 
     @property
     def needed(self) -> int:
-        """Bytes that a start takes at least."""
+        """Bytes that a start needs at least."""
         return int((self._taken + self.least_pages * self.page_bytes) / (1 - SLACK))
 
     @property
@@ -234,7 +232,7 @@ class StartPlan:
 
     @property
     def cache_tokens(self) -> int:
-        """Tokens of KV cache; page 0 is the null page."""
+        """Tokens of KV cache, without the null page. It is 0 if the engine does not start."""
         return (self.num_pages - 1) * self.block_size if self.starts else 0
 
     @property
@@ -254,5 +252,5 @@ class StartPlan:
 
     @property
     def step_seconds(self) -> float | None:
-        """Seconds below which no step can be: the weights, once through the memory's bus."""
+        """Least seconds of a step, to read the weights at the full bandwidth, or None."""
         return self.read_bytes / self.device.bandwidth if self.device.bandwidth else None

@@ -23,12 +23,12 @@ from jaxserve.weights.shapes import PLAIN, DeviceLayout, Stored, shapes_of_model
 class Weights:
     """Weights of a model in several forms. The shapes of a form are computed once.
 
-    Sizes of a model that is divided over devices are those of one device's part.
+    Sizes are in bytes on one device.
 
     Args:
-        config: of the model, with its split.
-        dtype: of weights that are not quantized.
-        layout: of the device.
+        config: configuration of the model, with its split over devices.
+        dtype: dtype of weights that are not quantized.
+        layout: layout of the matrices on the device.
         stored: the stored tensors (see `shapes_of_model`).
     """
 
@@ -45,11 +45,11 @@ class Weights:
         self._shapes: dict[str | None, ModelShapes] = {}
 
     def in_dtype(self, dtype: Any, keeps_blocks: bool | None = None) -> Weights:
-        """Return the same weights with another dtype for those that are not quantized.
+        """Return the weights with another dtype of the parameters that are not quantized.
 
         Args:
-            dtype: the other dtype.
-            keeps_blocks: see `DeviceLayout`; None leaves it as it is.
+            dtype: the new dtype.
+            keeps_blocks: replaces `DeviceLayout.keeps_blocks`, unless it is None.
         """
         layout = self.layout
         if keeps_blocks is not None:
@@ -57,31 +57,31 @@ class Weights:
         return Weights(self.config, dtype, layout, self.stored)
 
     def divided(self, split: Split) -> Weights:
-        """Return one device's part of the same weights."""
+        """Return the weights divided over devices by `split`, instead of their present split."""
         part = copy(self)
         part.config, part._shapes = replace(self.config, split=split), {}
         return part
 
     def shapes(self, form: str | None) -> ModelShapes:
-        """Return the shapes of the model in a form; see `shapes_of_model`."""
+        """Return the shapes of the placed model in a form (see `shapes_of_model`)."""
         if form not in self._shapes:
-            # A conversion has quantized the folder's matrices: nothing is quantized again.
+            # The matrices of a converted folder are quantized already.
             own = None if isinstance(self.stored, ConvertedModel) else form
             model = shapes_of_model(self.config, self.dtype, own, self.layout, self.stored)
             self._shapes[form] = ModelShapes.of(model)
         return self._shapes[form]
 
     def sizes(self, form: str | None) -> tuple[int, int]:
-        """Return the bytes of all weights, and of those that a step of one row reads."""
+        """Return the bytes of all weights, and the bytes that a step of one row reads."""
         return self.shapes(form).num_bytes, self.read(form, 1)
 
     def read(self, form: str | None, tokens: int) -> int:
-        """Return the bytes of weights that a step of so many tokens reads."""
+        """Return the bytes of weights that a step of `tokens` tokens reads."""
         return read_bytes(self.shapes(form), self.config, tokens)
 
     @property
     def multiplied(self) -> tuple[int, int]:
-        """Count the weights multiplied with each token, and with each row that draws a token."""
+        """Numbers of weights that multiply each token, and each row that draws a token."""
         config, each = self.config, 0
         experts, parameters = config.experts, parameters_of(abstract_model(config, self.dtype))
         count = 1 if experts is None else config.split.places or experts.count
@@ -100,12 +100,12 @@ class Weights:
 def read_bytes(shapes: ModelShapes, config: ModelConfig, tokens: int) -> int:
     """Return the bytes of weights that a step reads on each device.
 
-    Of experts these are the ones that chance chooses for at least one of the tokens.
+    Of the experts it includes the expected number that at least one token chooses at random.
 
     Args:
-        shapes: of the placed model.
-        config: of the model.
-        tokens: of the step.
+        shapes: shapes of the placed model.
+        config: configuration of the model.
+        tokens: number of tokens of the step.
     """
     experts, read = config.experts, 0
     # A replica is read in place of its expert, never beside it.
@@ -124,6 +124,6 @@ def read_bytes(shapes: ModelShapes, config: ModelConfig, tokens: int) -> int:
 
 
 def _own_size(config: ModelConfig, parameter: Any) -> int:
-    """Count the numbers of a parameter that the first device has."""
+    # Elements of the parameter on the first device.
     axes = parameter.get_metadata()["axes"]
     return prod(part_of(config, axes, tuple(parameter.shape), 0).own_shape)

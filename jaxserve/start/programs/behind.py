@@ -216,10 +216,7 @@ class ProgramsBehind:
         return best if saved(best) > 0 else self._buckets.largest_decode
 
     def _take_demand(self) -> Demand:
-        """Return the launches since the last call, and count them for the next compilation.
-
-        Launches that a program of the runner would serve better by now are left out.
-        """
+        # Launches since the last call, without the ones that a present program would serve better.
         demand = self._runner.take_demand()
         for program in self._runner.programs():
             demand = without(program, demand)
@@ -239,7 +236,7 @@ class ProgramsBehind:
             self._add(program)
 
     def _add_used(self) -> None:
-        """Add the programs with a file that would have saved time recently, the best first."""
+        # The program that would have saved the most time recently is added first.
         demand = self._take_demand()
         while not self._closing.is_set():
             ready = [program for program in self._absent if program not in self._missing]
@@ -270,7 +267,6 @@ class ProgramsBehind:
         return compiled
 
     def _discard(self, program: Program) -> None:
-        """Mark a program with a damaged file for compilation, or raise if it was marked before."""
         if program in self._discarded:
             raise FileNotFoundError(f"{program} was compiled anew, and cannot be read either")
         self._discarded.add(program)

@@ -335,7 +335,7 @@ class Compiler:
         return _shape((bucket.num_tokens, self.plan.model_config.hidden_size), self.plan.dtype)
 
     def _logits_shape(self, rows: int) -> Any:
-        """Return the shape of logits, whose columns are sharded over the devices."""
+        # The columns are sharded over the devices.
         shape = _shape((rows, padded_vocab(self.plan.model_config)), accumulator(self.plan.dtype))
         return shape if self._mesh is None else placed_shapes(self._mesh, shape, SECOND)
 

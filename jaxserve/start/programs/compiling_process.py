@@ -175,7 +175,6 @@ class CompilingProcess:
 
 
 def _is_readable(pipe: IO[bytes]) -> bool:
-    """Wait a moment, and return whether the pipe has data or is at its end."""
     with suppress(OSError, ValueError):  # another thread has closed it
         return bool(select.select([pipe], [], [], _INTERVAL_S)[0])
     return True
@@ -232,7 +231,8 @@ def _forget() -> None:
 
 
 def _yield_to_others() -> None:
-    """Set the lowest priority, be killed first if memory runs out, and end with the parent."""
+    # The process has the lowest priority, is killed first if memory runs out, and ends with its
+    # parent.
     with suppress(OSError, AttributeError):
         os.nice(19)
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))

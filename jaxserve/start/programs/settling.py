@@ -63,10 +63,8 @@ def estimated(plan: StartPlan, store: ProgramStore) -> StartPlan:
 
 
 def _as_noted(plan: StartPlan, store: ProgramStore) -> StartPlan:
-    """Take the pages that programs were compiled for without the card, if they fit.
-
-    A cache that is a tenth smaller costs less than minutes of compiling. A smaller one costs more.
-    """
+    # Programs compiled without the card fix the number of pages. A cache that is a tenth smaller
+    # costs less than minutes of compiling. A smaller one costs more.
     notes = store.notes(CACHE_NOTES)
     pages = plan.num_pages if notes is None else int(notes["pages"])
     is_enough = _ENOUGH * plan.num_pages <= pages <= plan.num_pages

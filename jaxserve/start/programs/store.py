@@ -282,7 +282,6 @@ class ProgramStore:
 
 
 def _kernels(program: str) -> dict[str, bytes]:
-    """Return the machine code of each CPU kernel that a program's text calls, by its name."""
     return {name: kernel_code(name) for name in sorted(set(_KERNEL.findall(program)))}
 
 

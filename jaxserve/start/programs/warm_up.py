@@ -309,7 +309,6 @@ class WarmUp:
                 on_progress("programs", done, total)
 
     def _run_new(self, buckets: list[Bucket]) -> None:
-        """Make a missing cache, and run compiled programs once on padding that have not run yet."""
         if self._state is None:
             assert self._make_state is not None
             return_memory()  # the cache needs the memory that compiling and loading have freed

@@ -48,7 +48,8 @@ def find_source(
         config_only: whether to fetch the configuration alone.
 
     Raises:
-        CheckpointError, UnsupportedModel: nothing there, or nothing that can be served.
+        CheckpointError: the model does not exist or cannot be read.
+        UnsupportedModel: the model cannot be served.
     """
     source = _find(config, on_progress, config_only)
     if config.load_format != "dummy":
@@ -90,10 +91,10 @@ def _find(config: EngineConfig, on_progress: OnProgress | None, config_only: boo
 
 
 def _divided(model_config: ModelConfig, config: EngineConfig) -> ModelConfig:
-    """Return the configuration of a model over as many devices as the settings name.
+    """Return the configuration with the split over devices that the settings name.
 
     Raises:
-        UnsupportedModel: its sizes do not divide.
+        UnsupportedModel: sizes of the model do not divide by the number of devices.
         CheckpointError: see `placement_of`.
     """
     split = Split(
@@ -109,10 +110,10 @@ def _divided(model_config: ModelConfig, config: EngineConfig) -> ModelConfig:
 
 
 def _ties(path: Path, fields: dict[str, Any], config: ModelConfig) -> bool:
-    """Return whether the model projects by its embedding.
+    """Return whether the output projection of a model is its embedding.
 
-    As in Transformers, an output projection among the tensors that differs from the embedding is
-    used whatever config.json says. A wrapper and its text model often disagree, or leave it to
+    As in Transformers, a stored output projection that differs from the embedding is used, whatever
+    config.json says. A wrapper's config.json and its text model's often disagree, or rely on the
     defaults of their classes.
     """
     unsaid = config.wrapper and fields.get("tie_word_embeddings") is None
@@ -133,7 +134,18 @@ def _ties(path: Path, fields: dict[str, Any], config: ModelConfig) -> bool:
 def _generation_config(
     config: EngineConfig, folder: Path, own: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Return the settings of generation; the ends among the model's own count in any case."""
+    """Return the fields of generation_config.json that the setting of this name selects.
+
+    The model's end-of-sequence ids are always included.
+
+    Args:
+        config: the settings.
+        folder: folder of the model.
+        own: fields of a GGUF file, or None to read them from `folder`.
+
+    Raises:
+        CheckpointError: the setting names a folder without the file.
+    """
     found = read_generation_config(folder) if own is None else own
     if config.generation_config == "auto":
         return found

@@ -53,7 +53,7 @@ class GgufModel:
 
 
 def gguf_models(sizes: Mapping[str, int]) -> list[GgufModel]:
-    """Return the complete GGUF models of a repository, those with the shortest names first.
+    """Return the complete GGUF models of a repository, the shortest names first.
 
     Args:
         sizes: bytes of each file, by its path.

@@ -32,13 +32,13 @@ def local_path(
     text_only: bool = False,
     config_only: bool = False,
 ) -> Path:
-    """Return the folder, or the GGUF file, that a name stands for.
+    """Return the folder or the GGUF file of a model name, after a download from the hub if needed.
 
-    A folder without safetensors and with the files of one GGUF model stands for that model.
+    For a folder without safetensors it is the folder's only GGUF model, if there is one.
 
     Raises:
-        CheckpointError: there is none, it holds text files that lie elsewhere, or several GGUF
-            models.
+        CheckpointError: the model does not exist, a text file of the folder is unusable, or the
+            folder has several GGUF models.
     """
     kind = kind_of_model(name)
     if kind == "folder":
@@ -57,12 +57,12 @@ def local_path(
 
 
 def copy_text(folder: Path, to: Path) -> None:
-    """Copy the files of a tokenizer and its chat template that a folder has."""
+    """Copy the tokenizer files and the chat template of `folder` to the folder `to`."""
     for name in _TEXT:
         if (folder / name).is_file():
             shutil.copyfile(folder / name, to / name)
 
 
 def imported(name: str) -> Any:
-    """Import a module that brings large libraries, only once it is needed."""
+    """Import and return a module, at first use because it imports large libraries."""
     return importlib.import_module(name)
