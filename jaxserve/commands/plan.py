@@ -24,8 +24,16 @@ from jaxserve.settings.config import EngineConfig
 
 GIB = 2**30
 LINES = (
-    *("needed at least", "it may take", "weights", "temporaries", "KV cache", "tokens of it"),
-    *("longest sequence", "such sequences", "rows of a step", "a step, at least"),
+    "needed at least",
+    "it may take",
+    "weights",
+    "temporaries",
+    "KV cache",
+    "tokens of it",
+    "longest sequence",
+    "such sequences",
+    "rows of a step",
+    "a step, at least",
 )
 # Rows of the decode steps that are predicted, and the tokens of each.
 ROWS, CONTEXT = (1, 32, 256), 1024
@@ -66,30 +74,35 @@ def plan(arguments: argparse.Namespace) -> int:
     planning = importlib.import_module("jaxserve.start.plan.make_plan")  # imports JAX
     try:
         config = EngineConfig(model=arguments.model, **given(arguments, ENGINE_FIELDS))
-        found = planning.plan_model(config, arguments.device)
+        model_plan = planning.plan_model(config, arguments.device)
     except (ValueError, OSError) as error:
         raise CommandError(str(error)) from error
     if arguments.json:
-        print(json.dumps(_record(found)))
+        print(json.dumps(_record(model_plan)))
     else:
-        _show(found)
-    return 0 if found.refusal is None else 1
+        _show(model_plan)
+    return 0 if model_plan.refusal is None else 1
 
 
-def _form(found: Any, plan: Any) -> str:
-    return plan.form or found.stored or plan.dtype.name
+def _form(model_plan: Any, plan: Any) -> str:
+    return plan.form or model_plan.stored or plan.dtype.name
 
 
-def _record(found: Any) -> dict[str, Any]:
-    device = found.device
+def _record(model_plan: Any) -> dict[str, Any]:
+    device = model_plan.device
     plans = [
         _numbers(plan)
-        | {"form": _form(found, plan)}
+        | {"form": _form(model_plan, plan)}
         | {"predicted": {name: _parts(time) for name, time in _predictions(plan, times).items()}}
-        for plan, times in zip(found.plans, found.times, strict=True)
+        for plan, times in zip(model_plan.plans, model_plan.times, strict=True)
     ]
     named = {"name": device.limits.kind, "total": device.total, "free": device.free}
-    return {"device": named, "devices": found.devices, "plans": plans, "refusal": found.refusal}
+    return {
+        "device": named,
+        "devices": model_plan.devices,
+        "plans": plans,
+        "refusal": model_plan.refusal,
+    }
 
 
 def _numbers(plan: Any) -> dict[str, Any]:
@@ -128,33 +141,37 @@ def _predictions(plan: Any, times: Any) -> dict[str, Any]:
     # Decode steps whose sequences the cache holds, and the largest prefill.
     if not (plan.starts and times.is_known):
         return {}
-    made = {
+    steps = {
         f"decode, {rows} of {CONTEXT:,}": times.decode(rows, CONTEXT)
         for rows in ROWS
         if rows * CONTEXT <= plan.cache_tokens and rows <= plan.sizes.seqs
     }
     tokens = min(plan.sizes.tokens, plan.longest)
-    return made | {f"prefill of {tokens:,}": times.prefill(tokens)}
+    return steps | {f"prefill of {tokens:,}": times.prefill(tokens)}
 
 
-def _show(found: Any) -> None:
+def _show(model_plan: Any) -> None:
     """Print the plans as a table with one column for each form of the weights."""
     console = Console(highlight=False)
-    each = f"each of {found.devices} devices: " if found.devices > 1 else ""
-    console.print(escape(f"{each}{found.device}"), soft_wrap=True)
+    each = f"each of {model_plan.devices} devices: " if model_plan.devices > 1 else ""
+    console.print(escape(f"{each}{model_plan.device}"), soft_wrap=True)
     table = Table("form")
-    for plan in found.plans:
-        table.add_column(_form(found, plan), justify="right")
-    columns = [_cells(plan) for plan in found.plans]
+    for plan in model_plan.plans:
+        table.add_column(_form(model_plan, plan), justify="right")
+    columns = [_cells(plan) for plan in model_plan.plans]
     for name, *cells in zip(LINES, *columns, strict=True):
         table.add_row(name, *cells)
-    made = [_predictions(*pair) for pair in zip(found.plans, found.times, strict=True)]
-    for name in dict.fromkeys(name for times in made for name in times):
-        cells = [f"{times[name].seconds * 1e3:.2f} ms" if name in times else "" for times in made]
+    predictions = [
+        _predictions(*pair) for pair in zip(model_plan.plans, model_plan.times, strict=True)
+    ]
+    for name in dict.fromkeys(name for times in predictions for name in times):
+        cells = [
+            f"{times[name].seconds * 1e3:.2f} ms" if name in times else "" for times in predictions
+        ]
         table.add_row(f"{name}, predicted", *cells)
     console.print(table)
-    if found.refusal is not None:
-        console.print(escape(found.refusal), soft_wrap=True)
+    if model_plan.refusal is not None:
+        console.print(escape(model_plan.refusal), soft_wrap=True)
 
 
 def _cells(plan: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""Batch: the requests of one call of `LLM.generate`, and their outputs."""
+"""RequestBatch: the requests of one call of `LLM.generate`, and their outputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jaxserve.request import Request
 _log = logging.getLogger(__name__)
 
 
-class Batch:
+class RequestBatch:
     """Requests that are served together. The constructor starts them.
 
     Args:

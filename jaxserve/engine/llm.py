@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from jaxserve.engine.arguments import EngineArgs
-from jaxserve.engine.batch import Batch
+from jaxserve.engine.batch import RequestBatch
 from jaxserve.engine.beam_search import BeamSearch, run_searches, step_settings
 from jaxserve.engine.metric_values import Metric, metric_values
 from jaxserve.engine.metrics import EngineStats
@@ -60,7 +60,7 @@ class LLM:
         self._thread = EngineThread(parts, report_start(model))
         self._requests = self._thread.engine.requests
         self._lock = threading.Lock()
-        self._queued: list[Batch] = []
+        self._queued: list[RequestBatch] = []
         weakref.finalize(self, self._thread.close).atexit = False
 
     @classmethod
@@ -213,7 +213,7 @@ class LLM:
     def _run(
         self, requests: list[Request], texts: list[str | None], use_tqdm: bool
     ) -> list[RequestOutput]:
-        return Batch(self._thread, requests, texts).wait(use_tqdm)
+        return RequestBatch(self._thread, requests, texts).wait(use_tqdm)
 
     def enqueue(
         self,
@@ -232,7 +232,7 @@ class LLM:
         """
         options.pop("use_tqdm", None)
         requests, texts = self._requests_of(prompts, sampling_params, **options)
-        batch = Batch(self._thread, requests, texts)
+        batch = RequestBatch(self._thread, requests, texts)
         with self._lock:
             self._queued.append(batch)
         return batch.request_ids

@@ -18,7 +18,7 @@ from jaxserve.models.expert_places import place_tables
 from jaxserve.models.experts import SparseMLP
 from jaxserve.models.family import LLAMA_TRAITS, FamilyTraits
 from jaxserve.models.latent import LatentAttention
-from jaxserve.models.layers import Delta, Embedding, GatedMLP, Norm, add, norm_options
+from jaxserve.models.layers import Embedding, GatedMLP, Norm, ResidualUpdate, add, norm_options
 from jaxserve.models.linear import MOST_ROWS_IN_PARTS, accumulator
 from jaxserve.models.paged import KVPages, PagedStep
 from jaxserve.models.rope import rope_cos_sin
@@ -73,11 +73,11 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "T D"],
-        delta: Delta | None,
+        delta: ResidualUpdate | None,
         cos_sin: CosSin | None,
         step: PagedStep,
         kv: KVPages,
-    ) -> tuple[Float[Array, "T D"], Delta, KVPages, UInt32[Array, "*places"] | None]:
+    ) -> tuple[Float[Array, "T D"], ResidualUpdate, KVPages, UInt32[Array, "*places"] | None]:
         """Compute attention and MLP.
 
         Args:
@@ -117,11 +117,13 @@ class DecoderLayer(nnx.Module):
         is_apart = self.parallel or self.is_centered
         return "xla" if is_apart else add_norm_kernel(x, step.others)
 
-    def _delta(self, y: Float[Array, "*parts T D"], norm: Norm | None, is_deferred: bool) -> Delta:
+    def _delta(
+        self, y: Float[Array, "*parts T D"], norm: Norm | None, is_deferred: bool
+    ) -> ResidualUpdate:
         if is_deferred:
             axis = self.split.axis if y.ndim == 3 and self.split.leaves_sums else None
-            return Delta(y, None if norm is None else norm.scale[...], self.residual, axis)
-        return Delta(scaled(y if norm is None else norm(y), self.residual))
+            return ResidualUpdate(y, None if norm is None else norm.scale[...], self.residual, axis)
+        return ResidualUpdate(scaled(y if norm is None else norm(y), self.residual))
 
 
 @partial(jax.jit, static_argnums=0)
@@ -129,11 +131,11 @@ def run_layer(
     graphdef: nnx.GraphDef[DecoderLayer],
     parameters: nnx.State,
     x: Float[Array, "T D"],
-    delta: Delta | None,
+    delta: ResidualUpdate | None,
     cos_sin: CosSin | None,
     step: PagedStep,
     kv: KVPages,
-) -> tuple[Float[Array, "T D"], Delta, KVPages, UInt32[Array, "*places"] | None]:
+) -> tuple[Float[Array, "T D"], ResidualUpdate, KVPages, UInt32[Array, "*places"] | None]:
     """Call a transformer layer given as the graph and state that `nnx.split` returned.
 
     Within a larger program, layers with the same structure are traced and lowered once, and the

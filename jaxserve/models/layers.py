@@ -127,7 +127,7 @@ class Norm(nnx.Module):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Delta:
+class ResidualUpdate:
     """Result of attention or MLP for the residual stream, and the steps that it still needs.
 
     Attributes:
@@ -145,7 +145,7 @@ class Delta:
 
 def add(
     x: Float[Array, "T D"],
-    delta: Delta | None,
+    delta: ResidualUpdate | None,
     norm: Norm | None,
     options: NormOptions,
     implementation: str,

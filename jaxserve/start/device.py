@@ -153,10 +153,10 @@ def started_device(root: Path = ROOT, count: int = 1) -> DeviceMemory:
     if stats is None or "bytes_limit" not in stats:  # an allocator of the user's choice
         free = min((card.free for card in listed), default=0)
         return DeviceMemory(limits, total, free, _bandwidth(limits.kind))
-    every = [stats, *(found for other in others if (found := other.memory_stats()))]
-    limit = min(found["bytes_limit"] for found in every)
-    in_use = max(found["bytes_in_use"] for found in every)
-    return DeviceMemory(*(limits, total or limit, limit, _bandwidth(limits.kind), True, in_use))
+    every = [stats, *(statistics for other in others if (statistics := other.memory_stats()))]
+    limit = min(statistics["bytes_limit"] for statistics in every)
+    in_use = max(statistics["bytes_in_use"] for statistics in every)
+    return DeviceMemory(limits, total or limit, limit, _bandwidth(limits.kind), True, in_use)
 
 
 def open_device(memory: DeviceMemory, budget: int) -> None:

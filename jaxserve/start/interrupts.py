@@ -16,12 +16,12 @@ _IMPORT_FILES = ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_
 
 def importing_frame(frame: FrameType | None) -> FrameType | None:
     """Return the outermost caller of `frame` that executes an import, or None."""
-    found = None
+    outermost = None
     while frame is not None:
         if frame.f_code.co_filename in _IMPORT_FILES:
-            found = frame.f_back
+            outermost = frame.f_back
         frame = frame.f_back
-    return found
+    return outermost
 
 
 def on_signal(number: int, act: Callable[[], None]) -> None:

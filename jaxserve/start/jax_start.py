@@ -99,7 +99,9 @@ def find_parts(root: Path) -> CudaParts:
         has_driver=reaches_cards or text is not None,
         reaches_cards=reaches_cards,
         driver=int(version[1]) if version else None,
-        plugins={build: found for build in OLDEST_DRIVERS if (found := _version(_plugin(build)))},
+        plugins={
+            build: installed for build in OLDEST_DRIVERS if (installed := _version(_plugin(build)))
+        },
         jaxlib=_version("jaxlib") or "",
     )
 
@@ -160,18 +162,18 @@ def problems(parts: CudaParts) -> str:
     driver = parts.driver
     if driver is not None and driver < OLDEST_DRIVERS["cuda12"]:
         return _old_driver(driver, "cuda12")
-    found = _misfits(parts)
+    reasons = _misfits(parts)
     if not parts.plugins and parts.has_driver:
-        found.append("no CUDA plugin of JAX is installed")
+        reasons.append("no CUDA plugin of JAX is installed")
     for build in parts.plugins:
         if driver is not None and driver < OLDEST_DRIVERS[build]:
-            found.append(_old_driver(driver, build))
-    if len(parts.plugins) > 1 and not found:
+            reasons.append(_old_driver(driver, build))
+    if len(parts.plugins) > 1 and not reasons:
         names = " and ".join(map(_plugin, parts.plugins))
-        found.append(f"{names} keep each other from starting")
+        reasons.append(f"{names} keep each other from starting")
     if parts.has_driver and not parts.reaches_cards:
-        found.append("no card can be reached (a container starts with --gpus all)")
-    return "; ".join(found)
+        reasons.append("no card can be reached (a container starts with --gpus all)")
+    return "; ".join(reasons)
 
 
 def remedy(parts: CudaParts) -> str:

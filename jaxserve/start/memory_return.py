@@ -38,7 +38,7 @@ def _unchanged_mappings() -> list[tuple[int, int]]:
 
     The pages of these mappings are identical to the library's file.
     """
-    found: list[tuple[int, int]] = []
+    mappings: list[tuple[int, int]] = []
     offsets: dict[str, set[int]] = {}
     with suppress(OSError):
         for line in _MAPS.read_text().splitlines():
@@ -49,8 +49,8 @@ def _unchanged_mappings() -> list[tuple[int, int]]:
             if path[0] not in offsets:
                 offsets[path[0]] = _unchanged_offsets(path[0])
             if int(offset, 16) in offsets[path[0]]:
-                found.append((first, end - first))
-    return found
+                mappings.append((first, end - first))
+    return mappings
 
 
 def _unchanged_offsets(path: str) -> set[int]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from hashlib import blake2b
 from pathlib import Path
 
 from jaxserve.errors import InvalidRequest
@@ -11,11 +12,11 @@ from jaxserve.execution.hosts.group import Group
 from jaxserve.execution.hosts.join import open_group
 from jaxserve.execution.mesh import make_mesh
 from jaxserve.execution.runner import OnProgress
+from jaxserve.models import ModelConfig
 from jaxserve.settings.config import EngineConfig, user_cache_dir
 from jaxserve.settings.hosts import check_secret
 from jaxserve.settings.secret_files import read_secret
 from jaxserve.start.device import DeviceMemory, open_device, started_device, this_device
-from jaxserve.start.host_settings import settled
 from jaxserve.start.loaded import Loaded, capacity, eos_token_ids
 from jaxserve.start.memory_return import return_memory
 from jaxserve.start.plan.limits import Limits
@@ -23,6 +24,7 @@ from jaxserve.start.plan.make_plan import on_opened_device, plan_start
 from jaxserve.start.plan.start_plan import StartPlan
 from jaxserve.start.plan.sum_options import sum_options
 from jaxserve.start.programs.autotuning import prepare_cache
+from jaxserve.start.programs.fingerprint import fingerprint
 from jaxserve.start.programs.warm_up import WarmUp
 from jaxserve.start.report import StartReport, Timeline
 from jaxserve.start.sources.find import find_source
@@ -34,6 +36,25 @@ from pallas_kernels.devices import target_device
 from pallas_kernels.implementation import device_limit
 
 _log = logging.getLogger(__name__)
+# Settings in which the hosts of an engine may differ, and settings of which the least is used.
+_OF_A_HOST = (
+    "model",
+    "tokenizer",
+    "revision",
+    "download_dir",
+    "generation_config",
+    "node_rank",
+    "skip_tokenizer_init",
+    "compilation_cache_dir",
+    "wait_for_all_programs",
+    "profile_start",
+    "chat_template_content_format",
+    "master_addr",
+    "nodes_secret",
+    "prefix_caching_secret",
+    "kv_events_config",
+)
+_LEAST = ("max_model_len", "num_gpu_blocks_override")
 
 
 @dataclass(frozen=True)
@@ -126,7 +147,7 @@ def begin(config: EngineConfig, on_progress: OnProgress | None, root: Path) -> B
         plan = _plan_and_open(config, source, root)
     directory = programs_folder(config)
     if group is not None:
-        plan = settled(group, plan, source.model_config)
+        plan = _shared_settings(group, plan, source.model_config)
     with timeline.span("read the tokenizer"):
         tokenizer = None if config.skip_tokenizer_init else source.tokenizer(config, on_progress)
     source = source.without_vocabulary()
@@ -135,6 +156,31 @@ def begin(config: EngineConfig, on_progress: OnProgress | None, root: Path) -> B
         warm_up, placed = start.run(on_progress)
         return_memory()  # programs and the cache need the memory that reading has freed
     return Begun(source, tokenizer, warm_up, placed, group)
+
+
+def _shared_settings(group: Group, plan: StartPlan, declared: ModelConfig) -> StartPlan:
+    """Return the plan with the least of the hosts' sizes, after comparing their settings.
+
+    Args:
+        group: connections to the other hosts.
+        plan: plan of this host's start.
+        declared: the model's configuration as its files declare it.
+
+    Raises:
+        InvalidRequest: hosts differ in a setting that must be equal.
+    """
+    config = plan.config
+    settings = {
+        field.name: repr(getattr(config, field.name))
+        for field in fields(config)
+        if field.name not in (*_OF_A_HOST, *_LEAST)
+    }
+    where = fingerprint()
+    settings |= {"dtype": str(plan.dtype), "jax": where["jax"], "jaxserve": where["source"]}
+    settings["config.json"] = blake2b(repr(declared).encode(), digest_size=8).hexdigest()
+    least = group.settle(settings, {name: getattr(config, name) for name in _LEAST})
+    length = least.pop("max_model_len")
+    return replace(plan, config=replace(config, **least)).with_length(length)
 
 
 @dataclass(frozen=True)

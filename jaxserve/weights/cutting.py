@@ -172,13 +172,14 @@ def split_pieces(
         For each matrix: the matrix, int64 numbers of its outputs in the order of the piece, and
         start and size along each output dimension of the piece.
     """
-    own = np.full(part.shape[contract:], -1, np.int64).reshape(-1)
+    piece_numbers = np.full(part.shape[contract:], -1, np.int64).reshape(-1)
     outputs = part.outputs(contract)
-    own[outputs] = np.arange(len(outputs))
-    own = own.reshape(part.shape[contract:])
+    piece_numbers[outputs] = np.arange(len(outputs))
+    piece_numbers = piece_numbers.reshape(part.shape[contract:])
     for matrix, place in zip(weight.weights, weight.places, strict=True):
         window = tuple(slice(start, start + size) for start, size in place)
-        numbers = own[window].reshape(-1)  # of each output of the matrix, its number in the piece
+        # For each output of the matrix its number in the piece, or -1.
+        numbers = piece_numbers[window].reshape(-1)
         present = np.flatnonzero(numbers >= 0)
         if len(present):
             piece_place = _place(numbers[present], part.own_shape[contract:])

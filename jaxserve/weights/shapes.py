@@ -135,7 +135,7 @@ def shapes_of_model(
 
 def _scales(model: Decoder, stored: StoredTensors) -> dict[str, Any]:
     """Return the shape of the cache's scales by path, of the layers that have some."""
-    layers = {found[0] for name in stored.split.kv_scales if (found := kv_scale_of(name))}
+    layers = {match[0] for name in stored.split.kv_scales if (match := kv_scale_of(name))}
     heads = model.config.num_key_value_heads
     return {
         path: jax.ShapeDtypeStruct((2, heads), np.float32)
@@ -152,23 +152,23 @@ def _as_read(
     stored: StoredTensors | Literal["random"] | None,
 ) -> dict[str, Any]:
     """Return each parameter as it is before it is laid out: quantized with shapes, or a shape."""
-    found: dict[str, Any] = {}
+    quantized: dict[str, Any] = {}
     if isinstance(stored, StoredTensors):
-        found = _packed(stored, parameters)
+        quantized = _packed(stored, parameters)
         if form is None and layout.keeps_blocks:
-            found |= _stored_blocks(stored, parameters, layout.panels)
+            quantized |= _stored_blocks(stored, parameters, layout.panels)
     elif form is None and stored is None:
-        found = _declared(config, parameters, layout)
+        quantized = _declared(config, parameters, layout)
     quantize = partial(_quantized, config, form, layout)
     return {
-        path: found[path] if path in found else quantize(path, parameter)
+        path: quantized[path] if path in quantized else quantize(path, parameter)
         for path, parameter in parameters.items()
     }
 
 
 def _packed(stored: StoredTensors, parameters: Mapping[str, _Parameter]) -> dict[str, Any]:
     """Return the parameters of a checkpoint's quantized tensors, by path."""
-    split, found = stored.split, dict[str, Any]()
+    split, quantized = stored.split, dict[str, Any]()
     table = sorted(split.packed_table, key=lambda part: part.path)
     for path, group in groupby(table, key=lambda part: part.path):
         parts = list(group)
@@ -181,8 +181,8 @@ def _packed(stored: StoredTensors, parameters: Mapping[str, _Parameter]) -> dict
             value = _full(parameters[path])
         elif split.packed[parts[0].name].stored.rounds_rows:
             value = TokenRounded(value)
-        found[path] = value
-    return found
+        quantized[path] = value
+    return quantized
 
 
 def _fused(
@@ -202,7 +202,9 @@ def _fused(
             return _matrix(whole, inputs, outputs)
         places = [place_of(part, outputs) for part in parts]
         sizes = [prod(size for _, size in place) for place in places]
-        weights = [_matrix(own, inputs, (size,)) for own, size in zip(layouts, sizes, strict=True)]
+        weights = [
+            _matrix(codes, inputs, (size,)) for codes, size in zip(layouts, sizes, strict=True)
+        ]
         return SplitWeight(tuple(weights), tuple(places), outputs)
     if not holds_experts(parameter) or not is_one or first.order is not None:
         return None
@@ -215,18 +217,18 @@ def _stored_blocks(
     stored: StoredTensors, parameters: Mapping[str, _Parameter], on_cpu: bool
 ) -> dict[str, Any]:
     """Return the parameters that stay in a file's blocks, or become codes on a GPU, by path."""
-    found: dict[str, Any] = {}
+    quantized: dict[str, Any] = {}
     for path, parts in block_parts(stored.table, stored.entries, parameters, on_cpu).items():
         parameter = parameters[path]
         forms = [form_of(stored.entries[part.name]) for part in parts]
         if on_cpu:
-            found[path] = _panels_of_blocks(parts, forms, parameter)
+            quantized[path] = _panels_of_blocks(parts, forms, parameter)
         elif holds_experts(parameter):
-            found[path] = _experts(codes_layout(forms[0]), parameter.shape)
+            quantized[path] = _experts(codes_layout(forms[0]), parameter.shape)
         else:
             layouts = [codes_layout(form) for form in forms]
-            found[path] = _fused(parts, layouts, parameter, stored.dims)
-    return found
+            quantized[path] = _fused(parts, layouts, parameter, stored.dims)
+    return quantized
 
 
 def _panels_of_blocks(
@@ -251,13 +253,13 @@ def _declared(
     config: ModelConfig, parameters: Mapping[str, _Parameter], layout: DeviceLayout
 ) -> dict[str, Any]:
     """Return the parameters that are quantized according to config.json, by path."""
-    stored, experts, found = config.quantization, config.experts, dict[str, Any]()
+    stored, experts, quantized = config.quantization, config.experts, dict[str, Any]()
     for path, parameter in parameters.items():
         shape, is_experts = parameter.shape, holds_experts(parameter)
         if is_experts and experts is not None and experts.packed and layout.panels:
             if layout.keeps_blocks and np.dtype(parameter.dtype).itemsize <= 4:
                 dtype = np.dtype(parameter.dtype).name
-                found[path] = _block_panels(MXFP4, shape[1], shape[2:], dtype, (shape[0],))
+                quantized[path] = _block_panels(MXFP4, shape[1], shape[2:], dtype, (shape[0],))
             continue
         if stored is None or stored.form == "full":
             continue
@@ -268,12 +270,12 @@ def _declared(
         group = min(stored.group or (stored.block or (0, inputs))[1], inputs)
         is_int4 = stored.form == "int4"
         scales, zeros = (np.float16, np.dtype(np.uint8)) if is_int4 else (np.float32, None)
-        own = CodesLayout(stored.form, group, np.dtype(scales), zeros)
+        codes = CodesLayout(stored.form, group, np.dtype(scales), zeros)
         if contract is None:
-            found[path] = _experts(own, shape)
+            quantized[path] = _experts(codes, shape)
         else:
-            found[path] = _matrix(own, inputs, shape[contract:])
-    return found
+            quantized[path] = _matrix(codes, inputs, shape[contract:])
+    return quantized
 
 
 def _quantized(
@@ -293,10 +295,10 @@ def _quantized(
         return _full(parameter)
     inputs = shape[1] if contract is None else prod(shape[:contract])
     if form == "int4":
-        own = codes_layout("Q4_1" if is_experts else grouped_form(inputs))
+        codes = codes_layout("Q4_1" if is_experts else grouped_form(inputs))
     else:
-        own = CodesLayout(form, inputs, np.dtype(np.float32))
-    return _experts(own, shape) if contract is None else _matrix(own, inputs, shape[contract:])
+        codes = CodesLayout(form, inputs, np.dtype(np.float32))
+    return _experts(codes, shape) if contract is None else _matrix(codes, inputs, shape[contract:])
 
 
 def _sizes(shape: tuple[int, ...], contract: int) -> tuple[int, tuple[int, ...]]:
@@ -391,10 +393,10 @@ class _Place:
 def _in_panels(axes: Any, value: Any) -> PanelWeight | None:
     """Return the shape of an unquantized matrix in panels, or None if it has no panels."""
     shape, dtype = value.shape, np.dtype(value.dtype)
-    found = panel_axes(axes, dtype)
-    if found is None:
+    axes_of_panel = panel_axes(axes, dtype)
+    if axes_of_panel is None:
         return None
-    inputs, outputs = (tuple(shape[axis] for axis in group) for group in found)
+    inputs, outputs = (tuple(shape[axis] for axis in group) for group in axes_of_panel)
     leading = shape[: len(shape) - len(inputs) - len(outputs)]
     matrix, kind = panel_shape(prod(inputs), prod(outputs), dtype)
     return PanelWeight(_shape(kind, *leading, *matrix), dtype.name, outputs, prod(inputs))
@@ -435,28 +437,32 @@ def _cut(value: Any, axes: Any, part: Part, path: str) -> Any:
     if isinstance(value, TokenRounded):
         axis = AXIS if cuts_inputs(axes, part) else None
         return replace(value, weight=_cut(value.weight, axes, part, path), axis=axis)
-    own = part.own_shape
+    own_shape = part.own_shape
     if isinstance(value, QuantizedExperts):
-        return _cut_codes(value, own[1], own[2:], own[:1])
+        return _cut_codes(value, own_shape[1], own_shape[2:], own_shape[:1])
     if isinstance(value, QuantizedWeight):
         contract = PROJECTIONS[axes]
-        return _cut_codes(value, prod(own[:contract]), own[contract:], ())
+        return _cut_codes(value, prod(own_shape[:contract]), own_shape[contract:], ())
     if isinstance(value, BlockPanels):
         if value.panels.ndim > 3:
-            return _block_panels(value.form, own[1], own[2:], value.dtype, own[:1])
+            return _block_panels(
+                value.form, own_shape[1], own_shape[2:], value.dtype, own_shape[:1]
+            )
         contract = PROJECTIONS.get(axes, 0 if axes == ("vocab", "embed") else 1)
-        return _block_panels(value.form, *_sizes(own, contract), value.dtype)
+        return _block_panels(value.form, *_sizes(own_shape, contract), value.dtype)
     if isinstance(value, SplitWeight):
         contract = PROJECTIONS[axes]
-        inputs, pieces = prod(own[:contract]), list(split_pieces(value, contract, part))
+        inputs, pieces = prod(own_shape[:contract]), list(split_pieces(value, contract, part))
         weights = [
             _block_panels(matrix.form, inputs, (len(order),), matrix.dtype)
             if isinstance(matrix, BlockPanels)
             else _cut_codes(matrix, inputs, (len(order),), ())
             for matrix, order, _ in pieces
         ]
-        return SplitWeight(tuple(weights), tuple(place for *_, place in pieces), own[contract:])
-    return jax.ShapeDtypeStruct(own, value.dtype)
+        return SplitWeight(
+            tuple(weights), tuple(place for *_, place in pieces), own_shape[contract:]
+        )
+    return jax.ShapeDtypeStruct(own_shape, value.dtype)
 
 
 def _cut_codes(value: Any, inputs: int, outputs: tuple[int, ...], leading: tuple[int, ...]) -> Any:

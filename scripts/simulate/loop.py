@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxserve.engine.launch_length import LaunchLength
+from jaxserve.engine.engine import LaunchLength
 from jaxserve.execution.buckets import BucketSet
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.plan import LaunchPlan

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from jaxserve import LLM, EngineClosed, InvalidRequest, SamplingParams
-from jaxserve.engine.batch import Batch
+from jaxserve.engine.batch import RequestBatch
 from jaxserve.start.loaded import Loaded
 from tests.support.shared_engine import GREEDY, Canary
 
@@ -379,15 +379,15 @@ def test_generate_from_two_threads(canary: Canary) -> None:
 
 
 def test_interrupt_gives_everything_back(canary: Canary, monkeypatch: pytest.MonkeyPatch) -> None:
-    original, calls = Batch._next, iter([None, None, KeyboardInterrupt()])
+    original, calls = RequestBatch._next, iter([None, None, KeyboardInterrupt()])
 
-    def interrupted(batch: Batch) -> Any:
+    def interrupted(batch: RequestBatch) -> Any:
         if (error := next(calls)) is not None:
             raise error
         return original(batch)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Batch, "_next", interrupted)
+        patch.setattr(RequestBatch, "_next", interrupted)
         with pytest.raises(KeyboardInterrupt):
             canary.llm.generate(["long"] * 9, SamplingParams(max_tokens=200), use_tqdm=False)
     canary.check()

@@ -197,13 +197,13 @@ def choose_sizes(
     share of `busy_seconds`.
 
     Args:
-        buckets: the candidates. The largest of each kind is always kept, and so is the smallest
+        buckets: the candidates. The largest of each kind is always chosen, and so is the smallest
             decode step, which a single request runs.
         step_seconds: measured seconds of the buckets of `anchors`.
         compile_seconds: seconds to compile one program.
         busy_seconds: see the function of this name.
     """
-    kept: list[tuple[int, ...]] = []
+    chosen: list[tuple[int, ...]] = []
     dropped: list[tuple[int, ...]] = []
     for ladder in _ladders(buckets):
         sizes = np.array(list(ladder))
@@ -213,12 +213,17 @@ def choose_sizes(
         share = busy_seconds / 2 / len(seconds)
         mask = _worth_keeping(np.maximum.accumulate(seconds), compile_seconds, share)
         mask[0] |= next(iter(ladder.values())).decode_only
-        kept.append(tuple(sizes[mask].tolist()))
+        chosen.append(tuple(sizes[mask].tolist()))
         dropped.append(tuple(sizes[~mask].tolist()))
     times = {str(bucket): step_seconds[bucket] for bucket in sorted(step_seconds)}
+    decode_sizes, token_sizes = chosen
     return BucketPlan(
-        *(kept[0], kept[1], (dropped[0], dropped[1])),
-        *(compile_seconds, times, busy_seconds),
+        decode_sizes,
+        token_sizes,
+        (dropped[0], dropped[1]),
+        compile_seconds,
+        times,
+        busy_seconds,
     )
 
 
@@ -234,24 +239,24 @@ def _worth_keeping(
         compile_seconds: seconds to compile one program.
         share: busy seconds of each size.
     """
-    kept = np.ones(len(seconds), bool)
+    chosen = np.ones(len(seconds), bool)
 
     def loss(mask: Bool[np.ndarray, " n"]) -> float:
         padded = np.flatnonzero(mask)[np.cumsum(mask) - mask]
         return share * float((seconds[padded] / seconds - 1).sum())
 
-    while kept[:-1].any():
-        now = loss(kept)
+    while chosen[:-1].any():
+        now = loss(chosen)
         trials: list[tuple[float, int]] = []
-        for index in np.flatnonzero(kept[:-1]).tolist():
-            without = kept.copy()
+        for index in np.flatnonzero(chosen[:-1]).tolist():
+            without = chosen.copy()
             without[index] = False
             trials.append((loss(without) - now, index))
         least, index = min(trials)
         if least >= compile_seconds:
             break
-        kept[index] = False
-    return kept
+        chosen[index] = False
+    return chosen
 
 
 def padding_seconds(

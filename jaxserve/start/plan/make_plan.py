@@ -60,8 +60,8 @@ def plan_start(config: EngineConfig, source: Source, device: DeviceMemory) -> St
     _report_narrow(config, source, weights, plan)
     resolved = replace(plan.config, model=source.path)
     if resolved.quantization is None:
-        made: Any = source.fixed_quantization
-        resolved = replace(resolved, quantization=made)
+        converted: Any = source.fixed_quantization
+        resolved = replace(resolved, quantization=converted)
     _warn_beyond(resolved, source)
     return _with_context(replace(plan, config=resolved))
 
@@ -72,7 +72,8 @@ def _warn_beyond(config: EngineConfig, source: Source) -> None:
         _log.warning(
             "max_model_len (%s) is beyond the %s positions that the model was made for: answers "
             "that reach further are of no known quality",
-            *(f"{config.max_model_len:,}", f"{context:,}"),
+            f"{config.max_model_len:,}",
+            f"{context:,}",
         )
 
 
@@ -96,7 +97,10 @@ def _with_context(plan: StartPlan) -> StartPlan:
             level,
             "serves %s of the model's %s positions, which a KV cache of %.2f GiB holds%s; "
             "--max-model-len or --kv-cache-memory-bytes set another",
-            *(f"{plan.max_model_len:,}", f"{declared:,}", size, why),
+            f"{plan.max_model_len:,}",
+            f"{declared:,}",
+            size,
+            why,
         )
     elif is_short:
         _log.log(level, "the KV cache takes %.2f GiB%s (--kv-cache-memory-bytes)", size, why)
@@ -223,8 +227,11 @@ def plan_model(
         stored = "GGUF blocks"
     times = [
         StepTimes(
-            *(weights[form], form, plan.page_bytes / plan.block_size),
-            *(device.limits.kind, device.bandwidth),
+            weights[form],
+            form,
+            plan.page_bytes / plan.block_size,
+            device.limits.kind,
+            device.bandwidth,
         )
         for form, plan in zip(forms, plans, strict=True)
     ]

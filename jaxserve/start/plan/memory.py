@@ -215,8 +215,8 @@ def cpu_page_budget(config: EngineConfig, page_bytes: int) -> int:
     pages_a_sequence = -(-config.max_model_len // config.block_size)
     times = 2 if config.enable_prefix_caching else 1
     useful = times * config.max_num_seqs * (pages_a_sequence + 1) + 1
-    held = int(CPU_KV_BYTES * config.memory_share) // page_bytes
-    return max(min(held, useful), pages_a_sequence + 1)
+    affordable = int(CPU_KV_BYTES * config.memory_share) // page_bytes
+    return max(min(affordable, useful), pages_a_sequence + 1)
 
 
 def longest_sequence(config: EngineConfig, model_config: ModelConfig, num_pages: int) -> int:

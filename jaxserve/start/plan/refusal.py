@@ -50,9 +50,9 @@ def _host_refusal(
     forms = [] if fixed else list(_smaller_forms(config, weights, plan))
     offers = [_fitting_cache(config, plan) or _setting_to_change(config, weights, plan, device)]
     for option, form, other in forms:
-        found = plan_memory(config, other, form, device)
-        if found.starts:
-            offers.append(f"{option} fits, with {found.cache_tokens:,} tokens of KV cache")
+        smaller = plan_memory(config, other, form, device)
+        if smaller.starts:
+            offers.append(f"{option} fits, with {smaller.cache_tokens:,} tokens of KV cache")
             break
     if not any(offers):
         for option, form, other in forms:
@@ -138,8 +138,11 @@ def _card_refusal(
 
 # Settings that may need more memory than their defaults.
 _GIVEN = (
-    *("kv_cache_memory_bytes", "num_gpu_blocks_override", "max_num_batched_tokens"),
-    *("max_num_seqs", "gpu_memory_utilization"),
+    "kv_cache_memory_bytes",
+    "num_gpu_blocks_override",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "gpu_memory_utilization",
 )
 # Proposed tokens of context if the model's whole context does not fit.
 _SHORT_CONTEXT = 4096

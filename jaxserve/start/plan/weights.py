@@ -66,8 +66,8 @@ class Weights:
         """Return the shapes of the placed model in a form (see `shapes_of_model`)."""
         if form not in self._shapes:
             # The matrices of a converted folder are quantized already.
-            own = None if isinstance(self.stored, ConvertedModel) else form
-            model = shapes_of_model(self.config, self.dtype, own, self.layout, self.stored)
+            target_form = None if isinstance(self.stored, ConvertedModel) else form
+            model = shapes_of_model(self.config, self.dtype, target_form, self.layout, self.stored)
             self._shapes[form] = ModelShapes.of(model)
         return self._shapes[form]
 

@@ -62,14 +62,14 @@ def read_load(path: Path, model: ModelConfig) -> list[list[int]]:
         CheckpointError: the file has another format, or other numbers of layers or experts.
     """
     assert model.experts is not None
-    found: Any = read_object(path, _MOST_BYTES).get("rows")
+    rows_by_layer: Any = read_object(path, _MOST_BYTES).get("rows")
     sizes = [model.experts.count if has else 0 for has in model.experts.layers]
-    if not isinstance(found, list) or [_size(rows) for rows in found] != sizes:
+    if not isinstance(rows_by_layer, list) or [_size(rows) for rows in rows_by_layer] != sizes:
         raise CheckpointError(
             f"{path}: has no 'rows' of {len(sizes)} layers, {sum(map(bool, sizes))} of them of "
             f"{model.experts.count} experts, each a whole number from 0; record_path writes one"
         )
-    return found
+    return rows_by_layer
 
 
 def _size(rows: Any) -> int:

@@ -104,9 +104,9 @@ def _divided(model_config: ModelConfig, config: EngineConfig) -> ModelConfig:
         config.decode_context_parallel_size,
         config.all_reduce == "pallas",
     )
-    made = replace(model_config, split=split)
-    check_split(made)
-    return made
+    divided = replace(model_config, split=split)
+    check_split(divided)
+    return divided
 
 
 def _ties(path: Path, fields: dict[str, Any], config: ModelConfig) -> bool:
@@ -121,18 +121,18 @@ def _ties(path: Path, fields: dict[str, Any], config: ModelConfig) -> bool:
         return False
     checkpoint = open_checkpoint(path)
     prefix, output = naming(checkpoint) if config.wrapper else NAMINGS[-1]
-    own = has_own_output(checkpoint, output, f"{prefix}embed_tokens.weight")
-    if own and config.tie_word_embeddings:
+    has_projection = has_own_output(checkpoint, output, f"{prefix}embed_tokens.weight")
+    if has_projection and config.tie_word_embeddings:
         _log.warning(
             "%s: has an output projection that differs from the embedding, though config.json "
             "ties them; it is used",
             path,
         )
-    return not own
+    return not has_projection
 
 
 def _generation_config(
-    config: EngineConfig, folder: Path, own: dict[str, Any] | None
+    config: EngineConfig, folder: Path, of_file: dict[str, Any] | None
 ) -> dict[str, Any]:
     """Return the fields of generation_config.json that the setting of this name selects.
 
@@ -141,15 +141,15 @@ def _generation_config(
     Args:
         config: the settings.
         folder: folder of the model.
-        own: fields of a GGUF file, or None to read them from `folder`.
+        of_file: fields of a GGUF file, or None to read them from `folder`.
 
     Raises:
         CheckpointError: the setting names a folder without the file.
     """
-    found = read_generation_config(folder) if own is None else own
+    fields = read_generation_config(folder) if of_file is None else of_file
     if config.generation_config == "auto":
-        return found
-    ends = {"eos_token_id": found["eos_token_id"]} if "eos_token_id" in found else {}
+        return fields
+    ends = {"eos_token_id": fields["eos_token_id"]} if "eos_token_id" in fields else {}
     if config.generation_config == "vllm":
         return ends
     other = Path(config.generation_config)

@@ -49,7 +49,7 @@ TIMEOUT = 20.0  # seconds for an answer about a model
 
 
 @dataclass(frozen=True)
-class _Wanted:
+class _HubName:
     """A parsed name of a model on the hub.
 
     Attributes:
@@ -116,9 +116,7 @@ def fetch(
 ) -> Path:
     """Download a checkpoint into the cache, or find it there without a network.
 
-    If the repository has GGUF files, no safetensors, and the name selects no file or form, the
-    form is Q4_K_M as in llama.cpp. Without that form it is the largest file that fits into the
-    free memory.
+    If the repository has only GGUF files and the name selects no file or form, `preferred` does.
 
     Args:
         name: org/name, org/name:FORM or org/name/FILE.gguf.
@@ -132,19 +130,19 @@ def fetch(
         The folder of the checkpoint, or the path of the GGUF file or of its first part.
 
     Raises:
-        CheckpointError: the model, revision or file does not exist, access is denied, or the hub
-            cannot be reached and the cache has no copy.
+        CheckpointError: the model, revision or file does not exist, access is denied, or there is
+            neither a network nor a cached copy.
     """
     parsed = HUB_NAME.fullmatch(name)
     assert parsed is not None, name
     repo, access = parsed["repo"], hub_access()
     where = f"model {repo!r}" + (f" at revision {revision!r}" if revision else "")
-    wanted = _Wanted(repo, file=parsed["file"], form=parsed["form"], where=where)
+    target = _HubName(repo, file=parsed["file"], form=parsed["form"], where=where)
     if access.is_offline:
-        return _cached(wanted, revision, download_dir, text_only, "HF_HUB_OFFLINE is set")
+        return _cached(target, revision, download_dir, text_only, "HF_HUB_OFFLINE is set")
     try:
         sizes = _listing(repo, revision, access)
-        gguf = None if text_only else wanted.gguf(sizes)
+        gguf = None if text_only else target.gguf(sizes)
         if gguf is not None and config_only:
             raise CheckpointError(f"{where}: a GGUF file on the hub has to be fetched first")
         names = list(gguf.files) if gguf else _chosen(sizes, where, text_only, config_only)
@@ -160,7 +158,7 @@ def fetch(
         )
     except (httpx2.TransportError, LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         reason = f"the hub cannot be reached ({_line(error)})"
-        return _cached(wanted, revision, download_dir, text_only, reason)
+        return _cached(target, revision, download_dir, text_only, reason)
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise CheckpointError(f"{where}: {_refusal(error)}") from error
     if on_progress is not None:
@@ -184,21 +182,21 @@ def _chosen(sizes: Iterable[str], where: str, text_only: bool, config_only: bool
     Raises:
         CheckpointError: weights are needed and the repository has no safetensors.
     """
-    wanted = TEXT if text_only else TEXT | CONFIG | {INDEX}
+    names = TEXT if text_only else TEXT | CONFIG | {INDEX}
     weights = [name for name in sizes if WEIGHTS.fullmatch(name)]
     if not weights and not text_only:
         raise CheckpointError(
             f"{where}: there are no safetensors or GGUF files; PyTorch pickles can run code and "
             "are not read"
         )
-    chosen = [name for name in sizes if name in (CONFIG if config_only else wanted)]
+    chosen = [name for name in sizes if name in (CONFIG if config_only else names)]
     if config_only:
         return chosen
     return chosen if text_only else chosen + weights
 
 
 def _cached(
-    wanted: _Wanted,
+    target: _HubName,
     revision: str | None,
     download_dir: str | Path | None,
     text_only: bool,
@@ -207,7 +205,7 @@ def _cached(
     """Return the path of the cached copy, as `fetch` does.
 
     Args:
-        wanted: the parsed name.
+        target: the parsed name of the model.
         revision: branch, tag or commit.
         download_dir: folder of the cache.
         text_only: whether only the tokenizer is needed.
@@ -216,11 +214,11 @@ def _cached(
     Raises:
         CheckpointError: the cache has no copy.
     """
-    absent = CheckpointError(f"{wanted.where}: is not in the cache, and {reason}")
+    absent = CheckpointError(f"{target.where}: is not in the cache, and {reason}")
     try:
         # Without patterns the library returns the folder even if its files are incomplete.
         options: Any = {"cache_dir": download_dir, "local_files_only": True, "allow_patterns": []}
-        folder = Path(snapshot_download(wanted.repo, revision=revision, **options))
+        folder = Path(snapshot_download(target.repo, revision=revision, **options))
     except (LocalEntryNotFoundError, HFValidationError, OSError):
         raise absent from None
     sizes = {
@@ -228,10 +226,10 @@ def _cached(
         for path in folder.rglob("*")
         if path.is_file()
     }
-    gguf = None if text_only or (wanted.file and wanted.file not in sizes) else wanted.gguf(sizes)
-    if gguf is None and (wanted.file or not sizes.keys() & {"config.json", "tokenizer.json"}):
+    gguf = None if text_only or (target.file and target.file not in sizes) else target.gguf(sizes)
+    if gguf is None and (target.file or not sizes.keys() & {"config.json", "tokenizer.json"}):
         raise absent
-    _log.info("%s: %s; read from the cache", wanted.where, reason)
+    _log.info("%s: %s; read from the cache", target.where, reason)
     return folder if gguf is None else folder / gguf.files[0]
 
 

@@ -48,8 +48,8 @@ class GgufModel:
     @property
     def form(self) -> str | None:
         """Form of the weights in upper or lower case, from the end of `stem`, or None."""
-        found = _FORM.search(self.stem)
-        return None if found is None else found[1]
+        match = _FORM.search(self.stem)
+        return None if match is None else match[1]
 
 
 def gguf_models(sizes: Mapping[str, int]) -> list[GgufModel]:
@@ -61,7 +61,7 @@ def gguf_models(sizes: Mapping[str, int]) -> list[GgufModel]:
     Raises:
         CheckpointError: the repository has GGUF models, and each lacks a part.
     """
-    found: dict[tuple[str, ...], int] = {}
+    bytes_of: dict[tuple[str, ...], int] = {}
     missing: dict[str, list[str]] = {}
     for name in sizes:
         if PATH.fullmatch(name) is None or _OTHERS.search(PurePosixPath(name).stem):
@@ -70,11 +70,11 @@ def gguf_models(sizes: Mapping[str, int]) -> list[GgufModel]:
         if lacking := [part for part in files if part not in sizes]:
             missing[name] = lacking
         else:
-            found[files] = sum(sizes[part] for part in files)
-    if missing and not found:
+            bytes_of[files] = sum(sizes[part] for part in files)
+    if missing and not bytes_of:
         name, lacking = next(iter(missing.items()))
         raise CheckpointError(f"{name}: the other parts are missing: {listed(lacking)}")
-    models = [GgufModel(files, size) for files, size in found.items()]
+    models = [GgufModel(files, size) for files, size in bytes_of.items()]
     return sorted(models, key=lambda model: (len(model.stem), model.files))
 
 
@@ -89,11 +89,11 @@ def gguf_of_folder(folder: Path) -> Path | None:
     """
     names = gguf_files(folder)
     # An image projector without a model is returned, because its header names its kind.
-    own = [name for name in names if not _OTHERS.search(Path(name).stem)] or names
-    models = {tuple(part_names(name) or [name]) for name in own}
+    main_files = [name for name in names if not _OTHERS.search(Path(name).stem)] or names
+    models = {tuple(part_names(name) or [name]) for name in main_files}
     if len(models) > 1:
-        found = listed(sorted(files[0] for files in models))
-        raise CheckpointError(f"{folder}: holds {len(models)} GGUF models, name one: {found}")
+        first_files = listed(sorted(files[0] for files in models))
+        raise CheckpointError(f"{folder}: holds {len(models)} GGUF models, name one: {first_files}")
     for files in models:
         if files[0] not in names:
             raise CheckpointError(f"{folder}: the first part is missing: {files[0]}")
@@ -110,7 +110,8 @@ def of_form(models: Iterable[GgufModel], form: str) -> GgufModel | None:
 def preferred(models: Iterable[GgufModel], free: int) -> tuple[GgufModel, str]:
     """Return the default model of a repository, and the reason as text for the log.
 
-    It is the model in the form `PREFERRED`, or the largest that fits, or the smallest.
+    It is the model in the form `PREFERRED`, as in llama.cpp. Without that form it is the largest
+    that fits into the free memory, or else the smallest.
 
     Args:
         models: models of the repository, at least one.

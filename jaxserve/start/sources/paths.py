@@ -45,8 +45,8 @@ def local_path(
         folder = Path(name)
         check_text_files(folder)
         needs_weights = config.load_format != "dummy" or not (folder / "config.json").exists()
-        found = gguf_of_folder(folder) if needs_weights and not text_only else None
-        return found or folder
+        gguf = gguf_of_folder(folder) if needs_weights and not text_only else None
+        return gguf or folder
     if kind == "gguf" and not text_only:
         return Path(name)
     if kind == "hub":

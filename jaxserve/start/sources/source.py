@@ -212,10 +212,10 @@ class GgufSource(CheckpointSource):
         return 0
 
     def _own_tokenizer(self, size: int, form: str) -> Tokenizer:
-        made = imported("jaxserve.text.gguf_tokenizer").gguf_tokenizer(
+        tokenizer = imported("jaxserve.text.gguf_tokenizer").gguf_tokenizer(
             self.file.metadata, str(self.path), size
         )
-        return Tokenizer.of(made, str(self.path), size, form)
+        return Tokenizer.of(tokenizer, str(self.path), size, form)
 
     def save_tokenizer(self, folder: Path) -> None:
         """Write the file's tokenizer into a folder, as files of Transformers."""
@@ -271,11 +271,12 @@ class ConvertedSource(Source):
         on_progress: OnProgress | None = None,
     ) -> Decoder:
         """Read, verify and place the weights (see `Source.load`)."""
-        own = self.fixed_quantization
-        if form not in (None, own):
+        stored_form = self.fixed_quantization
+        if form not in (None, stored_form):
+            how = f"to {stored_form}" if stored_form else "in full"
             raise UnsupportedModel(
-                f"{self.path}: was converted {f'to {own}' if own else 'in full'} and cannot "
-                f"be quantized to {form}; convert the checkpoint that it was made of"
+                f"{self.path}: was converted {how} and cannot be quantized to {form}; convert the "
+                "checkpoint that it was made of"
             )
         flags: Any = {"kv_scales": layout.kv_scales}
         if mesh is not None:
