@@ -116,7 +116,7 @@ def fetch(
 ) -> Path:
     """Download a checkpoint into the cache, or find it there without a network.
 
-    If the repository has only GGUF files and the name selects no file or form, `preferred` does.
+    If the repository has only GGUF files and the name selects none, `preferred` chooses one.
 
     Args:
         name: org/name, org/name:FORM or org/name/FILE.gguf.
