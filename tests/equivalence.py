@@ -167,9 +167,9 @@ class Bench:
 
     Args:
         fields: the model's configuration.
-        page_sizes: of the engines; fewer compile less.
+        page_sizes: of the engines. Fewer sizes compile less.
         kv_cache_dtype: of the caches.
-        dtype: of the engines; only in float64 there is an oracle.
+        dtype: of the engines. Only float64 has an oracle.
         split: devices that the engines are divided over.
         group: of hosts that they lie on. No host has all logits, so prompts are not scored.
         sizes: settings of the engines that differ from those of `small_config`.
@@ -369,7 +369,7 @@ def run_schedule(bench: Bench, seed: int) -> Counter[str]:
 
 
 def run_search(bench: Bench, seed: int) -> int:
-    """One random beam search beside a workload, compared with its definition; returns its beams.
+    """Run a random beam search beside a workload, check it by definition, and return its beams.
 
     Raises:
         AssertionError: it found other sequences, or the engine lost something.
@@ -453,7 +453,7 @@ def found_beams(
 
 
 def drive(engine: Engine, asks: list[Ask]) -> list[list[Got]]:
-    """Serve the workload to its end; outputs for each request and completion."""
+    """Serve the workload to its end, and return the outputs for each request and completion."""
     got = [[Got() for _ in range(ask.sampling.n)] for ask in asks]
 
     def sink(delta: Delta) -> None:
@@ -552,7 +552,7 @@ def compare(
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run schedules as a command line says; None for that of the process."""
+    """Run schedules with the options `words`, or with the process's own for None."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--schedules", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0, help="of the first schedule")

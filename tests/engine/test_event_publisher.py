@@ -107,7 +107,7 @@ class Client:
 
 @pytest.fixture
 def publish() -> Iterator[Callable[..., tuple[EventPublisher, Client]]]:
-    """Make a publisher, and a client of it; all are closed in the end."""
+    """Yield a function that makes a publisher and its client, and close all of them at the end."""
     made: list[Any] = []
 
     def make(room: int = 1000, window: int | None = None, **settings: Any):
@@ -383,7 +383,7 @@ PROXY = HEAD + b"<html>bad request</html>" * 2
 
 
 def run_stranger(script: str, *words: str) -> tuple[str, list[str]]:
-    """Run a script of the stranger's; return its output and the lines of its log."""
+    """Run a script as a separate client, and return its output and the lines of its log."""
     run = [sys.executable, "-c", STRANGER + script, *words]
     ended = subprocess.run(run, capture_output=True, text=True, timeout=200)
     assert ended.returncode == 0, ended.stderr

@@ -63,7 +63,7 @@ def serve(
     prompts: dict[str, list[int]],
     on_delta: Callable[[Delta], None] = lambda delta: None,
 ) -> dict[str, tuple[list[int], str]]:
-    """Serve prompts together; tokens and finish reason of each."""
+    """Serve prompts together, and return the tokens and the finish reason of each."""
     tokens: dict[str, list[int]] = {name: [] for name in prompts}
     reasons: dict[str, str] = {}
 

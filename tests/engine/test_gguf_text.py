@@ -93,7 +93,7 @@ def test_byte_level_vocabulary():
 
 
 def test_special_tokens_in_other_letters():
-    """DeepSeek's; at the size that a converter's metadata have, with no token added."""
+    """DeepSeek's special tokens, with the metadata's usual size and without added tokens."""
     _, metadata = byte_level()
     tokens = list(metadata["tokenizer.ggml.tokens"])
     tokens[:4] = ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<think ▁>"]
@@ -217,7 +217,7 @@ def test_kinds_that_are_not_built_say_what_is_missing(field, value, named):
         gguf_tokenizer(fields | {f"tokenizer.ggml.{field}": value}, "m.gguf")
 
 
-GEMMA_RUN = 7  # longest run of blanks that is a token; 31 in Gemma's
+GEMMA_RUN = 7  # longest run of blanks that is a token (31 in Gemma's)
 
 
 def gemma() -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Plans of the host's memory for a start on CPU, and refusals before a weight is read.
 
-The host is a folder with the files of a kernel; parser, planner and start are the real ones.
+The host is a folder with the files of a kernel. Parser, planner and start are the real ones.
 """
 
 from __future__ import annotations

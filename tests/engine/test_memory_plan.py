@@ -105,7 +105,7 @@ def test_what_fits(model: str, form: str | None, card: str, least: int) -> None:
 
 
 def test_sizes_follow_the_memory() -> None:
-    """Large steps where they cost the cache little; the last share only where it is needed."""
+    """Steps are large if they cost the cache little, and the last share is used only if needed."""
     assert plan("8B", None, "H100").sizes == Sizes(0.9, 256, 8192)
     assert plan("8B", None, "RTX 4090").sizes == Sizes(0.9, 64, 2048)
     assert plan("32B", "int4", "RTX 4090").sizes == Sizes(0.95, 16, 512)

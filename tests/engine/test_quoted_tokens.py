@@ -25,7 +25,7 @@ HALVES = [text[:end] for text in ADDED for end in range(1, len(text))]
 REST = [text[end:] for text in ADDED for end in range(1, len(text))]
 FRAGMENTS = st.sampled_from([*ADDED, *HALVES, *REST, " ", "  ", "old", "é", "☃"])
 TEXTS = st.lists(FRAGMENTS, max_size=10).map("".join)
-# By kind; made once.
+# By kind, as a cache.
 MADE: dict[Any, OurTokenizer] = {}
 
 

@@ -70,7 +70,7 @@ def started(fields: dict[str, Any], model: Decoder) -> Engine:
 @pytest.mark.usefixtures("gpu_shapes")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_engine_in_float16_equals_the_oracle(family: str) -> None:
-    """Prompts in chunks, decodes beside them; every token is one of the oracle's most likely."""
+    """Prompts run in chunks beside decodes, and every token is one of the oracle's most likely."""
     config = parse_model_config(dict(FAMILIES[family]))
     model = random_weights(config, jnp.float16, seed=3)
     oracle = Oracle(config, model)

@@ -530,12 +530,12 @@ def test_a_follower_that_dies_or_stands_still_ends_the_group_and_a_restart_serve
 
 
 def end_by_its_follower(hosts: Hosts, number: signal.Signals) -> None:
-    """Signal the follower under a stream; the leader ends, and the stream with an error."""
+    """Signal the follower under a stream, which ends the leader, and the stream with an error."""
     server = hosts.server
     long = {"prompt": "Count", "max_tokens": 900, "ignore_eos": True, "stream": True}
     stream = server.open_drawing(long)
     hosts.follower.send_signal(number)
-    server.process.wait(60)  # it is ten seconds; a busy machine needs more
+    server.process.wait(60)  # it is ten seconds, but a busy machine needs more
     assert server.process.returncode == 1
     with stream:
         said = b""

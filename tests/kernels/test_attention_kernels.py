@@ -75,7 +75,6 @@ SETUPS = {
 
 
 def _compiled(run, setup: dict, **fixed):
-    """``run`` jitted with the static options of a setup; arrays and array options are arguments."""
     static = {name: setup.get(name) for name in ("scale", "window", "soft_cap")}
 
     # Compiling takes most of the time of these tests, so the compiler optimizes little.
@@ -212,7 +211,7 @@ ONE_SM = DeviceLimits("gpu", "NVIDIA H200", (9, 0), num_sms=1)
 def plan_of(
     lengths: list[int], queries: list[int] | None, *, tile: int = 1, window: int | None = None
 ) -> tuple[SplitPlan, np.ndarray]:
-    """Return the plan and the lines of rows; decodes without `queries`."""
+    """Return the plan and the lines of rows, which are decodes without `queries`."""
     counts = queries or [1] * len(lengths)
     call = paged_call(list(zip(counts, lengths, strict=True)), head_dim=16)
     arrays = call.ragged_arrays if queries else call.decode_arrays

@@ -25,7 +25,7 @@ from tests.support.gguf_blocks import SCALES, random_blocks, unpacked
 from tests.support.quick_code import quick_kernels
 
 FORMS = [*blocks.FORMATS]
-# Of a float32 product; numbers of 16 bits may be off by the largest of 32 over 65,278.
+# Of a float32 product. 16-bit numbers may be off by the largest of 32 over 65,278.
 STEP = 1.01 / 65278
 
 

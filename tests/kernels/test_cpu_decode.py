@@ -89,7 +89,7 @@ SETUPS = {
 
 
 def run(function, call: PagedCall) -> jax.Array:
-    """A decode jitted; window, scale and cap are fixed in the program."""
+    """Run a jitted decode with window, scale and cap fixed in the program."""
     static = {name: call.options[name] for name in STATIC}
     arrays = {name: value for name, value in call.options.items() if name not in STATIC}
     jitted = jax.jit(functools.partial(function, **static), compiler_options=FAST)
@@ -207,7 +207,7 @@ def test_large_scores_do_not_overflow() -> None:
 
 
 def test_infinite_sinks() -> None:
-    """A sink of -inf counts as no sink; beside one of +inf all other scores have no weight."""
+    """A sink of -inf counts as no sink, and one of +inf gives all other scores no weight."""
     call = decode_call([20, 300])
     plain = llvm(*call.decode)
     sinks = jnp.asarray([-jnp.inf, 0, 1e30, -jnp.inf])

@@ -144,7 +144,7 @@ def test_no_compiled_buffer_is_as_large_as_the_weight(form, groups, zeros_dtype)
         .lower(np.zeros((4, I), np.float32), values, scales, zeros)
         .compile()
     )
-    # Four bytes a weight would be I * 2048 * 4; a block of 256 outputs takes an eighth of it.
+    # Four bytes a weight would be I * 2048 * 4. A block of 256 outputs takes an eighth of it.
     assert compiled.memory_analysis().temp_size_in_bytes < I * 2048 * 4 / 2
     # Outside fusions, whose insides are not buffers, only the codes have the weight's size.
     buffers = re.sub(r"%?fused_computation[^{]*\{.*?\n\}", "", compiled.as_text(), flags=re.DOTALL)

@@ -142,7 +142,7 @@ def test_experts_in_mxfp4_give_what_transformers_gives(checkpoints):
 
 @pytest.mark.parametrize("kind", [Type.MXFP4, Type.Q8_0])
 def test_stacked_experts_of_a_gguf_file_give_what_transformers_gives(tmp_path, kind):
-    """Of values that their blocks hold exactly; activations have 16 bits."""
+    """Values are exactly representable in their blocks. Activations have 16 bits."""
     raw = raw_config("gptoss")
     tensors = exact_tensors(raw)
     for name, tensor in tensors.items():

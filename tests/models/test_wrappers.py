@@ -62,7 +62,7 @@ def rewrite(
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_text_of_a_wrapper_is_that_of_its_family(name, tmp_path):
-    """In Transformers by logits: positions in three dimensions are one of text; here by weights."""
+    """Transformers is compared by logits for positions in three dimensions, and by weights here."""
     wrapper = tiny_wrapper(name)
     plain = text_alone(name, wrapper)
     want = reference_logits(plain, TOKENS)
@@ -168,7 +168,7 @@ def test_a_text_models_tensors_are_checked_as_ever(qwen, tmp_path):
 
 
 def test_configurations_that_nest_more_deeply(qwen, tmp_path):
-    """Omni models have a thinker; OpenGVLab's InternVL calls the text `llm_config`."""
+    """Omni models have a thinker, and OpenGVLab's InternVL calls the text `llm_config`."""
     folder = copied(qwen, tmp_path)
 
     def nest(raw: dict[str, Any]) -> dict[str, Any]:

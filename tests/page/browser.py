@@ -74,7 +74,7 @@ def find_browser() -> str:
 @contextmanager
 def open_browser() -> Iterator[Browser]:
     """A headless Chromium."""
-    # Its sandbox refuses to run as root; a container's /dev/shm is too small for it.
+    # Its sandbox refuses to run as root, and a container's /dev/shm is too small for it.
     arguments = ["--disable-dev-shm-usage", *(["--no-sandbox"] if os.geteuid() == 0 else [])]
     with sync_playwright() as playwright:
         path = ensure(playwright)

@@ -82,7 +82,7 @@ def open_page(browser: Browser, server: Server) -> Iterator[OpenPage]:
 
 @pytest.fixture
 def load(server: Server) -> Iterator[Callable[..., None]]:
-    """Posts requests that hold the engine busy; at the end all of them have been answered."""
+    """Post requests that hold the engine busy, and wait at the end until all have been answered."""
     pool, pending = ThreadPoolExecutor(64), []
 
     def post(count: int, max_tokens: int) -> None:

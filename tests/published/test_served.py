@@ -41,7 +41,7 @@ def package(request: pytest.FixtureRequest) -> str:
 
 
 def ask(client: openai.OpenAI, model: str, **fields: Any) -> Any:
-    """Ask for one answer; fields that the client does not know go beside the known ones.
+    """Ask for one answer, and pass fields that the client does not know in the extra body.
 
     A random model would think to the end, so it does not think unless a test says so.
     """

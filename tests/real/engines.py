@@ -46,7 +46,7 @@ def load_quickly(path: Path, **settings: Any) -> Loaded:
 
 
 def make_engine(loaded: Loaded, pages: int | None = None, **config: Any) -> Engine:
-    """Return an engine over compiled programs; only one may be in use at a time.
+    """Return an engine over compiled programs, of which only one may be in use at a time.
 
     Args:
         pages: how many of the cache's it may use, if not all.

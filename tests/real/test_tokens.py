@@ -19,7 +19,7 @@ from tests.real.prompts import prose
 from tests.real.references import LONG, NUM_GREEDY, SEEDED, Transformers, ends_of, seeded_params
 from tests.support.gguf_parts import split_gguf
 
-# Of log-probabilities; 7e-5 was seen with prompts, 9e-4 with 9,000 tokens.
+# Of log-probabilities: 7e-5 was measured with prompts, 9e-4 with 9,000 tokens.
 TOLERANCE = 1e-3
 # The same where blocks stay packed, which rounds activations to 16 bits; 8e-3 was seen, in the mean
 # 2e-4.

@@ -87,7 +87,7 @@ class GhostRunner:
     """Executes packed steps in the order of their submission.
 
     Args:
-        slots: the slot table; the runner looks up whose prefix a row must read.
+        slots: the slot table, where the runner looks up whose prefix a row must read.
         buckets: padded shapes.
         num_pages: pages of the ghost cache, the null page included.
     """
@@ -158,7 +158,7 @@ class GhostRunner:
         return pages * size + positions % size
 
     def _write(self, batch: StepBatch, poisoned: np.ndarray, active: np.ndarray) -> None:
-        """Compute and store all tokens of all rows; rows see the cache as it was before."""
+        """Compute and store all tokens of all rows, which see the cache as it was before."""
         writes: dict[int, int] = {}
         for row in np.flatnonzero(active).tolist():
             first, last = int(batch.query_start[row]), int(batch.query_start[row + 1])
@@ -188,7 +188,7 @@ class GhostRunner:
         return int(self._cells[self._cells_of(batch, row, np.array([position - 1]))[0]])
 
     def _read(self, batch: StepBatch, poisoned: np.ndarray, active: np.ndarray) -> np.ndarray:
-        """Check every position that the rows attend to; the tokens drawn, int32[R]."""
+        """Check every position that the rows attend to, and return the drawn tokens, int32[R]."""
         token_ids = np.zeros(len(poisoned), np.int32)
         for row in np.flatnonzero(active).tolist():
             slot, kv_len = int(batch.slots[row]), int(batch.kv_len[row])

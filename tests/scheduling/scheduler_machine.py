@@ -49,7 +49,7 @@ PICK = st.integers(0, 63)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Adds, aborts, failures and steps in any order; the model is a request served alone."""
+    """Adds, aborts, failures and steps in any order, checked against a request served alone."""
 
     @initialize(setup=SETUPS)
     def start(self, setup: Setup) -> None:
@@ -380,10 +380,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 def run(examples: int, seed: int | None = None, steps: int = 40, shrink: bool = True) -> None:
-    """Run the machine; raises the first failure found.
+    """Run the machine, and raise its first failure.
 
     Args:
-        seed: of random examples; None runs the same examples each time.
+        seed: of random examples. None runs the same examples each time.
     """
     phases = (Phase.generate, Phase.shrink) if shrink else (Phase.generate,)
     machine = type("SeededMachine", (SchedulerMachine,), {})

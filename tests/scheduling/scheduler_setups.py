@@ -16,7 +16,7 @@ MAX_MODEL_LEN = 48
 
 @dataclass(frozen=True)
 class Setup:
-    """One configuration; `kind` is "continuous", "static" or "padded"."""
+    """One configuration, with a `kind` of "continuous", "static" or "padded"."""
 
     kind: str
     page_size: int
