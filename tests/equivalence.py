@@ -521,7 +521,7 @@ def same_scores(got: list[Score], want: list[Score], to_the_bit: bool = False) -
 def compare(
     bench: Bench, asks: list[Ask], got: list[list[Got]], seed: int, mode: LogprobsMode
 ) -> None:
-    """Every completion equals the oracle's; an aborted one is a beginning of it."""
+    """Check that completions equal the oracle's, and that an aborted one is a beginning of it."""
     same = partial(same_scores, to_the_bit=bench.oracle is None)
     for number, (ask, completions) in enumerate(zip(asks, got, strict=True)):
         for index, one in enumerate(completions):

@@ -18,7 +18,7 @@ from scripts.lib.fast_compile import FAST
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("jaxserve", "pallas_kernels")
 
-# The floor of each package or module; an import goes to a lower floor or stays in its package.
+# The floor of each package or module. An import goes to a lower floor or stays in its package.
 FLOORS = {
     "pallas_kernels": 0,
     "jaxserve.errors": 1,

@@ -48,7 +48,7 @@ def first(running: Server) -> list[int]:
 
 @pytest.fixture
 def url(running: Server, first: list[int]) -> Iterator[str]:
-    """Of the server, without /v1; it must answer as before after each test."""
+    """Yield the server's address without /v1, and check its answers again after each test."""
     yield running.url
     assert canary(running) == first, running.log()
 

@@ -221,7 +221,7 @@ def test_a_request_that_breaks_every_step_is_found(loaded: Loaded, at: str) -> N
 
 @pytest.fixture(scope="module")
 def wide(loaded: Loaded) -> Loaded:
-    """Room for neighbours that run for long; one step a launch, so that steps can be counted."""
+    """Return a model with room for long neighbours and one step a launch, to count steps."""
     return poisoned(
         max_num_seqs=8, max_num_batched_tokens=64, decode_sizes=(8,), token_sizes=(64,),
         num_gpu_blocks_override=80, max_model_len=128, num_scheduler_steps=1,

@@ -101,7 +101,7 @@ def test_plans_come_back_from_their_notes_and_print_themselves() -> None:
 
 
 def test_sizes_come_in_the_order_of_their_gain() -> None:
-    """The largest decode first, which makes long launches possible; then ever finer steps."""
+    """The largest decode comes first, which makes long launches possible; then ever finer steps."""
     order = best_first(BUCKETS)
     assert len(order) == len(set(order)) == len(BUCKETS)
     decode = [bucket.num_rows for bucket in order if bucket.decode_only]

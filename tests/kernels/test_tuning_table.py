@@ -213,7 +213,7 @@ CALLS = [
 
 
 def lowered() -> list[Any]:
-    """Return all calls; in the usual run a dtype has every other size of heads, and 256.
+    """Return all calls. In the usual run a dtype has every other size of heads, and 256.
 
     So each operation has each dtype with a size that is padded and with one that is not, and each
     size with half of the dtypes. The tables' sizes of blocks are looked up for all above.

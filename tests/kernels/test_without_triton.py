@@ -35,7 +35,7 @@ def traced(run: Any, arrays: tuple, card: str = "Tesla T4") -> str:
 
 
 def attention(rows: int, positions: int, tokens: int = 0) -> tuple:
-    """Shapes of a call over rows of so many positions; a decode's without `tokens`."""
+    """Return shapes of a call over rows of `positions` each, or of a decode's without `tokens`."""
     columns = positions // PAGE
     pages = array(jnp.float16, rows * columns, 2, PAGE, 32)
     starts = (array(jnp.int32, rows + 1),) if tokens else ()

@@ -50,7 +50,7 @@ COHERE = {"layer_norm_eps": 1e-3, "logit_scale": 0.8, "tie_word_embeddings": Tru
 LOCAL_ROPE = {"rope_type": "default", "rope_theta": 50.0}
 FULL, SLIDING = "full_attention", "sliding_attention"
 
-# Read by every family; a case changes some of it.
+# Read by every family. A case changes some of it.
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 32,

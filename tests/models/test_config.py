@@ -530,7 +530,7 @@ def test_null_is_absent(raw):
 
 @pytest.mark.parametrize("raw", [LLAMA, QWEN3, OLMO3, GEMMA3, MIXTRAL, QWEN3_MOE, GPT_OSS], ids=str)
 def test_null_is_absent_for_every_field(raw):
-    """Both are read as the same, or both refused; but for a window, of which null is a size."""
+    """Null and an absent field are both accepted or both refused, except for a window's size."""
 
     def parsed(fields: dict[str, Any]) -> Any:
         try:
@@ -594,7 +594,7 @@ def test_an_unknown_field_of_an_object_that_is_replaced_whole_is_named():
 
 
 def test_older_spellings_mean_what_they_meant():
-    """Gemma 3 and OLMo 3 scale the layers without a window; Phi-3 called LongRoPE "su"."""
+    """Gemma 3 and OLMo 3 scale the layers without a window, and Phi-3 called LongRoPE "su"."""
     gemma = parse_model_config(
         GEMMA3 | {"rope_scaling": LINEAR_FACTORS, "rope_local_base_freq": 20.0}
     )

@@ -112,7 +112,7 @@ def test_quantized_experts_in_panels_give_what_they_give_as_they_are(
     model = load_weights(directory, config, dtype, quantization=form, panels=in_panels)
     if not in_panels:
         use_panels(model)
-        error = max(2 * error, 2e-4)  # activations of 16 bits; codes that are searched for
+        error = max(2 * error, 2e-4)  # activations of 16 bits, and codes that are searched for
     found = [layer.mlp.down[...] for layer in model.layers]
     panels = [one.codes if isinstance(one, QuantizedPanels) else one.panels for one in found]
     assert any(array.ndim == 4 for array in panels)
@@ -131,7 +131,7 @@ def test_sixteen_bit_experts_in_panels(checkpoints):
 
 
 def test_experts_in_mxfp4_give_what_transformers_gives(checkpoints):
-    """From the blocks of a Hugging Face checkpoint; activations have 16 bits."""
+    """Reads the blocks of a Hugging Face checkpoint. Activations have 16 bits."""
     directory, reference = checkpoints["gpt_oss_mxfp4"]
     config, tokens = read_model_config(directory), list(range(20))
     model = load_weights(directory, config, jnp.float32, panels=True, packed=True)

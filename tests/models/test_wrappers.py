@@ -51,7 +51,7 @@ def leaves(model: Decoder) -> list[bytes]:
 def rewrite(
     folder: Path, change: Any = lambda raw: raw, rename: Any = lambda name: name
 ) -> dict[str, np.ndarray]:
-    """Change a checkpoint's config.json and the names of its tensors; an empty name drops one."""
+    """Change a checkpoint's config.json and its tensors' names; an empty name drops a tensor."""
     path = folder / "config.json"
     path.write_text(json.dumps(change(json.loads(path.read_text()))))
     tensors = load_file(folder / "model.safetensors")
@@ -62,7 +62,7 @@ def rewrite(
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_text_of_a_wrapper_is_that_of_its_family(name, tmp_path):
-    """Transformers is compared by logits for positions in three dimensions, and by weights here."""
+    """Transformers' own logits agree for a text, and the weights read here are equal."""
     wrapper = tiny_wrapper(name)
     plain = text_alone(name, wrapper)
     want = reference_logits(plain, TOKENS)

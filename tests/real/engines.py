@@ -29,7 +29,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def load_real(path: Path, **settings: Any) -> Loaded:
-    """Return a model of a folder of `tests.real.fetch`, compiled; programs lie beside it."""
+    """Return the compiled model of a folder of `tests.real.fetch`; its programs lie beside it."""
     kept = {"compilation_cache_dir": path.parent / "compiled"}
     with own_programs():
         return load(EngineConfig(model=path, **{**SETTINGS, **kept, **settings}))

@@ -76,7 +76,7 @@ def oracle(request: Request) -> Expected:
 
 @dataclass(frozen=True)
 class GhostStep:
-    """A submitted step: its plan, i32[R] tokens and bool[R] ok; [S, R] of a launch of several."""
+    """A submitted step: its plan, i32[R] tokens and bool[R] ok, [S, R] for a launch of several."""
 
     plan: LaunchPlan
     token_ids: np.ndarray

@@ -99,7 +99,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         min_tokens,
         copies,
     ) -> None:
-        """A prompt from a tape; a flipped token puts the same later pages under another prefix."""
+        """Add a prompt from a tape; a flipped token puts equal later pages under another prefix."""
         if aligned:
             length = -(-length // self.setup.page_size) * self.setup.page_size
         prompt = TAPES[tape][:length].copy()
@@ -152,7 +152,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(read=st.booleans(), levels=st.integers(1, 3))
     def fail_step(self, read, levels) -> None:
-        """The next step is submitted and lost, or not even submitted; the cache is gone."""
+        """Submit the next step or only schedule it, lose it, and reset the cache."""
         plan = self._schedule()
         if read and plan is not None:
             self.runner.submit(plan)

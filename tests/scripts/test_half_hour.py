@@ -48,7 +48,7 @@ SHORT = (
 def command(
     monkeypatch: pytest.MonkeyPatch, number: int, folder: Path, earlier: Path | None = None
 ) -> int:
-    """Run a command with few items; return its status."""
+    """Run a command with few items and return its status."""
     words = [str(number), "--folder", str(folder), "--dry-run"]
     words += ["--from", str(earlier)] if earlier else []
     monkeypatch.setattr(sys, "argv", ["scripts/gpu/half_hour.py", *words])
@@ -65,7 +65,7 @@ def items(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
 def test_commands_go_on_from_one_another_and_repeat_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The first is ended while it works; it then goes on from its own folder."""
+    """The first command is ended while it works, and then goes on from its own folder."""
     killed = tmp_path / "killed"
     begin = f"""
         import sys

@@ -255,7 +255,7 @@ def test_what_sglangs_gateway_shows_of_a_model(narrow: Server) -> None:
 # Names that routers read from /metrics, with the labels that they read of them.
 SCRAPERS = {
     # Endpoint picker of llm-d (llm-d-router, August 2026, extractor/metrics/factories.go), and of
-    # gateway-api-inference-extension, whose code it took over; lora_requests_info is optional.
+    # gateway-api-inference-extension, whose code it took over. lora_requests_info is optional.
     "llm-d": {
         "vllm:num_requests_waiting": set(),
         "vllm:num_requests_running": set(),

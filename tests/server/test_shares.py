@@ -149,7 +149,7 @@ def upload_many(store: FileStore, owner: str | None, size: int) -> None:
 
 
 def flood(store: FileStore, owner: str | None, size: int) -> tuple[int, str]:
-    """Upload until it is refused; return the number of files, and the refusal."""
+    """Upload until a refusal, and return the number of files and the refusal."""
     count = len(store.list(owner, None))
     with pytest.raises(ApiError) as refused:
         upload_many(store, owner, size)

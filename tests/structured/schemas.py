@@ -1,4 +1,4 @@
-"""JSON schemas over the common keywords; short texts satisfy each of them."""
+"""JSON schemas over the common keywords, each of which short texts satisfy."""
 
 from __future__ import annotations
 

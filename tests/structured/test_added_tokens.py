@@ -47,7 +47,7 @@ def _added(source: dict[str, Any], texts: Sequence[str], special: bool) -> None:
 
 
 def byte_level() -> dict[str, Any]:
-    """The bundled tokenizer; with a normalizer, as Qwen's has one."""
+    """Return the bundled tokenizer with a normalizer like Qwen's."""
     return {**json.loads(TOKENIZER), "normalizer": {"type": "NFC"}}
 
 
@@ -96,7 +96,7 @@ class Vocabulary:
     Args:
         source: of the tokenizer.
         end: the token that ends a text.
-        size: width of the logits; three more than there are tokens by default.
+        size: width of the logits, by default three more than the number of tokens.
     """
 
     def __init__(self, source: dict[str, Any], end: str, size: int | None = None) -> None:

@@ -342,7 +342,7 @@ def plant(rng: random.Random, schema: Any) -> int:
 def test_forced_calls_obey_what_remains_of_their_schema(
     grammars: Grammars, pieces: list[bytes]
 ) -> None:
-    """Faults are planted into random schemas; the arguments fit the schemas without them."""
+    """Faults are planted into random schemas, and the arguments fit the schemas without them."""
     drawn = planted = 0
     for case in range(CASES):
         rng = random.Random(case)

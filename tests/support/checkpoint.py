@@ -40,7 +40,7 @@ def save_checkpoint(
     positions: int = 256,
     end: int = 1,
 ) -> Path:
-    """Write a two-layer model; of 260 tokens and 256 positions unless told otherwise.
+    """Write a two-layer model, by default of 260 tokens and 256 positions.
 
     Its answers end with the token `end`.
     """

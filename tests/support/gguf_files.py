@@ -281,7 +281,7 @@ def write_gguf(
     *,
     older: bool = False,
 ) -> Path:
-    """Write a checkpoint; matrices in `kind`, the rest in float32.
+    """Write a checkpoint with matrices in `kind` and the rest in float32.
 
     `older` files have Mixtral's experts apart, latent attention's upward projection whole, and
     GLM's queries, keys and values as one.

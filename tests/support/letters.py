@@ -13,7 +13,7 @@ from jaxserve.text.tokenizer import Tokenizer
 
 END = 2
 LETTERS = 'ab<cdefghijklmnopqrstuvwxyz0123456789{}[]":,.- \n'
-# Several ways to write the same, as in real vocabularies; each joins two tokens before it.
+# Several ways to write the same, as in real vocabularies. Each joins two tokens before it.
 JOINED = ("ab", "cd", " a", "tr", "ue", "true", "12", '":', '{"', '",', "aba", "\n ")
 TEXTS = [*LETTERS, *JOINED]
 TEXTS[END] = ""

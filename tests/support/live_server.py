@@ -20,7 +20,8 @@ from typing import Any, Self
 from tests.support.kept_programs import users_environment
 
 ROOT = Path(__file__).parent.parent.parent
-# Few and small programs; a cache of 40 pages of 16 tokens, less than the model's 1024 positions.
+# Few and small programs, and a cache of 40 pages of 16 tokens, less than the model's 1024
+# positions.
 SMALL = (
     "--max-num-seqs 8 --max-num-batched-tokens 128 --decode-sizes 8 --token-sizes 128 "
     "--num-gpu-blocks-override 41 --check-invariants --port 0"
@@ -51,7 +52,7 @@ class Answer:
         return error
 
     def events(self) -> list[Any]:
-        """The data of an event stream; "[DONE]" stays text."""
+        """Return the data of an event stream, with "[DONE]" as text."""
         datas = re.findall(r"^data: (.*)$", self.body.decode(), re.MULTILINE)
         return [data if data == "[DONE]" else json.loads(data) for data in datas]
 
@@ -61,8 +62,8 @@ class Server:
     """A running `jaxserve serve`. Use it as a context manager.
 
     Attributes:
-        module: the module to run; `tests.support.slow_server` leaves time to look at requests.
-        files: the limit of open files, soft and hard; that of this process by default.
+        module: the module to run. `tests.support.slow_server` leaves time to look at requests.
+        files: the limit of open files, soft and hard, by default this process's.
         log: lines that it wrote to standard error.
     """
 
@@ -133,7 +134,7 @@ class Server:
         headers: dict[str, str] | None = None,
         method: str | None = None,
     ) -> Answer:
-        """One request on its own connection; a body that is not bytes is sent as JSON."""
+        """Send one request on its own connection. A body that is not bytes is sent as JSON."""
         named = {"content-type": "application/json"} if body is not None else {}
         if self.key is not None:
             named["authorization"] = f"Bearer {self.key}"

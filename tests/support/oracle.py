@@ -141,14 +141,14 @@ class Oracle:
         form: Form | None = None,
         mode: str = "raw_logprobs",
     ) -> Answer:
-        """The completion of one prompt, alone; max_tokens must be given.
+        """Return the completion of one prompt that runs alone. max_tokens is required.
 
         Args:
             stops: token ids that end it.
             bad_words: in token ids.
-            texts: of each token id; without them no text is decoded.
+            texts: of each token id. Without them no text is decoded.
             form: of structured_outputs.
-            mode: of log-probabilities; a prompt's are the model's own in any.
+            mode: of log-probabilities. A prompt's are the model's own in every mode.
         """
         assert sampling.max_tokens is not None
         tokens = tuple(prompt)

@@ -59,7 +59,7 @@ class PagedCall:
         return (self.q, self.k_pages, self.v_pages, self.page_table, self.kv_len)
 
     def wide(self) -> PagedCall:
-        """The same call on float32 copies of every value; codes stay codes."""
+        """Return the same call on float32 copies of every value, with unchanged codes."""
 
         def up(x: jax.Array) -> jax.Array:
             # By NumPy: JAX would compile a program for each shape.

@@ -128,7 +128,7 @@ def adversarial_workload(
     longest_prompt: int,
     longest_output: int,
 ) -> list[Ask]:
-    """`count` requests over a few prompts, arriving while others run; some are aborted."""
+    """Return `count` requests over a few prompts that arrive while others run. Some are aborted."""
     prompts = adversarial_prompts(rng, vocab, longest_prompt, page)
     asks = []
     for _ in range(count):

@@ -47,7 +47,7 @@ def single(tmp_path: Path, tensors: dict[str, np.ndarray]) -> Path:
 
 @pytest.fixture
 def sharded(tmp_path: Path, single: Path, tensors: dict[str, np.ndarray]) -> Path:
-    """The same checkpoint in three files with an index; fused tensors fall into different ones."""
+    """Return the same checkpoint in three files with an index, which separates fused tensors."""
     directory = tmp_path / "sharded"
     shutil.copytree(single, directory)
     (directory / "model.safetensors").unlink()

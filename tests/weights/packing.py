@@ -61,7 +61,7 @@ def write_gptq(
     bits: int = 4,
     symmetric: bool = False,
 ) -> tuple[Tensors, np.ndarray]:
-    """The same for GPTQ; with act_order inputs are assigned to groups at random."""
+    """Write GPTQ tensors likewise. With act_order inputs are assigned to groups at random."""
     outputs, inputs = weight.shape
     codes = rng.integers(0, 1 << bits, (inputs, outputs))
     zeros = rng.integers(1, 1 << bits, (inputs // group, outputs))

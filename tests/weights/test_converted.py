@@ -317,7 +317,7 @@ converted.write_converted(many, config, to, lambda folder: None, "float32")
 
 
 def test_four_devices_and_a_kill_in_the_middle(whole, tmp_path, tmp_path_factory):
-    """Restored to any sharding; killed between the weights and the card, it is not whole."""
+    """A folder is restored to any sharding. One killed between weights and card is incomplete."""
     quantized, _, _ = write_quantized(tmp_path_factory.mktemp("quantized") / "from", "int4")
     environment = {
         **os.environ,

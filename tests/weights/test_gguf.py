@@ -54,7 +54,7 @@ def assert_equal(one: Decoder, other: Decoder) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_architecture_is_what_it_was_made_from(tmp_path, case):
-    """Value for value, permuted rows and norms included; and the same configuration."""
+    """Compares every value, permuted rows and norms included, and the configuration."""
     raw, tensors = raw_config(case), random_tensors(raw_config(case))
     file = read_gguf(write_gguf(tmp_path / "m.gguf", case, tensors))
     config, want = gguf_config(file), parse_model_config(raw)

@@ -47,7 +47,7 @@ numbers = jax.jit(dequantize, static_argnums=(3, 4), compiler_options=FAST)
 
 
 def in_full(value: Any) -> np.ndarray:
-    """Return a matrix [outputs, inputs]; another array as it is."""
+    """Return a matrix as [outputs, inputs], and any other array as it is."""
     if isinstance(value, BlockPanels | PanelWeight) and value.panels.ndim == 3:
         outputs = np.arange(np.prod(value.outputs))
         return np.asarray(columns(value, jnp.asarray(outputs)))

@@ -225,7 +225,7 @@ def operations_are_compiled_quickly() -> Generator[None]:
 
 @pytest.fixture(scope="module")
 def logits() -> Any:
-    """Of a model, after each of seven tokens; models stored alike share a compiled program."""
+    """Return a model's logits after each of seven tokens. Equally stored models share a program."""
     runners: dict[Any, PagedRunner] = {}
 
     def run(model: Decoder) -> np.ndarray:
@@ -327,7 +327,7 @@ def in_full(value: Any) -> np.ndarray:
     "form", ["fp8_blocks", "awq", "gptq", "gptq_act_order", "packed", "nvfp4", "nf4"]
 )
 def test_experts_of_a_quantized_checkpoint_stay_so(form, tmp_path):
-    """Side by side; in full where inputs have an order of their own."""
+    """Experts lie side by side, and are widened if their inputs have an order of their own."""
     directory, plain = checkpoint(tmp_path / "quantized", form, EXPERTS)
     got = parameters(load(directory))
     want = parameters(load(packing.save(tmp_path / "plain", EXPERTS, plain)))
@@ -564,7 +564,10 @@ def test_the_error_of_each_weight_is_within_the_bound(form):
 
 
 def test_int4_errs_less_than_rounding_between_extremes_does():
-    """By the squares of a group's errors; the last group has 4 inputs, and float16's are cut."""
+    """Measured by the squares of a group's errors.
+
+    The last group has 4 inputs, and float16's are cut.
+    """
     weight = np.random.default_rng(0).standard_t(4, size=(100, 40)).astype(np.float32)
     weight[:, 3], weight[:, 4] = 0, np.abs(weight[:, 4])
     weight[:, 5] *= np.float32(1e-3)
