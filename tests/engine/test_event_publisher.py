@@ -71,7 +71,10 @@ class Client:
         return topic, int.from_bytes(number, "big"), msgspec.msgpack.decode(payload)
 
     def join(self, events: EventPublisher) -> int:
-        """Send changes until one arrives, since a subscription takes a moment; return how many."""
+        """Send changes until one arrives, since a subscription takes a moment.
+
+        Returns their number.
+        """
         count = 0
         while self.next(20) is None:
             events.add(ClearedPages())

@@ -530,7 +530,7 @@ def test_null_is_absent(raw):
 
 @pytest.mark.parametrize("raw", [LLAMA, QWEN3, OLMO3, GEMMA3, MIXTRAL, QWEN3_MOE, GPT_OSS], ids=str)
 def test_null_is_absent_for_every_field(raw):
-    """Null and an absent field are both accepted or both refused, except for a window's size."""
+    """Both give the same result or are both refused, except for a window, where null is a size."""
 
     def parsed(fields: dict[str, Any]) -> Any:
         try:

@@ -51,7 +51,7 @@ US = 1e-6
 
 
 class Fixed:
-    """Every launch takes 1 s, and the host 0.1 s before it and 0.2 s after; or shares of that."""
+    """A clock with launches of 1 s, 0.1 s of host time before and 0.2 s after, or shares of it."""
 
     def __init__(self, unit: float = 1.0, share: float = 0.0, called: float = 0.0) -> None:
         self.unit, self.share, self.called = unit, share, called

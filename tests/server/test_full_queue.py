@@ -234,7 +234,7 @@ def test_a_full_queue_refuses_whatever_the_body(make: Callable[..., App]) -> Non
 
 
 def test_a_connection_stays_for_the_next_request(make: Callable[..., App]) -> None:
-    """Sends requests whole, in two parts, two at once, and of another kind, until there is room."""
+    """Sends requests whole, in two parts, and two at once, to a full and to an empty queue."""
     data = post() + BODY
     with bind("127.0.0.1", 0) as listener, ExitStack() as leave:
         server = leave.enter_context(serving(make(), listener))

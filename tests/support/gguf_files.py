@@ -356,7 +356,7 @@ def parts_of(
 
 
 def gpt_oss_parts(name: str, tensor: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """Gates and upward projections, which take turns, apart; matrices with their inputs last."""
+    """Yield gates and upward projections as two tensors, and other matrices with inputs last."""
     name = name.replace("proj_bias", "proj.bias")
     if ".experts." in name and not name.endswith(".bias"):
         name, tensor = f"{name}.weight", tensor.swapaxes(1, 2)

@@ -56,7 +56,10 @@ def write_v1(folder: Path, limit: int, used: int, files: int = 0) -> None:
 
 
 def limited_host(root: Path, limit: int, used: int = 0) -> Path:
-    """Write a large host whose control group of version 2 allows so many bytes; return its root."""
+    """Write a large host whose control group of version 2 allows `limit` bytes.
+
+    Returns its root.
+    """
     write_host(root, 1 << 38, 1 << 37, "0::/pod/box\n", V2_MOUNT)
     write_v2(root / "sys/fs/cgroup/pod/box", limit, used)
     return root

@@ -32,7 +32,7 @@ FORMS: tuple[dict[str, Any], ...] = (
 
 
 def letter_tokenizer() -> Tokenizer:
-    """Token `END` ends a sequence and has no text; all others have their place in `TEXTS`."""
+    """Return a tokenizer with the end token `END`, which has no text, and the tokens of `TEXTS`."""
     alphabet = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 
     def symbols(text: str) -> str:

@@ -47,7 +47,7 @@ def single(tmp_path: Path, tensors: dict[str, np.ndarray]) -> Path:
 
 @pytest.fixture
 def sharded(tmp_path: Path, single: Path, tensors: dict[str, np.ndarray]) -> Path:
-    """Return the same checkpoint in three files with an index, which separates fused tensors."""
+    """Write the same checkpoint as three files with an index. Fused tensors are separated."""
     directory = tmp_path / "sharded"
     shutil.copytree(single, directory)
     (directory / "model.safetensors").unlink()

@@ -106,7 +106,7 @@ def write_awq_gemv(
 def write_packed(
     stem: str, weight: np.ndarray, group: int, rng: Any, bits: int, act_order: bool
 ) -> tuple[Tensors, np.ndarray]:
-    """The same for compressed-tensors' pack-quantized; with act_order codes are asymmetric too."""
+    """Write compressed-tensors' pack-quantized tensors. With act_order codes are asymmetric too."""
     outputs, inputs = weight.shape
     half, groups = 1 << (bits - 1), inputs // group
     codes = rng.integers(-half, half, (outputs, inputs))
