@@ -263,7 +263,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture
 def no_jax_cache() -> Generator[None]:
-    """JAX's cache off: see `tests.support.own_programs`."""
+    """Turn JAX's cache off. See `tests.support.own_programs`."""
     # Imported here: JAX reads the variables above when it is imported.
     from tests.support.own_programs import own_programs
 

@@ -134,7 +134,7 @@ class Got:
 
 
 def fields_of_case(case: str) -> dict[str, Any]:
-    """The configuration of one of `tests.models.cases`, all sizes whole vectors."""
+    """Return the configuration of one of `tests.models.cases`, with sizes of whole vectors."""
     model = transformers_model(case)
     fields = model.config.to_dict()
     own = {"architectures": [type(model).__name__], "vocab_size": VOCAB, "eos_token_id": END}
@@ -276,14 +276,14 @@ class Bench:
 
 
 def divided_model(fields: Mapping[str, Any], split: Split, dtype: str) -> tuple[ModelConfig, Any]:
-    """The model of a bench over several devices."""
+    """Return the model of a bench over several devices."""
     model_config = replace(parse_model_config(dict(fields)), split=split)
     placed: Any = {"panels": True, "mesh": make_mesh(split.devices)}
     return model_config, random_weights(model_config, jnp.dtype(dtype), 3, **placed)
 
 
 def small_config(model_config: ModelConfig, **fields: Any) -> EngineConfig:
-    """The settings of a bench's engine."""
+    """Return the settings of a bench's engine."""
     return EngineConfig(
         max_model_len=MAX_LEN,
         max_num_seqs=SLOTS,
@@ -430,7 +430,7 @@ class _ResettingLLM(LLM):
 def found_beams(
     oracle: Oracle, prompt: list[int], params: BeamSearchParams, ends: tuple[int, ...]
 ) -> list[tuple[list[int], float]]:
-    """Tokens and sums of log-probabilities of a beam search, by its definition."""
+    """Return the tokens and summed log-probabilities of a beam search, by its definition."""
     going: list[tuple[list[int], float]] = [([], 0.0)]
     complete: list[tuple[list[int], float]] = []
     for _ in range(params.max_tokens):
@@ -501,13 +501,13 @@ def _start(engine: Engine, number: int, ask: Ask, sink: Sink, got: list[Got]) ->
 
 
 def scores_of(scores: TokenLogprobs | None) -> list[Score]:
-    """One entry a token."""
+    """Return one entry for each token."""
     columns = () if scores is None else (*scores[:4], scores.ranks())
     return [Score(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
 
 
 def same_scores(got: list[Score], want: list[Score], to_the_bit: bool = False) -> bool:
-    """Equal, or equal but for the rounding of float64."""
+    """Return whether scores are equal, to the bit or up to the rounding of float64."""
     if to_the_bit:
         return got == want
     return len(got) == len(want) and all(

@@ -63,7 +63,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def numbers() -> dict[bytes, int]:
-    """Of the lines of that file."""
+    """Map each line of SOURCES' file to its number."""
     return {}
 
 

@@ -149,7 +149,7 @@ def killed_child(checkpoint: str, cache: str) -> list[Any]:
 
 
 def full_disk(checkpoint: str, cache: str) -> list[Any]:
-    """No file may grow beyond 100 bytes."""
+    """Start while no file may grow beyond 100 bytes."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
     with start(checkpoint, cache, **FEW) as llm:
         assert behind_of(llm).wait(300)

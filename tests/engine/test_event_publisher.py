@@ -82,14 +82,14 @@ class Client:
         return count
 
     def next_removed(self) -> Message:
-        """The next message that ends with a page that was removed."""
+        """Return the next message that ends with the removal of a page."""
         while (found := self.next()) is not None:
             if found[2][1][-1]["type"] == "BlockRemoved":
                 return found
         raise AssertionError("it never came")
 
     def replay(self, first: int) -> list[Message]:
-        """All that the publisher still has from a number on."""
+        """Return the messages that the publisher still has, from number `first` on."""
         self.dealer.send_multipart((b"", first.to_bytes(8, "big")))
         found: list[Message] = []
         while self.dealer.poll(1000 * PATIENCE):

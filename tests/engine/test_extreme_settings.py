@@ -99,7 +99,7 @@ def oracle() -> Oracle:
 
 
 def served(loaded: Loaded, *asked: dict[str, Any], priority: int = 0) -> list[list[int]]:
-    """Tokens of requests that are served together, all choices of each one after the other."""
+    """Serve requests together, and return their tokens, with all choices of a request in order."""
     engine, tokens = Engine(loaded), {str(number): [] for number in range(len(asked))}
 
     def sink(delta: Delta) -> None:

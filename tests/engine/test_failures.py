@@ -37,9 +37,9 @@ CONFIG = {
 
 @pytest.fixture(scope="module")
 def loaded() -> Loaded:
-    """A model that makes NaN of one token of its vocabulary.
+    """Return a model that makes NaN of one token of its vocabulary.
 
-    One step a launch: how many there are in one depends on time, and with it which steps fail.
+    A launch has one step: its number of steps would depend on time, and with it the failing steps.
     """
     return poisoned(
         max_num_seqs=4, max_num_batched_tokens=32, decode_sizes=(4,), token_sizes=(32,),
@@ -237,7 +237,7 @@ def is_culprit(held: Any) -> bool:
 
 
 def is_later_culprit(held: Any) -> bool:
-    """One that fails once it has drawn some tokens."""
+    """Return whether a request fails after it has drawn some tokens."""
     return bool(((held[:, 1:4] == 7).all(axis=1) & (held[:, 8] >= 0)).any())
 
 

@@ -47,7 +47,7 @@ def ours(metadata: dict[str, Any], vocab_size: int) -> OurTokenizer:
 
 
 def byte_level() -> tuple[Tokenizer, dict[str, Any]]:
-    """A trained byte-level BPE, and the metadata that llama.cpp's converter would write."""
+    """Return a trained byte-level BPE, and the metadata that llama.cpp's converter would write."""
     backend = Tokenizer(models.BPE(ignore_merges=True))
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -221,7 +221,7 @@ GEMMA_RUN = 7  # longest run of blanks that is a token (31 in Gemma's)
 
 
 def gemma() -> dict[str, Any]:
-    """A vocabulary with runs of blanks, spelled as Gemma's files have them."""
+    """Return a vocabulary with runs of blanks, spelled as in Gemma's files."""
     runs = [" " * size for size in range(2, GEMMA_RUN + 1)]
     pieces = ["<pad>", "<eos>", "<bos>", "<unk>", *runs, "</s>", "a", "b", "▁a", "▁"]
     kinds = [3] * 4 + [4] * (len(runs) + 1) + [1] * 4
@@ -291,7 +291,7 @@ def test_an_end_marked_as_a_word_is_special():
 
 
 def sentencepiece() -> dict[str, Any]:
-    """Metadata of a vocabulary with scores and no merges, and bytes to fall back on."""
+    """Return metadata of a vocabulary with scores, without merges, and with bytes as a fallback."""
     words = ["▁the", "▁cat", "the", "▁t", "he", "at", "▁c", "in", "ing", "th", "thing", "▁thing"]
     letters = sorted({*"▁abcdefghijklmnopqrstuvwxyz,;1234567-é"})
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words, *letters]

@@ -212,7 +212,7 @@ def test_other_families_have_plans(raw: Any) -> None:
 
 
 def kinds() -> list[str]:
-    """A published checkpoint of each architecture and stored form."""
+    """Return names of a published checkpoint for each architecture and stored form."""
     found: dict[tuple[str, str], str] = {}
     for name, (raw, _) in PUBLISHED.items():
         stored = raw.get("quantization_config", {}).get("quant_method", "")
@@ -448,7 +448,7 @@ def run(environment: dict[str, str], *words: str) -> subprocess.CompletedProcess
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An 8B's configuration, without weights or tokenizer."""
+    """Write an 8B model's configuration, without weights or tokenizer."""
     folder = tmp_path_factory.mktemp("8B")
     (folder / "config.json").write_text(json.dumps(LLAMA_3))
     return folder

@@ -64,7 +64,7 @@ def log_softmax(row: np.ndarray) -> np.ndarray:
 
 @pytest.fixture
 def in_mode(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], LLM]]:
-    """Engines of any logprobs_mode on the programs that are there."""
+    """Yield a function that makes engines of any logprobs_mode on the same programs."""
     monkeypatch.setattr(loaded.runner, "close", lambda: None)
     made: list[LLM] = []
 

@@ -36,7 +36,7 @@ def made(kind: str, number: int = 0) -> OurTokenizer:
 
 
 def shown(tokenizer: OurTokenizer, ids: list[int]) -> tuple[list[int], str]:
-    """The added tokens among some ids, and the text between them, with a line for each part."""
+    """Return the added tokens among `ids`, and the text between them, a line for each part."""
     added, parts = {tokenizer.token_id(text) for text in ADDED}, [[]]
     for token in ids:
         if token in added:

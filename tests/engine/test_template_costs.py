@@ -279,7 +279,7 @@ ROWS = [
 
 
 def cpu_seconds(source: str) -> float:
-    """The CPU time of a rendering, which may be stopped or fail otherwise, but not for memory."""
+    """Return the CPU time of a rendering, which may end with an error, but not for memory."""
     template = ChatTemplate(source)
     before = time.thread_time()
     with suppress(TemplateError, ValueError, TypeError, OverflowError, AttributeError):

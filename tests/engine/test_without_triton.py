@@ -48,7 +48,7 @@ FEW_PROGRAMS: dict[str, Any] = {
 
 @pytest.fixture
 def gpu_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention by the functions that a GPU takes."""
+    """Run attention by the functions for GPUs."""
     monkeypatch.setattr(ops, "kernel", lambda op, name, _: kernel(op, name, "gpu"))
 
 

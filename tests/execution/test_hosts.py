@@ -45,7 +45,7 @@ Connect = Callable[[], tuple[socket.socket, socket.socket]]
 
 @pytest.fixture
 def connect() -> Iterator[Connect]:
-    """Makes both ends of a connection, which the test's end closes."""
+    """Yield a function that connects both ends, which the fixture closes at the end."""
     made: list[socket.socket] = []
 
     def connect() -> tuple[socket.socket, socket.socket]:
@@ -60,7 +60,7 @@ def connect() -> Iterator[Connect]:
 
 
 def both(connect: Connect, secret: bytes = SECRET, other: bytes = SECRET) -> list[Channel]:
-    """Channels of a leader and a follower."""
+    """Return connected channels of a leader and a follower."""
     ends, made = connect(), []
     thread = threading.Thread(target=lambda: made.append(Channel(ends[0], secret, leads=True)))
     thread.start()
@@ -80,7 +80,7 @@ def greeted(connect: Connect) -> tuple[Channel, socket.socket, bytes]:
 
 
 def frame(key: bytes, counter: int, kind: int, number: int, payload: bytes) -> bytes:
-    """A frame as the protocol says it."""
+    """Return a frame of the protocol."""
     body = struct.pack("<IHH", len(payload), kind, number) + payload
     return body + hmac.digest(key, struct.pack("<Q", counter) + body, "sha256")
 
@@ -222,7 +222,7 @@ def test_a_leader_refuses_all_but_its_followers(caplog: pytest.LogCaptureFixture
 
 
 def settle_and_close(made: dict[int, Any]) -> None:
-    """Three hosts agree on the least sizes, refuse different settings, and end in order."""
+    """Let three hosts agree on the least sizes, refuse different settings, and end in order."""
     agreed: dict[int, Any] = {}
 
     def settle(rank: int, settings: dict[str, Any], sizes: dict[str, int | None]) -> None:

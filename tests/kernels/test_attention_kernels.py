@@ -131,14 +131,14 @@ def _agree(name: str, implementation: str, call: PagedCall, decode: bool) -> Non
 
 @st.composite
 def lengths(draw, page_size: int, most: int):
-    """A number of positions from 0 to ``most``, often just around a page boundary."""
+    """Draw a number of positions from 0 to ``most``, often just around a page boundary."""
     near = draw(st.integers(0, 4)) * page_size + draw(st.integers(-1, 1))
     return min(max(draw(st.one_of(st.just(near), st.integers(0, most))), 0), most)
 
 
 @st.composite
 def ragged_rows(draw, page_size: int):
-    """ROWS pairs (queries, positions) of at most TOKENS queries in all, empty rows among them."""
+    """Draw ROWS pairs (queries, positions), at most TOKENS queries in all, some rows empty."""
     rows, left = [], TOKENS
     for _ in range(ROWS):
         queries = min(draw(st.sampled_from([0, 1, 1, 1, 2, 5, 11, TOKENS])), left)

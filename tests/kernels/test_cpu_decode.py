@@ -139,7 +139,7 @@ def test_a_row_is_the_same_to_the_bit_whatever_its_mates(setup: dict) -> None:
 
 
 def parts_of(kernel: Kernel, arrays: tuple[jax.Array, ...]) -> int:
-    """How many parts a kernel makes of the work of a call without a window."""
+    """Return the number of parts into which a kernel divides a call without a window."""
     operands = [np.asarray(x) for x in arrays]
     window = np.array([2**31 - 1], np.int32)
     buffers = [*operands, np.zeros(1), window, np.zeros(1), np.zeros(1)]

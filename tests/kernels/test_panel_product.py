@@ -57,7 +57,7 @@ run_compiled = compiled(run, static_argnums=0)
 
 
 def product(x: np.ndarray, w: np.ndarray, cpu: Host | None = None) -> np.ndarray:
-    """x times w laid out in panels, all outputs of them."""
+    """Multiply x by w, laid out in panels, and return all outputs."""
     kernel = kernel_for(x.dtype, w.dtype.name, cpu)
     return np.asarray(run_compiled(kernel, x, in_panels(w)))
 
@@ -229,7 +229,7 @@ def experts(inputs: int, outputs: int, dtype: str) -> np.ndarray:
 
 
 def grouped(x: np.ndarray, w: np.ndarray, shares: tuple[int, ...], cpu: Host | None = None):
-    """Rows of x sorted by expert times [E, I, O] in panels."""
+    """Multiply rows of x, sorted by expert, by [E, I, O] in panels."""
     kernel = kernel_for(x.dtype, w.dtype.name, cpu)
     panels = np.stack([in_panels(one) for one in w])
     return np.asarray(run_compiled(kernel, x, panels, np.asarray(shares, np.int32)))

@@ -37,7 +37,7 @@ FORMS = [
 
 
 def weight(form: str, groups: int, zeros_dtype: type | None, outputs: int = O) -> tuple:
-    """Codes, scales and zeros at random, and the matrix that they stand for, in float64."""
+    """Return random codes, scales and zeros, and the matrix that they encode, in float64."""
     rng = np.random.default_rng(0)
     codes = rng.integers(0, 16 if form == "int4" else 256, (I, outputs), dtype=np.uint8)
     scales = rng.uniform(0.1, 1, (groups, outputs)).astype(np.float32)

@@ -85,7 +85,7 @@ class Weight:
             return np.asarray(run_compiled(kernel, x, *self.panels, num_rows=count))
 
     def full(self) -> np.ndarray:
-        """The weight in float64."""
+        """Return the weight in float64."""
         return np.asarray(dequantize_compiled(*self.stored, self.form, jnp.float64))
 
 

@@ -44,7 +44,7 @@ def case_of(
 
 
 def compiling_for(device: DeviceLimits) -> AbstractContextManager[None]:
-    """A mesh under which code is traced for a card."""
+    """Return a context with a mesh under which code is traced for a card."""
     described = jax.sharding.AbstractDevice(
         device_kind=device.kind, num_cores=device.num_sms, platform="gpu"
     )

@@ -28,7 +28,7 @@ def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
 
 
 def traced(run: Any, arrays: tuple, card: str = "Tesla T4") -> str:
-    """The program of a call for a card, as text."""
+    """Return the traced program of a call for a card, as text."""
     device = jax.sharding.AbstractDevice(device_kind=card, num_cores=None, platform="gpu")
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
         return str(jax.make_jaxpr(run)(*arrays))

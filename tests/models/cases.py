@@ -455,7 +455,7 @@ ONE_LAYER = frozenset(
 
 
 def family_of(case: str) -> str:
-    """The family that a case's name begins with."""
+    """Return the family that a case's name begins with."""
     return next(family for family in FAMILIES if case.startswith(family))
 
 
@@ -469,13 +469,13 @@ def fields_of(case: str) -> dict[str, Any]:
 
 
 def transformers_config(case: str, sizes: Mapping[str, Any] = MappingProxyType({})) -> Any:
-    """Transformers' configuration of a case, with some sizes changed."""
+    """Return Transformers' configuration of a case, with some sizes changed."""
     name, _ = FAMILIES[family_of(case)]
     name = "Gemma3Text" if name == "Gemma3" else name
     return getattr(transformers, f"{name}Config")(**{**fields_of(case), **sizes})
 
 
 def transformers_model(case: str, sizes: Mapping[str, Any] = MappingProxyType({})) -> Any:
-    """Transformers' model of a case, with its own random weights."""
+    """Return Transformers' model of a case, with its own random weights."""
     name, _ = FAMILIES[family_of(case)]
     return getattr(transformers, f"{name}ForCausalLM")(transformers_config(case, sizes))

@@ -103,7 +103,7 @@ def test_both_spellings_of_rope_mean_the_same(change):
 
 
 def older_kinds():
-    """Every kind of scaling, in the older spelling."""
+    """Return every kind of scaling, in the older spelling."""
     return [
         {"rope_type": "linear", "factor": 2.0},
         {"rope_type": "dynamic", "factor": 1.5},

@@ -71,7 +71,7 @@ def test_experts_in_panels_give_what_transformers_gives(checkpoints, case, pad_t
 
 @pytest.fixture(scope="module")
 def logits_of_plain(checkpoints) -> Callable[[str, str, list[int]], np.ndarray]:
-    """Logits of a quantized case whose codes are as they are, by case and form, computed once."""
+    """Return a function that computes the logits of a quantized case's codes once."""
     kept: dict[tuple[str, str], np.ndarray] = {}
 
     def logits(case: str, form: str, tokens: list[int]) -> np.ndarray:

@@ -357,7 +357,7 @@ def without_rope(names: set[str]) -> set[str]:
 
 
 def changed(raw: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
-    """A config.json with some fields set to other values."""
+    """Return a config.json with some fields set to other values."""
     raw = deepcopy(raw)
     for path, value in change.items():
         *outer, key = path.split(".")
@@ -388,7 +388,7 @@ def test_every_field_read_is_changed_once(checkpoints):
 
 @pytest.fixture(scope="module", autouse=True)
 def operations_are_compiled_quickly() -> Generator[None]:
-    """Each operation of a model is compiled by itself here, and there are hundreds."""
+    """Compile operations quickly, since each operation of a model is compiled by itself here."""
     with quick_operations():
         yield
 

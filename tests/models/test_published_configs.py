@@ -21,7 +21,7 @@ COMMON |= {"tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache":
 
 
 def remote(family: str, name: str) -> Raw:
-    """`auto_map` of a checkpoint that brings its own code."""
+    """Return `auto_map` of a checkpoint that brings its own code."""
     code = f"modeling_{family}.{name}"
     classes = {
         "AutoConfig": f"configuration_{family}.{name}Config",

@@ -105,7 +105,7 @@ def tiny_wrapper(name: str, **outer: Any) -> Any:
 
 
 def text_alone(name: str, wrapper: Any) -> Any:
-    """A model of the text's family with the weights that a wrapper has for it."""
+    """Return a model of the text's family with the wrapper's weights of the text."""
     kind = WRAPPERS[name].text
     cls = getattr(transformers, MODEL_TYPES[kind])
     fields = _text_config(kind, {}).to_dict()

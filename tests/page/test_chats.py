@@ -24,7 +24,7 @@ def act(page: Page, name: str, index: int) -> None:
 
 
 def ask(page: Page, text: str, answers: int) -> None:
-    """Send, and wait for the end of the answer."""
+    """Send a question, and wait for the end of the answer."""
     send(page, text)
     expect(page.locator("article.assistant:not([aria-busy])")).to_have_count(answers)
 

@@ -26,7 +26,7 @@ ROOM += ["--max-num-seqs", "1", "--decode-sizes", "1"]
 
 @pytest.fixture(scope="module")
 def client(published: Callable[[str], Path]) -> Iterator[openai.OpenAI]:
-    """One server of both models, whose formats are read off their templates."""
+    """Start one server of both models, whose formats follow from their templates."""
     models = [f"{name}={published(name)}" for name in CALLS]
     with (
         Server([*models, *SMALL, *ROOM]) as server,

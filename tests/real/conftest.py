@@ -81,7 +81,7 @@ def smollm2(real_models: dict[str, Path]) -> Real:
 
 @pytest.fixture(scope="session")
 def gemma3(real_models: dict[str, Path], is_long: bool) -> Real:
-    """To the bit its answers are compared in the long form alone."""
+    """Compare answers to the bit in the long form only."""
     return _real("gemma3", real_models["gemma3"], quickly=not is_long)
 
 

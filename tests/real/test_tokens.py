@@ -97,7 +97,7 @@ def test_seeded_answers_of_a_second_model(gemma3: Real) -> None:
 
 @pytest.fixture
 def one_thread() -> Any:
-    """Threads of torch wait for each other wherever the machine has other work."""
+    """Use one thread of torch, since its threads wait for each other on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

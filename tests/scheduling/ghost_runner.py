@@ -100,7 +100,6 @@ class GhostRunner:
         self.reset()
 
     def reset(self, error: Exception | None = None) -> None:
-        """Lose everything."""
         self._cells = np.full(self.num_cells, EMPTY, np.int64)
         self._last_token = np.full(self.slots.num_slots + 1, NO_TOKEN, np.int32)
         self._table = np.full_like(self.slots.page_table, NO_PAGE)
@@ -150,7 +149,7 @@ class GhostRunner:
         return batch
 
     def _cells_of(self, batch: StepBatch, row: int, positions: np.ndarray) -> np.ndarray:
-        """The cells of a row's positions, int32[len(positions)], through its page table."""
+        """Return the cells of a row's positions, int32[len(positions)], through its page table."""
         size = self.slots.page_size
         pages = self._table[batch.slots[row], positions // size]
         null = batch.slots[row] == self.slots.num_slots
@@ -226,7 +225,7 @@ def _later(batch: StepBatch, steps: int) -> StepBatch:
 
 
 def _ends(batch: StepBatch, token_ids: np.ndarray) -> np.ndarray:
-    """bool[R]: whether the token drawn is the row's last."""
+    """Return bool[R]: whether the token drawn is the row's last."""
     rows = slice(len(token_ids))
     is_stop = (token_ids[:, None] == batch.stop_token_ids[rows]).any(axis=1)
     is_stop &= batch.kv_len[rows] >= batch.min_length[rows]

@@ -127,26 +127,26 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.sequences)
     @rule(pick=PICK)
     def abort(self, pick) -> None:
-        """Any sequence, also one that has ended."""
+        """Abort any sequence, also one that has ended."""
         self._abort(pick)
         self._check()
 
     @precondition(lambda self: self.live)
     @rule(pick=PICK)
     def abort_inside_step(self, pick) -> None:
-        """Between the submission of a step and the commit of the one before."""
+        """Abort a sequence between the submission of a step and the commit of the one before."""
         self._step(abort=pick)
 
     @precondition(lambda self: self.live)
     @rule(pick=PICK)
     def stop_by_text(self, pick) -> None:
-        """Its next token completes a stop string."""
+        """Let the next token of a sequence complete a stop string."""
         self.text_stops.add(self.live[pick % len(self.live)])
 
     @precondition(lambda self: self.live)
     @rule(pick=PICK)
     def poison_row(self, pick) -> None:
-        """The logits of one row of the next step are not finite."""
+        """Make the logits of one row of the next step not finite."""
         self._step(poison=pick)
 
     @precondition(lambda self: self.live)
@@ -166,7 +166,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def drain(self) -> None:
-        """With no new work, everything ends, soon, and gives back all that it held."""
+        """Run without new work, and check that every sequence ends soon and frees its resources."""
         bound = 10 + 2 * sum(sequence.request.max_length + 3 for sequence in self.live)
         while self.live or self.in_flight is not None:
             assert bound > 0, "no end in sight"
@@ -223,7 +223,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert sequence.finish_reason is reason, "it ended twice"
 
     def _step(self, abort: int | None = None, poison: int | None = None) -> None:
-        """As `Engine.step`: schedule, submit, and commit the step before."""
+        """Schedule and submit a step, and commit the one before, as `Engine.step` does."""
         plan = self._schedule()
         submitted = None
         if plan is not None:
@@ -279,7 +279,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self._ended(sequence, FinishReason.ABORT)
 
     def _steps_of(self, sequence: Sequence, step: GhostStep, row: int) -> int:
-        """How many of a launch's steps a row took part in, its last draw included."""
+        """Return how many of a launch's steps a row took part in, its last draw included."""
         if step.plan.num_steps == 1:
             return 1
         known = sequence.num_prompt + len(self.streamed[sequence])
@@ -339,7 +339,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert needed > self.pool.num_free, "the next sequence waits for nothing"
 
     def _last_in_flight(self, sequence: Sequence) -> bool:
-        """Whether the step in flight draws the last token that its length allows."""
+        """Return whether the step in flight draws the last token that its length allows."""
         if self.in_flight is None:
             return False
         plan = self.in_flight.plan

@@ -22,7 +22,7 @@ def launch(served: Served, draws: list[list[int]], ok: list[list[bool]] | None =
 
 
 def started(*rows: dict, **options) -> Served:
-    """Requests whose prompts have been computed, so that each has drawn one token."""
+    """Return a scheduler whose requests have computed their prompts and drawn one token."""
     served = Served(page_size=4, **options)
     for row in rows:
         served.add(**row)

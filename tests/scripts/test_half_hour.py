@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(autouse=True, scope="module")
 def quick_code() -> Iterator[None]:
-    """Engines compile quickly, here and in processes that are started."""
+    """Compile quickly, here and in started processes."""
     with pytest.MonkeyPatch.context() as patch, quick_programs():
         patch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}")
         yield

@@ -38,7 +38,7 @@ def open_canary(open_server: Server) -> Canary:
 
 @pytest.fixture
 def wide(open_server: Server, open_canary: Canary) -> Iterator[Server]:
-    """The open server, which must be as it was after each test."""
+    """Return the open server, and check after each test that it is unchanged."""
     yield open_server
     open_canary.check()
 

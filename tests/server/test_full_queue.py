@@ -112,7 +112,7 @@ def connect(address: Any, family: int = socket.AF_INET) -> socket.socket:
 
 @contextmanager
 def sent(address: Any, data: bytes) -> Iterator[socket.socket]:
-    """A connection that has sent some bytes."""
+    """Yield a connection that has sent `data`."""
     with connect(address) as client:
         client.sendall(data)
         yield client
@@ -280,7 +280,7 @@ def test_no_more_are_admitted_than_the_queue_holds(make: Callable[..., App]) -> 
 
 
 def read_all_ready(client: socket.socket) -> None:
-    """The rest of an answer whose beginning was read."""
+    """Read the rest of an answer whose beginning was read."""
     client.settimeout(0.5)
     with suppress(TimeoutError):
         while client.recv(1 << 16):

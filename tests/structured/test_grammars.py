@@ -120,7 +120,7 @@ def test_a_grammar_in_gbnf(grammars: Grammars, pieces: list[bytes]) -> None:
 
 
 def one_boolean(grammars: Grammars, pieces: list[bytes], **options: Any) -> set[str]:
-    """Finished texts of an object whose property `a` is a boolean."""
+    """Return the finished texts of an object whose property `a` is a boolean."""
     form = StructuredOutputsParams(json=BOOLEAN, **options)
     drawn = {draw(grammars.compile(form), pieces, seed, most=60) for seed in range(40)}
     return {text for text in drawn if text is not None}

@@ -45,7 +45,7 @@ def tag(begin: Any, content: dict[str, Any], end: Any) -> dict[str, Any]:
 
 
 def accepts(constraint: Constraint, *text: str | int, grammars: Grammars) -> bool:
-    """Whether the masks let a text through, token by token, and then the end."""
+    """Return whether the masks allow a text, token by token, and then the end."""
     constraint, tokens = constraint.copy(), []
     for part in text:
         tokens += [part] if isinstance(part, int) else grammars.tokenizer().tokenize_str(part)

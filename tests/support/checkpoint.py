@@ -17,7 +17,7 @@ CHAT_TEMPLATE = (
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte, so that every character beyond ASCII is several tokens."""
+    """Return a tokenizer of one token a byte, so that other characters than ASCII are several."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {symbol: index for index, symbol in enumerate([*SPECIAL, *alphabet])}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))

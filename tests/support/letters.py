@@ -54,6 +54,5 @@ def letter_tokenizer() -> Tokenizer:
 
 
 def _halves(text: str) -> tuple[str, str]:
-    """Two tokens that make a text."""
     halves = ((text[:at], text[at:]) for at in range(len(text) - 1, 0, -1))
     return next(both for both in halves if set(both) <= set(TEXTS))

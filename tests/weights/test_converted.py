@@ -171,7 +171,7 @@ def test_damaged_descriptions_of_quantized_parameters(tmp_path):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A converted folder to copy and damage."""
+    """Write a converted folder, to copy and damage."""
     folder = tmp_path_factory.mktemp("source")
     (folder / "config.json").write_text(json.dumps(RAW))
     save_file(random_tensors(RAW), folder / "model.safetensors")

@@ -144,7 +144,7 @@ def test_every_encoding_is_unpacked(tmp_path, kind):
 
 
 def random_blocks(kind: Type, rows: int, values: int) -> np.ndarray:
-    """Any bits but for the blocks' scales, which are small."""
+    """Return blocks of random bits, except for the blocks' scales, which are small."""
     per_block, num_bytes = gguf.GGML_QUANT_SIZES[kind]
     generator = np.random.default_rng(kind.value)
     blocks = generator.integers(0, 256, (rows, values // per_block, num_bytes), np.uint8)
@@ -241,7 +241,7 @@ def repack(
     blocks: dict[str, tuple[np.ndarray, Type]],
     architecture: str = "qwen3",
 ) -> None:
-    """The same file with some tensors stored in another way."""
+    """Write the same file with some tensors stored in another way."""
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(target, architecture)
     for field in reader.fields.values():

@@ -36,7 +36,7 @@ Type = gguf.GGMLQuantizationType
 
 @pytest.fixture(scope="module", autouse=True)
 def operations_are_compiled_quickly() -> Generator[None]:
-    """Each shape of each architecture has its own, and they only take bits apart."""
+    """Compile quickly: each architecture has its own shapes, and they only take bits apart."""
     with quick_operations():
         yield
 

@@ -91,7 +91,7 @@ BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 
 
 def compressed(form: str, activations: Any = None, **weights: Any) -> dict[str, Any]:
-    """The configuration of a format of compressed-tensors."""
+    """Return the configuration of a format of compressed-tensors."""
     scheme = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
     return {
         "quant_method": "compressed-tensors",
@@ -196,7 +196,7 @@ def is_matrix(name: str) -> bool:
 def checkpoint(
     directory: Path, form: str, raw: dict[str, Any] = RAW, change: Any = None
 ) -> tuple[Path, dict[str, np.ndarray]]:
-    """A quantized checkpoint, and all tensors of the one that it stands for."""
+    """Write a quantized checkpoint, and return it with all dequantized tensors."""
     quantization, write = FORMATS[form]
     rng, config = np.random.default_rng(0), parse_model_config(raw)
     tensors, plain = {}, {}
@@ -218,7 +218,7 @@ def checkpoint(
 
 @pytest.fixture(scope="module", autouse=True)
 def operations_are_compiled_quickly() -> Generator[None]:
-    """Models are drawn and codes are taken apart by operations of as many shapes as there are."""
+    """Compile quickly: models are drawn and codes unpacked by operations of many shapes."""
     with quick_operations():
         yield
 
@@ -389,7 +389,7 @@ def damage(name: str, change: Any) -> Any:
 
 
 def replaced(old: bytes, new: bytes) -> Any:
-    """A change of the text in a tensor's bytes."""
+    """Return a function that changes the text in a tensor's bytes."""
     return lambda x: np.frombuffer(x.tobytes().replace(old, new), np.uint8)
 
 
@@ -537,7 +537,7 @@ def test_every_field_that_is_not_understood_is_named():
 
 
 def extreme_weights() -> np.ndarray:
-    """Columns of every size, with zeros, one outlier, one sign only, and numbers near overflow."""
+    """Return columns of every size, with zeros, one outlier, one sign only, and huge numbers."""
     rng = np.random.default_rng(0)
     weight = rng.standard_t(2, size=(100, 40)).astype(np.float32)
     weight *= np.float32(10.0) ** np.linspace(-30, 30, 40, dtype=np.float32)
@@ -659,7 +659,7 @@ a-e-p-w-k<|im_end|>"""
 
 @functools.cache
 def bundled_logits(form: str | None) -> np.ndarray:
-    """Of the bundled model, after each token of a question and its answer."""
+    """Return the bundled model's logits after each token of a question and its answer."""
     directory = bundled_model()
     tokens = Tokenizer(directory, 511).encode_word(TURN)
     model = load(directory, quantization=form)

@@ -44,7 +44,7 @@ def experts_of(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def num_bytes(form: str) -> int:
-    """The bytes of both layers' experts, three matrices each."""
+    """Return the bytes of both layers' experts, three matrices each."""
     return int(VALUES * BITS[form] / 8)
 
 
@@ -54,7 +54,7 @@ def held(values: dict[str, Any]) -> int:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face checkpoint with experts in MXFP4, of random codes."""
+    """Write a Hugging Face checkpoint with MXFP4 experts of random codes."""
     path = tmp_path_factory.mktemp("checkpoint")
     tensors = random_tensors(RAW)
     for name in [name for name in tensors if name.endswith("experts.gate_up_proj")]:

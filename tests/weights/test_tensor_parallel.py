@@ -218,7 +218,7 @@ SMALL |= {"num_experts_per_tok": 1}
 
 @pytest.fixture(scope="module")
 def divided(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Results of the process that has devices, by case."""
+    """Return the results of the process that has several devices, by case."""
     folder = tmp_path_factory.mktemp("divided")
     (folder / "stored").mkdir()
     for form in STORED:
