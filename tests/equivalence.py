@@ -150,7 +150,7 @@ def with_sizes(fields: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str,
 
 
 def with_factors(fields: Mapping[str, Any], pairs: int) -> dict[str, Any]:
-    """A configuration whose lists of factors, one for each pair that is rotated, fit its heads."""
+    """Return a configuration whose lists of factors have one factor for each rotated pair."""
     found: dict[str, Any] = {}
     share = fields.get("partial_rotary_factor") or 1.0
     for name, value in fields.items():

@@ -194,7 +194,7 @@ def test_random_requests_have_the_requested_tokens(tokenizer: Tokenizer) -> None
 
 
 def test_lengths_are_drawn_as_vllm_draws_them(tokenizer: Tokenizer) -> None:
-    """From numpy's generator of the seed: inputs, then outputs."""
+    """Uses numpy's generator of the seed, for inputs first and then for outputs."""
     arguments = options(*"--num-prompts 20 --random-range-ratio 0.3 --seed 7".split())
     arguments.random_input_len, arguments.random_output_len = 64, 32
     works = make_works(arguments, None)

@@ -345,7 +345,7 @@ def test_steps_are_not_overlapped_when_told(loaded: Loaded) -> None:
 
 
 def test_the_old_cache_is_gone_before_a_new_one_is_made(loaded: Loaded) -> None:
-    """Also where a step failed as it was submitted: its frame holds the cache."""
+    """Includes a step that failed when it was submitted, whose frame holds the cache."""
     runner, engine = loaded.runner, Engine(loaded)
     steps, make, alive = runner._steps, runner._make_state, []
     shape = runner._state.kv[0][0].shape

@@ -150,7 +150,7 @@ def test_every_split_is_llama_cpps():
 
 
 def test_no_token_but_the_files_own():
-    """Not even the special ones that such vocabularies commonly have."""
+    """Special tokens that such vocabularies commonly have are absent too."""
     _, of_bytes = byte_level()
     of_characters = sentencepiece()
     others = {"<s>": "<begin>", "</s>": "<stop>", "<unk>": "<none>"}
@@ -310,7 +310,7 @@ def sentencepiece() -> dict[str, Any]:
 
 
 def merged(text: str, metadata: dict[str, Any], prefix: str) -> list[int]:
-    """SentencePiece's own algorithm: the neighbours of the best score are joined, then the next."""
+    """Tokenize as SentencePiece does: join the neighbours with the best score, and repeat."""
     pieces = metadata["tokenizer.ggml.tokens"]
     scores = dict(zip(pieces, metadata["tokenizer.ggml.scores"], strict=True))
     symbols = list(prefix + text.replace(" ", "▁"))

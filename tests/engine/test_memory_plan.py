@@ -132,7 +132,7 @@ def test_sizes_follow_the_memory() -> None:
 def test_temporaries_are_near_what_xla_says(
     model: str, tokens: int, rows: int, compiled: int
 ) -> None:
-    """Of steps that XLA compiled for an A100 and an H200 without one."""
+    """Compares steps that XLA compiled for an A100 and an H200 without the cards."""
     config = parse_model_config(MODELS[model])
     limits = named_device("A100").limits
     found = temporary_bytes(config, "bfloat16", Sizes(0.9, rows, tokens), limits)
@@ -222,7 +222,7 @@ def kinds() -> list[str]:
 
 @pytest.mark.parametrize("name", kinds())
 def test_every_family_and_stored_form_has_a_plan(name: str, tmp_path: Path) -> None:
-    """From its config.json alone."""
+    """The plan needs only config.json."""
     raw = PUBLISHED[name][0]
     (tmp_path / "config.json").write_text(json.dumps(raw))
     stored = raw.get("quantization_config", {}).get("quant_method")

@@ -229,7 +229,7 @@ def test_generation_config_gives_the_defaults(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def marked(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """With a mark that tokenizer.json alone calls special, as Mistral's files do."""
+    """Return a tokenizer with a mark that only tokenizer.json calls special, as in Mistral's."""
     directory = tmp_path_factory.mktemp("marked")
     byte_tokenizer().save_pretrained(directory)
     path = directory / "tokenizer.json"

@@ -90,7 +90,7 @@ def test_an_engine_in_float16_equals_the_oracle(family: str) -> None:
 
 @pytest.mark.parametrize("form", ["int8", "fp8", "int4"])
 def test_transposed_codes_give_the_same_logits(form: str) -> None:
-    """Of a prompt of 20 tokens, which multiplies blocks, and of a token, which is reduced."""
+    """A prompt of 20 tokens multiplies blocks, and a single token is reduced."""
     config = parse_model_config(LLAMA | {"num_hidden_layers": 1})
     runs = []
     for turned in (False, True):

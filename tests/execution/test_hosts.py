@@ -467,7 +467,7 @@ SIZES = (
 
 @pytest.fixture
 def arguments(tmp_path: Path) -> list[str]:
-    """Of one command line for each host, as a supervisor has it: file and ports stay the same."""
+    """Return each host's command line, as a supervisor repeats it: file and ports stay the same."""
     secret = tmp_path / "secret"
     secret.write_bytes(os.urandom(32))
     secret.chmod(0o600)

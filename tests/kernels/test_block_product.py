@@ -171,7 +171,7 @@ def processors() -> list[Any]:
 
 @pytest.mark.parametrize(("form", "vector_bytes", "pairs"), processors())
 def test_every_processor_computes_the_same(form: str, vector_bytes: int, pairs: bool) -> None:
-    """Without the instruction too: sums of whole numbers are exact, and floats are added alike."""
+    """Also without the instruction: sums of integers are exact, and floats are added alike."""
     here = host()
     if vector_bytes > here.vector_bytes or (pairs and not here.pairs):
         return

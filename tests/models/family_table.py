@@ -74,7 +74,7 @@ class Row:
 
 
 def parity(case: str, page_size: int) -> tuple[int, float, int, int]:
-    """Parameters read, error, tokens compared, tokens that Transformers would not have chosen."""
+    """Return the number of parameters, the error, and the numbers of compared and wrong tokens."""
     reference = hugging_face_model(case)
     generator = np.random.default_rng(sum(case.encode()))
     prompts = [generator.integers(0, 96, length).tolist() for length in PROMPT_LENGTHS]

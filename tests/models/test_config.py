@@ -671,7 +671,7 @@ def test_architectures_are_a_list_of_names(names):
 
 
 def test_model_type_decides_where_no_architecture_does():
-    """And the first of several that is computed, as in vLLM."""
+    """The first supported architecture of several decides, as in vLLM."""
     want = parse_model_config(LLAMA)
     absent = {key: value for key, value in LLAMA.items() if key != "architectures"}
     for raw in (absent, LLAMA | {"architectures": []}, LLAMA | {"architectures": None}):

@@ -101,7 +101,7 @@ def test_tokens_are_those_of_the_wrapper_in_transformers(main):
 
 
 def test_any_schedule_gives_the_tokens_of_the_wrapper(tmp_path):
-    """Of the one whose weights are stored as no other family's are."""
+    """Checks the wrapper whose weights have a storage form of their own."""
     wrapper, folder = tiny_wrapper("Qwen3VLMoeForConditionalGeneration"), tmp_path
     wrapper.save_pretrained(folder)
     prompts = [TOKENS[:30], TOKENS[:21], [*TOKENS[:30], *TOKENS[35:]], TOKENS[31:]]

@@ -36,7 +36,10 @@ def extend(digest: int, token: int) -> int:
 
 
 def draw(seed: int, digest: int, banned: tuple[int, ...]) -> int:
-    """The next token: a pure function of seed and prefix, over two tokens so that prefixes meet."""
+    """Return the next token: a pure function of seed and prefix, over two tokens.
+
+    With two tokens, prefixes of different sequences often meet.
+    """
     token = hash((seed, digest, 3)) >> 11 & 1
     return 1 - token if token in banned and 1 - token not in banned else token
 

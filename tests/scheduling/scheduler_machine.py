@@ -253,7 +253,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _check_result(
         self, step: GhostStep, owners: dict[Sequence, int], result: StepResult
     ) -> None:
-        """Only the step's sequences that are still there get tokens, and errors if they must."""
+        """Check that only live sequences of the step get tokens, and failed rows get errors."""
         ok = np.atleast_2d(step.ok)
         draws = {s for s, row in owners.items() if step.plan.samples[row] and ok[0, row]}
         assert set(result.sequences) == draws
@@ -330,7 +330,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         return plan
 
     def _check_admission(self, plan: LaunchPlan | None) -> None:
-        """Nobody waits for what is there: a slot, budget, and pages with one to spare for each."""
+        """Check that no sequence waits while slots, budget and pages (with spare ones) suffice."""
         waiting = [sequence for sequence in self.live if sequence.slot == NO_SLOT]
         spent = 0 if plan is None else plan.total_tokens
         if waiting and self.slots.num_free and spent < self.setup.budget:

@@ -126,7 +126,7 @@ def test_a_report_of_another_card_is_put_aside(
 
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
 def test_every_stage_has_items(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also on a card, whose items are gathered without it."""
+    """Includes a run on a card, whose items are gathered without it."""
     parts = stage.parts.split(",")
     counts = []
     for dry_run in (True, False):

@@ -163,7 +163,7 @@ def test_users_ask_again_once_they_are_answered() -> None:
 
 @pytest.mark.parametrize("pages", [24, 400])
 def test_every_token_of_a_trace_is_served_in_order(pages: int) -> None:
-    """Also where pages are short, so that sequences are preempted."""
+    """Includes runs with few pages, so that sequences are preempted."""
     jobs = make_jobs("azure-conv", 60, scale=16, rate=50, max_model_len=64)
     setting = Setting(8, 16, pages, 64, block_size=4)
     simulation = Simulation(setting, Fixed())
@@ -289,7 +289,7 @@ def test_lines_fit_what_was_measured_and_keep_its_spread() -> None:
 
 
 def test_what_was_not_seen_to_end_took_what_explains_all_that_is_known() -> None:
-    """Of a launch that takes 10 us alone: 20 or 60 us as often, the host looks at 15, 30 and 80."""
+    """A launch takes 10 us alone, otherwise 20 or 60 us; the host looks at 15, 30 and 80."""
     samples = Samples()
     for _ in range(40):
         samples.add("decode", 10, 30e-6, least=15e-6)  # 20
@@ -471,7 +471,7 @@ def test_every_option_says_its_default() -> None:
 
 
 def served(*seconds: float) -> list[Record]:
-    """A run whose requests have one token each after so long, and then two more as far apart."""
+    """Return a run with a record for each of `seconds`, the time between its three tokens."""
     return [Record(0.0, 3, 0, [s, 2 * s, 3 * s]) for s in seconds]
 
 

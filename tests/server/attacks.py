@@ -152,7 +152,7 @@ def leave(server: Server, count: int, fields: dict[str, Any], reached: Callable[
 
 
 def leave_in_every_phase(server: Server, count: int) -> Figures:
-    """Waiting, at a prompt, at an answer, preempted, and at the end: all pages come back."""
+    """Leave while waiting, at a prompt, at an answer, preempted and at the end; pages return."""
     lines, begun = len(server.log), time.monotonic()
     preempted = server.metric("num_preemptions_total")
     drawn = server.metric("generation_tokens_total")
@@ -267,7 +267,7 @@ def prefix_timing(server: Server, trials: int, victim: str, prober: str) -> Figu
 
 
 def flood(server: Server, count: int, at_once: int = 4) -> Figures:
-    """Bad requests as fast as they can be sent: all refused, few log lines, no memory kept."""
+    """Send bad requests at full speed: all are refused, with few log lines and no lost memory."""
     lines, memory = len(server.log), server.memory()
     bad = server.http("/v1/completions", b'{"prompt": "a", "n": 0}')
     each, over = count // at_once, threading.Event()

@@ -179,7 +179,7 @@ def trusting_canary(trusting_server: Server) -> Canary:
 
 @pytest.fixture
 def trusting(trusting_server: Server, trusting_canary: Canary) -> Iterator[Server]:
-    """A server with a template of its own, which must be as it was after each test."""
+    """Return a server with its own template, and check after each test that it is unchanged."""
     yield trusting_server
     trusting_canary.check()
 

@@ -257,7 +257,7 @@ def test_a_connection_stays_for_the_next_request(make: Callable[..., App]) -> No
 
 
 def test_no_more_are_admitted_than_the_queue_holds(make: Callable[..., App]) -> None:
-    """Of twenty that come at once, one has the last place."""
+    """Twenty requests arrive at once, and one gets the last place."""
     app, data = make(), post() + BODY
     with bind("127.0.0.1", 0) as listener, serving(app, listener) as server, ExitStack() as leave:
         address, admission = listener.getsockname(), server.admission

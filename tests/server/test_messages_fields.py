@@ -90,7 +90,7 @@ def test_efforts_thoughts_and_inputs_reach_the_template(
 
 
 def test_system_messages_in_the_middle(server: Server, strange: Server) -> None:
-    """They join the first where the template refuses them, as in vLLM."""
+    """System messages join the first message if the template refuses them, as in vLLM."""
     inline = [USER, {"role": "system", "content": "Be brief."}, USER]
     for before, joined in (({"system": "Hm. "}, "Hm. Be brief."), ({}, "Be brief.")):
         moved = prompt(strange, USER, USER, model="strange", system=joined)

@@ -59,7 +59,7 @@ def is_kept(store: Store, entry: Kept) -> bool:
 def test_a_flood_of_one_key_leaves_what_another_keeps(
     kind: type[Store], count: int, size: int
 ) -> None:
-    """By number, and by bytes."""
+    """Limits count items and bytes."""
     store = kind(1000, 64 << 17, 1e9)
     kept = [keep(store, MINE, f"m{n}", 1000) for n in range(20)]
     flood = [keep(store, THEIRS, f"t{n}", size) for n in range(2 * count)]

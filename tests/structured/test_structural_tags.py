@@ -212,7 +212,7 @@ BAD: list[tuple[Any, str]] = [
 
 
 def test_tags_within_tags_are_written_once() -> None:
-    """Not twice at each level, as a first tag and as one of the others."""
+    """A tag is not written twice at each level, as a first tag and as a later one."""
     form: Any = {"type": "json_schema", "json_schema": {"type": "integer"}}
     for level in range(12):
         inner = tag(f"<{level}>", form, f"</{level}>")

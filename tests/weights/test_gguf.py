@@ -174,7 +174,7 @@ BLOCKS = [
 
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_blocks_that_gguf_does_not_write_are_unpacked(tmp_path, kind):
-    """So the blocks are random."""
+    """gguf cannot write these blocks, so their bits are random."""
     case = "qwen3"
     raw = raw_config(case) | {"hidden_size": 256}
     tensors = random_tensors(raw)
@@ -404,7 +404,7 @@ def test_a_key_is_read_for_what_is_computed_and_else_refused(tmp_path, case, key
 
 
 def test_every_flag_that_a_model_may_have_is_in_the_table():
-    """But for the switch of Granite's rotation, see below, and one of models with a state."""
+    """Exceptions: the switch of Granite's rotation, see below, and one of models with a state."""
     written = re.findall(r"add_bool\((Keys\.[\w.]+)\.format", inspect.getsource(gguf.GGUFWriter))
     flags = {eval(name, {"Keys": gguf.Keys}).removeprefix("{arch}.") for name in written}
     assert "attention.causal" in flags

@@ -591,7 +591,7 @@ def test_int4_errs_less_than_rounding_between_extremes_does():
 
 @pytest.mark.parametrize("name", blocks.FORMATS)
 def test_blocks_as_codes_are_the_blocks_numbers(name):
-    """To the bit where a run has scales of its own, else within float16's rounding."""
+    """Equal to the bit if a run has scales of its own, else within float16's rounding."""
     made = blocks.FORMATS[name]
     raw = random_blocks(name, outputs=6, inputs=512)
     want = unpacked(raw, name)
@@ -627,7 +627,7 @@ def test_the_blocks_matrices_are_quantized_and_nothing_else(form, raw):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_each_expert_is_quantized_alone(form):
-    """So that the bounds above hold for each one's scales, however large another's are."""
+    """The bounds above hold for each expert's scales, even if another expert's are larger."""
     rng = np.random.default_rng(0)
     values = rng.normal(size=(3, 40, 2, 5)).astype(np.float32)
     values *= np.float32([1e-3, 1, 1e3])[:, None, None, None]

@@ -95,7 +95,7 @@ def test_nothing_of_a_hugging_face_checkpoint_is_widened(folder: Path) -> None:
 
 
 def test_a_start_counts_the_blocks_before_it_reads_them(folder: Path, tmp_path: Path) -> None:
-    """Also without the file of tensors, as for a plan. A dtype that is named widens them."""
+    """The file of tensors may be missing, as for a plan. A named dtype widens them."""
     path = write_gguf(tmp_path / "model.gguf", "gptoss", random_tensors(RAW), Type.MXFP4)
     shutil.copy(folder / "config.json", tmp_path)
     for model in (path, folder, tmp_path):
