@@ -76,9 +76,10 @@ class ModelShapes:
         return ModelShapes.of(model)
 
     def difference(self, placed: ModelShapes) -> str | None:
-        """Return how the shapes of a placed model differ from these; None if they do not.
+        """Return how a placed model differs from this plan, or None.
 
-        The text names the first parameter that differs, its planned shape and its actual one.
+        The text names the first parameter that differs or is missing, with both shapes. If all
+        parameters are equal but the module structure differs, the text says only that.
         """
         planned, actual = dict(self._parameters()), dict(placed._parameters())
         for path in {**planned, **actual}:
