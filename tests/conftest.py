@@ -169,7 +169,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFixtures:
 def choose_platform(config: pytest.Config) -> None:
     """Select the CPU for all runs, except runs in which every test needs a GPU.
 
-    Servers, scripts and processes of tests follow; each would take three quarters of a GPU.
+    Servers, scripts and processes of tests use it too, since each would take 3/4 of a GPU.
     """
     root = config.invocation_params.dir
     named = [(root / text.split("::")[0]).resolve() for text in config.args]
@@ -267,7 +267,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture
 def no_jax_cache() -> Generator[None]:
-    """JAX's cache off: see `tests.support.own_programs`."""
+    """Turn JAX's cache off. See `tests.support.own_programs`."""
     # Imported here: JAX reads the variables above when it is imported.
     from tests.support.own_programs import own_programs
 

@@ -134,7 +134,7 @@ class Got:
 
 
 def fields_of_case(case: str) -> dict[str, Any]:
-    """The configuration of one of `tests.models.cases`, all sizes whole vectors."""
+    """Return the configuration of one of `tests.models.cases`, with sizes of whole vectors."""
     model = transformers_model(case)
     fields = model.config.to_dict()
     own = {"architectures": [type(model).__name__], "vocab_size": VOCAB, "eos_token_id": END}
@@ -150,7 +150,7 @@ def with_sizes(fields: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str,
 
 
 def with_factors(fields: Mapping[str, Any], pairs: int) -> dict[str, Any]:
-    """A configuration whose lists of factors, one for each pair that is rotated, fit its heads."""
+    """Return a configuration whose lists of factors have one factor for each rotated pair."""
     found: dict[str, Any] = {}
     share = fields.get("partial_rotary_factor") or 1.0
     for name, value in fields.items():
@@ -167,9 +167,9 @@ class Bench:
 
     Args:
         fields: the model's configuration.
-        page_sizes: of the engines; fewer compile less.
+        page_sizes: of the engines. Fewer sizes compile less.
         kv_cache_dtype: of the caches.
-        dtype: of the engines; only in float64 there is an oracle.
+        dtype: of the engines. Only float64 has an oracle.
         split: devices that the engines are divided over.
         group: of hosts that they lie on. No host has all logits, so prompts are not scored.
         sizes: settings of the engines that differ from those of `small_config`.
@@ -277,14 +277,14 @@ class Bench:
 
 
 def divided_model(fields: Mapping[str, Any], split: Split, dtype: str) -> tuple[ModelConfig, Any]:
-    """The model of a bench over several devices."""
+    """Return the model of a bench over several devices."""
     model_config = replace(parse_model_config(dict(fields)), split=split)
     placed: Any = {"panels": True, "mesh": make_mesh(split.devices)}
     return model_config, random_weights(model_config, jnp.dtype(dtype), 3, **placed)
 
 
 def small_config(model_config: ModelConfig, **fields: Any) -> EngineConfig:
-    """The settings of a bench's engine."""
+    """Return the settings of a bench's engine."""
     return EngineConfig(
         max_model_len=MAX_LEN,
         max_num_seqs=SLOTS,
@@ -370,7 +370,7 @@ def run_schedule(bench: Bench, seed: int) -> Counter[str]:
 
 
 def run_search(bench: Bench, seed: int) -> int:
-    """One random beam search beside a workload, compared with its definition; returns its beams.
+    """Run a random beam search beside a workload, check it by definition, and return its beams.
 
     Raises:
         AssertionError: it found other sequences, or the engine lost something.
@@ -431,7 +431,7 @@ class _ResettingLLM(LLM):
 def found_beams(
     oracle: Oracle, prompt: list[int], params: BeamSearchParams, ends: tuple[int, ...]
 ) -> list[tuple[list[int], float]]:
-    """Tokens and sums of log-probabilities of a beam search, by its definition."""
+    """Return the tokens and summed log-probabilities of a beam search, by its definition."""
     going: list[tuple[list[int], float]] = [([], 0.0)]
     complete: list[tuple[list[int], float]] = []
     for _ in range(params.max_tokens):
@@ -454,7 +454,7 @@ def found_beams(
 
 
 def drive(engine: Engine, asks: list[Ask]) -> list[list[Got]]:
-    """Serve the workload to its end; outputs for each request and completion."""
+    """Serve the workload to its end, and return the outputs for each request and completion."""
     got = [[Got() for _ in range(ask.sampling.n)] for ask in asks]
 
     def sink(delta: Delta) -> None:
@@ -502,13 +502,13 @@ def _start(engine: Engine, number: int, ask: Ask, sink: Sink, got: list[Got]) ->
 
 
 def scores_of(scores: TokenLogprobs | None) -> list[Score]:
-    """One entry a token."""
+    """Return one entry for each token."""
     columns = () if scores is None else (*scores[:4], scores.ranks())
     return [Score(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
 
 
 def same_scores(got: list[Score], want: list[Score], to_the_bit: bool = False) -> bool:
-    """Equal, or equal but for the rounding of float64."""
+    """Return whether scores are equal, to the bit or up to the rounding of float64."""
     if to_the_bit:
         return got == want
     return len(got) == len(want) and all(
@@ -522,7 +522,7 @@ def same_scores(got: list[Score], want: list[Score], to_the_bit: bool = False) -
 def compare(
     bench: Bench, asks: list[Ask], got: list[list[Got]], seed: int, mode: LogprobsMode
 ) -> None:
-    """Every completion equals the oracle's; an aborted one is a beginning of it."""
+    """Check that completions equal the oracle's, and that an aborted one is a beginning of it."""
     same = partial(same_scores, to_the_bit=bench.oracle is None)
     for number, (ask, completions) in enumerate(zip(asks, got, strict=True)):
         for index, one in enumerate(completions):
@@ -553,7 +553,7 @@ def compare(
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run schedules as a command line says; None for that of the process."""
+    """Run schedules with the options `words`, or with the process's own for None."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--schedules", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0, help="of the first schedule")

@@ -56,7 +56,7 @@ ALL: tuple[Callable[[], Iterator[str]], ...] = (
 
 
 def main() -> None:
-    # The names of scripts/test come here; clients are fetched by scripts/clients.
+    # The test names of scripts/test come here, and scripts/clients fetches the clients.
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("needs", nargs="*", choices=("clients", "compiler", []))
     more = (fetch_compiler,) if "compiler" in parser.parse_args().needs else ()

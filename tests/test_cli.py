@@ -158,7 +158,7 @@ BAD_INPUT = {
 
 @pytest.fixture(scope="module")
 def folders(checkpoint: str, only_config: str, tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """By placeholder: a folder without tokenizer and weights, and one without chat template."""
+    """Map placeholders to a folder without tokenizer and weights, and one without chat template."""
     raw = tmp_path_factory.mktemp("raw")
     for path in Path(checkpoint).iterdir():
         if path.name != "chat_template.jinja":

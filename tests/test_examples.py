@@ -51,7 +51,7 @@ for name in sys.argv[1:]:
     print(f"== {name}", flush=True)
     runpy.run_module(f"scripts.examples.{name}", run_name="__main__")
 """
-ALONE = "offline"  # runs as its page says; `tools` too
+ALONE = "offline"  # runs as its page says, like `tools`
 
 
 def run(*words: str) -> str:

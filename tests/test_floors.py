@@ -19,7 +19,7 @@ from scripts.lib.fast_compile import FAST
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("jaxserve", "pallas_kernels")
 
-# The floor of each package or module; an import goes to a lower floor or stays in its package.
+# The floor of each package or module. An import goes to a lower floor or stays in its package.
 FLOORS = {
     "pallas_kernels": 0,
     "jaxserve.errors": 1,
@@ -113,7 +113,7 @@ Modules = dict[str, str]
 
 @cache
 def modules() -> Modules:
-    """Source by dotted name."""
+    """Return the sources of modules by dotted name."""
     found = {}
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
@@ -127,7 +127,7 @@ def within(name: str, package: str) -> bool:
 
 
 def home_of(name: str) -> str:
-    """The entry of FLOORS that a module falls under: the longest that fits."""
+    """Return the entry of FLOORS for a module: the longest that fits."""
     if name == "jaxserve":
         return name
     homes = [home for home in FLOORS if home != "jaxserve" and within(name, home)]
@@ -136,7 +136,7 @@ def home_of(name: str) -> str:
 
 
 def walk(node: ast.AST, inside: bool = False) -> Iterator[tuple[ast.AST, bool]]:
-    """Every node below, and whether it stands in a function."""
+    """Yield every node below, and whether it stands in a function."""
     for child in ast.iter_child_nodes(node):
         yield child, inside
         function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
@@ -145,7 +145,7 @@ def walk(node: ast.AST, inside: bool = False) -> Iterator[tuple[ast.AST, bool]]:
 
 @cache
 def nodes_of(source: str) -> list[tuple[ast.AST, bool]]:
-    """Every node of a source, and whether it stands in a function."""
+    """Return every node of a source, and whether it stands in a function."""
     return list(walk(ast.parse(source)))
 
 
@@ -213,7 +213,7 @@ def cycle_faults(known: Modules) -> Iterator[str]:
 
 
 def rooms(folder: str, known: Modules) -> dict[str, set[str]]:
-    """Which of a folder's rooms import which: a room is a module in it, or a folder in it."""
+    """Return the imports between a folder's rooms: a room is a module or a folder in it."""
 
     def room(name: str) -> str:
         return ".".join(name.split(".")[: folder.count(".") + 2])
@@ -227,7 +227,7 @@ def rooms(folder: str, known: Modules) -> dict[str, set[str]]:
 
 
 def room_faults(known: Modules) -> Iterator[str]:
-    """Rooms that import each other, in any folder."""
+    """Yield rooms that import each other, in any folder."""
     parts = [name.split(".") for name in known]
     for folder in sorted({".".join(p[:at]) for p in parts for at in range(1, len(p))}):
         try:

@@ -54,7 +54,7 @@ def listed(environment: dict[str, str]) -> list:
 
 
 def test_cards_are_listed_as_cuda_will_see_them(tmp_path: Path) -> None:
-    """Without the driver's reserved memory; slices replace the card that they are cut from."""
+    """The driver's reserved memory is left out, and slices replace their card."""
     whole = PlayedCard("NVIDIA H100 80GB HBM3", (9, 0), 81559, 80000, uuid="GPU-h100")
     part = PlayedCard("NVIDIA H100 80GB HBM3 MIG 3g.40gb", (9, 0), 40448, 40000, slice_of=1)
     part = replace(part, uuid="MIG-1")
@@ -188,7 +188,7 @@ def test_every_group_above_the_process_limits_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("top", ["/", "/docker/1f", "/../elsewhere"])
 def test_groups_of_version_1_count_too(tmp_path: Path, top: str) -> None:
-    """Also where a container sees its group as the mount, under the name that it has outside."""
+    """Includes a container that sees its group as the mount, under the name that it has outside."""
     texts = "9:name=systemd:/\n4:cpu,memory:/docker/1f\n0::/\n"
     unified = V2_MOUNT.replace("cgroup rw", "cgroup/unified rw")
     root = write_host(tmp_path, *HOST, texts, f"{unified}\n{V1_MOUNT.format(top=top)}\n")

@@ -87,7 +87,7 @@ def page(name: str) -> str:
 
 
 def folders_of(names: frozenset[str], folder: str) -> set[str]:
-    """The folders right in a folder ("." for the root), hidden ones left out."""
+    """Return the folders right in a folder ("." for the root), without hidden ones."""
     return {parts[0] + "/" for parts in below(names, folder) if len(parts) > 1}
 
 
@@ -106,7 +106,7 @@ def below(names: frozenset[str], folder: str) -> Iterator[tuple[str, ...]]:
 
 
 def tree_entries(folder: str, block: str) -> dict[str, set[str]]:
-    """The names that a tree lists, by the folder that they lie in."""
+    """Return the names that a tree lists, by their folder."""
     entries: dict[str, set[str]] = {folder: set()}
     levels = [folder]
     for line in block.splitlines():
@@ -146,7 +146,10 @@ def command_faults(text: str, names: frozenset[str]) -> Iterator[str]:
 
 
 def path_faults(text: str, names: frozenset[str], folder: str = ".") -> Iterator[str]:
-    """Quoted paths and links that lead nowhere. A quoted path may leave out its first folders."""
+    """Yield quoted paths and links that lead nowhere.
+
+    A quoted path may leave out its first folders.
+    """
     for link in LINK.findall(text):
         at = os.path.normpath(PurePosixPath(folder) / link)
         if at not in names and not any(n.startswith(f"{at}/") for n in names):

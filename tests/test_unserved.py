@@ -143,7 +143,7 @@ def test_options_that_ask_for_nothing_pass() -> None:
 
 
 def test_an_engine_cannot_be_pickled(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of either kind, over the same loaded model."""
+    """Covers both kinds of engine, over the same loaded model."""
     monkeypatch.setattr(loaded.runner, "close", lambda: None)
     refuse_copies(LLM(loaded))
     refuse_copies(AsyncLLM(loaded))

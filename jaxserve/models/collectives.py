@@ -36,7 +36,7 @@ def device_index(axis: str) -> Int32[Array, ""]:
 
 
 def axis_size(axis: str) -> int:
-    """Return the number of devices along the mesh axis `axis`."""
+    """Return the number of devices along a mesh axis. It must be called inside shard_map."""
     return lax.axis_size(axis)
 
 

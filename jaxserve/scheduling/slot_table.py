@@ -148,7 +148,12 @@ class SlotTable:
         return slot
 
     def _put_settings(self, slot: int, sequence: Sequence) -> int:
-        """Write the settings of a slot, and return its features as an integer of flags."""
+        """Write the sampling settings and stop tokens of a slot, and return `SamplerFeature` flags.
+
+        The flags are those that the step on the device needs: the request's flags, without
+        log-probabilities that the host computes, and with prompt log-probabilities that are
+        still due. `max_stops` and `has_prompt_logprobs` are updated.
+        """
         request = sequence.request
         sampling, stops, features = (
             request.sampling,

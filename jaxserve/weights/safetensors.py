@@ -59,11 +59,12 @@ class Shard:
 
 
 class SharedFile:
-    """Reader of shards that keeps the last shard open. A lock admits one thread at a time.
+    """A reader of shards for several threads that keeps the last shard open.
 
-    Row blocks requested in order are thus read sequentially, so that the kernel reads ahead. Its
-    read-ahead uses larger requests and less work than explicit prefetching, or than opening the
-    file for each row block. The caller must close it.
+    Row blocks that are requested in order are read sequentially, so that the kernel reads ahead.
+    That needs less work than explicit prefetching, or than opening the file for each row block.
+    A lock admits one reading thread at a time. `close` does not take the lock, so the caller must
+    call it after all threads have finished.
     """
 
     def __init__(self) -> None:

@@ -242,7 +242,11 @@ def columns(panels: jax.Array, outputs: jax.Array, form: str) -> jax.Array:
 
 
 def _byte_places(form: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the place of each byte of a block in a panel for output 0, and its step per output."""
+    """Return two i32 arrays with one element per byte of a block, in the order of `in_panel`.
+
+    The first has the offset of the byte in a panel for output 0. The second has the distance in
+    bytes to the same byte of the next output.
+    """
     starts: list[int] = []
     steps: list[int] = []
     for place in FORMATS[form].in_panel.values():

@@ -168,7 +168,11 @@ class OneOperandKernel(RowKernel, ABC):
         """Generate code that writes the result of one row to its place in the results."""
 
     def exps(self, code: Code, x: Any, size: Any) -> tuple[Any, Any]:
-        """Generate code that computes the maximum of a row and the sum of exp(number - maximum)."""
+        """Generate code that reads a row of `size` numbers at `x`.
+
+        Returns:
+            Two IR values: the maximum of the row, and the sum of exp(number - maximum).
+        """
         numbers = self.read(code, x)
         top = self.folded(code, numbers, size, -math.inf, code.larger, code.larger)
 
@@ -272,7 +276,10 @@ def row_shares(x: jax.Array, shared: Shared) -> jax.Array:
 
 
 def run_shares(kernel: RowShares, x: jax.Array) -> jax.Array:
-    """Compute `row_shares` with `kernel`: [..., D]."""
+    """Run the compiled CPU kernel of softmax or sigmoid on x [..., D].
+
+    The result has the shape and dtype of x.
+    """
     rows = x.reshape(-1, x.shape[-1])
     shape = jax.ShapeDtypeStruct(rows.shape, rows.dtype)
     return jax.ffi.ffi_call(registered(kernel), shape)(rows).reshape(x.shape)

@@ -38,7 +38,10 @@ def _kernel(
     last = (part + 1) * size
 
     def weights(k: jax.Array, *which: int) -> jax.Array:
-        """Load rows k of the block's columns of matrix `which`: [inner, columns]."""
+        """Load the rows with the numbers `k` of this program's columns: [inner, columns].
+
+        Elements beyond the matrix are 0. `which` indexes the middle axes of w, if it has any.
+        """
         shape = (inner, columns)
         down, across = spread(k, shape, 0), spread(column, shape, 1)
         mask = across < case.F

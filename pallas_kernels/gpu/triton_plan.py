@@ -62,7 +62,11 @@ class SplitPlan:
     def of(
         cls, case: Case, config: DecodeConfig, window: int | None, queries: int = 1, tiles: int = 1
     ) -> SplitPlan:
-        """Return the plan of a call."""
+        """Return how a decode attention call divides its sequences' token blocks over programs.
+
+        `window` limits the blocks that a sequence can need. The number of programs is at least 1,
+        and limited by the streaming multiprocessors, by the blocks, and by ARRIVALS.
+        """
         block = config.block_tokens
         most = -(-case.M * case.S // block)
         if window is not None:

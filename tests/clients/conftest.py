@@ -35,7 +35,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def canary(server: Server) -> list[int]:
-    """Token ids of a greedy answer."""
+    """Return the token ids of a greedy answer."""
     body = {"prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0, "return_token_ids": True}
     answer = ask(server.url + "/v1/completions", body, {"authorization": f"Bearer {KEY}"})
     return answer["choices"][0]["token_ids"]
@@ -48,7 +48,7 @@ def first(running: Server) -> list[int]:
 
 @pytest.fixture
 def url(running: Server, first: list[int]) -> Iterator[str]:
-    """Of the server, without /v1; it must answer as before after each test."""
+    """Yield the server's address without /v1, and check its answers again after each test."""
     yield running.url
     assert canary(running) == first, running.log()
 
@@ -94,5 +94,5 @@ def run_apart(
 
 @pytest.fixture
 def apart(tmp_path: Path) -> Program:
-    """Runs a program of the clients' own environment, which must succeed."""
+    """Return a function that runs a program in the clients' environment and fails if it fails."""
     return partial(run_apart, tmp_path)

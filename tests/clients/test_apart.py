@@ -150,7 +150,7 @@ def made_up(url: str, apart: Program, *options: str) -> str:
 
 
 def test_schemathesis(url: str, apart: Program) -> None:
-    """A short run over all operations; BUILD.md has the command of a long one."""
+    """A short run over all operations. BUILD.md has the command of a long one."""
     printed = made_up(url, apart, "--phases", "fuzzing", "--max-examples", "3")
     assert " passed" in printed and "46 selected / 46 total" in printed, printed
 

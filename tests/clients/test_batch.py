@@ -63,7 +63,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def numbers() -> dict[bytes, int]:
-    """Of the lines of that file."""
+    """Return the numbers of the input file's lines, which `outputs` fills in."""
     return {}
 
 
@@ -71,7 +71,7 @@ def numbers() -> dict[bytes, int]:
 def outputs(
     numbers: dict[bytes, int], tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, Any]]:
-    """Of a file with good and bad lines mixed."""
+    """Run a batch of good and bad lines, and return its output lines."""
     lines = [
         line("chat", "/v1/chat/completions", **CHAT, model=MODEL),
         line("ids", prompt=[[5, 6], [7, 8]], max_tokens=2, ignore_eos=True),

@@ -194,7 +194,7 @@ def test_random_requests_have_the_requested_tokens(tokenizer: Tokenizer) -> None
 
 
 def test_lengths_are_drawn_as_vllm_draws_them(tokenizer: Tokenizer) -> None:
-    """From numpy's generator of the seed: inputs, then outputs."""
+    """Uses numpy's generator of the seed, for inputs first and then for outputs."""
     arguments = options(*"--num-prompts 20 --random-range-ratio 0.3 --seed 7".split())
     arguments.random_input_len, arguments.random_output_len = 64, 32
     works = make_works(arguments, None)
@@ -282,7 +282,10 @@ def test_conversations_of_sharegpt(tmp_path: Path, tokenizer: Tokenizer) -> None
 
 
 def test_events_count_as_vllm_counts_them() -> None:
-    """Each choice of a completion, also without text; of a chat not the first, which has a role."""
+    """Every choice of a completion counts, also without text.
+
+    A chat's first event, a role, does not.
+    """
     completion = (
         b'data: {"choices":[{"text":"a"}]}\n\ndata: {"choices":[{"text":""}]}\n\n'
         b'data: {"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":4}}\n\n'
@@ -314,7 +317,7 @@ def test_the_arithmetic_of_the_report() -> None:
     assert result["mean_ttft_ms"] == pytest.approx(550)
     assert result["mean_tpot_ms"] == pytest.approx((400 / 2 + 1000 / 5) / 2)
     assert result["p50_itl_ms"] == pytest.approx(100)
-    # Seconds 0: three events; 2: all six of the slow one. Both are alive in second 1 to 3.
+    # Seconds 0: three events. Seconds 2: all six of the slow one. Both are alive in seconds 1 to 3.
     assert peaks([fast, slow]) == (6.0, 1)
     assert peaks([fast, Outcome(1, 0.2, 0.0, 200, 0.1, [], 0.2, 1)]) == (4.0, 2)
     text = table(result, ["e2el"], None, 2.5)

@@ -180,7 +180,7 @@ def engine_of(words: list[str]) -> tuple[EngineConfig, bool]:
 
 
 def check_hosts(found: list[tuple[EngineConfig, bool]]) -> None:
-    """Two hosts of one engine, of which the first leads."""
+    """Check the settings of two hosts of one engine, of which the first leads."""
     assert [(config.node_rank, follows) for config, follows in found] == [(0, False), (1, True)]
     for config, _ in found:
         assert (config.nnodes, config.tensor_parallel_size) == (2, 8)

@@ -14,7 +14,10 @@ from tests.support.quick_code import quick_programs
 
 @pytest.fixture(scope="module")
 def quick_code() -> Generator[None]:
-    """For modules that do not look at the code of programs: see `tests.support.quick_code`."""
+    """Compile quickly, for modules that do not check compiled code.
+
+    See `tests.support.quick_code`.
+    """
     with quick_programs():
         yield
 

@@ -43,7 +43,7 @@ WORDS = (
 
 
 def hard_texts() -> list[str]:
-    """A thousand: all of Unicode's blocks up to U+20000, runs, and words of many kinds mixed."""
+    """Return a thousand texts: Unicode's blocks up to U+20000, runs, and mixed kinds of words."""
     generator, texts = random.Random(7), []
     for size in (*range(1, 40), 63, 64, 65, 127, 128, 129, 255, 256, 511, 512, 513):
         texts.append(" " * size + "x")
@@ -60,7 +60,7 @@ def hard_texts() -> list[str]:
 
 
 def vocabulary() -> dict[str, Any]:
-    """Metadata of merges that were learned across all boundaries of words."""
+    """Return metadata of merges that were learned across all boundaries of words."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -150,7 +150,7 @@ class LlamaCpp:
         ]
 
     def read(self, path: Path, texts: Iterable[str]) -> tuple[list[list[int]], list[int]]:
-        """Token ids of texts, special tokens found and added, and the ids that end answers."""
+        """Return the token ids of texts, with special tokens, and the ids that end answers."""
         settings = self._code.llama_model_default_params()
         settings.vocab_only = True
         model = self._code.llama_model_load_from_file(str(path).encode(), settings)

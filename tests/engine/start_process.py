@@ -45,7 +45,7 @@ def start(checkpoint: str, cache: str, **settings: Any) -> LLM:
 
 
 def answers(llm: LLM) -> list[Any]:
-    """Serve the work, all at once; return tokens and log-probabilities, to the bit."""
+    """Serve all prompts together and return tokens and exact log-probabilities."""
     prompts, settings = zip(*WORK, strict=True)
     outputs = llm.generate(list(prompts), list(settings), use_tqdm=False)
     return [
@@ -149,7 +149,7 @@ def killed_child(checkpoint: str, cache: str) -> list[Any]:
 
 
 def full_disk(checkpoint: str, cache: str) -> list[Any]:
-    """No file may grow beyond 100 bytes."""
+    """Start while no file may grow beyond 100 bytes."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
     with start(checkpoint, cache, **FEW) as llm:
         assert behind_of(llm).wait(300)
@@ -167,7 +167,7 @@ def closed_early(checkpoint: str, cache: str) -> list[Any]:
 
 
 def serve(checkpoint: str, cache: str) -> list[Any]:
-    """Answer; say so on a line of its own, and go on until all programs are there."""
+    """Print the answers on a line of their own, and go on until all programs are compiled."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with start(checkpoint, cache, **FEW) as llm:
         found = answers(llm)

@@ -37,7 +37,7 @@ async def collect(stream: AsyncIterator[RequestOutput]) -> tuple[str, list[int],
 
 
 async def settled(llm: AsyncLLM) -> None:
-    """Everything given back, within a few steps."""
+    """Wait until the engine has freed all its resources, within a few steps."""
     for _ in range(50):
         stats = await llm.stats()
         if stats.num_running == stats.num_waiting == stats.pages_in_use == 0:

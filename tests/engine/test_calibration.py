@@ -20,7 +20,7 @@ from scripts.simulate.measure import in_the_loop, serve_timed
 
 @pytest.fixture
 def alone(loaded: Loaded) -> Measured:
-    """A table in which every step takes a millisecond."""
+    """Return a table in which every step takes a millisecond."""
     names = [str(bucket) for bucket in loaded.runner.buckets]
     base, none, nothing = Line(1e3, 0.0), dict.fromkeys(names, 0.0), Line(0.0, 0.0)
     each = dict.fromkeys(names, base), none, none, dict.fromkeys(names, nothing)

@@ -92,7 +92,7 @@ def test_the_plugin_is_named_with_how_to_get_it(
 
 @pytest.mark.usefixtures("no_jax_cache")
 def test_programs_that_are_there_are_not_compiled_again(tmp_path: Path) -> None:
-    """Not even the largest, by which the cache has its size."""
+    """The largest program, whose memory decides the size of the cache, is also reused."""
     model_config = parse_model_config(MODELS["tiny"].config())
     settings = EngineConfig(decode_sizes=(2,), token_sizes=(16,), max_model_len=64)
     settings = settings.resolve("gpu", 64, (2, 16))

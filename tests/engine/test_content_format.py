@@ -31,7 +31,7 @@ LLAVA = (
 
 
 def each(body: str) -> str:
-    """A template that writes each message's role, and a body."""
+    """Return a template that writes each message's role, and a body."""
     return "{% for m in messages %}|{{ m.role }}:" + body + "{% endfor %}"
 
 

@@ -91,7 +91,10 @@ def test_a_llama_by_hand(name: str, devices: int, sizes: Any, kv_heads: int) -> 
 
 
 def test_positions_that_two_devices_divide_by_hand() -> None:
-    """Half the bytes a token; queries and results of 4 heads pass between two devices a layer."""
+    """A device has half the bytes of a token.
+
+    In a layer two devices exchange 4 heads' queries and results.
+    """
     whole_one, halves = weights_of("8B", 16), whole("8B").divided(Split(16, context=2))
     check_split(halves.config)
     config, device = EngineConfig(), named_device("H200")

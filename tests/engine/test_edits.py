@@ -79,7 +79,7 @@ def test_what_the_model_cannot_do_is_refused(canary: Canary, fields: dict[str, A
 
 
 def test_why_a_completion_failed_can_be_read(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
-    """Beside one that does not fail, through `generate` and through `chat`."""
+    """A failing completion runs beside a good one, through `generate` and through `chat`."""
     [token] = llm.get_tokenizer().encode("q")
     dead_end = replace(GREEDY, allowed_token_ids=[token], bad_words=["qq"], n=2)
     why = "allowed_token_ids, bad_words left no token to draw"

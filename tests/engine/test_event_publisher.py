@@ -71,7 +71,10 @@ class Client:
         return topic, int.from_bytes(number, "big"), msgspec.msgpack.decode(payload)
 
     def join(self, events: EventPublisher) -> int:
-        """Send changes until one arrives, since a subscription takes a moment; return how many."""
+        """Send changes until one arrives, since a subscription takes a moment.
+
+        Returns their number.
+        """
         count = 0
         while self.next(20) is None:
             events.add(ClearedPages())
@@ -79,14 +82,14 @@ class Client:
         return count
 
     def next_removed(self) -> Message:
-        """The next message that ends with a page that was removed."""
+        """Return the next message that ends with the removal of a page."""
         while (found := self.next()) is not None:
             if found[2][1][-1]["type"] == "BlockRemoved":
                 return found
         raise AssertionError("it never came")
 
     def replay(self, first: int) -> list[Message]:
-        """All that the publisher still has from a number on."""
+        """Return the messages that the publisher still has, from number `first` on."""
         self.dealer.send_multipart((b"", first.to_bytes(8, "big")))
         found: list[Message] = []
         while self.dealer.poll(1000 * PATIENCE):
@@ -107,7 +110,7 @@ class Client:
 
 @pytest.fixture
 def publish() -> Iterator[Callable[..., tuple[EventPublisher, Client]]]:
-    """Make a publisher, and a client of it; all are closed in the end."""
+    """Yield a function that makes a publisher and its client, and close all of them at the end."""
     made: list[Any] = []
 
     def make(room: int = 1000, window: int | None = None, **settings: Any):
@@ -383,7 +386,7 @@ PROXY = HEAD + b"<html>bad request</html>" * 2
 
 
 def run_stranger(script: str, *words: str) -> tuple[str, list[str]]:
-    """Run a script of the stranger's; return its output and the lines of its log."""
+    """Run a script as a separate client, and return its output and the lines of its log."""
     run = [sys.executable, "-c", STRANGER + script, *words]
     ended = subprocess.run(run, capture_output=True, text=True, timeout=200)
     assert ended.returncode == 0, ended.stderr

@@ -28,7 +28,7 @@ GREEDY, FREE = {"temperature": 0.0}, {}
 FEW = {"allowed_token_ids": [3, 20, 50]}
 LEAST = 5e-324  # the least number above zero in float64
 
-# Settings, and other settings that must give the same tokens; None if there are no such settings.
+# Settings, and other settings that must give the same tokens, or None.
 EXTREMES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "temperature least": ({"temperature": 1e-4}, GREEDY),
     "temperature largest": ({"temperature": 100}, None),
@@ -99,7 +99,7 @@ def oracle() -> Oracle:
 
 
 def served(loaded: Loaded, *asked: dict[str, Any], priority: int = 0) -> list[list[int]]:
-    """Tokens of requests that are served together, all choices of each one after the other."""
+    """Serve requests together, and return their tokens, with all choices of a request in order."""
     engine, tokens = Engine(loaded), {str(number): [] for number in range(len(asked))}
 
     def sink(delta: Delta) -> None:

@@ -37,9 +37,9 @@ CONFIG = {
 
 @pytest.fixture(scope="module")
 def loaded() -> Loaded:
-    """A model that makes NaN of one token of its vocabulary.
+    """Return a model that makes NaN of one token of its vocabulary.
 
-    One step a launch: how many there are in one depends on time, and with it which steps fail.
+    A launch has one step: its number of steps would depend on time, and with it the failing steps.
     """
     return poisoned(
         max_num_seqs=4, max_num_batched_tokens=32, decode_sizes=(4,), token_sizes=(32,),
@@ -63,7 +63,7 @@ def serve(
     prompts: dict[str, list[int]],
     on_delta: Callable[[Delta], None] = lambda delta: None,
 ) -> dict[str, tuple[list[int], str]]:
-    """Serve prompts together; tokens and finish reason of each."""
+    """Serve prompts together, and return the tokens and the finish reason of each."""
     tokens: dict[str, list[int]] = {name: [] for name in prompts}
     reasons: dict[str, str] = {}
 
@@ -221,7 +221,7 @@ def test_a_request_that_breaks_every_step_is_found(loaded: Loaded, at: str) -> N
 
 @pytest.fixture(scope="module")
 def wide(loaded: Loaded) -> Loaded:
-    """Room for neighbours that run for long; one step a launch, so that steps can be counted."""
+    """Return a model with room for long neighbours and one step a launch, to count steps."""
     return poisoned(
         max_num_seqs=8, max_num_batched_tokens=64, decode_sizes=(8,), token_sizes=(64,),
         num_gpu_blocks_override=80, max_model_len=128, num_scheduler_steps=1,
@@ -237,7 +237,7 @@ def is_culprit(held: Any) -> bool:
 
 
 def is_later_culprit(held: Any) -> bool:
-    """One that fails once it has drawn some tokens."""
+    """Return whether a request fails after it has drawn some tokens."""
     return bool(((held[:, 1:4] == 7).all(axis=1) & (held[:, 8] >= 0)).any())
 
 
@@ -345,7 +345,7 @@ def test_steps_are_not_overlapped_when_told(loaded: Loaded) -> None:
 
 
 def test_the_old_cache_is_gone_before_a_new_one_is_made(loaded: Loaded) -> None:
-    """Also where a step failed as it was submitted: its frame holds the cache."""
+    """Includes a step that failed when it was submitted, whose frame holds the cache."""
     runner, engine = loaded.runner, Engine(loaded)
     steps, make, alive = runner._steps, runner._make_state, []
     shape = runner._state.kv[0][0].shape

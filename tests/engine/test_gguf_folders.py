@@ -22,7 +22,7 @@ from tests.support.gguf_parts import split_gguf
 
 @pytest.mark.parametrize("name", ["m.GGUF", "m", "sha256-0a1b", "model.bin", "with a space"])
 def test_a_file_is_known_by_its_first_bytes(tmp_path: Path, name: str) -> None:
-    """By its own name, and by its folder's."""
+    """The model is named by its file and by its folder."""
     path, _ = whole_model(tmp_path)
     want = find_source(EngineConfig(model=path))
     path = path.rename(tmp_path / name)

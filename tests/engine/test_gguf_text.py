@@ -48,7 +48,7 @@ def ours(metadata: dict[str, Any], vocab_size: int) -> OurTokenizer:
 
 
 def byte_level() -> tuple[Tokenizer, dict[str, Any]]:
-    """A trained byte-level BPE, and the metadata that llama.cpp's converter would write."""
+    """Return a trained byte-level BPE, and the metadata that llama.cpp's converter would write."""
     backend = Tokenizer(models.BPE(ignore_merges=True))
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -94,7 +94,7 @@ def test_byte_level_vocabulary():
 
 
 def test_special_tokens_in_other_letters():
-    """DeepSeek's; at the size that a converter's metadata have, with no token added."""
+    """DeepSeek's special tokens, with the metadata's usual size and without added tokens."""
     _, metadata = byte_level()
     tokens = list(metadata["tokenizer.ggml.tokens"])
     tokens[:4] = ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<think ▁>"]
@@ -151,7 +151,7 @@ def test_every_split_is_llama_cpps():
 
 
 def test_no_token_but_the_files_own():
-    """Not even the special ones that such vocabularies commonly have."""
+    """Special tokens that such vocabularies commonly have are absent too."""
     _, of_bytes = byte_level()
     of_characters = sentencepiece()
     others = {"<s>": "<begin>", "</s>": "<stop>", "<unk>": "<none>"}
@@ -218,11 +218,11 @@ def test_kinds_that_are_not_built_say_what_is_missing(field, value, named):
         gguf_tokenizer(fields | {f"tokenizer.ggml.{field}": value}, "m.gguf")
 
 
-GEMMA_RUN = 7  # longest run of blanks that is a token; 31 in Gemma's
+GEMMA_RUN = 7  # longest run of blanks that is a token (31 in Gemma's)
 
 
 def gemma() -> dict[str, Any]:
-    """A vocabulary with runs of blanks, spelled as Gemma's files have them."""
+    """Return a vocabulary with runs of blanks, spelled as in Gemma's files."""
     runs = [" " * size for size in range(2, GEMMA_RUN + 1)]
     pieces = ["<pad>", "<eos>", "<bos>", "<unk>", *runs, "</s>", "a", "b", "▁a", "▁"]
     kinds = [3] * 4 + [4] * (len(runs) + 1) + [1] * 4
@@ -292,7 +292,7 @@ def test_an_end_marked_as_a_word_is_special():
 
 
 def sentencepiece() -> dict[str, Any]:
-    """Metadata of a vocabulary with scores and no merges, and bytes to fall back on."""
+    """Return metadata of a vocabulary with scores, without merges, and with bytes as a fallback."""
     words = ["▁the", "▁cat", "the", "▁t", "he", "at", "▁c", "in", "ing", "th", "thing", "▁thing"]
     letters = sorted({*"▁abcdefghijklmnopqrstuvwxyz,;1234567-é"})
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words, *letters]
@@ -311,7 +311,7 @@ def sentencepiece() -> dict[str, Any]:
 
 
 def merged(text: str, metadata: dict[str, Any], prefix: str) -> list[int]:
-    """SentencePiece's own algorithm: the neighbours of the best score are joined, then the next."""
+    """Tokenize as SentencePiece does: join the neighbours with the best score, and repeat."""
     pieces = metadata["tokenizer.ggml.tokens"]
     scores = dict(zip(pieces, metadata["tokenizer.ggml.scores"], strict=True))
     symbols = list(prefix + text.replace(" ", "▁"))

@@ -1,6 +1,6 @@
 """Plans of the host's memory for a start on CPU, and refusals before a weight is read.
 
-The host is a folder with the files of a kernel; parser, planner and start are the real ones.
+The host is a folder with the files of a kernel. Parser, planner and start are the real ones.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def test_a_host_that_says_nothing_is_not_planned_for(tmp_path: Path) -> None:
 
 
 def test_the_bundled_model_keeps_its_programs(tmp_path: Path) -> None:
-    """They are compiled for a number of pages, which ample memory must not change."""
+    """Programs are compiled for a number of pages, which ample memory must not change."""
     limited = limited_host(tmp_path / "limited", 2 * GIB)
     for root in (limited, write_host(tmp_path / "host", 64 * GIB, 48 * GIB)):
         config = EngineConfig()
@@ -191,7 +191,7 @@ def test_the_bundled_model_keeps_its_programs(tmp_path: Path) -> None:
 
 
 def test_a_cache_that_holds_a_window_serves_every_position(tmp_path: Path) -> None:
-    """It holds 16,368 tokens, and no sequence has more than its window and two steps in it."""
+    """The cache holds 16,368 tokens, and a sequence needs at most its window and two steps."""
     config = EngineConfig(model=folder_of(tmp_path, "windows"), kv_cache_dtype="fp8")
     [plan, *_] = plan_model(config, None, limited_host(tmp_path / "host", 64 * GB)).plans
     source = find_source(config, config_only=True)

@@ -346,7 +346,7 @@ def test_a_text_that_the_library_cannot_tokenize_is_refused(
 def test_a_panic_prints_nothing_and_hides_nothing(
     write: Callable[..., Path], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Rust's own messages are left out, with any RUST_BACKTRACE; other output appears."""
+    """Rust's own messages are left out, with any RUST_BACKTRACE. Other output appears."""
     tokenizer = Tokenizer(write(pre_tokenizer=split("(a+)+$")), SIZE)
     ended, writers = threading.Event(), []
 

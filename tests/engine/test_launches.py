@@ -39,7 +39,7 @@ def answers(llm: LLM, work: dict[str, SamplingParams]) -> list[Any]:
 
 @pytest.fixture
 def plans(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Steps of each launch, as they are submitted."""
+    """Return a list to which each submitted launch appends its number of steps."""
     monkeypatch.setattr(loaded.runner, "close", lambda: None)
     submit, steps = loaded.runner.submit, []
 

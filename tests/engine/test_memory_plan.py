@@ -106,7 +106,7 @@ def test_what_fits(model: str, form: str | None, card: str, least: int) -> None:
 
 
 def test_sizes_follow_the_memory() -> None:
-    """Large steps where they cost the cache little; the last share only where it is needed."""
+    """Steps are large if they cost the cache little, and the last share is used only if needed."""
     assert plan("8B", None, "H100").sizes == Sizes(0.9, 256, 8192)
     assert plan("8B", None, "RTX 4090").sizes == Sizes(0.9, 64, 2048)
     assert plan("32B", "int4", "RTX 4090").sizes == Sizes(0.95, 16, 512)
@@ -133,7 +133,7 @@ def test_sizes_follow_the_memory() -> None:
 def test_temporaries_are_near_what_xla_says(
     model: str, tokens: int, rows: int, compiled: int
 ) -> None:
-    """Of steps that XLA compiled for an A100 and an H200 without one."""
+    """Compares steps that XLA compiled for an A100 and an H200 without the cards."""
     config = parse_model_config(MODELS[model])
     limits = named_device("A100").limits
     found = temporary_bytes(config, "bfloat16", Sizes(0.9, rows, tokens), limits)
@@ -212,7 +212,7 @@ def test_other_families_have_plans(raw: Any) -> None:
 
 
 def kinds() -> list[str]:
-    """A published checkpoint of each architecture and stored form."""
+    """Return names of a published checkpoint for each architecture and stored form."""
     found: dict[tuple[str, str], str] = {}
     for name, (raw, _) in PUBLISHED.items():
         stored = raw.get("quantization_config", {}).get("quant_method", "")
@@ -222,7 +222,7 @@ def kinds() -> list[str]:
 
 @pytest.mark.parametrize("name", kinds())
 def test_every_family_and_stored_form_has_a_plan(name: str, tmp_path: Path) -> None:
-    """From its config.json alone."""
+    """The plan needs only config.json."""
     raw = PUBLISHED[name][0]
     (tmp_path / "config.json").write_text(json.dumps(raw))
     stored = raw.get("quantization_config", {}).get("quant_method")
@@ -448,7 +448,7 @@ def run(environment: dict[str, str], *words: str) -> subprocess.CompletedProcess
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An 8B's configuration, without weights or tokenizer."""
+    """Write an 8B model's configuration, without weights or tokenizer."""
     folder = tmp_path_factory.mktemp("8B")
     (folder / "config.json").write_text(json.dumps(LLAMA_3))
     return folder

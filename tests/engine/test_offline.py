@@ -64,7 +64,7 @@ def log_softmax(row: np.ndarray) -> np.ndarray:
 
 @pytest.fixture
 def in_mode(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], LLM]]:
-    """Engines of any logprobs_mode on the programs that are there."""
+    """Yield a function that makes engines of any logprobs_mode on the same programs."""
     monkeypatch.setattr(loaded.runner, "close", lambda: None)
     made: list[LLM] = []
 
@@ -382,7 +382,7 @@ def test_arguments_of_an_engine(checkpoint: Path) -> None:
     [(False, True, " <s> <s>"), (False, False, " <s><s>"), (True, False, "")],
 )
 def test_spaces_between_special_tokens(skips: bool, spaces: bool, text: str) -> None:
-    """By a tokenizer that puts a space before every word, special ones too."""
+    """Uses a tokenizer that puts a space before every word, special ones too."""
     backend = Tokenizer(models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>"))
     backend.add_special_tokens([AddedToken("<s>", special=True)])
     backend.decoder = decoders.WordPiece(prefix="##", cleanup=False)

@@ -37,8 +37,8 @@ def scores(output: Any) -> list[float]:
 @pytest.mark.usefixtures("quick_sampler")
 @pytest.mark.parametrize(
     ("case", "kind", "steps"),
-    # Mixtral has Llama's attention, and Gemma a dense block; a launch of several steps has the same
-    # products in a loop, whatever their form.
+    # Mixtral has Llama's attention, and Gemma a dense block. A launch of several steps has the same
+    # products in a loop, in any form.
     [
         pytest.param("llama", Type.Q4_1, 16, marks=pytest.mark.long),
         ("mixtral", Type.Q8_0, 1),

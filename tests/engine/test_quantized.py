@@ -50,7 +50,7 @@ BITS = {"int8": 8 + 32 / 512, "int4": 4 + 2 * 16 / 32}
 
 
 def check_program(compiled: Any) -> None:
-    """No float array in it is as large as a weight."""
+    """Check that no float array of the program is as large as a weight."""
     # Values inside a fusion are not buffers; all others are.
     text = re.sub(r"^%?fused_computation.*?^\}", "", compiled.as_text(), flags=re.M | re.S)
     sizes = [

@@ -25,7 +25,7 @@ HALVES = [text[:end] for text in ADDED for end in range(1, len(text))]
 REST = [text[end:] for text in ADDED for end in range(1, len(text))]
 FRAGMENTS = st.sampled_from([*ADDED, *HALVES, *REST, " ", "  ", "old", "é", "☃"])
 TEXTS = st.lists(FRAGMENTS, max_size=10).map("".join)
-# By kind; made once.
+# Tokenizers by kind, each made once.
 MADE: dict[Any, OurTokenizer] = {}
 
 
@@ -36,7 +36,7 @@ def made(kind: str, number: int = 0) -> OurTokenizer:
 
 
 def shown(tokenizer: OurTokenizer, ids: list[int]) -> tuple[list[int], str]:
-    """The added tokens among some ids, and the text between them, with a line for each part."""
+    """Return the added tokens among `ids`, and the text between them, a line for each part."""
     added, parts = {tokenizer.token_id(text) for text in ADDED}, [[]]
     for token in ids:
         if token in added:
@@ -109,7 +109,7 @@ def test_any_part_of_a_request_is_data(kind: str) -> None:
 
 
 def test_tokens_that_a_normalizer_makes_of_data_are_text() -> None:
-    """A Lowercase normalizer makes `<S>` of data the token; NFKC does so with wide letters."""
+    """A Lowercase normalizer turns `<S>` of data into the token; NFKC does so with wide letters."""
     for normalizer, text in ((normalizers.Lowercase(), "<S>old"), (normalizers.NFKC(), "＜s＞old")):
         backend = Tokenizer(models.BPE({text: n for n, text in enumerate(["<s>", *"<s>old"])}, []))
         backend.normalizer = normalizer

@@ -1,4 +1,4 @@
-"""Engines of a fleet share a secret from a file; settings of events."""
+"""Engines of a fleet share a secret from a file, and their settings of events."""
 
 from __future__ import annotations
 

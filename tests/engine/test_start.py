@@ -163,7 +163,7 @@ def test_a_damaged_file_is_refused_while_programs_are_compiled(
 
 
 def test_requests_beyond_a_small_cache_are_refused(checkpoint: Path, caplog: Any) -> None:
-    """It fits the model's context but not the cache: refused, never queued for ever."""
+    """The request fits the model's context but not the cache: it is refused and never queued."""
     llm = LLM(checkpoint, **(SMALL | {"num_gpu_blocks_override": 3}))
     assert "holds 32 tokens" in caplog.text
     with pytest.raises(ValueError, match="at most 31"):
@@ -286,7 +286,7 @@ def start_once(checkpoint: Path, cache: dict[str, Any], devices: int) -> list[An
 def test_kept_programs_are_one_devices_however_many_there_are(
     checkpoint: Path, tmp_path: Path, counts: tuple[int, ...]
 ) -> None:
-    """From one device to two: the test of a second start."""
+    """Changes from one device to two. The test of a second start covers the rest."""
     cache = {"compilation_cache_dir": str(tmp_path / "cache"), "num_scheduler_steps": 1}
     cache |= {"wait_for_all_programs": True}
     tokens = []
@@ -344,7 +344,7 @@ def test_garbage_waits_for_the_programs(checkpoint: Path) -> None:
 
 
 def test_a_cache_can_be_left_out(checkpoint: Path) -> None:
-    """Also by the word, which is all that a command line has."""
+    """Includes the word "none", the only form on a command line."""
     with LLM(checkpoint, **(SMALL | {"compilation_cache_dir": "none"})) as llm:
         assert llm._thread.engine.loaded.start.store.folder is None
     assert not Path("none").exists()

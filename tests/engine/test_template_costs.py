@@ -14,7 +14,7 @@ from jaxserve.text.template_costs import ATTRIBUTES
 from jaxserve.text.template_sandbox import Sandbox
 
 SECONDS = 0.02
-# One step may take this much longer than a rendering may take; the CPUs of CI are slow.
+# One step may take this much longer than a rendering may take, since the CPUs of CI are slow.
 STEP = 0.7
 # Inputs that are long themselves, and so allow the most work: texts of 80 million characters.
 INPUT: Any = {
@@ -39,7 +39,7 @@ DEEP = (
     "{% for i in range(3000) %}{% set ns.x = [ns.x] %}{% set ns.y = [ns.y] %}"
     "{% set ns.t = (ns.t,) %}{% endfor %}"
 )
-# The names of filters, and their inputs; a filter may stand in several rows.
+# The names of filters, and their inputs. A filter may stand in several rows.
 FILTERS = """
 abs             2 ** 64 | abs
 attr            L | attr('x' * 100000)
@@ -279,7 +279,7 @@ ROWS = [
 
 
 def cpu_seconds(source: str) -> float:
-    """The CPU time of a rendering, which may be stopped or fail otherwise, but not for memory."""
+    """Return the CPU time of a rendering, which may end with an error, but not for memory."""
     template = ChatTemplate(source)
     before = time.thread_time()
     with suppress(TemplateError, ValueError, TypeError, OverflowError, AttributeError):

@@ -42,7 +42,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def stream(tokenizer: Tokenizer, ids: list[int], sampling: SamplingParams) -> tuple[list[str], str]:
-    """The pieces emitted, and the final text."""
+    """Return the emitted pieces, and the final text."""
     detokenizer = Detokenizer(tokenizer, [5, 6], sampling)
     pieces = []
     for token in ids:
@@ -56,7 +56,7 @@ def stream(tokenizer: Tokenizer, ids: list[int], sampling: SamplingParams) -> tu
 
 
 def decoded(tokenizer: Tokenizer, ids: list[int]) -> str:
-    """The text of ids, without the beginning of a character that has no end."""
+    """Return the text of ids, without an incomplete last character."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     shown = (token for token in ids if token not in tokenizer.special_ids)
     decoder.decode(b"".join(map(tokenizer.token_bytes, shown)))
@@ -85,7 +85,7 @@ def test_any_ids_equal_decoding_at_once(tokenizer: Tokenizer, ids: list[int]) ->
 
 
 def naive_cut(text: str, stops: tuple[str, ...], include: bool) -> str:
-    """Where the text first completes a stop string, as tokens of one byte see it."""
+    """Cut a text where it first completes a stop string, with tokens of one byte."""
     for end in range(1, len(text) + 1):
         found = [(text.find(s, 0, end), len(s)) for s in stops if text.find(s, 0, end) >= 0]
         if found:
@@ -229,7 +229,7 @@ def test_generation_config_gives_the_defaults(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def marked(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """With a mark that tokenizer.json alone calls special, as Mistral's files do."""
+    """Return a tokenizer with a mark that only tokenizer.json calls special, as in Mistral's."""
     directory = tmp_path_factory.mktemp("marked")
     byte_tokenizer().save_pretrained(directory)
     path = directory / "tokenizer.json"
@@ -277,7 +277,7 @@ def test_offsets_count_what_the_text_shows(marked: Tokenizer, skip: bool) -> Non
 
 
 def after(tokenizer: Tokenizer, prompt: list[int], ids: list[int]) -> str:
-    """The text of some tokens behind a prompt, in pieces that never change."""
+    """Return the text of tokens behind a prompt, in pieces that never change."""
     detokenizer = Detokenizer(tokenizer, prompt, SamplingParams(stop=["never"]))
     pieces = []
     for token in ids:
@@ -339,7 +339,7 @@ def test_stop_strings_are_indexed_once_for_all_completions() -> None:
 
 
 def old_find(text: str, stops: list[str], start: int, settled: int) -> tuple[int, str] | None:
-    """Search for each stop string by itself in all of the text."""
+    """Search for each stop string separately in all of the text."""
     found = []
     for stop in stops:
         places = [at for at in range(start, len(text)) if text.startswith(stop, at)]
@@ -382,7 +382,7 @@ HOSTILE = {
 
 
 def cost(stops: list[str], text: str, size: int) -> float:
-    """CPU seconds of a text in pieces, by the fastest of three."""
+    """Return the CPU seconds for a text in pieces, the fastest of three runs."""
     best = math.inf
     for _ in range(3):
         index, so_far, held = StopStrings(stops), "", 0

@@ -32,7 +32,7 @@ def marks(loaded: Loaded) -> ThinkingMarks:
 def serve(
     loaded: Loaded, marks: ThinkingMarks | None, work: list[tuple[str, SamplingParams]]
 ) -> list[list[int]]:
-    """Tokens of requests that are served together."""
+    """Serve requests together, and return their tokens."""
 
     async def run() -> list[list[int]]:
         llm = AsyncLLM(loaded)

@@ -48,7 +48,7 @@ FEW_PROGRAMS: dict[str, Any] = {
 
 @pytest.fixture
 def gpu_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention by the functions that a GPU takes."""
+    """Run attention by the functions for GPUs."""
     monkeypatch.setattr(ops, "kernel", lambda op, name, _: kernel(op, name, "gpu"))
 
 
@@ -70,7 +70,7 @@ def started(fields: dict[str, Any], model: Decoder) -> Engine:
 @pytest.mark.usefixtures("gpu_shapes")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_engine_in_float16_equals_the_oracle(family: str) -> None:
-    """Prompts in chunks, decodes beside them; every token is one of the oracle's most likely."""
+    """Prompts run in chunks beside decodes, and every token is one of the oracle's most likely."""
     config = parse_model_config(dict(FAMILIES[family]))
     model = random_weights(config, jnp.float16, seed=3)
     oracle = Oracle(config, model)
@@ -90,7 +90,7 @@ def test_an_engine_in_float16_equals_the_oracle(family: str) -> None:
 
 @pytest.mark.parametrize("form", ["int8", "fp8", "int4"])
 def test_transposed_codes_give_the_same_logits(form: str) -> None:
-    """Of a prompt of 20 tokens, which multiplies blocks, and of a token, which is reduced."""
+    """A prompt of 20 tokens multiplies blocks, and a single token is reduced."""
     config = parse_model_config(LLAMA | {"num_hidden_layers": 1})
     runs = []
     for turned in (False, True):

@@ -32,7 +32,7 @@ LONG = {"prompt": "Count", "max_tokens": 900, "ignore_eos": True, "temperature":
 
 
 def text_of(events: bytes) -> str:
-    """Join the texts of a stream's whole events; its last may be cut."""
+    """Join the texts of a stream's whole events, without a last event that was cut."""
     found = ""
     for data in re.findall(rb"^data: (\{.*\})\r?$", events, re.MULTILINE):
         with suppress(json.JSONDecodeError):

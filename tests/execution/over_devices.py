@@ -58,7 +58,7 @@ TOKENS = np.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3], np.int32)
 
 
 def two_prompts() -> PagedStep:
-    """Positions and pages of two prompts' tokens."""
+    """Return the positions and pages of two prompts' tokens."""
     return PagedStep(
         positions=jnp.array([0, 1, 2, 3, 4, 5, 6, 0, 1, 2], jnp.int32),
         slot_mapping=jnp.array([4, 5, 6, 7, 12, 13, 14, 8, 9, 10], jnp.int32),
@@ -88,12 +88,12 @@ EXCHANGE = re.compile(
 
 
 def exchanges(text: str) -> Counter[str]:
-    """Operations between devices in a compiled program, by kind."""
+    """Count the operations between devices in a compiled program, by kind."""
     return Counter(kind for _, kind in EXCHANGE.findall(text))
 
 
 def places(state: Any) -> list[Any]:
-    """Shape, dtype and division of each array of a model, or of its description."""
+    """Return the shape, dtype and division of each array of a model or of its description."""
     return [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in jax.tree.leaves(state)]
 
 
@@ -145,7 +145,7 @@ def differences(case: str, splits: Iterable[Split]) -> Iterator[tuple[float, dic
 
 
 def counts_of(runner: Runner) -> dict[str, dict[str, int]]:
-    """Exchanges between devices in each launch's program, and arrays that it takes over."""
+    """Return each launch program's exchanges between devices, and its donated arrays."""
     found: dict[str, dict[str, int]] = {}
     for bucket, program in runner._steps.items():
         text = program.as_text()
@@ -161,7 +161,7 @@ def counts_of(runner: Runner) -> dict[str, dict[str, int]]:
 
 
 def rows_of_experts(bench: Bench) -> list[list[int]]:
-    """Rows that each device's experts compute for one request of 7 tokens that draws 5.
+    """Return the rows of each device's experts for a request of 7 tokens that draws 5.
 
     With one step a launch, with several, and after a reset of the device.
     """
@@ -184,7 +184,7 @@ def rows_of_experts(bench: Bench) -> list[list[int]]:
 
 
 def with_replicas(folder: Path) -> dict[str, Any]:
-    """Schedules over four devices whose busy experts are on two, and the engine's records.
+    """Run schedules over four devices whose busy experts are on two; return the engine's records.
 
     Six experts alone do not divide over four devices.
     """

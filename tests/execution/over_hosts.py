@@ -28,7 +28,7 @@ from tests.equivalence import TINY, Bench, divided_model, run_schedule, small_co
 from tests.support.quick_code import compile_quickly
 
 HOSTS = 2
-# Two sizes of rows, which a follower must tell apart; more sizes of tokens would show the same.
+# Two sizes of rows, which a follower must tell apart. More sizes of tokens would test the same.
 SIZES: dict[str, Any] = {"token_sizes": (64,)}
 
 

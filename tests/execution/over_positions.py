@@ -33,7 +33,7 @@ PAGE = 4
 
 
 def fields_of(split: Split) -> dict[str, Any]:
-    """A model each of whose kv heads lies on `context` devices, with a layer of experts."""
+    """Return a model with a layer of experts, each of whose kv heads lies on `context` devices."""
     return with_sizes(EXPERTS, {"num_key_value_heads": split.devices // split.context})
 
 

@@ -53,7 +53,7 @@ def test_another_card_gets_none(tmp_path: Path) -> None:
 
 
 def test_a_file_holds_its_device_and_its_own_name() -> None:
-    """By these, and by versions, XLA knows whether a choice is one of this program's."""
+    """These names, and versions, tell XLA whether a choice belongs to this program."""
     for name, content in read_choices(H200).items():
         device, instruction = name.removesuffix(".pb").split("/")
         assert device.encode() in content and instruction.encode() in content

@@ -60,7 +60,7 @@ def test_what_was_dropped_counts_when_more_is_dropped() -> None:
     buckets = BucketSet(3, 3, (3,), (1, 2, 3))
     seconds = {b: {1: 1.0, 2: 1.1, 3: 1.2}[b.num_tokens] for b in buckets}
     share = BUSY / 6
-    # Without 2 its work takes 1.2 / 1.1; without 1 too, that of 1 takes 1.2 in place of 1.
+    # Without 2 its work takes 1.2 / 1.1. Without 1 as well, the work of 1 takes 1.2 in place of 1.
     for cost, kept in ((0.09, (1, 2, 3)), (0.095, (1, 3)), (0.19, (1, 3)), (0.21, (3,))):
         assert choose_sizes(buckets, seconds, share * cost, BUSY).token_sizes == kept, cost
 
@@ -101,7 +101,7 @@ def test_plans_come_back_from_their_notes_and_print_themselves() -> None:
 
 
 def test_sizes_come_in_the_order_of_their_gain() -> None:
-    """The largest decode first, which makes long launches possible; then ever finer steps."""
+    """The largest decode comes first, which makes long launches possible; then ever finer steps."""
     order = best_first(BUCKETS)
     assert len(order) == len(set(order)) == len(BUCKETS)
     decode = [bucket.num_rows for bucket in order if bucket.decode_only]

@@ -130,7 +130,7 @@ def test_a_batch_shares_no_memory_with_the_tables() -> None:
 
 
 def test_a_set_with_few_programs_serves_every_plan() -> None:
-    """Programs come one after the other; the largest of mixed rows is there from the start."""
+    """Programs appear one after the other, but the largest of mixed rows exists from the start."""
     whole = BucketSet(8, 64, num_steps=4, split_sampler=True)
     decode, mixed = plan_of([0, 1], [5, 6], [1, 1]), plan_of([0, 1], [5, 6], [1, 2])
     assert whole.early is not None and whole.early not in set(whole)

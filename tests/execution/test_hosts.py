@@ -45,7 +45,7 @@ Connect = Callable[[], tuple[socket.socket, socket.socket]]
 
 @pytest.fixture
 def connect() -> Iterator[Connect]:
-    """Makes both ends of a connection, which the test's end closes."""
+    """Yield a function that connects both ends, which the fixture closes at the end."""
     made: list[socket.socket] = []
 
     def connect() -> tuple[socket.socket, socket.socket]:
@@ -60,7 +60,7 @@ def connect() -> Iterator[Connect]:
 
 
 def both(connect: Connect, secret: bytes = SECRET, other: bytes = SECRET) -> list[Channel]:
-    """Channels of a leader and a follower."""
+    """Return connected channels of a leader and a follower."""
     ends, made = connect(), []
     thread = threading.Thread(target=lambda: made.append(Channel(ends[0], secret, leads=True)))
     thread.start()
@@ -80,7 +80,7 @@ def greeted(connect: Connect) -> tuple[Channel, socket.socket, bytes]:
 
 
 def frame(key: bytes, counter: int, kind: int, number: int, payload: bytes) -> bytes:
-    """A frame as the protocol says it."""
+    """Return a frame of the protocol."""
     body = struct.pack("<IHH", len(payload), kind, number) + payload
     return body + hmac.digest(key, struct.pack("<Q", counter) + body, "sha256")
 
@@ -222,7 +222,7 @@ def test_a_leader_refuses_all_but_its_followers(caplog: pytest.LogCaptureFixture
 
 
 def settle_and_close(made: dict[int, Any]) -> None:
-    """Three hosts agree on the least sizes, refuse different settings, and end in order."""
+    """Let three hosts agree on the least sizes, refuse different settings, and end in order."""
     agreed: dict[int, Any] = {}
 
     def settle(rank: int, settings: dict[str, Any], sizes: dict[str, int | None]) -> None:
@@ -467,7 +467,7 @@ SIZES = (
 
 @pytest.fixture
 def arguments(tmp_path: Path) -> list[str]:
-    """Of one command line for each host, as a supervisor has it: file and ports stay the same."""
+    """Return each host's command line, as a supervisor repeats it: file and ports stay the same."""
     secret = tmp_path / "secret"
     secret.write_bytes(os.urandom(32))
     secret.chmod(0o600)
@@ -530,12 +530,12 @@ def test_a_follower_that_dies_or_stands_still_ends_the_group_and_a_restart_serve
 
 
 def end_by_its_follower(hosts: Hosts, number: signal.Signals) -> None:
-    """Signal the follower under a stream; the leader ends, and the stream with an error."""
+    """Signal the follower under a stream, which ends the leader, and the stream with an error."""
     server = hosts.server
     long = {"prompt": "Count", "max_tokens": 900, "ignore_eos": True, "stream": True}
     stream = server.open_drawing(long)
     hosts.follower.send_signal(number)
-    server.process.wait(60)  # it is ten seconds; a busy machine needs more
+    server.process.wait(60)  # it is ten seconds, but a busy machine needs more
     assert server.process.returncode == 1
     with stream:
         said = b""

@@ -21,8 +21,7 @@ OWN = jaxlib.__version__
 NVRM = "NVRM version: NVIDIA UNIX {}  {}  Release Build"
 PIP = "run `pip install -e '.[cuda12]'` and start again, in a notebook after a restart of its"
 MEANT = "set JAX_PLATFORMS=cpu if the CPU is meant\n"
-# This machine's /dev lacks the files that JAX looks for; the driver's files are simulated in a
-# folder.
+# This machine's /dev lacks the files that JAX looks for, and a folder simulates the driver's files.
 SEEN = "from jax._src import hardware_utils; hardware_utils.has_visible_nvidia_gpu = lambda: True\n"
 START = """
 from pathlib import Path

@@ -57,7 +57,10 @@ def test_scores_equal_the_oracles(vocabulary: int) -> None:
 
 @pytest.mark.parametrize("num_tokens", [1, 31, 32, 33, 100])
 def test_positions_are_scored_where_a_row_asks(num_tokens: int) -> None:
-    """Two rows: the first, of all tokens but one, scores its prompt; both may score their draw."""
+    """Two rows, of which the first has all tokens but one and scores its prompt.
+
+    Both may score their sampled token.
+    """
     rng = np.random.default_rng(num_tokens)
     weights = rng.normal(0, 1, (8, 61)).astype(np.float32)
     hidden = jnp.asarray(rng.normal(0, 1, (num_tokens, 8)).astype(np.float32))

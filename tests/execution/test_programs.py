@@ -25,7 +25,7 @@ WHERE = {"jaxlib": "1", "cpu": "a", "source": "x"}
 
 
 def lower(factor: float = 3.0) -> Any:
-    """A program with a tree in and out, and a donated argument, as the engine's have."""
+    """Lower a program with a tree in and out and a donated argument, like the engine's programs."""
 
     def triple(state: dict[str, Any], y: Any) -> tuple[dict[str, Any], Any]:
         return {"x": state["x"] * factor + y}, jnp.argmax(y)
@@ -53,7 +53,7 @@ def store(folder: Path, what: Any = WHAT, where: Any = WHERE) -> ProgramStore:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """With one program in it, "one"."""
+    """Return a folder that holds one program, "one"."""
     directory = tmp_path / "programs"
     first = store(directory)
     assert run(first.get("one", lower)) == [3, 4, 5, 6]

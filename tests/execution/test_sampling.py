@@ -57,7 +57,7 @@ def batch(settings: list[SamplingParams], seeds: list[int], position: Any) -> St
 
 
 def as_for(platform: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled for this machine as it would be for a platform."""
+    """Compile a function for this machine, with the branches of another platform."""
 
     def call(*arguments: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
@@ -70,7 +70,7 @@ def as_for(platform: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def draw(logits: Any, batch: StepBatch) -> Any:
-    """Draws of requests that ask for no edits."""
+    """Draw tokens of requests without edits of logits."""
     return device.sample(logits, batch, make_sampler_state(1, logits.shape[1]))
 
 
@@ -81,7 +81,7 @@ sample = SAMPLE["cpu"]
 
 
 def check_thresholds(find: Callable[..., Any], dtype: type) -> None:
-    """Thresholds are exact: masses are whole numbers, keys are equal in part, and of every size."""
+    """Check that thresholds are exact, for masses that are whole numbers and keys of every size."""
     rng, greatest = np.random.default_rng(3), np.iinfo(dtype).max
     for upper in (2, 32, greatest // 2, greatest):
         keys = rng.integers(0, upper, (64, 200), dtype)

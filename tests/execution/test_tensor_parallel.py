@@ -25,7 +25,7 @@ def test_families_compute_over_devices_what_they_do_on_one(found: dict[str, Any]
 def test_families_exchange_two_sums_a_layer_and_one_for_the_embedding(
     found: dict[str, Any],
 ) -> None:
-    """Norms over all heads take one more a layer, blocks side by side one less; no gathers."""
+    """Norms over all heads take one more a layer, and blocks side by side one less."""
     beyond = dict.fromkeys(FEW, 0) | {
         "olmo2_gqa": LAYERS,
         "cohere_qk_norm_bias_head_dim": -LAYERS,

@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def fleet() -> Iterator[Fleet]:
-    """Two replicas. Ray keeps its sockets in a folder whose path has to be short."""
+    """Start two replicas. Ray keeps its sockets in a folder whose path has to be short."""
     with tempfile.TemporaryDirectory(prefix="r") as home, ExitStack() as stack:
         with in_users_environment():
             fleet = stack.enter_context(Fleet(environment={"HOME": home, "TMPDIR": home}))

@@ -104,7 +104,7 @@ class FleetSimulation:
         heapq.heappush(self._events, (when, next(self._numbers), action))
 
     def run(self, jobs: list[Job]) -> dict[str, float]:
-        """Serve the jobs; return the hit rate in percent and how uneven the load was."""
+        """Serve the jobs, and return the hit rate in percent and the imbalance of the load."""
         for job in jobs:
             self._later(job.arrival, partial(self._arrive, job))
         last = jobs[-1].arrival

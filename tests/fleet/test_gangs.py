@@ -30,7 +30,7 @@ SECONDS = 240.0
 
 @pytest.fixture
 def gang() -> Iterator[Fleet]:
-    """Ray keeps its sockets in a folder whose path has to be short."""
+    """Start a gang. Ray keeps its sockets in a folder whose path has to be short."""
     with tempfile.TemporaryDirectory(prefix="r") as home, in_users_environment():
         words = ("--nnodes", "2", "--tensor-parallel-size", "2")
         environment = {"HOME": home, "TMPDIR": home}

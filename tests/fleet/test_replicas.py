@@ -117,7 +117,7 @@ def test_streams_of_killed_replicas_end_in_an_error(fleet: Fleet) -> None:
 
 
 def listeners(processes: Mapping[int, str]) -> set[tuple[str, str]]:
-    """Addresses that processes listen at, as /proc/net has them, and the processes' names."""
+    """Return the addresses that processes listen at, by /proc/net, with the processes' names."""
     names: dict[str, str] = {}
     for number, name in processes.items():
         with suppress(OSError):

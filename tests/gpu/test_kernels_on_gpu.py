@@ -123,7 +123,7 @@ def test_grouped_matmul(dtype: str, shape: tuple[int, int], rows: int) -> None:
 @pytest.mark.parametrize("form", ["int8", "fp8", "int4"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_quantized_grouped_matmul(dtype: str, form: str, rows: int) -> None:
-    """Against plain JAX; scales of groups without rows, and rows of no group, are NaN."""
+    """Against plain JAX. Scales of groups without rows, and rows of no group, are NaN."""
     rng, groups, inputs, outputs = np.random.default_rng(rows), 9, 288, 200
     codes = rng.integers(0, 112, (groups, inputs // (2 if form == "int4" else 1), outputs))
     values = jnp.asarray(codes, jnp.int8 if form == "int8" else jnp.uint8)

@@ -71,7 +71,7 @@ def sums_in_norms(implementation: str) -> bool:
 
 @functools.cache
 def logits(by_kernel: bool) -> tuple[np.ndarray, dict[str, int]]:
-    """Compute a model's logits where norms take sums, or not; and count both in the program."""
+    """Compute a model's logits, with sums in norms or without, and count both in the program."""
     split = Split(DEVICES, sum_kernel=by_kernel)
     config = dataclasses.replace(parse_model_config(TINY | SIZES | LAYERS), split=split)
     graphdef, state = nnx.split(random_weights(config, jnp.bfloat16, mesh=MESH))

@@ -31,10 +31,10 @@ Arrays = tuple[np.ndarray, np.ndarray | None, np.ndarray]
 
 
 def inputs(dtype: Any, rows: int, width: int, parts: int | None, seed: int = 0) -> Arrays:
-    """Return rows of very different sizes; one of zeros and one with a NaN among them.
+    """Return rows of very different sizes, including one of zeros and one with a NaN.
 
     Args:
-        parts: of delta; 0 for one that is not in parts, None for no delta.
+        parts: of delta, 0 for an undivided one, None for no delta.
     """
     dtype = jnp.dtype(dtype)
     rng = np.random.default_rng(seed)
@@ -55,7 +55,7 @@ def inputs(dtype: Any, rows: int, width: int, parts: int | None, seed: int = 0) 
 
 
 def check(got: tuple[Any, Any], want: tuple[Any, Any], dtype: Any, *, exact: bool = True) -> None:
-    """Compare; sums to the bit, norms within a step of the dtype, or two where it rounds twice."""
+    """Compare sums to the bit, and norms within a step of the dtype, or two if it rounds twice."""
     for result in got:
         assert result.dtype == dtype and result.shape == want[0].shape
     sums = [np.asarray(array, np.float64) for array in (got[0], want[0])]

@@ -75,7 +75,6 @@ SETUPS = {
 
 
 def _compiled(run, setup: dict, **fixed):
-    """``run`` jitted with the static options of a setup; arrays and array options are arguments."""
     static = {name: setup.get(name) for name in ("scale", "window", "soft_cap")}
 
     # Compiling takes most of the time of these tests, so the compiler optimizes little.
@@ -132,14 +131,14 @@ def _agree(name: str, implementation: str, call: PagedCall, decode: bool) -> Non
 
 @st.composite
 def lengths(draw, page_size: int, most: int):
-    """A number of positions from 0 to ``most``, often just around a page boundary."""
+    """Draw a number of positions from 0 to ``most``, often just around a page boundary."""
     near = draw(st.integers(0, 4)) * page_size + draw(st.integers(-1, 1))
     return min(max(draw(st.one_of(st.just(near), st.integers(0, most))), 0), most)
 
 
 @st.composite
 def ragged_rows(draw, page_size: int):
-    """ROWS pairs (queries, positions) of at most TOKENS queries in all, empty rows among them."""
+    """Draw ROWS pairs (queries, positions), at most TOKENS queries in all, some rows empty."""
     rows, left = [], TOKENS
     for _ in range(ROWS):
         queries = min(draw(st.sampled_from([0, 1, 1, 1, 2, 5, 11, TOKENS])), left)
@@ -212,7 +211,7 @@ ONE_SM = DeviceLimits("gpu", "NVIDIA H200", (9, 0), num_sms=1)
 def plan_of(
     lengths: list[int], queries: list[int] | None, *, tile: int = 1, window: int | None = None
 ) -> tuple[SplitPlan, np.ndarray]:
-    """Return the plan and the lines of rows; decodes without `queries`."""
+    """Return the plan and the lines of rows, which are decodes without `queries`."""
     counts = queries or [1] * len(lengths)
     call = paged_call(list(zip(counts, lengths, strict=True)), head_dim=16)
     arrays = call.ragged_arrays if queries else call.decode_arrays

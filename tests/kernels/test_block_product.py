@@ -25,7 +25,7 @@ from tests.support.gguf_blocks import SCALES, random_blocks, unpacked
 from tests.support.quick_code import quick_kernels
 
 FORMS = [*blocks.FORMATS]
-# Of a float32 product; numbers of 16 bits may be off by the largest of 32 over 65,278.
+# Of a float32 product. 16-bit numbers may be off by the largest of 32 over 65,278.
 STEP = 1.01 / 65278
 
 
@@ -171,7 +171,7 @@ def processors() -> list[Any]:
 
 @pytest.mark.parametrize(("form", "vector_bytes", "pairs"), processors())
 def test_every_processor_computes_the_same(form: str, vector_bytes: int, pairs: bool) -> None:
-    """Without the instruction too: sums of whole numbers are exact, and floats are added alike."""
+    """Also without the instruction: sums of integers are exact, and floats are added alike."""
     here = host()
     if vector_bytes > here.vector_bytes or (pairs and not here.pairs):
         return

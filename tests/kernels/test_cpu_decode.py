@@ -89,7 +89,7 @@ SETUPS = {
 
 
 def run(function, call: PagedCall) -> jax.Array:
-    """A decode jitted; window, scale and cap are fixed in the program."""
+    """Run a jitted decode with window, scale and cap fixed in the program."""
     static = {name: call.options[name] for name in STATIC}
     arrays = {name: value for name, value in call.options.items() if name not in STATIC}
     jitted = jax.jit(functools.partial(function, **static), compiler_options=FAST)
@@ -139,7 +139,7 @@ def test_a_row_is_the_same_to_the_bit_whatever_its_mates(setup: dict) -> None:
 
 
 def parts_of(kernel: Kernel, arrays: tuple[jax.Array, ...]) -> int:
-    """How many parts a kernel makes of the work of a call without a window."""
+    """Return the number of parts into which a kernel divides a call without a window."""
     operands = [np.asarray(x) for x in arrays]
     window = np.array([2**31 - 1], np.int32)
     buffers = [*operands, np.zeros(1), window, np.zeros(1), np.zeros(1)]
@@ -207,7 +207,7 @@ def test_large_scores_do_not_overflow() -> None:
 
 
 def test_infinite_sinks() -> None:
-    """A sink of -inf counts as no sink; beside one of +inf all other scores have no weight."""
+    """A sink of -inf counts as no sink, and one of +inf gives all other scores no weight."""
     call = decode_call([20, 300])
     plain = llvm(*call.decode)
     sinks = jnp.asarray([-jnp.inf, 0, 1e30, -jnp.inf])

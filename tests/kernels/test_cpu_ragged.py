@@ -85,7 +85,7 @@ def test_every_edge_of_a_tile_and_a_block(name: str) -> None:
 
 
 def cut(call: PagedCall, rows: list[tuple[int, int, int]]) -> list[np.ndarray]:
-    """Results of (row, first query, queries) of a call, all in one other call."""
+    """Return the results of (row, first query, queries) of a call, computed in one other call."""
     starts, lengths = np.asarray(call.query_start), np.asarray(call.kv_len)
     tokens, ends, sizes = [], [], []
     for row, first, number in rows:

@@ -22,7 +22,7 @@ Of = Literal["numbers", "squares", "exps"]
 
 
 def exact(x: np.ndarray, of: Of) -> np.ndarray:
-    """Terms of the sum, in float64."""
+    """Return the terms of the sum in float64."""
     wide = x.astype(np.float64)
     if of == "exps":
         return np.exp(wide - wide.max(axis=-1, keepdims=True))

@@ -28,7 +28,7 @@ def stored(rows: int, inputs: int, dtype: np.dtype) -> np.ndarray:
 
 
 def aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """All bits set, as freed memory may be."""
+    """Return an aligned array with all bits set, as freed memory may have."""
     size = int(np.prod(shape)) * dtype.itemsize
     memory = np.full(size + ALIGNMENT, 255, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT

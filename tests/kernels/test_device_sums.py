@@ -1,4 +1,4 @@
-"""Sums over devices by the public operations; the kernel's own tests are in tests/machine_code."""
+"""Sums over devices by the public operations. The kernel's own tests are in tests/machine_code."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def test_an_unknown_card_is_a_sentence(name: str) -> None:
     ("reported", "expected"),
     [
         ({"device_kind": "cpu", "platform": "cpu"}, ("cpu", (0, 0), 0)),
-        # Pallas has no such names; the driver's answers are enough.
+        # Pallas has no such names, and the driver's answers are enough.
         (
             {"device_kind": "Quadro RTX 9", "compute_capability": "8.6", "core_count": 30},
             ("gpu", (8, 6), 30),

@@ -85,7 +85,7 @@ def test_gated(implementation: str, dtype: Any, rows: int, width: int, outputs: 
 
 
 def assert_rows_close(got: np.ndarray, want: np.ndarray, tolerance: float) -> None:
-    """Compare, by the largest number of each row; NaN must be where NaN is."""
+    """Compare by the largest number of each row, with NaN in the same places."""
     numbers = np.asarray(got, np.float32)
     assert (np.isnan(numbers) == np.isnan(want)).all()
     largest = np.nan_to_num(np.abs(want)).max(axis=-1, keepdims=True)

@@ -73,7 +73,7 @@ PAGES, HEADS, SIZE, WIDTH = 2, 2, 16, 64
 
 
 def paged_call() -> tuple:
-    """A row of two pages, in which every code but NaN's stands somewhere."""
+    """Return a row of two pages that hold every code but NaN's."""
     rng = np.random.default_rng(0)
     numbers = CODES[CODES & 0x7F != 0x7F]
     codes = rng.permutation(np.resize(numbers, PAGES * HEADS * SIZE * WIDTH))

@@ -18,7 +18,7 @@ from scripts.lib.fast_compile import FAST
 from tests.support.paged_cases import assert_close
 
 ROWS, GROUPS = 40, 5
-# Tiles smaller and larger than groups; sizes that blocks divide and that they do not.
+# Tiles smaller and larger than groups, and sizes that blocks divide or not.
 CONFIG = GroupedConfig(block_rows=16, block_columns=32, block_inner=16)
 SETUPS = {
     "float32": (jnp.float32, 32, 64),

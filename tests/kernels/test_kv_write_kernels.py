@@ -67,7 +67,7 @@ def test_stores_what_the_reference_stores(
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_int8_is_within_half_a_step_of_each_token_and_head(dtype) -> None:
-    """Codes and scales go to the cells of their tokens alone; zeros come back as zeros."""
+    """Codes and scales go to the cells of their tokens alone, and zeros come back as zeros."""
     rng = np.random.default_rng(0)
     k, v = (
         rng.normal(size=(TOKENS, HEADS, 40)) * 10.0 ** rng.integers(-6, 6, HEADS)[:, None]

@@ -31,7 +31,7 @@ CODES = zeros(4, 2, 16, 16, dtype=jnp.int8)
 
 
 def good() -> dict:
-    """Arguments of a correct ragged call: T=5, R=2, P=4, S=16, M=2, N=4, K=2, H=16."""
+    """Return arguments of a correct ragged call: T=5, R=2, P=4, S=16, M=2, N=4, K=2, H=16."""
     return {
         "q": zeros(5, 4, 16),
         "k_pages": zeros(4, 2, 16, 16),

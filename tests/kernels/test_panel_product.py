@@ -57,7 +57,7 @@ run_compiled = compiled(run, static_argnums=0)
 
 
 def product(x: np.ndarray, w: np.ndarray, cpu: Host | None = None) -> np.ndarray:
-    """x times w laid out in panels, all outputs of them."""
+    """Multiply x by w, laid out in panels, and return all outputs."""
     kernel = kernel_for(x.dtype, w.dtype.name, cpu)
     return np.asarray(run_compiled(kernel, x, in_panels(w)))
 
@@ -91,7 +91,7 @@ def test_every_number_of_rows_gives_the_product(
 
 @pytest.mark.parametrize("cpu", HOSTS, ids=lambda cpu: f"dots {cpu.dots}")
 def test_products_of_bfloat16_are_exact_and_each_addition_rounds_once(cpu: Host) -> None:
-    """To the bit: inputs in their order; by dot products the second of each pair is first."""
+    """To the bit, with inputs in their order. Dot products add the second of each pair first."""
     x, w = rows(14, 701, "bfloat16"), weight(701, 70, "bfloat16")
     exact = x.astype(np.float32), w.astype(np.float32)
     order = np.arange(701)
@@ -214,7 +214,7 @@ def test_rows_that_do_not_count_are_zero_and_disturb_nothing(x_dtype: str, dtype
         np.testing.assert_array_equal(got[last:], np.zeros_like(whole[last:]))
 
 
-# Rows of each of four experts, of 60 in all; and the result of that division.
+# Rows of each of four experts, of 60 in all, and the result of that division.
 SHARES = {
     (3, 0, 41, 1): (3, 0, 41, 1),
     (0, 0, 0, 0): (0, 0, 0, 0),
@@ -229,7 +229,7 @@ def experts(inputs: int, outputs: int, dtype: str) -> np.ndarray:
 
 
 def grouped(x: np.ndarray, w: np.ndarray, shares: tuple[int, ...], cpu: Host | None = None):
-    """Rows of x sorted by expert times [E, I, O] in panels."""
+    """Multiply rows of x, sorted by expert, by [E, I, O] in panels."""
     kernel = kernel_for(x.dtype, w.dtype.name, cpu)
     panels = np.stack([in_panels(one) for one in w])
     return np.asarray(run_compiled(kernel, x, panels, np.asarray(shares, np.int32)))

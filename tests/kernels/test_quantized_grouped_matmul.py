@@ -20,7 +20,7 @@ from tests.kernels.test_tuning_table import H200, compiling_for
 from tests.support.paged_cases import assert_close
 
 ROWS, MATRICES, INPUTS = 40, 5, 48
-TILE = Tile(16, 32, 16)  # smaller and larger than groups; columns that it does not divide
+TILE = Tile(16, 32, 16)  # smaller and larger than groups, with columns that it does not divide
 # Form, groups of inputs, dtype of zero points or minima, dtype of activations, outputs.
 SETUPS: dict[str, tuple[str, int, Any, Any, int]] = {
     "int8": ("int8", 1, None, jnp.float32, 300),  # a block of 256 and one that overlaps it

@@ -37,7 +37,7 @@ FORMS = [
 
 
 def weight(form: str, groups: int, zeros_dtype: type | None, outputs: int = O) -> tuple:
-    """Codes, scales and zeros at random, and the matrix that they stand for, in float64."""
+    """Return random codes, scales and zeros, and the matrix that they encode, in float64."""
     rng = np.random.default_rng(0)
     codes = rng.integers(0, 16 if form == "int4" else 256, (I, outputs), dtype=np.uint8)
     scales = rng.uniform(0.1, 1, (groups, outputs)).astype(np.float32)
@@ -144,7 +144,7 @@ def test_no_compiled_buffer_is_as_large_as_the_weight(form, groups, zeros_dtype)
         .lower(np.zeros((4, I), np.float32), values, scales, zeros)
         .compile()
     )
-    # Four bytes a weight would be I * 2048 * 4; a block of 256 outputs takes an eighth of it.
+    # Four bytes a weight would be I * 2048 * 4. A block of 256 outputs takes an eighth of it.
     assert compiled.memory_analysis().temp_size_in_bytes < I * 2048 * 4 / 2
     # Outside fusions, whose insides are not buffers, only the codes have the weight's size.
     buffers = re.sub(r"%?fused_computation[^{]*\{.*?\n\}", "", compiled.as_text(), flags=re.DOTALL)

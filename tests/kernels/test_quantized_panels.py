@@ -85,7 +85,7 @@ class Weight:
             return np.asarray(run_compiled(kernel, x, *self.panels, num_rows=count))
 
     def full(self) -> np.ndarray:
-        """The weight in float64."""
+        """Return the weight in float64."""
         return np.asarray(dequantize_compiled(*self.stored, self.form, jnp.float64))
 
 
@@ -167,7 +167,10 @@ def test_rows_that_do_not_count_are_zero_and_disturb_nothing(case: tuple) -> Non
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("shares", [(3, 0, 41, 1), (0, 0, 0, 0), (0, 60, 0, 0), (13, 12, 14, 21)])
 def test_rows_of_each_expert_meet_its_weight(case: tuple, shares: tuple[int, ...]) -> None:
-    """To the bit as of it alone. Scales without rows, and rows of no expert, are NaN."""
+    """Rows equal one expert's product to the bit.
+
+    Scales without rows, and rows of no expert, are NaN.
+    """
     every = [Weight.random(*case, outputs=70 + n) for n in range(4)]
     panels = [
         None if parts[0] is None else np.stack([np.asarray(part[:3]) for part in parts])

@@ -11,7 +11,7 @@ from tests.support.paged_cases import FP8, assert_close, paged_call
 
 
 def by_hand(call) -> np.ndarray:
-    """Softmax attention in float64, one query head and one position at a time."""
+    """Compute softmax attention in float64, one query head and one position at a time."""
     q, k, v, table, starts, lengths = (np.asarray(a) for a in call.wide().ragged)
     options = {n: np.asarray(x) if x is not None else None for n, x in call.options.items()}
     out = np.zeros(q.shape)

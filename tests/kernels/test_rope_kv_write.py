@@ -134,7 +134,7 @@ def test_queries_and_pages_on_cpu(kind: Kind, tokens: int) -> None:
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_token_on_cpu_is_the_same_to_the_bit_whatever_is_beside_it(dtype: Any) -> None:
-    """And however many threads share the work, of which 63 tokens have enough for several."""
+    """Any number of threads may share the work, and 63 tokens are enough for several."""
     kind = Kind(dtype=dtype, norm="head", group=6, head_dim=200, pairs=57)
     (qkv, cos_sin, pages, _, slots, options), _ = call(kind, 63)
     many = rope_kv_write(qkv, cos_sin, pages, pages, slots, options, implementation="llvm")

@@ -44,7 +44,7 @@ def case_of(
 
 
 def compiling_for(device: DeviceLimits) -> AbstractContextManager[None]:
-    """A mesh under which code is traced for a card."""
+    """Return a context with a mesh under which code is traced for a card."""
     described = jax.sharding.AbstractDevice(
         device_kind=device.kind, num_cores=device.num_sms, platform="gpu"
     )
@@ -186,12 +186,12 @@ def test_the_estimate_is_what_compiled_kernels_take(name: str) -> None:
         config = tuning.lookup(tuning.CONFIGS[op], case)
         rows = config.tile_rows if isinstance(config, tuning.RaggedConfig) else 16
         memory = tuning.attention_memory(case, rows, config.block_tokens, config.num_stages)
-        # No default has more than three stages; of a timed table each takes a block more.
+        # No default has more than three stages, and an entry of a timed table takes a block more.
         more = max(0, config.num_stages - 3) * config.block_tokens
         memory += more * case.H * case.page_dtype.itemsize
         kind = "ragged_attention" if op == "ragged" else "split_attention"
         [taken] = [k["shared_memory"] for k in row["kernels"] if kind in k["name"]]
-        # Warpgroups hold four blocks; a card with tensor memory holds fewer here.
+        # Warpgroups hold four blocks. A card with tensor memory holds fewer here.
         slack = 1.25 if card.shared_memory > 200_000 else 1
         assert taken <= memory * slack, row["name"]
         compared += 1
@@ -213,7 +213,7 @@ CALLS = [
 
 
 def lowered() -> list[Any]:
-    """Return all calls; in the usual run a dtype has every other size of heads, and 256.
+    """Return all calls. In the usual run a dtype has every other size of heads, and 256.
 
     So each operation has each dtype with a size that is padded and with one that is not, and each
     size with half of the dtypes. The tables' sizes of blocks are looked up for all above.

@@ -28,14 +28,14 @@ def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
 
 
 def traced(run: Any, arrays: tuple, card: str = "Tesla T4") -> str:
-    """The program of a call for a card, as text."""
+    """Return the traced program of a call for a card, as text."""
     device = jax.sharding.AbstractDevice(device_kind=card, num_cores=None, platform="gpu")
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
         return str(jax.make_jaxpr(run)(*arrays))
 
 
 def attention(rows: int, positions: int, tokens: int = 0) -> tuple:
-    """Shapes of a call over rows of so many positions; a decode's without `tokens`."""
+    """Return shapes of a call over rows of `positions` each, or of a decode's without `tokens`."""
     columns = positions // PAGE
     pages = array(jnp.float16, rows * columns, 2, PAGE, 32)
     starts = (array(jnp.int32, rows + 1),) if tokens else ()

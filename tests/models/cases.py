@@ -50,7 +50,7 @@ COHERE = {"layer_norm_eps": 1e-3, "logit_scale": 0.8, "tie_word_embeddings": Tru
 LOCAL_ROPE = {"rope_type": "default", "rope_theta": 50.0}
 FULL, SLIDING = "full_attention", "sliding_attention"
 
-# Read by every family; a case changes some of it.
+# Read by every family. A case changes some of it.
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 32,
@@ -455,7 +455,7 @@ ONE_LAYER = frozenset(
 
 
 def family_of(case: str) -> str:
-    """The family that a case's name begins with."""
+    """Return the family that a case's name begins with."""
     return next(family for family in FAMILIES if case.startswith(family))
 
 
@@ -469,13 +469,13 @@ def fields_of(case: str) -> dict[str, Any]:
 
 
 def transformers_config(case: str, sizes: Mapping[str, Any] = MappingProxyType({})) -> Any:
-    """Transformers' configuration of a case, with some sizes changed."""
+    """Return Transformers' configuration of a case, with some sizes changed."""
     name, _ = FAMILIES[family_of(case)]
     name = "Gemma3Text" if name == "Gemma3" else name
     return getattr(transformers, f"{name}Config")(**{**fields_of(case), **sizes})
 
 
 def transformers_model(case: str, sizes: Mapping[str, Any] = MappingProxyType({})) -> Any:
-    """Transformers' model of a case, with its own random weights."""
+    """Return Transformers' model of a case, with its own random weights."""
     name, _ = FAMILIES[family_of(case)]
     return getattr(transformers, f"{name}ForCausalLM")(transformers_config(case, sizes))

@@ -13,7 +13,7 @@ from tests.models.tiny_models import hugging_face_model, save
 def checkpoints(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, tuple[Path, Any]]:
-    """By case: a checkpoint's folder, and the Transformers model that it was saved from."""
+    """Map a case to its checkpoint's folder, and to the Transformers model that it comes from."""
     root, result = tmp_path_factory.mktemp("checkpoints"), {}
     for case in CASES:
         model = hugging_face_model(case)

@@ -74,7 +74,7 @@ class Row:
 
 
 def parity(case: str, page_size: int) -> tuple[int, float, int, int]:
-    """Parameters read, error, tokens compared, tokens that Transformers would not have chosen."""
+    """Return the number of parameters, the error, and the numbers of compared and wrong tokens."""
     reference = hugging_face_model(case)
     generator = np.random.default_rng(sum(case.encode()))
     prompts = [generator.integers(0, 96, length).tolist() for length in PROMPT_LENGTHS]
@@ -95,12 +95,11 @@ def parity(case: str, page_size: int) -> tuple[int, float, int, int]:
 
 
 def num_parameters(model: nnx.Module) -> int:
-    """Values in a model's parameters."""
     return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
 
 
 def loading(family: str) -> tuple[int, float]:
-    """Parameters, and seconds to read them: the faster of two reads."""
+    """Return the number of parameters, and the seconds of the faster of two reads."""
     case = next(case for case in CASES if family_of(case) == family)
     sizes = dict(LARGE)
     if "kv_lora_rank" in FAMILIES[family][1]:  # latent attention has as many heads on both sides
@@ -120,7 +119,7 @@ def loading(family: str) -> tuple[int, float]:
 
 
 def measure(family: str) -> Row:
-    """All of a family's checkpoints."""
+    """Measure all of a family's checkpoints."""
     cases = [case for case in CASES if family_of(case) == family]
     results = [parity(*each) for each in zip(cases, cycle([4, 16]), strict=False)]
     read, errors, compared, different = zip(*results, strict=True)
@@ -139,7 +138,7 @@ def measure(family: str) -> Row:
 
 
 def table(rows: list[Row]) -> str:
-    """The rows in Markdown."""
+    """Return the rows in Markdown."""
     lines = [
         "| architecture | checkpoints | parameters read | parity error | tokens equal | load |",
         "|---|---:|---:|---:|---:|---:|",

@@ -13,7 +13,7 @@ NAMES = ("gate_up_proj", "down_proj")
 
 
 def random_codes(name: str, outputs: int, inputs: int, experts: int) -> dict[str, np.ndarray]:
-    """Blocks of 32 values, two to a byte, and a power of two for each block."""
+    """Return random blocks of 32 values, two to a byte, and a power of two for each block."""
     generator = np.random.default_rng(sum(name.encode()))
     shape = (experts, outputs, inputs // 32)
     return {
@@ -23,7 +23,7 @@ def random_codes(name: str, outputs: int, inputs: int, experts: int) -> dict[str
 
 
 def codes_of(tensors: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Random codes in place of each of a checkpoint's stacked matrices."""
+    """Return random codes in place of each of a checkpoint's stacked matrices."""
     found = {}
     for name, matrix in tensors.items():
         if name.endswith(NAMES) and ".experts." in name:

@@ -30,7 +30,7 @@ FIELDS: dict[str, dict[str, Any]] = {
 
 
 def saved(kind: str, folder: Path) -> Any:
-    """A tiny random model of a `model_type`, written by Transformers."""
+    """Save and return a tiny random Transformers model of a `model_type`."""
     torch.manual_seed(len(kind))
     config = CONFIG_MAPPING[kind](**(SIZES | FIELDS[kind]))
     model = transformers.AutoModelForCausalLM.from_config(config).eval()

@@ -103,7 +103,7 @@ def test_both_spellings_of_rope_mean_the_same(change):
 
 
 def older_kinds():
-    """Every kind of scaling, in the older spelling."""
+    """Return every kind of scaling, in the older spelling."""
     return [
         {"rope_type": "linear", "factor": 2.0},
         {"rope_type": "dynamic", "factor": 1.5},
@@ -530,7 +530,7 @@ def test_null_is_absent(raw):
 
 @pytest.mark.parametrize("raw", [LLAMA, QWEN3, OLMO3, GEMMA3, MIXTRAL, QWEN3_MOE, GPT_OSS], ids=str)
 def test_null_is_absent_for_every_field(raw):
-    """Both are read as the same, or both refused; but for a window, of which null is a size."""
+    """Both give the same result or are both refused, except for a window, where null is a size."""
 
     def parsed(fields: dict[str, Any]) -> Any:
         try:
@@ -594,7 +594,7 @@ def test_an_unknown_field_of_an_object_that_is_replaced_whole_is_named():
 
 
 def test_older_spellings_mean_what_they_meant():
-    """Gemma 3 and OLMo 3 scale the layers without a window; Phi-3 called LongRoPE "su"."""
+    """Gemma 3 and OLMo 3 scale the layers without a window, and Phi-3 called LongRoPE "su"."""
     gemma = parse_model_config(
         GEMMA3 | {"rope_scaling": LINEAR_FACTORS, "rope_local_base_freq": 20.0}
     )
@@ -671,7 +671,7 @@ def test_architectures_are_a_list_of_names(names):
 
 
 def test_model_type_decides_where_no_architecture_does():
-    """And the first of several that is computed, as in vLLM."""
+    """The first supported architecture of several decides, as in vLLM."""
     want = parse_model_config(LLAMA)
     absent = {key: value for key, value in LLAMA.items() if key != "architectures"}
     for raw in (absent, LLAMA | {"architectures": []}, LLAMA | {"architectures": None}):

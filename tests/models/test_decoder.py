@@ -141,7 +141,7 @@ def test_padding_changes_nothing(checkpoints, case):
 @pytest.mark.parametrize(
     ("case", "dtype", "pad_to"),
     [
-        # Once for each dtype a last step that attends as decode does; a program takes seconds.
+        # Once for each dtype the last step attends as a decode does, since a program takes seconds.
         ("llama_tied", jnp.bfloat16, 0),
         ("qwen3", jnp.float16, 0),
         ("gemma3_tied_linear", jnp.bfloat16, 19),
@@ -171,7 +171,10 @@ def test_sixteen_bit_models(checkpoints, case, dtype, pad_to):
     ],
 )
 def test_norms_round_where_those_of_transformers_do(traits, module):
-    """To the bit but for sums in another order; scaled before or after, half would differ."""
+    """Equal to the bit, apart from the order of sums.
+
+    A wrong place of scaling would change half.
+    """
     x, scale = torch.randn(200, 64) * 3 + 1, torch.randn(64)
     reference = module(64, eps=1e-5).bfloat16()
     with torch.no_grad():

@@ -71,7 +71,7 @@ def test_experts_in_panels_give_what_transformers_gives(checkpoints, case, pad_t
 
 @pytest.fixture(scope="module")
 def logits_of_plain(checkpoints) -> Callable[[str, str, list[int]], np.ndarray]:
-    """Logits of a quantized case whose codes are as they are, by case and form, computed once."""
+    """Return a function that computes the logits of a quantized case's codes once."""
     kept: dict[tuple[str, str], np.ndarray] = {}
 
     def logits(case: str, form: str, tokens: list[int]) -> np.ndarray:
@@ -112,7 +112,7 @@ def test_quantized_experts_in_panels_give_what_they_give_as_they_are(
     model = load_weights(directory, config, dtype, quantization=form, panels=in_panels)
     if not in_panels:
         use_panels(model)
-        error = max(2 * error, 2e-4)  # activations of 16 bits; codes that are searched for
+        error = max(2 * error, 2e-4)  # activations of 16 bits, and codes that are searched for
     found = [layer.mlp.down[...] for layer in model.layers]
     panels = [one.codes if isinstance(one, QuantizedPanels) else one.panels for one in found]
     assert any(array.ndim == 4 for array in panels)
@@ -131,7 +131,7 @@ def test_sixteen_bit_experts_in_panels(checkpoints):
 
 
 def test_experts_in_mxfp4_give_what_transformers_gives(checkpoints):
-    """From the blocks of a Hugging Face checkpoint; activations have 16 bits."""
+    """Reads the blocks of a Hugging Face checkpoint. Activations have 16 bits."""
     directory, reference = checkpoints["gpt_oss_mxfp4"]
     config, tokens = read_model_config(directory), list(range(20))
     model = load_weights(directory, config, jnp.float32, panels=True, packed=True)
@@ -142,7 +142,7 @@ def test_experts_in_mxfp4_give_what_transformers_gives(checkpoints):
 
 @pytest.mark.parametrize("kind", [Type.MXFP4, Type.Q8_0])
 def test_stacked_experts_of_a_gguf_file_give_what_transformers_gives(tmp_path, kind):
-    """Of values that their blocks hold exactly; activations have 16 bits."""
+    """Values are exactly representable in their blocks. Activations have 16 bits."""
     raw = raw_config("gptoss")
     tensors = exact_tensors(raw)
     for name, tensor in tensors.items():

@@ -24,7 +24,7 @@ from tests.support.quick_operations import quick_operations
 
 TOKENS = np.random.default_rng(5).integers(0, 96, 70).tolist()
 
-# For the first case of every family; these change a shape, a name or a constant of all of them.
+# For the first case of every family. Each change affects a shape, a name or a constant.
 COMMON: list[dict[str, Any]] = [
     {"rms_norm_eps": 1e-2},
     {"num_attention_heads": 2, "num_key_value_heads": 1},
@@ -344,7 +344,7 @@ NO_OUTPUT = {"max_position_embeddings", "dtype", "eos_token_id", "bos_token_id"}
 
 
 def leaves(raw: dict[str, Any], prefix: str = "") -> set[str]:
-    """Return the names of all fields; names inside a mapping begin with its path."""
+    """Return the names of all fields, where names inside a mapping begin with its path."""
     names = set()
     for key, value in raw.items():
         name = prefix + key
@@ -357,7 +357,7 @@ def without_rope(names: set[str]) -> set[str]:
 
 
 def changed(raw: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
-    """A config.json with some fields set to other values."""
+    """Return a config.json with some fields set to other values."""
     raw = deepcopy(raw)
     for path, value in change.items():
         *outer, key = path.split(".")
@@ -388,14 +388,14 @@ def test_every_field_read_is_changed_once(checkpoints):
 
 @pytest.fixture(scope="module", autouse=True)
 def operations_are_compiled_quickly() -> Generator[None]:
-    """Each operation of a model is compiled by itself here, and there are hundreds."""
+    """Compile operations quickly, since each operation of a model is compiled by itself here."""
     with quick_operations():
         yield
 
 
 @pytest.fixture(scope="module", autouse=True)
 def attention_is_compiled_once():
-    """Its loops would be compiled again in every call; all else is compiled by operation."""
+    """Compile attention's loops once, while all other code is compiled by operation."""
     static = "implementation"
     compiled = jax.jit(ragged_paged_attention, static_argnames=static, compiler_options=FAST)
     product = jax.jit(grouped_matmul, static_argnames="implementation", compiler_options=FAST)

@@ -107,7 +107,7 @@ def test_mixed_steps(checkpoints, case):
 
 
 def test_layers_that_predict_further_tokens_are_not_read(checkpoints, tmp_path, caplog):
-    """DeepSeek-V3's checkpoints hold some after the last layer; config.json counts them."""
+    """DeepSeek-V3's checkpoints hold some after the last layer, and config.json counts them."""
     source = checkpoints["deepseek_v3_groups"][0]
     tensors = load_file(source / "model.safetensors")
     tensors["model.layers.2.eh_proj.weight"] = np.zeros((3, 5), np.float32)

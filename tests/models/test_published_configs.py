@@ -1,7 +1,7 @@
 """The config.json of each family's best-known checkpoints is read.
 
 Fields and values equal the files on the Hugging Face hub, taken from copies in public
-repositories where one was found and from memory otherwise; lists of one number a rotated pair are
+repositories where one was found and from memory otherwise. Lists of one number a rotated pair are
 of the published length, not of the published numbers. A variant is written as its changes.
 """
 
@@ -21,7 +21,7 @@ COMMON |= {"tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache":
 
 
 def remote(family: str, name: str) -> Raw:
-    """`auto_map` of a checkpoint that brings its own code."""
+    """Return `auto_map` of a checkpoint that brings its own code."""
     code = f"modeling_{family}.{name}"
     classes = {
         "AutoConfig": f"configuration_{family}.{name}Config",

@@ -57,7 +57,7 @@ W8A8: dict[str, Any] = {
 
 
 def changed(raw: dict[str, Any], part: str = "", **fields: Any) -> dict[str, Any]:
-    """A copy with fields of the whole, or of `part` of its group, set to other values."""
+    """Return a copy with changed fields of the whole, or of `part` of its group."""
     raw = deepcopy(raw)
     group = raw.get("config_groups", {}).get("group_0", {})
     (group[part] if part else raw).update(fields)

@@ -11,7 +11,7 @@ from jaxserve.models.routing import Router, route
 
 
 def routers() -> list[Any]:
-    """Return sizes with kinds; each size has one of its own in the usual run, and two have all."""
+    """Return sizes with kinds. In the usual run each size has one kind, and two have all."""
     kinds: tuple[Router, ...] = ("softmax", "sigmoid", "chosen")
     sizes = [(6, 2, 1), (8, 2, 1), (60, 4, 1), (64, 6, 8), (128, 8, 1)]
     usual = {(8, 2, 1): "chosen", (60, 4, 1): "softmax", (128, 8, 1): "sigmoid"}

@@ -85,7 +85,7 @@ def quantized(raw: Raw, how: Raw) -> Raw:
     return raw | {"quantization_config": how}
 
 
-# Text alone; with the positions that each is served for.
+# Text alone, with the positions that each is served for.
 TEXT: dict[str, tuple[Raw, int]] = {
     "openai/gpt-oss-20b": (GPT_OSS, 131072),
     "meta-llama/Llama-3.1-8B": (LLAMA_3 | {"eos_token_id": 128001}, 131072),

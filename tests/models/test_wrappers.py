@@ -52,7 +52,7 @@ def leaves(model: Decoder) -> list[bytes]:
 def rewrite(
     folder: Path, change: Any = lambda raw: raw, rename: Any = lambda name: name
 ) -> dict[str, np.ndarray]:
-    """Change a checkpoint's config.json and the names of its tensors; an empty name drops one."""
+    """Change a checkpoint's config.json and its tensors' names; an empty name drops a tensor."""
     path = folder / "config.json"
     path.write_text(json.dumps(change(json.loads(path.read_text()))))
     tensors = load_file(folder / "model.safetensors")
@@ -63,7 +63,7 @@ def rewrite(
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_text_of_a_wrapper_is_that_of_its_family(name, tmp_path):
-    """In Transformers by logits: positions in three dimensions are one of text; here by weights."""
+    """Transformers' own logits agree for a text, and the weights read here are equal."""
     wrapper = tiny_wrapper(name)
     plain = text_alone(name, wrapper)
     want = reference_logits(plain, TOKENS)
@@ -102,7 +102,7 @@ def test_tokens_are_those_of_the_wrapper_in_transformers(main):
 
 
 def test_any_schedule_gives_the_tokens_of_the_wrapper(tmp_path):
-    """Of the one whose weights are stored as no other family's are."""
+    """Checks the wrapper whose weights have a storage form of their own."""
     wrapper, folder = tiny_wrapper("Qwen3VLMoeForConditionalGeneration"), tmp_path
     wrapper.save_pretrained(folder)
     prompts = [TOKENS[:30], TOKENS[:21], [*TOKENS[:30], *TOKENS[35:]], TOKENS[31:]]
@@ -169,7 +169,7 @@ def test_a_text_models_tensors_are_checked_as_ever(qwen, tmp_path):
 
 
 def test_configurations_that_nest_more_deeply(qwen, tmp_path):
-    """Omni models have a thinker; OpenGVLab's InternVL calls the text `llm_config`."""
+    """Omni models have a thinker, and OpenGVLab's InternVL calls the text `llm_config`."""
     folder = copied(qwen, tmp_path)
 
     def nest(raw: dict[str, Any]) -> dict[str, Any]:

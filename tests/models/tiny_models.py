@@ -16,7 +16,7 @@ from tests.models.packed import pack_experts, set_packed_experts
 
 
 def hugging_face_model(case: str) -> Any:
-    """A random model whose every parameter matters: biases and norms are random too."""
+    """Return a random model whose every parameter matters: biases and norms are random too."""
     torch.manual_seed(sum(case.encode()))
     model = transformers_model(case)
     model.eval()
@@ -40,7 +40,7 @@ def save(case: str, model: Any, directory: Path) -> None:
 
 
 def load(directory: Path, dtype: DTypeLike = jnp.float32) -> Decoder:
-    """Our model of a checkpoint in `directory`."""
+    """Load our model of a checkpoint in `directory`."""
     return load_weights(directory, read_model_config(directory), dtype)
 
 
@@ -64,5 +64,5 @@ def reference_logits(model: Any, tokens: Sequence[int], together: int = 0) -> np
 
 
 def relative_error(got: np.ndarray, want: np.ndarray) -> float:
-    """Largest difference, relative to the largest value."""
+    """Return the largest difference, relative to the largest value."""
     return float(np.abs(got - want).max() / np.abs(want).max())

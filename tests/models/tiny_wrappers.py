@@ -40,7 +40,7 @@ TEXT: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**EXPERTS, "n_group": 3, "topk_group": 2},
     "granite": {"embedding_multiplier": 3.0, "logits_scaling": 2.0},
 }
-# Divides the pairs of a head among time, height and width; text is not affected.
+# Divides the pairs of a head among time, height and width, without an effect on text.
 SECTIONS: dict[str, dict[str, Any]] = {
     "qwen2_vl_text": {"mrope_section": [2, 1, 1]},
     "qwen2_5_vl_text": {"mrope_section": [2, 1, 1]},
@@ -70,7 +70,8 @@ TOWER: dict[str, Any] = {
 # The table of images has a width of its own.
 WIDTHS: dict[str, dict[str, Any]] = {"ovis2": {"hidden_size": 32}}
 PAIRS = {"internvl": {"image_size": [28, 28], "patch_size": [14, 14]}}
-# Factors of the logits that Transformers' wrapper leaves out; the models were trained with them.
+# Factors of the logits that Transformers' wrapper leaves out, although the models were trained with
+# them.
 LEFT_OUT = {
     "AyaVisionForConditionalGeneration": 0.8,
     "Cohere2VisionForConditionalGeneration": 0.8,
@@ -85,7 +86,7 @@ CASES = [name for name in WRAPPERS if name not in ABSENT]
 
 
 def tiny_wrapper(name: str, **outer: Any) -> Any:
-    """A random wrapper; `outer` are fields of its own configuration."""
+    """Return a random wrapper, with `outer` as fields of its own configuration."""
     row = WRAPPERS[name]
     text = _text_config(row.text, SECTIONS.get(row.text, {}))
     config: Any = CONFIG_MAPPING[row.model_type](
@@ -104,7 +105,7 @@ def tiny_wrapper(name: str, **outer: Any) -> Any:
 
 
 def text_alone(name: str, wrapper: Any) -> Any:
-    """A model of the text's family with the weights that a wrapper has for it."""
+    """Return a model of the text's family with the wrapper's weights of the text."""
     kind = WRAPPERS[name].text
     cls = getattr(transformers, MODEL_TYPES[kind])
     fields = _text_config(kind, {}).to_dict()

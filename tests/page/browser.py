@@ -21,13 +21,13 @@ Install one by hand: `apt-get install chromium`, or `.venv/bin/playwright instal
 
 
 def find(own: str) -> str | None:
-    """Path of the system's Chromium, or `own`, where Playwright keeps the one it downloads."""
+    """Return the path of the system's Chromium, or `own`, where Playwright keeps its download."""
     found = next(filter(None, map(shutil.which, NAMES)), None)
     return found or (own if Path(own).exists() else None)
 
 
 def ways_to_install() -> list[list[Sequence[str]]]:
-    """Commands that bring a Chromium here, the surest way first."""
+    """Return commands that install a Chromium, the most reliable first."""
     is_root = os.geteuid() == 0
     ours = [sys.executable, "-m", "playwright", "install", "chromium"]
     ways: list[list[Sequence[str]]] = []
@@ -66,15 +66,15 @@ def ensure(playwright: Playwright) -> str:
 
 
 def find_browser() -> str:
-    """The same, without a browser being opened."""
+    """Return the path of a browser without opening it."""
     with sync_playwright() as playwright:
         return ensure(playwright)
 
 
 @contextmanager
 def open_browser() -> Iterator[Browser]:
-    """A headless Chromium."""
-    # Its sandbox refuses to run as root; a container's /dev/shm is too small for it.
+    """Yield a headless Chromium."""
+    # Its sandbox refuses to run as root, and a container's /dev/shm is too small for it.
     arguments = ["--disable-dev-shm-usage", *(["--no-sandbox"] if os.geteuid() == 0 else [])]
     with sync_playwright() as playwright:
         path = ensure(playwright)

@@ -32,7 +32,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(scope="package")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server with a key, below a path; its model has two names and no recommended settings."""
+    """Start a server with a key, below a path; its model has two names and no settings."""
     silent = tmp_path_factory.mktemp("silent")
     (silent / "generation_config.json").write_text('{"eos_token_id": 3}')
     names = ["--served-model-name", "first", "--served-model-name", "second"]
@@ -82,7 +82,7 @@ def open_page(browser: Browser, server: Server) -> Iterator[OpenPage]:
 
 @pytest.fixture
 def load(server: Server) -> Iterator[Callable[..., None]]:
-    """Posts requests that hold the engine busy; at the end all of them have been answered."""
+    """Post requests that hold the engine busy, and wait at the end until all have been answered."""
     pool, pending = ThreadPoolExecutor(64), []
 
     def post(count: int, max_tokens: int) -> None:

@@ -18,7 +18,7 @@ def send(page: Page, text: str) -> None:
 def recorded(
     page: Page, chunks: Chunks, capabilities: dict[str, bool], *later: Chunks
 ) -> list[dict[str, Any]]:
-    """Answer from records in turn, and then from the last; returns the requests that came."""
+    """Answer from records in turn, and then from the last, and return the received requests."""
     sent: list[dict[str, Any]] = []
     records = [chunks, *later]
     card = {"id": "recorded", "object": "model", "capabilities": capabilities}
@@ -39,7 +39,7 @@ def recorded(
 
 
 def chunk(text: str = "", reason: str | None = None, **fields: Any) -> dict[str, Any]:
-    """An event of a stream; `delta` among the fields takes the place of the text."""
+    """Return an event of a stream, where `delta` among the fields replaces the text."""
     delta = {"content": text} | fields.pop("delta", {})
     choice = {"index": 0, "delta": delta, "finish_reason": reason, **fields}
     return {"object": "chat.completion.chunk", "choices": [choice]}

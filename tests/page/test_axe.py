@@ -27,7 +27,7 @@ PROBABILITIES = {
         {"token": "green", "logprob": -0.1, "top_logprobs": [{"token": "blue", "logprob": -3.0}]}
     ]
 }
-# An answer with all that one can have; a table and code that are wider than a phone.
+# An answer with all of its optional parts, and a table and code that are wider than a phone.
 WIDE_PARTS = "| " + "| a long name " * 8 + "|\n" + "|---" * 9 + "|\n| x |\n\n```\n" + "x" * 300
 ALL = [
     thought("First, the sum."),

@@ -1,4 +1,4 @@
-"""Chats: edited, regenerated, copied, kept in the browser; thoughts and calls of tools."""
+"""Chats: edited, regenerated, copied, kept in the browser, with thoughts and calls of tools."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def act(page: Page, name: str, index: int) -> None:
 
 
 def ask(page: Page, text: str, answers: int) -> None:
-    """Send, and wait for the end of the answer."""
+    """Send a question, and wait for the end of the answer."""
     send(page, text)
     expect(page.locator("article.assistant:not([aria-busy])")).to_have_count(answers)
 
@@ -58,7 +58,7 @@ def test_editing_goes_on_from_there(open_page: OpenPage) -> None:
     expect(page.locator("article.assistant .text").last).to_have_text("three")
     assert texts(page) == ["first", "one", "other", "three"]
     assert contents(sent[2]) == [("user", "first"), ("assistant", "one"), ("user", "other")]
-    # An answer is changed without a request; the next request builds on it.
+    # An answer is changed without a request, and the next request builds on it.
     act(page, "Edit", 1)
     editor.fill("mine")
     page.get_by_role("button", name="Keep").click()

@@ -1,4 +1,4 @@
-"""/dashboard/events, read without a browser; and how a browser gets onto the machine."""
+"""/dashboard/events, read without a browser, and the installation of a browser."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_events_are_refused_with_the_reason(server: Server, guarded: Server) -> 
             next(snapshots(stack.enter_context(feed(server))))
         refused = server.request(PATH)
         assert refused.status == 429 and refused.headers["retry-after"] == "10"
-    for _ in range(100):  # they have gone; the server learns of it in its own time
+    for _ in range(100):  # the server notices their end in its own time
         with feed(server) as response:
             if response.status == 200:
                 return

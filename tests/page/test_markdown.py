@@ -312,7 +312,7 @@ def test_hostile_text_does_not_hold_up_the_page(open_page: OpenPage) -> None:
 
 
 def test_libraries_are_as_published_and_come_with_the_wheel() -> None:
-    """SOURCES.txt has the version, licence and digest of each; a licence's text lies beside it."""
+    """SOURCES.txt has the version, licence and digest of each, beside the licence's text."""
     vendor = FOLDER / "vendor"
     sources = (vendor / "SOURCES.txt").read_text()
     libraries = [path for path in vendor.iterdir() if path.suffix == ".js"]

@@ -40,7 +40,7 @@ def _package_of(item: pytest.Item) -> str | None:
 def published(
     pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Path]:
-    """By a package's name, a checkpoint of two layers with its tokenizer and random weights."""
+    """Map a package's name to a checkpoint of two layers with its tokenizer and random weights."""
     made: dict[str, Path] = {}
 
     def folder(name: str) -> Path:

@@ -56,7 +56,7 @@ SPLIT_NAMES = MappingProxyType(
 
 
 def small_config(name: str) -> dict[str, Any]:
-    """A published configuration with two layers, and its whole vocabulary."""
+    """Return a published configuration with two layers, and its whole vocabulary."""
     published, changes = CONFIGS[name]
     config = {**PUBLISHED[published][0], **SMALL, **changes}
     config.pop("quantization_config", None)
@@ -172,6 +172,6 @@ TOOLS: list[dict[str, Any]] = [
 
 
 def texts() -> list[str]:
-    """Hard texts of many languages, alone and side by side."""
+    """Return hard texts of many languages, alone and side by side."""
     pairs = itertools.pairwise(LANGUAGES)
     return [*LANGUAGES, *CODE, *(f"{a}  {b}" for a, b in pairs)]

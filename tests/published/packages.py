@@ -100,7 +100,7 @@ class Lacking(Exception):
 
 
 def default_folder() -> Path:
-    """The cache that all checkouts of a user share."""
+    """Return the cache folder that all checkouts of a user share."""
     return Path.home() / ".cache" / "jaxserve-tests" / "published"
 
 
@@ -109,7 +109,7 @@ def package(name: str) -> str:
 
 
 def ensure(name: str, folder: Path) -> Path:
-    """The folder of one package's files, or its one file, fetched where it is not there or whole.
+    """Return the folder of one package's files, or its one file; fetch it if missing or damaged.
 
     Raises:
         Lacking: there is no npm, no registry, or it gave other files.
@@ -170,7 +170,7 @@ def _fetch(name: str, own: Path) -> None:
 
 
 def lacking(names: Iterable[str], folder: Path) -> dict[str, str]:
-    """Why each of the packages that are not to be had is not."""
+    """Return the reason for each package that cannot be fetched."""
     reasons = {}
     for name in names:
         try:

@@ -34,7 +34,7 @@ from tests.support.quick_code import quick_programs
 DIFFERENT = [name for name in DIGESTS if name not in ("llama3", "gpt4o")]
 # Tokenized as others: Llama 3 as 3.1, Gemini as Gemma 3.
 ALIKE = ("llama3", "gemini")
-# Read from a GGUF file as Llama 2's scores are; tests/real has Gemma 3's own file.
+# Read from a GGUF file as Llama 2's scores are. tests/real has Gemma 3's own file.
 ALIKE_IN_GGUF = ("gemini", "gemma3")
 # With and without a chat template, of bytes and of scores, and the largest vocabulary.
 SERVED = ("qwen3", "llama2", "gemma3")

@@ -26,7 +26,7 @@ ROOM += ["--max-num-seqs", "1", "--decode-sizes", "1"]
 
 @pytest.fixture(scope="module")
 def client(published: Callable[[str], Path]) -> Iterator[openai.OpenAI]:
-    """One server of both models, whose formats are read off their templates."""
+    """Start one server of both models, whose formats follow from their templates."""
     models = [f"{name}={published(name)}" for name in CALLS]
     with (
         Server([*models, *SMALL, *ROOM]) as server,
@@ -41,7 +41,7 @@ def package(request: pytest.FixtureRequest) -> str:
 
 
 def ask(client: openai.OpenAI, model: str, **fields: Any) -> Any:
-    """Ask for one answer; fields that the client does not know go beside the known ones.
+    """Ask for one answer, and pass fields that the client does not know in the extra body.
 
     A random model would think to the end, so it does not think unless a test says so.
     """

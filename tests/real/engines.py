@@ -30,7 +30,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def load_real(path: Path, **settings: Any) -> Loaded:
-    """Return a model of a folder of `tests.real.fetch`, compiled; programs lie beside it."""
+    """Return the compiled model of a folder of `tests.real.fetch`; its programs lie beside it."""
     kept = {"compilation_cache_dir": path.parent / "compiled"}
     with own_programs():
         return load(EngineConfig(model=path, **{**SETTINGS, **kept, **settings}))
@@ -47,7 +47,7 @@ def load_quickly(path: Path, **settings: Any) -> Loaded:
 
 
 def make_engine(loaded: Loaded, pages: int | None = None, **config: Any) -> Engine:
-    """Return an engine over compiled programs; only one may be in use at a time.
+    """Return an engine over compiled programs, of which only one may be in use at a time.
 
     Args:
         pages: how many of the cache's it may use, if not all.

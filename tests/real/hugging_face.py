@@ -121,7 +121,7 @@ def _llama(found: Fields) -> Any:
 
 
 def _gemma(found: Fields) -> Any:
-    """Gemma 3 270M: its windows' place in the order of layers and their RoPE are in its card."""
+    """Build Gemma 3 270M. Its model card has the order of windowed layers and their RoPE."""
     fields = _shared(found, "gemma3") | {
         "head_dim": found["gemma3.attention.key_length"],
         "query_pre_attn_scalar": found["gemma3.attention.key_length"],

@@ -34,7 +34,7 @@ def turns() -> list[str]:
 
 
 def prose() -> str:
-    """Return 57 kB of English prose; the file's first paragraph names its source."""
+    """Return 57 kB of English prose, with its source in the file's first paragraph."""
     return (HERE / "opticks.txt").read_text("utf-8").partition("\n\n")[2]
 
 

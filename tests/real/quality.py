@@ -15,7 +15,7 @@ from tests.real.engines import make_engine, serve
 from tests.real.prompts import prose
 
 CHUNK = 1024
-# Settings of EngineConfig by name; drifts are relative to the first.
+# Settings of EngineConfig by name. Drifts are relative to the first.
 FORMS: Mapping[str, dict[str, Any]] = MappingProxyType(
     {
         "float32": {"dtype": "float32"},

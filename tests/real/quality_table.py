@@ -7,7 +7,7 @@ The models are those of `tests/real` (fetched from packages, in a folder outside
 prose is `tests/real/opticks.txt`, read in chunks of 1,024 tokens, each after the beginning that
 prompts of the model have. Log-probabilities are jaxserve's own `prompt_logprobs`. llama.cpp reads
 the same token ids from the same file: its perplexity is computed from the logits that llama_decode
-gives (`tests/real/llamacpp.py` says what the Python of `--llamacpp` needs); it multiplies the
+gives (`tests/real/llamacpp.py` lists the packages for `--llamacpp`). llama.cpp multiplies the
 file's own codes by activations rounded to 8 bits. Drift is the perplexity over float32's, less 1.
 Writes quality.json and .md in scripts/results after each form. A form that is not run keeps its
 earlier results; results of fewer chunks than all are shown alone.
@@ -61,7 +61,7 @@ def measured(values: np.ndarray, base: np.ndarray) -> Row:
 
 
 def run_model(name: str, forms: list[str], arguments: argparse.Namespace, rows: list[Row]) -> None:
-    """Measure a model in some forms; rows are replaced as they come."""
+    """Measure a model in some forms, and replace its rows as results come."""
     path = fetch(name, arguments.folder)
     loaded = load_real(path, **FORMS[FIRST])
     sequences = prose_chunks(loaded)[: arguments.chunks]

@@ -114,7 +114,7 @@ def gemma_tokenizer() -> Any:
 
 
 def hugging_face_ids(name: str, path: Path) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the ids of all texts and all chats; Gemma's base model has no chat template."""
+    """Return the ids of all texts and all chats. Gemma's base model has no chat template."""
     if name == "gemma3":
         tokenizer = gemma_tokenizer()
         return [tokenizer(text)["input_ids"] for text in texts()], []

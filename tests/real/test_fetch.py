@@ -31,7 +31,7 @@ SWAPS: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.fixture
 def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that is all that pip knows, with a model whole and in two parts."""
+    """Return the only folder that pip sees, with a model whole and in two parts."""
     folder = tmp_path / "wheels"
     folder.mkdir()
     for index, data in enumerate(PARTS):

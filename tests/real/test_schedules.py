@@ -98,7 +98,7 @@ def test_chats_get_what_each_gets_alone(smollm2: Real, smollm2_alone: Alone, nam
 
 @pytest.mark.long
 def test_chats_of_gemma_get_what_each_gets_alone(gemma3: Real) -> None:
-    """Its embeddings are multiplied by a factor: decodes of one row once rounded that elsewhere.
+    """Gemma multiplies embeddings by a factor, which decodes of one row once rounded elsewhere.
 
     `tests/engine/test_equivalence.py` has schedules of a small model with such a factor.
     """

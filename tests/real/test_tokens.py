@@ -19,7 +19,7 @@ from tests.real.prompts import prose
 from tests.real.references import LONG, NUM_GREEDY, SEEDED, Transformers, ends_of, seeded_params
 from tests.support.gguf_parts import split_gguf
 
-# Of log-probabilities; 7e-5 was seen with prompts, 9e-4 with 9,000 tokens.
+# Of log-probabilities: 7e-5 was measured with prompts, 9e-4 with 9,000 tokens.
 TOLERANCE = 1e-3
 # The same where blocks stay packed, which rounds activations to 16 bits; 8e-3 was seen, in the mean
 # 2e-4.
@@ -97,7 +97,7 @@ def test_seeded_answers_of_a_second_model(gemma3: Real) -> None:
 
 @pytest.fixture
 def one_thread() -> Any:
-    """Threads of torch wait for each other wherever the machine has other work."""
+    """Use one thread of torch, since its threads wait for each other on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -36,7 +36,10 @@ def extend(digest: int, token: int) -> int:
 
 
 def draw(seed: int, digest: int, banned: tuple[int, ...]) -> int:
-    """The next token: a pure function of seed and prefix, over two tokens so that prefixes meet."""
+    """Return the next token: a pure function of seed and prefix, over two tokens.
+
+    With two tokens, prefixes of different sequences often meet.
+    """
     token = hash((seed, digest, 3)) >> 11 & 1
     return 1 - token if token in banned and 1 - token not in banned else token
 
@@ -76,7 +79,7 @@ def oracle(request: Request) -> Expected:
 
 @dataclass(frozen=True)
 class GhostStep:
-    """A submitted step: its plan, i32[R] tokens and bool[R] ok; [S, R] of a launch of several."""
+    """A submitted step: its plan, i32[R] tokens and bool[R] ok, [S, R] for a launch of several."""
 
     plan: LaunchPlan
     token_ids: np.ndarray
@@ -87,7 +90,7 @@ class GhostRunner:
     """Executes packed steps in the order of their submission.
 
     Args:
-        slots: the slot table; the runner looks up whose prefix a row must read.
+        slots: the slot table, where the runner looks up whose prefix a row must read.
         buckets: padded shapes.
         num_pages: pages of the ghost cache, the null page included.
     """
@@ -100,7 +103,6 @@ class GhostRunner:
         self.reset()
 
     def reset(self, error: Exception | None = None) -> None:
-        """Lose everything."""
         self._cells = np.full(self.num_cells, EMPTY, np.int64)
         self._last_token = np.full(self.slots.num_slots + 1, NO_TOKEN, np.int32)
         self._table = np.full_like(self.slots.page_table, NO_PAGE)
@@ -150,7 +152,7 @@ class GhostRunner:
         return batch
 
     def _cells_of(self, batch: StepBatch, row: int, positions: np.ndarray) -> np.ndarray:
-        """The cells of a row's positions, int32[len(positions)], through its page table."""
+        """Return the cells of a row's positions, int32[len(positions)], through its page table."""
         size = self.slots.page_size
         pages = self._table[batch.slots[row], positions // size]
         null = batch.slots[row] == self.slots.num_slots
@@ -158,7 +160,7 @@ class GhostRunner:
         return pages * size + positions % size
 
     def _write(self, batch: StepBatch, poisoned: np.ndarray, active: np.ndarray) -> None:
-        """Compute and store all tokens of all rows; rows see the cache as it was before."""
+        """Compute and store all tokens of all rows, which see the cache as it was before."""
         writes: dict[int, int] = {}
         for row in np.flatnonzero(active).tolist():
             first, last = int(batch.query_start[row]), int(batch.query_start[row + 1])
@@ -188,7 +190,7 @@ class GhostRunner:
         return int(self._cells[self._cells_of(batch, row, np.array([position - 1]))[0]])
 
     def _read(self, batch: StepBatch, poisoned: np.ndarray, active: np.ndarray) -> np.ndarray:
-        """Check every position that the rows attend to; the tokens drawn, int32[R]."""
+        """Check every position that the rows attend to, and return the drawn tokens, int32[R]."""
         token_ids = np.zeros(len(poisoned), np.int32)
         for row in np.flatnonzero(active).tolist():
             slot, kv_len = int(batch.slots[row]), int(batch.kv_len[row])
@@ -226,7 +228,7 @@ def _later(batch: StepBatch, steps: int) -> StepBatch:
 
 
 def _ends(batch: StepBatch, token_ids: np.ndarray) -> np.ndarray:
-    """bool[R]: whether the token drawn is the row's last."""
+    """Return bool[R]: whether the token drawn is the row's last."""
     rows = slice(len(token_ids))
     is_stop = (token_ids[:, None] == batch.stop_token_ids[rows]).any(axis=1)
     is_stop &= batch.kv_len[rows] >= batch.min_length[rows]

@@ -16,7 +16,7 @@ DRAWN = 7
 
 
 def prompt(length: int, first: int = 100) -> np.ndarray:
-    """int32[length] of distinct tokens."""
+    """Return int32[length] of distinct tokens."""
     return np.arange(first, first + length, dtype=np.int32)
 
 
@@ -42,7 +42,7 @@ class Served:
         self.nan_slots: set[int] = set()
 
     def add(self, tokens, max_tokens=4, salt="", priority=0, stops=(), min_tokens=0) -> Sequence:
-        """Queue a prompt: its tokens, or its length."""
+        """Queue a prompt, given as its tokens or its length."""
         tokens = prompt(tokens) if isinstance(tokens, int) else np.asarray(tokens, np.int32)
         request = Request(
             request_id=str(self.num_added),

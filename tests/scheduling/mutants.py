@@ -40,7 +40,7 @@ class Outcome(NamedTuple):
 
 
 def copy_project(target: Path) -> None:
-    """The sources under test, and the tests."""
+    """Copy the tested sources and the tests."""
     ignore = shutil.ignore_patterns("__pycache__", "*.safetensors", "demo_model", "mutants.py")
     shutil.copytree(ROOT / "jaxserve", target / "jaxserve", ignore=ignore)
     shutil.copytree(ROOT / "scripts" / "lib", target / "scripts" / "lib", ignore=ignore)
@@ -82,7 +82,7 @@ def failure(target: Path, arguments: list[str]) -> str:
 
 
 def try_bug(bug) -> Outcome:
-    """Copy, seed, run."""
+    """Seed a bug into a copy, and run the tests."""
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder)

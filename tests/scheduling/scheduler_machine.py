@@ -49,7 +49,7 @@ PICK = st.integers(0, 63)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Adds, aborts, failures and steps in any order; the model is a request served alone."""
+    """Adds, aborts, failures and steps in any order, checked against a request served alone."""
 
     @initialize(setup=SETUPS)
     def start(self, setup: Setup) -> None:
@@ -99,7 +99,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         min_tokens,
         copies,
     ) -> None:
-        """A prompt from a tape; a flipped token puts the same later pages under another prefix."""
+        """Add a prompt from a tape; a flipped token puts equal later pages under another prefix."""
         if aligned:
             length = -(-length // self.setup.page_size) * self.setup.page_size
         prompt = TAPES[tape][:length].copy()
@@ -127,32 +127,32 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.sequences)
     @rule(pick=PICK)
     def abort(self, pick) -> None:
-        """Any sequence, also one that has ended."""
+        """Abort any sequence, also one that has ended."""
         self._abort(pick)
         self._check()
 
     @precondition(lambda self: self.live)
     @rule(pick=PICK)
     def abort_inside_step(self, pick) -> None:
-        """Between the submission of a step and the commit of the one before."""
+        """Abort a sequence between the submission of a step and the commit of the one before."""
         self._step(abort=pick)
 
     @precondition(lambda self: self.live)
     @rule(pick=PICK)
     def stop_by_text(self, pick) -> None:
-        """Its next token completes a stop string."""
+        """Let the next token of a sequence complete a stop string."""
         self.text_stops.add(self.live[pick % len(self.live)])
 
     @precondition(lambda self: self.live)
     @rule(pick=PICK)
     def poison_row(self, pick) -> None:
-        """The logits of one row of the next step are not finite."""
+        """Make the logits of one row of the next step not finite."""
         self._step(poison=pick)
 
     @precondition(lambda self: self.live)
     @rule(read=st.booleans(), levels=st.integers(1, 3))
     def fail_step(self, read, levels) -> None:
-        """The next step is submitted and lost, or not even submitted; the cache is gone."""
+        """Submit the next step or only schedule it, lose it, and reset the cache."""
         plan = self._schedule()
         if read and plan is not None:
             self.runner.submit(plan)
@@ -166,7 +166,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def drain(self) -> None:
-        """With no new work, everything ends, soon, and gives back all that it held."""
+        """Run without new work, and check that every sequence ends soon and frees its resources."""
         bound = 10 + 2 * sum(sequence.request.max_length + 3 for sequence in self.live)
         while self.live or self.in_flight is not None:
             assert bound > 0, "no end in sight"
@@ -223,7 +223,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert sequence.finish_reason is reason, "it ended twice"
 
     def _step(self, abort: int | None = None, poison: int | None = None) -> None:
-        """As `Engine.step`: schedule, submit, and commit the step before."""
+        """Schedule and submit a step, and commit the one before, as `Engine.step` does."""
         plan = self._schedule()
         submitted = None
         if plan is not None:
@@ -253,7 +253,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _check_result(
         self, step: GhostStep, owners: dict[Sequence, int], result: StepResult
     ) -> None:
-        """Only the step's sequences that are still there get tokens, and errors if they must."""
+        """Check that only live sequences of the step get tokens, and failed rows get errors."""
         ok = np.atleast_2d(step.ok)
         draws = {s for s, row in owners.items() if step.plan.samples[row] and ok[0, row]}
         assert set(result.sequences) == draws
@@ -279,7 +279,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self._ended(sequence, FinishReason.ABORT)
 
     def _steps_of(self, sequence: Sequence, step: GhostStep, row: int) -> int:
-        """How many of a launch's steps a row took part in, its last draw included."""
+        """Return how many of a launch's steps a row took part in, its last draw included."""
         if step.plan.num_steps == 1:
             return 1
         known = sequence.num_prompt + len(self.streamed[sequence])
@@ -330,7 +330,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         return plan
 
     def _check_admission(self, plan: LaunchPlan | None) -> None:
-        """Nobody waits for what is there: a slot, budget, and pages with one to spare for each."""
+        """Check that no sequence waits while slots, budget and pages (with spare ones) suffice."""
         waiting = [sequence for sequence in self.live if sequence.slot == NO_SLOT]
         spent = 0 if plan is None else plan.total_tokens
         if waiting and self.slots.num_free and spent < self.setup.budget:
@@ -339,7 +339,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert needed > self.pool.num_free, "the next sequence waits for nothing"
 
     def _last_in_flight(self, sequence: Sequence) -> bool:
-        """Whether the step in flight draws the last token that its length allows."""
+        """Return whether the step in flight draws the last token that its length allows."""
         if self.in_flight is None:
             return False
         plan = self.in_flight.plan
@@ -380,10 +380,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 def run(examples: int, seed: int | None = None, steps: int = 40, shrink: bool = True) -> None:
-    """Run the machine; raises the first failure found.
+    """Run the machine, and raise its first failure.
 
     Args:
-        seed: of random examples; None runs the same examples each time.
+        seed: of random examples. None runs the same examples each time.
     """
     phases = (Phase.generate, Phase.shrink) if shrink else (Phase.generate,)
     machine = type("SeededMachine", (SchedulerMachine,), {})

@@ -16,7 +16,7 @@ MAX_MODEL_LEN = 48
 
 @dataclass(frozen=True)
 class Setup:
-    """One configuration; `kind` is "continuous", "static" or "padded"."""
+    """One configuration, with a `kind` of "continuous", "static" or "padded"."""
 
     kind: str
     page_size: int
@@ -32,7 +32,7 @@ class Setup:
 
     @property
     def num_pages(self) -> int:
-        """Few enough that preemption is frequent."""
+        """Return a number of pages so low that preemption is frequent."""
         return 2 + self.num_tokens // self.page_size
 
     @property
@@ -51,7 +51,7 @@ class Setup:
         return min(pages, -(-cells // self.page_size) + 1)
 
     def scheduler(self, pool: PagePool, slots: SlotTable) -> Scheduler:
-        """The scheduler under test."""
+        """Return the scheduler under test."""
         if self.kind == "continuous":
             return Scheduler(
                 pool,

@@ -12,7 +12,7 @@ MOST = 6
 
 
 def launch(served: Served, draws: list[list[int]], ok: list[list[bool]] | None = None):
-    """Schedule a launch and commit it; `draws` are the tokens of each step."""
+    """Schedule a launch and commit it, with `draws` as the tokens of each step."""
     plan = served.scheduler.schedule(MOST)
     assert plan is not None and plan.num_steps == len(draws)
     fine = np.ones((len(draws), len(plan)), bool) if ok is None else np.array(ok)
@@ -22,7 +22,7 @@ def launch(served: Served, draws: list[list[int]], ok: list[list[bool]] | None =
 
 
 def started(*rows: dict, **options) -> Served:
-    """Requests whose prompts have been computed, so that each has drawn one token."""
+    """Return a scheduler whose requests have computed their prompts and drawn one token."""
     served = Served(page_size=4, **options)
     for row in rows:
         served.add(**row)
@@ -117,7 +117,7 @@ def test_what_was_only_drawn_is_not_found_in_the_cache():
     [sequence] = served.scheduler.running_sequences()
     launch(served, [[1], [1], [1], [5], [7], [7]])
     tokens = sequence.token_ids
-    assert len(tokens) == 8  # two pages; the last token of the second was never computed
+    assert len(tokens) == 8  # two pages, where the last token of the second was never computed
     again = served.add([*tokens.tolist(), 1])
     served.step()
     assert again.num_cached == 4

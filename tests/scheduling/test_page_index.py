@@ -6,8 +6,10 @@ from jaxserve.scheduling.page_index import PageIndex
 
 
 def keys(*firsts: int, second: int = 7) -> np.ndarray:
-    """Keys with these numbers as tags; small ones that differ by a multiple of 1024 share a
-    bucket."""
+    """Return keys with these numbers as tags.
+
+    Small numbers that differ by a multiple of 1024 share a bucket.
+    """
     return np.array([(first << 32 | first, second) for first in firsts], np.uint64)
 
 

@@ -8,12 +8,12 @@ from jaxserve.scheduling.page_pool import NULL_PAGE, PagePool
 
 
 def keys(names: str) -> np.ndarray:
-    """A key for each letter."""
+    """Return a key for each letter."""
     return np.array([[ord(name) << 32 | ord(name)] * WORDS for name in names], np.uint64)
 
 
 def cached(pool: PagePool, names: str) -> np.ndarray:
-    """Allocate a page for each letter, publish it under that letter, release all at once."""
+    """Allocate a page for each letter, publish it under that letter, and release all at once."""
     pages = pool.allocate(len(names))
     pool.publish(pages, keys(names))
     pool.release(pages)
@@ -21,7 +21,7 @@ def cached(pool: PagePool, names: str) -> np.ndarray:
 
 
 def found(pool: PagePool, names: str) -> str:
-    """Which of the letters are cached."""
+    """Return the letters whose pages are cached."""
     return "".join(name for name in names if len(pool.match(keys(name))))
 
 

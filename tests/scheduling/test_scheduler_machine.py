@@ -1,4 +1,4 @@
-"""Random schedules over a ghost device; see scheduler_machine for the long form."""
+"""Random schedules over a ghost device. See scheduler_machine for the long form."""
 
 from __future__ import annotations
 

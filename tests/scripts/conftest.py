@@ -39,5 +39,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def offline_compiler() -> Path:
-    """Interpreter of the environment."""
+    """Return the interpreter of the compiler's environment."""
     return make_environment(default_folder())

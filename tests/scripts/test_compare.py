@@ -125,7 +125,7 @@ def test_readmes_grid_has_a_column_a_model_and_marks_what_is_not_met() -> None:
 
 
 def test_the_report_says_where_others_are_ahead() -> None:
-    """In speeds as in times, by repeats; a goal that is met hides no loss."""
+    """For speeds and for times, by repeats. Reaching a goal does not hide a loss."""
     titles = {name: {"title": name} for name in ("jaxserve", "openvino", "vllm", "llama.cpp")}
     records = [record("jaxserve", 0, 100.0), record("openvino", 0, 108.0), record("vllm", 0, 99.0)]
     starts = {"jaxserve": 3.0, "openvino": 1.5, "vllm": 30.0}
@@ -236,7 +236,7 @@ def test_the_checkpoint_is_one_that_jaxserve_reads_and_text_tells_its_ids(tmp_pa
 
 
 def test_stays_in_slots_from_who_held_them() -> None:
-    """Two slots; a third holder takes the place of the first, and a folded one that of slot 1."""
+    """Two slots: a third holder takes the place of the first, and a folded one that of slot 1."""
     timeline = [(1.0, [7, 0, 0]), (2.0, [7, 8, 0]), (3.0, [9, 8, 0]), (4.0, [9, 0, 10])]
     assert spans(timeline, 2) == [(0, 0.0, 2.0), (1, 1.0, 3.0), (0, 2.0, 4.0), (1, 3.0, 4.0)]
 

@@ -78,7 +78,7 @@ def test_the_picture_of_stays_says_what_its_rows_and_its_white_are(
 def test_gguf_files_hold_what_the_checkpoint_holds(
     dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the bit, read by the project's own reader, which turns rotated rows back."""
+    """Values equal to the bit, read by the project's own reader, which turns rotated rows back."""
     folder, path = random_checkpoint("tiny", tmp_path), tmp_path / "tiny.gguf"
     monkeypatch.setattr(
         sys, "argv", ["scripts/compare/write_gguf.py", str(folder), str(path), dtype]

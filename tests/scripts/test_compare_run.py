@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def halts(server: Started) -> bool:
-    """Whether it does, soon: a signal takes a moment to arrive."""
+    """Return whether the server halts soon: a signal takes a moment to arrive."""
     for _ in range(200):
         stat = Path(f"/proc/{server.process.pid}/stat").read_text()
         if stat.rpartition(")")[2].split()[0] == "T":

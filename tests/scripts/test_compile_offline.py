@@ -168,7 +168,7 @@ def test_an_environment_that_cannot_be_made_is_a_sentence(tmp_path: Path) -> Non
     ],
 )
 def test_a_kernel_of_each_kind_compiles(offline_compiler: Path, name: str, only: str) -> None:
-    """Without spills, and within the smallest shared memory that cards from 8.0 on have."""
+    """The kernels have no spills, and fit the smallest shared memory of cards from 8.0 on."""
     target = Target.of(name)
     rows = compile_offline.compile_cases(offline_compiler, target.card.name, "short", only)
     assert [row["name"] for row in rows] == [

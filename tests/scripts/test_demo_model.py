@@ -26,7 +26,7 @@ CARD_ROW = re.compile(
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the model card's table; ``least`` is 0 where prompts have any length."""
+    """One line of the model card's table, with a `least` of 0 if prompts have any length."""
 
     task: str
     least: int

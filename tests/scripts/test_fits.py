@@ -18,7 +18,7 @@ def plans() -> fits.Plans:
 
 
 def test_the_page_has_the_plans_of_today(plans: fits.Plans) -> None:
-    """Of one card, and of models divided over several cards; the other cards take minutes."""
+    """Checks one card and models divided over several cards, since the other cards take minutes."""
     text = (RESULTS / "fits.md").read_text()
     for kind in ("tokens", "seconds"):
         assert all(line in text.splitlines() for line in fits.table(kind, plans).splitlines())

@@ -55,7 +55,7 @@ FILLING = [sys.executable, "-c", textwrap.dedent(FILL)]
 
 
 def fill(path: Path, kind: str) -> tuple[int, str]:
-    """Status and output of a process that fills a report with an item that ends it."""
+    """Return status and output of a process that fills a report with an item that ends it."""
     command = [*FILLING, str(path), kind]
     ended = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False

@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(autouse=True, scope="module")
 def quick_code() -> Iterator[None]:
-    """Engines compile quickly, here and in processes that are started."""
+    """Compile quickly, here and in started processes."""
     with pytest.MonkeyPatch.context() as patch, quick_programs():
         patch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}")
         yield
@@ -48,7 +48,7 @@ SHORT = (
 def command(
     monkeypatch: pytest.MonkeyPatch, number: int, folder: Path, earlier: Path | None = None
 ) -> int:
-    """Run a command with few items; return its status."""
+    """Run a command with few items and return its status."""
     words = [str(number), "--folder", str(folder), "--dry-run"]
     words += ["--from", str(earlier)] if earlier else []
     monkeypatch.setattr(sys, "argv", ["scripts/gpu/half_hour.py", *words])
@@ -65,7 +65,7 @@ def items(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
 def test_commands_go_on_from_one_another_and_repeat_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The first is ended while it works; it then goes on from its own folder."""
+    """The first command is ended while it works, and then goes on from its own folder."""
     killed = tmp_path / "killed"
     begin = f"""
         import sys
@@ -126,7 +126,7 @@ def test_a_report_of_another_card_is_put_aside(
 
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
 def test_every_stage_has_items(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also on a card, whose items are gathered without it."""
+    """Includes a run on a card, whose items are gathered without it."""
     parts = stage.parts.split(",")
     counts = []
     for dry_run in (True, False):

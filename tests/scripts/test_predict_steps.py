@@ -30,7 +30,10 @@ def test_every_family_keeps_its_budget() -> None:
 
 
 def test_the_page_is_that_of_the_numbers() -> None:
-    """A step of an 8B has 266 launches; an H200 takes longer than is predicted of any step."""
+    """A step of an 8B model has 266 launches.
+
+    An H200 takes longer than the prediction of any step.
+    """
     text = (RESULTS / "predicted_steps.md").read_text()
     assert text == predict_steps.table(KEPT["about"], STEPS)
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| 8b")]

@@ -183,7 +183,7 @@ def test_every_option_says_its_default() -> None:
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """Of 256 tokens a sequence, without a tokenizer."""
+    """Start an engine of 256 tokens a sequence, without a tokenizer."""
     folder = save_checkpoint(tmp_path_factory.mktemp("checkpoint"))
     for file in folder.glob("tokenizer*"):
         file.unlink()

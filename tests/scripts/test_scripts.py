@@ -207,7 +207,10 @@ def test_demo_compares_schedules(log: str) -> None:
 
 
 def test_demo_draws_on_a_terminal(log: str) -> None:
-    """On a pseudo-terminal of 80 x 24; `log` first, so that a model that fails is seen there."""
+    """Uses a pseudo-terminal of 80 x 24.
+
+    `log` comes first, so that a model's failure shows there.
+    """
     screen, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     command = [

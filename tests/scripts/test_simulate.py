@@ -51,7 +51,7 @@ US = 1e-6
 
 
 class Fixed:
-    """Every launch takes 1 s, and the host 0.1 s before it and 0.2 s after; or shares of that."""
+    """A clock with launches of 1 s, 0.1 s of host time before and 0.2 s after, or shares of it."""
 
     def __init__(self, unit: float = 1.0, share: float = 0.0, called: float = 0.0) -> None:
         self.unit, self.share, self.called = unit, share, called
@@ -84,7 +84,7 @@ def test_the_clock_by_hand_overlapped() -> None:
     """Step n+1 is submitted at 0.1 s past the last commit and waits for the device."""
     [record] = Simulation(SETTING, Fixed()).run([job(8, 3, 2.0)]).records
     # Submitted at 2.1, 2.2 (in the queue) and, after the first was read at 3.1 and committed at
-    # 3.3, at 3.4; the device runs without a gap from 2.1 on.
+    # 3.3, at 3.4. The device runs without a gap from 2.1 on.
     assert record.token_times == pytest.approx([3.3, 4.3, 5.3])
     assert record.ttft == pytest.approx(1.3) and record.tpot == pytest.approx(1.0)
 
@@ -120,7 +120,8 @@ class WaitsBehind(Fixed):
 
 def test_a_device_that_becomes_free_during_a_call_is_not_waited_for() -> None:
     [record] = Simulation(SETTING, WaitsBehind(called=2.0)).run([job(8, 2, 1.0)]).records
-    # Called at 1.1 and 3.2, submitted at 3.1 and 5.2; the first runs until 4.1, the second 6.2.
+    # Called at 1.1 and 3.2, submitted at 3.1 and 5.2. The first runs until 4.1, the second until
+    # 6.2.
     assert record.token_times == pytest.approx([5.4, 6.4])
 
 
@@ -162,7 +163,7 @@ def test_users_ask_again_once_they_are_answered() -> None:
 
 @pytest.mark.parametrize("pages", [24, 400])
 def test_every_token_of_a_trace_is_served_in_order(pages: int) -> None:
-    """Also where pages are short, so that sequences are preempted."""
+    """Includes runs with few pages, so that sequences are preempted."""
     jobs = make_jobs("azure-conv", 60, scale=16, rate=50, max_model_len=64)
     setting = Setting(8, 16, pages, 64, block_size=4)
     simulation = Simulation(setting, Fixed())
@@ -221,7 +222,7 @@ def test_a_pause_is_paid_for_as_it_was_measured() -> None:
     setting = replace(SETTING, decode_sizes=(4,), token_sizes=(16,))
     times = Measured(buckets, none, none, nothing, lines)
     records = Simulation(setting, times).run([job(8, 2, 0.0), job(8, 2, 9.0)]).records
-    # The first finds the device as it was left; the decode step behind it was queued in time.
+    # The first finds an idle device, and the decode step behind it was queued in time.
     assert [r.token_times[0] - r.arrival for r in records] == pytest.approx(
         [0.0005 + 0.2 + 0.002, 0.008 + 0.03 + 0.05 + 0.3 + 0.002]
     )
@@ -288,7 +289,7 @@ def test_lines_fit_what_was_measured_and_keep_its_spread() -> None:
 
 
 def test_what_was_not_seen_to_end_took_what_explains_all_that_is_known() -> None:
-    """Of a launch that takes 10 us alone: 20 or 60 us as often, the host looks at 15, 30 and 80."""
+    """A launch takes 10 us alone, otherwise 20 or 60 us; the host looks at 15, 30 and 80."""
     samples = Samples()
     for _ in range(40):
         samples.add("decode", 10, 30e-6, least=15e-6)  # 20
@@ -348,7 +349,7 @@ def test_metrics_are_named_and_computed_as_vllms() -> None:
         150
     )
     assert found["mean_itl_ms"] == pytest.approx(150) and found["output_throughput"] == 4 / 1.1
-    # The first misses both bounds; the second has one token, and so no time between tokens.
+    # The first misses both bounds. The second has one token, and so no time between tokens.
     assert found["good_pct"] == 50 and found["goodput"] == 1 / 1.1
 
 
@@ -470,7 +471,7 @@ def test_every_option_says_its_default() -> None:
 
 
 def served(*seconds: float) -> list[Record]:
-    """A run whose requests have one token each after so long, and then two more as far apart."""
+    """Return a run with a record for each of `seconds`, the time between its three tokens."""
     return [Record(0.0, 3, 0, [s, 2 * s, 3 * s]) for s in seconds]
 
 
@@ -507,7 +508,10 @@ def test_each_real_run_has_its_own_simulations_and_all_are_held_together() -> No
 def test_what_the_host_disturbed_is_served_again(
     shares: list[float], kept: int, served: int
 ) -> None:
-    """Each serving wants 10 s, of which a share goes to others; of many, the best one counts."""
+    """Each serving needs 10 s, of which a share goes to other processes.
+
+    The best serving counts.
+    """
     clock, calls = [5.0, 100.0], []
 
     def once() -> int:

@@ -12,7 +12,7 @@ from tests.scheduling.harness import DRAWN, Served, prompt
 
 
 def shape(plan, num_slots: int) -> tuple[list, list]:
-    """(start, tokens) of the real rows and of the padding rows."""
+    """Return (start, tokens) of the real rows and of the padding rows."""
     rows = [(row.slot, (row.start, row.num_tokens)) for row in plan.rows()]
     real = [what for slot, what in rows if slot < num_slots]
     return real, [what for slot, what in rows if slot == num_slots]

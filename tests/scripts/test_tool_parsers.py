@@ -115,7 +115,7 @@ def test_the_corpus_is_given_with_tools_and_prompts(tmp_path: Path) -> None:
 
 
 def test_the_stored_page_is_of_this_corpus() -> None:
-    """The page counts the outputs that are there, dialect by dialect."""
+    """The page counts the outputs of the corpus by dialect."""
     lines = tool_parsers.TABLE.read_text().splitlines()
     shown = {line.split(" | ")[0][2:]: line.split(" | ")[1] for line in lines if line[:2] == "| "}
     for path in CORPUS.glob("*.json"):

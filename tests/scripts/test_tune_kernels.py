@@ -20,7 +20,7 @@ KEY = {"op": "decode", "dtype": "bfloat16", "head_dim": 128}
 
 
 def program(turns: int) -> Callable[[jax.Array], jax.Array]:
-    """A program that takes longer the more turns it has; below 0 it does not compile."""
+    """Return a program that takes longer the more turns it has, and does not compile below 0."""
 
     def run(x: jax.Array) -> jax.Array:
         if turns < 0:

@@ -28,7 +28,7 @@ def member(name: str, kind: bytes = tarfile.REGTYPE, link: str = "") -> tarfile.
 def test_what_would_lie_elsewhere_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_old: bool
 ) -> None:
-    """Python has looked where members lie since 3.11.4; Debian 12 has 3.11.2."""
+    """Python checks the paths of members since 3.11.4, and Debian 12 has 3.11.2."""
     if is_old:
         monkeypatch.delattr(tarfile, "data_filter", raising=False)
     folder = tmp_path / "into"

@@ -34,7 +34,7 @@ def ended(server: Server, reason: str) -> float:
 
 
 def cpu_seconds(server: Server) -> float:
-    """CPU time of the server's process so far."""
+    """Return the CPU time of the server's process so far."""
     fields = Path(f"/proc/{server.process.pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -56,7 +56,7 @@ def no_files_left(server: Server) -> Iterator[None]:
 
 
 def half_open(server: Server, count: int) -> Figures:
-    """Connections with half a header are closed in time, and others are served meanwhile."""
+    """Check that connections with half a header are closed in time, and others are served."""
     with no_files_left(server):
         begun = time.monotonic()
         waiting = [server.connect() for _ in range(count)]
@@ -72,7 +72,7 @@ def half_open(server: Server, count: int) -> Figures:
 
 
 def slow_body(server: Server, gap: float) -> Figures:
-    """A body that comes a byte every `gap` seconds is given up with 408."""
+    """Check that a body that comes a byte every `gap` seconds ends with status 408."""
     begun = time.monotonic()
     with server.connect() as one:
         one.sendall(server.http("/v1/completions", b" " * 10_000)[:-10_000])
@@ -91,7 +91,7 @@ def slow_body(server: Server, gap: float) -> Figures:
 
 
 def tiny_chunks(server: Server, count: int) -> Figures:
-    """A body in so many chunks of one byte is refused or taken, and is cheap either way."""
+    """Check that a body in chunks of one byte is refused or accepted at little cost."""
     cpu = cpu_seconds(server)
     answer = server.send(POST + b"transfer-encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * count)
     assert status_of(answer) in (413, 0)  # 0 where the kernel dropped the answer with our bytes
@@ -115,7 +115,7 @@ def slowest_refusal(server: Server, bodies: Sequence[bytes], times: int = 5) -> 
 
 
 def pipelined(server: Server, count: int) -> Figures:
-    """Every one of many requests sent without waiting is answered."""
+    """Check that every one of many requests sent without waiting is answered."""
     one = b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n"
     last = b"GET /version HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
     begun = time.monotonic()
@@ -139,7 +139,7 @@ def reset_in_the_body(server: Server, count: int) -> Figures:
 
 
 def leave(server: Server, count: int, fields: dict[str, Any], reached: Callable[[], bool]) -> None:
-    """So many clients leave at once, as soon as the server has come so far."""
+    """Let `count` clients leave at once, as soon as `reached` is true."""
     with no_files_left(server):
         streams = [server.open_stream(fields | {"stream": n % 2 > 0}) for n in range(count)]
         deadline = time.monotonic() + SECONDS
@@ -152,7 +152,7 @@ def leave(server: Server, count: int, fields: dict[str, Any], reached: Callable[
 
 
 def leave_in_every_phase(server: Server, count: int) -> Figures:
-    """Waiting, at a prompt, at an answer, preempted, and at the end: all pages come back."""
+    """Leave while waiting, at a prompt, at an answer, preempted and at the end; pages return."""
     lines, begun = len(server.log), time.monotonic()
     preempted = server.metric("num_preemptions_total")
     drawn = server.metric("generation_tokens_total")
@@ -166,7 +166,7 @@ def leave_in_every_phase(server: Server, count: int) -> Figures:
 
 
 def never_read(server: Server, count: int) -> Figures:
-    """Clients that stop reading are paused, then dropped; other requests are served meanwhile."""
+    """Check that clients that stop reading are paused, then dropped, while others are served."""
     before, memory, begun = ended(server, "abort"), server.memory(), time.monotonic()
     stalled = [server.open_stream(WORDY | {"cache_salt": str(n)}) for n in range(count)]
     server.wait_for("num_requests_paused", lambda value: value >= 1)
@@ -192,7 +192,7 @@ def never_read(server: Server, count: int) -> Figures:
 
 
 def first_token(server: Server, prompt: list[int]) -> float:
-    """Seconds to the first token of a stream that is then left."""
+    """Return the seconds to the first token of a stream that the client then leaves."""
     with server.connect() as one:
         fields = {"prompt": prompt, "max_tokens": 2, "stream": True, "ignore_eos": True}
         data = server.http("/v1/completions", json.dumps(fields).encode())
@@ -205,7 +205,7 @@ def first_token(server: Server, prompt: list[int]) -> float:
 
 
 def short_requests(server: Server, seconds: float, at_once: int = 4) -> list[float]:
-    """Seconds to the first tokens of short requests, several clients asking one after another."""
+    """Return the seconds to first tokens of short requests by several sequential clients."""
 
     def ask(seed: int) -> list[float]:
         draw, end, times = random.Random(seed), time.monotonic() + seconds, []
@@ -218,7 +218,7 @@ def short_requests(server: Server, seconds: float, at_once: int = 4) -> list[flo
 
 
 def head_of_line(server: Server, seconds: float, length: int) -> Figures:
-    """Short requests alone, then beside a prompt of `length` tokens every second."""
+    """Time short requests alone, then beside a prompt of `length` tokens every second."""
     alone = short_requests(server, seconds)
     over, sent = threading.Event(), []
 
@@ -267,7 +267,7 @@ def prefix_timing(server: Server, trials: int, victim: str, prober: str) -> Figu
 
 
 def flood(server: Server, count: int, at_once: int = 4) -> Figures:
-    """Bad requests as fast as they can be sent: all refused, few log lines, no memory kept."""
+    """Send bad requests at full speed: all are refused, with few log lines and no lost memory."""
     lines, memory = len(server.log), server.memory()
     bad = server.http("/v1/completions", b'{"prompt": "a", "n": 0}')
     each, over = count // at_once, threading.Event()

@@ -53,7 +53,7 @@ class Certificates(NamedTuple):
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
-    """The bundled model's, as Transformers reads it."""
+    """Return the bundled model's tokenizer, as Transformers reads it."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(bundled_model())
@@ -61,7 +61,7 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="session")
 def oracle() -> Callable[[list[int]], np.ndarray]:
-    """The distribution behind each token by Transformers, [T, V]."""
+    """Return Transformers' next-token distribution as a function of token ids, [T, V]."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -76,7 +76,7 @@ def oracle() -> Callable[[list[int]], np.ndarray]:
 
 @pytest.fixture(scope="package")
 def main_server() -> Iterator[Server]:
-    """The bundled model, with short times for slow clients."""
+    """Start a server of the bundled model, with short times for slow clients."""
     times = "--header-timeout 3 --body-timeout 3 --write-timeout 4"
     buffers = "--max-unread-tokens 64 --send-buffer-bytes 4096"
     slow = [*times.split(), *buffers.split(), "--enable-tokenizer-info-endpoint"]
@@ -91,7 +91,7 @@ def main_canary(main_server: Server) -> Canary:
 
 @pytest.fixture
 def server(main_server: Server, main_canary: Canary) -> Iterator[Server]:
-    """The main server, which must be as it was after each test."""
+    """Return the main server, and check after each test that it is unchanged."""
     yield main_server
     main_canary.check()
 
@@ -110,14 +110,14 @@ def slow_canary(slow_server: Server) -> Canary:
 
 @pytest.fixture
 def slow(slow_server: Server, slow_canary: Canary) -> Iterator[Server]:
-    """The slow server, which must be as it was after each test."""
+    """Return the slow server, and check after each test that it is unchanged."""
     yield slow_server
     slow_canary.check()
 
 
 @pytest.fixture(scope="package")
 def narrow_server() -> Iterator[Server]:
-    """One slot with slow steps, a short queue, keys, and no unknown fields."""
+    """Start a server with one slot, slow steps, a short queue, keys, and no unknown fields."""
     narrow = (
         "--max-num-queued-reqs 2 --max-queued-prompt-tokens 64 "
         "--max-connections 24 --strict --max-num-seqs 1 --decode-sizes 1 "
@@ -136,7 +136,7 @@ def narrow_canary(narrow_server: Server) -> Canary:
 
 @pytest.fixture
 def narrow(narrow_server: Server, narrow_canary: Canary) -> Iterator[Server]:
-    """The narrow server, which must be as it was after each test."""
+    """Return the narrow server, and check after each test that it is unchanged."""
     yield narrow_server
     narrow_canary.check()
 
@@ -180,7 +180,7 @@ def trusting_canary(trusting_server: Server) -> Canary:
 
 @pytest.fixture
 def trusting(trusting_server: Server, trusting_canary: Canary) -> Iterator[Server]:
-    """A server with a template of its own, which must be as it was after each test."""
+    """Return a server with its own template, and check after each test that it is unchanged."""
     yield trusting_server
     trusting_canary.check()
 
@@ -202,7 +202,7 @@ def loaded() -> Loaded:
 
 @pytest.fixture
 def make_app(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., App]]:
-    """Applications in this process, by the fields of their settings."""
+    """Yield a function from fields of settings to an application in this process."""
     monkeypatch.setattr(loaded.runner, "close", lambda: None)
     llm = AsyncLLM(loaded)
 

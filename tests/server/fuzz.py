@@ -3,8 +3,8 @@
     python -m tests.server.fuzz --max-examples 5000
 
 All arguments go to `schemathesis run` (tests/clients/fuzz has its configuration). Needs
-`scripts/clients`. The status is that of schemathesis: 0 where no answer was a 5xx, of a wrong form
-or of an undocumented status; 1 too where the server is not healthy afterwards.
+`scripts/clients`. The status is schemathesis's: 0 if no answer was a 5xx, of a wrong form
+or of an undocumented status. It is also 1 if the server is not healthy afterwards.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}
 
 @cache
 def corpus() -> list[dict[str, Any]]:
-    """Texts of answers, each with the parsers of its dialect."""
+    """Return texts of answers, each with the parsers of its dialect."""
     found = []
     for path in sorted(CORPUS.glob("*.json")):
         kept = json.loads(path.read_text())

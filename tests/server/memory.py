@@ -24,12 +24,12 @@ ARGUMENTS = (
 
 
 def failing(number: int) -> dict[str, Any]:
-    """A request whose steps fail."""
+    """Return a request whose steps fail."""
     return {"prompt": [*MARK, number % 500 + 16], "max_tokens": 4}
 
 
 def schema(number: int) -> dict[str, Any]:
-    """A request with a JSON schema of its own, of many properties."""
+    """Return a request with its own JSON schema of many properties."""
     draw = random.Random(number)
     names = [f"p{draw.randrange(10**6)}" for _ in range(draw.randint(1, 40))]
     kinds: list[dict[str, Any]] = [
@@ -44,7 +44,7 @@ def schema(number: int) -> dict[str, Any]:
 
 
 def grammar(number: int) -> dict[str, Any]:
-    """A request with a regular expression or a grammar of its own, some of them without meaning."""
+    """Return a request with its own regular expression or grammar, some of them meaningless."""
     draw = random.Random(number)
     forms = [
         {"regex": f"(a|b){{{draw.randint(1, 200)}}}c{{{draw.randint(1, 999)}}}{number}"},
@@ -66,7 +66,7 @@ KINDS: dict[str, Callable[[int], dict[str, Any]]] = {
 
 
 def rounds(server: Server, kind: str, count: int, each: int) -> Iterator[float]:
-    """MiB resident after each of `count` rounds of `each` requests."""
+    """Yield the resident MiB after each of `count` rounds of `each` requests."""
     make = KINDS[kind]
     with ThreadPoolExecutor(4) as pool:
         for first in range(0, count * each, each):

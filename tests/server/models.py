@@ -22,7 +22,7 @@ CALL_TEMPLATE = (
 CHANNEL_MARKS = ("<|start|>", "<|channel|>", "<|message|>", "<|call|>", "<|return|>")
 START, CHANNEL, MESSAGE, CALL, RETURN = range(260, 265)
 END = SPECIAL.index("<|end|>")
-# Names the channels and the recipient, so that the format is known; shows the tools.
+# Names the channels and the recipient, so that the format is known, and shows the tools.
 CHANNEL_TEMPLATE = (
     "{% if tools %}{{ '<|channel|>analysis to=functions.' }}{% for t in tools %}"
     "{{ t.function.name + t.function.description }}{% endfor %}{% endif %}" + CHAT_TEMPLATE
@@ -69,7 +69,7 @@ def write_coder(folder: Path) -> list[int]:
 
 
 def write_marked(folder: Path) -> None:
-    """Save random weights; the opening mark is an added token, the closing one special."""
+    """Save random weights, with the opening mark as an added token and the closing one special."""
     tokenizer = byte_tokenizer()
     for mark, special in zip(CALL_MARKS, (False, True), strict=True):
         tokenizer.add_tokens([AddedToken(mark, special=special, normalized=False)])

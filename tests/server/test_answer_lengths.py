@@ -18,7 +18,10 @@ ASKED = (None, 1, 3)  # fewer than the model says of itself
 
 
 def lengths(server: Server, model: str) -> dict[tuple[str, int | None], int]:
-    """Tokens given by each endpoint for each length asked for; messages require one."""
+    """Return the number of generated tokens by endpoint and requested length.
+
+    Messages require a length.
+    """
     found = {}
     for path, (body, name, counted) in ENDPOINTS.items():
         for asked in ASKED:

@@ -28,7 +28,7 @@ def streamed(server: Server, path: str, body: dict[str, Any]) -> list[Any]:
 
 
 def joined(events: list[Any], part: str) -> dict[int, dict[str, Any]]:
-    """Choices put together from the chunks of a stream, in order of arrival for each."""
+    """Join the chunks of a stream into choices, in order of arrival for each."""
     choices: dict[int, dict[str, Any]] = {}
     for event in events:
         for choice in event["choices"]:

@@ -140,7 +140,7 @@ def read(reader: Any, pieces: list[str]) -> tuple[Message, list[AnswerPart]]:
 
 
 def cut(text: str, rng: random.Random) -> list[str]:
-    """A text in random pieces."""
+    """Cut a text into random pieces."""
     places = sorted(rng.choices(range(len(text) + 1), k=rng.randint(0, min(len(text), 12))))
     return [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
 
@@ -176,7 +176,7 @@ def test_texts_say_what_they_should_however_they_are_cut(
 
 
 def fragments(form: str) -> list[str]:
-    """Parts from which texts are put together that nearly hold calls."""
+    """Return parts of texts that nearly hold calls."""
     texts = [*TEXTS.get(form, {}), *NO_CALLS.get(form, [])]
     parts = [text for text in texts if len(text) < 200]
     marks = [CALL_FORMATS[form].mark, CALL_FORMATS[form].close]

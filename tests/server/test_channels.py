@@ -23,7 +23,7 @@ def channels(many: Many) -> Server:
 
 
 def ask(server: Server, **fields: Any) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
-    """The choice, the same streamed, and the usage."""
+    """Return the choice, the same choice streamed, and the usage."""
     asked = {"model": MODEL, "messages": USER, "max_tokens": 500, "return_token_ids": True}
     asked |= {"temperature": 1.0, "seed": 5} | fields
     answer = server.request(CHAT, asked)

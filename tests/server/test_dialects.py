@@ -88,7 +88,7 @@ def test_bare_values_are_what_their_schema_says(schema: Any, text: str, value: A
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """Bytes, and the marks of two families as special tokens."""
+    """Return a tokenizer of bytes, and of the marks of two families as special tokens."""
     folder = tmp_path_factory.mktemp("marks")
     byte_tokenizer().save_pretrained(folder)
     path = Path(folder / "tokenizer.json")

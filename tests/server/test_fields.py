@@ -21,8 +21,10 @@ VOCABULARY = 511
 
 @pytest.fixture(scope="module")
 def open_server() -> Iterator[Server]:
-    """All of the vocabulary may be scored, answers carry their times, and the cache is reset; rows
-    take few tokens of a step, so that the others do not wait for a long prompt."""
+    """Start a server that scores all of the vocabulary and reports times, with a cache to reset.
+
+    Rows take few tokens of a step, so that other rows do not wait for a long prompt.
+    """
     more = "--max-logprobs -1 --enable-per-request-metrics --server-dev-mode"
     more += " --long-prefill-token-threshold 16"
     with Server([*SMALL, *more.split()]) as server:
@@ -36,7 +38,7 @@ def open_canary(open_server: Server) -> Canary:
 
 @pytest.fixture
 def wide(open_server: Server, open_canary: Canary) -> Iterator[Server]:
-    """The open server, which must be as it was after each test."""
+    """Return the open server, and check after each test that it is unchanged."""
     yield open_server
     open_canary.check()
 

@@ -28,7 +28,7 @@ def stand_there(server: Server, count: int, stay: ExitStack) -> None:
 
 
 def healthy_after(server: Server) -> float:
-    """Seconds until /health is answered."""
+    """Return the seconds until /health is answered."""
     began = time.monotonic()
     while True:
         with suppress(OSError):

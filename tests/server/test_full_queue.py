@@ -112,7 +112,7 @@ def connect(address: Any, family: int = socket.AF_INET) -> socket.socket:
 
 @contextmanager
 def sent(address: Any, data: bytes) -> Iterator[socket.socket]:
-    """A connection that has sent some bytes."""
+    """Yield a connection that has sent `data`."""
     with connect(address) as client:
         client.sendall(data)
         yield client
@@ -234,7 +234,7 @@ def test_a_full_queue_refuses_whatever_the_body(make: Callable[..., App]) -> Non
 
 
 def test_a_connection_stays_for_the_next_request(make: Callable[..., App]) -> None:
-    """Whole, in two parts, two at once, one of another kind; then there is room."""
+    """Sends requests whole, in two parts, and two at once, to a full and to an empty queue."""
     data = post() + BODY
     with bind("127.0.0.1", 0) as listener, ExitStack() as leave:
         server = leave.enter_context(serving(make(), listener))
@@ -257,7 +257,7 @@ def test_a_connection_stays_for_the_next_request(make: Callable[..., App]) -> No
 
 
 def test_no_more_are_admitted_than_the_queue_holds(make: Callable[..., App]) -> None:
-    """Of twenty that come at once, one has the last place."""
+    """Twenty requests arrive at once, and one gets the last place."""
     app, data = make(), post() + BODY
     with bind("127.0.0.1", 0) as listener, serving(app, listener) as server, ExitStack() as leave:
         address, admission = listener.getsockname(), server.admission
@@ -280,7 +280,7 @@ def test_no_more_are_admitted_than_the_queue_holds(make: Callable[..., App]) -> 
 
 
 def read_all_ready(client: socket.socket) -> None:
-    """The rest of an answer whose beginning was read."""
+    """Read the rest of an answer whose beginning was read."""
     client.settimeout(0.5)
     with suppress(TimeoutError):
         while client.recv(1 << 16):
@@ -289,7 +289,7 @@ def read_all_ready(client: socket.socket) -> None:
 
 
 def test_a_late_body_gets_no_more_time(make: Callable[..., App]) -> None:
-    """A small body is read before the refusal, for the body's time; a large one is not read."""
+    """A small body is read before the refusal, within the body's time. A large one is not read."""
     app = make(body_timeout=0.4, keep_alive_timeout=SECONDS)
     with bind("127.0.0.1", 0) as listener, serving(app, listener) as server:
         for length in (b"1000", b"8000000"):
@@ -382,7 +382,7 @@ def test_sockets_of_other_kinds(
 
 
 def test_only_a_full_queue_refuses(make: Callable[..., App]) -> None:
-    """A queue is full by completions or by prompt tokens; with two models the body names one."""
+    """A queue is full by completions or by prompt tokens. With two models the body names one."""
     app = make()
     admission, path = app.models.all[0].admission, "/v1/completions"
     app.check_room(path)

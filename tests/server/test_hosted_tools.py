@@ -39,7 +39,7 @@ SAYING |= {"additional_tools", "configuration_update"}
 
 
 def kinds(union: Any) -> set[str]:
-    """The types of the members of a union of the official client."""
+    """Return the types of the members of a union of the official client."""
     found: set[str] = set()
     for member in typing.get_args(union):
         hint = typing.get_type_hints(member).get("type")

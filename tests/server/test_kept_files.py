@@ -50,7 +50,7 @@ def first(running: Server) -> Canary:
 
 @pytest.fixture
 def files(running: Server, first: Canary) -> Iterator[Server]:
-    """A server that keeps files, which must be as it was after each test."""
+    """Return a server that keeps files, and check after each test that it is unchanged."""
     yield running
     first.check()
 

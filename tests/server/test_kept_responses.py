@@ -47,7 +47,7 @@ def slowly(slow: Server) -> Iterator[openai.OpenAI]:
 
 
 def seen(answer: Any) -> list[int]:
-    """Token ids of the prompt of a response."""
+    """Return the token ids of a response's prompt."""
     return answer.input_messages[0]["tokens"]
 
 

@@ -48,7 +48,7 @@ def test_echo_scores_the_prompt(server: Server, oracle: Callable, tokenizer: Any
 
 
 def check_offsets(choice: dict[str, Any], text: str) -> None:
-    """A token's text stands where its offset says, but for parts of characters."""
+    """Check that each token's text stands at its offset, except for parts of characters."""
     found = choice["logprobs"]
     offsets = found["text_offset"]
     assert choice["text"] == text and offsets[0] == 0 and offsets == sorted(offsets)

@@ -97,7 +97,7 @@ def test_forms_may_hold_the_texts_of_tokens(marked: Server) -> None:
 
 @pytest.mark.parametrize("name", ["stop", "plan"])
 def test_a_model_that_chooses_calls_allowed_tools_alone(marked: Server, name: str) -> None:
-    """The answer is dictated; a call of a tool that is not allowed is content."""
+    """The answer is dictated. A call of a tool that is not allowed is content."""
     text = f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>'
     reference: Any = {"type": "function", "function": {"name": "stop"}}
     choice: Any = {"mode": "auto", "tools": [reference]}

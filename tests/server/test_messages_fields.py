@@ -18,7 +18,7 @@ SCHEMA = {"type": "json_schema", "schema": {"enum": ["left", "right"]}}
 
 @pytest.fixture
 def strange(many: Many) -> Server:
-    """A server whose model of that name has a template that shows its inputs."""
+    """Return a server whose model `strange` has a template that shows its inputs."""
     return many.server
 
 
@@ -29,7 +29,7 @@ def ask(server: Server, path: str = PATH, **fields: Any) -> dict[str, Any]:
 
 
 def prompt(server: Server, *messages: dict[str, Any], **fields: Any) -> int:
-    """The number of tokens of a conversation."""
+    """Return the number of tokens of a conversation."""
     return ask(server, COUNT, messages=list(messages) or [USER], **fields)["input_tokens"]
 
 
@@ -90,7 +90,7 @@ def test_efforts_thoughts_and_inputs_reach_the_template(
 
 
 def test_system_messages_in_the_middle(server: Server, strange: Server) -> None:
-    """They join the first where the template refuses them, as in vLLM."""
+    """System messages join the first message if the template refuses them, as in vLLM."""
     inline = [USER, {"role": "system", "content": "Be brief."}, USER]
     for before, joined in (({"system": "Hm. "}, "Hm. Be brief."), ({}, "Be brief.")):
         moved = prompt(strange, USER, USER, model="strange", system=joined)

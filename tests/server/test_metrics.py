@@ -71,7 +71,7 @@ SAMPLE = re.compile(r'[a-z:_0-9]+(?:\{(?:\w+="[^"\\\n]*",?)*\})? (?:[\d.e+-]+|\+
 
 
 def families(server: Server) -> dict[str, Metric]:
-    """The answer, read by the library's own parser, by name."""
+    """Return /metrics by name, read by the library's own parser."""
     text = server.request("/metrics").body.decode()
     for line in text.splitlines():
         assert line.startswith("# ") or SAMPLE.fullmatch(line), line
@@ -82,7 +82,7 @@ def families(server: Server) -> dict[str, Metric]:
 
 
 def value(found: dict[str, Metric], name: str, **labels: str) -> float:
-    """Sum over the samples of vLLM's metric with these labels."""
+    """Sum the samples of vLLM's metric with these labels."""
     samples = [sample for family in found.values() for sample in family.samples]
     chosen = [s for s in samples if s.name == f"vllm:{name}" and labels.items() <= s.labels.items()]
     assert chosen, name
@@ -114,7 +114,7 @@ def test_names_types_labels_and_buckets_are_vllms(server: Server) -> None:
 
 
 def check_histogram(family: Metric, bounds: list[float] | None = None) -> None:
-    """Its buckets ascend to the count of all, and are vLLM's where they are given."""
+    """Check that buckets ascend to the count of all samples, and have vLLM's bounds if given."""
     assert family.type == "histogram"
     buckets = [s for s in family.samples if s.name.endswith("_bucket")]
     got = [float(sample.labels["le"]) for sample in buckets]
@@ -255,7 +255,7 @@ def test_what_sglangs_gateway_shows_of_a_model(narrow: Server) -> None:
 # Names that routers read from /metrics, with the labels that they read of them.
 SCRAPERS = {
     # Endpoint picker of llm-d (llm-d-router, August 2026, extractor/metrics/factories.go), and of
-    # gateway-api-inference-extension, whose code it took over; lora_requests_info is optional.
+    # gateway-api-inference-extension, whose code it took over. lora_requests_info is optional.
     "llm-d": {
         "vllm:num_requests_waiting": set(),
         "vllm:num_requests_running": set(),

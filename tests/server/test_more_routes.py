@@ -23,7 +23,7 @@ GOOD: dict[str, Any] = {"max_tokens": 8, "temperature": 0}
 
 @pytest.fixture
 def coder(many: Many) -> tuple[Server, list[int]]:
-    """A server of a model with marks for gaps, and the ids of these marks."""
+    """Return a server of a model with marks for gaps, and the ids of these marks."""
     return many.server, many.marks
 
 

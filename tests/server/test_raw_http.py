@@ -17,7 +17,7 @@ from tests.support.live_server import Server, read_all, status_of
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
 def test_a_body_that_nobody_reads_gets_no_more_time(server: Server, method: str) -> None:
-    """The answer does not wait for it; nor may the connection be held by it for ever."""
+    """The answer does not wait for the body, and the body cannot hold the connection for ever."""
     head = f"{method} /version HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000\r\n\r\n"
     with server.connect() as one:
         one.sendall(head.encode())

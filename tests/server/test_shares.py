@@ -59,7 +59,7 @@ def is_kept(store: Store, entry: Kept) -> bool:
 def test_a_flood_of_one_key_leaves_what_another_keeps(
     kind: type[Store], count: int, size: int
 ) -> None:
-    """By number, and by bytes."""
+    """Limits count items and bytes."""
     store = kind(1000, 64 << 17, 1e9)
     kept = [keep(store, MINE, f"m{n}", 1000) for n in range(20)]
     flood = [keep(store, THEIRS, f"t{n}", size) for n in range(2 * count)]
@@ -149,7 +149,7 @@ def upload_many(store: FileStore, owner: str | None, size: int) -> None:
 
 
 def flood(store: FileStore, owner: str | None, size: int) -> tuple[int, str]:
-    """Upload until it is refused; return the number of files, and the refusal."""
+    """Upload until a refusal, and return the number of files and the refusal."""
     count = len(store.list(owner, None))
     with pytest.raises(ApiError) as refused:
         upload_many(store, owner, size)

@@ -21,7 +21,7 @@ SMALL = (
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server of every kind of source, and of a folder without a chat template."""
+    """Start a server of every kind of source, and of a folder without a chat template."""
     path = tmp_path_factory.mktemp("sources")
     folder = save_checkpoint(path / "folder")
     plain = save_checkpoint(path / "plain")

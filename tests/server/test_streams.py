@@ -39,7 +39,7 @@ def answer(port: int, path: str, body: Any = None) -> int:
 
 @contextmanager
 def serving(port: int, shell: str, **streams: Any) -> Iterator[None]:
-    """A server that a shell has started with these redirections; it must end in order."""
+    """Run a server that a shell starts with these redirections, and check that it ends in order."""
     flags = [*SMALL[: SMALL.index("--port")], "--port", str(port)]
     words = [sys.executable, "-m", "jaxserve", "serve", *flags]
     process = subprocess.Popen(

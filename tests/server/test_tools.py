@@ -323,7 +323,7 @@ def test_thoughts_end_with_their_budget_and_then_the_form_holds(narrow: Server) 
 
 
 def streamed(server: Server, asked: dict[str, Any]) -> dict[str, str]:
-    """The fields of a streamed message, each joined; a call's arguments are one of them."""
+    """Return the joined fields of a streamed message, including a call's arguments."""
     message: dict[str, str] = {"content": "", "reasoning": "", "arguments": ""}
     for event in server.request(CHAT, asked | {"stream": True}).events():
         delta = {} if event == "[DONE]" else event["choices"][0]["delta"]

@@ -64,12 +64,12 @@ class Collector:
 
 
 def values(attributes: Any) -> dict[str, Any]:
-    """Attributes as a dict."""
+    """Return attributes as a dict."""
     return {a.key: getattr(a.value, str(a.value.WhichOneof("value"))) for a in attributes}
 
 
 def request_of(span: Span) -> str:
-    """The id by which its client knows a span's request."""
+    """Return the request id of a span that its client knows."""
     return values(span.attributes)["gen_ai.request.id"]
 
 

@@ -149,7 +149,7 @@ def test_a_window_of_penalties_needs_penalties() -> None:
 
 
 def inner(path: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """Settings where an endpoint has them."""
+    """Return settings nested as an endpoint expects them."""
     return {"sampling_params": fields} if path == GENERATE else fields
 
 

@@ -1,4 +1,4 @@
-"""JSON schemas over the common keywords; short texts satisfy each of them."""
+"""JSON schemas over the common keywords, each of which short texts satisfy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Schema = dict[str, Any]
 
 
 def closed(**properties: Schema) -> Schema:
-    """An object with exactly these properties."""
+    """Return the schema of an object with exactly these properties."""
     return {
         "type": "object",
         "properties": properties,
@@ -18,7 +18,7 @@ def closed(**properties: Schema) -> Schema:
 
 
 def some(required: list[str], **properties: Schema) -> Schema:
-    """An object of which only some properties must be there."""
+    """Return the schema of an object of which only some properties are required."""
     return closed(**properties) | {"required": required}
 
 
@@ -193,7 +193,7 @@ REFERENCES: list[Schema] = [
 
 
 def schemas() -> list[Schema]:
-    """All of them: each kind alone, and the small ones again inside objects and arrays."""
+    """Return all schemas: each kind alone, and small ones inside objects and arrays."""
     small = [*SCALARS, *STRINGS]
     return [
         *small,

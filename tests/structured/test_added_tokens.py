@@ -47,12 +47,12 @@ def _added(source: dict[str, Any], texts: Sequence[str], special: bool) -> None:
 
 
 def byte_level() -> dict[str, Any]:
-    """The bundled tokenizer; with a normalizer, as Qwen's has one."""
+    """Return the bundled tokenizer with a normalizer like Qwen's."""
     return {**json.loads(TOKENIZER), "normalizer": {"type": "NFC"}}
 
 
 def byte_fallback() -> dict[str, Any]:
-    """A vocabulary of characters, and of bytes for the others, as Llama 2 and Gemma have them."""
+    """Return a vocabulary of characters, with bytes for others, as in Llama 2 and Gemma."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     letters = [chr(code) for code in range(33, 127)] + ["\u2581", "\n", "\u2581\u2581", "th", "</"]
     vocab = {piece: number for number, piece in enumerate([*pieces, *letters])}
@@ -96,7 +96,7 @@ class Vocabulary:
     Args:
         source: of the tokenizer.
         end: the token that ends a text.
-        size: width of the logits; three more than there are tokens by default.
+        size: width of the logits, by default three more than the number of tokens.
     """
 
     def __init__(self, source: dict[str, Any], end: str, size: int | None = None) -> None:
@@ -160,7 +160,7 @@ def vocabulary(request: pytest.FixtureRequest) -> Vocabulary:
 
 
 def texts(count: int, special: Sequence[str]) -> list[str]:
-    """Texts that hold the texts of added tokens, whole, in pieces and side by side."""
+    """Return texts that hold the texts of added tokens, whole, in pieces and side by side."""
     rng = random.Random(5)
     parts = [*ADDED, *special, *MARKS, "x", " ", "<", ">", '"', "\\", "e\u0301", "日本", "\ue000"]
     made = [*ADDED, *special, *MARKS]
@@ -266,7 +266,7 @@ CHOSEN = [
 
 @pytest.fixture(scope="module")
 def marked(request: pytest.FixtureRequest) -> Vocabulary:
-    """A vocabulary of a kind that has the marks in one of these ways."""
+    """Return a vocabulary of a kind that has the marks in one of these ways."""
     kind, how = request.param
     make, end = KINDS[kind]
     source = make()
@@ -309,7 +309,7 @@ def test_forced_calls_begin_with_the_mark_and_fit(marked: Vocabulary, form: str,
 
 
 def follows(vocabulary: Vocabulary, start: Constraint, tokens: Sequence[int]) -> int:
-    """How many of some tokens a constraint lets through."""
+    """Return how many of `tokens` a constraint allows."""
     constraint = start.copy()
     for number, token in enumerate(tokens):
         if token not in vocabulary.allowed(constraint):

@@ -70,7 +70,7 @@ def whole(dialect: Dialect, start: str, text: str) -> Any:
 
 
 def fed(dialect: Dialect, start: str, pieces: list[str]) -> Any:
-    """Read pieces; the reader is told which is the last."""
+    """Read pieces, and tell the reader which is the last."""
     reader = dialect.reader(start)
     for piece in pieces[:-1]:
         reader.feed(piece)
@@ -184,7 +184,7 @@ def test_mangled_outputs_lose_nothing_and_do_not_depend_on_pieces(dialect: Diale
 
 def test_the_corpus_has_outputs_of_every_format() -> None:
     assert sum(len(dialect.outputs) for dialect in DIALECTS) >= MIN_OUTPUTS
-    # A row may have several names; one of them is enough.
+    # A row may have several names, one of which is enough.
     calls = [CALL_FORMATS[d.tool_call_parser] for d in DIALECTS if d.tool_call_parser]
     assert [name for name, form in CALL_FORMATS.items() if form not in calls] == []
     thoughts = [THINKING_FORMATS[d.reasoning_parser] for d in DIALECTS if d.reasoning_parser]

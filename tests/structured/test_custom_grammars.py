@@ -90,7 +90,7 @@ def started(grammars: Grammars, found: ToolUse) -> Constraint:
 
 
 def calls(found: ToolUse, text: str, rng: random.Random) -> tuple[str, list[tuple[str, str]]]:
-    """The content of an answer and its calls, of custom tools with their texts, as streamed."""
+    """Return the streamed content of an answer, and its calls of custom tools with their texts."""
     reader, parts, place = readers_of(found.calls, None, ThoughtState.CLOSED), [], 0
     while place < len(text):
         size = rng.randint(1, 12)

@@ -50,7 +50,7 @@ def allowed(constraint: Constraint) -> list[int]:
 
 
 def draw(constraint: Constraint, pieces: list[bytes], seed: int, most: int = 400) -> str | None:
-    """A random text of the form, with a liking for tokens that close something; None if unended."""
+    """Return a random text of the form, biased to tokens that close a part, or None if unended."""
     rng, text = random.Random(seed), b""
     for _ in range(most):
         tokens = allowed(constraint)
@@ -120,7 +120,7 @@ def test_a_grammar_in_gbnf(grammars: Grammars, pieces: list[bytes]) -> None:
 
 
 def one_boolean(grammars: Grammars, pieces: list[bytes], **options: Any) -> set[str]:
-    """Finished texts of an object whose property `a` is a boolean."""
+    """Return the finished texts of an object whose property `a` is a boolean."""
     form = StructuredOutputsParams(json=BOOLEAN, **options)
     drawn = {draw(grammars.compile(form), pieces, seed, most=60) for seed in range(40)}
     return {text for text in drawn if text is not None}
@@ -330,7 +330,7 @@ def test_forms_that_took_long_are_not_remembered_for_long() -> None:
 
 
 def test_memory_of_forms_is_bounded() -> None:
-    """Each of these holds 17 MB; all of them would take 350."""
+    """Each of these forms holds 17 MB, and all of them would take 350."""
     program = """
 import json, sys
 from jaxserve.text.grammars import Grammars

@@ -280,7 +280,7 @@ def test_known_schemas_are_not_compiled_again(caplog: pytest.LogCaptureFixture) 
 
 
 def value(rng: random.Random, depth: int) -> Schema:
-    """A schema of a value, whose texts are short."""
+    """Return a schema of a value, whose texts are short."""
     kinds = ["text", "whole", "flag", "enum", "reference"]
     kind = rng.choice(kinds + ["list", "object", "union"] * (depth > 0))
     if kind == "list":
@@ -307,7 +307,7 @@ def members(rng: random.Random, depth: int) -> Schema:
 
 
 def plant(rng: random.Random, schema: Any) -> int:
-    """Plant faults at random depths. Return their number."""
+    """Plant faults at random depths, and return their number."""
     if isinstance(schema, list):
         return sum(plant(rng, one) for one in schema)
     if not isinstance(schema, dict):
@@ -342,7 +342,7 @@ def plant(rng: random.Random, schema: Any) -> int:
 def test_forced_calls_obey_what_remains_of_their_schema(
     grammars: Grammars, pieces: list[bytes]
 ) -> None:
-    """Faults are planted into random schemas; the arguments fit the schemas without them."""
+    """Faults are planted into random schemas, and the arguments fit the schemas without them."""
     drawn = planted = 0
     for case in range(CASES):
         rng = random.Random(case)

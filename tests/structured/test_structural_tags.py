@@ -45,7 +45,7 @@ def tag(begin: Any, content: dict[str, Any], end: Any) -> dict[str, Any]:
 
 
 def accepts(constraint: Constraint, *text: str | int, grammars: Grammars) -> bool:
-    """Whether the masks let a text through, token by token, and then the end."""
+    """Return whether the masks allow a text, token by token, and then the end."""
     constraint, tokens = constraint.copy(), []
     for part in text:
         tokens += [part] if isinstance(part, int) else grammars.tokenizer().tokenize_str(part)
@@ -212,7 +212,7 @@ BAD: list[tuple[Any, str]] = [
 
 
 def test_tags_within_tags_are_written_once() -> None:
-    """Not twice at each level, as a first tag and as one of the others."""
+    """A tag is not written twice at each level, as a first tag and as a later one."""
     form: Any = {"type": "json_schema", "json_schema": {"type": "integer"}}
     for level in range(12):
         inner = tag(f"<{level}>", form, f"</{level}>")

@@ -17,7 +17,7 @@ CHAT_TEMPLATE = (
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte, so that every character beyond ASCII is several tokens."""
+    """Return a tokenizer of one token a byte, so that other characters than ASCII are several."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {symbol: index for index, symbol in enumerate([*SPECIAL, *alphabet])}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -40,7 +40,7 @@ def save_checkpoint(
     positions: int = 256,
     end: int = 1,
 ) -> Path:
-    """Write a two-layer model; of 260 tokens and 256 positions unless told otherwise.
+    """Write a two-layer model, by default of 260 tokens and 256 positions.
 
     Its answers end with the token `end`.
     """

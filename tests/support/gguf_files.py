@@ -243,7 +243,7 @@ def raw_config(case: str) -> dict[str, Any]:
 
 
 def random_tensors(raw: Mapping[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
-    """Float32 tensors under the names and shapes of a Hugging Face checkpoint."""
+    """Return float32 tensors under the names and shapes of a Hugging Face checkpoint."""
     config, generator = parse_model_config(raw), np.random.default_rng(seed)
     return {
         weight.name: generator.normal(size=weight.shape(dimensions(config))).astype(np.float32)
@@ -252,7 +252,7 @@ def random_tensors(raw: Mapping[str, Any], seed: int = 0) -> dict[str, np.ndarra
 
 
 def exact_tensors(raw: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Such tensors of values that Q8_0 and MXFP4 hold exactly, however blocks lie in them.
+    """Return such tensors of values that Q8_0 and MXFP4 hold exactly, in any division into blocks.
 
     Both take a block's scale from its largest value, which half of the values are.
     """
@@ -281,7 +281,7 @@ def write_gguf(
     *,
     older: bool = False,
 ) -> Path:
-    """Write a checkpoint; matrices in `kind`, the rest in float32.
+    """Write a checkpoint with matrices in `kind` and the rest in float32.
 
     `older` files have Mixtral's experts apart, latent attention's upward projection whole, and
     GLM's queries, keys and values as one.
@@ -322,7 +322,7 @@ def finish(writer: gguf.GGUFWriter) -> None:
 
 
 def expert_apart(name: str) -> str:
-    """The name that one expert's matrix had before they were stacked."""
+    """Return the name of one expert's matrix before experts were stacked."""
     layer, expert, matrix = re.findall(r"layers\.(\d+)\..*experts\.(\d+)\.(w\d)", name)[0]
     kinds = {"w1": "gate", "w2": "down", "w3": "up"}
     return f"blk.{layer}.ffn_{kinds[matrix]}.{expert}.weight"
@@ -331,7 +331,7 @@ def expert_apart(name: str) -> str:
 def parts_of(
     family: str, raw: Mapping[str, Any], tensors: Mapping[str, np.ndarray], older: bool
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Tensors as llama.cpp's converter cuts and stacks them, under the names that it looks up."""
+    """Yield tensors as llama.cpp's converter cuts, stacks and names them."""
     stacks: dict[str, list[np.ndarray]] = {}
     for name, tensor in tensors.items():
         expert = re.fullmatch(r"(.+\.experts)\.\d+\.(\w+\.weight)", name)
@@ -356,7 +356,7 @@ def parts_of(
 
 
 def gpt_oss_parts(name: str, tensor: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """Gates and upward projections, which take turns, apart; matrices with their inputs last."""
+    """Yield gates and upward projections as two tensors, and other matrices with inputs last."""
     name = name.replace("proj_bias", "proj.bias")
     if ".experts." in name and not name.endswith(".bias"):
         name, tensor = f"{name}.weight", tensor.swapaxes(1, 2)
@@ -368,7 +368,7 @@ def gpt_oss_parts(name: str, tensor: np.ndarray) -> Iterator[tuple[str, np.ndarr
 
 
 def as_llama_cpp(family: str, raw: Mapping[str, Any], name: str, tensor: np.ndarray) -> np.ndarray:
-    """A tensor as llama.cpp's converter changes it."""
+    """Return a tensor as llama.cpp's converter changes it."""
     if family.startswith("gemma") and name.endswith("norm.weight"):
         return tensor + np.float32(1)
     if family in PAIRED and ("q_proj" in name or "k_proj" in name):

@@ -11,7 +11,7 @@ import gguf
 def add_metadata(
     writer: gguf.GGUFWriter, raw: Mapping[str, Any], family: str, *, older: bool
 ) -> None:
-    """The keys that stand for a config.json; `older` ones where llama.cpp once wrote others."""
+    """Add the keys that replace a config.json, with `older` keys of former llama.cpp versions."""
     writer.add_name("tiny")
     writer.add_context_length(raw["max_position_embeddings"])
     writer.add_embedding_length(raw["hidden_size"])

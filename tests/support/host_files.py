@@ -1,6 +1,6 @@
 """Files by which a host says how much memory it has, and control groups how much of it is allowed.
 
-The texts are a kernel's; a test chooses their numbers.
+The texts are copied from a kernel, and a test chooses their numbers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ V1_MOUNT = "35 31 0:32 {top} /sys/fs/cgroup/memory rw,relatime - cgroup cgroup r
 
 
 def write_host(root: Path, total: int, available: int, group: str = "", mounts: str = "") -> Path:
-    """Write /proc of a host with so many bytes of memory; return its root.
+    """Write /proc of a host with `total` bytes of memory, and return its root.
 
     Args:
         root: an empty folder.
@@ -47,7 +47,7 @@ def write_v2(folder: Path, limit: int | str, used: int, files: int = 0, high: st
 
 
 def write_v1(folder: Path, limit: int, used: int, files: int = 0) -> None:
-    """Write the files of a group of version 1; see `write_v2`."""
+    """Write the files of a group of version 1. See `write_v2`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "memory.limit_in_bytes").write_text(f"{limit}\n")
     (folder / "memory.usage_in_bytes").write_text(f"{used}\n")
@@ -56,7 +56,10 @@ def write_v1(folder: Path, limit: int, used: int, files: int = 0) -> None:
 
 
 def limited_host(root: Path, limit: int, used: int = 0) -> Path:
-    """Write a large host whose control group of version 2 allows so many bytes; return its root."""
+    """Write a large host whose control group of version 2 allows `limit` bytes.
+
+    Returns its root.
+    """
     write_host(root, 1 << 38, 1 << 37, "0::/pod/box\n", V2_MOUNT)
     write_v2(root / "sys/fs/cgroup/pod/box", limit, used)
     return root

@@ -91,7 +91,7 @@ class _Answer(BaseHTTPRequestHandler):
 
 @contextmanager
 def serve_hub(models: Models) -> Iterator[Hub]:
-    """A hub with these models, until the block ends."""
+    """Serve a hub with these models until the block ends."""
     answer = type("Answer", (_Answer,), {"models": models})
     server = ThreadingHTTPServer(("127.0.0.1", 0), answer)
     answer.hub = hub = Hub(f"http://127.0.0.1:{server.server_address[1]}")

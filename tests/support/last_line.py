@@ -12,7 +12,7 @@ from tests.support.live_server import ROOT
 
 
 def found_by(module: str, *options: str, **environment: str) -> dict[str, Any]:
-    """Run a module on the CPU; return the JSON object that is its last line.
+    """Run a module on the CPU, and return the JSON object of its last line.
 
     Args:
         options: of its command line.

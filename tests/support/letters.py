@@ -13,7 +13,7 @@ from jaxserve.text.tokenizer import Tokenizer
 
 END = 2
 LETTERS = 'ab<cdefghijklmnopqrstuvwxyz0123456789{}[]":,.- \n'
-# Several ways to write the same, as in real vocabularies; each joins two tokens before it.
+# Several ways to write the same, as in real vocabularies. Each joins two tokens before it.
 JOINED = ("ab", "cd", " a", "tr", "ue", "true", "12", '":', '{"', '",', "aba", "\n ")
 TEXTS = [*LETTERS, *JOINED]
 TEXTS[END] = ""
@@ -32,7 +32,7 @@ FORMS: tuple[dict[str, Any], ...] = (
 
 
 def letter_tokenizer() -> Tokenizer:
-    """Token `END` ends a sequence and has no text; all others have their place in `TEXTS`."""
+    """Return a tokenizer with the end token `END`, which has no text, and the tokens of `TEXTS`."""
     alphabet = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 
     def symbols(text: str) -> str:
@@ -54,6 +54,5 @@ def letter_tokenizer() -> Tokenizer:
 
 
 def _halves(text: str) -> tuple[str, str]:
-    """Two tokens that make a text."""
     halves = ((text[:at], text[at:]) for at in range(len(text) - 1, 0, -1))
     return next(both for both in halves if set(both) <= set(TEXTS))

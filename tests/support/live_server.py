@@ -20,7 +20,8 @@ from typing import Any, Self
 from tests.support.kept_programs import users_environment
 
 ROOT = Path(__file__).parent.parent.parent
-# Few and small programs; a cache of 40 pages of 16 tokens, less than the model's 1024 positions.
+# Few and small programs, and a cache of 40 pages of 16 tokens, less than the model's 1024
+# positions.
 SMALL = (
     "--max-num-seqs 8 --max-num-batched-tokens 128 --decode-sizes 8 --token-sizes 128 "
     "--num-gpu-blocks-override 41 --check-invariants --port 0"
@@ -51,7 +52,7 @@ class Answer:
         return error
 
     def events(self) -> list[Any]:
-        """The data of an event stream; "[DONE]" stays text."""
+        """Return the data of an event stream, with "[DONE]" as text."""
         datas = re.findall(r"^data: (.*)$", self.body.decode(), re.MULTILINE)
         return [data if data == "[DONE]" else json.loads(data) for data in datas]
 
@@ -61,8 +62,8 @@ class Server:
     """A running `jaxserve serve`. Use it as a context manager.
 
     Attributes:
-        module: the module to run; `tests.support.slow_server` leaves time to look at requests.
-        files: the limit of open files, soft and hard; that of this process by default.
+        module: the module to run. `tests.support.slow_server` leaves time to look at requests.
+        files: the limit of open files, soft and hard, by default this process's.
         log: lines that it wrote to standard error.
     """
 
@@ -133,7 +134,7 @@ class Server:
         headers: dict[str, str] | None = None,
         method: str | None = None,
     ) -> Answer:
-        """One request on its own connection; a body that is not bytes is sent as JSON."""
+        """Send one request on its own connection. A body that is not bytes is sent as JSON."""
         named = {"content-type": "application/json"} if body is not None else {}
         if self.key is not None:
             named["authorization"] = f"Bearer {self.key}"
@@ -153,7 +154,7 @@ class Server:
         return self.request("/v1/completions", body)
 
     def send(self, data: bytes, then_close: bool = False) -> bytes:
-        """Raw bytes, and all that comes back until the server closes."""
+        """Send raw bytes, and return all bytes that the server sends before it closes."""
         with self.connect() as one:
             with suppress(OSError):
                 one.sendall(data)
@@ -177,7 +178,7 @@ class Server:
         return one
 
     def http(self, path: str, body: bytes) -> bytes:
-        """The bytes of a POST."""
+        """Return the bytes of a POST."""
         key = f"x-api-key: {self.key}\r\n" if self.key else ""
         head = (
             f"POST {path} HTTP/1.1\r\nhost: localhost\r\n{key}"
@@ -186,15 +187,15 @@ class Server:
         return head.encode() + body
 
     def metric(self, name: str, **labels: str) -> float:
-        """Sum of a metric's values over the time series with these labels."""
+        """Sum a metric's values over the time series with these labels."""
         return sum_of(self.metrics(), name, **labels)
 
     def metrics(self) -> list[str]:
-        """Lines of /metrics."""
+        """Return the lines of /metrics."""
         return self.request("/metrics").body.decode().splitlines()
 
     def memory(self) -> int:
-        """Bytes resident."""
+        """Return the resident bytes."""
         text = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(re.search(r"VmRSS:\s+(\d+) kB", text)[1]) * 1024  # type: ignore[index]
 
@@ -221,7 +222,7 @@ class Server:
 
 
 def sum_of(metrics: list[str], name: str, **labels: str) -> float:
-    """Sum of a metric's values over the time series with these labels."""
+    """Sum a metric's values over the time series with these labels."""
     total, start = 0.0, f"jaxserve:{name}{{"
     for line in metrics:
         found = re.fullmatch(r"[^{]*{(.*)} (\S+)", line) if line.startswith(start) else None
@@ -231,7 +232,7 @@ def sum_of(metrics: list[str], name: str, **labels: str) -> float:
 
 
 def read_all(one: socket.socket) -> bytes:
-    """Everything until the end of the connection, however it ends."""
+    """Read until the connection ends in any way."""
     data = bytearray()
     with suppress(ConnectionError):
         while piece := one.recv(1 << 16):
@@ -240,7 +241,7 @@ def read_all(one: socket.socket) -> bytes:
 
 
 def read_stream(one: socket.socket) -> bytes:
-    """A chunked answer to its end, where the connection may stay open."""
+    """Read a chunked answer to its end, where the connection may stay open."""
     data = bytearray()
     while not data.endswith(b"\r\n0\r\n\r\n") and (piece := one.recv(1 << 16)):
         data += piece

@@ -20,7 +20,7 @@ def code_cells(path: Path) -> dict[str, str]:
 
 
 def run(path: Path, figure: Path, models: Path) -> None:
-    """Execute every cell, as a kernel does; keep the last figure.
+    """Execute every cell, as a kernel does, and keep the last figure.
 
     Args:
         models: the folder where models are kept.

@@ -89,7 +89,10 @@ ctypes.CDLL = lambda name, *rest, **options: (
 
 @dataclass(frozen=True)
 class PlayedCard:
-    """A card of a played driver; sizes in MiB, `slice_of` the number of the card it is cut from."""
+    """A card of a simulated driver, with sizes in MiB.
+
+    `slice_of` numbers the card it is cut from.
+    """
 
     name: str
     capability: tuple[int, int]

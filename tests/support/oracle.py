@@ -68,7 +68,7 @@ class Oracle:
         self._logits: dict[tuple[int, ...], Array] = {}
 
     def logits(self, tokens: tuple[int, ...]) -> Array:
-        """float64[V] after `tokens`; remembered, since workloads repeat prefixes on purpose.
+        """Return the logits after `tokens`, float64[V], cached since workloads repeat prefixes.
 
         One pass over a sequence gives the logits after each of its beginnings too.
         """
@@ -93,7 +93,7 @@ class Oracle:
         return self._norm(x, w["norm.scale"]) @ project
 
     def _experts(self, x: Array, layer: dict[str, Array]) -> Array:
-        """Qwen3's experts, one token and one expert at a time."""
+        """Apply Qwen3's experts, one token and one expert at a time."""
         experts = self._config.experts
         assert experts is not None
         shares = np.exp(x @ layer["mlp.router"])
@@ -141,14 +141,14 @@ class Oracle:
         form: Form | None = None,
         mode: str = "raw_logprobs",
     ) -> Answer:
-        """The completion of one prompt, alone; max_tokens must be given.
+        """Return the completion of one prompt that runs alone. max_tokens is required.
 
         Args:
             stops: token ids that end it.
             bad_words: in token ids.
-            texts: of each token id; without them no text is decoded.
+            texts: of each token id. Without them no text is decoded.
             form: of structured_outputs.
-            mode: of log-probabilities; a prompt's are the model's own in any.
+            mode: of log-probabilities. A prompt's are the model's own in every mode.
         """
         assert sampling.max_tokens is not None
         tokens = tuple(prompt)
@@ -197,13 +197,11 @@ class Oracle:
 
 
 def _through_fp8(x: Array) -> Array:
-    """As a cache in e4m3 gives it back: rounded to 4 bits, no larger than 448."""
     stored = np.clip(x.astype(np.float32), -448, 448).astype(ml_dtypes.float8_e4m3fn)
     return stored.astype(np.float64)
 
 
 def _through_int8(x: Array) -> Array:
-    """As a cache in int8 gives it back: 127 steps to the largest of each token and head."""
     scale = (np.abs(x).max(axis=-1, keepdims=True) / 127).astype(np.float32).astype(np.float64)
     return np.clip(np.rint(x / scale), -127, 127) * scale
 
@@ -220,7 +218,7 @@ def _rotated(x: Array, cos: Array, sin: Array) -> Array:
 
 
 def stopped_text(pieces: Listing[str], sampling: SamplingParams) -> tuple[str, int | str | None]:
-    """The text of some tokens, cut at its first stop string, and that string.
+    """Return the text of some tokens, cut at its first stop string, and that string.
 
     A stop string never includes text of the first `min_tokens` tokens.
     """
@@ -241,7 +239,7 @@ def edited_logits(
     excluded: Listing[int] = (),
     bad_words: Words = (),
 ) -> Array:
-    """float64[V]: logits as the request wants them, token by token."""
+    """Return float64[V]: logits with the request's edits, token by token."""
     logits = logits.copy()
     output = list(output)
     if sampling.allowed_token_ids is not None:
@@ -291,7 +289,7 @@ def score(
 
 
 def processed(logits: Array, sampling: SamplingParams) -> Array:
-    """float64[V]: edited logits as a token is drawn from them, -inf where it cannot be."""
+    """Return float64[V]: the logits to sample from, -inf where a token is excluded."""
     if sampling.temperature == 0:
         return logits
     scaled = logits / float(np.float32(sampling.temperature))
@@ -299,7 +297,7 @@ def processed(logits: Array, sampling: SamplingParams) -> Array:
 
 
 def kept_tokens(logits: Array, sampling: SamplingParams) -> Array:
-    """float64[V]: unnormalised probabilities after min_p, top_k and top_p, by sorting."""
+    """Return float64[V]: unnormalised probabilities after min_p, top_k and top_p, by sorting."""
     scaled = logits / float(np.float32(sampling.temperature))
     probs = np.exp(scaled - scaled.max())
     probs[probs < float(np.float32(sampling.min_p))] = 0
@@ -314,7 +312,7 @@ def kept_tokens(logits: Array, sampling: SamplingParams) -> Array:
 
 
 def choose(logits: Array, sampling: SamplingParams, seed: int, position: int) -> int:
-    """The token at `position`: the arg max, or the inverse of the cumulative distribution."""
+    """Return the token at `position`: the argmax, or the inverse of the cumulative distribution."""
     if sampling.temperature == 0:
         return int(np.argmax(logits))
     probs = kept_tokens(logits, sampling)
@@ -323,7 +321,7 @@ def choose(logits: Array, sampling: SamplingParams, seed: int, position: int) ->
 
 
 def uniform(seed: int, position: int) -> float:
-    """The engine's random number for a position: fold_in(key(seed), position)."""
+    """Return the engine's random number for a position: fold_in(key(seed), position)."""
     return float(_uniform(np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32), position))
 
 

@@ -59,7 +59,7 @@ class PagedCall:
         return (self.q, self.k_pages, self.v_pages, self.page_table, self.kv_len)
 
     def wide(self) -> PagedCall:
-        """The same call on float32 copies of every value; codes stay codes."""
+        """Return the same call on float32 copies of every value, with unchanged codes."""
 
         def up(x: jax.Array) -> jax.Array:
             # By NumPy: JAX would compile a program for each shape.
@@ -91,7 +91,7 @@ def paged_call(
     shared: bool = False,
     seed: int = 0,
 ) -> PagedCall:
-    """A call with rows of (queries, positions), page ids shuffled, ``padding`` tokens at the end.
+    """Return a call with rows of (queries, positions), shuffled page ids and ``padding`` tokens.
 
     ``tokens`` and ``num_pages`` fix T and P: calls of different content then share a compilation.
     Unowned pages, the end of each last page, pages wholly before a row's window and padding

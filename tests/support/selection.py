@@ -171,7 +171,7 @@ class Graph:
 
     @cached_property
     def modules(self) -> dict[str, str]:
-        """Path of each module, by its dotted name."""
+        """Return the path of each module, by its dotted name."""
         dotted = (
             (path.removesuffix(".py").removesuffix("/__init__").replace("/", "."), path)
             for path in self.sources
@@ -180,7 +180,7 @@ class Graph:
 
     @cached_property
     def homes(self) -> dict[str, dict[str, str]]:
-        """By package: the module from which its __init__.py has each name."""
+        """Return, by package, the module from which its __init__.py has each name."""
         homes: dict[str, dict[str, str]] = {}
         for package, path in self.modules.items():
             if path.endswith("/__init__.py"):

@@ -34,7 +34,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def loaded(checkpoint: Path) -> Loaded:
-    """A model with its programs, over which any number of engines may run, one after the other."""
+    """Return a model with its programs, over which engines may run one after the other."""
     from jaxserve import EngineConfig
     from jaxserve.start.start import load
     from tests.support.quick_code import quick_programs

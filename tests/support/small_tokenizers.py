@@ -32,14 +32,12 @@ def _pieces() -> list[str]:
 
 
 def _merged() -> models.BPE:
-    """Words of characters with bytes to fall back on, as in Llama 2."""
     vocab = {piece: number for number, piece in enumerate(_pieces())}
     merges = [("o", "l"), ("ol", "d"), ("<", "/"), (BLANK, "<"), (BLANK, BLANK)]
     return models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
 
 
 def _unigram() -> models.Unigram:
-    """Pieces with scores, whose special tokens are pieces too, as in T5."""
     scores = [0.0] * len(SPECIAL) + [-9.0] * (len(_pieces()) - len(SPECIAL))
     return models.Unigram(list(zip(_pieces(), scores, strict=True)), 0, byte_fallback=True)
 
@@ -76,7 +74,6 @@ def _metaspace(scheme: Any) -> Any:
 
 
 def _of_gguf() -> Tokenizer:
-    """As a GGUF file has them: every two pieces that make a third are merged, special ones too."""
     pieces = [*_pieces(), "s>", "<s", "/s>"]
     kinds = [2, 3, 3, 3, *[6] * 256, *[1] * (len(pieces) - 260)]
     fields = {

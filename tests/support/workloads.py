@@ -25,7 +25,7 @@ class Ask:
 
 
 def adversarial_prompts(rng: random.Random, vocab: int, longest: int, page: int) -> list[list[int]]:
-    """Prompts that share, repeat and cut pages in every way."""
+    """Return prompts that share, repeat and cut pages in every way."""
     base = [rng.randrange(vocab) for _ in range(longest)]
     aligned = page * max(1, rng.randrange(1, 1 + longest // page))
     middle = base[page : 2 * page] or base[:1]
@@ -43,19 +43,19 @@ def adversarial_prompts(rng: random.Random, vocab: int, longest: int, page: int)
 
 
 def numbers(token_ids: list[int]) -> str:
-    """Text of a vocabulary in which each token is its number, with spaces between them."""
+    """Return the text in a vocabulary whose tokens are their numbers, with spaces between them."""
     return " ".join(map(str, token_ids))
 
 
 def letters(token_ids: list[int]) -> str:
-    """Text in the vocabulary of `tests.support.letters`."""
+    """Return the text in the vocabulary of `tests.support.letters`."""
     return "".join(TEXTS[token] for token in token_ids)
 
 
 def random_edits(
     rng: random.Random, vocab: int, spell: Callable[[list[int]], str] = numbers
 ) -> dict[str, Any]:
-    """Any mix of settings that change logits: mostly none, and often hard on few tokens."""
+    """Draw a mix of settings that change logits: mostly defaults, often strong on few tokens."""
     few = [rng.randrange(vocab) for _ in range(rng.choice([2, 3, 20]))]
     one, other = few[0], few[1]
     banned = [word for word in map(spell, ([one, one], [other, one, one])) if word.strip()]
@@ -97,7 +97,7 @@ def random_scores(rng: random.Random, vocab: int) -> dict[str, Any]:
 
 
 def random_sampling(rng: random.Random, vocab: int, longest: int) -> SamplingParams:
-    """Any mix of settings."""
+    """Draw a mix of settings."""
     max_tokens = rng.randrange(1, longest + 1)
     form = rng.choice(FORMS) if rng.random() < 0.35 else None
     return SamplingParams(
@@ -128,7 +128,7 @@ def adversarial_workload(
     longest_prompt: int,
     longest_output: int,
 ) -> list[Ask]:
-    """`count` requests over a few prompts, arriving while others run; some are aborted."""
+    """Return `count` requests over a few prompts that arrive while others run. Some are aborted."""
     prompts = adversarial_prompts(rng, vocab, longest_prompt, page)
     asks = []
     for _ in range(count):

@@ -27,7 +27,7 @@ RAW: dict[str, Any] = {
 
 @pytest.fixture
 def tensors() -> dict[str, np.ndarray]:
-    """Random float32 tensors under the names and shapes of the checkpoint."""
+    """Return random float32 tensors under the names and shapes of the checkpoint."""
     generator, config = np.random.default_rng(0), parse_model_config(RAW)
     return {
         weight.name: generator.normal(size=weight.shape(dimensions(config))).astype(np.float32)
@@ -37,7 +37,7 @@ def tensors() -> dict[str, np.ndarray]:
 
 @pytest.fixture
 def single(tmp_path: Path, tensors: dict[str, np.ndarray]) -> Path:
-    """A checkpoint in one file."""
+    """Write a checkpoint in one file."""
     directory = tmp_path / "single"
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(RAW))
@@ -47,7 +47,7 @@ def single(tmp_path: Path, tensors: dict[str, np.ndarray]) -> Path:
 
 @pytest.fixture
 def sharded(tmp_path: Path, single: Path, tensors: dict[str, np.ndarray]) -> Path:
-    """The same checkpoint in three files with an index; fused tensors fall into different ones."""
+    """Write the same checkpoint as three files with an index. Fused tensors are separated."""
     directory = tmp_path / "sharded"
     shutil.copytree(single, directory)
     (directory / "model.safetensors").unlink()

@@ -1,4 +1,4 @@
-"""Products and loads on eight devices, for `test_tensor_parallel.py`; prints a JSON object.
+"""Check products and loads on eight devices for `test_tensor_parallel.py`, and print JSON.
 
 XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m tests.weights.divided_forms FOLDER
 """

@@ -15,13 +15,13 @@ Tensors = dict[str, np.ndarray]
 
 
 def pack_words(numbers: list[int], bits: int = 4) -> int:
-    """Numbers of so many bits in one signed word, the first in the lowest bits."""
+    """Pack numbers of `bits` bits into one signed word, the first in the lowest bits."""
     word = sum(number << (bits * place) for place, number in enumerate(numbers))
     return word - (1 << 32) if word >= 1 << 31 else word
 
 
 def awq_words(row: np.ndarray) -> list[int]:
-    """AutoAWQ's gemm order: bits 0 to 3 hold output 0, then come 2, 4, 6, 1, 3, 5 and 7."""
+    """Pack in AutoAWQ's gemm order: bits 0 to 3 hold output 0, then come 2, 4, 6, 1, 3, 5 and 7."""
     return [
         pack_words([int(row[at + place]) for place in (0, 2, 4, 6, 1, 3, 5, 7)])
         for at in range(0, len(row), 8)
@@ -61,7 +61,7 @@ def write_gptq(
     bits: int = 4,
     symmetric: bool = False,
 ) -> tuple[Tensors, np.ndarray]:
-    """The same for GPTQ; with act_order inputs are assigned to groups at random."""
+    """Write GPTQ tensors likewise. With act_order inputs are assigned to groups at random."""
     outputs, inputs = weight.shape
     codes = rng.integers(0, 1 << bits, (inputs, outputs))
     zeros = rng.integers(1, 1 << bits, (inputs // group, outputs))
@@ -87,7 +87,7 @@ def write_gptq(
 def write_awq_gemv(
     stem: str, weight: np.ndarray, group: int, rng: Any
 ) -> tuple[Tensors, np.ndarray]:
-    """The same for AWQ's gemv, whose groups are padded to a multiple of 8, or of 16 or 32."""
+    """Write tensors of AWQ's gemv, whose groups are padded to a multiple of 8, or of 16 or 32."""
     outputs, inputs = weight.shape
     codes = rng.integers(0, 16, (outputs, inputs))
     zeros = rng.integers(0, 16, (outputs, inputs // group))
@@ -106,7 +106,7 @@ def write_awq_gemv(
 def write_packed(
     stem: str, weight: np.ndarray, group: int, rng: Any, bits: int, act_order: bool
 ) -> tuple[Tensors, np.ndarray]:
-    """The same for compressed-tensors' pack-quantized; with act_order codes are asymmetric too."""
+    """Write compressed-tensors' pack-quantized tensors. With act_order codes are asymmetric too."""
     outputs, inputs = weight.shape
     half, groups = 1 << (bits - 1), inputs // group
     codes = rng.integers(-half, half, (outputs, inputs))
@@ -132,7 +132,7 @@ def write_packed(
 def write_int8(
     stem: str, weight: np.ndarray, rng: Any, scale: str, dtype: Any = np.float32
 ) -> tuple[Tensors, np.ndarray]:
-    """The same for codes of 8 bits and a scale an output: compressed-tensors', or LLM.int8's."""
+    """Write 8-bit codes with a scale an output, of compressed-tensors or LLM.int8."""
     outputs, inputs = weight.shape
     codes = rng.integers(-127, 128, (outputs, inputs)).astype(np.int8)
     scales = rng.uniform(0.001, 0.003, (outputs, 1)).astype(dtype)
@@ -147,7 +147,7 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 def write_nvfp4(
     stem: str, weight: np.ndarray, rng: Any, modelopt: bool
 ) -> tuple[Tensors, np.ndarray]:
-    """The same for NVFP4, whose one scale divides the others, or in modelopt multiplies them."""
+    """Write NVFP4 tensors, whose one scale divides the others, or in modelopt multiplies them."""
     outputs, inputs = weight.shape
     codes = rng.integers(0, 16, (outputs, inputs)).astype(np.uint8)
     scales = rng.uniform(8, 400, (outputs, inputs // 16)).astype(FP8)
@@ -164,7 +164,7 @@ def write_nvfp4(
 
 
 def write_mxfp4(stem: str, weight: np.ndarray, rng: Any) -> tuple[Tensors, np.ndarray]:
-    """The same for MXFP4, whose scales are powers of two."""
+    """Write MXFP4 tensors, whose scales are powers of two."""
     outputs, inputs = weight.shape
     codes = rng.integers(0, 16, (outputs, inputs)).astype(np.uint8)
     powers = rng.integers(118, 122, (outputs, inputs // 32)).astype(np.uint8)
@@ -175,7 +175,7 @@ def write_mxfp4(stem: str, weight: np.ndarray, rng: Any) -> tuple[Tensors, np.nd
 
 
 def write_nf4(stem: str, weight: np.ndarray, rng: Any) -> tuple[Tensors, np.ndarray]:
-    """The same for bitsandbytes' 4 bits, with scales that are quantized too, in blocks of 5."""
+    """Write bitsandbytes' 4-bit tensors, with scales that are quantized too, in blocks of 5."""
     outputs, inputs = weight.shape
     count, block = outputs * inputs, 64
     numbers = np.sort(rng.uniform(-1, 1, 16)).astype(np.float32)
@@ -201,7 +201,7 @@ def write_nf4(stem: str, weight: np.ndarray, rng: Any) -> tuple[Tensors, np.ndar
 def write_fp8(
     stem: str, weight: np.ndarray, block: tuple[int, int] | None, rng: Any, suffix: str
 ) -> tuple[Tensors, np.ndarray]:
-    """The same for FP8: one scale, or one for each block of outputs and inputs."""
+    """Write FP8 tensors with one scale, or one for each block of outputs and inputs."""
     codes = (weight * 40).astype(FP8)
     outputs, inputs = weight.shape
     rows, columns = block or weight.shape

@@ -33,7 +33,7 @@ def load(directory: Path) -> Decoder:
 
 
 def refused(directory: Path, *names: str) -> str:
-    """The message of the one error of a load, which must name all of `names`, in 5 s of work."""
+    """Return the message of a load's one error, which must name `names` within 5 s of work."""
     started = time.process_time()  # whatever else the machine does
     with pytest.raises(CheckpointError) as caught:
         load(directory)
@@ -62,7 +62,7 @@ def set_tensor(name: str, **fields: Any) -> Callable[[dict[str, Any]], object]:
 
 
 def overlap(header: dict[str, Any]) -> None:
-    """The last tensor starts with the first one's bytes."""
+    """Let the last tensor start with the first one's bytes."""
     entries = sorted((v["data_offsets"], k) for k, v in header.items() if k != "__metadata__")
     (begin, end), name = entries[-1]
     header[name]["data_offsets"] = [begin - 4, end - 4]

@@ -31,7 +31,7 @@ def content_of(case: str, folder: Path) -> bytes:
 
 
 def refused(path: Path, named: str = "") -> None:
-    """Within 5 seconds and 64 MB: an error with the file's name, and `named`, in it."""
+    """Check for an error with the file's name and `named`, within 5 seconds and 64 MB."""
     tracemalloc.start()
     started = time.monotonic()
     with pytest.raises(CheckpointError) as caught:
@@ -136,7 +136,7 @@ def test_every_cut_is_refused(tmp_path, content):
 
 @pytest.fixture(scope="module")
 def contents(content, tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
-    """Of several architectures."""
+    """Return the contents of files of several architectures."""
     folder = tmp_path_factory.mktemp("gguf")
     cases = "mixtral", "gptoss", "olmo2_windows", "granite", "mistral3", "deepseek2_lite"
     return [content, *(content_of(case, folder) for case in cases)]

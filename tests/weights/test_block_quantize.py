@@ -22,7 +22,7 @@ numbers = jax.jit(blocks.numbers, static_argnums=1, compiler_options=FAST)
 
 
 def weights(outputs: int = 40, inputs: int = 512) -> np.ndarray:
-    """Normal weights whose size differs from output to output."""
+    """Return normal weights whose size differs from output to output."""
     rng = np.random.default_rng(0)
     sizes = 10.0 ** rng.uniform(-3, 1, (outputs, 1))
     return (rng.standard_normal((outputs, inputs)) * sizes).astype(np.float32)

@@ -171,7 +171,7 @@ def test_damaged_descriptions_of_quantized_parameters(tmp_path):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A converted folder to copy and damage."""
+    """Write a converted folder, to copy and damage."""
     folder = tmp_path_factory.mktemp("source")
     (folder / "config.json").write_text(json.dumps(RAW))
     save_file(random_tensors(RAW), folder / "model.safetensors")
@@ -317,7 +317,7 @@ converted.write_converted(many, config, to, lambda folder: None, "float32")
 
 
 def test_four_devices_and_a_kill_in_the_middle(whole, tmp_path, tmp_path_factory):
-    """Restored to any sharding; killed between the weights and the card, it is not whole."""
+    """A folder is restored to any sharding. One killed between weights and card is incomplete."""
     quantized, _, _ = write_quantized(tmp_path_factory.mktemp("quantized") / "from", "int4")
     environment = {
         **os.environ,

@@ -27,7 +27,7 @@ LAYOUTS = [
 
 
 def scratch() -> np.ndarray:
-    """As the last file left it: values that are not finite in any dtype."""
+    """Return the memory after another file: values that are not finite in any dtype."""
     return np.full(SCRATCH_BYTES + 64, 255, np.uint8)[:SCRATCH_BYTES]
 
 

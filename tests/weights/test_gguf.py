@@ -54,7 +54,7 @@ def assert_equal(one: Decoder, other: Decoder) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_architecture_is_what_it_was_made_from(tmp_path, case):
-    """Value for value, permuted rows and norms included; and the same configuration."""
+    """Compares every value, permuted rows and norms included, and the configuration."""
     raw, tensors = raw_config(case), random_tensors(raw_config(case))
     file = read_gguf(write_gguf(tmp_path / "m.gguf", case, tensors))
     config, want = gguf_config(file), parse_model_config(raw)
@@ -144,7 +144,7 @@ def test_every_encoding_is_unpacked(tmp_path, kind):
 
 
 def random_blocks(kind: Type, rows: int, values: int) -> np.ndarray:
-    """Any bits but for the blocks' scales, which are small."""
+    """Return blocks of random bits, except for the blocks' scales, which are small."""
     per_block, num_bytes = gguf.GGML_QUANT_SIZES[kind]
     generator = np.random.default_rng(kind.value)
     blocks = generator.integers(0, 256, (rows, values // per_block, num_bytes), np.uint8)
@@ -174,7 +174,7 @@ BLOCKS = [
 
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_blocks_that_gguf_does_not_write_are_unpacked(tmp_path, kind):
-    """So the blocks are random."""
+    """gguf cannot write these blocks, so their bits are random."""
     case = "qwen3"
     raw = raw_config(case) | {"hidden_size": 256}
     tensors = random_tensors(raw)
@@ -241,7 +241,7 @@ def repack(
     blocks: dict[str, tuple[np.ndarray, Type]],
     architecture: str = "qwen3",
 ) -> None:
-    """The same file with some tensors stored in another way."""
+    """Write the same file with some tensors stored in another way."""
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(target, architecture)
     for field in reader.fields.values():
@@ -404,7 +404,7 @@ def test_a_key_is_read_for_what_is_computed_and_else_refused(tmp_path, case, key
 
 
 def test_every_flag_that_a_model_may_have_is_in_the_table():
-    """But for the switch of Granite's rotation, see below, and one of models with a state."""
+    """Exceptions: the switch of Granite's rotation, see below, and one of models with a state."""
     written = re.findall(r"add_bool\((Keys\.[\w.]+)\.format", inspect.getsource(gguf.GGUFWriter))
     flags = {eval(name, {"Keys": gguf.Keys}).removeprefix("{arch}.") for name in written}
     assert "attention.causal" in flags

@@ -36,7 +36,7 @@ Type = gguf.GGMLQuantizationType
 
 @pytest.fixture(scope="module", autouse=True)
 def operations_are_compiled_quickly() -> Generator[None]:
-    """Each shape of each architecture has its own, and they only take bits apart."""
+    """Compile quickly: each architecture has its own shapes, and they only take bits apart."""
     with quick_operations():
         yield
 
@@ -47,7 +47,7 @@ numbers = jax.jit(dequantize, static_argnums=(3, 4), compiler_options=FAST)
 
 
 def in_full(value: Any) -> np.ndarray:
-    """Return a matrix [outputs, inputs]; another array as it is."""
+    """Return a matrix as [outputs, inputs], and any other array as it is."""
     if isinstance(value, BlockPanels | PanelWeight) and value.panels.ndim == 3:
         outputs = np.arange(np.prod(value.outputs))
         return np.asarray(columns(value, jnp.asarray(outputs)))
@@ -131,7 +131,7 @@ def test_every_kind_has_the_same_numbers(tmp_path: Path, kind: Type) -> None:
 def test_every_kind_that_gguf_does_not_write_has_the_same_numbers(
     tmp_path: Path, kind: Type
 ) -> None:
-    """So the blocks are random."""
+    """gguf cannot write these blocks, so their bits are random."""
     raw = raw_config("qwen3") | {"hidden_size": 256}
     base = write_gguf(tmp_path / "base.gguf", "qwen3", random_tensors(raw), raw=raw)
     outputs, path = raw["intermediate_size"], tmp_path / "model.gguf"
@@ -145,7 +145,7 @@ def test_every_kind_that_gguf_does_not_write_has_the_same_numbers(
 
 
 def test_a_gpu_reads_few_more_bytes_than_the_file_holds(tmp_path: Path) -> None:
-    """And knows so before it reads: parts of 4 and of 8 bits lie apart."""
+    """The start knows the bytes before the read: parts of 4 and of 8 bits lie apart."""
     tensors = random_tensors(raw_config("llama"))
     path = write_gguf(tmp_path / "model.gguf", "llama", tensors, Type.Q4_0)
     file = read_gguf(path)

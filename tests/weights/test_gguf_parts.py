@@ -1,4 +1,4 @@
-"""A model in several GGUF files is the model of one; a part that is missing or foreign is named."""
+"""A model in several GGUF files equals the model in one, and an error names a bad part."""
 
 from __future__ import annotations
 

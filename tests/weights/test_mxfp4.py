@@ -1,4 +1,4 @@
-"""MXFP4 tensors: every code, and pairs that do not fit; `tests/models` compares whole models."""
+"""MXFP4 tensors: every code, and invalid pairs. `tests/models` compares whole models."""
 
 from pathlib import Path
 

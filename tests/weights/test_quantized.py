@@ -91,7 +91,7 @@ BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 
 
 def compressed(form: str, activations: Any = None, **weights: Any) -> dict[str, Any]:
-    """The configuration of a format of compressed-tensors."""
+    """Return the configuration of a format of compressed-tensors."""
     scheme = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
     return {
         "quant_method": "compressed-tensors",
@@ -196,7 +196,7 @@ def is_matrix(name: str) -> bool:
 def checkpoint(
     directory: Path, form: str, raw: dict[str, Any] = RAW, change: Any = None
 ) -> tuple[Path, dict[str, np.ndarray]]:
-    """A quantized checkpoint, and all tensors of the one that it stands for."""
+    """Write a quantized checkpoint, and return it with all dequantized tensors."""
     quantization, write = FORMATS[form]
     rng, config = np.random.default_rng(0), parse_model_config(raw)
     tensors, plain = {}, {}
@@ -218,14 +218,14 @@ def checkpoint(
 
 @pytest.fixture(scope="module", autouse=True)
 def operations_are_compiled_quickly() -> Generator[None]:
-    """Models are drawn and codes are taken apart by operations of as many shapes as there are."""
+    """Compile quickly: models are drawn and codes unpacked by operations of many shapes."""
     with quick_operations():
         yield
 
 
 @pytest.fixture(scope="module")
 def logits() -> Any:
-    """Of a model, after each of seven tokens; models stored alike share a compiled program."""
+    """Return a model's logits after each of seven tokens. Equally stored models share a program."""
     runners: dict[Any, PagedRunner] = {}
 
     def run(model: Decoder) -> np.ndarray:
@@ -327,7 +327,7 @@ def in_full(value: Any) -> np.ndarray:
     "form", ["fp8_blocks", "awq", "gptq", "gptq_act_order", "packed", "nvfp4", "nf4"]
 )
 def test_experts_of_a_quantized_checkpoint_stay_so(form, tmp_path):
-    """Side by side; in full where inputs have an order of their own."""
+    """Experts lie side by side, and are widened if their inputs have an order of their own."""
     directory, plain = checkpoint(tmp_path / "quantized", form, EXPERTS)
     got = parameters(load(directory))
     want = parameters(load(packing.save(tmp_path / "plain", EXPERTS, plain)))
@@ -389,7 +389,7 @@ def damage(name: str, change: Any) -> Any:
 
 
 def replaced(old: bytes, new: bytes) -> Any:
-    """A change of the text in a tensor's bytes."""
+    """Return a function that changes the text in a tensor's bytes."""
     return lambda x: np.frombuffer(x.tobytes().replace(old, new), np.uint8)
 
 
@@ -537,7 +537,7 @@ def test_every_field_that_is_not_understood_is_named():
 
 
 def extreme_weights() -> np.ndarray:
-    """Columns of every size, with zeros, one outlier, one sign only, and numbers near overflow."""
+    """Return columns of every size, with zeros, one outlier, one sign only, and huge numbers."""
     rng = np.random.default_rng(0)
     weight = rng.standard_t(2, size=(100, 40)).astype(np.float32)
     weight *= np.float32(10.0) ** np.linspace(-30, 30, 40, dtype=np.float32)
@@ -564,7 +564,10 @@ def test_the_error_of_each_weight_is_within_the_bound(form):
 
 
 def test_int4_errs_less_than_rounding_between_extremes_does():
-    """By the squares of a group's errors; the last group has 4 inputs, and float16's are cut."""
+    """Measured by the squares of a group's errors.
+
+    The last group has 4 inputs, and float16's are cut.
+    """
     weight = np.random.default_rng(0).standard_t(4, size=(100, 40)).astype(np.float32)
     weight[:, 3], weight[:, 4] = 0, np.abs(weight[:, 4])
     weight[:, 5] *= np.float32(1e-3)
@@ -588,7 +591,7 @@ def test_int4_errs_less_than_rounding_between_extremes_does():
 
 @pytest.mark.parametrize("name", blocks.FORMATS)
 def test_blocks_as_codes_are_the_blocks_numbers(name):
-    """To the bit where a run has scales of its own, else within float16's rounding."""
+    """Equal to the bit if a run has scales of its own, else within float16's rounding."""
     made = blocks.FORMATS[name]
     raw = random_blocks(name, outputs=6, inputs=512)
     want = unpacked(raw, name)
@@ -627,7 +630,7 @@ def test_the_blocks_matrices_are_quantized_and_nothing_else(form, raw):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_each_expert_is_quantized_alone(form):
-    """So that the bounds above hold for each one's scales, however large another's are."""
+    """The bounds above hold for each expert's scales, even if another expert's are larger."""
     rng = np.random.default_rng(0)
     values = rng.normal(size=(3, 40, 2, 5)).astype(np.float32)
     values *= np.float32([1e-3, 1, 1e3])[:, None, None, None]
@@ -659,7 +662,7 @@ a-e-p-w-k<|im_end|>"""
 
 @functools.cache
 def bundled_logits(form: str | None) -> np.ndarray:
-    """Of the bundled model, after each token of a question and its answer."""
+    """Return the bundled model's logits after each token of a question and its answer."""
     directory = bundled_model()
     tokens = Tokenizer(directory, 511).encode_word(TURN)
     model = load(directory, quantization=form)

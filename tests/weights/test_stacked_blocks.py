@@ -45,7 +45,7 @@ def experts_of(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def num_bytes(form: str) -> int:
-    """The bytes of both layers' experts, three matrices each."""
+    """Return the bytes of both layers' experts, three matrices each."""
     return int(VALUES * BITS[form] / 8)
 
 
@@ -55,7 +55,7 @@ def held(values: dict[str, Any]) -> int:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face checkpoint with experts in MXFP4, of random codes."""
+    """Write a Hugging Face checkpoint with MXFP4 experts of random codes."""
     path = tmp_path_factory.mktemp("checkpoint")
     tensors = random_tensors(RAW)
     for name in [name for name in tensors if name.endswith("experts.gate_up_proj")]:
@@ -96,7 +96,7 @@ def test_nothing_of_a_hugging_face_checkpoint_is_widened(folder: Path) -> None:
 
 
 def test_a_start_counts_the_blocks_before_it_reads_them(folder: Path, tmp_path: Path) -> None:
-    """Also without the file of tensors, as for a plan; a dtype that is named widens them."""
+    """The file of tensors may be missing, as for a plan. A named dtype widens them."""
     path = write_gguf(tmp_path / "model.gguf", "gptoss", random_tensors(RAW), Type.MXFP4)
     shutil.copy(folder / "config.json", tmp_path)
     for model in (path, folder, tmp_path):

@@ -218,7 +218,7 @@ SMALL |= {"num_experts_per_tok": 1}
 
 @pytest.fixture(scope="module")
 def divided(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Results of the process that has devices, by case."""
+    """Return the results of the process that has several devices, by case."""
     folder = tmp_path_factory.mktemp("divided")
     (folder / "stored").mkdir()
     for form in STORED:
@@ -229,7 +229,7 @@ def divided(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_products_over_devices_are_those_of_one(divided: dict[str, Any], case: str) -> None:
-    """In float32, relative to the largest result; sums of pieces round elsewhere."""
+    """In float32, relative to the largest result, since sums of pieces round elsewhere."""
     assert divided["products"][case] < (2e-2 if case == "bfloat16" else 3e-6)
 
 
@@ -249,5 +249,5 @@ def test_a_folder_of_one_device_is_read_by_several(divided: dict[str, Any], kind
 
 
 def test_the_host_holds_two_parameters_beyond_the_pieces(divided: dict[str, Any]) -> None:
-    """They are that which is divided and the next; four streams would each hold another."""
+    """One is being divided, and the other is read ahead. Four streams would each hold another."""
     assert divided["held"] < 2.6

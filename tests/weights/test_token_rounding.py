@@ -37,7 +37,7 @@ def round_inputs(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> t
 def hugging_face_logits(
     raw: dict[str, Any], plain: dict[str, np.ndarray], rounds: bool
 ) -> np.ndarray:
-    """Transformers' own model of the dequantized weights; its projections' inputs are rounded."""
+    """Return logits of Transformers' model of the dequantized weights, with rounded inputs."""
     fields = {key: value for key, value in raw.items() if key != "architectures"}
     config = AutoConfig.for_model(**fields, tie_word_embeddings=False)
     model = AutoModelForCausalLM.from_config(config).double().eval()

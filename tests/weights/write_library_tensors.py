@@ -23,7 +23,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def compressed_tensors(weight: torch.Tensor, preset: str, **changes: Any) -> tuple[Tensors, Any]:
-    """A matrix under one of the library's schemes, some arguments of its weights changed."""
+    """Return a matrix under one of the library's schemes, with some arguments changed."""
     library: Any = importlib.import_module("compressed_tensors.quantization")
     compressors: Any = importlib.import_module("compressed_tensors.compressors")
     helpers: Any = importlib.import_module("compressed_tensors.quantization.utils.helpers")

@@ -51,11 +51,14 @@ class Service(Protocol):
         ...
 
     async def enter(self, model: str | None) -> None:
-        """Wait for and take a slot that other clients do not need."""
+        """Wait until `model` has a request place that other clients do not need, and take it.
+
+        A place admits one line of a batch. None is the default model.
+        """
         ...
 
     def leave(self, model: str | None) -> None:
-        """Release a slot."""
+        """Release the request place of `model` that `enter` took. None is the default model."""
         ...
 
 

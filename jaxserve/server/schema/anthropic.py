@@ -314,7 +314,11 @@ def _part(block: ContentBlock) -> ContentPart:
 
 
 def _text_of(block: ContentBlock) -> str | None:
-    """Return the text of a text, document, search result or summary block, otherwise None."""
+    """Return the words of a content block, or None if it has none.
+
+    Words are the text of a text block, the tool name of a tool_reference, the content of a
+    compaction, and, with their titles, search results and documents whose source is text.
+    """
     source = block.source
     words = None
     if block.type == "text":

@@ -62,12 +62,13 @@ def seen_tools(tools: list[ResponseTool] | None) -> list[tuple[str | None, Respo
 
 
 def _chosen_name(name: str, tools: list[ResponseTool] | None) -> str:
-    """Return the name by which the model calls a chosen tool.
+    """Return the flat name of a chosen tool.
 
-    As in vLLM, the namespace may be omitted.
+    It is `name` if a tool has this flat name, otherwise the flat name of the only namespace with a
+    tool `name`, otherwise `name` itself.
 
     Raises:
-        InvalidRequest: several namespaces have a tool of this name.
+        InvalidRequest: no flat name matches, and several namespaces have the tool.
     """
     seen = [(flat_name(group, tool.name or ""), tool.name) for group, tool in seen_tools(tools)]
     if any(flat == name for flat, _ in seen):

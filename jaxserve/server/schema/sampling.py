@@ -158,10 +158,13 @@ def _response_format(form: ResponseFormat) -> StructuredOutputsParams:
 
 
 def answer_schema(form: ResponseFormat | None) -> tuple[dict[str, Any], bool] | None:
-    """Return the JSON schema of an answer and whether it is strict, or None without a schema.
+    """Return the JSON schema of an answer and whether it is strict, or None.
+
+    It returns None for text, for a structural tag, and without a schema. An empty json_schema is
+    not strict. The schema of json_object gets type object by default.
 
     Raises:
-        InvalidRequest: the schema is missing, there are two, or the type does not allow one.
+        InvalidRequest: type json_schema has no schema, type text has one, or two schemas differ.
     """
     field = "response_format"
     if form is None or form.type == "structural_tag":

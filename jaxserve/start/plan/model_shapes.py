@@ -79,9 +79,10 @@ class ModelShapes:
         return ModelShapes.of(model)
 
     def difference(self, placed: ModelShapes) -> str | None:
-        """Return how a placed model differs from these shapes, or None if it does not.
+        """Return how a placed model differs from this plan, or None.
 
-        The text names the first parameter that differs, with its planned and its actual shape.
+        The text names the first parameter that differs or is missing, with both shapes. If all
+        parameters are equal but the module structure differs, the text says only that.
         """
         planned, actual = dict(self._parameters()), dict(placed._parameters())
         for path in {**planned, **actual}:

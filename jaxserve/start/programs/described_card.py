@@ -253,6 +253,9 @@ class DescribedCard:
         return self.lower_placed(jax.jit(function, **options), jax.tree.map(place, arguments))
 
     def lower_placed(self, function: Any, arguments: tuple[Any, ...]) -> Lowered:
-        """Lower a result of `jax.jit`, whose arguments or results name their cards."""
+        """Trace a jitted function within `self.tracing()`, and lower it for CUDA.
+
+        Its arguments or results must name their devices.
+        """
         with self.tracing():
             return function.trace(*arguments).lower(lowering_platforms=("cuda",))

@@ -25,7 +25,7 @@ class Plan(BaseModel):
 
 
 def plans(mode: instructor.Mode) -> list[dict]:
-    """One plan at once, and the same in parts as it comes."""
+    """Return one plan at once, and the same plan in parts as they arrive."""
     client = instructor.from_openai(OpenAI(base_url=URL + "/v1", api_key=KEY), mode=mode)
     asked = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_retries": 0}
     whole = client.create(response_model=Plan, **asked)

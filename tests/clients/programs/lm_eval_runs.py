@@ -1,4 +1,4 @@
-"""Runs lm_eval's command again and again in one process; an argument has the words of a run."""
+"""Run lm_eval's command several times in one process; each argument has one run's options."""
 
 from __future__ import annotations
 
