@@ -83,8 +83,7 @@ def test_quantized_weights_are_converted(form: str, tmp_path: Path, capsys) -> N
     sources = [find_source(EngineConfig(model=path)) for path in (folder, to)]
     float32 = np.dtype(np.float32)
     want, got = (
-        parameter_values(source.load(source.model_config, float32, None, asked))
-        for source in sources
+        parameter_values(source.load(source.model_config, float32, asked)) for source in sources
     )
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from jaxserve import LLM, CheckpointError, EngineConfig
 from jaxserve.start.sources.find import find_source
-from jaxserve.start.sources.source import Source
+from jaxserve.start.sources.source import GgufSource
 from jaxserve.text.gguf_tokenizer import gguf_tokenizer, save_tokenizer
 from jaxserve.text.gguf_vocabulary import SPLITS, gguf_ends
 from jaxserve.text.tokenizer import Tokenizer as OurTokenizer
@@ -426,7 +426,7 @@ def test_the_words_are_not_held_while_weights_are_read(
     path, _ = whole_model(tmp_path)
     held: list[list[str]] = []
 
-    def load(source: Source, *_: Any, **__: Any) -> None:
+    def load(source: GgufSource, *_: Any, **__: Any) -> None:
         gc.collect()
         files = [found for found in gc.get_objects() if type(found) is GgufFile]
         keys = [key for file in files if file.path == path for key in file.metadata]
@@ -434,7 +434,7 @@ def test_the_words_are_not_held_while_weights_are_read(
         assert keys
         raise CheckpointError("read no further")
 
-    monkeypatch.setattr(Source, "load", load)
+    monkeypatch.setattr(GgufSource, "load", load)
     with pytest.raises(CheckpointError, match="read no further"):
         LLM(path)
     assert held == [[]]

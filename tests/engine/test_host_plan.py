@@ -235,7 +235,7 @@ def test_nothing_starts_before_a_refusal(
 
 
 def test_a_start_says_what_it_chose(long: Path, tmp_path: Path, caplog: Any) -> None:
-    caplog.set_level(logging.INFO, "jaxserve.engine")
+    caplog.set_level(logging.INFO, "jaxserve.start")
     root = limited_host(tmp_path / "host", HOST_RESERVE + 100 * MIB)
     loaded = load(EngineConfig(model=long, **SETTINGS), root=root)
     assert loaded.runner.num_pages == 80 * MIB // (256 << 10)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxserve.engine.engine import Engine
-from jaxserve.models import Decoder, ModelConfig, parse_model_config
+from jaxserve.models import Decoder, parse_model_config
 from jaxserve.models.output_rows import QuantizedRows
 from jaxserve.request import SamplingParams
 from jaxserve.settings.config import EngineConfig
@@ -138,18 +138,11 @@ def test_a_step_for_a_t4_has_neither_triton_nor_bfloat16(
     ],
 )
 def test_quantized_products_run_as_attention_does(
-    card: str, implementation: str, kernels: bool, monkeypatch: pytest.MonkeyPatch
+    card: str, implementation: str, kernels: bool
 ) -> None:
     """With codes stored as they are for an H200, and transposed for a T4."""
-
-    def quantized(config: ModelConfig, dtype: Any) -> Decoder:
-        model = random_weights(config, dtype, 0, "int8")
-        if card == "Tesla T4":
-            use_output_rows(model)
-        return model
-
-    monkeypatch.setattr(gpu_models, "abstract_model", quantized)
     call = gpu_models.MODELS["tiny"], 4, 4, 256, jnp.dtype(jnp.float16), implementation
-    text = traced(*gpu_models.step_call(*call), card)
+    step, shapes = gpu_models.step_call(*call, form="int8", output_rows=card == "Tesla T4")
+    text = traced(step, shapes, card)
     assert ("pallas" in text) == kernels == ("quantized_matmul" in text)
     assert "while[" not in text or kernels

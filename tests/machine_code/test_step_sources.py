@@ -56,7 +56,7 @@ def test_programs_go_stale_with_their_source(file: str, old: str, new: str, copi
 @pytest.mark.parametrize(
     ("file", "old", "new"),
     [
-        ("jaxserve/execution/step.py", "Take several decode steps", "Take decode steps"),
+        ("jaxserve/execution/step.py", "Run several decode steps", "Run decode steps"),
         ("jaxserve/execution/step.py", '"R M"], page_size: int', '"R M"], page_size'),
         ("jaxserve/models/families/gemma.py", "def ", "async def "),
         ("jaxserve/execution/runner.py", "def ", "async def "),

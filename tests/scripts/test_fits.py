@@ -29,15 +29,17 @@ def test_the_page_has_the_plans_of_today(plans: fits.Plans) -> None:
 def test_weights_are_as_heavy_as_published(plans: fits.Plans) -> None:
     """Parameters by the models' pages, in billions."""
     for name, billions in zip(MODELS, (1.24, 3.21, 8.03, 14.8, 32.8, 70.6), strict=True):
-        assert plans["H100"][name][0].weights / 2e9 == pytest.approx(billions, rel=0.005)
+        assert plans["H100"][name][0].weight_bytes / 2e9 == pytest.approx(billions, rel=0.005)
 
 
 def test_a_prediction_adds_up_by_hand(plans: fits.Plans) -> None:
     """8B in 16 bits on an H100: 0.9 of 79.1 GiB, less 15.0 of weights and 1.9 of a step."""
     form = plans["H100"]["Llama 3.1 8B"][0]
-    used = form.weights + form.temporaries + form.sampler + form.cache_tokens * 131072
+    used = (
+        form.weight_bytes + form.temporary_bytes + form.sampler_bytes + form.cache_tokens * 131072
+    )
     assert used / GIB == pytest.approx(0.9 * 79.1 * (1 - 1 / 64), abs=0.1)
-    assert form.weights / GIB == pytest.approx(14.96, abs=0.01)
+    assert form.weight_bytes / GIB == pytest.approx(14.96, abs=0.01)
     assert form.step_seconds == pytest.approx(15.0e9 / 3350e9, rel=0.01)
 
 

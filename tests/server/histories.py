@@ -128,7 +128,7 @@ def _whole(formatter: Any, model: ServedModel, drawn: Drawn) -> Any:
 def chat_answer(model: ServedModel, drawn: Drawn, streams: bool) -> dict[str, Any]:
     """Return the assistant's message as a client of the chat endpoint has it."""
     body = ChatRequest(messages=[])
-    formatter = ChatFormatter(body, model.tokenizer(), "chatcmpl-1", [Echo()])
+    formatter = ChatFormatter(body, model.tokenizer(), "chatcmpl-1", Echo())
     if not streams:
         return _whole(formatter, model, drawn)["choices"][0]["message"]
     message: dict[str, Any] = {"role": "assistant", "content": None}

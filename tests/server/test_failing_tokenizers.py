@@ -87,9 +87,7 @@ def test_a_prompt_that_cannot_be_tokenized_is_refused_in_the_form_of_each_api(
             error = answer["error"]
             assert status == 400 and "cannot encode" in error["message"], answer
             assert (answer["type"], error["type"]) == ("error", "invalid_request_error")
-            [record] = [
-                found for found in caplog.records if found.name.startswith("jaxserve.engine")
-            ]
+            [record] = [found for found in caplog.records if found.name.startswith("jaxserve.text")]
             assert record.exc_info is None and "\n" not in record.getMessage()
     assert "panicked" not in capfd.readouterr().err
     assert post(app, "/tokenize", {"prompt": "b"})[0] == 200

@@ -119,7 +119,7 @@ def find_tokenizer(name: str | None, root: str) -> tuple[str | None, Any]:
         is_gguf = kind == "gguf" or (kind == "folder" and gguf_files(Path(path)))
         if is_gguf or (name is not None and kind is not None):
             config = EngineConfig(model=path)
-            source = importlib.import_module("jaxserve.start.sources.source").find_source(config)
+            source = importlib.import_module("jaxserve.start.sources.find").find_source(config)
             return path, source.tokenizer(config)
     except (CheckpointError, ValueError, OSError) as error:
         raise CommandError(f"--tokenizer {path}: {error}") from error
