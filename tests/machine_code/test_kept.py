@@ -71,8 +71,8 @@ def edit(folder: Path, file: str, old: str, new: str) -> None:
         ("gpu/triton_kv_write.py", "slot >= 0", "slot > 0", True),
         ("gpu/triton_tile.py", "1 << (n - 1)", "1 << n", True),  # which it imports
         ("fp8_bits.py", "= 0x80, 0x7F", "= 0x80, 0x3F", True),  # as a name of the package
-        ("gpu/triton_kv_write.py", "    # A NaN stays NaN here", "    # It stays here", False),
-        ("gpu/triton_kv_write.py", '"""Write one token.', '"""Write a token.', False),
+        ("gpu/triton_kv_write.py", "    # A NaN stays NaN, and", "    # It stays, and", False),
+        ("gpu/triton_kv_write.py", '"""Store the key and', '"""Write the key and', False),
         ("gpu/triton_ragged.py", "tokens // tile", "tokens // 2", False),
         ("ops.py", "[T,K,H] keys", "[T, K, H] keys", False),
     ],
