@@ -141,6 +141,17 @@ def find_changes(config: pytest.Config) -> None:
         option.selected_by = f"all tests, because changes are not known: {error}"
 
 
+# Options that the first process of a run sets for all of them.
+SHARED_OPTIONS = ("changed_files", "selected_by", "schedule_seed")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Send the shared options to a process of xdist, which reads only the command line."""
+    option = node.config.option
+    node.workerinput["options"] = {name: getattr(option, name) for name in SHARED_OPTIONS}
+
+
 def pytest_report_header(config: pytest.Config) -> list[str]:
     seed = f"seed of fresh schedules: --schedule-seed {config.option.schedule_seed}"
     return [seed, *filter(None, [config.option.selected_by])]
@@ -236,7 +247,9 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):  # the processes of xdist get its options
+    if hasattr(config, "workerinput"):
+        vars(config.option).update(config.workerinput["options"])
+    else:
         choose_platform(config)
         find_changes(config)
         if config.option.schedule_seed is None:

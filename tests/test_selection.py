@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -209,3 +211,18 @@ def test_without_git_or_a_commit_all_tests_are_selected(tmp_path: Path) -> None:
     with pytest.raises(NoHistory):
         files_of(None, "no-such-commit")
     assert DAY not in git("branch", "--list", DAY)
+
+
+def test_all_processes_of_a_run_have_the_selection() -> None:
+    """Processes of pytest-xdist read the command line alone, and get the rest from the first."""
+    command = [sys.executable, "-m", "pytest", "-n", "2", "-p", "no:cacheprovider"]
+    case = "tests/test_pages.py::test_a_true_tree_passes"
+    environment = {name: text for name, text in os.environ.items() if "XDIST" not in name}
+    result = subprocess.run(
+        [*command, "--since", "HEAD", case],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+    )
+    assert "1 passed" in result.stdout and "cases selected" in result.stdout, result.stdout

@@ -236,7 +236,10 @@ def add_engine(
 
 
 def add_sources(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
-    """Let variables of the environment set these fields (`CommandParser`)."""
+    """Register fields that variables of the environment can set, in addition to earlier ones.
+
+    `CommandParser` reads the variables.
+    """
     parser.set_defaults(settings={*(parser.get_default("settings") or ()), *names})
 
 

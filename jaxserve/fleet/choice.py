@@ -47,7 +47,10 @@ class PrefixRouter(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Return the candidates in order of preference, in lists of one. Serve takes the first."""
+        """Return the candidate replicas in order of preference for a request, in lists of one.
+
+        Ray Serve sends the request to the first. The policy records this choice.
+        """
         args = [] if pending_request is None else pending_request.args
         digests = args[0] if args and isinstance(args[0], list) else []
         by_name = {replica.replica_id: replica for replica in candidate_replicas}

@@ -83,7 +83,7 @@ class PrefixRecord:
         self._used: OrderedDict[int, None] = OrderedDict()
 
     def add(self, body: bytes) -> None:
-        """Record the prompt of a request."""
+        """Record the digests of the prompt in the body of a request."""
         self.add_digests(digests_of(body, self._secret))
 
     def add_digests(self, digests: list[int]) -> None:

@@ -314,8 +314,9 @@ class _Pair:
             code.write_vector(zero, self.sums, index)
 
     def _page(self, code: Code, base: Any, entry: Any) -> Any:
-        """Generate code that computes the address of the page whose id is at `entry` (or of page
-        0).
+        """Generate code that computes the address of the page whose id is at `entry`.
+
+        An id that is not less than the number of pages is replaced by 0.
         """
         page = code.zext(code.load(entry, typ=I32), I64)
         page = code.select(code.icmp_unsigned("<", page, self.pages), page, const(0))

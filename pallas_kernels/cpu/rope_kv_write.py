@@ -83,7 +83,12 @@ class RopeKVWrite(NormKernel):
         return self.parts_of(code, tokens, code.mul(code.mul(kv_heads, heads), width))
 
     def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
-        """Generate code that computes the tokens of part `index`."""
+        """Generate code that prepares the queries, keys and values of part `index` of the tokens.
+
+        It normalizes and rotates queries and keys if the kernel does so, and writes the queries to
+        their result, and keys and values to the pages. Keys and values of a token whose slot is
+        outside the pages are not written.
+        """
         tokens, kv_heads, heads, width, num_pages, page_size, *rest = fields
         pairs = rest.pop(0) if self.rotates else None
         qkv, _, _, slots, *rest, queries, keys, values = rest

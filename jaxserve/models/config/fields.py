@@ -87,7 +87,10 @@ class Fields:
         return (upto,) * length
 
     def flag(self, key: str, default: bool) -> bool:
-        """Read exactly true or false. `default` replaces an absent or null value."""
+        """Read a field that must be exactly true or false.
+
+        An absent or null field gives `default`. Any other value is refused and gives `default` too.
+        """
         value = self.take(key)
         if value is None:
             return default

@@ -34,7 +34,10 @@ class ModelShapes:
 
     @classmethod
     def of(cls, model: Decoder) -> ModelShapes:
-        """Describe a model, whether it has its arrays or shapes in place of them."""
+        """Return the structure of a model, with shapes in place of its arrays.
+
+        The model may itself have shapes in place of arrays.
+        """
         graphdef, state = nnx.split(model)  # pyright: ignore[reportUnknownVariableType]
         return cls(graphdef, jax.tree.map(_shape, state))
 
