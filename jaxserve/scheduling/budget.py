@@ -1,6 +1,8 @@
-"""Division of a step's token budget over rows, and the rows that must wait for a token."""
+"""Division of a step's token budget over rows, and the number of steps of a launch."""
 
 from __future__ import annotations
+
+import time
 
 import numpy as np
 
@@ -11,6 +13,10 @@ TokenShares = tuple[np.ndarray, int]
 # Most steps of a launch of the other rows while guided rows wait: about as long as the host needs
 # to read the guided rows' tokens, where steps are so short that launches have several.
 BESIDE_WAITING = 2
+# Duration of a launch. A new request waits for the running launch and for the next one.
+LAUNCH_SECONDS = 0.02
+# Weight of the newest measurement in the moving average.
+_WEIGHT = 0.25
 
 
 def shared(need: np.ndarray, budget: int) -> TokenShares:
@@ -89,3 +95,44 @@ def would_part(table: SlotTable, running: np.ndarray, slots: np.ndarray, take: n
     if not table.num_guided or not len(slots) or not table.is_guided[slots].all():
         return False
     return bool((take == 1).all()) and bool(awaits_token(table, running).any())
+
+
+class LaunchLength:
+    """The number of decode steps per launch, limited so that new requests wait briefly.
+
+    It is computed from measured durations.
+
+    Args:
+        most: the most steps of a launch.
+        fixed: a fixed number of steps, or None for the number that fits into `LAUNCH_SECONDS`.
+    """
+
+    def __init__(self, most: int, fixed: int | None) -> None:
+        self._most = most
+        self._fixed = fixed
+        self._step_seconds: float | None = None
+        self._last_read = 0.0
+
+    def steps(self) -> int:
+        """Return the number of steps of the next launch."""
+        if self._fixed is not None:
+            return min(self._fixed, self._most)
+        if self._step_seconds is None:
+            return 1
+        if self._step_seconds * self._most <= LAUNCH_SECONDS:
+            return self._most
+        return max(1, int(LAUNCH_SECONDS / self._step_seconds))
+
+    def has_read(self, submitted: float, num_steps: int, now: float | None = None) -> None:
+        """Record that the results of a launch have just been read.
+
+        Args:
+            submitted: the time of its submission (`time.perf_counter`).
+            num_steps: the number of its steps.
+            now: the current time, if `submitted` is from another clock.
+        """
+        now = time.perf_counter() if now is None else now
+        seconds = (now - max(submitted, self._last_read)) / num_steps
+        self._last_read = now
+        before = seconds if self._step_seconds is None else self._step_seconds
+        self._step_seconds = before + _WEIGHT * (seconds - before)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxserve.engine.engine import LaunchLength
 from jaxserve.execution.buckets import BucketSet
+from jaxserve.scheduling.budget import LaunchLength
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.scheduler import Scheduler

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jaxserve import LLM, SamplingParams, StructuredOutputsParams
-from jaxserve.engine.engine import LaunchLength
+from jaxserve.scheduling.budget import LaunchLength
 from jaxserve.start.loaded import Loaded
 
 WORK = {
