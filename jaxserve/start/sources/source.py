@@ -109,7 +109,7 @@ class Source(ABC):
         copy_text(self.path, folder)
 
     def without_vocabulary(self) -> Source:
-        """Return the source without a vocabulary, which is in use no more."""
+        """Return the source without the vocabulary, after the tokenizer has been read."""
         return self
 
     @abstractmethod
@@ -122,19 +122,19 @@ class Source(ABC):
         mesh: Mesh | None = None,
         on_progress: OnProgress | None = None,
     ) -> Decoder:
-        """Read the weights and place them as `layout` says.
+        """Return the model, with its weights read and placed in the layout of the device.
 
         Args:
-            model_config: the configuration that the weights are for.
-            dtype: of the parameters that are not quantized.
-            form: form to quantize to, or None to keep the stored weights.
-            layout: of the device.
-            mesh: devices that the model is divided over, or None for one device.
-            on_progress: called with the bytes that were read.
+            model_config: the configuration of the model.
+            dtype: dtype of the parameters that are not quantized.
+            form: form to quantize to, or None to keep the stored form.
+            layout: layout of matrices on the device.
+            mesh: devices over which the model is divided, or None for one device.
+            on_progress: called with the stage, the bytes read so far, and the total bytes.
 
         Raises:
-            CheckpointError: the files are not right.
-            UnsupportedModel: a converted folder is to be quantized, or otherwise than it is.
+            CheckpointError: a file is missing, malformed, or contradicts the configuration.
+            UnsupportedModel: `form` differs from the form of a converted folder.
         """
 
 
