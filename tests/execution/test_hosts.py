@@ -400,8 +400,9 @@ def test_programs_of_one_process_and_of_two_lie_side_by_side(tmp_path: Path) -> 
         return {output.splitlines()[-1] for output, _ in said}
 
     assert start(1) == {"1 0"}
-    assert start(2) == {"1 0"}
-    assert start(1) == {"0 1"}
+    # The later of two processes may find what the earlier has stored.
+    assert "1 0" in start(2)
+    assert start(1) == start(2) == {"0 1"}
 
 
 @pytest.mark.parametrize(
