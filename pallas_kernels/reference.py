@@ -8,6 +8,9 @@ logit per head is added to the denominator of the softmax and contributes no val
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -24,6 +27,7 @@ from pallas_kernels.arguments import (
 from pallas_kernels.norm_arguments import NormOptions
 from pallas_kernels.product_arguments import Activation
 from pallas_kernels.qkv_arguments import QkvOptions
+from pallas_kernels.state_arguments import ConvOptions, DeltaOptions, Mamba2Options, StateRows
 
 FP8_MAX = 448.0
 """Largest finite float8_e4m3fn. Larger numbers are clipped to it when they are stored."""
@@ -308,3 +312,137 @@ def greatest(x: jax.Array) -> jax.Array:
     """Return the argmax of each row, i32[R]. -1 if the row has a NaN or an infinity."""
     is_finite = jnp.isfinite(x).all(axis=1)
     return jnp.where(is_finite, jnp.argmax(x, axis=1), -1).astype(jnp.int32)
+
+
+def _scanned(
+    advance: Callable[..., tuple[jax.Array, jax.Array]],
+    states: jax.Array,
+    rows: StateRows,
+    inputs: tuple[jax.Array, ...],
+) -> tuple[jax.Array, jax.Array]:
+    """Take the tokens of a step into the states of their rows, one after the other.
+
+    Args:
+        advance: a function of a row's state and a token's inputs that returns the new state and the
+            token's result.
+        states: [N,...].
+        rows: tokens and places of each row.
+        inputs: arrays [T,...].
+
+    Returns:
+        The results [T,...], zeros for padding, and the new states.
+    """
+    start, count = rows.query_start, len(states)
+    num_rows = len(rows.source)
+
+    def take(carry: tuple[jax.Array, jax.Array], index: jax.Array) -> Any:
+        states, own = carry
+        row = jnp.searchsorted(start, index, side="right") - 1
+        is_real = (row < num_rows) & (rows.target[jnp.minimum(row, num_rows - 1)] >= 0)
+        row = jnp.clip(row, 0, num_rows - 1)
+        source = rows.source[row]
+        first = jnp.where(source < 0, 0, states[jnp.maximum(source, 0)])
+        own = jnp.where(index == start[row], first, own)
+        own, result = advance(own, *(array[index] for array in inputs))
+        done = index + 1 - start[row]
+        at_border = is_real & (done == rows.border[row])
+        states = states.at[jnp.where(at_border, rows.saved[row], count)].set(own, mode="drop")
+        at_end = is_real & (index + 1 == start[row + 1])
+        states = states.at[jnp.where(at_end, rows.target[row], count)].set(own, mode="drop")
+        return (states, own), jnp.where(is_real, result, 0)
+
+    tokens = jnp.arange(len(inputs[0]), dtype=jnp.int32)
+    (states, _), results = jax.lax.scan(take, (states, jnp.zeros_like(states[0])), tokens)
+    return results, states
+
+
+def causal_conv(
+    x: jax.Array,
+    states: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    rows: StateRows,
+    options: ConvOptions,
+) -> tuple[jax.Array, jax.Array]:
+    """Compute y[t] = sum over taps of weight[tap] * x[t - (W - 1 - tap)] for each channel."""
+    exact = states.dtype
+    weight = weight.astype(exact)
+
+    def advance(past: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        window = jnp.concatenate([past, x[None]])
+        y = (weight * window).sum(axis=0)
+        y = y if bias is None else y + bias.astype(exact)
+        return window[1:], jax.nn.silu(y) if options.activation == "silu" else y
+
+    y, states = _scanned(advance, states, rows, (x.astype(exact),))
+    return y.astype(x.dtype), states
+
+
+def gated_delta(
+    mixed: jax.Array,
+    gates: jax.Array,
+    states: jax.Array,
+    constants: jax.Array,
+    rows: StateRows,
+    options: DeltaOptions,
+) -> tuple[jax.Array, jax.Array]:
+    """Compute S = a S + k b (v - k a S) and y = q S for each head (Yang et al. 2024, eq. 10)."""
+    exact = states.dtype
+    query, key, value = _parts(mixed.astype(exact), options)
+    query, key = (
+        part * jax.lax.rsqrt(jnp.square(part).sum(axis=-1, keepdims=True) + options.eps)
+        for part in (query, key)
+    )
+    rate, bias = constants
+    write = jax.nn.sigmoid(gates[:, 0].astype(exact))
+    decay = jnp.exp(-jnp.exp(rate) * jax.nn.softplus(gates[:, 1].astype(exact) + bias))
+
+    def advance(state: jax.Array, *token: jax.Array) -> tuple[jax.Array, jax.Array]:
+        q, k, v, b, a = token
+        state = a[:, None, None] * state
+        change = b[:, None] * (v - (k[..., None] * state).sum(axis=1))
+        state = state + k[..., None] * change[:, None]
+        return state, (q[..., None] * state).sum(axis=1)
+
+    inputs = query * options.inputs**-0.5, key, value, write, decay
+    y, states = _scanned(advance, states, rows, inputs)
+    return y.astype(mixed.dtype), states
+
+
+def mamba2(
+    mixed: jax.Array,
+    steps: jax.Array,
+    states: jax.Array,
+    constants: jax.Array,
+    rows: StateRows,
+    options: Mamba2Options,
+) -> tuple[jax.Array, jax.Array]:
+    """Compute S = a S + B (dt x) and y = C S + D x for each head (Dao and Gu 2024)."""
+    exact = states.dtype
+    c, b, x = _parts(mixed.astype(exact), options)
+    rate, bias, direct = constants
+    steps = jnp.clip(jax.nn.softplus(steps.astype(exact) + bias), options.least, options.most)
+    decay = jnp.exp(-jnp.exp(rate) * steps)
+
+    def advance(state: jax.Array, *token: jax.Array) -> tuple[jax.Array, jax.Array]:
+        c, b, x, dt, a = token
+        state = a[:, None, None] * state + b[..., None] * (dt[:, None] * x)[:, None]
+        return state, (c[..., None] * state).sum(axis=1) + direct[:, None] * x
+
+    y, states = _scanned(advance, states, rows, (c, b, x, steps, decay))
+    return y.astype(mixed.dtype), states
+
+
+def _parts(
+    mixed: jax.Array, options: DeltaOptions | Mamba2Options
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the queries and keys [T,heads,inputs] and the values [T,heads,outputs] of tokens."""
+    size, times = options.groups * options.inputs, options.heads // options.groups
+
+    def part(place: int, size: int, heads: int) -> jax.Array:
+        return mixed[:, place : place + size].reshape(len(mixed), heads, -1)
+
+    query, key = (
+        jnp.repeat(part(place, size, options.groups), times, axis=1) for place in options.places[:2]
+    )
+    return query, key, part(options.places[2], options.heads * options.outputs, options.heads)

@@ -1,0 +1,114 @@
+"""Operations with a state per sequence: causal convolution, gated delta rule, Mamba-2.
+
+The states of all sequences are rows of one array. In a step, each row of tokens reads its state at
+one place of this array and writes the new state to another. It can also write the state of a point
+within its tokens to a third place, from which later sequences with the same prefix start.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import reference
+from pallas_kernels.implementation import deferred, has_llvm
+from pallas_kernels.state_arguments import ConvOptions, DeltaOptions, Mamba2Options, StateRows
+
+_causal_conv = deferred("pallas_kernels.cpu.causal_conv", "causal_conv")
+_recurrence = deferred("pallas_kernels.cpu.recurrence", "recurrence")
+NO_CONV_OPTIONS = ConvOptions()
+STATE_DTYPES = (jnp.float32, jnp.float64)
+
+
+def causal_conv(
+    x: jax.Array,
+    states: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    rows: StateRows,
+    options: ConvOptions = NO_CONV_OPTIONS,
+) -> tuple[jax.Array, jax.Array]:
+    """Convolve each channel over a row's tokens and the inputs that its state holds.
+
+    Args:
+        x: [T,C], any float.
+        states: [N,W-1,C] the inputs before the next token, oldest first, float32 (float64 for
+            float64). In place if donated.
+        weight: [W,C], the weight of the newest token last.
+        bias: [C] or None.
+        rows: tokens and places of each row.
+        options: of the convolution.
+
+    Returns:
+        y [T,C] of x's dtype, zeros for padding, and the new states. The computation is in the dtype
+        of the states.
+    """
+    if _has_kernel(x, states):
+        return _causal_conv(x, states, weight, bias, rows, options)
+    return reference.causal_conv(x, states, weight, bias, rows, options)
+
+
+def gated_delta(
+    mixed: jax.Array,
+    gates: jax.Array,
+    states: jax.Array,
+    constants: jax.Array,
+    rows: StateRows,
+    options: DeltaOptions,
+) -> tuple[jax.Array, jax.Array]:
+    """Apply the gated delta rule (Yang et al. 2024) to each head of each row, token by token.
+
+    Args:
+        mixed: [T,M] queries, keys and values of all heads, one after the other.
+        gates: [T,2,heads] of the dtype of `mixed`: before the sigmoid of the write strength, and
+            before the softplus of the decay.
+        states: [N,heads,inputs,outputs] float32 (float64 for float64). In place if donated.
+        constants: [2,heads] of the dtype of the states: log of the decay rate, and the bias of the
+            softplus.
+        rows: tokens and places of each row.
+        options: sizes.
+
+    Returns:
+        y [T,heads,outputs] of the dtype of `mixed`, zeros for padding, and the new states. The
+        computation is in the dtype of the states.
+    """
+    if _has_kernel(mixed, states):
+        return _recurrence(mixed, gates, states, constants, rows, options)
+    return reference.gated_delta(mixed, gates, states, constants, rows, options)
+
+
+def mamba2(
+    mixed: jax.Array,
+    steps: jax.Array,
+    states: jax.Array,
+    constants: jax.Array,
+    rows: StateRows,
+    options: Mamba2Options,
+) -> tuple[jax.Array, jax.Array]:
+    """Apply the recurrence of Mamba-2 (Dao and Gu 2024) to each head of each row.
+
+    Args:
+        mixed: [T,M] x of all heads, B of all groups and C of all groups, one after the other.
+        steps: [T,heads] of the dtype of `mixed`, step sizes before bias and softplus.
+        states: [N,heads,inputs,outputs] float32 (float64 for float64). In place if donated.
+        constants: [3,heads] of the dtype of the states: log of the decay rate, bias of the step
+            sizes, and factor of the direct path.
+        rows: tokens and places of each row.
+        options: sizes.
+
+    Returns:
+        y [T,heads,outputs] of the dtype of `mixed`, zeros for padding, and the new states. The
+        computation is in the dtype of the states.
+    """
+    if _has_kernel(mixed, states):
+        return _recurrence(mixed, steps, states, constants, rows, options)
+    return reference.mamba2(mixed, steps, states, constants, rows, options)
+
+
+def _has_kernel(x: jax.Array, states: jax.Array) -> bool:
+    if states.dtype not in STATE_DTYPES:
+        raise ValueError(f"states has dtype {states.dtype}; allowed: float32, float64")
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    if states.dtype != wide:
+        raise ValueError(f"states has dtype {states.dtype}; expected {wide} with {x.dtype} inputs")
+    return has_llvm() and x.size > 0 and x.dtype != jnp.float16
