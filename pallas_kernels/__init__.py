@@ -30,6 +30,11 @@ Operations over rows:
 * ``row_sums``, ``softmax``, ``sigmoid`` and ``gated``. On CPU the result of a row does not depend
   on the number of rows.
 
+Operations with a state per sequence:
+
+* ``causal_conv``: a convolution of a few taps for each channel.
+* ``gated_delta`` and ``mamba2``: linear recurrences over a matrix for each head.
+
 Every operation has a specification in plain JAX (``reference``) and several implementations. The
 tables in ``implementation`` decide which implementation runs.
 """
@@ -76,25 +81,33 @@ from pallas_kernels.quantized_matmul import (
     quantized_matmul,
 )
 from pallas_kernels.row_ops import DrawSettings, draw, gated, has_draw, row_sums, sigmoid, softmax
+from pallas_kernels.state_arguments import ConvOptions, DeltaOptions, Mamba2Options, StateRows
+from pallas_kernels.states import causal_conv, gated_delta, mamba2
 
 __all__ = [
     "IMPLEMENTATIONS",
     "Activation",
     "AttentionOptions",
+    "ConvOptions",
+    "DeltaOptions",
     "DrawSettings",
+    "Mamba2Options",
     "NormOptions",
     "PartPositions",
     "QkvOptions",
+    "StateRows",
     "add_norm",
     "add_norm_kernel",
     "add_norm_over_devices",
     "attention_of_part",
     "block_product",
+    "causal_conv",
     "check_page_table",
     "dequantize",
     "device_sum_limit",
     "draw",
     "gated",
+    "gated_delta",
     "gated_matmul",
     "greatest",
     "grouped_matmul",
@@ -105,6 +118,7 @@ __all__ = [
     "kernel_code",
     "kernels_from",
     "kv_write",
+    "mamba2",
     "matmul_in_parts",
     "merge_parts",
     "output_major_matmul",

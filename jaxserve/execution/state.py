@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import traceback
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -20,7 +20,7 @@ from jaxserve.execution.sampler_state import SamplerState, make_sampler_state
 from jaxserve.models import ModelConfig
 from jaxserve.models.expert_places import place_counts
 from jaxserve.models.linear import accumulator
-from jaxserve.models.paged import KVPages
+from jaxserve.models.paged import KVPages, States
 from jaxserve.models.shards import AXIS, local_kv_heads
 from pallas_kernels.arguments import FP8, FP8_BITS, INT8
 from pallas_kernels.implementation import FOUR_GIB, TWO_GIB
@@ -40,13 +40,16 @@ class DeviceState:
     a NaN.
     """
 
-    kv: list[KVPages]  # one per layer
+    kv: list[KVPages | tuple[()]]  # one per layer, () for a layer without attention
     page_table: Int32[Array, "slots_plus_1 M"]  # the entries sent so far (see `page_table`)
     last_token: Int32[Array, " slots_plus_1"]  # the newest sampled token of each slot
     sampler: SamplerState
     # Rows that each device's experts have computed, modulo 2**32, by layer and place if experts
     # are placed explicitly. None if they are not counted.
     expert_rows: UInt32[Array, "N ..."] | None = None
+    # One per layer: arrays whose rows are the states of the slots, the null slot, and snapshots.
+    # () for a layer without states.
+    states: list[States] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,7 @@ def page_bytes(config: ModelConfig, page_size: int, dtype: DTypeLike) -> int:
     if dtype == INT8:
         head += SCALE.itemsize
     cells = page_size // config.split.context
-    return 2 * config.num_hidden_layers * cells * local_kv_heads(config) * head
+    return 2 * config.num_page_layers * cells * local_kv_heads(config) * head
 
 
 def addressable_pages(pages: int, layer_page_bytes: int, dtype: np.dtype, platform: str) -> int:
@@ -125,6 +128,7 @@ def make_state(
     dtype: DTypeLike,
     *,
     max_pages: int,
+    num_snapshots: int = 0,
 ) -> DeviceState:
     """Create a device state with zeros in all pages and tables.
 
@@ -135,6 +139,7 @@ def make_state(
         num_slots: the slots, without the null slot.
         dtype: the dtype of the pages.
         max_pages: the most pages of a slot.
+        num_snapshots: the number of states at page borders.
     """
     # A head that is replicated, or whose positions are sharded, counts once per device.
     heads = local_kv_heads(config) * config.split.devices
@@ -150,8 +155,16 @@ def make_state(
             return pages
         return *pages, jnp.zeros(cells, SCALE), jnp.zeros(cells, SCALE)
 
+    exact, places = accumulator(jnp.float64 if dtype == jnp.float64 else jnp.float32), num_slots + 1
+
+    def states(layer: int) -> States:
+        rows = places + num_snapshots
+        return tuple(jnp.zeros((rows, *part.shape), exact) for part in config.states_of(layer))
+
+    layers = range(config.num_hidden_layers)
     return DeviceState(
-        kv=[layer() for _ in range(config.num_hidden_layers)],
+        kv=[layer() if config.has_pages(index) else () for index in layers],
+        states=[states(index) for index in layers],
         page_table=jnp.zeros((num_slots + 1, max_pages), np.int32),
         last_token=jnp.zeros(num_slots + 1, np.int32),
         sampler=make_sampler_state(num_slots, config.vocab_size),
@@ -159,21 +172,27 @@ def make_state(
     )
 
 
-def state_specs(layers: int, dtype: DTypeLike) -> DeviceState:
+def state_specs(config: ModelConfig, dtype: DTypeLike) -> DeviceState:
     """Return the partition specs of the device state.
 
-    Pages and their scales are sharded by head. Each device has its own counters of expert rows.
-    All other arrays are replicated.
+    Pages and their scales are sharded by head, states by head or channel. Each device has its own
+    counters of expert rows. All other arrays are replicated.
 
     Args:
-        layers: the number of layers.
+        config: the configuration of the model.
         dtype: the dtype of the pages. int8 pages have scales.
     """
     kv, whole = PartitionSpec(None, AXIS), PartitionSpec()
     specs: Any = {"page_table": whole, "last_token": whole, "sampler": whole}
     specs["expert_rows"] = PartitionSpec(AXIS)
     arrays: Any = (kv,) * (4 if dtype == INT8 else 2)
-    return DeviceState(kv=[arrays] * layers, **specs)
+    layers = range(config.num_hidden_layers)
+    specs["kv"] = [arrays if config.has_pages(index) else () for index in layers]
+    specs["states"] = [
+        tuple(PartitionSpec(*[None] * (1 + part.divided), AXIS) for part in config.states_of(index))
+        for index in layers
+    ]
+    return DeviceState(**specs)
 
 
 def release(state: DeviceState | None, error: Exception | None) -> None:

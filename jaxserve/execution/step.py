@@ -21,10 +21,12 @@ from jaxserve.execution.sampler_state import SamplerState, record
 from jaxserve.execution.sampling import sample
 from jaxserve.execution.state import DeviceState, StepOutput
 from jaxserve.models import Decoder
+from jaxserve.models.mixers import Kept
 from jaxserve.models.paged import PagedStep
 from jaxserve.models.panels import with_num_rows
 from jaxserve.models.quantized import with_implementation
 from jaxserve.scheduling.slot_table import NO_TOKEN
+from pallas_kernels import StateRows
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int32
@@ -50,6 +52,24 @@ def slot_mapping(
     # A row that has ended within the launch is padding.
     real &= batch.kv_len.at[batch.row_of_token].get(mode="clip") > 0
     return jnp.where(real, cell, -1)
+
+
+def state_rows(batch: StepBatch[Array], state: DeviceState) -> StateRows:
+    """Return the places of each row's states.
+
+    A row whose first position is 0 starts from zeros, so the host never clears a state. Rows that
+    have ended, and padding, have the null slot and change no state.
+    """
+    null_slot = state.last_token.shape[0] - 1
+    first = batch.positions.at[batch.query_start[:-1]].get(mode="clip")
+    none = jnp.zeros_like(batch.slots)
+    return StateRows(
+        query_start=batch.query_start,
+        source=jnp.where(first == 0, -1, batch.slots),
+        target=jnp.where(batch.slots == null_slot, -1, batch.slots),
+        border=none,
+        saved=none,
+    )
 
 
 def known_tokens(
@@ -119,7 +139,8 @@ def _take_step(
     num_tokens = batch.query_start[-1]
     parameters = with_implementation(jax.tree.unflatten(treedef, leaves), implementation)
     model = nnx.merge(graphdef, with_num_rows(parameters, num_tokens))
-    page_size = state.kv[0][0].shape[2] * model.config.split.context
+    pages = next((pages for pages in state.kv if pages), None)
+    page_size = 1 if pages is None else pages[0].shape[2] * model.config.split.context
     step = PagedStep(
         positions=batch.positions,
         slot_mapping=slot_mapping(batch, page_table, page_size),
@@ -128,8 +149,10 @@ def _take_step(
         kv_len=batch.kv_len,
         decode_only=decode_only,
         implementation=implementation,
+        state_rows=state_rows(batch, state) if any(state.states) else None,
     )
-    hidden, kv, rows = model.counted(known_tokens(batch, state.last_token), step, state.kv)
+    kept = [Kept(*arrays) for arrays in zip(state.kv, state.states, strict=True)]
+    kept, rows, hidden = model.advance(known_tokens(batch, state.last_token), step, kept)
     last = hidden if decode_only else hidden.at[batch.sample_index].get(mode="clip")
     # kv_len cannot be used: a row that has ended can precede active rows.
     num_rows = (batch.query_start[:-1] < num_tokens).sum(dtype=jnp.int32)
@@ -152,7 +175,14 @@ def _take_step(
                 scored = (model.logits, hidden, logits, indices, draws, batch)
                 logprobs = position_logprobs(*scored, columns)
     counted = None if rows is None or state.expert_rows is None else state.expert_rows + rows
-    state = replace(state, kv=kv, last_token=last_token, sampler=sampler, expert_rows=counted)
+    state = replace(
+        state,
+        kv=[layer.pages for layer in kept],
+        states=[layer.states for layer in kept],
+        last_token=last_token,
+        sampler=sampler,
+        expert_rows=counted,
+    )
     output = StepOutput(token_ids=token_ids, logprobs=logprobs, expert_rows=counted)
     return state, replace(output, logits=logits, hidden=hidden) if keeps_logits else output
 

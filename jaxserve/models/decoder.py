@@ -12,14 +12,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxserve.models.attention import Attention
 from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.expert_places import place_tables
 from jaxserve.models.experts import CountedRows, SparseMLP
 from jaxserve.models.family import LLAMA_TRAITS, FamilyTraits
-from jaxserve.models.latent import LatentAttention
 from jaxserve.models.layers import Embedding, GatedMLP, Norm, Residual, norm_options
 from jaxserve.models.linear import MOST_ROWS_IN_PARTS, accumulator
+from jaxserve.models.mixers import MIXERS, Kept, MixerInputs
 from jaxserve.models.paged import KVPages, PagedStep
 from jaxserve.models.rope import rope_cos_sin
 from jaxserve.models.rounding import rounded_once
@@ -54,54 +53,71 @@ class DecoderLayer(nnx.Module):
         self.norm_options = norm_options(config.rms_norm_eps, traits)
         before, after = traits.norms != "after", traits.norms != "before"
         self.factor, self.is_centered = config.scales.residual, traits.norm_centered
-        self.attention_norm = norm() if before else None
-        if config.latent is None:
-            window = config.layers.windows[index]
-            self.attention = Attention(config, dtype, rngs, traits, window)
-        else:
-            self.attention = LatentAttention(config, config.latent, dtype, rngs, traits)
-        self.split = config.split
-        self.attention_out_norm = norm() if after else None
-        self.parallel = traits.parallel
-        self.mlp_norm = norm() if before and not traits.parallel else None
-        if config.experts is not None and config.experts.layers[index]:
+        self.mixers, self.split, self.parallel = (
+            config.mixers_of(index),
+            config.split,
+            traits.parallel,
+        )
+        self.attention_norm = norm() if before and self.mixers else None
+        for mixer in map(MIXERS.__getitem__, self.mixers):
+            setattr(self, mixer.name, mixer.build(config, dtype, rngs, traits, index))
+        self.attention_out_norm = norm() if after and self.mixers else None
+        has_mlp = config.has_mlp(index)
+        self.mlp_norm = norm() if before and not traits.parallel and has_mlp else None
+        if not has_mlp:
+            self.mlp = None
+        elif config.experts is not None and config.experts.layers[index]:
             self.mlp = SparseMLP(config, config.experts, dtype, rngs, traits)
         else:
             self.mlp = GatedMLP(config, dtype, rngs, traits)
-        self.mlp_out_norm = norm() if after else None
+        self.mlp_out_norm = norm() if after and has_mlp else None
 
     def __call__(
-        self, residual: Residual, cos_sin: CosSin | None, step: PagedStep, kv: KVPages
-    ) -> tuple[Residual, KVPages]:
-        """Compute attention and MLP.
+        self, residual: Residual, cos_sin: CosSin | None, step: PagedStep, kept: Kept
+    ) -> tuple[Residual, Kept]:
+        """Compute the mixers and the MLP of the layer.
 
         Args:
             residual: the residual stream. Its update is the result of the previous layer's MLP; the
                 first layer has none.
 
         Returns:
-            The residual stream with this layer's update, and the cache pages with the K and V of
-            this step.
+            The residual stream with this layer's update, and the cache pages and states with this
+            step's tokens.
         """
         kernel = self._kernel(residual.stream, step)
-        with jax.named_scope("attention"):
-            residual, normed = residual.normed(self.attention_norm, self.norm_options, step.others)
-            if isinstance(self.attention, LatentAttention):
-                y, kv = self.attention(normed, cos_sin, step, kv)
-            else:
-                y, kv = self.attention(normed, cos_sin, step, kv, kernel)
-            residual = self._updated(residual, y, self.attention_out_norm, kernel)
-        with jax.named_scope("mlp"):
-            if self.parallel:
-                residual = residual.added()
-            else:
-                residual, normed = residual.normed(self.mlp_norm, self.norm_options, step.others)
-            if isinstance(self.mlp, SparseMLP):
-                y = self.mlp(normed, step)
-            else:
-                y = self.mlp(normed, kernel, step.others)
-            residual = self._updated(residual, y, self.mlp_out_norm, kernel)
-        return residual, kv
+        if self.mixers:
+            inputs = MixerInputs(cos_sin, step, kernel if len(self.mixers) == 1 else "xla")
+            with jax.named_scope("attention"):
+                residual, normed = residual.normed(
+                    self.attention_norm, self.norm_options, step.others
+                )
+                y, kept = self._mixed(normed, inputs, kept)
+                residual = self._updated(residual, y, self.attention_out_norm, kernel)
+        if self.mlp is not None:
+            with jax.named_scope("mlp"):
+                if self.parallel:
+                    residual = residual.added()
+                else:
+                    residual, normed = residual.normed(
+                        self.mlp_norm, self.norm_options, step.others
+                    )
+                if isinstance(self.mlp, SparseMLP):
+                    y = self.mlp(normed, step)
+                else:
+                    y = self.mlp(normed, kernel, step.others)
+                residual = self._updated(residual, y, self.mlp_out_norm, kernel)
+        return residual, kept
+
+    def _mixed(
+        self, x: Float[Array, "T D"], inputs: MixerInputs, kept: Kept
+    ) -> tuple[Float[Array, "*parts T D"], Kept]:
+        """Return the sum of the mixers' results, and the arrays to keep."""
+        results: list[Float[Array, "*parts T D"]] = []
+        for mixer in map(MIXERS.__getitem__, self.mixers):
+            y, kept = mixer.call(getattr(self, mixer.name), x, inputs, kept)
+            results.append(y)
+        return reduce(jnp.add, results), kept
 
     def _kernel(self, x: Float[Array, "T D"], step: PagedStep) -> str:
         is_apart = self.parallel or self.is_centered
@@ -125,8 +141,8 @@ def run_layer(
     residual: Residual,
     cos_sin: CosSin | None,
     step: PagedStep,
-    kv: KVPages,
-) -> tuple[Residual, KVPages, nnx.State]:
+    kept: Kept,
+) -> tuple[Residual, Kept, nnx.State]:
     """Call a transformer layer given as the graph and state that `nnx.split` returned.
 
     Within a larger program, layers with the same structure are traced and lowered once, and the
@@ -137,7 +153,7 @@ def run_layer(
         The results of the layer, and the values that its modules have sown (`CountedRows`).
     """
     layer = nnx.merge(graphdef, parameters)
-    return *layer(residual, cos_sin, step, kv), nnx.pop(layer, CountedRows)
+    return *layer(residual, cos_sin, step, kept), nnx.pop(layer, CountedRows)
 
 
 def scaled(x: Float[Array, "*sizes"], factor: float | Float[Array, ""]) -> Float[Array, "*sizes"]:
@@ -179,15 +195,17 @@ class Decoder(nnx.Module):
         kv: the cache pages of each layer. The layers are unrolled: a scan would copy the whole
         cache, or every layer's weights, in each step.
         """
-        return self.counted(tokens, step, kv)[:2]
+        kept, _, hidden = self.advance(tokens, step, [Kept(pages) for pages in kv])
+        return hidden, [layer.pages for layer in kept]
 
-    def counted(
-        self, tokens: Int32[Array, " T"], step: PagedStep, kv: Sequence[KVPages]
-    ) -> tuple[Float[Array, "T D"], list[KVPages], UInt32[Array, "*places"] | None]:
-        """Return the results of `__call__`, and counts of the rows of this device's experts.
+    def advance(
+        self, tokens: Int32[Array, " T"], step: PagedStep, kept: Sequence[Kept]
+    ) -> tuple[list[Kept], UInt32[Array, "*places"] | None, Float[Array, "T D"]]:
+        """Return each layer's pages and states after the step, counts of rows, and hidden states.
 
-        The counts are None unless each device has whole experts (see `Split`). With expert places
-        they are [layers with experts, places of this device], else a single number.
+        The counts of the rows of this device's experts are None unless each device has whole
+        experts (see `Split`). With expert places they are [layers with experts, places of this
+        device], else a single number. The hidden states are normalized.
         """
         config = self.config
         places = place_tables(config)
@@ -203,25 +221,25 @@ class Decoder(nnx.Module):
                 for rope in dict.fromkeys(ropes)
                 if rope is not None
             }
-        written: list[KVPages] = []
+        after: list[Kept] = []
         counts: list[UInt32[Array, "*places"]] = []
         residual = Residual(x)
-        for index, (layer, pages) in enumerate(zip(self.layers, kv, strict=True)):
+        for index, (layer, arrays) in enumerate(zip(self.layers, kept, strict=True)):
             with jax.named_scope(f"layer_{index}"):
                 rope = ropes[index]
                 cos_sin = None if rope is None else angles[rope]
                 layer_step = (
                     step if places is None else replace(step, places=jnp.asarray(places[index]))
                 )
-                residual, pages, rows = run_layer(
-                    *nnx.split(layer), residual, cos_sin, layer_step, pages
+                residual, arrays, rows = run_layer(
+                    *nnx.split(layer), residual, cos_sin, layer_step, arrays
                 )
-            written.append(pages)
+            after.append(arrays)
             counts += jax.tree.leaves(rows)
-        normed = residual.normed(self.norm, self.norm.options, step.others)[1]
+        hidden = residual.normed(self.norm, self.norm.options, step.others)[1]
         if places is not None:
-            return normed, written, jnp.stack(counts)
-        return normed, written, reduce(jnp.add, counts) if counts else None
+            return after, jnp.stack(counts), hidden
+        return after, reduce(jnp.add, counts) if counts else None, hidden
 
     def logits(
         self, hidden: Float[Array, "R D"], num_rows: Int32[Array, ""] | None = None

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Literal
 import jax
 from flax import nnx
 
+from pallas_kernels import StateRows
+
 if TYPE_CHECKING:
     from jaxtyping import Array, Float32, Int32, Shaped
 
@@ -19,12 +21,22 @@ if TYPE_CHECKING:
     Scales = Float32[Array, "P K S"]
     # One layer's k_pages and v_pages, and the scales of each if pages are int8.
     KVPages = tuple[Pages, Pages] | tuple[Pages, Pages, Scales, Scales]
+    States = tuple[Shaped[Array, "places ..."], ...]
 else:  # for modules that run without jaxtyping
-    KVPages = tuple[jax.Array, ...]
+    KVPages = States = tuple[jax.Array, ...]
 
 # "group": the query heads that share a kv head (in the fused projection also its key and value).
 LogicalAxis = Literal[
-    "vocab", "embed", "kv_heads", "group", "head_dim", "gate_up", "mlp", "experts", "latent"
+    "vocab",
+    "embed",
+    "kv_heads",
+    "group",
+    "head_dim",
+    "gate_up",
+    "mlp",
+    "experts",
+    "latent",
+    "taps",
 ]
 LogicalAxes = tuple[LogicalAxis, ...]
 
@@ -52,6 +64,8 @@ class PagedStep:
     implementation: str = field(metadata={"static": True})
     # For a layer whose experts have places: the number of places of each expert, then the places.
     places: Int32[Array, "E W"] | None = None
+    # Tokens and places of each row's states, for layers that keep states.
+    state_rows: StateRows | None = None
 
     @property
     def others(self) -> str:

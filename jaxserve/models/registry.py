@@ -24,6 +24,7 @@ from jaxserve.models.families.gemma import GEMMA
 from jaxserve.models.families.glm import GLM
 from jaxserve.models.families.gpt_oss import GPT_OSS
 from jaxserve.models.families.granite import GRANITE
+from jaxserve.models.families.lfm2 import LFM2
 from jaxserve.models.families.llama import LLAMA
 from jaxserve.models.families.mistral import MISTRAL
 from jaxserve.models.families.mixtral import MIXTRAL
@@ -62,6 +63,7 @@ FAMILIES = (
     COHERE,
     GEMMA,
     GLM,
+    LFM2,
 )
 # Architectures by their names in config.json.
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(

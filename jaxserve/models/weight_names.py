@@ -34,13 +34,17 @@ def embedding_weights(config: ModelConfig) -> list[WeightName]:
 
 
 def every_layer(
-    layer: Sequence[WeightName], config: ModelConfig, sparse: bool | None = None
+    layer: Sequence[WeightName],
+    config: ModelConfig,
+    sparse: bool | None = None,
+    mixer: str | None = None,
 ) -> list[WeightName]:
     """Return one layer's tensors repeated for every layer, under its prefix.
 
     Args:
         layer: the tensors of one layer.
         config: configuration of the model.
+        mixer: selects the layers with this mixer, None all layers.
         sparse: True selects the layers with experts, False the layers without, None all layers.
     """
     return [
@@ -49,6 +53,7 @@ def every_layer(
         )
         for index in range(config.num_hidden_layers)
         if sparse in (None, config.experts is not None and config.experts.layers[index])
+        and (mixer is None or mixer in config.mixers_of(index))
         for tensor in layer
     ]
 

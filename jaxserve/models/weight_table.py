@@ -11,6 +11,7 @@ from types import EllipsisType
 import numpy as np
 
 from jaxserve.models.config.model_config import ModelConfig
+from jaxserve.models.config.recurrent import ShortConv
 
 Index = tuple[int | slice | EllipsisType, ...]
 
@@ -119,6 +120,7 @@ def dimensions(config: ModelConfig) -> dict[str, int]:
     of width S. P is the pair of gate and up projections. Latent attention has latents of ranks L
     (queries) and C (keys and values); J is C plus the rotated part. Its heads have sizes A (queries
     and keys), B (the part of keys and values that is projected from their latent) and U (values).
+    A short convolution has W taps for each of Y channels. X is the triple of its projections.
     """
     sizes = {
         "V": config.vocab_size,
@@ -129,6 +131,8 @@ def dimensions(config: ModelConfig) -> dict[str, int]:
         "H": config.head_dim,
         "P": 2,
     }
+    if isinstance(config.recurrent, ShortConv):
+        sizes |= {"X": 3, "Y": config.recurrent.channels, "W": config.recurrent.width, "One": 1}
     if (experts := config.experts) is not None:
         sizes |= {"E": experts.count, "M": experts.size, "S": experts.shared}
     if (latent := config.latent) is not None:

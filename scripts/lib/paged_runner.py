@@ -11,6 +11,8 @@ import numpy as np
 from flax import nnx
 
 from jaxserve.models import Decoder, PagedStep
+from jaxserve.models.mixers import Kept
+from pallas_kernels import StateRows
 from scripts.lib.fast_compile import FAST
 
 
@@ -19,8 +21,9 @@ class PagedRunner:
     """Runner of a model's steps over one cache of scattered pages. It keeps each row's tokens.
 
     Row r's pages are every R-th of a random order of all pages but page 0, which stays full of NaN,
-    as steps may not read it. `whole` compiles each step as one program. `implementation` is that
-    of its kernels.
+    as steps may not read it. If layers keep states, a row's states are saved after `border` of its
+    tokens, for a row that shares them. `whole` compiles each step as one program. `implementation`
+    is that of its kernels.
     """
 
     model: Decoder
@@ -29,6 +32,7 @@ class PagedRunner:
     max_tokens: int = 192
     whole: bool = True
     implementation: str = "xla"
+    border: int = 0
     tokens: list[list[int]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -41,14 +45,27 @@ class PagedRunner:
         shape = (num_pages, config.num_key_value_heads, self.page_size, config.head_dim)
         pages = np.zeros(shape, self.model.norm.scale.dtype)
         pages[0] = np.nan
-        self.kv = [(jnp.array(pages), jnp.array(pages)) for _ in range(config.num_hidden_layers)]
+        exact = (
+            np.promote_types(pages.dtype, np.float32) if pages.dtype != "bfloat16" else np.float32
+        )
+        self.kept = [
+            Kept(
+                (jnp.array(pages), jnp.array(pages)) if config.has_pages(index) else (),
+                tuple(
+                    jnp.full((2 * self.num_rows, *part.shape), np.nan, exact)
+                    for part in config.states_of(index)
+                ),
+            )
+            for index in range(config.num_hidden_layers)
+        ]
+        self._restored: dict[int, int] = {}
         graphdef, state = nnx.split(self.model)
         leaves, treedef = jax.tree.flatten(state)
 
-        def forward(leaves, tokens, step, kv):
+        def forward(leaves, tokens, step, kept):
             model = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
-            hidden, kv = model(tokens, step, kv)
-            return model.logits(hidden), kv
+            kept, _, hidden = model.advance(tokens, step, kept)
+            return model.logits(hidden), kept
 
         # Some products of 16-bit numbers need the fusions that are quick to leave out.
         narrow = self.model.norm.scale.dtype.itemsize < 4
@@ -81,10 +98,27 @@ class PagedRunner:
             kv_len=jnp.asarray([len(row) for row in self.tokens], jnp.int32),
             decode_only=pad == 0 and set(counts) == {1},
             implementation=self.implementation,
+            state_rows=self._state_rows(starts, counts),
         )
-        self.last = self._leaves, _padded(flat, pad, 0), step, self.kv
-        logits, self.kv = self._forward(*self.last)
+        self.last = self._leaves, _padded(flat, pad, 0), step, self.kept
+        logits, self.kept = self._forward(*self.last)
         return np.split(np.asarray(logits)[: len(flat)], np.cumsum(counts)[:-1])
+
+    def _state_rows(self, starts: list[int], counts: list[int]) -> StateRows | None:
+        if self.model.config.recurrent is None:
+            return None
+        rows = range(self.num_rows)
+        sources = [
+            self._restored.pop(row, row) if start else -1 for row, start in enumerate(starts)
+        ]
+        borders = [self.border - start for start in starts]
+        borders = [
+            border if 0 < border <= count else 0
+            for border, count in zip(borders, counts, strict=True)
+        ]
+        saved = [self.num_rows + row for row in rows]
+        arrays = np.cumsum([0, *counts]), sources, list(rows), borders, saved
+        return StateRows(*(jnp.asarray(array, jnp.int32) for array in arrays))
 
     def share(self, row: int, other: int, count: int) -> None:
         """Let a row begin anew with the first `count` tokens of another, whole pages of them."""
@@ -92,6 +126,8 @@ class PagedRunner:
         assert pages * self.page_size == count <= len(self.tokens[other])
         self.page_table[row, :pages] = self.page_table[other, :pages]
         self.tokens[row] = self.tokens[other][:count]
+        assert self.model.config.recurrent is None or count == self.border
+        self._restored[row] = self.num_rows + other
 
     def program(self) -> str:
         """Return the program of the last step, as text."""

@@ -48,7 +48,7 @@ EXPERTS = {
 }
 COHERE = {"layer_norm_eps": 1e-3, "logit_scale": 0.8, "tie_word_embeddings": True}
 LOCAL_ROPE = {"rope_type": "default", "rope_theta": 50.0}
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, CONV = "full_attention", "sliding_attention", "conv"
 
 # Read by every family. A case changes some of it.
 SIZES: dict[str, Any] = {
@@ -158,6 +158,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                 FULL: {"rope_type": "default", "rope_theta": 500.0},
                 SLIDING: LOCAL_ROPE,
             },
+        },
+    ),
+    "lfm2": (
+        "Lfm2",
+        {
+            "norm_eps": 1e-3,
+            "num_hidden_layers": 3,
+            "layer_types": [CONV, FULL, CONV],
+            "block_multiple_of": 16,
         },
     ),
     # Read as "gelu_pytorch_tanh", which its first files meant.
@@ -394,6 +403,22 @@ CASES: dict[str, dict[str, Any]] = {
         "rope_parameters": YARN | {"partial_rotary_factor": 0.5},
         "num_key_value_heads": 4,
     },
+    "lfm2_tied": {"tie_word_embeddings": True},
+    "lfm2_bias_wide": {
+        "conv_bias": True,
+        "conv_L_cache": 7,
+        "block_auto_adjust_ff_dim": False,
+        "layer_types": None,
+        "full_attn_idxs": [2],
+        "num_key_value_heads": 1,
+    },
+    "lfm2_narrow": {
+        "conv_L_cache": 4,
+        "hidden_size": 36,
+        "num_key_value_heads": 4,
+        "block_ffn_dim_multiplier": 1.3,
+        "layer_types": [FULL, CONV, CONV],
+    },
     "gemma_head_dim": {},
     "gemma_tied_linear": {
         "tie_word_embeddings": True,
@@ -463,7 +488,7 @@ def fields_of(case: str) -> dict[str, Any]:
     """Return the config.json fields that a case sets."""
     layers = {"num_hidden_layers": 1} if case in ONE_LAYER else {}
     fields = {**SIZES, **FAMILIES[family_of(case)][1], **layers, **CASES[case]}
-    if "layer_norm_eps" in fields:  # in place of the other
+    if {"layer_norm_eps", "norm_eps"} & fields.keys():  # in place of the other
         del fields["rms_norm_eps"]
     return fields
 

@@ -66,7 +66,7 @@ def test_chunked_prefill_then_greedy_decode(checkpoints, case, page_size, padded
     """The same tokens, and close logits after every token read and every token generated."""
     directory, reference = checkpoints[case]
     prompts = prompts_for(case)
-    runner = PagedRunner(load(directory), len(prompts), page_size)
+    runner = PagedRunner(load(directory), len(prompts), page_size, border=HIT)
     logits, wanted = runner.greedy(prompts, NUM_GENERATED, chunks=2, padded=padded), []
     for row, prompt in enumerate(prompts):
         # With dynamic scaling a token's rotation depends on how many are read together.

@@ -6,26 +6,36 @@ from dataclasses import dataclass
 from jaxserve.models.config.fields import MAX_POSITIONS, Fields
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+ATTENTION = "attention"
 MAX_LAYERS = 1 << 10
 
 
 @dataclass(frozen=True)
 class LayerTable:
-    """The window and the rotation of each layer.
+    """The parts of each layer, and the window and rotation of its attention.
 
     Attributes:
         windows: number of positions that a query sees, including its own, or None for all.
         rotary: whether queries and keys are rotated.
+        mixers: names of each layer's mixers (see `models.mixers`), which read the same input and
+            whose results are added. Empty: every layer has attention alone.
+        mlps: whether each layer has an MLP or experts. Empty: every layer has.
     """
 
     windows: tuple[int | None, ...]
     rotary: tuple[bool, ...]
+    mixers: tuple[tuple[str, ...], ...] = ()
+    mlps: tuple[bool, ...] = ()
 
     @property
     def window(self) -> int | None:
         """The widest window, or None if some layer has no window, and so sees every position."""
-        windows = [window for window in self.windows if window is not None]
-        return max(windows) if len(windows) == len(self.windows) else None
+        windows = [
+            window
+            for index, window in enumerate(self.windows)
+            if not self.mixers or ATTENTION in self.mixers[index]
+        ]
+        return None if None in windows else max((w for w in windows if w), default=None)
 
 
 # Reads a LayerTable, given the fields and the number of layers.

@@ -15,15 +15,15 @@ from jaxserve.errors import UnsupportedModel
 from jaxserve.models.config.experts import Experts
 from jaxserve.models.config.fields import MAX_POSITIONS, Fields, shown
 from jaxserve.models.config.latent import Latent
-from jaxserve.models.config.layers import MAX_LAYERS, LayerTable
+from jaxserve.models.config.layers import ATTENTION, MAX_LAYERS, LayerTable
 from jaxserve.models.config.quantization import FIELD as QUANTIZATION
 from jaxserve.models.config.quantization import StoredQuantization, read_quantization
+from jaxserve.models.config.recurrent import Recurrent, StateShape
 from jaxserve.models.config.rope import Rope, read_ropes
 from jaxserve.models.config.rules import ConfigRules, Scales
 from jaxserve.models.config.split import ONE_DEVICE, Split
 
 MAX_HIDDEN = 1 << 17
-MAX_MLP = 1 << 20
 MAX_HEADS = 1 << 12
 MAX_HEAD_DIM = 1 << 12
 MAX_VOCAB = 1 << 22
@@ -91,10 +91,11 @@ class ModelConfig:
     `use_qk_norm` is the switch of families that have one. `dtype` is the dtype that the checkpoint
     declares, by default "float32". `local_rope` is the rotary embedding of layers with a window, if
     it differs. `attention_bias` applies to queries, keys and values, `output_bias` to the
-    projection after attention. `head_dim` is the size of a head in the cache. `experts` and
-    `latent` are None for models without them. `extra_layers` counts layers of the checkpoint that
-    are not read. `wrapper` names the multimodal architecture that contains this text model. `split`
-    is the division over devices. The class is hashable, so that modules can hold it.
+    projection after attention. `head_dim` is the size of a head in the cache. `experts`, `latent`
+    and `recurrent` (sizes of layers with states) are None for models without them. `extra_layers`
+    counts layers of the checkpoint that are not read. `wrapper` names the multimodal architecture
+    that contains this text model. `split` is the division over devices. The class is hashable, so
+    that modules can hold it.
     """
 
     architecture: str
@@ -114,6 +115,7 @@ class ModelConfig:
     scales: Scales
     experts: Experts | None
     latent: Latent | None
+    recurrent: Recurrent | None
     extra_layers: int
     tie_word_embeddings: bool
     attention_bias: bool
@@ -154,7 +156,7 @@ class ModelConfig:
         config = cls(
             architecture=name,
             vocab_size=fields.integer("vocab_size", 1, MAX_VOCAB),
-            intermediate_size=fields.integer("intermediate_size", 1, MAX_MLP),
+            intermediate_size=rules.mlp_size(fields),
             max_position_embeddings=_length(fields, rules, positions),
             rms_norm_eps=fields.number(rules.norm_eps, 0.0, 0.1),
             use_qk_norm=fields.flag(rules.qk_norm, default=False) if rules.qk_norm else False,
@@ -164,6 +166,7 @@ class ModelConfig:
             scales=rules.scales(fields, sizes["hidden_size"]),
             experts=rules.experts(fields, sizes["num_hidden_layers"]),
             latent=latent,
+            recurrent=rules.recurrent(fields),
             extra_layers=_extra_layers(fields, rules),
             tie_word_embeddings=fields.flag("tie_word_embeddings", default=rules.tied),
             attention_bias=_bias(fields, "attention_bias", rules.qkv_bias, rules.biased),
@@ -194,6 +197,31 @@ class ModelConfig:
             return None
         local = self.local_rope if self.layers.windows[layer] is not None else None
         return local or self.rope
+
+    def mixers_of(self, layer: int) -> tuple[str, ...]:
+        """Return the names of a layer's mixers (see `models.mixers`)."""
+        if not self.layers.mixers:
+            return (ATTENTION,) if self.latent is None else ("latent",)
+        return self.layers.mixers[layer]
+
+    def has_pages(self, layer: int) -> bool:
+        """Return whether a layer keeps cache pages."""
+        return not self.layers.mixers or ATTENTION in self.layers.mixers[layer]
+
+    def states_of(self, layer: int) -> tuple[StateShape, ...]:
+        """Return the arrays that a layer keeps for each sequence."""
+        if self.recurrent is None or self.mixers_of(layer) in ((), (ATTENTION,)):
+            return ()
+        return self.recurrent.states
+
+    def has_mlp(self, layer: int) -> bool:
+        """Return whether a layer has an MLP or experts."""
+        return not self.layers.mlps or self.layers.mlps[layer]
+
+    @property
+    def num_page_layers(self) -> int:
+        """Number of layers that keep cache pages."""
+        return sum(map(self.has_pages, range(self.num_hidden_layers)))
 
     @property
     def rotary_dim(self) -> int:

@@ -8,8 +8,10 @@ from jaxserve.models.config.experts import ReadExperts, no_experts
 from jaxserve.models.config.fields import Fields
 from jaxserve.models.config.latent import ReadLatent, no_latent
 from jaxserve.models.config.layers import ReadLayers, full_attention
+from jaxserve.models.config.recurrent import ReadRecurrent, no_states
 from jaxserve.models.config.rope import RopeRules
 
+MAX_MLP = 1 << 20
 KV_HEADS = frozenset({"num_key_value_heads"})
 HEADS = KV_HEADS | {"head_dim"}
 # Fields of training: losses that balance the load of experts, and noise.
@@ -36,6 +38,11 @@ class Scales:
     residual: float = 1.0
     logit_divisor: float = 1.0
     logit_factor: float = 1.0
+
+
+def plain_mlp(fields: Fields) -> int:
+    """Return the width of the MLP, `intermediate_size`."""
+    return fields.integer("intermediate_size", 1, MAX_MLP)
 
 
 def no_scales(fields: Fields, hidden_size: int) -> Scales:
@@ -65,6 +72,8 @@ class ConfigRules:
         scales: reads factors and caps.
         experts: reads the mixture of experts.
         latent: reads the sizes of latent attention.
+        recurrent: reads the sizes of layers with states.
+        mlp_size: reads the width of the MLP.
         extra_layers: the field that counts additional layers at the end of the checkpoint. They
             predict further tokens and are not read.
         tied: the default of `tie_word_embeddings`.
@@ -87,6 +96,8 @@ class ConfigRules:
     scales: Callable[[Fields, int], Scales] = no_scales
     experts: ReadExperts = no_experts
     latent: ReadLatent = no_latent
+    recurrent: ReadRecurrent = no_states
+    mlp_size: Callable[[Fields], int] = plain_mlp
     extra_layers: str | None = None
     tied: bool = False
     qkv_bias: bool | None = None

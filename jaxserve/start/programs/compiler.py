@@ -176,7 +176,7 @@ class Compiler:
         shapes = jax.eval_shape(self.make_state)
         if self._mesh is None:
             return shapes
-        specs = state_specs(len(shapes.kv), self.plan.kv_dtype)
+        specs = state_specs(self.plan.model_config, self.plan.kv_dtype)
         return placed_shapes(self._mesh, shapes, specs)
 
     def lower(self, key: Key) -> Lowered:
@@ -256,7 +256,7 @@ class Compiler:
     def _lower_step(self, bucket: Bucket) -> Lowered:
         run, arguments = self.step_call(bucket)
         places: Any = (WHOLE, WHOLE, SECOND, WHOLE, PARTS)
-        state = state_specs(self.plan.model_config.num_hidden_layers, self.plan.kv_dtype)
+        state = state_specs(self.plan.model_config, self.plan.kv_dtype)
         return self._lower(run, *arguments, donate=1, results=(state, StepOutput(*places)))
 
     def _lower_sampler(self, sampler: Sampler) -> Lowered:
