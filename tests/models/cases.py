@@ -414,7 +414,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "lfm2_narrow": {
         "conv_L_cache": 4,
-        "hidden_size": 36,
+        "hidden_size": 40,
         "num_key_value_heads": 4,
         "block_ffn_dim_multiplier": 1.3,
         "layer_types": [FULL, CONV, CONV],
