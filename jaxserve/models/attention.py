@@ -38,6 +38,7 @@ from pallas_kernels import (
     ragged_paged_attention,
     rope_kv_write,
     rope_kv_write_kernel,
+    sigmoid,
 )
 
 if TYPE_CHECKING:
@@ -83,12 +84,15 @@ class Attention(nnx.Module):
         self.growth = None
         if isinstance(scaling, YarnScaling) and scaling.query_beta > 0:
             self.growth = scaling
-        self.qkv = weight(
-            rngs,
-            (embed, kv_heads, group + 2, head_dim),
-            ("embed", "kv_heads", "group", "head_dim"),
-            dtype,
-        )
+        heads: LogicalAxes = ("embed", "kv_heads", "group", "head_dim")
+        shape: tuple[int, ...] = (embed, kv_heads, group + 2, head_dim)
+        self.qkv = None if traits.gated else weight(rngs, shape, heads, dtype)
+        # With gates, each query head is projected together with its gate, and keys with values.
+        pair: LogicalAxes = ("embed", "kv_heads", "group", "gate_up", "head_dim")
+        shape = (embed, kv_heads, group, 2, head_dim)
+        self.query_gate = weight(rngs, shape, pair, dtype) if traits.gated else None
+        pair, shape = (*pair[:2], *pair[3:]), (embed, kv_heads, 2, head_dim)
+        self.key_value = weight(rngs, shape, pair, dtype) if traits.gated else None
         self.out = weight(
             rngs,
             (kv_heads, group, head_dim, embed),
@@ -96,7 +100,7 @@ class Attention(nnx.Module):
             dtype,
             contract=3,
         )
-        shape: tuple[int, ...] = (kv_heads, group, head_dim)
+        shape = (kv_heads, group, head_dim)
         axes: LogicalAxes = ("kv_heads", "group", "head_dim")
         bias_shape = (kv_heads, group + 2, head_dim)
         self.qkv_bias = constant(0.0, bias_shape, axes, dtype) if config.attention_bias else None
@@ -134,9 +138,13 @@ class Attention(nnx.Module):
             cache pages.
         """
         num_tokens, group = x.shape[0], self.group
-        query, kv, arrivals = self._placed(x, cos_sin, step, kv)
+        qkv, gate = self._with_gates(x)
+        query, kv, arrivals = self._placed(x, cos_sin, step, kv, qkv)
         attended = self._attend(query, kv, step, arrivals)
         attended = attended.reshape(num_tokens, -1, group, attended.shape[-1])  # [T, K, G, H]
+        if gate is not None:
+            exact = accumulator(x.dtype)
+            attended = (attended.astype(exact) * sigmoid(gate.astype(exact))).astype(x.dtype)
         y = matmul_to_add(
             attended,
             self.out[...],
@@ -148,8 +156,23 @@ class Attention(nnx.Module):
         )
         return y, kv
 
+    def _with_gates(
+        self, x: Float[Array, "T D"]
+    ) -> tuple[Float[Array, "T K G_plus_2 H"] | None, Float[Array, "T K G H"] | None]:
+        """Return queries, keys and values, and the gates, for attention with gates."""
+        if self.query_gate is None or self.key_value is None:
+            return None, None
+        both = matmul(x, self.query_gate[...])
+        qkv = jnp.concatenate([both[..., 0, :], matmul(x, self.key_value[...])], axis=2)
+        return qkv, both[..., 1, :]
+
     def _placed(
-        self, x: Float[Array, "T D"], cos_sin: CosSin | None, step: PagedStep, kv: KVPages
+        self,
+        x: Float[Array, "T D"],
+        cos_sin: CosSin | None,
+        step: PagedStep,
+        kv: KVPages,
+        qkv: Float[Array, "T K G_plus_2 H"] | None,
     ) -> tuple[Float[Array, "T N H"], KVPages, Int32[Array, " counters"] | None]:
         """Compute the queries of this step, and write its keys and values to their cache pages.
 
@@ -161,9 +184,11 @@ class Attention(nnx.Module):
         if can:
             kernel = rope_kv_write_kernel(x.dtype, kv[0], len(x), self.group, step.others)
             if kernel != "xla":
-                return self._placed_at_once(x, cos_sin, step, kv, kernel)
+                return self._placed_at_once(x, cos_sin, step, kv, kernel, qkv)
         group = self.group
-        qkv = matmul(x, self.qkv[...], bias=value_of(self.qkv_bias))  # [T, K, G + 2, H]
+        if self.qkv is not None:
+            qkv = matmul(x, self.qkv[...], bias=value_of(self.qkv_bias))  # [T, K, G + 2, H]
+        assert qkv is not None
         query, key, val = qkv[:, :, :group], qkv[:, :, group], qkv[:, :, group + 1]
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
@@ -183,14 +208,17 @@ class Attention(nnx.Module):
         step: PagedStep,
         kv: KVPages,
         kernel: str,
+        qkv: Float[Array, "T K G_plus_2 H"] | None,
     ) -> tuple[Float[Array, "T N H"], KVPages, Int32[Array, " counters"]]:
         """Do the work of `_placed` with the projection and one fused kernel, named `kernel`.
 
         The fused kernel adds the bias, normalizes, rotates, and writes to the cache.
         """
         options: dict[str, Any] = {"interleaved": self.interleaved, **self._scales(kv)}
-        weights, bias = self.qkv[...], value_of(self.qkv_bias)
-        if kernel == "llvm":
+        weights, bias = None if self.qkv is None else self.qkv[...], value_of(self.qkv_bias)
+        if qkv is not None:
+            pass  # projected with the gates
+        elif kernel == "llvm":
             qkv, bias = matmul_to_add(x, weights, kernel, bias=bias), None
         elif isinstance(weights, jax.Array) and x.shape[0] <= MOST_ROWS_IN_PARTS:
             qkv = matmul_in_parts(x, weights, implementation=step.others)

@@ -27,7 +27,7 @@ from jaxserve.models.panels import BlockPanels, PanelWeight, QuantizedPanels
 from jaxserve.models.quantized import QuantizedExperts
 from jaxserve.models.routing import Router, route
 from jaxserve.models.token_rounding import TokenRounded, rounded_rows
-from pallas_kernels import grouped_matmul
+from pallas_kernels import grouped_matmul, sigmoid
 from pallas_kernels.devices import target_device
 
 if TYPE_CHECKING:
@@ -72,6 +72,8 @@ class SparseMLP(nnx.Module):
         self.correction = correction if traits.router == "sigmoid" else None
         shared = GatedMLP(config, dtype, rngs, traits, experts.shared) if experts.shared else None
         self.shared = shared
+        has_gate = experts.shared_gate
+        self.shared_gate = weight(rngs, (embed, 1), ("embed", "taps"), dtype) if has_gate else None
 
     def __call__(self, x: Float[Array, "T D"], step: PagedStep) -> Float[Array, "T D"]:
         """Apply the chosen experts to every token. Padding rows get arbitrary finite results.
@@ -88,11 +90,21 @@ class SparseMLP(nnx.Module):
                 chosen = chosen_places(chosen, step.positions, step.places)
             y = self._experts(x, weights, chosen, real, step.implementation)
         if self.split.axis is None:
-            return y if self.shared is None else y + self.shared(x)
+            return y if self.shared is None else y + self._gated(x, self.shared(x))
         # A single sum over devices for the routed experts and the shared one.
-        y = summed(y if self.shared is None else y + self.shared.share(x), self.split)
+        y = summed(
+            y if self.shared is None else y + self._gated(x, self.shared.share(x)), self.split
+        )
         bias = None if self.shared is None else value_of(self.shared.down_bias)
         return (y if bias is None else y + bias).astype(x.dtype)
+
+    def _gated(self, x: Float[Array, "T D"], y: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        """Multiply the result of the shared MLP by the gate of each token, if there is one."""
+        if self.shared_gate is None:
+            return y
+        exact = accumulator(x.dtype)
+        gate = sigmoid(matmul(x, self.shared_gate[...], out_dtype=exact))
+        return (y.astype(exact) * gate).astype(y.dtype)
 
     def _experts(
         self,

@@ -30,6 +30,8 @@ class FamilyTraits:
         activation: activation of the gated MLP.
         router: how experts are chosen (see `routing.route`); "chosen" also adds biases to router
             and experts, and selects gpt-oss's activation.
+        gated: a gate for each number of a query head, projected like the query, multiplies the
+            result of attention.
         sinks: the softmax of attention includes one learned logit for each query head.
         overflows_float16: its activations exceed the range of float16.
     """
@@ -44,6 +46,7 @@ class FamilyTraits:
     activation: Literal["silu", "gelu_tanh"] = "silu"
     router: Literal["softmax", "sigmoid", "chosen"] = "softmax"
     sinks: bool = False
+    gated: bool = False
     overflows_float16: bool = False
 
 

@@ -37,6 +37,8 @@ LogicalAxis = Literal[
     "experts",
     "latent",
     "taps",
+    "delta_qkv",
+    "state_heads",
 ]
 LogicalAxes = tuple[LogicalAxis, ...]
 

@@ -5,20 +5,26 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxserve.models.config.model_config import ModelConfig
+from jaxserve.models.config.recurrent import GatedDelta as GatedDeltaSizes
 from jaxserve.models.config.recurrent import ShortConv as ShortConvSizes
-from jaxserve.models.linear import constant, matmul, value_of, weight
-from jaxserve.models.paged import PagedStep, States
-from pallas_kernels import causal_conv
+from jaxserve.models.layers import Norm
+from jaxserve.models.linear import accumulator, constant, matmul, value_of, weight
+from jaxserve.models.paged import LogicalAxes, PagedStep, States
+from pallas_kernels import ConvOptions, DeltaOptions, causal_conv, gated, gated_delta
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
-# All layers call this jitted function, so a larger program traces it once.
+# All layers call these jitted functions, so a larger program traces each once.
 _causal_conv = jax.jit(causal_conv, static_argnames="options")
+_gated_delta = jax.jit(gated_delta, static_argnames="options")
+SILU = ConvOptions("silu")
 
 
 class ShortConv(nnx.Module):
@@ -54,3 +60,72 @@ class ShortConv(nnx.Module):
         )
         y = matmul(after * y, self.out[...], bias=value_of(self.out_bias), split=self.split)
         return y, (state,)
+
+
+class GatedDelta(nnx.Module):
+    """The gated delta rule (Yang et al. 2024, "Gated Delta Networks"), as in Qwen3.5.
+
+    A short convolution runs over queries, keys and values first. Each head's result is normalized
+    and gated.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs | None) -> None:
+        sizes = config.recurrent
+        assert isinstance(sizes, GatedDeltaSizes)
+        self.sizes, self.split = sizes, config.split
+        embed, channels, values = config.hidden_size, sum(sizes.parts), sizes.parts[2]
+        if sizes.fused:
+            self.mixed, shape = None, (embed, channels + values)
+            self.fused = weight(rngs, shape, ("embed", "mlp"), dtype)
+            self.gate = None
+        else:
+            self.mixed = weight(rngs, (embed, channels), ("embed", "delta_qkv"), dtype)
+            self.gate = weight(rngs, (embed, values), ("embed", "mlp"), dtype)
+            self.fused = None
+        axes: LogicalAxes = ("embed", "gate_up", "state_heads", "taps")
+        gates = (embed, 2, sizes.groups, sizes.heads // sizes.groups)
+        self.gates = weight(rngs, gates, axes, dtype)
+        taps: LogicalAxes = ("taps", "taps", "delta_qkv")
+        self.taps = weight(rngs, (sizes.width, 1, channels), taps, dtype)
+        # The logarithm of the decay rate, and the bias of the decay, in at least float32.
+        constants = ("taps", "state_heads")
+        self.constants = constant(0.5, (2, sizes.heads), constants, accumulator(dtype))
+        self.norm = Norm((sizes.outputs,), ("head_dim",), config.rms_norm_eps, dtype)
+        self.out = weight(rngs, (values, embed), ("mlp", "embed"), dtype)
+
+    def __call__(
+        self, x: Float[Array, "T D"], step: PagedStep, states: States
+    ) -> tuple[Float[Array, "T D"], States]:
+        """Return the result for each token, and the states with the tokens of this step."""
+        assert step.state_rows is not None
+        conv, state = states
+        mixed, gate = self._projected(x)
+        mixed, conv = _causal_conv(
+            mixed, conv, self.taps[...][:, 0], None, step.state_rows, options=SILU
+        )
+        heads, outputs = state.shape[1], self.sizes.outputs
+        sizes = DeltaOptions(
+            heads // (self.sizes.heads // self.sizes.groups), heads, self.sizes.inputs, outputs
+        )
+        gates = matmul(x, self.gates[...]).reshape(len(x), 2, heads)
+        y, state = _gated_delta(
+            mixed, gates, state, self.constants[...], step.state_rows, options=sizes
+        )
+        y = self.norm(y).reshape(len(x), -1)
+        y = gated(jnp.stack([gate, y], axis=1), "silu", x.dtype)
+        return matmul(y, self.out[...], split=self.split), (conv, state)
+
+    def _projected(
+        self, x: Float[Array, "T D"]
+    ) -> tuple[Float[Array, "T M"], Float[Array, "T values"]]:
+        """Return queries, keys and values of all heads, one after the other, and the gates."""
+        if self.fused is None:
+            assert self.mixed is not None and self.gate is not None
+            return matmul(x, self.mixed[...]), matmul(x, self.gate[...])
+        sizes = self.sizes
+        values = sizes.heads // sizes.groups * sizes.outputs
+        fused = matmul(x, self.fused[...])
+        fused = fused.reshape(len(x), -1, 2 * (sizes.inputs + values))
+        places = np.cumsum([sizes.inputs, sizes.inputs, values])
+        parts = [part.reshape(len(x), -1) for part in jnp.split(fused, places, axis=-1)]
+        return jnp.concatenate(parts[:3], axis=-1), parts[3]

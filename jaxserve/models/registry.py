@@ -31,6 +31,7 @@ from jaxserve.models.families.mixtral import MIXTRAL
 from jaxserve.models.families.olmo import OLMO
 from jaxserve.models.families.phi3 import PHI3
 from jaxserve.models.families.qwen import QWEN
+from jaxserve.models.families.qwen3_5 import QWEN3_5
 from jaxserve.models.families.smollm3 import SMOLLM3
 from jaxserve.models.family import Architecture
 from jaxserve.models.gguf.rules import GgufRules
@@ -64,6 +65,7 @@ FAMILIES = (
     GEMMA,
     GLM,
     LFM2,
+    QWEN3_5,
 )
 # Architectures by their names in config.json.
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(

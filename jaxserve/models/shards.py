@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxserve.errors import UnsupportedModel
+from jaxserve.models.config.recurrent import GatedDelta
 from jaxserve.models.config.split import AXIS, ONE_DEVICE, Split
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["AXIS", "ONE_DEVICE", "Part", "Split"]
 
+# Logical axes that are divided evenly.
+DIVIDED = ("mlp", "vocab", "state_heads")
 # Consecutive indices, as (first, end).
 Span = tuple[int, int]
 
@@ -120,9 +123,11 @@ def part_of(
     has_experts = len(axes) > 1 and axes[0] == "experts" and split.expert_parallel
     spans: list[tuple[Span, ...]] = []
     for dimension, (name, size) in enumerate(zip(axes, shape, strict=True)):
-        divided = name == "experts" and dimension == 0 if has_experts else name in ("mlp", "vocab")
+        divided = name == "experts" and dimension == 0 if has_experts else name in DIVIDED
         if name == "kv_heads":
             spans.append((_kv_heads(config, device),))
+        elif name == "delta_qkv":
+            spans.append(tuple(_equal_parts(config, device)))
         elif name == "group":
             spans.append(tuple(_group(config, size, device)))
         elif has_experts and divided and split.places:
@@ -138,6 +143,16 @@ def part_of(
 def parts_of(config: ModelConfig, axes: Any, shape: tuple[int, ...], path: str = "") -> list[Part]:
     """Return every device's shard of a parameter, in the order of devices."""
     return [part_of(config, axes, shape, device, path) for device in range(config.split.devices)]
+
+
+def _equal_parts(config: ModelConfig, device: int) -> Iterator[Span]:
+    # Queries, keys and values of all heads, one after the other: a device's share of each.
+    assert isinstance(config.recurrent, GatedDelta)
+    first = 0
+    for size in config.recurrent.parts:
+        each = size // config.split.devices
+        yield first + device * each, first + (device + 1) * each
+        first += size
 
 
 def _experts(split: Split, device: int, path: str) -> Iterator[Span]:
@@ -215,6 +230,10 @@ def _problems(config: ModelConfig) -> Iterator[str]:
         yield f"num_key_value_heads is {kv_heads}; allowed: a multiple or a divisor of {devices}"
     if (experts is None or not all(experts.layers)) and config.intermediate_size % devices:
         yield _multiple("intermediate_size", config.intermediate_size, devices)
+    sizes = {} if config.recurrent is None else config.recurrent.divided
+    for name, size in sizes.items():
+        if size % devices:
+            yield _multiple(name, size, devices)
     if experts is None:
         return
     if config.split.expert_parallel and not config.split.places and experts.count % devices:

@@ -11,7 +11,7 @@ from types import EllipsisType
 import numpy as np
 
 from jaxserve.models.config.model_config import ModelConfig
-from jaxserve.models.config.recurrent import ShortConv
+from jaxserve.models.config.recurrent import GatedDelta, ShortConv
 
 Index = tuple[int | slice | EllipsisType, ...]
 
@@ -131,8 +131,14 @@ def dimensions(config: ModelConfig) -> dict[str, int]:
         "H": config.head_dim,
         "P": 2,
     }
+    if config.recurrent is not None:
+        sizes |= {"One": 1, "W": config.recurrent.width}
     if isinstance(config.recurrent, ShortConv):
-        sizes |= {"X": 3, "Y": config.recurrent.channels, "W": config.recurrent.width, "One": 1}
+        sizes |= {"X": 3, "Y": config.recurrent.channels}
+    if isinstance(delta := config.recurrent, GatedDelta):
+        channels, values = sum(delta.parts), delta.parts[2]
+        sizes |= {"Qkv": channels, "Vals": values, "Fused": channels + values, "Out": delta.outputs}
+        sizes |= {"Heads": delta.heads, "Keys": delta.groups, "Per": delta.heads // delta.groups}
     if (experts := config.experts) is not None:
         sizes |= {"E": experts.count, "M": experts.size, "S": experts.shared}
     if (latent := config.latent) is not None:

@@ -50,6 +50,27 @@ COHERE = {"layer_norm_eps": 1e-3, "logit_scale": 0.8, "tie_word_embeddings": Tru
 LOCAL_ROPE = {"rope_type": "default", "rope_theta": 50.0}
 FULL, SLIDING, CONV = "full_attention", "sliding_attention", "conv"
 
+DELTA = {
+    "head_dim": 16,
+    "layer_types": ["linear_attention", FULL],
+    "linear_conv_kernel_dim": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 500.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [1, 1, 0],
+    },
+}
+SHARED_EXPERT = {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 20,
+}
 # Read by every family. A case changes some of it.
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -87,6 +108,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral": ("Ministral", {"sliding_window": 9, "head_dim": 12}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2": ("Qwen2", {}),
+    "qwen3_5_moe": ("Qwen3_5Moe", {**DELTA, **SHARED_EXPERT}),
+    "qwen3_5": ("Qwen3_5", {**DELTA}),
+    "qwen3_next": ("Qwen3Next", {**DELTA, **SHARED_EXPERT}),
     "qwen3_moe": (
         "Qwen3Moe",
         {
@@ -419,6 +443,34 @@ CASES: dict[str, dict[str, Any]] = {
         "block_ffn_dim_multiplier": 1.3,
         "layer_types": [FULL, CONV, CONV],
     },
+    "qwen3_5_two_a_key": {},
+    "qwen3_5_tied_wide_taps": {
+        "tie_word_embeddings": True,
+        "linear_conv_kernel_dim": 7,
+        "linear_num_value_heads": 2,
+        "num_key_value_heads": 1,
+    },
+    "qwen3_5_interval_four_a_key": {
+        "num_hidden_layers": 3,
+        "layer_types": None,
+        "full_attention_interval": 2,
+        "linear_num_key_heads": 1,
+        "linear_conv_kernel_dim": 3,
+    },
+    "qwen3_5_moe_two_a_key": {},
+    "qwen3_5_moe_tied_top1": {
+        "tie_word_embeddings": True,
+        "num_experts_per_tok": 1,
+        "linear_conv_kernel_dim": 3,
+    },
+    "qwen3_5_moe_one_a_key": {"linear_num_value_heads": 2, "linear_value_head_dim": 8},
+    "qwen3_next_two_a_key": {},
+    "qwen3_next_one_dense": {"mlp_only_layers": [0], "linear_conv_kernel_dim": 3},
+    "qwen3_next_weights_as_they_are": {
+        "norm_topk_prob": False,
+        "linear_num_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
     "gemma_head_dim": {},
     "gemma_tied_linear": {
         "tie_word_embeddings": True,
@@ -496,7 +548,7 @@ def fields_of(case: str) -> dict[str, Any]:
 def transformers_config(case: str, sizes: Mapping[str, Any] = MappingProxyType({})) -> Any:
     """Return Transformers' configuration of a case, with some sizes changed."""
     name, _ = FAMILIES[family_of(case)]
-    name = "Gemma3Text" if name == "Gemma3" else name
+    name = f"{name}Text" if name in ("Gemma3", "Qwen3_5", "Qwen3_5Moe") else name
     return getattr(transformers, f"{name}Config")(**{**fields_of(case), **sizes})
 
 

@@ -8,6 +8,10 @@ from typing import NamedTuple
 
 from jaxserve.models.config.fields import Fields
 
+MAX_TAPS = 64
+MAX_HEADS = 1 << 12
+MAX_SIZE = 1 << 12
+
 
 class StateShape(NamedTuple):
     """One array of the state of a layer.
@@ -40,12 +44,71 @@ class ShortConv:
         """The arrays that a layer keeps for each sequence."""
         return (StateShape((self.width - 1, self.channels), 1),)
 
+    @property
+    def divided(self) -> dict[str, int]:
+        """Sizes that are divided over devices, by name."""
+        return {"hidden_size": self.channels}
 
-Recurrent = ShortConv
-# Reads the sizes of the layers with states, given the fields and the number of layers.
+
+@dataclass(frozen=True)
+class GatedDelta:
+    """Sizes of the gated delta rule of Qwen3-Next and Qwen3.5.
+
+    Attributes:
+        width: number of taps of the convolution before it, the token itself included.
+        groups: number of heads of queries and keys.
+        heads: number of heads of values.
+        inputs: size of a query or key head.
+        outputs: size of a value head.
+        fused: the projections of a key head's queries, keys, values and gates are one after the
+            other, in one tensor.
+    """
+
+    width: int
+    groups: int
+    heads: int
+    inputs: int
+    outputs: int
+    fused: bool = False
+
+    @property
+    def parts(self) -> tuple[int, int, int]:
+        """Numbers of a token's queries, keys and values."""
+        keys = self.groups * self.inputs
+        return keys, keys, self.heads * self.outputs
+
+    @property
+    def states(self) -> tuple[StateShape, ...]:
+        """The arrays that a layer keeps for each sequence."""
+        conv = StateShape((self.width - 1, sum(self.parts)), 1)
+        return conv, StateShape((self.heads, self.inputs, self.outputs), 0)
+
+    @property
+    def divided(self) -> dict[str, int]:
+        """Sizes that are divided over devices, by name."""
+        return {"linear_num_key_heads": self.groups, "linear_num_value_heads": self.heads}
+
+
+Recurrent = ShortConv | GatedDelta
+# Reads the sizes of the layers with states.
 ReadRecurrent = Callable[[Fields], Recurrent | None]
 
 
 def no_states(fields: Fields) -> Recurrent | None:
     """Return None, for a model without states."""
     return None
+
+
+def gated_delta(fields: Fields) -> GatedDelta:
+    """Read the sizes of the gated delta rule."""
+    sizes = GatedDelta(
+        fields.integer("linear_conv_kernel_dim", 2, MAX_TAPS, default=4),
+        fields.integer("linear_num_key_heads", 1, MAX_HEADS, default=16),
+        fields.integer("linear_num_value_heads", 1, MAX_HEADS, default=32),
+        fields.integer("linear_key_head_dim", 1, MAX_SIZE, default=128),
+        fields.integer("linear_value_head_dim", 1, MAX_SIZE, default=128),
+    )
+    if sizes.heads % sizes.groups:
+        allowed = f"a multiple of linear_num_key_heads ({sizes.groups})"
+        fields.refuse("linear_num_value_heads", allowed)
+    return sizes

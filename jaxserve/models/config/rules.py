@@ -45,6 +45,11 @@ def plain_mlp(fields: Fields) -> int:
     return fields.integer("intermediate_size", 1, MAX_MLP)
 
 
+def no_mlp(fields: Fields) -> int:
+    """Return a width of 1, for a model whose layers all have experts."""
+    return 1
+
+
 def no_scales(fields: Fields, hidden_size: int) -> Scales:
     """Return the scales of a model without multipliers and caps."""
     return Scales()

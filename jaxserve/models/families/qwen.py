@@ -36,14 +36,7 @@ from jaxserve.models.weight_table import WeightName
 def _experts(fields: Fields, layers: int) -> Experts:
     """Read the experts of every `decoder_sparse_step`-th layer, except for `mlp_only_layers`."""
     count, chosen = expert_counts(fields, ("num_experts", "num_local_experts"))
-    step = fields.integer("decoder_sparse_step", 1, 1 << 20, default=1)
-    dense = fields.take("mlp_only_layers")
-    dense = [] if dense is None else dense
-    if not isinstance(dense, list) or any(
-        type(index) is not int or not 0 <= index < layers for index in dense
-    ):
-        fields.refuse("mlp_only_layers", f"a list of layers, 0 to {layers - 1}")
-        dense = []
+    sparse = sparse_layers(fields, layers)
     kind = fields.take("model_type")
     stacked = kind == VL_MOE
     if stacked:  # its router always normalizes
@@ -52,10 +45,23 @@ def _experts(fields: Fields, layers: int) -> Experts:
         count,
         expert_width(fields, "moe_intermediate_size"),
         chosen,
-        tuple((index + 1) % step == 0 and index not in dense for index in range(layers)),
+        sparse,
         normalize=stacked or fields.flag("norm_topk_prob", default=kind == OMNI_MOE),
         stacked=stacked,
     )
+
+
+def sparse_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
+    """Read which layers have experts (see `_experts`)."""
+    step = fields.integer("decoder_sparse_step", 1, 1 << 20, default=1)
+    dense = fields.take("mlp_only_layers")
+    dense = [] if dense is None else dense
+    if not isinstance(dense, list) or any(
+        type(index) is not int or not 0 <= index < layers for index in dense
+    ):
+        fields.refuse("mlp_only_layers", f"a list of layers, 0 to {layers - 1}")
+        dense = []
+    return tuple((index + 1) % step == 0 and index not in dense for index in range(layers))
 
 
 def _qwen3_weights(config: ModelConfig) -> list[WeightName]:
