@@ -19,7 +19,7 @@ from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.family import FamilyTraits
 from jaxserve.models.latent import LatentAttention
 from jaxserve.models.paged import KVPages, PagedStep, States
-from jaxserve.models.recurrent import GatedDelta, ShortConv
+from jaxserve.models.recurrent import GatedDelta, Mamba2, ShortConv
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -122,6 +122,7 @@ MIXERS: Mapping[str, Mixer] = MappingProxyType(
         "attention": Mixer("attention", _attention, _attend, has_pages=True),
         "latent": Mixer("attention", _latent, _attend_latent, has_pages=True),
         "conv": Mixer("conv", _recurrent(ShortConv), _advance, has_states=True),
+        "mamba2": Mixer("mamba", _recurrent(Mamba2), _advance, has_states=True),
         "delta": Mixer("delta", _recurrent(GatedDelta), _advance, has_states=True),
     }
 )

@@ -37,7 +37,7 @@ LogicalAxis = Literal[
     "experts",
     "latent",
     "taps",
-    "delta_qkv",
+    "state_parts",
     "state_heads",
 ]
 LogicalAxes = tuple[LogicalAxis, ...]

@@ -12,11 +12,20 @@ from jax.typing import DTypeLike
 
 from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.config.recurrent import GatedDelta as GatedDeltaSizes
+from jaxserve.models.config.recurrent import Mamba2 as Mamba2Sizes
 from jaxserve.models.config.recurrent import ShortConv as ShortConvSizes
 from jaxserve.models.layers import Norm
 from jaxserve.models.linear import accumulator, constant, matmul, value_of, weight
-from jaxserve.models.paged import LogicalAxes, PagedStep, States
-from pallas_kernels import ConvOptions, DeltaOptions, causal_conv, gated, gated_delta
+from jaxserve.models.paged import LogicalAxes, LogicalAxis, PagedStep, States
+from pallas_kernels import (
+    ConvOptions,
+    DeltaOptions,
+    Mamba2Options,
+    causal_conv,
+    gated,
+    gated_delta,
+    mamba2,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -24,6 +33,7 @@ if TYPE_CHECKING:
 # All layers call these jitted functions, so a larger program traces each once.
 _causal_conv = jax.jit(causal_conv, static_argnames="options")
 _gated_delta = jax.jit(gated_delta, static_argnames="options")
+_mamba2 = jax.jit(mamba2, static_argnames="options")
 SILU = ConvOptions("silu")
 
 
@@ -79,13 +89,13 @@ class GatedDelta(nnx.Module):
             self.fused = weight(rngs, shape, ("embed", "mlp"), dtype)
             self.gate = None
         else:
-            self.mixed = weight(rngs, (embed, channels), ("embed", "delta_qkv"), dtype)
+            self.mixed = weight(rngs, (embed, channels), ("embed", "state_parts"), dtype)
             self.gate = weight(rngs, (embed, values), ("embed", "mlp"), dtype)
             self.fused = None
         axes: LogicalAxes = ("embed", "gate_up", "state_heads", "taps")
         gates = (embed, 2, sizes.groups, sizes.heads // sizes.groups)
         self.gates = weight(rngs, gates, axes, dtype)
-        taps: LogicalAxes = ("taps", "taps", "delta_qkv")
+        taps: LogicalAxes = ("taps", "taps", "state_parts")
         self.taps = weight(rngs, (sizes.width, 1, channels), taps, dtype)
         # The logarithm of the decay rate, and the bias of the decay, in at least float32.
         constants = ("taps", "state_heads")
@@ -129,3 +139,66 @@ class GatedDelta(nnx.Module):
         places = np.cumsum([sizes.inputs, sizes.inputs, values])
         parts = [part.reshape(len(x), -1) for part in jnp.split(fused, places, axis=-1)]
         return jnp.concatenate(parts[:3], axis=-1), parts[3]
+
+
+class Mamba2(nnx.Module):
+    """Mamba-2 (Dao and Gu 2024) with a short convolution before it and a gated norm after it."""
+
+    def __init__(self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs | None) -> None:
+        sizes = config.recurrent
+        assert isinstance(sizes, Mamba2Sizes)
+        self.sizes, self.split = sizes, config.split
+        embed, channels, values = config.hidden_size, sum(sizes.parts), sizes.parts[0]
+        self.gate = weight(rngs, (embed, values), ("embed", "mlp"), dtype)
+        self.mixed = weight(rngs, (embed, channels), ("embed", "state_parts"), dtype)
+        self.steps = weight(rngs, (embed, sizes.heads), ("embed", "state_heads"), dtype)
+        taps: LogicalAxes = ("taps", "taps", "state_parts")
+        self.taps = weight(rngs, (sizes.width, 1, channels), taps, dtype)
+        self.taps_bias = self._bias(sizes.conv_bias, channels, "state_parts", dtype)
+        self.gate_bias = self._bias(sizes.bias, values, "mlp", dtype)
+        self.mixed_bias = self._bias(sizes.bias, channels, "state_parts", dtype)
+        self.steps_bias = self._bias(sizes.bias, sizes.heads, "state_heads", dtype)
+        self.out_bias = constant(0.0, (embed,), ("embed",), dtype) if sizes.bias else None
+        # The logarithm of the decay rate, the bias of the step sizes, and the factor of the direct
+        # path, in at least float32.
+        constants = ("taps", "state_heads")
+        self.constants = constant(0.5, (3, sizes.heads), constants, accumulator(dtype))
+        shape = (sizes.groups, values // sizes.groups)
+        self.norm = Norm(shape, ("state_heads", "head_dim"), config.rms_norm_eps, dtype, over=1)
+        self.out = weight(rngs, (values, embed), ("mlp", "embed"), dtype)
+
+    def _bias(
+        self, exists: bool, size: int, axis: LogicalAxis, dtype: DTypeLike
+    ) -> nnx.Param[Array] | None:
+        return constant(0.0, (1, size), ("taps", axis), dtype) if exists else None
+
+    def __call__(
+        self, x: Float[Array, "T D"], step: PagedStep, states: States
+    ) -> tuple[Float[Array, "T D"], States]:
+        """Return the result for each token, and the states with the tokens of this step."""
+        assert step.state_rows is not None
+        conv, state = states
+        gate, mixed, steps = (
+            matmul(x, part[...], bias=None if bias is None else bias[...][0])
+            for part, bias in (
+                (self.gate, self.gate_bias),
+                (self.mixed, self.mixed_bias),
+                (self.steps, self.steps_bias),
+            )
+        )
+        taps_bias = None if self.taps_bias is None else self.taps_bias[...][0]
+        mixed, conv = _causal_conv(
+            mixed, conv, self.taps[...][:, 0], taps_bias, step.state_rows, options=SILU
+        )
+        heads = state.shape[1]
+        groups = heads // (self.sizes.heads // self.sizes.groups)
+        sizes = Mamba2Options(
+            groups, heads, self.sizes.inputs, self.sizes.outputs, self.sizes.least, self.sizes.most
+        )
+        y, state = _mamba2(mixed, steps, state, self.constants[...], step.state_rows, options=sizes)
+        exact = accumulator(x.dtype)
+        pair = jnp.stack([gate, y.reshape(len(x), -1)], axis=1).astype(exact)
+        y = gated(pair, "silu").reshape(len(x), groups, -1)
+        y = self.norm(y).astype(x.dtype).reshape(len(x), -1)
+        bias = value_of(self.out_bias)
+        return matmul(y, self.out[...], bias=bias, split=self.split), (conv, state)

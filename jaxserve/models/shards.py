@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxserve.errors import UnsupportedModel
-from jaxserve.models.config.recurrent import GatedDelta
+from jaxserve.models.config.recurrent import GatedDelta, Mamba2
 from jaxserve.models.config.split import AXIS, ONE_DEVICE, Split
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def part_of(
         divided = name == "experts" and dimension == 0 if has_experts else name in DIVIDED
         if name == "kv_heads":
             spans.append((_kv_heads(config, device),))
-        elif name == "delta_qkv":
+        elif name == "state_parts":
             spans.append(tuple(_equal_parts(config, device)))
         elif name == "group":
             spans.append(tuple(_group(config, size, device)))
@@ -147,7 +147,7 @@ def parts_of(config: ModelConfig, axes: Any, shape: tuple[int, ...], path: str =
 
 def _equal_parts(config: ModelConfig, device: int) -> Iterator[Span]:
     # Queries, keys and values of all heads, one after the other: a device's share of each.
-    assert isinstance(config.recurrent, GatedDelta)
+    assert isinstance(config.recurrent, GatedDelta | Mamba2)
     first = 0
     for size in config.recurrent.parts:
         each = size // config.split.devices

@@ -89,7 +89,49 @@ class GatedDelta:
         return {"linear_num_key_heads": self.groups, "linear_num_value_heads": self.heads}
 
 
-Recurrent = ShortConv | GatedDelta
+@dataclass(frozen=True)
+class Mamba2:
+    """Sizes of Mamba-2.
+
+    Attributes:
+        width: number of taps of the convolution before it, the token itself included.
+        groups: number of groups of heads, which share B and C.
+        heads: number of heads.
+        inputs: size of the state of one channel.
+        outputs: number of channels of a head.
+        conv_bias, bias: whether the convolution and the projections have a bias.
+        least, most: bounds of the step sizes.
+    """
+
+    width: int
+    groups: int
+    heads: int
+    inputs: int
+    outputs: int
+    conv_bias: bool
+    bias: bool
+    least: float
+    most: float
+
+    @property
+    def parts(self) -> tuple[int, int, int]:
+        """Numbers of a token's x, B and C."""
+        keys = self.groups * self.inputs
+        return self.heads * self.outputs, keys, keys
+
+    @property
+    def states(self) -> tuple[StateShape, ...]:
+        """The arrays that a layer keeps for each sequence."""
+        conv = StateShape((self.width - 1, sum(self.parts)), 1)
+        return conv, StateShape((self.heads, self.inputs, self.outputs), 0)
+
+    @property
+    def divided(self) -> dict[str, int]:
+        """Sizes that are divided over devices, by name."""
+        return {"the number of groups": self.groups, "the number of Mamba heads": self.heads}
+
+
+Recurrent = ShortConv | GatedDelta | Mamba2
 # Reads the sizes of the layers with states.
 ReadRecurrent = Callable[[Fields], Recurrent | None]
 
