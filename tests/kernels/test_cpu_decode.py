@@ -16,8 +16,8 @@ from llvmlite import ir
 
 from pallas_kernels import paged_decode_attention, reference
 from pallas_kernels.cpu import decode as cpu_decode
-from pallas_kernels.cpu.ffi import Kernel
-from pallas_kernels.cpu.ir_builder import I64, POINTER, VOID, Code, compiled, const, host
+from pallas_kernels.cpu.ffi import Kernel, compiled, host
+from pallas_kernels.cpu.ir_builder import I64, POINTER, VOID, Code, const
 from scripts.lib.fast_compile import FAST
 from tests.support.paged_cases import (
     PagedCall,
