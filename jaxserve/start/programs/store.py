@@ -288,12 +288,10 @@ def _kernels(program: str) -> dict[str, bytes]:
 def _object_key(
     lowered: Lowered, kernels: Mapping[str, bytes], fingerprint: Mapping[str, Any]
 ) -> str:
-    """Hash XLA's input, the machine and the versions, but not the source that was traced.
-
-    The number of processes counts, because XLA's input does not contain it and a program compiled
-    for one process cannot be loaded by two. The shapes of all arguments count, because XLA's input
-    lacks unused arguments and a loaded program still takes them.
-    """
+    # The source that was traced does not count, because XLA's input shows its changes. The number
+    # of processes counts, because XLA's input does not contain it and a program compiled for one
+    # process cannot be loaded by two. The shapes of all arguments count, because XLA's input
+    # lacks unused arguments and a loaded program still takes them.
     machine = {name: value for name, value in fingerprint.items() if name != "source"}
     if jax.process_count() > 1:  # with one process, keys equal the keys of earlier versions
         machine["processes"] = jax.process_count()
