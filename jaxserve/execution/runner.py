@@ -266,15 +266,15 @@ class Runner:
         if rows is not None:
             rows.copy_to_host_async()
         has_positions = scores or not (bucket.decode_only or bucket.keeps_logits)
+        step = InFlight(plan, output, bucket, None, has_positions, submitted, expert_rows=rows)
         if not any_features & _SCORES:
-            return InFlight(plan, output, bucket, None, has_positions, submitted, expert_rows=rows)
+            return step
         for leaf in output.logprobs or ():
             leaf.copy_to_host_async()
         if logits is not None:
             logits.copy_to_host_async()
         widths = slots.num_logprobs[plan.slots]
-        results = InFlight(plan, output, bucket, widths, has_positions, submitted)
-        return replace(results, logits=logits, prompts=prompts, expert_rows=rows)
+        return replace(step, num_logprobs=widths, logits=logits, prompts=prompts)
 
     @staticmethod
     def _draw(

@@ -1,5 +1,5 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-"""JAX functions with the types that are missing in JAX's annotations; a counter of compilations."""
+"""JAX functions with the types that JAX does not annotate, and a counter of compilations."""
 
 from __future__ import annotations
 

@@ -228,7 +228,10 @@ class Leader(Group):
         """Accept a follower's connection, and close any other."""
         try:
             channel = Channel(connection, self._secret, leads=True)
-            rank = _rank_of(channel.receive_first())
+            frame = channel.receive_first()
+            if frame.kind != HELLO:
+                raise ChannelError(f"its first frame is of kind {frame.kind}; allowed: {HELLO}")
+            rank = frame.number
             with self._joined:
                 if not 0 < rank < self._config.nnodes or rank in self._channels:
                     raise ChannelError(
@@ -308,9 +311,3 @@ class Follower(Group):
     def _lost(self, reason: str) -> None:
         host, port = self._leader
         self.fail(f"the leader is lost ({host}:{port}): {reason}", seconds=0.5)
-
-
-def _rank_of(frame: Frame) -> int:
-    if frame.kind != HELLO:
-        raise ChannelError(f"its first frame is of kind {frame.kind}; allowed: {HELLO}")
-    return frame.number

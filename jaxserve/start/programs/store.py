@@ -153,7 +153,8 @@ class ProgramStore:
             return program
         lowered = self._trace(lower, name)
         # XLA's compiled text has no more kernels and is twenty times as long for a large program.
-        kernels = _kernels(lowered.as_text())
+        names = sorted(set(_KERNEL.findall(lowered.as_text())))
+        kernels = {kernel: kernel_code(kernel) for kernel in names}
         key = _object_key(lowered, kernels, self.fingerprint)
         program = None if key == named else self._load(self._objects / key, name)
         if program is None:
@@ -279,10 +280,6 @@ class ProgramStore:
             self._files.warn("a program cannot be kept: %s", error)
             return
         self._files.write(path, {"object": path.name}, content)
-
-
-def _kernels(program: str) -> dict[str, bytes]:
-    return {name: kernel_code(name) for name in sorted(set(_KERNEL.findall(program)))}
 
 
 def _object_key(

@@ -62,7 +62,6 @@ class WarmUp:
         buckets: padded sizes to compile.
         store: of the programs.
         supplier: of the programs.
-        report: as above.
 
     Raises:
         InvalidRequest: there is no memory for two pages of KV cache.
@@ -125,11 +124,7 @@ class WarmUp:
         self._threads.submit(self._others)
 
     def close(self, wait: bool = True) -> None:
-        """End the compilations of `begin`, and drop the ones that wait for a thread. Idempotent.
-
-        Args:
-            wait: for the programs that threads compile now.
-        """
+        """End the compilations of `begin`. See `CompilingThreads.close`."""
         self._threads.close(wait)
 
     def run(self, leaves: list[jax.Array], on_progress: OnProgress | None = None) -> Runner:
