@@ -24,8 +24,7 @@ from pallas_kernels import quantized_grouped_matmul, quantized_matmul
 from pallas_kernels.arguments import Case, GroupedCase
 from pallas_kernels.devices import DeviceLimits, find_card
 from pallas_kernels.implementation import AnyCase, choose, module_of
-from pallas_kernels.norm_arguments import RowsCase
-from pallas_kernels.product_arguments import ProductCase
+from pallas_kernels.row_arguments import ProductCase, RowsCase
 from scripts.lib.paths import ROOT
 from scripts.lib.run_main import run_main
 
@@ -91,7 +90,7 @@ def quantized_module(operation: Callable[..., jax.Array], device: DeviceLimits) 
     """Return the module that multiplies bfloat16 rows by a quantized weight on a device."""
     module = operation.__module__.removeprefix("pallas_kernels.")
     if device.runs_triton:
-        return f"gpu.triton_{module}"
+        return "gpu.triton_quantized_matmul"
     # Models store transposed codes on a GPU without Triton.
     return "gpu.xla_quantized_matmul" if device.is_gpu and module == "quantized_matmul" else module
 

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,8 @@ from jaxserve.execution.sampler_state import SamplerState, make_sampler_state
 from jaxserve.models import ModelConfig
 from jaxserve.models.expert_places import place_counts
 from jaxserve.models.linear import accumulator
-from jaxserve.models.paged import KVPages, States
+from jaxserve.models.mixers import Kept
+from jaxserve.models.paged import KVPages
 from jaxserve.models.shards import AXIS, local_kv_heads
 from pallas_kernels.arguments import FP8, FP8_BITS, INT8
 from pallas_kernels.implementation import FOUR_GIB, TWO_GIB
@@ -30,6 +32,78 @@ if TYPE_CHECKING:
 
 SCALE = np.dtype(np.float32)
 """Dtype of the scales of int8 pages, one for each token and kv head."""
+PAGES, SAMPLER = "KV cache", "sampler state"
+"""Names of the kinds of memory that every model has."""
+STATES = "recurrent state"
+"""Name of the states by slot of layers that have them, with snapshots behind the null slot."""
+
+
+@dataclass(frozen=True)
+class MemoryKind:
+    """Memory of the device state that is allocated in equal units, on each device.
+
+    Attributes:
+        name: `PAGES`, `SAMPLER`, or a further name, under which reports and metrics show it.
+        layers: number of transformer layers with this memory, or 0 if it belongs to no layer.
+        unit: "page" or "slot".
+        bytes_per_unit: bytes of one unit on each device, over all of its layers.
+        count: units, the null page or the null slot included.
+        window: tokens of the attention window that limits the pages of a sequence, or None.
+        arrays: tree of the shapes of one unit in one layer, over all devices.
+        devices: devices over which an axis of each of `arrays` is divided.
+        divided: for each of `arrays` that axis, if it is not the first of all of them.
+    """
+
+    name: str
+    layers: int
+    unit: Literal["page", "slot"]
+    bytes_per_unit: int
+    count: int
+    window: int | None = None
+    arrays: Any = ()
+    devices: int = 1
+    divided: tuple[int, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        unit: Literal["page", "slot"],
+        arrays: Any,
+        count: int,
+        *,
+        layers: int = 0,
+        window: int | None = None,
+        devices: int = 1,
+        divided: tuple[int, ...] = (),
+    ) -> MemoryKind:
+        """Return the kind of memory whose units have these arrays, with their sum as its size."""
+        leaves = jax.tree.leaves(arrays)
+        size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) * max(1, layers) // devices
+        return cls(name, layers, unit, size, count, window, arrays, devices, divided)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all units on each device."""
+        return self.bytes_per_unit * self.count
+
+    def zeros(self) -> Any:
+        """Return the arrays of all units: a list with one tree for each layer, or one tree."""
+
+        def units(unit: Any) -> Any:
+            return jnp.zeros((self.count, *unit.shape), unit.dtype)
+
+        layers = [jax.tree.map(units, self.arrays) for _ in range(max(1, self.layers))]
+        return layers if self.layers else layers[0]
+
+    def specs(self) -> Any:
+        """Return the partition specs of `zeros`, as a prefix of its tree."""
+        spec: Any = PartitionSpec()
+        if self.devices > 1:
+            spec = PartitionSpec(None, AXIS)
+            if self.divided:
+                spec = tuple(PartitionSpec(*[None] * (1 + axis), AXIS) for axis in self.divided)
+        return [spec] * self.layers if self.layers else spec
 
 
 @dataclass(frozen=True)
@@ -40,16 +114,15 @@ class DeviceState:
     a NaN.
     """
 
-    kv: list[KVPages | tuple[()]]  # one per layer, () for a layer without attention
+    kv: list[KVPages]  # one per layer with attention
     page_table: Int32[Array, "slots_plus_1 M"]  # the entries sent so far (see `page_table`)
     last_token: Int32[Array, " slots_plus_1"]  # the newest sampled token of each slot
     sampler: SamplerState
     # Rows that each device's experts have computed, modulo 2**32, by layer and place if experts
     # are placed explicitly. None if they are not counted.
     expert_rows: UInt32[Array, "N ..."] | None = None
-    # One per layer: arrays whose rows are the states of the slots, the null slot, and snapshots.
-    # () for a layer without states.
-    states: list[States] = field(default_factory=list)
+    # Arrays of the kinds of memory beside pages and sampler state, by name.
+    others: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True)
@@ -99,13 +172,78 @@ def kv_dtype(setting: str, activations: DTypeLike, platform: str) -> np.dtype:
     return accumulator(activations) if platform == "cpu" else jnp.dtype(activations)
 
 
-def page_bytes(config: ModelConfig, page_size: int, dtype: DTypeLike) -> int:
-    """Return the bytes of one page of KV cache on each device, over all layers, with scales."""
-    head = config.head_dim * jnp.dtype(dtype).itemsize
+def memory_kinds(
+    config: ModelConfig,
+    page_size: int,
+    dtype: DTypeLike,
+    num_slots: int,
+    num_pages: int = 0,
+    num_snapshots: int = 0,
+) -> tuple[MemoryKind, ...]:
+    """Return the kinds of memory of a model's device state.
+
+    These are pages, sampler state by slot, and states by slot if layers have states.
+
+    Args:
+        config: the configuration of the model.
+        page_size: tokens per page.
+        dtype: the dtype of the pages.
+        num_slots: the slots, without the null slot.
+        num_pages: the pages of the cache, including the null page.
+        num_snapshots: the states of prefixes beside those of the slots.
+    """
+    # A head that is replicated, or whose positions are sharded, counts once per device.
+    devices = config.split.devices
+    cells = (local_kv_heads(config) * devices, page_size // config.split.context)
+    page = (jax.ShapeDtypeStruct((*cells, config.head_dim), dtype),) * 2
     if dtype == INT8:
-        head += SCALE.itemsize
-    cells = page_size // config.split.context
-    return 2 * config.num_page_layers * cells * local_kv_heads(config) * head
+        page += (jax.ShapeDtypeStruct(cells, SCALE),) * 2
+    layers, window = config.num_page_layers, config.layers.window
+    row = jax.tree.map(_unit, jax.eval_shape(lambda: make_sampler_state(0, config.vocab_size)))
+    kinds = (
+        MemoryKind.of(
+            PAGES, "page", page, num_pages, layers=layers, window=window, devices=devices
+        ),
+        MemoryKind.of(SAMPLER, "slot", row, num_slots + 1),
+    )
+    if config.recurrent is None:
+        return kinds
+    shapes, exact = config.recurrent.states, np.dtype(np.float32)
+    if jnp.dtype(dtype) == jnp.float64:
+        exact = np.dtype(np.float64)
+    states = MemoryKind.of(
+        STATES,
+        "slot",
+        tuple(jax.ShapeDtypeStruct(part.shape, exact) for part in shapes),
+        num_slots + 1 + num_snapshots,
+        layers=config.num_state_layers,
+        devices=devices,
+        divided=tuple(part.divided for part in shapes),
+    )
+    return *kinds, states
+
+
+def kept_by_layers(config: ModelConfig, state: DeviceState) -> list[Kept]:
+    """Return the arrays of each layer: its pages and its states."""
+    pages, states = iter(state.kv), iter(state.others.get(STATES, ()))
+    return [
+        Kept(
+            next(pages) if config.has_pages(layer) else (),
+            next(states) if config.states_of(layer) else (),
+        )
+        for layer in range(config.num_hidden_layers)
+    ]
+
+
+def with_states(others: dict[str, Any], kept: Iterable[Kept]) -> dict[str, Any]:
+    """Return the kinds of memory `others` with new states."""
+    if STATES not in others:
+        return others
+    return others | {STATES: [layer.states for layer in kept if layer.states]}
+
+
+def _unit(array: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape[1:], array.dtype)
 
 
 def addressable_pages(pages: int, layer_page_bytes: int, dtype: np.dtype, platform: str) -> int:
@@ -120,79 +258,42 @@ def addressable_pages(pages: int, layer_page_bytes: int, dtype: np.dtype, platfo
     return (TWO_GIB - 1) // layer_page_bytes
 
 
-def make_state(
-    config: ModelConfig,
-    num_pages: int,
-    page_size: int,
-    num_slots: int,
-    dtype: DTypeLike,
-    *,
-    max_pages: int,
-    num_snapshots: int = 0,
-) -> DeviceState:
-    """Create a device state with zeros in all pages and tables.
+def make_state(config: ModelConfig, memory: Iterable[MemoryKind], max_pages: int) -> DeviceState:
+    """Create a device state with zeros in all kinds of memory and tables.
 
     Args:
         config: the configuration of the model.
-        num_pages: the pages of the cache, including the null page.
-        page_size: tokens per page.
-        num_slots: the slots, without the null slot.
-        dtype: the dtype of the pages.
+        memory: the kinds of memory, with their counts.
         max_pages: the most pages of a slot.
-        num_snapshots: the number of states at page borders.
     """
-    # A head that is replicated, or whose positions are sharded, counts once per device.
-    heads = local_kv_heads(config) * config.split.devices
-    cells = (num_pages, heads, page_size // config.split.context)
-    shape = (*cells, config.head_dim)
+    kinds = {kind.name: kind for kind in memory}
+    pages, sampler = kinds.pop(PAGES), kinds.pop(SAMPLER)
     rows: tuple[int, ...] | None = None
     if config.split.counts_rows and config.experts is not None:
         rows = (config.split.devices, *place_counts(config))
-
-    def layer() -> KVPages:
-        pages = jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
-        if dtype != INT8:
-            return pages
-        return *pages, jnp.zeros(cells, SCALE), jnp.zeros(cells, SCALE)
-
-    exact, places = accumulator(jnp.float64 if dtype == jnp.float64 else jnp.float32), num_slots + 1
-
-    def states(layer: int) -> States:
-        rows = places + num_snapshots
-        return tuple(jnp.zeros((rows, *part.shape), exact) for part in config.states_of(layer))
-
-    layers = range(config.num_hidden_layers)
     return DeviceState(
-        kv=[layer() if config.has_pages(index) else () for index in layers],
-        states=[states(index) for index in layers],
-        page_table=jnp.zeros((num_slots + 1, max_pages), np.int32),
-        last_token=jnp.zeros(num_slots + 1, np.int32),
-        sampler=make_sampler_state(num_slots, config.vocab_size),
+        kv=pages.zeros(),
+        page_table=jnp.zeros((sampler.count, max_pages), np.int32),
+        last_token=jnp.zeros(sampler.count, np.int32),
+        sampler=sampler.zeros(),
         expert_rows=None if rows is None else jnp.zeros(rows, np.uint32),
+        others={name: kind.zeros() for name, kind in kinds.items()},
     )
 
 
-def state_specs(config: ModelConfig, dtype: DTypeLike) -> DeviceState:
+def state_specs(memory: Iterable[MemoryKind]) -> DeviceState:
     """Return the partition specs of the device state.
 
-    Pages and their scales are sharded by head, states by head or channel. Each device has its own
-    counters of expert rows. All other arrays are replicated.
+    Each device has its own counters of expert rows. Tables are replicated.
 
     Args:
-        config: the configuration of the model.
-        dtype: the dtype of the pages. int8 pages have scales.
+        memory: the kinds of memory.
     """
-    kv, whole = PartitionSpec(None, AXIS), PartitionSpec()
-    specs: Any = {"page_table": whole, "last_token": whole, "sampler": whole}
-    specs["expert_rows"] = PartitionSpec(AXIS)
-    arrays: Any = (kv,) * (4 if dtype == INT8 else 2)
-    layers = range(config.num_hidden_layers)
-    specs["kv"] = [arrays if config.has_pages(index) else () for index in layers]
-    specs["states"] = [
-        tuple(PartitionSpec(*[None] * (1 + part.divided), AXIS) for part in config.states_of(index))
-        for index in layers
-    ]
-    return DeviceState(**specs)
+    kinds: dict[str, Any] = {kind.name: kind.specs() for kind in memory}
+    whole: Any = PartitionSpec()
+    rows: Any = PartitionSpec(AXIS)
+    pages, sampler = kinds.pop(PAGES), kinds.pop(SAMPLER)
+    return DeviceState(pages, whole, whole, sampler, rows, kinds)
 
 
 def release(state: DeviceState | None, error: Exception | None) -> None:

@@ -13,20 +13,24 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jaxserve.execution.batch import StepBatch
+from jaxserve.execution.batch import StepBatch, known_tokens, slot_mapping, state_rows
 from jaxserve.execution.columns import Columns
 from jaxserve.execution.logprobs import DeviceLogprobs, draw_logprobs, position_logprobs
 from jaxserve.execution.page_table import put_pages
 from jaxserve.execution.sampler_state import SamplerState, record
 from jaxserve.execution.sampling import sample
-from jaxserve.execution.state import DeviceState, StepOutput
+from jaxserve.execution.state import (
+    STATES,
+    DeviceState,
+    StepOutput,
+    kept_by_layers,
+    with_states,
+)
 from jaxserve.models import Decoder
-from jaxserve.models.mixers import Kept
 from jaxserve.models.paged import PagedStep
 from jaxserve.models.panels import with_num_rows
 from jaxserve.models.quantized import with_implementation
 from jaxserve.scheduling.slot_table import NO_TOKEN
-from pallas_kernels import StateRows
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int32
@@ -39,47 +43,6 @@ if TYPE_CHECKING:
         Int32[Array, "steps R"],
         DeviceLogprobs | None,
     ]
-
-
-def slot_mapping(
-    batch: StepBatch[Array], page_table: Int32[Array, "R M"], page_size: int
-) -> Int32[Array, " T"]:
-    """Return the cache cell of each token's K and V, or -1 for padding."""
-    column = batch.positions // page_size
-    page = page_table.at[batch.row_of_token, column].get(mode="clip")
-    cell = page * page_size + batch.positions % page_size
-    real = jnp.arange(batch.tokens.shape[0]) < batch.query_start[-1]
-    # A row that has ended within the launch is padding.
-    real &= batch.kv_len.at[batch.row_of_token].get(mode="clip") > 0
-    return jnp.where(real, cell, -1)
-
-
-def state_rows(batch: StepBatch[Array], state: DeviceState) -> StateRows:
-    """Return the places of each row's states.
-
-    A row whose first position is 0 starts from zeros, so the host never clears a state. Rows that
-    have ended, and padding, have the null slot and change no state.
-    """
-    null_slot = state.last_token.shape[0] - 1
-    first = batch.positions.at[batch.query_start[:-1]].get(mode="clip")
-    none = jnp.zeros_like(batch.slots)
-    return StateRows(
-        query_start=batch.query_start,
-        source=jnp.where(first == 0, -1, batch.slots),
-        target=jnp.where(batch.slots == null_slot, -1, batch.slots),
-        border=none,
-        saved=none,
-    )
-
-
-def known_tokens(
-    batch: StepBatch[Array], last_token: Int32[Array, " slots_plus_1"]
-) -> Int32[Array, " T"]:
-    """Return the step's tokens, with sampled tokens that only the device knows filled in."""
-    owner = batch.slots.at[batch.row_of_token].get(mode="clip")
-    # A row that failed to sample may be in flight once more. Its result is dropped.
-    drawn = jnp.maximum(last_token.at[owner].get(mode="clip"), 0)
-    return jnp.where(batch.tokens >= 0, batch.tokens, drawn)
 
 
 def model_step(
@@ -139,8 +102,8 @@ def _take_step(
     num_tokens = batch.query_start[-1]
     parameters = with_implementation(jax.tree.unflatten(treedef, leaves), implementation)
     model = nnx.merge(graphdef, with_num_rows(parameters, num_tokens))
-    pages = next((pages for pages in state.kv if pages), None)
-    page_size = 1 if pages is None else pages[0].shape[2] * model.config.split.context
+    page_size = state.kv[0][0].shape[2] * model.config.split.context if state.kv else 1
+    null_slot = state.last_token.shape[0] - 1
     step = PagedStep(
         positions=batch.positions,
         slot_mapping=slot_mapping(batch, page_table, page_size),
@@ -149,10 +112,12 @@ def _take_step(
         kv_len=batch.kv_len,
         decode_only=decode_only,
         implementation=implementation,
-        state_rows=state_rows(batch, state) if any(state.states) else None,
+        state_rows=state_rows(batch, state.last_token.shape[0] - 1)
+        if STATES in state.others
+        else None,
     )
-    kept = [Kept(*arrays) for arrays in zip(state.kv, state.states, strict=True)]
-    kept, rows, hidden = model.advance(known_tokens(batch, state.last_token), step, kept)
+    tokens = known_tokens(batch, state.last_token)
+    kept, rows, hidden = model.advance(tokens, step, kept_by_layers(model.config, state))
     last = hidden if decode_only else hidden.at[batch.sample_index].get(mode="clip")
     # kv_len cannot be used: a row that has ended can precede active rows.
     num_rows = (batch.query_start[:-1] < num_tokens).sum(dtype=jnp.int32)
@@ -171,14 +136,14 @@ def _take_step(
             if decode_only:
                 logprobs = draw_logprobs(logits, indices, batch, columns)
             else:
-                draws = batch.sample_slots < state.last_token.shape[0] - 1
+                draws = batch.sample_slots < null_slot
                 scored = (model.logits, hidden, logits, indices, draws, batch)
                 logprobs = position_logprobs(*scored, columns)
     counted = None if rows is None or state.expert_rows is None else state.expert_rows + rows
     state = replace(
         state,
-        kv=[layer.pages for layer in kept],
-        states=[layer.states for layer in kept],
+        kv=[layer.pages for layer in kept if layer.pages],
+        others=with_states(state.others, kept),
         last_token=last_token,
         sampler=sampler,
         expert_rows=counted,

@@ -23,7 +23,7 @@ from jaxserve.models.quantized import (
     padded,
 )
 from pallas_kernels import block_product, panel_product, quantized_panel_product
-from pallas_kernels.cpu import blocks
+from pallas_kernels.cpu import block_numbers, blocks
 from pallas_kernels.cpu.panels import columns, in_panels, panel_shape, rows_in_order
 from pallas_kernels.quantized_codes import codes_a_row
 
@@ -234,7 +234,7 @@ class BlockPanels:
     def columns(self, outputs: Int32[Array, " T"]) -> Float[Array, "T I"]:
         """Return the weights of the given outputs, in `dtype`. Output ids are clamped."""
         ids = jnp.clip(outputs, 0, prod(self.outputs) - 1)
-        return blocks.columns(self.panels, ids, self.form).astype(self.dtype)
+        return block_numbers.columns(self.panels, ids, self.form).astype(self.dtype)
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import jax
 
-from pallas_kernels.cpu.ffi import NAMES, Field, part_bounds, registered
-from pallas_kernels.cpu.ir_builder import Code, const, filled, float_type, stored_type
+from pallas_kernels.cpu.arithmetic import float_type, stored_type
+from pallas_kernels.cpu.ffi import NAMES, registered
+from pallas_kernels.cpu.handler import Field, part_bounds
+from pallas_kernels.cpu.ir_builder import Code, const, filled
 from pallas_kernels.cpu.state_rows import ROWS, StateKernel
 from pallas_kernels.state_arguments import ConvOptions, StateRows
 
@@ -127,11 +128,6 @@ class CausalConv(StateKernel):
         self.for_each_padding(code, tables, num_rows, tokens, clear)
 
 
-@cache
-def _for_this_host(dtype: str, width: int, options: ConvOptions, biased: bool) -> CausalConv:
-    return CausalConv(dtype, width, options, biased)
-
-
 def causal_conv(
     x: jax.Array,
     states: jax.Array,
@@ -141,7 +137,7 @@ def causal_conv(
     options: ConvOptions,
 ) -> tuple[jax.Array, jax.Array]:
     """Compute ``pallas_kernels.causal_conv`` on CPU."""
-    kernel = _for_this_host(x.dtype.name, len(weight), options, bias is not None)
+    kernel = CausalConv(x.dtype.name, len(weight), options, bias is not None)
     biases = [] if bias is None else [bias.astype(x.dtype)]
     results = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (x, states)]
     operands = x, states, weight.astype(x.dtype), *biases, *rows

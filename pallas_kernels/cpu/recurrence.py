@@ -10,21 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import jax
 
-from pallas_kernels.cpu.ffi import NAMES, Field, part_bounds, registered
-from pallas_kernels.cpu.ir_builder import (
-    LOG2_E,
-    Code,
-    const,
-    filled,
-    float_type,
-    stored_type,
-    suffix,
-)
+from pallas_kernels.cpu.arithmetic import LOG2_E, exp2, float_type, stored_type
+from pallas_kernels.cpu.ffi import NAMES, registered
+from pallas_kernels.cpu.handler import Field, part_bounds
+from pallas_kernels.cpu.ir_builder import Code, const, filled, suffix
 from pallas_kernels.cpu.row_sums import MOST_PARTS, WORK_OF_A_PART, Vectors
 from pallas_kernels.cpu.state_rows import ROWS, Row, StateKernel
 from pallas_kernels.state_arguments import DeltaOptions, Mamba2Options, StateRows
@@ -91,7 +84,7 @@ class Recurrence(StateKernel):
             with code.if_then(self.runs(code, row)):
                 state = matrix(row.target)
                 self._begin(code, row, matrix(code.larger_int(row.source, const(0))), state)
-                rate = code.exp2(code.fmul(constant(0), filled(self.vector(1), LOG2_E)))
+                rate = exp2(code, code.fmul(constant(0), filled(self.vector(1), LOG2_E)))
                 others = [constant(nth) for nth in range(1, sizes.num_constants)]
 
                 def advance(token: Any, _: list[Any]) -> None:
@@ -253,11 +246,6 @@ class Recurrence(StateKernel):
             begin = until
 
 
-@cache
-def _for_this_host(dtype: str, options: DeltaOptions | Mamba2Options) -> Recurrence:
-    return Recurrence(dtype, options)
-
-
 def recurrence(
     mixed: jax.Array,
     gates: jax.Array,
@@ -267,7 +255,7 @@ def recurrence(
     options: DeltaOptions | Mamba2Options,
 ) -> tuple[jax.Array, jax.Array]:
     """Compute ``pallas_kernels.gated_delta`` or ``pallas_kernels.mamba2`` on CPU."""
-    kernel = _for_this_host(mixed.dtype.name, options)
+    kernel = Recurrence(mixed.dtype.name, options)
     shape = len(mixed), options.heads, options.outputs
     results = [
         jax.ShapeDtypeStruct(shape, mixed.dtype),

@@ -8,17 +8,8 @@ from typing import Any
 
 from llvmlite import ir
 
-from pallas_kernels.cpu.ir_builder import (
-    I32,
-    I64,
-    LOG2_E,
-    Code,
-    bfloat16_bits,
-    const,
-    filled,
-    float_type,
-    suffix,
-)
+from pallas_kernels.cpu.arithmetic import LOG2_E, bfloat16_bits, exp2, float_type
+from pallas_kernels.cpu.ir_builder import I32, I64, Code, const, filled, suffix
 from pallas_kernels.cpu.row_sums import RowKernel
 
 ROWS = 5  # arrays of `pallas_kernels.states.StateRows`
@@ -105,7 +96,7 @@ class StateKernel(RowKernel):
     def decay(self, code: Code, x: Any) -> Any:
         """Generate code that computes exp(-|x|), which does not overflow."""
         size = code.intrinsic(f"llvm.fabs.{suffix(x.type)}", x.type, [x])
-        return code.exp2(code.fmul(size, filled(x.type, -LOG2_E)))
+        return exp2(code, code.fmul(size, filled(x.type, -LOG2_E)))
 
     def softplus(self, code: Code, x: Any) -> Any:
         """Generate code that computes log(1 + exp(x)) as max(x, 0) + log1p(exp(-|x|)).

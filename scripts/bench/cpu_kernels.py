@@ -38,7 +38,7 @@ from pallas_kernels import (
     ragged_paged_attention,
 )
 from pallas_kernels.arguments import Case
-from pallas_kernels.cpu.ir_builder import host
+from pallas_kernels.cpu.ffi import host
 from pallas_kernels.cpu.panels import PANEL, in_panels
 from pallas_kernels.ops import panel_product, quantized_panel_product
 from scripts.lib.argument_types import integers, results_file

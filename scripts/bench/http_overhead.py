@@ -20,7 +20,8 @@ from multiprocessing.connection import Connection
 from typing import Any, Self
 
 from jaxserve.commands.argument_types import positive_integer
-from jaxserve.settings.config import EngineConfig, prepare_process
+from jaxserve.settings.config import EngineConfig
+from jaxserve.settings.environment import prepare_process
 from scripts.lib.argument_types import at_most, check_room, checkpoint
 from scripts.lib.run_main import end_at_sigterm, run_main
 

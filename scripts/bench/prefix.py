@@ -37,7 +37,8 @@ import numpy as np
 
 from jaxserve.commands.argument_types import positive_integer
 from jaxserve.scheduling.page_keys import PageKeys
-from jaxserve.settings.config import EngineConfig, prepare_process
+from jaxserve.settings.config import EngineConfig
+from jaxserve.settings.environment import prepare_process
 from scripts.lib.argument_types import at_most, new_folder, results_file
 from scripts.lib.model_shapes import SHAPES
 from scripts.lib.random_checkpoint import random_checkpoint

@@ -41,7 +41,7 @@ MIB = 1 << 20
 PLANNED = re.compile(r"weights ([\d,]+) bytes; KV cache .*? = ([\d,]+) bytes")
 _IMPORTS = """\
 from pathlib import Path
-from jaxserve.settings.config import prepare_process
+from jaxserve.settings.environment import prepare_process
 prepare_process()
 import jax, jaxserve.engine.engine, jaxserve.commands.server
 jax.devices()

@@ -47,7 +47,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.commands.argument_types import positive_integer
-from jaxserve.settings.config import prepare_process
+from jaxserve.settings.environment import prepare_process
 from scripts.lib.argument_types import new_folder, results_file
 from scripts.lib.model_shapes import COMMON, SHAPES
 from scripts.lib.paths import IN_CHECKOUT

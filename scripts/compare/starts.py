@@ -25,7 +25,7 @@ from typing import Any
 from urllib.request import Request, urlopen
 
 from jaxserve.commands.argument_types import positive_integer, some_of
-from jaxserve.settings.config import prepare_process
+from jaxserve.settings.environment import prepare_process
 from scripts.compare.command import ENGINES, first_model
 from scripts.compare.engine import Engine, Setting
 from scripts.compare.environments import NotInstalled, cache_folder, python_of, versions

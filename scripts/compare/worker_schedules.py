@@ -9,7 +9,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from jaxserve.settings.config import EngineConfig, prepare_process
+from jaxserve.settings.config import EngineConfig
+from jaxserve.settings.environment import prepare_process
 
 prepare_process()
 

@@ -14,7 +14,7 @@ from flax import nnx
 
 from jaxserve.execution.batch import pack, unpack
 from jaxserve.execution.buckets import Bucket
-from jaxserve.execution.state import make_state
+from jaxserve.execution.state import make_state, memory_kinds
 from jaxserve.execution.step import decode_steps, model_step
 from jaxserve.models import parse_model_config
 from jaxserve.scheduling.plan import LaunchPlan
@@ -178,14 +178,9 @@ def step_call(
     leaves, treedef = jax.tree.flatten(weights)
     leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
     words = jax.ShapeDtypeStruct(empty_words(T, R, context, num_steps).shape, np.int32)
-    pages = R * -(-context // PAGE_SIZE) + 1
-    state = jax.eval_shape(
-        functools.partial(
-            make_state,
-            *(config, pages, PAGE_SIZE, R, page_dtype or dtype),
-            max_pages=-(-context // PAGE_SIZE),
-        )
-    )
+    max_pages = -(-context // PAGE_SIZE)
+    memory = memory_kinds(config, PAGE_SIZE, page_dtype or dtype, R, R * max_pages + 1)
+    state = jax.eval_shape(functools.partial(make_state, config, memory, max_pages))
 
     options = {"greedy": T == R and not draws, "implementation": implementation}
     if num_steps == 1:

@@ -18,7 +18,6 @@ from jaxserve.models.shards import Split
 from jaxserve.settings.config import EngineConfig
 from jaxserve.start.device import importing_kernels
 from jaxserve.start.programs.autotuning import keep_choices, read_choices
-from jaxserve.start.programs.compiler import all_programs, program_name
 from jaxserve.start.programs.described_card import DescribedCard
 from jaxserve.start.programs.fingerprint import open_store
 from jaxserve.start.programs.settling import estimated
@@ -85,8 +84,8 @@ def compile_start(
         shapes = time.perf_counter() - began
         pages = plan.num_pages
         programs: list[dict[str, Any]] = []
-        for key in all_programs(plan)[: first or None]:
-            label = program_name(key, plan)
+        for key in plan.programs[: first or None]:
+            label = plan.program_name(key)
             clock.reset()
             began, spent = time.perf_counter(), time.process_time()
             compiled = supplier.supply(key)

@@ -23,7 +23,7 @@ from jaxserve.models.linear import parts_of
 from pallas_kernels.devices import find_card, target_device
 from pallas_kernels.gpu import triton_few_rows
 from pallas_kernels.gpu.tuning import ProductConfig, product_config
-from pallas_kernels.product_arguments import ProductCase
+from pallas_kernels.row_arguments import ProductCase
 from scripts.gpu import models as gpu_models
 from scripts.gpu.setting import Item, Setting
 from scripts.gpu.tune_kernels import changes, compiled

@@ -27,7 +27,8 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
-from jaxserve.settings.config import EngineConfig, prepare_process
+from jaxserve.settings.config import EngineConfig
+from jaxserve.settings.environment import prepare_process
 
 prepare_process()
 

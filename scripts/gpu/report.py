@@ -43,7 +43,7 @@ from collections.abc import Callable, Iterator
 from importlib import metadata
 from typing import Any
 
-from jaxserve.settings.config import prepare_process
+from jaxserve.settings.environment import prepare_process
 
 prepare_process()
 

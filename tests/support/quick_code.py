@@ -18,7 +18,7 @@ from llvmlite import binding as llvm
 from llvmlite import ir
 
 from pallas_kernels.cpu import ffi
-from pallas_kernels.cpu.ir_builder import Host
+from pallas_kernels.cpu.ffi import Host
 from scripts.lib.fast_compile import FAST
 
 FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value in FAST.items())

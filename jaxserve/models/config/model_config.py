@@ -224,6 +224,12 @@ class ModelConfig:
         return sum(map(self.has_pages, range(self.num_hidden_layers)))
 
     @property
+    def num_state_layers(self) -> int:
+        """Number of layers that keep a state for each sequence."""
+        layers = range(self.num_hidden_layers)
+        return sum(bool(self.states_of(layer)) for layer in layers)
+
+    @property
     def rotary_dim(self) -> int:
         """Size of a head, or of the rotary part of a head of latent attention."""
         return self.head_dim if self.latent is None else self.latent.rotary

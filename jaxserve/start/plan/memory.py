@@ -12,10 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
-from jaxserve.execution.sampler_state import make_sampler_state
 from jaxserve.execution.state import addressable_pages
 from jaxserve.models import ModelConfig
 from jaxserve.models.shards import group_of, local_kv_heads
@@ -122,12 +120,6 @@ def temporary_bytes(config: ModelConfig, dtype: Any, sizes: Sizes, limits: Devic
     return int(needed if limits.runs_triton else needed * _WITHOUT_KERNELS)
 
 
-def slot_bytes(vocab_size: int) -> int:
-    """Return the bytes of sampler state that one slot has on the device."""
-    leaves = jax.tree.leaves(jax.eval_shape(lambda: make_sampler_state(0, vocab_size)))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-
-
 class PageCounts(NamedTuple):
     """Numbers of pages of a KV cache.
 
@@ -179,7 +171,7 @@ def count_pages(
         counts = _host_pages(config, asked_length, page, room)
     # Cells of the cache are numbered with 32 bits.
     most, platform = 2**31 // config.block_size - 1, "gpu" if is_gpu else "cpu"
-    layer_page = page // 2 // model.num_hidden_layers
+    layer_page = page // 2 // max(1, model.num_page_layers)
 
     def limited(pages: int) -> int:
         return addressable_pages(min(pages, most), layer_page, dtype, platform)
