@@ -11,9 +11,8 @@ from rich.live import Live
 
 from jaxserve.engine.engine import Engine
 from jaxserve.start.loaded import Loaded
-from scripts.live_demo.play import play
 from scripts.live_demo.requests import TaskAsk, make_asks
-from scripts.live_demo.scene import Scene
+from scripts.live_demo.scene import Scene, play
 from scripts.live_demo.schedules import ALONE, SLOTS, print_table, schedules, time_schedules
 from scripts.live_demo.view import Board, question_of
 
@@ -115,8 +114,4 @@ def report(console: Console, engine: Engine, scene: Scene[TaskAsk], seconds: flo
         f"median request {latencies[len(latencies) // 2]:.2f} s; {stats.num_preemptions} "
         f"preemptions; {stats.num_compiles} compilations since ready"
     )
-    for ask in requests:
-        if ask.error:
-            console.print(f"  request {ask.number} failed: {ask.error}")
-    if engine.has_work or stats.pages_in_use:
-        raise SystemExit("error: the engine is idle and still holds pages")
+    scene.report_failures(console, engine)

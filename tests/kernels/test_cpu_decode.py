@@ -18,7 +18,7 @@ from pallas_kernels import paged_decode_attention, reference
 from pallas_kernels.cpu import decode as cpu_decode
 from pallas_kernels.cpu.ffi import Kernel
 from pallas_kernels.cpu.ir_builder import I64, POINTER, VOID, Code, compiled, const, host
-from scripts.lib.fast_compile import FAST
+from tests.support.fast_compile import FAST
 from tests.support.paged_cases import (
     PagedCall,
     assert_close,

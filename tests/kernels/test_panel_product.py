@@ -24,7 +24,7 @@ from pallas_kernels.cpu.product import (
     run,
 )
 from pallas_kernels.cpu.quantized_product import QuantizedPanelProduct
-from scripts.lib.fast_compile import FAST
+from tests.support.fast_compile import FAST
 from tests.support.quick_code import quick_kernels
 
 BF16 = np.dtype(ml_dtypes.bfloat16)

@@ -15,8 +15,8 @@ from scripts.bench import cpu_kernels as bench_cpu_kernels
 from scripts.bench import loading as bench_loading
 from scripts.bench import prefix as bench_prefix
 from scripts.bench import startup as bench_startup
-from scripts.lib.fast_compile import FAST
 from scripts.lib.run_record import about_run, keep, machine
+from tests.support.fast_compile import FAST
 
 
 def test_a_run_says_command_date_and_machine_and_no_folder_or_secret(
