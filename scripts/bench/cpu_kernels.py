@@ -81,10 +81,7 @@ def copies_of(arrays: Arrays) -> list[Arrays]:
 
 
 def stored(form: str, weight: np.ndarray, random: np.random.Generator) -> Arrays:
-    """Store a weight [..., I, O] as the kernel of a form takes it.
-
-    Random codes stand for quantized.
-    """
+    """Store a weight [..., I, O] as a form's kernel takes it, quantized ones by random codes."""
     if form in ("float32", "bfloat16"):
         whole = weight.reshape(-1, *weight.shape[-2:])
         panels = [in_panels(np.asarray(jnp.asarray(matrix).astype(form))) for matrix in whole]

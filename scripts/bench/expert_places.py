@@ -29,9 +29,9 @@ from jaxserve.settings.config import EngineConfig
 from jaxserve.settings.eplb import EplbConfig
 from jaxserve.start.loaded import Loaded
 from jaxserve.start.sources.expert_load import placement_of
+from scripts.bench.random_engine import load_random
 from scripts.lib.argument_types import bench_parser
 from scripts.lib.model_shapes import COMMON, sizes
-from scripts.lib.placed_model import load_random
 from scripts.lib.run_main import run_main
 from scripts.lib.run_record import about_run, keep
 

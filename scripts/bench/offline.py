@@ -38,9 +38,9 @@ from jaxserve.scheduling.slot_table import SlotTable
 from jaxserve.settings.config import EngineConfig
 from jaxserve.start.loaded import Loaded
 from pallas_kernels.cpu.product import panel_product
+from scripts.bench.random_engine import load_random
 from scripts.lib.argument_types import at_most, bench_parser, check_room, checkpoint
 from scripts.lib.model_shapes import COMMON, SHAPES
-from scripts.lib.placed_model import load_random
 from scripts.lib.run_main import run_main
 from scripts.lib.run_record import about_run, keep
 from scripts.lib.static_scheduler import static

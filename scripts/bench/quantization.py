@@ -34,10 +34,10 @@ from jaxserve.settings.config import EngineConfig, bundled_model
 from jaxserve.start.loaded import Loaded
 from jaxserve.weights import load_weights
 from scripts.bench import offline as bench_offline
+from scripts.bench.random_engine import load_random
 from scripts.demo_model import tasks as demo_tasks
 from scripts.lib.argument_types import at_most, script_parser
 from scripts.lib.paths import RESULTS
-from scripts.lib.placed_model import load_random
 from scripts.lib.run_main import run_main
 
 CONTEXT = 64
@@ -119,9 +119,10 @@ def quality(mode: Mode, tasks: list[demo_tasks.Task]) -> dict[str, Any]:
         page_size = llm._thread.engine.config.block_size
     directory = bundled_model()
     config = read_model_config(directory)
+    model = load_weights(directory, config, np.float32, quantization=form)
     return {
         "mode": mode.name,
-        "bits_a_weight": bits_a_weight(load_weights(directory, config, np.float32, form)),
+        "bits_a_weight": bits_a_weight(model),
         "weight_bytes": weight_bytes,
         "kv_bytes_a_token": pages // num_pages // page_size,
         "perplexity": math.exp(statistics.fmean(losses)),

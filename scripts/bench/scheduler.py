@@ -37,6 +37,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -225,11 +226,6 @@ def step_loop(max_model_len: int = MAX_MODEL_LEN) -> Loop:
     return Loop(slots, 40_000, budget, True, lay, max_model_len)
 
 
-def bench_long(requests: int) -> Result:
-    """Measure like `bench_step`, with slots for 131,072 positions each."""
-    return bench_step(requests, 131_072)
-
-
 def bench_step(requests: int, max_model_len: int = MAX_MODEL_LEN) -> Result:
     """Measure one step at 256 rows, with prefix cache and pack."""
     loop, workload, steps = step_loop(max_model_len), Workload(), number_of_steps(requests)
@@ -352,7 +348,7 @@ def bench_queue(requests: int) -> Result:
 
 PARTS = {
     "step": bench_step,
-    "long": bench_long,
+    "long": partial(bench_step, max_model_len=131_072),
     "idle": bench_idle,
     "requests": bench_requests,
     "prefix": bench_prefix,

@@ -26,9 +26,9 @@ from jaxserve.models.shards import Split, check_split
 from jaxserve.request import SamplingParams
 from jaxserve.settings.config import EngineConfig
 from jaxserve.start.loaded import Loaded
+from scripts.bench.random_engine import load_random
 from scripts.lib.argument_types import bench_parser
 from scripts.lib.model_shapes import COMMON, SHAPES
-from scripts.lib.placed_model import load_random
 from scripts.lib.run_main import run_main
 from scripts.lib.run_record import about_run, keep
 

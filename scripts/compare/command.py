@@ -111,18 +111,21 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def plan_of(options: argparse.Namespace, model: str) -> Plan:
+    names = ("rows", "trace", "mixed", "single", "served", "rate")
     return Plan(
+        **{name: getattr(options, name) for name in names},
         vocabulary=config_of(shape_of(model))["vocab_size"],
-        rows=options.rows,
-        trace=options.trace,
-        mixed=options.mixed,
-        single=options.single,
-        served=options.served,
-        rate=options.rate,
         objectives=dict(options.goodput),
         crowds=tuple(options.crowds),
         batches=tuple(options.batches),
     )
+
+
+def setting_of(model: str, rows: int, threads: int) -> Setting:
+    """Return the settings of all engines. Write the checkpoint where it is not there."""
+    folder = cache_folder()
+    checkpoint = random_checkpoint(shape_of(model), folder / "models")
+    return Setting(checkpoint, rows, MAX_LEN, threads, dtype_of(model), folder)
 
 
 def engines_of(options: argparse.Namespace) -> list[Engine]:
@@ -191,19 +194,10 @@ class Comparison:
         print(f"[{time.monotonic() - self._begin:6.0f} s] {text}", flush=True)
 
     def setting(self, model: str, engine: Engine) -> Setting:
-        options = self._options
-        folder = cache_folder()
-        rows = options.rows
+        rows = self._options.rows
         if isinstance(engine, JaxserveSchedules):
-            rows = max(options.batches)
-        return Setting(
-            model=random_checkpoint(shape_of(model), folder / "models"),
-            rows=rows,
-            max_len=MAX_LEN,
-            threads=options.threads,
-            dtype=dtype_of(model),
-            folder=folder,
-        )
+            rows = max(self._options.batches)
+        return setting_of(model, rows, self._options.threads)
 
     def start(self, engine: Engine, model: str) -> Started:
         """Install the engine and convert the checkpoint where that was not done. Return its server.

@@ -26,29 +26,20 @@ from urllib.request import Request, urlopen
 from jaxserve.commands.argument_types import positive_integer, some_of
 from jaxserve.settings.config import prepare_process
 from scripts.compare.arguments import MODELS
-from scripts.compare.command import ENGINES, first_model
+from scripts.compare.command import ENGINES, first_model, setting_of
 from scripts.compare.engine import Engine, Setting
-from scripts.compare.environments import NotInstalled, cache_folder, python_of, versions
+from scripts.compare.environments import NotInstalled, python_of, versions
 from scripts.compare.process import Started
 from scripts.lib import paths
 from scripts.lib.argument_types import results_file, script_parser
-from scripts.lib.model_shapes import dtype_of, shape_of
 from scripts.lib.processes import memory_bytes, tree
-from scripts.lib.random_checkpoint import random_checkpoint
 from scripts.lib.run_main import end_at_sigterm, run_main
 from scripts.lib.run_record import about_run
 from scripts.lib.server_process import free_port
 
 USUAL = "jaxserve,llama.cpp,openvino,vllm"
-ROWS, MAX_LEN, THREADS = 16, 1024, 2
+ROWS, THREADS = 16, 2
 Numbers = dict[str, float]
-
-
-def setting_of(model: str) -> Setting:
-    """Return the settings of all engines. Write the checkpoint where it is not there."""
-    folder = cache_folder()
-    checkpoint = random_checkpoint(shape_of(model), folder / "models")
-    return Setting(checkpoint, ROWS, MAX_LEN, THREADS, dtype_of(model), folder)
 
 
 def start(engine: Engine, python: Path, setting: Setting, caches: Path) -> Numbers:
@@ -148,7 +139,7 @@ def main() -> int:
     parser.add_argument("--json", type=results_file, default=paths.RESULTS / "compare_starts.json")
     arguments = parser.parse_args()
     prepare_process()
-    settings = {model: setting_of(model) for model in arguments.models}
+    settings = {model: setting_of(model, ROWS, THREADS) for model in arguments.models}
     engines, about = installed(arguments.engines, list(settings.values()))
     results: dict[str, Any] = {"about": about_run(), "engines": about}
     for model, setting in settings.items():

@@ -237,7 +237,12 @@ def card_cases() -> list[Any]:
         found += [Case(op, "bfloat16", H, group=2, extras="window cap sinks") for H in (64, 256)]
     found += [Case("kv_write", dtype, 128) for dtype in ("bfloat16", "float8_e4m3fn")]
     sizes = (("bfloat16", 16), ("bfloat16", 2048), ("float16", 64))
-    forms = (("int8", 0, ""), ("fp8", 0, ""), ("int4", 128, "points"), ("int4", 32, "minima"))
+    forms: tuple[tuple[str, int, Zeros], ...] = (
+        ("int8", 0, ""),
+        ("fp8", 0, ""),
+        ("int4", 128, "points"),
+        ("int4", 32, "minima"),
+    )
     found += [
         QuantizedCase(form, dtype, tokens, 4096, 28672, group, zeros)
         for form, group, zeros in forms

@@ -26,10 +26,7 @@ INSTRUCTIONS = ("HGMMA", "HMMA", "UTMALDG", "LDGSTS")
 
 @dataclasses.dataclass(frozen=True)
 class Dumps:
-    """Folders of the compilers' dumps.
-
-    Set in XLA_FLAGS and MOSAIC_GPU_DUMP_TO before JAX starts.
-    """
+    """Folders of the compilers' dumps, as XLA_FLAGS and MOSAIC_GPU_DUMP_TO name them."""
 
     xla: pathlib.Path
     mosaic: pathlib.Path

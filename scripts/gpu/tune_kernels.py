@@ -228,10 +228,7 @@ class Target:
 def targets(
     dtypes: Sequence[str], head_dims: Sequence[int], tiny: bool = False
 ) -> Iterator[Target]:
-    """List every bucket of every operation that takes a dtype and head dim.
-
-    In the order given.
-    """
+    """List every bucket of every operation that takes a dtype and head dim, in their order."""
     for dtype, head_dim, op in itertools.product(dtypes, head_dims, OPERATIONS):
         if op == "mosaic_ragged" and (tiny or dtype not in ("bfloat16", "float16")):
             continue

@@ -42,11 +42,7 @@ def serve_bundled(
     report(console, engine, scene, show(console, engine, scene, options))
     names = [name for name in schedules() if name != ALONE]
     print_table(console, time_schedules(console, loaded, requests, names, ROUNDS), len(requests))
-    console.print(
-        f"[dim]At most {SLOTS} sequences at once, output lengths of the trace, end tokens ignored. "
-        "Padded: to the longest prompt and answer of its batch, as one rectangular tensor; "
-        "uncached: without the prefix cache. Slot use: tokens drawn per step and slot.[/]"
-    )
+    console.print("[dim]Output lengths are those of the trace, and end tokens are ignored.[/]")
 
 
 def play_on_screen(

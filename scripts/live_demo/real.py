@@ -65,11 +65,6 @@ def compare_schedules(console: Console, loaded: Loaded, scene: Scene[QuestionAsk
     console.print()
     print_table(console, timings, len(requests))
     compare_tokens(console, timings)
-    console.print(
-        f"[dim]At most {SLOTS} sequences at once. Padded: to the longest prompt and answer of its "
-        "batch, as one rectangular tensor; uncached: without the prefix cache. Slot use: tokens "
-        "drawn per step and slot.[/]"
-    )
 
 
 def play_answers(

@@ -157,3 +157,8 @@ def print_table(console: Console, timings: Mapping[str, Timing], num_asks: int) 
             f"{timing.rate / timings[PADDED].rate:.2f}x",
         )
     console.print(table)
+    console.print(
+        f"[dim]At most {SLOTS} sequences at once. Padded: to the longest prompt and answer of its "
+        "batch, as one rectangular tensor; uncached: without the prefix cache. Slot use: tokens "
+        "drawn per step and slot.[/]"
+    )

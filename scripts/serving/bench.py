@@ -16,6 +16,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -284,14 +285,10 @@ def overload(num_kept: int | None = None) -> int:
     return 0 if not over["failed"] and healthy else 1
 
 
-def overload_kept() -> int:
-    return overload(KEPT)
-
-
 SCENES: dict[str, Callable[[], int]] = {
     "streams": streams,
     "overload": overload,
-    "overload-kept": overload_kept,
+    "overload-kept": partial(overload, KEPT),
 }
 
 
