@@ -8,8 +8,9 @@ tokens after their prompts, and the share that greedy decoding gets right. Speed
 steps of a random Llama of 4 layers, 768 wide, in float32, at 1 and 16 rows with 64 cached tokens
 each, all modes taking turns. Its ratio is to unquantized weights. The part "experts" does the same
 with a mixture of 32 experts of which a token takes 4, in 2 layers. Embedding and output projection
-are not quantized, in any model. Bits are of the quantized matrices. Writes quantization.json and
-.md in scripts/results. A part that is not run keeps the numbers of an earlier run.
+are not quantized, in any model. Bits are of the quantized matrices as a GPU stores them. Writes
+quantization.json and .md in scripts/results. A part that is not run keeps the numbers of an earlier
+run.
 """
 
 from __future__ import annotations
