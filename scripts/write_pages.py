@@ -10,7 +10,6 @@ are stale if one differs by more than a tenth.
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from pallas_kernels.arguments import Case, GroupedCase
 from pallas_kernels.devices import DeviceLimits, find_card
 from pallas_kernels.implementation import AnyCase, choose, module_of
 from pallas_kernels.row_arguments import ProductCase, RowsCase
+from scripts.lib.argument_types import script_parser
 from scripts.lib.paths import ROOT
 from scripts.lib.run_main import run_main
 
@@ -145,7 +145,6 @@ def lines_of(pattern: str) -> int:
 
 
 def line_tables() -> str:
-    """Return the tables of line counts of the engine and of the wings."""
     whole = lines_of("**/*.*")
     counts = {name: lines_of(pattern) for name, (pattern, _) in (ENGINE | WINGS).items()}
     engine = sum(counts[name] for name in ENGINE)
@@ -193,9 +192,7 @@ def stale_pages(root: Path = ROOT) -> Iterator[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.write_pages", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = script_parser("scripts.write_pages", __doc__)
     parser.add_argument("--check", action="store_true", help="only report stale pages")
     if parser.parse_args().check:
         stale = list(stale_pages())

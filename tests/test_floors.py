@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.lib.fast_compile import FAST
+from tests.support.fast_compile import FAST
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("jaxserve", "pallas_kernels")

@@ -66,7 +66,6 @@ class ModelShape:
         return weights + max(rows * context * self.kv_bytes / copy, attention / matmul)
 
     def config(self) -> dict[str, Any]:
-        """Make the contents of a config.json."""
         found: dict[str, Any] = {
             "architectures": [self.architecture],
             "model_type": self.architecture.removesuffix("ForCausalLM").lower(),
@@ -117,7 +116,6 @@ def full_words(T: int, R: int, context: int, draws: bool = False, num_steps: int
     Args:
         context: tokens of each row after the last step.
         draws: with top_k 50 and top_p 0.9. Otherwise greedy.
-        num_steps: of a launch.
     """
     each, rng = T // R, np.random.default_rng(0)
     words = empty_words(T, R, context, num_steps)
@@ -164,7 +162,6 @@ def step_call(
         draws: of a decode step, take the program that holds the sampler. Others always hold it.
         num_steps: of a launch. Only decodes may have more than one.
         page_dtype: of the pages, by default that of the weights.
-        form: of quantized weights.
         output_rows: lay their codes out as an engine does on a card without Triton.
 
     Returns:

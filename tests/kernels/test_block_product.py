@@ -20,7 +20,7 @@ from pallas_kernels.cpu.block_order import reorder
 from pallas_kernels.cpu.block_product import BlockProduct, run
 from pallas_kernels.cpu.ffi import Host, host
 from pallas_kernels.cpu.panels import PANEL
-from scripts.lib.fast_compile import FAST
+from tests.support.fast_compile import FAST
 from tests.support.gguf_blocks import SCALES, random_blocks, unpacked
 from tests.support.quick_code import quick_kernels
 

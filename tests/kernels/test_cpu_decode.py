@@ -19,7 +19,7 @@ from pallas_kernels.cpu import decode as cpu_decode
 from pallas_kernels.cpu.arithmetic import exp2, tanh
 from pallas_kernels.cpu.ffi import Kernel, compiled, host
 from pallas_kernels.cpu.ir_builder import I64, POINTER, VOID, Code, const
-from scripts.lib.fast_compile import FAST
+from tests.support.fast_compile import FAST
 from tests.support.paged_cases import (
     PagedCall,
     assert_close,

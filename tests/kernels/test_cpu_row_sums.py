@@ -13,7 +13,7 @@ import pytest
 
 from pallas_kernels import row_ops, row_sums, sigmoid, softmax
 from pallas_kernels.cpu import row_sums as cpu_sums
-from scripts.lib.fast_compile import FAST
+from tests.support.fast_compile import FAST
 
 OF = ("numbers", "squares", "exps")
 SIZES = (1, 3, 8, 31, 32, 33, 64, 100, 768, 2053)

@@ -19,7 +19,7 @@ from llvmlite import ir
 
 from pallas_kernels.cpu import ffi
 from pallas_kernels.cpu.ffi import Host
-from scripts.lib.fast_compile import FAST
+from tests.support.fast_compile import FAST
 
 FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value in FAST.items())
 # By the beginning of a node id.

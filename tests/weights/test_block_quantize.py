@@ -11,7 +11,7 @@ import pytest
 from jaxserve.weights.block_quantize import best_rows, block_forms, quantize_rows
 from pallas_kernels.cpu import block_numbers
 from pallas_kernels.cpu.blocks import FORMATS
-from scripts.lib.fast_compile import FAST
+from tests.support.fast_compile import FAST
 
 FORMS = ["Q4_1", "Q5_0", "Q6_K", "Q8_0"]
 # Largest error of normal weights, over their standard deviation, in the root mean square.

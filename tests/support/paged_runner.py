@@ -13,7 +13,7 @@ from flax import nnx
 from jaxserve.models import Decoder, PagedStep
 from jaxserve.models.mixers import Kept
 from pallas_kernels import StateRows
-from scripts.lib.fast_compile import FAST
+from tests.support.fast_compile import FAST
 
 
 @dataclass
