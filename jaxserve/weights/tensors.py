@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jaxserve.models import ModelConfig, checkpoint_weights
@@ -52,9 +52,17 @@ def open_tensors(source: str | Path | GgufFile, config: ModelConfig) -> StoredTe
             `config` implies.
     """
     opened, dims = _open(source, config), dimensions(config)
+    experts = config.experts
+    if experts is not None and experts.stacked and not any(map(_is_stacked, opened.tensors)):
+        # Transformers stacks experts in memory, and writes a tensor for each.
+        config = replace(config, experts=replace(experts, stacked=False))
     stored = as_stored(checkpoint_weights(config), opened, dims)
     split = sort_packed(opened, config.quantization, stored, dims)
     return StoredTensors(opened, split, match_names(split.checkpoint, config, split.table), dims)
+
+
+def _is_stacked(name: str) -> bool:
+    return name.endswith(".experts.gate_up_proj")
 
 
 def _open(source: str | Path | GgufFile, config: ModelConfig) -> Checkpoint:

@@ -13,6 +13,7 @@ from jaxserve.models.config.experts import MAX_EXPERT, Experts, expert_counts, e
 from jaxserve.models.config.fields import Fields
 from jaxserve.models.config.layers import ATTENTION, FULL, MAX_LAYERS, LayerTable
 from jaxserve.models.config.model_config import ModelConfig
+from jaxserve.models.config.quantization import FIELD as QUANTIZATION
 from jaxserve.models.config.recurrent import GatedDelta, gated_delta
 from jaxserve.models.config.rope import RopeRules
 from jaxserve.models.config.rules import HEADS, ROUTING, ConfigRules, no_mlp
@@ -65,7 +66,7 @@ def _experts(fields: Fields, layers: int) -> Experts:
         (True,) * layers,
         shared=fields.integer("shared_expert_intermediate_size", 1, MAX_EXPERT, default=512),
         shared_gate=True,
-        stacked=True,
+        stacked=not fields.has(QUANTIZATION),
     )
 
 
