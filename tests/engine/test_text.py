@@ -316,6 +316,14 @@ def test_stop_strings_do_not_match_what_the_prompt_says(tokenizer: Tokenizer) ->
     assert detokenizer.stop is None
 
 
+@pytest.mark.parametrize(("least", "text"), [(0, "a"), (1, "a"), (2, "aXb"), (4, "aXbXc")])
+def test_a_stop_string_ends_no_text_within_min_tokens(
+    tokenizer: Tokenizer, least: int, text: str
+) -> None:
+    sampling = SamplingParams(stop=["X"], min_tokens=least)
+    assert stream(tokenizer, tokenizer.encode_word("aXbXc"), sampling)[1] == text
+
+
 @settings(max_examples=300)
 @given(
     st.lists(st.integers(0, 259), min_size=1, max_size=12),
