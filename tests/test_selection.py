@@ -158,6 +158,7 @@ def test_a_weekly_test_runs_when_its_subject_changed() -> None:
     assert by["jaxserve/errors.py"] == "tests of scripts: unchanged"
     assert Selection(GRAPH, frozenset()).reason("tests/engine/test_llm.py", None) is None
     assert Selection(GRAPH, None).reason(path, subject) is None
+    assert Selection(GRAPH, frozenset(["pyproject.toml"])).reason(path, subject) is None
 
 
 def test_the_subjects_of_weekly_tests_are_in_the_tree(graph: Graph) -> None:
@@ -198,6 +199,8 @@ def test_every_run_has_the_first_case_of_a_test_and_all_that_are_kept() -> None:
         "tests/kernels/test_gated.py::test_a[1]": False,
         "tests/kernels/test_gated.py::test_a[2]": True,
         "tests/kernels/test_gated.py::test_b[2]": False,
+        "tests/kernels/test_gated.py::test_misuse_is_refused[1]": False,
+        "tests/kernels/test_gated.py::test_misuse_is_refused[2]": False,
         "tests/weights/test_bad_gguf.py::test_c[1]": False,
         "tests/weights/test_bad_gguf.py::test_c[2]": False,
         "tests/page/test_page.py::test_a_question_is_answered_with_its_figures": False,
@@ -269,7 +272,7 @@ def test_without_git_or_a_commit_all_tests_are_selected(tmp_path: Path) -> None:
 
 def test_all_processes_of_a_run_have_the_selection() -> None:
     """Processes of pytest-xdist read the command line alone, and get the rest from the first."""
-    command = [sys.executable, "-m", "pytest", "-n", "2", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-n", "1", "-p", "no:cacheprovider"]
     case = "tests/test_pages.py::test_a_true_tree_passes"
     environment = {name: text for name, text in os.environ.items() if "XDIST" not in name}
     result = subprocess.run(

@@ -36,6 +36,8 @@ EVERYWHERE = (
     "tests/conftest.py",
     "tests/support/selection.py",
 )
+# After a change of one of these files the weekly tests run too: it may change all libraries.
+LIBRARIES = frozenset({"pyproject.toml", "scripts/constraints.txt"})
 # These tests read the whole tree and take seconds, so every selection has them.
 READ_THE_TREE = tuple(
     f"tests/test_{name}.py" for name in ("floors", "style", "pages", "installation", "selection")
@@ -418,7 +420,7 @@ class Selection:
             return None
         if self._concerned is not None and path not in self._concerned:
             return "nothing that they import changed"
-        if subject is None:
+        if subject is None or not LIBRARIES.isdisjoint(self._changed):
             return None
         if (path, subject) not in self._reasons:
             changed = self._graph.reached(path) & self._stand if self._stand else frozenset()

@@ -8,6 +8,7 @@ prints the environments that a run's tests need besides `.venv`: "clients" and "
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 
@@ -41,6 +42,15 @@ TRACES = Subject(
         "jaxserve/server/served/tracing.py",
         "jaxserve/server/served/request_trace.py",
         "tests/server/test_traces.py",
+    ),
+)
+SOURCES = Subject(
+    "servers of other sources",
+    (
+        "jaxserve/server/served/",
+        "jaxserve/settings/model_name.py",
+        "jaxserve/start/sources/",
+        "tests/server/test_sources.py",
     ),
 )
 RAY = Subject("Ray", ("jaxserve/fleet/", "jaxserve/ray_app.py", "tests/fleet/"))
@@ -78,6 +88,7 @@ BY_NAME = {
     ),
     "tests/page/": PAGE,
     "tests/real/": REAL,
+    "tests/server/test_sources.py": SOURCES,
     "tests/server/test_traces.py": TRACES,
     "tests/execution/test_jax_start.py": CUDA,
     "tests/execution/test_hosts.py::test_a_follower_says_in_one_sentence": HOSTS,
@@ -99,11 +110,40 @@ KEPT = (
     "tests/real/test_quality.py",
     "tests/real/test_text.py",
     "tests/real/test_tokens.py::test_greedy_answers[smollm2]",
+    "tests/structured/test_schema_faults.py",
     "tests/weights/test_bad_checkpoints.py",
     "tests/weights/test_bad_gguf.py",
 )
-# Folders of which every run has one case of each test function, by the beginning of a node id.
+# Tests of which every run has one case of each function, by the beginning of a node id, except for
+# functions that `HOSTILE` names. Those have all cases.
 FURTHER = {
+    **dict.fromkeys(
+        [
+            f"tests/engine/test_{name}.py"
+            for name in ("calibration", "conversion", "divided_plan", "host_plan", "memory_plan")
+        ],
+        Subject(
+            "further plans and forms of starts",
+            (
+                "jaxserve/models/",
+                "jaxserve/settings/",
+                "jaxserve/start/",
+                "jaxserve/weights/",
+                "pallas_kernels/devices.py",
+                "tests/engine/",
+            ),
+        ),
+    ),
+    **dict.fromkeys(
+        [
+            f"tests/engine/test_{name}.py"
+            for name in ("added_texts", "gguf_text", "named_templates", "thinking")
+        ],
+        Subject(
+            "further texts and templates",
+            ("jaxserve/start/sources/", "jaxserve/text/", "tests/engine/", "tests/support/"),
+        ),
+    ),
     "tests/kernels/": Subject(
         "further cases of a kernel", ("pallas_kernels/", "tests/kernels/", "tests/support/")
     ),
@@ -130,6 +170,8 @@ FURTHER = {
         ),
     ),
 }
+# Tests of hostile files and requests.
+HOSTILE = re.compile(r"refus|damaged|hostile|malformed|_bad_|_bug_|blows_up|finite")
 FAMILIES = "jaxserve/models/families/"
 # Parameters of tests that name a case of a family.
 CASES = ("case", "family")
@@ -182,15 +224,21 @@ def _by_name(nodeid: str, subjects_of: Mapping[str, Subject]) -> Subject | None:
     )
 
 
+def subject_of_file(path: str) -> Subject | None:
+    """Return the subject of a file of tests, or None if one of its tests is not weekly."""
+    return None if any(start.startswith(path) for start in KEPT) else _by_name(path, BY_NAME)
+
+
 def subjects(items: Sequence[pytest.Item]) -> dict[pytest.Item, Subject]:
     """Return the subject of each test that is weekly."""
     subjects_of = further_cases(items)
     functions: set[str] = set()
     for item in items:
         subject = _by_name(item.nodeid, BY_NAME)
-        if subject is None and _whole_name(item) in functions:
+        function = _whole_name(item)
+        if subject is None and function in functions and not HOSTILE.search(function):
             subject = _by_name(item.nodeid, FURTHER)
-        functions.add(_whole_name(item))
+        functions.add(function)
         if item.get_closest_marker("ray"):
             subject = RAY
         if subject is not None and not item.nodeid.startswith(KEPT):
