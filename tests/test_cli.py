@@ -95,10 +95,13 @@ def test_prompts_go_through_the_chat_template(checkpoint: str) -> None:
     assert first["finished"] and first["error"] is None
 
 
-def test_raw_text_several_choices_and_plain_output(checkpoint: str) -> None:
+def test_raw_text_several_choices_and_plain_output(
+    checkpoint: str, capsys: pytest.CaptureFixture
+) -> None:
     asked = "--no-chat --n 2 --seed 5 --max-tokens 6 --ignore-eos --model".split()
-    code, out, err = run("generate", *asked, checkpoint, *SMALL, "[bold]say[/bold]")
-    assert (code, err) == (0, loading(checkpoint))
+    assert main(["generate", *asked, checkpoint, *SMALL, "[bold]say[/bold]"]) == 0
+    out, err = capsys.readouterr()
+    assert err == loading(checkpoint)
     assert out.startswith("> [bold]say[/bold]\n1: ")
     assert "\n2: " in out and "\x1b" not in out
 
