@@ -36,6 +36,17 @@ PROGRAMS = Subject(
     "processes that compile programs",
     ("jaxserve/start/", "jaxserve/execution/runner.py", "tests/engine/"),
 )
+PLANS = Subject(
+    "further plans and forms of starts",
+    (
+        "jaxserve/models/",
+        "jaxserve/settings/",
+        "jaxserve/start/",
+        "jaxserve/weights/",
+        "pallas_kernels/devices.py",
+        "tests/engine/",
+    ),
+)
 TRACES = Subject(
     "traces of requests",
     (
@@ -95,7 +106,12 @@ BY_NAME = {
     "tests/execution/test_hosts.py::test_a_follower_that_dies": HOSTS,
     "tests/execution/test_hosts.py::test_programs_of_one_process": HOSTS,
     "tests/execution/test_hosts.py::test_two_hosts_of_two_devices": HOSTS,
+    "tests/engine/test_host_plan.py::test_a_process_stays": PLANS,
+    "tests/engine/test_memory_plan.py::test_a_start_is_refused_in_a_sentence": PLANS,
+    "tests/engine/test_memory_plan.py::test_the_command_plans": PLANS,
     "tests/engine/test_programs_behind.py": PROGRAMS,
+    "tests/engine/test_start.py::test_a_program_may_end": PROGRAMS,
+    "tests/engine/test_start.py::test_kept_programs_are_one": PROGRAMS,
 }
 # Tests that every run has, whatever `BY_NAME` and `FURTHER` say, by the beginning of a node id.
 KEPT = (
@@ -122,17 +138,7 @@ FURTHER = {
             f"tests/engine/test_{name}.py"
             for name in ("calibration", "conversion", "divided_plan", "host_plan", "memory_plan")
         ],
-        Subject(
-            "further plans and forms of starts",
-            (
-                "jaxserve/models/",
-                "jaxserve/settings/",
-                "jaxserve/start/",
-                "jaxserve/weights/",
-                "pallas_kernels/devices.py",
-                "tests/engine/",
-            ),
-        ),
+        PLANS,
     ),
     **dict.fromkeys(
         [
