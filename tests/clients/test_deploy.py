@@ -18,7 +18,7 @@ from jaxserve.settings.config import EngineConfig
 from scripts.lib.paths import ROOT
 from tests.clients.conftest import Program
 
-DEPLOY = ROOT / "scripts" / "deploy"
+DEPLOY = ROOT / "scripts/deploy"
 IMAGES = sorted(DEPLOY.glob("*.Dockerfile"))
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
 # It holds an object that Kubernetes itself does not know.

@@ -414,8 +414,8 @@ def seconds(parser: str, beginning: str, repeated: str, size: int, piece: int) -
 def is_linear(parser: str, beginning: str, repeated: str, piece: int) -> bool:
     """Return whether four times the text takes at most six times the CPU time."""
     for _ in range(3):  # other processes may slow one of two measurements
-        short = seconds(parser, beginning, repeated, 100_000, piece)
-        if seconds(parser, beginning, repeated, 400_000, piece) <= 6 * short:
+        short = seconds(parser, beginning, repeated, 50_000, piece)
+        if seconds(parser, beginning, repeated, 200_000, piece) <= 6 * short:
             return True
     return False
 
