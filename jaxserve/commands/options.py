@@ -216,7 +216,6 @@ def add_engine(
     vLLM's other options are declared, and refused, when a command line has an unknown option.
 
     Args:
-        parser: of the command.
         about: description of the group of options.
         more: further fields of EngineConfig, such as "seed".
         excluded: options that the command declares itself.

@@ -41,8 +41,6 @@ def serve(
     """Serve until SIGTERM or an interrupt.
 
     Args:
-        specs: the models to serve.
-        config: the server's settings.
         listener: from `listener.bind`.
         is_verbose: report all parts of the start.
 

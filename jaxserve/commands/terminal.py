@@ -219,7 +219,6 @@ def chat(remote: Remote, terminal: Terminal, system: str | None, quick: str | No
     """Run `jaxserve chat`: a conversation, or one message.
 
     Args:
-        remote: the server.
         terminal: source of messages.
         system: first message of the conversation, with role system.
         quick: the only message; None reads messages from the terminal.

@@ -297,7 +297,6 @@ class AsyncLLM:
 
 def _merged(output: RequestOutput, deltas: list[Delta], logprobs: LogprobReader) -> RequestOutput:
     """Add the deltas of one request to `output`, with one entry per completion, and return it."""
-
     completions: dict[int, CompletionOutput] = {}
     for delta in deltas:
         completion = completions.setdefault(delta.index, CompletionOutput(delta.index, "", []))

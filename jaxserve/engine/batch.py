@@ -23,7 +23,6 @@ class RequestBatch:
     """Requests that are served together. The constructor starts them.
 
     Args:
-        thread: the engine's thread.
         requests: requests from the engine's factory.
         texts: the text of each prompt, or None for token ids.
 

@@ -19,7 +19,5 @@ def chat_sampling(is_recommended: bool, config: EngineConfig) -> dict[str, float
 
     Args:
         is_recommended: whether the checkpoint recommends sampling parameters.
-        config: the settings of the engine.
     """
-
     return {} if is_recommended or config.generation_config == "vllm" else CHAT_SAMPLING

@@ -34,7 +34,6 @@ class LiveSequence:
     """A sequence that is being served, and the receiver of its output.
 
     Attributes:
-        sequence: the sequence.
         sink: the receiver, called with each delta.
         detokenizer: the detokenizer, or None if no text is requested.
         arrived: the time of arrival (`time.monotonic`).
@@ -108,7 +107,6 @@ class Delivery:
 
     Args:
         scheduler: the scheduler, in which a sequence is finished when its text ends it.
-        slots: the slot table.
         recovery: the recovery, which drops its record of a finished sequence.
         scores: the log-probabilities that the host computes.
 

@@ -18,8 +18,6 @@ class Delta:
     Attributes:
         request_id: the engine's id of the request.
         index: the number of the completion.
-        text: the new text.
-        token_ids: the new tokens.
         num_cached_tokens: the prompt tokens that were found in the prefix cache.
         finish_reason: the reason of the end, in the last delta.
         stop_reason: the stop token or text that ended the completion, if one did.
@@ -46,7 +44,6 @@ class Delta:
 
     def fail(self, error: str | InvalidRequest) -> None:
         """Set `error`, and `parameter` if the error is an InvalidRequest."""
-
         self.error = str(error)
         if isinstance(error, InvalidRequest):
             self.parameter = error.parameter

@@ -41,7 +41,6 @@ class DrawScores:
 
         Args:
             scores: one entry per token of the result.
-            result: the result of the step.
             logits: float[R, V], the logits of the rows of the step's plan.
         """
         rows = np.flatnonzero(result.drawn).tolist()
@@ -89,7 +88,6 @@ def allowed_tokens(sequence: Sequence, drawn: Listing[int], vocab_size: int) -> 
     """Return bool[V]: the tokens that a sequence's request allows next, as in `logit_edits`.
 
     Args:
-        sequence: the sequence.
         drawn: the tokens generated before.
         vocab_size: V, the width of the logits.
     """

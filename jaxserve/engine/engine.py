@@ -61,7 +61,6 @@ class Engine:
 
     Args:
         config: the settings, or a loaded model (a Runner can outlive an engine).
-        on_progress: called with the progress of the start.
         scheduler: creates the scheduler. Baselines pass another one with the same interface.
 
     Attributes:
@@ -110,7 +109,6 @@ class Engine:
         """Queue a request.
 
         Args:
-            request: the request.
             sink: called with every Delta of each of its completions.
 
         Raises:
@@ -154,7 +152,6 @@ class Engine:
         """Abort a request, and send its last deltas.
 
         Args:
-            request_id: the id of the request.
             error: the error of the deltas, or None.
             waiting_only: whether to abort only a request that has never had a slot.
 
@@ -278,7 +275,6 @@ class Engine:
         """Recover from a failed step, with which the cache is lost: preempt all sequences.
 
         Args:
-            error: the error of the step.
             plans: the plans of the steps that may have caused it.
 
         Raises:
@@ -322,7 +318,6 @@ class Engine:
 
     def close(self, error: str | None = None) -> None:
         """End all requests, aborted or with `error`, and free the device. Idempotent."""
-
         reason = FinishReason.ABORT if error is None else FinishReason.ERROR
         for live in self._delivery.all():
             self._delivery.end(live, reason, error)

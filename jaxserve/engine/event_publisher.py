@@ -102,7 +102,6 @@ def events_of(change: Change, block_size: int, window: int | None) -> Iterator[E
     """Yield the events of a change of the prefix cache.
 
     Args:
-        change: the change.
         block_size: tokens per page.
         window: the attention window if all layers have the same, otherwise None.
     """
@@ -145,7 +144,6 @@ class EventPublisher:
     the last `buffer_steps` messages that were sent.
 
     Args:
-        config: the configuration of events.
         block_size: tokens per page.
         window: the attention window if all layers have the same, otherwise None.
 
@@ -313,7 +311,6 @@ class EventPublisher:
 
     def close(self) -> None:
         """Send the queued changes to subscribers that read them in a second. Idempotent."""
-
         with self._wake:
             if self._closing:
                 return

@@ -364,7 +364,6 @@ class LLM:
 
     def close(self) -> None:
         """Abort all requests and free the device. Idempotent."""
-
         self._thread.close()
 
     def __enter__(self) -> Self:

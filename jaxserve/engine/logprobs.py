@@ -46,7 +46,6 @@ class LogprobReader:
     """A reader of one request's deltas that adds their log-probabilities to its outputs.
 
     Args:
-        request: the request.
         tokenizer: the tokenizer that decodes token texts, or None.
     """
 
@@ -62,7 +61,6 @@ class LogprobReader:
 
         Both are changed in place. Text and tokens are not touched.
         """
-
         if delta.logprobs is not None:
             completion.logprobs = completion.logprobs or []
             completion.logprobs += logprob_dicts(delta.logprobs, delta.token_ids, self._text)

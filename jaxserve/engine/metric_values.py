@@ -65,13 +65,7 @@ class Histogram(Metric):
 
 
 def metric_values(stats: EngineStats, step_tokens: ValueCounts, model_name: str) -> list[Metric]:
-    """Return the metrics of an engine.
-
-    Args:
-        stats: the statistics of the engine.
-        step_tokens: the histogram of tokens per step.
-        model_name: a label of all metrics.
-    """
+    """Return the metrics of an engine."""
     labels = {"model_name": model_name, "engine": "0"}
     buckets = {bound: int(count) for bound, count in step_tokens.cumulative()}
     metrics: list[Metric] = [

@@ -63,7 +63,6 @@ def chat_tokenizer(tokenizer: Tokenizer, template: Any, options: Mapping[str, An
     """Return the tokenizer with a call's chat template and content format.
 
     Args:
-        tokenizer: the engine's tokenizer.
         template: a template, a file, or the name of a shipped template. None for the model's.
         options: the options of the call, of which chat_template_content_format is read.
 
@@ -86,7 +85,6 @@ def template_inputs(tokenizer: Tokenizer, options: Mapping[str, Any], free: Any)
     """Return the inputs of the chat template.
 
     Args:
-        tokenizer: the tokenizer with the template.
         options: inputs passed as arguments. The template must read them, except common inputs.
         free: inputs passed as `chat_template_kwargs`, which the template can ignore.
 
@@ -139,8 +137,6 @@ def one_each(value: Any, count: int, name: str) -> list[Any]:
 
     Args:
         value: one value for all prompts, or a list.
-        count: the number of prompts.
-        name: the name of the argument, for errors.
 
     Raises:
         InvalidRequest: the list has another length.
@@ -158,7 +154,6 @@ def truncated(
     """Return the last (or first) `keep` tokens of a prompt.
 
     Args:
-        prompt: the token ids.
         keep: the number of tokens, None for all, or -1 for max_model_len - 1.
         max_model_len: the length limit of the engine.
         side: the side that is cut off: "left" (default) or "right".
@@ -202,7 +197,6 @@ def tokenized(
     Args:
         prompt: text or token ids. It is returned unchanged without options.
         options: add_special_tokens, truncate_prompt_tokens and truncation_side.
-        tokenizer: the tokenizer, or None.
         longest: the engine's max_model_len.
 
     Raises:

@@ -36,10 +36,6 @@ class Recovery:
     compensated. A request that fails before its first token fails at most three steps, the last one
     or two alone, where only its own work is lost. A request that fails later fails five steps.
 
-    Args:
-        scheduler: the scheduler.
-        slots: the slot table.
-
     Attributes:
         is_testing: whether suspects run alone. Then only one step can be in flight.
     """
@@ -141,10 +137,7 @@ def _sequences(
     """Return the sequences of a plan's rows that still have their slots.
 
     Args:
-        slots: the slot table.
-        plan: the plan.
         where: bool[R], the rows to return, by default all.
     """
-
     live = (slots.generation[plan.slots] == plan.generations) & where
     return slots.sequences[plan.slots[live]].tolist()

@@ -71,7 +71,6 @@ class RequestFactory:
 
     Args:
         tokenizer: encodes prompts and bad_words. None if all prompts are token ids.
-        limits: the limits of the model and its cache.
         grammars: compiles structured_outputs. None without a tokenizer.
         default_sampling: the parameters of requests without any.
     """
@@ -237,9 +236,7 @@ def bad_words_token_ids(
     """Return the token sequences of bad words, at the beginning of a text and after a space.
 
     Args:
-        words: the words.
         encode: tokenizes a word, or None without a tokenizer.
-        vocab_size: the width of the logits.
 
     Raises:
         InvalidRequest: there is no tokenizer, or there are too many or too long sequences.

@@ -12,9 +12,6 @@ from jaxserve.request import Request
 class RequestStats:
     """The combined times of a request's completions.
 
-    Args:
-        request: the request.
-
     Attributes:
         value: the statistics so far.
     """
@@ -25,7 +22,6 @@ class RequestStats:
 
     def add(self, delta: Delta) -> None:
         """Add the tokens and times of a delta to `value`."""
-
         stats, times = self.value, delta.times
         stats.num_generation_tokens += len(delta.token_ids)
         if times is None:

@@ -33,7 +33,6 @@ def open_events(config: EngineConfig, window: int | None = None) -> Any:
     """Return an `event_publisher.EventPublisher`, or None if no events are published.
 
     Args:
-        config: the settings of the engine.
         window: the attention window if all layers have the same, otherwise None.
 
     Raises:

@@ -23,15 +23,11 @@ class Stream:
     the reader has taken all deltas. The constructor starts the requests.
 
     Args:
-        thread: the engine's thread.
         delivery: transfers the deltas to this event loop.
         requests: requests from the engine's factory.
         max_unread: the most unread tokens before the requests are paused, or None for no limit.
 
     Attributes:
-        requests: the requests.
-        is_paused: whether the requests are paused.
-        num_unread: the number of unread tokens.
         on_pause: called with True when the requests are paused, and False when they continue.
     """
 
@@ -150,9 +146,6 @@ class LoopDelivery:
     engine. Rounds are spaced so that they and the immediate work of readers take at most `SHARE` of
     the time. A few readers get each token at once. Many readers get several tokens at a time, at
     most `LONGEST_WAIT` seconds late.
-
-    Args:
-        loop: the event loop of the readers.
     """
 
     SHARE = 0.03
@@ -188,7 +181,6 @@ class LoopDelivery:
 
     def _rest(self) -> None:
         """Set the time of the next round, after all readers that this round has woken."""
-
         spent = time.thread_time() - self._cpu_seconds
         rest = min(spent * (1.0 / self.SHARE - 1.0), self.LONGEST_WAIT)
         self._next_round = self.loop.time() + rest

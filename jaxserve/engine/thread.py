@@ -35,11 +35,7 @@ NOT_PICKLED = (
 
 
 def report_start(model: object) -> OnProgress:
-    """Return a callback that writes one line to standard error when the model's files are read.
-
-    Args:
-        model: the setting `model`.
-    """
+    """Return a callback that writes one line to standard error when the model's files are read."""
     name = "the bundled model" if model is None else model
     stages: set[str] = set()
 
@@ -56,10 +52,6 @@ class EngineThread:
 
     It closes at the latest at the interpreter's exit, before JAX: a thread that runs C++ code at
     that time would end the process with SIGABRT.
-
-    Args:
-        config: the settings, or a loaded model.
-        on_progress: called with the progress of the start.
 
     Attributes:
         engine: the engine. Other threads can use `requests`, and read the constants `config`,
@@ -104,7 +96,6 @@ class EngineThread:
         """Start a request. Every completion gets exactly one Delta with a finish_reason.
 
         Args:
-            request: the request.
             sink: called with each Delta on the engine's thread, so it must return quickly.
 
         Raises:

@@ -93,8 +93,6 @@ def make_application(
     """Return the application for `serve.run`. Ray must be running.
 
     Args:
-        specs: models of each replica.
-        config: settings of the server of each replica.
         fleet: number, place and resources of replicas.
 
     Raises:

@@ -67,7 +67,6 @@ class PrefixChoice:
     Without a replica it answers 503, and so does HAProxy.
 
     Args:
-        replicas: handle of the deployment of replicas.
         secret: secret of the fleet, with which digests are computed.
     """
 

@@ -45,7 +45,6 @@ def serve_fleet(
     """Run replicas until SIGTERM or an interrupt, then let them finish their requests.
 
     Args:
-        specs: models of each replica.
         config: settings of the server of each replica. Host and port are of the fleet.
         fleet: number and place of replicas.
         say: called with lines about the start.

@@ -54,9 +54,6 @@ class GangFollower:
 class Gang:
     """The followers of a replica, which the process of the replica starts and ends.
 
-    Args:
-        config: settings of the replica's engine.
-
     Attributes:
         config: settings of the leader, with its address and a free port.
         secret: secret with which the hosts authenticate each other.

@@ -115,7 +115,6 @@ def resources_of(
     """Return the resources of each host of a replica, after a check of the cluster.
 
     Args:
-        fleet: settings of the replicas.
         total: resources of the cluster, by Ray's names.
         devices: number of devices of a replica's model, on all of its hosts.
         nnodes: number of hosts of a replica.
@@ -166,9 +165,6 @@ def check_server(config: ServerConfig) -> None:
 
 def check_gang(engine: Any) -> None:
     """Check that an engine lacks settings of hosts which each replica chooses itself.
-
-    Args:
-        engine: an `EngineConfig`.
 
     Raises:
         InvalidRequest: names such a setting.

@@ -26,10 +26,8 @@ class _Replica:
     """State of a replica as its reports and the sent requests show it.
 
     Attributes:
-        report: the last report.
         cached: digests in the last report.
         sent: digests of sent requests, each with the number of reports before it.
-        num_reports: number of reports.
         load: number of requests in progress at the time of the last report.
         num_sent: number of requests sent since the last report.
         blocks: estimated number of blocks that the replica has computed.

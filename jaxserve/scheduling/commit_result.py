@@ -19,7 +19,6 @@ class StepResult:
     Attributes:
         sequences: the sequence of each token in `token_ids`. After a launch of several steps, a
             sequence occurs several times in succession.
-        token_ids: the sampled tokens.
         finished: sequences that ended. They have a finish_reason and no slot.
         drawn: bool[R], the rows of the plan that the tokens belong to.
     """
@@ -61,7 +60,6 @@ def draws_of(
 
     Args:
         table: the slot table, with the state before the launch is committed.
-        plan: the plan of the launch.
         token_ids: int32[R], or [num_steps, R] for a launch of several steps.
         ok: bool of the same shape, False where logits were not finite.
         current: bool[R], the rows whose sequence still holds the slot.
@@ -95,7 +93,6 @@ def _draws_of_several(
     As on the device, a row ends with its first stop token, at its maximum length, or with its
     first logits that are not finite.
     """
-
     slots, steps = plan.slots, np.arange(plan.num_steps)[:, None]
     num_known = table.num_known[slots] + steps  # [S, R], tokens before each draw
     stop_ids = table.stop_token_ids[slots, : table.max_stops]

@@ -147,7 +147,6 @@ class PromptLogprobs:
     They survive preemption. Chunks that are computed again are written again, with equal values.
 
     Args:
-        num_prompt: the number of tokens of the prompt.
         width: the number of alternatives per token.
         by_host: whether the host computes them: the device has too little room for the
             alternatives, or logits were requested.
@@ -186,7 +185,6 @@ class PromptLogprobs:
 
     def take(self) -> TokenLogprobs:
         """Return all log-probabilities and release them. It can be called once."""
-
         assert self.is_complete and not self.is_sent
         logprobs, self._logprobs, self.is_sent = self._logprobs, None, True
         if logprobs is None:

@@ -125,6 +125,5 @@ class PageIndex:
 
     def pages(self) -> np.ndarray:
         """Return all pages that their keys find, in ascending order."""
-
         pages = np.sort(self._page_of[self._tags > 0])
         return pages[self.find(self.keys(pages)) == pages]

@@ -104,7 +104,6 @@ def _sums(factors: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     Token ids are incremented by one. Otherwise token 0 would add zero, and pages of it would share
     a key.
     """
-
     return np.einsum("nls,ns->nl", factors, tokens.astype(np.uint64) + np.uint64(1))
 
 

@@ -223,7 +223,6 @@ class PagePool:
         Raises:
             AssertionError: an invariant is broken. The message names it.
         """
-
         blank = self._blank[: self._num_blank]
         evictable = self._evictable()
         assert self.ref_count[NULL_PAGE] == 0, "the null page is held"

@@ -32,7 +32,6 @@ class LaunchPlan:
         samples: bool[R], whether the row reaches its last known token and samples the next one.
         generations: int64[R], the generations of the slots. If a slot's generation has changed,
             the slot has another sequence and the row's result is dropped.
-        num_steps: the number of steps.
         total_tokens: the sum of `num_tokens`, computed here if it is -1.
         row_steps: int32[R], the most steps of each row, or None for one per row.
     """
@@ -65,6 +64,5 @@ class LaunchPlan:
 
     def rows(self) -> Iterator[Row]:
         """Yield the rows one by one."""
-
         for row in zip(self.slots, self.starts, self.num_tokens, self.samples, strict=True):
             yield Row(int(row[0]), int(row[1]), int(row[2]), bool(row[3]))

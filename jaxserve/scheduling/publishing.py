@@ -22,7 +22,6 @@ class Publisher:
     """The publisher of running sequences' full pages to the prefix cache.
 
     Args:
-        pool: the page pool with the index of cached pages.
         slots: the slot table. Pages full of committed tokens can be published.
         enabled: whether pages are published at all.
         secret: the secret of page keys (see PageKeys).
@@ -57,7 +56,6 @@ class Publisher:
         Args:
             plan: the plan of the launch, whose results have been read.
             valid: bool[R], the rows that still belong to their sequence and had finite logits.
-            running: the slots of all running sequences.
             ending: the slots of the sequences that end with this launch.
         """
         table = self.slots
@@ -135,7 +133,6 @@ class Publisher:
 
         Admission computed the keys of known tokens, so usually one page per slot is missing.
         """
-
         table, size = self.slots, self.pool.page_size
         while len(slots := slots[(short := table.num_keys[slots] < full)]):
             full = full[short]

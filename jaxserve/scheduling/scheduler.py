@@ -38,8 +38,6 @@ class Scheduler:
     """The scheduler of one page pool and one slot table: admission, chunks, pages, preemption.
 
     Args:
-        pool: the page pool.
-        slots: the slot table.
         max_num_batched_tokens: the token budget of a step. It is at least the number of slots, so
             that every running sequence advances in every step.
         long_prefill_token_threshold: the most tokens of one row, or 0 for no limit.
@@ -410,7 +408,6 @@ class Scheduler:
         Raises:
             AssertionError: an invariant is broken. The message names it.
         """
-
         check_invariants(self.pool, self.slots, self.waiting, self._running)
 
 
@@ -420,15 +417,11 @@ def check_invariants(
     """Check all invariants of a scheduler's state between two steps.
 
     Args:
-        pool: the page pool.
-        table: the slot table.
-        waiting: the waiting queue.
         running: the slots of running sequences, in rank order.
 
     Raises:
         AssertionError: an invariant is broken. The message names it.
     """
-
     pool.check(table.held(pool.num_pages))
     slots = running.tolist()
     assert len(set(slots)) == len(slots), "a slot runs twice"

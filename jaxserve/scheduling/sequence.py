@@ -22,17 +22,14 @@ class Sequence:
     step over hundreds of sequences takes a few array operations.
 
     Attributes:
-        request: the request.
         arrival: the position in the order of arrival, unique.
         token_ids: int32[known tokens], valid while the sequence waits and after its end: the
             prompt and, after a preemption, the generated tokens.
         index: the number of the completion within the request.
-        seed: the seed of the completion.
         prefix_keys: the keys of the full pages of `token_ids`, once they have been computed.
         slot: the row of the slot table, or NO_SLOT.
         num_cached: the prompt tokens found in the prefix cache at the first admission, -1 before.
         started: the time of the first admission by the scheduler's `now`, 0 before.
-        num_preemptions: the number of preemptions.
         num_failures: the failed steps that the sequence may have caused (see `engine.recovery`).
         precedence: sequences of higher precedence are served first, regardless of priority.
         prompt_logprobs: the log-probabilities of the prompt, or None if they are not requested.
@@ -72,5 +69,4 @@ class Sequence:
 
     def output_token_ids(self) -> list[int]:
         """Return the generated tokens of a finished sequence."""
-
         return self.token_ids[self.num_prompt :].tolist()

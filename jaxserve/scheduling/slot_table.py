@@ -286,7 +286,6 @@ class SlotTable:
 
     def held(self, num_pages: int) -> np.ndarray:
         """Return int32[num_pages]: the number of slots that list each page."""
-
         counts = np.zeros(num_pages, np.int32)
         for slot, sequence in enumerate(self.sequences):
             if sequence is not None:

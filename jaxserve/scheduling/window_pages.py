@@ -25,7 +25,6 @@ def longest_held(
     num_pages: int, page_size: int, window: int | None, chunk: int, length: int
 ) -> int:
     """Return the length of the longest sequence, at most `length`, that fits into `num_pages`."""
-
     if most_pages(length, page_size, window, chunk) <= num_pages:
         return length
     return num_pages * page_size

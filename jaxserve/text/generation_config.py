@@ -68,11 +68,7 @@ def recommends_sampling(generation_config: Mapping[str, Any]) -> bool:
 
 
 def default_sampling(generation_config: Mapping[str, Any]) -> SamplingParams:
-    """Return the sampling settings that a checkpoint recommends.
-
-    Args:
-        generation_config: result of `read_generation_config`.
-    """
+    """Return the sampling settings that a checkpoint recommends."""
     chosen = {n: generation_config[n] for n in _SAMPLING if generation_config.get(n) is not None}
     if generation_config.get("max_new_tokens") is not None:
         chosen["max_tokens"] = generation_config["max_new_tokens"]

@@ -31,7 +31,6 @@ class PromptEncoder:
 
     Args:
         added: ids of added tokens by text.
-        special: ids of special tokens.
     """
 
     def __init__(
@@ -177,7 +176,6 @@ class PromptEncoder:
         next).
 
         Args:
-            token: id of the token.
             word: text that became this token.
             start: index of this text.
         """

@@ -139,7 +139,6 @@ def _check_tokenizer(raw: bytes, most: int) -> bool:
     """Check the content of a tokenizer.json. Return whether a text may make the library panic.
 
     Args:
-        raw: content of the file.
         most: maximum number of words.
 
     Raises:

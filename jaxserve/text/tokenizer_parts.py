@@ -21,7 +21,6 @@ class TokenizerParts(NamedTuple):
     Attributes:
         small: normalizer, pre-tokenizer, post-processor, decoder, truncation and padding.
         added: texts of added tokens, and whether they are normalized.
-        model: settings of the model.
         vocab: JSON text of the vocabulary.
         merges: JSON text of the merges.
     """

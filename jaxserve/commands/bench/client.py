@@ -84,8 +84,6 @@ async def run_load(
 
     Args:
         client: from `open_client`.
-        target: the server.
-        works: the requests.
         times: time of each request, in seconds from the start.
         max_concurrency: largest number of requests in progress. A further request waits. Its
             latencies count from its sending, and `lag` is the time that it waited.

@@ -23,7 +23,6 @@ def open_engine(arguments: argparse.Namespace, **defaults: Any) -> Iterator[tupl
     """Yield an engine with the settings of the command line.
 
     Args:
-        arguments: of the command.
         defaults: settings that the command line may replace.
 
     Raises:

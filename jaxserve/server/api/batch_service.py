@@ -38,8 +38,6 @@ class InnerClient:
     """Client that calls the endpoints of an application directly, without a connection.
 
     Args:
-        asgi: the Starlette application.
-        config: the server's settings.
         is_behind: whether other clients take precedence, as described in `ServedModel.behind`.
     """
 
@@ -92,7 +90,6 @@ class BatchService:
     """Scheduler of the lines of batches: a line starts if a slot is free and no request waits.
 
     Args:
-        models: the server's models.
         client: sends the lines to the endpoints.
     """
 

@@ -155,7 +155,6 @@ def echo_of(body: ChatRequest, role: str) -> Echo:
     By vLLM's rules, answers repeat the last message if it has their role.
 
     Args:
-        body: the request.
         role: role of answers that begin a message.
     """
     begins = body.add_generation_prompt is not False and not body.continue_final_message
@@ -170,9 +169,7 @@ class ChatFormatter:
     """Formatter of chat completions, as one document or as the events of a stream.
 
     Args:
-        body: the request.
         tokenizer: spells tokens in log-probabilities.
-        answer_id: id of the answer.
         echo: role of the answers, and the text that they repeat.
     """
 

@@ -82,8 +82,6 @@ async def prepare_completions(
     """Check a request and tokenize its prompts.
 
     Args:
-        request: the HTTP request.
-        body: its parsed body.
         scores_whole: accept prompts as long as the context if the request asks only for the echo
             of the prompts and their log-probabilities.
 
@@ -173,11 +171,8 @@ class CompletionFormatter:
     """Formatter of completions, as one document or as the events of a stream.
 
     Args:
-        body: the request.
         echoes: for each prompt, the text that its completions repeat.
-        sampling: sampling parameters of the prompts.
         tokenizer: spells tokens in log-probabilities. None for a model without a tokenizer.
-        answer_id: id of the answer.
     """
 
     def __init__(

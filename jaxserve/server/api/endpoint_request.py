@@ -47,13 +47,8 @@ def check_operator(request: Request) -> None:
 class EndpointRequest:
     """An HTTP request to an endpoint that generates or counts tokens.
 
-    Args:
-        http_request: Starlette's request.
-
     Attributes:
         models: the served models.
-        config: the server's settings.
-        notices: notices that are logged once.
         renamed: maps the engine's field names to names of the endpoint, for error messages.
     """
 

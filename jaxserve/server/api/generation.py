@@ -58,7 +58,6 @@ class Choice:
 
     Attributes:
         index: number among the choices of all prompts of the request.
-        prompt: number of its prompt.
         reader: separates reasoning and tool calls from content, or None if neither can occur.
     """
 
@@ -89,7 +88,6 @@ class Generation:
     """The completions of a request's prompts. Entering it as a context starts them.
 
     Args:
-        model: the model.
         requests: the engine's requests, one for each prompt.
         formats: formats of reasoning and tool calls for each request, by default plain text.
 
@@ -141,7 +139,6 @@ class Generation:
 
         Args:
             headers: headers of the HTTP request, which may name a parent trace.
-            request_id: the id that the client knows.
         """
         if self.model.tracer is not None:
             self._trace = RequestTrace(self.model, headers, request_id)

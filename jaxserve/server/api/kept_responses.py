@@ -31,7 +31,6 @@ async def draw(
         generation: the generation, which has been entered. It is left at the end.
         formatter: formatter of the response. Its events go to `turn`.
         turn: receives the events, the status and the response.
-        store: the store that holds `turn`.
         renamed: maps the engine's field names to the API's, for error messages.
     """
     error: Exception | asyncio.CancelledError | None = None
@@ -77,7 +76,6 @@ class StoredStream(EventResponse):
     """Stream of the events of a background response, stored ones and new ones.
 
     Args:
-        turn: the stored response.
         first: sequence number of the first event to send.
     """
 

@@ -61,7 +61,6 @@ class _HistogramRow(NamedTuple):
 
     Attributes:
         name: name without the prefix.
-        text: description.
         find: returns a model's histogram.
         ours: bounds of the buckets under jaxserve's name.
         theirs: bounds under vLLM's name. None means vLLM's buckets of tokens, which depend on the
@@ -317,8 +316,6 @@ def _families(
 
     Args:
         kind: class of the metric, such as GaugeMetricFamily.
-        name: name without the prefix.
-        text: description.
         samples: pairs of the labels' values and the metric's value.
         label: a label besides model and engine, or None.
         is_own: whether vLLM has no such metric.

@@ -15,11 +15,7 @@ _FLAGS = {"true": True, "1": True, "false": False, "0": False}
 
 
 class Query:
-    """The query arguments of a request.
-
-    Args:
-        request: the HTTP request.
-    """
+    """The query arguments of a request."""
 
     def __init__(self, request: Request) -> None:
         self._given = request.query_params
@@ -74,7 +70,6 @@ class Query:
 
         Args:
             entries: the whole list, oldest first.
-            id_of: returns the id of an entry.
             order: "asc" or "desc", the default of the argument.
             most: largest value of limit.
             default: default of limit.

@@ -43,12 +43,8 @@ class ResponsesFormatter:
     The items of the output are the pieces of the answer in their order, with and without a stream.
 
     Args:
-        body: the request.
         tokenizer: spells tokens in log-probabilities.
         on_end: called with the complete response.
-
-    Attributes:
-        id: id of the response.
     """
 
     def __init__(

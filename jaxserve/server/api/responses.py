@@ -52,10 +52,6 @@ class _Input:
     """The input of a request, and the conversation that it continues.
 
     Args:
-        request: the request.
-        body: its parsed body.
-        store: the stored responses.
-        conversations: the stored conversations.
         owner: digest of the client's API key, or None.
 
     Attributes:

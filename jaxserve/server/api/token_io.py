@@ -129,8 +129,6 @@ class GenerateFormatter:
     """Formatter of completions as token ids, as one document or as the events of a stream.
 
     Args:
-        body: the request.
-        request_id: id of the answer.
         tokenizer: spells tokens in log-probabilities. None for a model without a tokenizer.
         settings: the fields of the request's `sampling_params`.
     """

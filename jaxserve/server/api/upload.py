@@ -33,11 +33,9 @@ class Form:
     """A form as it arrives. Its file is written to `upload`.
 
     Args:
-        boundary: the boundary between parts.
         upload: receives the bytes of the file.
 
     Attributes:
-        fields: texts of the fields by name.
         filename: name of the file, or None until the file begins.
         is_whole: whether the end of the form has been parsed.
     """

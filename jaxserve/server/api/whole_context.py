@@ -51,7 +51,6 @@ class WholeContextGeneration(Generation):
     """Generation for requests that only score their prompts.
 
     Args:
-        model: the model.
         requests: the engine's requests, one for each prompt.
         filling: prompts as long as the context, by the numbers of their requests. The requests have
             these prompts without their last tokens.

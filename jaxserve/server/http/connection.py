@@ -34,7 +34,6 @@ class HttpParser(h11.Connection):
     (RFC 9112, 3.2.2).
 
     Args:
-        max_body_bytes: largest size of a body.
         max_form_bytes: largest size of a form with a file.
     """
 

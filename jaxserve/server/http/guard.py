@@ -47,8 +47,6 @@ class Guard:
 
     Args:
         app: the application behind the guard.
-        config: the server's settings.
-        checks: checks of the request's head.
         lifecycle: state of the server. While it drains, every answer closes its connection.
         check_room: called with the path before a body is parsed, and before a large body is read.
             It raises if no request to this path can be admitted now.

@@ -37,7 +37,6 @@ class Process(uvicorn.Server):
     also ends when one of its engines has ended.
 
     Args:
-        app: the application to serve.
         room: the numbers of connections, by default as the limit of open files allows.
 
     Attributes:

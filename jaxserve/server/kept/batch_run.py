@@ -253,7 +253,6 @@ class BatchRun:
         """Move the collected answers into the file store, unless they are already there.
 
         Args:
-            names: ids of the files.
             seconds: time until the files expire, or None.
 
         Raises:

@@ -27,7 +27,6 @@ class Conversation:
     Attributes:
         shown: the conversation as clients see it.
         since: time of the last change on the monotonic clock.
-        num_item_bytes: size of its items.
         is_running: always False, for `Shares`.
         counted: bytes that the store has counted for it.
     """
@@ -105,7 +104,6 @@ class ConversationStore:
 
     Args:
         most: maximum number of conversations, 0 to disable the store.
-        most_bytes: maximum bytes of all conversations.
         seconds: time without a change after which a conversation is evicted.
     """
 

@@ -137,8 +137,6 @@ class ResponseStore:
 
     Args:
         most: maximum number of responses, 0 to disable the store.
-        most_bytes: maximum bytes of all responses.
-        seconds: maximum age.
     """
 
     def __init__(self, most: int, most_bytes: int, seconds: float) -> None:

@@ -54,8 +54,6 @@ class Shares(Generic[E]):
 
     Args:
         most: maximum number of entries.
-        most_bytes: maximum bytes of all entries.
-        seconds: maximum age.
     """
 
     def __init__(self, most: int, most_bytes: int, seconds: float) -> None:

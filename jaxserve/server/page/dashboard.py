@@ -82,7 +82,6 @@ class Snapshot(msgspec.Struct):
 
     Attributes:
         at: seconds on a monotonic clock.
-        stats: counters of the engine.
         running: running completions by slot, at most MAX_RUNNING.
         waiting: waiting completions, at most MAX_WAITING, the next to start first.
         pages: map of the cache pages.

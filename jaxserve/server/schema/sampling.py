@@ -40,7 +40,6 @@ def sampling_params(
     Args:
         defaults: settings for unset fields.
         logprobs: number of alternatives, whose field differs between endpoints.
-        prompt_logprobs: number of alternatives for the prompt.
 
     Raises:
         InvalidRequest: the message names the field.

@@ -61,12 +61,10 @@ class ServedModel:
         thread: executor for chat templates of requests, shared by the models of a server.
 
     Attributes:
-        active: generations in progress.
         chat_sampling: sampling settings of the page, if the checkpoint recommends none.
         most_tokens: maximum length of any answer, None for the limit of the context.
         dialect: formats of its calls and thoughts.
         tracer: `tracing.RequestTracer` of its requests, or None.
-        request_templates: chat templates of requests.
         schemas: cache of schemas of tools, in enforceable form.
 
     Raises:

@@ -197,7 +197,6 @@ class AnswerFormat:
         """Return the number of thinking tokens in an answer, including the end marker.
 
         Args:
-            token_ids: tokens of the answer.
             thoughts: text of the thoughts that the reader found.
         """
         if self.harmony is not None:
@@ -217,8 +216,6 @@ class AnswerReader:
     """Incremental reader of an answer, for streams and for whole answers.
 
     Args:
-        thinking: reader of thoughts, or None.
-        calls: reader of calls, or None.
         with_thoughts: True if thoughts are returned.
         calls_in_thoughts: reader of calls among thoughts that never end. With None, such text stays
             thoughts.

@@ -37,7 +37,6 @@ class JsonCall(CallBody):
     Args:
         arguments: key of the arguments as the model was trained. The two usual keys are always
             read.
-        name: key of the name.
         number: key of the number of the call, "" if it has no number.
         is_keyed: True if the name is the key of the arguments: `{"f": {"a": 1}}`.
         may_be_bare: True if the name may also precede the arguments: `f[ARGS]{"a": 1}`.

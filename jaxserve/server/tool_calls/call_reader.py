@@ -48,7 +48,6 @@ class CallReader:
     arguments are returned as they arrive. White space around calls is dropped.
 
     Args:
-        call_format: format of the calls.
         tools: tools that may be called. A call of another name is content. Their schemas determine
             the types of bare values. If only names are given, all bare values are strings.
         is_certain: True if every call that begins is well formed.
