@@ -36,17 +36,11 @@ _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
 class Setting(NamedTuple):
-    """A setting from the environment or a file.
+    """A setting from the environment or a file."""
 
-    Attributes:
-        origin: name of the variable, or file and line.
-        name: name of the option, with underscores.
-        value: text from the environment, or any value of YAML from a file.
-    """
-
-    origin: str
-    name: str
-    value: Any
+    origin: str  # name of the variable, or file and line
+    name: str  # name of the option, with underscores
+    value: Any  # text from the environment, or any value of YAML from a file
 
     @property
     def is_variable(self) -> bool:

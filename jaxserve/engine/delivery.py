@@ -31,20 +31,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class LiveSequence:
-    """A sequence that is being served, and the receiver of its output.
-
-    Attributes:
-        sink: the receiver, called with each delta.
-        detokenizer: the detokenizer, or None if no text is requested.
-        arrived: the time of arrival (`time.monotonic`).
-        first_token: the time at which the first token was read, 0 before.
-    """
+    """A sequence that is being served, and the receiver of its output."""
 
     sequence: Sequence
-    sink: Sink
-    detokenizer: Detokenizer | None
-    arrived: float = 0.0
-    first_token: float = 0.0
+    sink: Sink  # the receiver, called with each delta
+    detokenizer: Detokenizer | None  # the detokenizer, or None if no text is requested
+    arrived: float = 0.0  # the time of arrival (`time.monotonic`)
+    first_token: float = 0.0  # the time at which the first token was read, 0 before
 
     def delta(self, token_ids: list[int], logprobs: TokenLogprobs | None = None) -> Delta:
         """Return a delta of new tokens, with all text that is final now."""

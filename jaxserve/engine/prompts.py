@@ -21,16 +21,11 @@ Prompt = str | Listing[int] | Mapping[str, Any]
 
 
 class PromptParts(NamedTuple):
-    """The parts of a caller's prompt.
+    """The parts of a caller's prompt."""
 
-    Attributes:
-        text: the text of the prompt, or None.
-        body: the text or the token ids to serve.
-        cache_salt: the cache salt, or None. Cached pages are shared between prompts of equal salts.
-    """
-
-    text: str | None
-    body: Any
+    text: str | None  # the text of the prompt, or None
+    body: Any  # the text or the token ids to serve
+    # The cache salt, or None. Cached pages are shared between prompts of equal salts.
     cache_salt: str | None = None
 
 

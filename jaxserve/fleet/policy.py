@@ -23,23 +23,16 @@ LEAST_SHARE = 0.25
 
 @dataclass
 class _Replica:
-    """State of a replica as its reports and the sent requests show it.
-
-    Attributes:
-        cached: digests in the last report.
-        sent: digests of sent requests, each with the number of reports before it.
-        load: number of requests in progress at the time of the last report.
-        num_sent: number of requests sent since the last report.
-        blocks: estimated number of blocks that the replica has computed.
-    """
+    """State of a replica as its reports and the sent requests show it."""
 
     report: Any = None
-    cached: frozenset[int] = frozenset()
+    cached: frozenset[int] = frozenset()  # digests in the last report
+    # Digests of sent requests, each with the number of reports before it.
     sent: OrderedDict[int, int] = field(default_factory=OrderedDict)
     num_reports: int = 0
-    load: int = 0
-    num_sent: int = 0
-    blocks: int = 0
+    load: int = 0  # number of requests in progress at the time of the last report
+    num_sent: int = 0  # number of requests sent since the last report
+    blocks: int = 0  # estimated number of blocks that the replica has computed
 
     def matched(self, digests: list[int]) -> int:
         """Return the number of leading blocks of a prompt that the replica has cached."""

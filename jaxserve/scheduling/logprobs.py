@@ -15,19 +15,14 @@ class TokenLogprobs(NamedTuple):
 
     By default they describe the model's distribution before sampling parameters are applied.
     Other values of `logprobs_mode` change that.
-
-    Attributes:
-        logprob: float[N], natural logarithms.
-        rank: int32[N], 1 for the most likely token.
-        top_ids: int32[N, K], the K most likely tokens in descending order, or the listed tokens.
-        top_logprobs: float[N, K], the log-probabilities of `top_ids`.
-        top_ranks: int32[N, K], the ranks of listed tokens. None if the ranks are 1 to K.
     """
 
-    logprob: np.ndarray
-    rank: np.ndarray
+    logprob: np.ndarray  # float[N], natural logarithms
+    rank: np.ndarray  # int32[N], 1 for the most likely token
+    # int32[N, K], the K most likely tokens in descending order, or the listed tokens.
     top_ids: np.ndarray
-    top_logprobs: np.ndarray
+    top_logprobs: np.ndarray  # float[N, K], the log-probabilities of `top_ids`
+    # int32[N, K], the ranks of listed tokens. None if the ranks are 1 to K.
     top_ranks: np.ndarray | None = None
 
     def ranks(self) -> np.ndarray:

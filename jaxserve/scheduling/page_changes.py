@@ -8,24 +8,16 @@ import numpy as np
 
 
 class StoredPages(NamedTuple):
-    """Pages that were added to the prefix cache. The pages of a sequence are adjacent.
+    """Pages that were added to the prefix cache. The pages of a sequence are adjacent."""
 
-    Attributes:
-        keys: u64[n, WORDS].
-        slots: intp[n], the slot of each page's sequence.
-        nth: i32[n], the number of each page within its sequence.
-        parents: u64[n, WORDS], the keys of the preceding pages, which may not be in the cache.
-            Undefined where `nth` is 0.
-        tokens: i32[n, page_size].
-        salts: the cache salts of the pages whose `nth` is 0, in order.
-    """
-
-    keys: np.ndarray
-    slots: np.ndarray
-    nth: np.ndarray
+    keys: np.ndarray  # u64[n, WORDS]
+    slots: np.ndarray  # intp[n], the slot of each page's sequence
+    nth: np.ndarray  # i32[n], the number of each page within its sequence
+    # u64[n, WORDS], the keys of the preceding pages, which may not be in the cache. Undefined where
+    # `nth` is 0.
     parents: np.ndarray
-    tokens: np.ndarray
-    salts: list[str]
+    tokens: np.ndarray  # i32[n, page_size]
+    salts: list[str]  # the cache salts of the pages whose `nth` is 0, in order
 
 
 class RemovedPages(NamedTuple):

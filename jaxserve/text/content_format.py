@@ -40,19 +40,12 @@ _OTHER_ROLES = frozenset(("assistant", "developer", "system", "tool"))
 
 
 class _Score(NamedTuple):
-    """Number of marked contents that appear in the rendered texts.
+    """Number of marked contents that appear in the rendered texts."""
 
-    Attributes:
-        plain: contents without quotation marks, which Python and JSON add when they print a list.
-        shown: contents in any form.
-        users: user contents in any form.
-        rendered: conversations that the template accepted.
-    """
-
-    plain: int
-    shown: int
-    users: int
-    rendered: int
+    plain: int  # contents without quotation marks, which Python and JSON add when they print a list
+    shown: int  # contents in any form
+    users: int  # user contents in any form
+    rendered: int  # conversations that the template accepted
 
 
 class WordsLost(ValueError):

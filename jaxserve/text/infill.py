@@ -11,19 +11,12 @@ from jaxserve.errors import InvalidRequest
 
 
 class Marks(NamedTuple):
-    """Marker tokens of a fill-in-the-middle prompt.
+    """Marker tokens of a fill-in-the-middle prompt."""
 
-    Attributes:
-        before: marker before the text that precedes the gap.
-        behind: marker before the text that follows the gap.
-        middle: marker before the generated text, "" if there is none.
-        is_reversed: True if the text after the gap comes first.
-    """
-
-    before: str
-    behind: str
-    middle: str
-    is_reversed: bool = False
+    before: str  # marker before the text that precedes the gap
+    behind: str  # marker before the text that follows the gap
+    middle: str  # marker before the generated text, "" if there is none
+    is_reversed: bool = False  # True if the text after the gap comes first
 
 
 MARKS = (

@@ -44,17 +44,11 @@ TYPES = tuple(
 
 @dataclass(frozen=True)
 class _Ending:
-    """Text or token that closes a tag, and thereby the free text before it.
+    """Text or token that closes a tag, and thereby the free text before it."""
 
-    Attributes:
-        stop: terminal of the texts that end free text, or None.
-        prefix: terminal of the text before a special token, or None.
-        token: Lark term of the special token and the text after it, or "".
-    """
-
-    stop: str | None = None
-    prefix: str | None = None
-    token: str = ""
+    stop: str | None = None  # terminal of the texts that end free text, or None
+    prefix: str | None = None  # terminal of the text before a special token, or None
+    token: str = ""  # Lark term of the special token and the text after it, or ""
 
     @property
     def rule(self) -> str:

@@ -19,26 +19,16 @@ _BEFORE_START = 3
 
 @dataclass(frozen=True)
 class ThinkingMarks:
-    """Markers around the thoughts of a sequence.
+    """Markers around the thoughts of a sequence."""
 
-    Args:
-        start: text that begins the thoughts.
-        end: text that ends the thoughts.
-        end_token_ids: tokens that are forced to end the thoughts.
-        decode: function from token ids to text.
-        start_token_id: token of `start` if it is a single token, otherwise NO_TOKEN.
-        is_open: True if the prompt has begun the thoughts.
-        is_closed: True if the prompt has ended the thoughts.
-        end_pattern: pattern that ends the thoughts, if `end` is not their only end.
-    """
-
-    start: str
-    end: str
-    end_token_ids: tuple[int, ...]
-    decode: Callable[[Sequence[int]], str]
-    start_token_id: int = NO_TOKEN
-    is_open: bool = False
-    is_closed: bool = False
+    start: str  # text that begins the thoughts
+    end: str  # text that ends the thoughts
+    end_token_ids: tuple[int, ...]  # tokens that are forced to end the thoughts
+    decode: Callable[[Sequence[int]], str]  # function from token ids to text
+    start_token_id: int = NO_TOKEN  # token of `start` if it is a single token, otherwise NO_TOKEN
+    is_open: bool = False  # True if the prompt has begun the thoughts
+    is_closed: bool = False  # True if the prompt has ended the thoughts
+    # Pattern that ends the thoughts, if `end` is not their only end.
     end_pattern: re.Pattern[str] | None = None
 
 

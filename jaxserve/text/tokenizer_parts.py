@@ -16,20 +16,14 @@ _SETTINGS = ("continuing_subword_prefix", "end_of_word_suffix", "max_input_chars
 
 
 class TokenizerParts(NamedTuple):
-    """Content of a tokenizer.json.
+    """Content of a tokenizer.json."""
 
-    Attributes:
-        small: normalizer, pre-tokenizer, post-processor, decoder, truncation and padding.
-        added: texts of added tokens, and whether they are normalized.
-        vocab: JSON text of the vocabulary.
-        merges: JSON text of the merges.
-    """
-
+    # Normalizer, pre-tokenizer, post-processor, decoder, truncation and padding.
     small: dict[str, Any]
-    added: list[tuple[Any, Any]]
+    added: list[tuple[Any, Any]]  # texts of added tokens, and whether they are normalized
     model: dict[str, Any]
-    vocab: memoryview
-    merges: memoryview
+    vocab: memoryview  # JSON text of the vocabulary
+    merges: memoryview  # JSON text of the merges
 
 
 def read_parts(raw: bytes) -> TokenizerParts:

@@ -54,14 +54,9 @@ class ChoicePart:
 
 @dataclass
 class Choice:
-    """One completion, as far as it has been generated.
+    """One completion, as far as it has been generated."""
 
-    Attributes:
-        index: number among the choices of all prompts of the request.
-        reader: separates reasoning and tool calls from content, or None if neither can occur.
-    """
-
-    index: int
+    index: int  # number among the choices of all prompts of the request
     prompt: int
     prompt_token_ids: list[int]
     text: str = ""
@@ -69,6 +64,7 @@ class Choice:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    # Separates reasoning and tool calls from content, or None if neither can occur.
     reader: AnswerReader | None = None
 
     @property

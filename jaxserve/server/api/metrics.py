@@ -57,20 +57,14 @@ _OWN = _OWN_GAUGES.keys() | _OWN_COUNTERS.keys()
 
 
 class _HistogramRow(NamedTuple):
-    """A row of `HISTOGRAMS`.
+    """A row of `HISTOGRAMS`."""
 
-    Attributes:
-        name: name without the prefix.
-        find: returns a model's histogram.
-        ours: bounds of the buckets under jaxserve's name.
-        theirs: bounds under vLLM's name. None means vLLM's buckets of tokens, which depend on the
-            model's context length.
-    """
-
-    name: str
+    name: str  # name without the prefix
     text: str
-    find: Callable[[ServedModel], ValueCounts]
-    ours: tuple[float, ...]
+    find: Callable[[ServedModel], ValueCounts]  # returns a model's histogram
+    ours: tuple[float, ...]  # bounds of the buckets under jaxserve's name
+    # Bounds under vLLM's name. None means vLLM's buckets of tokens, which depend on the model's
+    # context length.
     theirs: tuple[float, ...] | None = None
 
 

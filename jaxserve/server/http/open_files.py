@@ -15,18 +15,12 @@ _FEWEST = 16
 
 @dataclass(frozen=True)
 class Room:
-    """Numbers of connections that fit within the limit of open files.
+    """Numbers of connections that fit within the limit of open files."""
 
-    Attributes:
-        limit: number of files that the process may have open.
-        connections: number of connections served at a time.
-        beyond: number of further connections that may be accepted in one iteration of the event
-            loop, or wait for a refusal. The file of a refused connection is closed some iterations
-            later.
-    """
-
-    limit: float
-    connections: int
+    limit: float  # number of files that the process may have open
+    connections: int  # number of connections served at a time
+    # Number of further connections that may be accepted in one iteration of the event loop, or wait
+    # for a refusal. The file of a refused connection is closed some iterations later.
     beyond: int
 
 

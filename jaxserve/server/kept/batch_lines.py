@@ -33,15 +33,11 @@ class BatchResponse(msgspec.Struct):
 
 
 class BatchError(msgspec.Struct, omit_defaults=True):
-    """Reason for a missing answer.
-
-    Attributes:
-        line: number of the line in its file, if known.
-    """
+    """Reason for a missing answer."""
 
     code: str
     message: str
-    line: int | None = None
+    line: int | None = None  # number of the line in its file, if known
 
 
 class BatchOutput(msgspec.Struct):

@@ -30,18 +30,12 @@ RETRY_SECONDS = 10.0
 
 
 class BatchRecord(msgspec.Struct):
-    """Stored state of a batch.
-
-    Attributes:
-        owner: API key of the client.
-        output_seconds: time until its output files expire, or None.
-        outputs: ids of its output and error file, once it is finalizing.
-    """
+    """Stored state of a batch."""
 
     batch: Batch
-    owner: str | None
-    output_seconds: int | None
-    outputs: Outputs = (None, None)
+    owner: str | None  # API key of the client
+    output_seconds: int | None  # time until its output files expire, or None
+    outputs: Outputs = (None, None)  # ids of its output and error file, once it is finalizing
 
 
 class Batches:

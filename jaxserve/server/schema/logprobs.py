@@ -16,13 +16,9 @@ LEAST = -9999.0
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """Log-probabilities of the tokens of a completion, and of its prompt if that is echoed.
+    """Log-probabilities of the tokens of a completion, and of its prompt if that is echoed."""
 
-    Attributes:
-        text_offset: index in the text of the first complete character of each token.
-    """
-
-    text_offset: list[int]
+    text_offset: list[int]  # index in the text of the first complete character of each token
     token_logprobs: list[float | None]
     tokens: list[str]
     top_logprobs: list[dict[str, float] | None]

@@ -168,22 +168,15 @@ class _AnswerMarks:
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """Format of the answers to one request.
-
-    Attributes:
-        start: state of the thoughts at the end of the prompt.
-        end_token_id: token that ends the thoughts, if it is a single token.
-        call_token_id: token that begins calls, if it is a single token. It ends thoughts that have
-            no other end.
-        harmony: token ids of gpt-oss's markers, None for other models.
-    """
+    """Format of the answers to one request."""
 
     tools: ToolUse | None = None
     thinking: ThinkingFormat | None = None
-    start: ThoughtState = ThoughtState.CLOSED
-    end_token_id: int | None = None
+    start: ThoughtState = ThoughtState.CLOSED  # state of the thoughts at the end of the prompt
+    end_token_id: int | None = None  # token that ends the thoughts, if it is a single token
+    # Token that begins calls, if it is a single token. It ends thoughts that have no other end.
     call_token_id: int | None = None
-    harmony: HarmonyIds | None = None
+    harmony: HarmonyIds | None = None  # token ids of gpt-oss's markers, None for other models
     with_thoughts: bool = True
 
     def reader(self) -> AnswerReader | None:

@@ -116,15 +116,11 @@ class Beside(enum.Enum):
 
 @dataclass(frozen=True)
 class WrittenCall:
-    """Call that a model wrote, or its beginning if a grammar forms it.
-
-    Attributes:
-        arguments: JSON text of an object, or its beginning.
-        id: id as the model wrote it, None if the format has no ids that chat templates need.
-    """
+    """Call that a model wrote, or its beginning if a grammar forms it."""
 
     name: str
-    arguments: str
+    arguments: str  # JSON text of an object, or its beginning
+    # Id as the model wrote it, None if the format has no ids that chat templates need.
     id: str | None = None
 
 

@@ -32,23 +32,15 @@ _SHORT_NAME = re.compile(rf"\s*({NAME})\s*(?=\()")
 
 @dataclass(frozen=True)
 class JsonCall(CallBody):
-    """Call as a JSON object: `{"name": "f", "arguments": {"a": 1}}`.
+    """Call as a JSON object: `{"name": "f", "arguments": {"a": 1}}`."""
 
-    Args:
-        arguments: key of the arguments as the model was trained. The two usual keys are always
-            read.
-        number: key of the number of the call, "" if it has no number.
-        is_keyed: True if the name is the key of the arguments: `{"f": {"a": 1}}`.
-        may_be_bare: True if the name may also precede the arguments: `f[ARGS]{"a": 1}`.
-        answers: names that mean "no call": the answer follows.
-    """
-
+    # Key of the arguments as the model was trained. The two usual keys are always read.
     arguments: str = "arguments"
     name: str = "name"
-    number: str = ""
-    is_keyed: bool = False
-    may_be_bare: bool = False
-    answers: tuple[str, ...] = ()
+    number: str = ""  # key of the number of the call, "" if it has no number
+    is_keyed: bool = False  # True if the name is the key of the arguments: `{"f": {"a": 1}}`
+    may_be_bare: bool = False  # True if the name may also precede the arguments: `f[ARGS]{"a": 1}`
+    answers: tuple[str, ...] = ()  # names that mean "no call": the answer follows
     marks: tuple[str, ...] = ()
     pairs: tuple[tuple[str, str], ...] = (("{", "}"),)
 
@@ -136,20 +128,14 @@ def _formed_head(body: JsonCall) -> re.Pattern[str]:
 
 @dataclass(frozen=True)
 class HeadedCall(CallBody):
-    """Call whose name precedes the JSON object of its arguments.
+    """Call whose name precedes the JSON object of its arguments."""
 
-    Args:
-        after: text between the name and the arguments.
-        before: text between the marker and the name.
-        is_numbered: True if a colon and a number follow the name. The id of the call is then
-            `before`, name and number together.
-        tail: text after the arguments.
-    """
-
-    after: str
-    before: str = ""
+    after: str  # text between the name and the arguments
+    before: str = ""  # text between the marker and the name
+    # True if a colon and a number follow the name. The id of the call is then `before`, name and
+    # number together.
     is_numbered: bool = False
-    tail: str = ""
+    tail: str = ""  # text after the arguments
 
     pairs: tuple[tuple[str, str], ...] = (("{", "}"),)
 
@@ -203,13 +189,9 @@ def _head(body: HeadedCall, behind: str) -> re.Pattern[str]:
 
 @dataclass(frozen=True)
 class PythonCalls(CallBody):
-    """Calls in Python syntax: a list `[f(a=1), g()]`, or one call per line.
+    """Calls in Python syntax: a list `[f(a=1), g()]`, or one call per line."""
 
-    Args:
-        is_list: True if the calls are in brackets.
-    """
-
-    is_list: bool = True
+    is_list: bool = True  # True if the calls are in brackets
     marks: tuple[str, ...] = ()
 
     @property

@@ -288,27 +288,17 @@ DEFAULT_FORMAT = "hermes"
 
 @dataclass(frozen=True)
 class ThinkingFormat:
-    """Format in which a model marks its thoughts before an answer.
+    """Format in which a model marks its thoughts before an answer."""
 
-    Args:
-        start: marker before the thoughts.
-        end: marker after the thoughts.
-        spellings: alternative spellings of `start` and `end`.
-        is_always: True if answers begin with thoughts even without `start`.
-        ends_at_calls: True if a call within thoughts that never end is read as a call.
-        answer_marks: pairs of markers around the answer itself, which are dropped.
-        left_out: other markers that are dropped anywhere in the answer.
-        is_harmony: True for gpt-oss's channels, read by `harmony.py`.
-    """
-
-    start: str
-    end: str
-    spellings: tuple[tuple[str, str], ...] = ()
-    is_always: bool = False
-    ends_at_calls: bool = False
+    start: str  # marker before the thoughts
+    end: str  # marker after the thoughts
+    spellings: tuple[tuple[str, str], ...] = ()  # alternative spellings of `start` and `end`
+    is_always: bool = False  # True if answers begin with thoughts even without `start`
+    ends_at_calls: bool = False  # True if a call within thoughts that never end is read as a call
+    # Pairs of markers around the answer itself, which are dropped.
     answer_marks: tuple[tuple[str, str], ...] = ()
-    left_out: tuple[str, ...] = ()
-    is_harmony: bool = False
+    left_out: tuple[str, ...] = ()  # other markers that are dropped anywhere in the answer
+    is_harmony: bool = False  # True for gpt-oss's channels, read by `harmony.py`
 
     @property
     def starts(self) -> tuple[str, ...]:

@@ -221,13 +221,9 @@ def _bare(text: str) -> Any:
 
 @dataclass(frozen=True)
 class BracedCall(CallBody):
-    """Call in Gemma's notation: `call:f{a:<|"|>text<|"|>,b:[1,2]}`.
+    """Call in Gemma's notation: `call:f{a:<|"|>text<|"|>,b:[1,2]}`."""
 
-    Args:
-        quote: marker at both ends of a string.
-    """
-
-    quote: str
+    quote: str  # marker at both ends of a string
     pairs: tuple[tuple[str, str], ...] = (("{", "}"),)
 
     @property

@@ -58,17 +58,11 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w*)")
 
 @dataclass(frozen=True)
 class HarmonyIds:
-    """Token ids of the markers of messages.
+    """Token ids of the markers of messages."""
 
-    Attributes:
-        channel: token before the name of a channel.
-        end: token after a message.
-        analysis: tokens of the name of the channel of thoughts.
-    """
-
-    channel: int
-    end: int
-    analysis: tuple[int, ...]
+    channel: int  # token before the name of a channel
+    end: int  # token after a message
+    analysis: tuple[int, ...]  # tokens of the name of the channel of thoughts
 
     def num_thought(self, token_ids: Sequence[int]) -> int:
         """Return the number of tokens in messages of the channel of thoughts, markers included."""

@@ -42,15 +42,11 @@ class TagCall(CallBody):
     the end of the call. Opening tags within a value are counted, so that a balanced quotation is
     part of the value. If counting finds no end, opening tags are ignored, provided that only one
     end tag can end the value.
-
-    Attributes:
-        end: text after all parameters.
-        trims: True if one line break on either side of a value is not part of it.
-        whole: texts before and after a JSON object that holds all arguments.
     """
 
-    end: str
-    trims: bool = False
+    end: str  # text after all parameters
+    trims: bool = False  # True if one line break on either side of a value is not part of it
+    # Texts before and after a JSON object that holds all arguments.
     whole: tuple[str, str] = ("", "")
 
     @property
@@ -275,33 +271,21 @@ def _final(value_end: str, end: str) -> re.Pattern[str]:
 
 @dataclass(frozen=True)
 class XmlCall(TagCall):
-    """Call with one named tag per argument: `<function=f><parameter=a>1</parameter></function>`.
+    """Call with one named tag per argument: `<function=f><parameter=a>1</parameter></function>`."""
 
-    Args:
-        parameter: text before the name of a parameter.
-        parameter_end: text after the value of a parameter.
-        end: text after the last parameter.
-        outer_end: text after `end` that closes the section around the call.
-        is_quoted: True if names are quoted.
-        trims: True if one line break on either side of a value is not part of it.
-        types: name of the attribute that tells strings ("true" or "string") from other values.
-        before: text between the marker of the call and its name.
-        tag_end: text that ends a tag after its attributes.
-        whole: texts before and after a JSON object that holds all arguments.
-        is_escaped: True if names are HTML-escaped.
-    """
-
-    parameter: str
-    parameter_end: str
-    end: str
-    outer_end: str
-    is_quoted: bool = False
-    trims: bool = False
+    parameter: str  # text before the name of a parameter
+    parameter_end: str  # text after the value of a parameter
+    end: str  # text after the last parameter
+    outer_end: str  # text after `end` that closes the section around the call
+    is_quoted: bool = False  # True if names are quoted
+    trims: bool = False  # True if one line break on either side of a value is not part of it
+    # Name of the attribute that tells strings ("true" or "string") from other values.
     types: str = ""
-    before: str = ""
-    tag_end: str = ">"
+    before: str = ""  # text between the marker of the call and its name
+    tag_end: str = ">"  # text that ends a tag after its attributes
+    # Texts before and after a JSON object that holds all arguments.
     whole: tuple[str, str] = ("", "")
-    is_escaped: bool = False
+    is_escaped: bool = False  # True if names are HTML-escaped
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -344,17 +328,11 @@ def _opening(before: str, is_quoted: bool, types: str, end: str) -> re.Pattern[s
 
 @dataclass(frozen=True)
 class KeyedCall(TagCall):
-    """Call as a name and tagged pairs: `f<arg_key>a</arg_key><arg_value>1</arg_value>`.
+    """Call as a name and tagged pairs: `f<arg_key>a</arg_key><arg_value>1</arg_value>`."""
 
-    Args:
-        end: text after all pairs.
-        after: marker that may follow the name of the function.
-        suffix: text at the end of the name of each tag.
-    """
-
-    end: str
-    after: str = ""
-    suffix: str = ""
+    end: str  # text after all pairs
+    after: str = ""  # marker that may follow the name of the function
+    suffix: str = ""  # text at the end of the name of each tag
 
     @property
     def tags(self) -> tuple[str, str, str, str]:

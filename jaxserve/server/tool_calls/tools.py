@@ -42,38 +42,25 @@ _ANY = {"type": "object", "properties": {}}
 
 @dataclass(frozen=True)
 class CallUse:
-    """Calls that an answer may contain.
-
-    Attributes:
-        is_certain: True if a grammar enforces every call.
-        beside: text that the grammar allows in addition to calls.
-        raw: names of tools whose calls contain raw text.
-    """
+    """Calls that an answer may contain."""
 
     call_format: CallFormat
     tools: Tools
-    is_certain: bool
+    is_certain: bool  # True if a grammar enforces every call
     parallel: bool
-    beside: Beside = Beside.TEXT
-    raw: frozenset[str] = frozenset()
+    beside: Beside = Beside.TEXT  # text that the grammar allows in addition to calls
+    raw: frozenset[str] = frozenset()  # names of tools whose calls contain raw text
 
 
 @dataclass(frozen=True)
 class ToolUse:
-    """Tools of one request, and how its answer may call them.
+    """Tools of one request, and how its answer may call them."""
 
-    Attributes:
-        calls: calls that the answer may contain.
-        described: tools in the form of chat templates.
-        grammar: grammar of the answer, None if the answer is unconstrained.
-        is_named: True if the request names the tool to call.
-        holds_thoughts: True if the grammar may include the thoughts, where the format allows it.
-    """
-
-    calls: CallUse
-    described: list[dict[str, Any]]
-    grammar: str | None
-    is_named: bool
+    calls: CallUse  # calls that the answer may contain
+    described: list[dict[str, Any]]  # tools in the form of chat templates
+    grammar: str | None  # grammar of the answer, None if the answer is unconstrained
+    is_named: bool  # True if the request names the tool to call
+    # True if the grammar may include the thoughts, where the format allows it.
     holds_thoughts: bool = True
 
 

@@ -27,18 +27,12 @@ MAX_MALFORMED = 64
 
 @dataclass(frozen=True)
 class _Text:
-    """Part of the text that is content.
+    """Part of the text that is content."""
 
-    Attributes:
-        start: index of its first character in the text.
-        end: index after its last character.
-        is_read: True if it is a whole call of an unknown tool, whose end is certain.
-        is_failed: True if it follows a call without an end, or is a call with a repeated argument.
-    """
-
-    start: int
-    end: int
-    is_read: bool = False
+    start: int  # index of its first character in the text
+    end: int  # index after its last character
+    is_read: bool = False  # True if it is a whole call of an unknown tool, whose end is certain
+    # True if it follows a call without an end, or is a call with a repeated argument.
     is_failed: bool = False
 
 
