@@ -102,10 +102,6 @@ class Delivery:
         scheduler: the scheduler, in which a sequence is finished when its text ends it.
         recovery: the recovery, which drops its record of a finished sequence.
         scores: the log-probabilities that the host computes.
-
-    Attributes:
-        num_tokens: the number of tokens delivered since the start.
-        num_first_tokens: the number of delivered tokens that were the first of their sequence.
     """
 
     def __init__(
@@ -117,7 +113,8 @@ class Delivery:
         self._scores = scores
         self._live: dict[Sequence, LiveSequence] = {}
         self._by_request: dict[str, list[LiveSequence]] = {}
-        self.num_tokens = 0
+        self.num_tokens = 0  # the number of tokens delivered since the start
+        # The number of delivered tokens that were the first of their sequence.
         self.num_first_tokens = 0
         self._now = 0.0
 

@@ -35,9 +35,6 @@ class Recovery:
     and time of arrival: a new request can fail a step only after the previous failure has been
     compensated. A request that fails before its first token fails at most three steps, the last one
     or two alone, where only its own work is lost. A request that fails later fails five steps.
-
-    Attributes:
-        is_testing: whether suspects run alone. Then only one step can be in flight.
     """
 
     def __init__(self, scheduler: Scheduler, slots: SlotTable) -> None:
@@ -50,7 +47,7 @@ class Recovery:
         self._behind: set[Sequence] = set()
         self._num_owed = 0
         self._is_active = False
-        self.is_testing = False
+        self.is_testing = False  # whether suspects run alone. Then only one step can be in flight.
         self._has_cleared = False
 
     def limit_running(self) -> None:

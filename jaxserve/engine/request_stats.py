@@ -10,15 +10,11 @@ from jaxserve.request import Request
 
 
 class RequestStats:
-    """The combined times of a request's completions.
-
-    Attributes:
-        value: the statistics so far.
-    """
+    """The combined times of a request's completions."""
 
     def __init__(self, request: Request) -> None:
         since = time.monotonic() - request.arrival_time
-        self.value = RequestStateStats(arrival_time=time.time() - since)
+        self.value = RequestStateStats(arrival_time=time.time() - since)  # the statistics so far
 
     def add(self, delta: Delta) -> None:
         """Add the tokens and times of a delta to `value`."""

@@ -91,16 +91,12 @@ class _StoredBody:
 
 
 class _FrontAnswer:
-    """The answer of a request. Errors of Serve itself are converted to OpenAI's form.
-
-    Attributes:
-        is_started: whether the answer has begun.
-    """
+    """The answer of a request. Errors of Serve itself are converted to OpenAI's form."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self._error: ApiError | None = None
-        self.is_started = False
+        self.is_started = False  # whether the answer has begun
 
     async def send(self, message: Message) -> None:
         """Send a message of ASGI to the client, or in place of Serve's error a converted one."""

@@ -146,9 +146,6 @@ class PromptLogprobs:
         by_host: whether the host computes them: the device has too little room for the
             alternatives, or logits were requested.
         as_logits: whether the values are logits.
-
-    Attributes:
-        is_sent: whether `take` has returned them.
     """
 
     def __init__(
@@ -157,7 +154,7 @@ class PromptLogprobs:
         self.width = width
         self.by_host = by_host
         self.as_logits = as_logits
-        self.is_sent = False
+        self.is_sent = False  # whether `take` has returned them
         self._num_tokens = num_prompt - 1
         self._filled = 0
         self._logprobs: TokenLogprobs | None = None

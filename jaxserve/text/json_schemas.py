@@ -173,19 +173,15 @@ def _without_faults(schema: Any, is_regex: Callable[[Any], bool] | None) -> tupl
 
 
 class _Faults:
-    """Faults of a schema: malformed keywords, and keywords that grammars cannot enforce.
-
-    Attributes:
-        found: path and replacement of each fault. `_GONE` removes the value.
-        places: paths of all schemas that were visited.
-    """
+    """Faults of a schema: malformed keywords, and keywords that grammars cannot enforce."""
 
     def __init__(self, root: Any, is_regex: Callable[[Any], bool] | None = None) -> None:
         self._root = root
         self._is_regex = is_regex
         self._loops: dict[Path, bool] = {}
+        # Path and replacement of each fault. `_GONE` removes the value.
         self.found: list[tuple[Path, Any]] = []
-        self.places: list[Path] = []
+        self.places: list[Path] = []  # paths of all schemas that were visited
         self._waiting: list[tuple[Path, Any]] = [((), root)]
         seen: set[int] = set()
         while self._waiting:

@@ -104,11 +104,7 @@ def _pattern(form: Mapping[str, Any]) -> str:
 
 
 class _Writer:
-    """Writer of the rules and terminals of one grammar; see `structural_tag_grammar`.
-
-    Attributes:
-        lines: rules and terminals written so far.
-    """
+    """Writer of the rules and terminals of one grammar; see `structural_tag_grammar`."""
 
     def __init__(
         self,
@@ -120,7 +116,7 @@ class _Writer:
         self._special = re.compile(f"({pattern_of_any(self._specials)})")
         self._schema_rule = schema_rule
         self._grammar_rule = grammar_rule
-        self.lines: list[str] = []
+        self.lines: list[str] = []  # rules and terminals written so far
         self._size = 0
 
     def _put(self, name: str, right: str) -> str:

@@ -45,19 +45,15 @@ def check_operator(request: Request) -> None:
 
 
 class EndpointRequest:
-    """An HTTP request to an endpoint that generates or counts tokens.
-
-    Attributes:
-        models: the served models.
-        renamed: maps the engine's field names to names of the endpoint, for error messages.
-    """
+    """An HTTP request to an endpoint that generates or counts tokens."""
 
     def __init__(self, http_request: Request) -> None:
         self._http_request = http_request
         self._served = http_request.app.state.served
-        self.models: Models = self._served.models
+        self.models: Models = self._served.models  # the served models
         self.config: ServerConfig = self._served.config
         self.notices: Notices = self._served.notices
+        # Maps the engine's field names to names of the endpoint, for error messages.
         self.renamed: dict[str, str] = http_request.scope["jaxserve.renamed"]
 
     @property

@@ -54,12 +54,6 @@ class _Input:
     Args:
         owner: digest of the client's API key, or None.
 
-    Attributes:
-        parent: the stored response that is continued, or None.
-        conversation: the conversation that the request names, or None.
-        own: the items of the input.
-        items: the items of the whole conversation, which end with the items of the input.
-
     Raises:
         ApiError: 404, there is no such response or conversation.
         InvalidRequest: a field is wrong, which the error names.
@@ -74,14 +68,16 @@ class _Input:
         owner: str | None,
     ) -> None:
         name, before = "previous_response_id", body.previous_response_id
-        self.parent: Turn | None = None
-        self.own = items_of(body)
+        self.parent: Turn | None = None  # the stored response that is continued, or None
+        self.own = items_of(body)  # the items of the input
         references = [item.id or "" for item in self.own if item.type == REFERENCE]
         if references:
             most = request.config.max_body_bytes
             stored = store.find_items(references, owner, most)
             self.own = [_resolved(item, stored) for item in self.own]
+        # The items of the whole conversation, which end with the items of the input.
         self.items = self.own
+        # The conversation that the request names, or None.
         self.conversation = self._join(conversations, body, owner, request.config.max_body_bytes)
         if before is None:
             return

@@ -34,16 +34,12 @@ class Form:
 
     Args:
         upload: receives the bytes of the file.
-
-    Attributes:
-        filename: name of the file, or None until the file begins.
-        is_whole: whether the end of the form has been parsed.
     """
 
     def __init__(self, boundary: bytes, upload: Upload) -> None:
         self.fields: dict[str, str] = {}
-        self.filename: str | None = None
-        self.is_whole = False
+        self.filename: str | None = None  # name of the file, or None until the file begins
+        self.is_whole = False  # whether the end of the form has been parsed
         self._upload = upload
         self._part = _Part()
         self._num_parts = 0

@@ -180,18 +180,14 @@ class Guard:
 
 
 class _Answer:
-    """Sender of an answer that holds the head back until it can go out with a part of the body.
-
-    Attributes:
-        is_started: whether a part of the answer has been sent.
-    """
+    """Sender of an answer that holds the head back until it can go out with a part of the body."""
 
     def __init__(self, scope: Scope, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
         self._send = send
         self._joined = scope.get("jaxserve.joined", nullcontext)
         self._headers = headers
         self._head: Message | None = None
-        self.is_started = False
+        self.is_started = False  # whether a part of the answer has been sent
 
     async def send(self, message: Message) -> None:
         """Send an ASGI message, the head together with the first part of the body."""

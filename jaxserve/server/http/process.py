@@ -38,9 +38,6 @@ class Process(uvicorn.Server):
 
     Args:
         room: the numbers of connections, by default as the limit of open files allows.
-
-    Attributes:
-        status: exit status of the process, valid after `serve` has returned.
     """
 
     def __init__(self, app: App, room: Room | None = None) -> None:
@@ -64,7 +61,7 @@ class Process(uvicorn.Server):
                 **uvicorn_options(limits),
             )
         )
-        self.status = 0
+        self.status = 0  # exit status of the process, valid after `serve` has returned
         self._served = app
         self._num_signals = 0
         self._deadline = 0.0

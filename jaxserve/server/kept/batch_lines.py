@@ -55,17 +55,12 @@ class BatchOutput(msgspec.Struct):
 
 
 class BadLine(Exception):
-    """A line is not a valid request.
-
-    Attributes:
-        custom_id: name that the line gives itself, if it can be read.
-        code: machine-readable name of the error.
-    """
+    """A line is not a valid request."""
 
     def __init__(self, code: str, message: str, custom_id: str | None = None) -> None:
         super().__init__(message)
-        self.code = code
-        self.custom_id = custom_id
+        self.code = code  # machine-readable name of the error
+        self.custom_id = custom_id  # name that the line gives itself, if it can be read
 
 
 def lines(file: BinaryIO, most: int) -> Iterator[tuple[int, bytes | None]]:

@@ -41,9 +41,6 @@ class ThinkingReader:
 
     White space around the thoughts is dropped, and so are the markers around the answer itself, if
     the format has any.
-
-    Attributes:
-        has_ended: True if no more thoughts can follow.
     """
 
     def __init__(self, thinking: ThinkingFormat, start: ThoughtState) -> None:
@@ -53,7 +50,7 @@ class ThinkingReader:
         self._pieces: list[Thought | Content] = []
         self._answer = _AnswerMarks(thinking) if thinking.answer_marks else None
         self._reading = self._read()
-        self.has_ended = False
+        self.has_ended = False  # True if no more thoughts can follow
 
     def feed(self, text: str, final: bool = False) -> list[Thought | Content]:
         """Read more text. Return the new thoughts and answer text that are certain by now."""
@@ -212,9 +209,6 @@ class AnswerReader:
         with_thoughts: True if thoughts are returned.
         calls_in_thoughts: reader of calls among thoughts that never end. With None, such text stays
             thoughts.
-
-    Attributes:
-        message: the answer read so far.
     """
 
     def __init__(
@@ -228,7 +222,7 @@ class AnswerReader:
         self._calls = calls
         self._in_thoughts = None if calls_in_thoughts is None else _Thoughts(calls_in_thoughts)
         self._with_thoughts = with_thoughts
-        self.message = Message()
+        self.message = Message()  # the answer read so far
 
     def feed(self, text: str, final: bool = False) -> list[AnswerPart]:
         """Read more text. Return the new parts of the answer that are certain by now."""

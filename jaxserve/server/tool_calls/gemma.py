@@ -46,9 +46,6 @@ class BraceReader(Cursor):
         position: index of the opening brace.
         quote: marker at both ends of a string.
         schema: schema of the object, by which bare values are converted.
-
-    Attributes:
-        is_repeated: True if an object repeats a key.
     """
 
     def __init__(
@@ -60,7 +57,7 @@ class BraceReader(Cursor):
         self._context = context
         self._marks = any_of(tuple(filter(None, (quote, context.mark, context.close))))
         self._closing: list[str] = []  # closing brackets still due
-        self.is_repeated = False
+        self.is_repeated = False  # True if an object repeats a key
 
     @property
     def position(self) -> int:
