@@ -25,13 +25,13 @@ from jaxserve.commands.options import (
     engine_settings,
     given,
 )
-from jaxserve.engine.chat_sampling import CHAT_SAMPLING, chat_sampling
 from jaxserve.errors import InvalidRequest
 from jaxserve.outputs import RequestOutput
 from jaxserve.request import SamplingParams
 from jaxserve.settings.config import EngineConfig, check_devices
 from jaxserve.settings.model_name import check_model
 from jaxserve.text import HOW_TO_GIVE
+from jaxserve.text.generation_config import CHAT_SAMPLING, chat_sampling
 
 TEMPLATES = "jaxserve.text.template"  # imports Jinja
 # Options that vLLM's server has, too.

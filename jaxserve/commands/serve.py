@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import importlib
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Container
 from functools import cache
@@ -23,8 +24,8 @@ from jaxserve.commands.options import (
 from jaxserve.commands.start_output import StartOutput, Stop
 from jaxserve.errors import InvalidRequest
 from jaxserve.fleet.options import FleetConfig, check_cluster, check_gang, check_server
-from jaxserve.server.http.listener import bind, bind_path
-from jaxserve.server.http.tls import check_certificates
+from jaxserve.server.http.listener import bind, bind_path, check_certificates
+from jaxserve.server.http.logs import log_json
 from jaxserve.server.served.specs import ModelSpec, check_models, plan_models
 from jaxserve.server.settings import ServerConfig, check_files_dir
 from jaxserve.settings.compat import ENGINE, SERVER, served, table
@@ -171,8 +172,7 @@ def serve(arguments: argparse.Namespace) -> int:
         if not fleet.is_fleet(specs[0].config.nnodes):
             _check_engines(specs)
         if config.headless:
-            module = importlib.import_module("jaxserve.commands.follow")
-            return module.follow(specs[0], arguments.verbose)
+            return _follow(specs[0], arguments.verbose)
         if fleet.is_fleet(specs[0].config.nnodes):
             return _serve_fleet(specs, config, fleet)
         socket = bind(config.host, config.port) if config.uds is None else bind_path(config.uds)
@@ -230,3 +230,25 @@ def _serve_fleet(specs: list[ModelSpec], config: ServerConfig, fleet: FleetConfi
         ) from error
     say = StartOutput(sys.stderr, stop).say
     return cluster.serve_fleet(specs, config, fleet, say, stop.check)
+
+
+def _follow(spec: ModelSpec, is_verbose: bool) -> int:
+    """Run this host's part of an engine until the leader has ended in order. Return 0.
+
+    Raises:
+        ValueError, OSError: see `engine.following.follow`.
+    """
+    log_json()
+    output = StartOutput(sys.stderr, Stop(), is_verbose)
+    config = spec.config
+    output.say(f"loading {spec.names[0]}: host {config.node_rank} of {config.nnodes}")
+
+    def say_ready() -> None:
+        # Ctrl-C signals the whole process group. The leader finishes its requests first.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        output.say(f"following {config.master_addr}:{config.master_port}")
+
+    following = importlib.import_module("jaxserve.engine.following")  # imports JAX
+    calls = following.follow(config, output.progress, say_ready)
+    output.say(f"the leader has ended, after {calls} calls of programs")
+    return 0

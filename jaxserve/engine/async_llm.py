@@ -11,14 +11,11 @@ from typing import Any, NoReturn, Self, TypeVar
 from uuid import uuid4
 
 from jaxserve.engine.arguments import EngineArgs
-from jaxserve.engine.delta import Delta
+from jaxserve.engine.delta import Delta, OutputReader
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.logprobs import LogprobReader
-from jaxserve.engine.metric_values import Metric, metric_values
-from jaxserve.engine.metrics import EngineStats, ValueCounts
+from jaxserve.engine.metrics import EngineStats, Metric, ValueCounts, metric_values
 from jaxserve.engine.prompts import Prompt, prompt_parts, tokenized
 from jaxserve.engine.request_factory import RequestFactory
-from jaxserve.engine.request_stats import RequestStats
 from jaxserve.engine.stream import LoopDelivery, Stream
 from jaxserve.engine.thread import NOT_PICKLED, EngineThread
 from jaxserve.errors import InvalidRequest
@@ -98,7 +95,7 @@ class AsyncLLM:
         if name in self._internal:
             raise InvalidRequest(f"request_id {name!r} is being served", "request_id")
         prompt_token_ids = request.prompt_token_ids.tolist()
-        logprobs, stats = LogprobReader(request, self.get_tokenizer()), RequestStats(request)
+        reader = OutputReader(request, self.get_tokenizer())
         stream = self.open([request])
         self._internal[name] = request.request_id
         try:
@@ -107,10 +104,9 @@ class AsyncLLM:
                 deltas = await stream.take()
                 finished = stream.is_finished
                 output = RequestOutput(name, text, prompt_token_ids, finished=finished)
-                for delta in deltas:
-                    stats.add(delta)
-                output.metrics = replace(stats.value)
-                yield _merged(output, deltas, logprobs)
+                _merge(output, deltas, reader)
+                output.metrics = replace(reader.stats)
+                yield output
         finally:
             del self._internal[name]
             stream.close()
@@ -295,19 +291,10 @@ class AsyncLLM:
         await asyncio.to_thread(self.close)
 
 
-def _merged(output: RequestOutput, deltas: list[Delta], logprobs: LogprobReader) -> RequestOutput:
-    """Add the deltas of one request to `output`, with one entry per completion, and return it."""
+def _merge(output: RequestOutput, deltas: list[Delta], reader: OutputReader) -> None:
+    """Add the deltas of one request to `output`, with one entry per completion."""
     completions: dict[int, CompletionOutput] = {}
     for delta in deltas:
         completion = completions.setdefault(delta.index, CompletionOutput(delta.index, "", []))
-        completion.text += delta.text
-        completion.token_ids += delta.token_ids
-        logprobs.add(output, completion, delta)
-        output.num_cached_tokens = max(output.num_cached_tokens, delta.num_cached_tokens)
-        if delta.finish_reason is not None:
-            completion.finish_reason = str(delta.finish_reason)
-            completion.stop_reason = delta.stop_reason
-            completion.error = delta.error
-            output.error = output.error or delta.error
+        reader.add(output, completion, delta)
     output.outputs = list(completions.values())
-    return output

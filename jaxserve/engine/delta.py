@@ -1,13 +1,17 @@
-"""Delta: the increments of a completion that the engine sends."""
+"""Delta, the increments of a completion that the engine sends, and their conversion to outputs."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from collections.abc import Sequence as Listing
 from dataclasses import dataclass
+from typing import Any
 
 from jaxserve.engine.metrics import SequenceTimes
 from jaxserve.errors import InvalidRequest
-from jaxserve.request import FinishReason
+from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput, RequestStateStats
+from jaxserve.request import FinishReason, Request
 from jaxserve.scheduling.logprobs import TokenLogprobs
 
 
@@ -40,3 +44,96 @@ class Delta:
 
 
 Sink = Callable[[Delta], None]
+
+
+def logprob_dicts(
+    scores: TokenLogprobs, token_ids: Listing[int], decode: Callable[[int], str | None]
+) -> list[dict[int, Logprob]]:
+    """Return for each token a dict of Logprobs by token id: the token, then its alternatives.
+
+    Args:
+        scores: the log-probabilities of the tokens and of their alternatives.
+        token_ids: one token per row of `scores`.
+        decode: returns the text of a token, or None.
+    """
+    texts: dict[int, str | None] = {}
+
+    def text(token: int) -> str | None:
+        if token not in texts:
+            texts[token] = decode(token)
+        return texts[token]
+
+    ranks = scores.ranks()
+    rows = zip(token_ids, *(part.tolist() for part in scores[:4]), ranks.tolist(), strict=True)
+    return [
+        {token: Logprob(logprob, rank, text(token))}
+        | {
+            other: Logprob(value, place, text(other))
+            for other, value, place in zip(ids, values, places, strict=True)
+            if other != token
+        }
+        for token, logprob, rank, ids, values, places in rows
+    ]
+
+
+class OutputReader:
+    """A reader of one request's deltas, which it adds to the outputs of the request.
+
+    Args:
+        tokenizer: the tokenizer that decodes token texts, or None.
+    """
+
+    def __init__(self, request: Request, tokenizer: Any) -> None:
+        self._request = request
+        self._tokenizer = tokenizer if request.sampling.detokenize else None
+        since = time.monotonic() - request.arrival_time
+        # The combined times of the completions so far.
+        self.stats = RequestStateStats(arrival_time=time.time() - since)
+
+    def add(self, output: RequestOutput, completion: CompletionOutput, delta: Delta) -> None:
+        """Append a delta to `completion`, the log-probabilities of its prompt to `output`.
+
+        Both are changed in place, and so is `stats`.
+        """
+        completion.text += delta.text
+        completion.token_ids += delta.token_ids
+        self._add_logprobs(output, completion, delta)
+        self._add_times(delta)
+        output.num_cached_tokens = max(output.num_cached_tokens, delta.num_cached_tokens)
+        if delta.finish_reason is not None:
+            completion.finish_reason = str(delta.finish_reason)
+            completion.stop_reason = delta.stop_reason
+            completion.error = delta.error
+            output.error = output.error or delta.error
+
+    def _add_times(self, delta: Delta) -> None:
+        stats, times = self.stats, delta.times
+        stats.num_generation_tokens += len(delta.token_ids)
+        if times is None:
+            return
+        is_first = not stats.first_token_ts
+        stats.queued_ts = times.arrived
+        stats.num_preemptions += times.num_preemptions
+        stats.last_token_ts = max(stats.last_token_ts, times.last_token)
+        if is_first or times.started < stats.scheduled_ts:
+            stats.scheduled_ts = times.started
+        if is_first or times.first_token < stats.first_token_ts:
+            stats.first_token_ts = times.first_token
+            stats.first_token_latency = times.first_token - times.arrived
+
+    def _text(self, token: int) -> str | None:
+        return None if self._tokenizer is None else self._tokenizer.decode([token], False)
+
+    def _add_logprobs(
+        self, output: RequestOutput, completion: CompletionOutput, delta: Delta
+    ) -> None:
+        scores = delta.logprobs
+        if scores is not None:
+            completion.logprobs = completion.logprobs or []
+            completion.logprobs += logprob_dicts(scores, delta.token_ids, self._text)
+            total = completion.cumulative_logprob or 0.0
+            completion.cumulative_logprob = total + float(scores.logprob.sum())
+        if delta.prompt_logprobs is not None:
+            following = self._request.prompt_token_ids[1:].tolist()
+            rows = logprob_dicts(delta.prompt_logprobs, following, self._text)
+            output.prompt_logprobs = [None, *rows]

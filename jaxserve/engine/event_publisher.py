@@ -24,7 +24,7 @@ import zmq
 
 from jaxserve.engine.event_peer import EventPeer
 from jaxserve.errors import InvalidRequest
-from jaxserve.scheduling.page_changes import Change, RemovedPages, StoredPages
+from jaxserve.scheduling.page_index import Change, RemovedPages, StoredPages
 from jaxserve.settings.kv_events import NAME, KVEventsConfig
 
 _log = logging.getLogger(__name__)

@@ -13,8 +13,7 @@ from typing import Any, NoReturn, Self
 from jaxserve.engine.arguments import EngineArgs
 from jaxserve.engine.batch import RequestBatch
 from jaxserve.engine.beam_search import BeamSearch, run_searches, step_settings
-from jaxserve.engine.metric_values import Metric, metric_values
-from jaxserve.engine.metrics import EngineStats
+from jaxserve.engine.metrics import EngineStats, Metric, metric_values
 from jaxserve.engine.prompts import (
     Prompt,
     as_list,

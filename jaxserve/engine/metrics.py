@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 # Bucket bounds of tokens per step, as in vLLM's `iteration_tokens_total`.
@@ -121,3 +121,81 @@ class EngineStats:
     num_programs_missing: int
     num_failed_steps: int
     expert_rows: tuple[int, ...] = ()
+
+
+Read = Callable[[EngineStats], float]
+# Metrics with vLLM's names: their descriptions, and functions that read them.
+GAUGES: dict[str, tuple[str, Read]] = {
+    "num_requests_running": ("Sequences running.", lambda s: s.num_running),
+    "num_requests_waiting": ("Sequences waiting.", lambda s: s.num_waiting),
+    "kv_cache_usage_perc": (
+        "Share of the pages of KV cache that sequences hold, 0 to 1.",
+        lambda s: s.pages_in_use / max(s.num_pages, 1),
+    ),
+}
+COUNTERS: dict[str, tuple[str, Read]] = {
+    "prompt_tokens": ("Prompt tokens taken in.", lambda s: s.prompt_tokens),
+    "generation_tokens": ("Tokens drawn.", lambda s: s.generation_tokens),
+    "num_preemptions": ("Sequences sent back to wait.", lambda s: s.num_preemptions),
+    "prefix_cache_queries": ("Tokens looked up in the prefix cache.", lambda s: s.prefix_queries),
+    "prefix_cache_hits": ("Tokens found in the prefix cache.", lambda s: s.prefix_hits),
+}
+
+
+# Counted per device. vLLM only logs the balance of the counts.
+EXPERT_ROWS = (
+    "expert_rows",
+    "Rows, a token for one expert each, that a device's experts computed.",
+)
+
+
+@dataclass
+class Metric:
+    """A metric with vLLM's prefix in its name, and labels."""
+
+    name: str
+    labels: dict[str, str]
+
+
+@dataclass
+class Counter(Metric):
+    """A counter since the engine's start."""
+
+    value: int
+
+
+@dataclass
+class Gauge(Metric):
+    """A number that can rise and fall."""
+
+    value: float
+
+
+@dataclass
+class Histogram(Metric):
+    """Cumulative counts of values by upper bound, including "+Inf"."""
+
+    count: int
+    sum: float
+    buckets: dict[str, int]
+
+
+def metric_values(stats: EngineStats, step_tokens: ValueCounts, model_name: str) -> list[Metric]:
+    """Return the metrics of an engine."""
+    labels = {"model_name": model_name, "engine": "0"}
+    buckets = {bound: int(count) for bound, count in step_tokens.cumulative()}
+    metrics: list[Metric] = [
+        Gauge(f"vllm:{name}", dict(labels), float(read(stats)))
+        for name, (_, read) in GAUGES.items()
+    ]
+    metrics += [
+        Counter(f"vllm:{name}", dict(labels), int(read(stats)))
+        for name, (_, read) in COUNTERS.items()
+    ]
+    metrics += [
+        Counter(f"jaxserve:{EXPERT_ROWS[0]}", labels | {"device": str(device)}, count)
+        for device, count in enumerate(stats.expert_rows)
+    ]
+    name, count = "vllm:iteration_tokens_total", buckets["+Inf"]
+    metrics.append(Histogram(name, dict(labels), count, step_tokens.sum, buckets))
+    return metrics

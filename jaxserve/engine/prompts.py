@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 from jaxserve.errors import InvalidRequest
 from jaxserve.settings.checks import check_content_format, exact_int, is_listing, is_neutral
 from jaxserve.settings.compat import endpoint_fields, refuse_unsupported
-from jaxserve.text.content_format import WordsLost
-from jaxserve.text.messages import COMMON_INPUTS, RENDERING_ARGUMENTS
+from jaxserve.text.messages import COMMON_INPUTS, RENDERING_ARGUMENTS, WordsLost
 from jaxserve.text.template import find_template
 from jaxserve.text.template_budget import TemplateTooLong
 from jaxserve.text.tokenizer import Tokenizer

@@ -25,7 +25,7 @@ from ray.serve.context import _get_global_client
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.fleet.application import NAME, make_application
-from jaxserve.fleet.loopback import LOOPBACK
+from jaxserve.fleet.choice import LOOPBACK
 from jaxserve.fleet.options import FleetConfig
 from jaxserve.server.served.specs import ModelSpec
 from jaxserve.server.settings import ServerConfig

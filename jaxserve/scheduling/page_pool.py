@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jaxserve.scheduling.page_changes import Change, ClearedPages, RemovedPages
-from jaxserve.scheduling.page_index import PageIndex
+from jaxserve.scheduling.page_index import Change, ClearedPages, PageIndex, RemovedPages
 
 NULL_PAGE = 0
 NO_PAGES = np.zeros(0, np.int32)
@@ -241,3 +240,30 @@ class PagePool:
         assert self.is_cached[evictable].all(), "an evictable page caches nothing"
         cached = np.flatnonzero(self.is_cached)
         assert np.array_equal(self.index.pages(), cached), "keys and cached pages differ"
+
+
+def most_pages(length: int, page_size: int, window: int | None, chunk: int) -> int:
+    """Return the most pages that a sequence of `length` tokens holds at once.
+
+    Pages outside the window are freed when the results of a step are read. The next step has then
+    been submitted already, so a sequence holds two chunks in addition to the window.
+
+    Args:
+        length: tokens of the sequence.
+        page_size: tokens per page.
+        window: the positions that a token attends to, including its own. None for all.
+        chunk: the most tokens of the sequence that a step computes.
+    """
+    pages = -(-length // page_size)
+    if window is None:
+        return pages
+    return min(pages, -(-(window + 2 * chunk) // page_size) + 1)
+
+
+def longest_held(
+    num_pages: int, page_size: int, window: int | None, chunk: int, length: int
+) -> int:
+    """Return the length of the longest sequence, at most `length`, that fits into `num_pages`."""
+    if most_pages(length, page_size, window, chunk) <= num_pages:
+        return length
+    return num_pages * page_size

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxserve.scheduling.page_changes import StoredPages
+from jaxserve.scheduling.page_index import StoredPages
 from jaxserve.scheduling.page_keys import PageKeys, PrefixKeys
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.plan import LaunchPlan
-from jaxserve.scheduling.ranges import flat_ranges
 from jaxserve.scheduling.sequence import Sequence
-from jaxserve.scheduling.slot_table import SlotTable
+from jaxserve.scheduling.slot_table import SlotTable, flat_ranges
 
 # Interval, in steps, at which the pages of decodes are published. A decode fills a page in about
 # 16 steps, and a call costs more than a page. Pages of prompts, and of sequences that end, are

@@ -24,14 +24,12 @@ from jaxserve.scheduling.budget import (
     would_part,
 )
 from jaxserve.scheduling.commit_result import StepResult, draws_of
-from jaxserve.scheduling.page_pool import NO_PAGES, PagePool
+from jaxserve.scheduling.page_pool import NO_PAGES, PagePool, most_pages
 from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.publishing import Publisher
-from jaxserve.scheduling.ranges import flat_ranges
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
-from jaxserve.scheduling.slot_table import SlotTable
+from jaxserve.scheduling.slot_table import SlotTable, flat_ranges
 from jaxserve.scheduling.waiting import WaitingQueue
-from jaxserve.scheduling.window_pages import most_pages
 
 
 class Scheduler:

@@ -10,7 +10,6 @@ import numpy.typing as npt
 from jaxserve.request import MAX_STOP_TOKEN_IDS, SamplerFeature
 from jaxserve.scheduling.page_keys import LANES, WORDS
 from jaxserve.scheduling.page_pool import NULL_PAGE
-from jaxserve.scheduling.ranges import flat_ranges
 from jaxserve.scheduling.row_settings import WIDTH, Settings, put_settings
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
 
@@ -291,3 +290,12 @@ class SlotTable:
             if sequence is not None:
                 np.add.at(counts, self.pages(slot), 1)
         return counts
+
+
+def flat_ranges(
+    slots: np.ndarray, first: np.ndarray, last: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return all pairs (slot, n) with first <= n < last, slot by slot, as two arrays."""
+    counts = last - first
+    owner = slots.repeat(counts)
+    return owner, np.arange(len(owner)) + (last - counts.cumsum()).repeat(counts)

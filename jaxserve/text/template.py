@@ -16,7 +16,7 @@ from jinja2 import nodes
 
 from jaxserve.errors import CheckpointError, InvalidRequest
 from jaxserve.text import HOW_TO_GIVE, NAMED_TEMPLATES, TEMPLATE_FOLDER
-from jaxserve.text.content_format import TextRoles
+from jaxserve.text.messages import TextRoles
 from jaxserve.text.template_budget import Budget, TemplateTooLong, weigh
 from jaxserve.text.template_sandbox import Sandbox
 

@@ -14,8 +14,7 @@ from typing import Any, Self
 
 from jaxserve.errors import CheckpointError, InvalidRequest
 from jaxserve.text.added_texts import AddedTexts
-from jaxserve.text.content_format import find_form, in_form, with_ending
-from jaxserve.text.messages import RefusedMessages
+from jaxserve.text.messages import RefusedMessages, find_form, in_form, with_ending
 from jaxserve.text.plain_tokenizer import processor_template, read_tokenizer
 from jaxserve.text.prompt_encoder import PromptEncoder
 from jaxserve.text.template import ChatTemplate, read_templates

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from jaxserve.commands.cli import make_parser
-from jaxserve.engine.metric_values import GAUGES
+from jaxserve.engine.metrics import GAUGES
 from jaxserve.server.http.app import routes
 from jaxserve.server.http.guard import OPEN_PATHS
 from jaxserve.settings.config import EngineConfig

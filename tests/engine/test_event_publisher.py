@@ -21,7 +21,7 @@ from jaxserve import SamplingParams
 from jaxserve.engine import event_peer, event_publisher
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.event_publisher import EventPublisher
-from jaxserve.scheduling.page_changes import ClearedPages, RemovedPages, StoredPages
+from jaxserve.scheduling.page_index import ClearedPages, RemovedPages, StoredPages
 from jaxserve.settings.kv_events import KVEventsConfig
 from jaxserve.start.loaded import Loaded
 from tests.scheduling.subscriber import Subscriber
@@ -323,7 +323,7 @@ STRANGER = """
 import contextlib, logging, os, socket, sys, threading, time, zmq
 from jaxserve.engine import event_peer, event_publisher
 from jaxserve.settings.kv_events import KVEventsConfig
-from jaxserve.scheduling.page_changes import ClearedPages
+from jaxserve.scheduling.page_index import ClearedPages
 
 answer, wanted = bytes.fromhex(sys.argv[1]), int(sys.argv[2])
 interval, event_publisher._LOOK = int(sys.argv[3]), float(sys.argv[4])

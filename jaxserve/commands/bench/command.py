@@ -56,11 +56,12 @@ def add_bench(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     _add_startup(benches.add_parser)
 
 
-def _run(name: str) -> Callable[[argparse.Namespace], int]:
+def _run(module: str, name: str = "run") -> Callable[[argparse.Namespace], int]:
     # The module, and with it numpy or JAX, is imported when the command runs.
 
     def run(arguments: argparse.Namespace) -> int:
-        return importlib.import_module(f"jaxserve.commands.bench.{name}").run(arguments)
+        bench = importlib.import_module(f"jaxserve.commands.bench.{module}")
+        return getattr(bench, name)(arguments)
 
     return run
 
@@ -216,7 +217,7 @@ def _add_throughput(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     parser.add_argument("--disable-detokenize", action="store_true")
     _add_dataset(parser)
     add_engine(parser)
-    parser.set_defaults(run=_run("throughput"))
+    parser.set_defaults(run=_run("offline", "run_throughput"))
 
 
 def _add_latency(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
@@ -233,7 +234,7 @@ def _add_latency(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     parser.add_argument("--num-iters-warmup", type=integer_from_0, default=10, metavar="N")
     parser.add_argument("--disable-detokenize", action="store_true")
     add_engine(parser)
-    parser.set_defaults(run=_run("latency"))
+    parser.set_defaults(run=_run("offline", "run_latency"))
 
 
 def _add_startup(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
@@ -250,4 +251,4 @@ def _add_startup(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         parser.add_argument(flag, type=positive_integer, default=default, metavar="N")
     parser.add_argument("--num-iters-warmup", type=integer_from_0, default=1, metavar="N")
     add_engine(parser, excluded=("compilation_cache_dir",))
-    parser.set_defaults(run=_run("startup"))
+    parser.set_defaults(run=_run("offline", "run_startup"))

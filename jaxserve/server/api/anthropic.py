@@ -33,7 +33,7 @@ from jaxserve.server.schema.anthropic import (
     merged_system,
     output_field,
 )
-from jaxserve.server.schema.arguments import read_object
+from jaxserve.server.schema.decode import read_object
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.schema.openai import ChatRequest, PromptTokensDetails
 from jaxserve.server.tool_calls.answer_parts import AnswerPart, Call, CallPart, Message, Thought

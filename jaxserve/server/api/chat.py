@@ -14,12 +14,16 @@ from starlette.responses import Response
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import SamplingParams
 from jaxserve.server.api.chat_calls import ChatCalls
-from jaxserve.server.api.conversations import as_template_messages, render, template_options
+from jaxserve.server.api.conversations import (
+    as_template_messages,
+    as_tools,
+    render,
+    template_options,
+)
 from jaxserve.server.api.endpoint_request import EndpointRequest
 from jaxserve.server.api.generation import Choice, ChoicePart, Generation
 from jaxserve.server.api.streaming import DONE, event, respond
 from jaxserve.server.schema.errors import ApiError
-from jaxserve.server.schema.functions import as_tools
 from jaxserve.server.schema.logprobs import ChatLogprobs, TokenTexts
 from jaxserve.server.schema.openai import (
     ChatChoice,

@@ -15,6 +15,7 @@ from jaxserve.request import Request as EngineRequest
 from jaxserve.request import SamplingParams
 from jaxserve.server.api.endpoint_request import EndpointRequest
 from jaxserve.server.api.generation import Choice, ChoicePart, Generation
+from jaxserve.server.api.infill import end_tokens, infill_prompt
 from jaxserve.server.api.streaming import DONE, event, respond
 from jaxserve.server.api.whole_context import WholeContextGeneration, draw_last, fills_context
 from jaxserve.server.schema.errors import ApiError
@@ -36,7 +37,6 @@ from jaxserve.server.schema.sampling import (
 )
 from jaxserve.server.served.models import ServedModel
 from jaxserve.settings.compat import endpoint_fields
-from jaxserve.text.infill import end_tokens, infill_prompt
 
 DEFAULT_MAX_TOKENS = 16
 

@@ -1,10 +1,14 @@
-"""EndpointRequest: the steps that all endpoints share, from the body to the engine's request."""
+"""EndpointRequest: the steps that all endpoints share, from the body to the engine's request.
+
+Notices are log messages about requests, each of which is logged only once.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -19,7 +23,6 @@ from jaxserve.server.schema.decode import parse_json, to_schema, without_half_pa
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.schema.openai import Sampling, StreamOptions
 from jaxserve.server.served.models import Models, ServedModel
-from jaxserve.server.served.notices import Notices
 from jaxserve.server.settings import ServerConfig
 from jaxserve.settings.compat import check_fields, refuse_unsupported
 from jaxserve.text.thinking import ThinkingMarks
@@ -200,3 +203,44 @@ class EndpointRequest:
         is_slow = sampling.structured_outputs is not None
         request = await asyncio.to_thread(make) if is_slow else make()
         return model.salted(request, self._http_request.scope["jaxserve.key"])
+
+
+MAX_NAMES, MAX_NAME_CHARS = 100, 60
+# Tells the log's rate limit that the number of these records is already limited.
+_BOUNDED = {"is_bounded": True}
+
+_log = logging.getLogger(__name__)
+
+
+class Notices:
+    """Record of the notices that were logged.
+
+    Clients choose field names, so names are shortened, escaped and limited in number.
+    """
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+        self._messages: set[str] = set()
+
+    def unknown_fields(self, names: Iterable[str]) -> None:
+        """Log unknown fields of requests, which are ignored, each name once."""
+        fresh: list[str] = []
+        for name in names:
+            if len(self._names) == MAX_NAMES:
+                break
+            shown = f"'{ascii(name[:MAX_NAME_CHARS])[1:-1][:MAX_NAME_CHARS]}'"
+            if shown not in self._names:
+                self._names.add(shown)
+                fresh.append(shown)
+        if not fresh:
+            return
+        more = ""
+        if len(self._names) == MAX_NAMES:
+            more = f"; {MAX_NAMES} names were logged by now, and further ones are not"
+        _log.warning("unknown fields are ignored: %s%s", ", ".join(fresh), more, extra=_BOUNDED)
+
+    def once(self, message: str) -> None:
+        """Log a message, unless it was logged before."""
+        if message not in self._messages:
+            self._messages.add(message)
+            _log.warning("%s", message, extra=_BOUNDED)

@@ -26,8 +26,15 @@ from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxserve.engine.metric_values import COUNTERS, EXPERT_ROWS, GAUGES, Read
-from jaxserve.engine.metrics import STEP_TOKENS, EngineStats, ValueCounts
+from jaxserve.engine.metrics import (
+    COUNTERS,
+    EXPERT_ROWS,
+    GAUGES,
+    STEP_TOKENS,
+    EngineStats,
+    Read,
+    ValueCounts,
+)
 from jaxserve.server.served import request_metrics as buckets
 from jaxserve.server.served.models import Models, ServedModel
 

@@ -11,13 +11,13 @@ from starlette.responses import Response
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import SamplingParams
 from jaxserve.server.api import anthropic, chat, completions
+from jaxserve.server.api.conversations import as_tools
 from jaxserve.server.api.endpoint_request import EndpointRequest
 from jaxserve.server.api.generation import Choice, ChoicePart, Generation
 from jaxserve.server.api.streaming import DONE, event, json_response, respond
 from jaxserve.server.schema.anthropic import MessagesRequest
 from jaxserve.server.schema.decode import to_schema
 from jaxserve.server.schema.errors import ApiError
-from jaxserve.server.schema.functions import as_tools
 from jaxserve.server.schema.generate import (
     DrawnToken,
     GenerateChoice,

@@ -11,11 +11,10 @@ from starlette.responses import Response
 
 from jaxserve.engine.request_factory import check_token_ids
 from jaxserve.errors import InvalidRequest
-from jaxserve.server.api.conversations import template_ids
+from jaxserve.server.api.conversations import as_tools, template_ids
 from jaxserve.server.api.endpoint_request import EndpointRequest
 from jaxserve.server.api.streaming import json_response
 from jaxserve.server.schema.errors import ApiError
-from jaxserve.server.schema.functions import as_tools
 from jaxserve.server.schema.openai import ChatMessage, ChatRequest, Tool
 
 

@@ -17,6 +17,7 @@ from jaxserve.server.api.anthropic import count_tokens, messages
 from jaxserve.server.api.batch_service import BatchService, InnerClient
 from jaxserve.server.api.chat import chat_completions
 from jaxserve.server.api.completions import completions
+from jaxserve.server.api.endpoint_request import Notices
 from jaxserve.server.api.files import (
     cancel_batch,
     create_batch,
@@ -77,7 +78,6 @@ from jaxserve.server.kept.response_store import ResponseStore
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.served.admission import Lifecycle
 from jaxserve.server.served.models import Models
-from jaxserve.server.served.notices import Notices
 from jaxserve.server.settings import ServerConfig
 from jaxserve.settings.compat import UnservedRoute, unserved_routes
 

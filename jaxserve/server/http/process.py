@@ -16,9 +16,7 @@ import uvicorn
 
 from jaxserve.server.http.app import App
 from jaxserve.server.http.connection import Connection, Crowd
-from jaxserve.server.http.listener import allow_reuse
-from jaxserve.server.http.open_files import Room, make_room
-from jaxserve.server.http.tls import uvicorn_options
+from jaxserve.server.http.listener import Room, allow_reuse, make_room, uvicorn_options
 from jaxserve.server.schema.errors import ApiError
 
 _log = logging.getLogger(__name__)

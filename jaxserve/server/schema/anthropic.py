@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from jaxserve.errors import InvalidRequest
-from jaxserve.server.schema.arguments import arguments_text
+from jaxserve.server.schema.decode import arguments_text
 from jaxserve.server.schema.openai import (
     ChatMessage,
     ChatRequest,

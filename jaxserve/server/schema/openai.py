@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from jaxserve.server.schema.arguments import custom_arguments
+from jaxserve.server.schema.decode import custom_arguments
 from jaxserve.server.schema.logprobs import ChatLogprobs, CompletionLogprobs, PromptLogprob
 from jaxserve.server.schema.tools import (
     CallDelta,

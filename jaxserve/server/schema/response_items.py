@@ -8,7 +8,7 @@ from uuid import uuid4
 
 import msgspec
 
-from jaxserve.server.schema.arguments import arguments_text
+from jaxserve.server.schema.decode import arguments_text
 from jaxserve.server.schema.logprobs import TokenLogprob
 from jaxserve.server.schema.openai import ContentPart
 

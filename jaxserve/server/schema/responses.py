@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from jaxserve.errors import InvalidRequest
-from jaxserve.server.schema.arguments import custom_arguments
+from jaxserve.server.schema.decode import custom_arguments
 from jaxserve.server.schema.openai import (
     ChatMessage,
     ChatRequest,

@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 from jaxserve.engine.async_llm import AsyncLLM
-from jaxserve.engine.chat_sampling import chat_sampling
 from jaxserve.errors import InvalidRequest, PromptTooLong
 from jaxserve.request import Request
 from jaxserve.server.schema.errors import ApiError
@@ -37,6 +36,7 @@ from jaxserve.server.tool_calls.histories import (
 )
 from jaxserve.server.tool_calls.tools import introduce
 from jaxserve.text import HOW_TO_GIVE
+from jaxserve.text.generation_config import chat_sampling
 from jaxserve.text.grammars import schema_problem
 from jaxserve.text.json_schemas import EnforceableSchemas
 from jaxserve.text.messages import RefusedMessages

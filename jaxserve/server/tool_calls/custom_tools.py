@@ -12,8 +12,7 @@ import re
 import secrets
 from collections.abc import Iterable
 
-from jaxserve.server.schema.arguments import read_object
-from jaxserve.server.schema.decode import without_half_pairs
+from jaxserve.server.schema.decode import read_object, without_half_pairs
 from jaxserve.server.tool_calls.answer_parts import AnswerPart, CallPart
 from jaxserve.server.tool_calls.call_bodies import JsonCall
 from jaxserve.server.tool_calls.call_reader import CallReader

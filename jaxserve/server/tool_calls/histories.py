@@ -7,7 +7,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxserve.server.schema.arguments import arguments_text
+from jaxserve.server.schema.decode import arguments_text
 
 Messages = list[dict[str, Any]]
 # A template that serializes arguments would escape the quote. Only one that prints them keeps it.

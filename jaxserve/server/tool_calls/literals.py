@@ -7,7 +7,7 @@ import math
 import re
 from typing import Any, NoReturn
 
-from jaxserve.server.schema.arguments import is_within
+from jaxserve.server.schema.decode import is_within
 from jaxserve.text.json_schemas import TYPE_NAMES, place_of, value_at
 
 _JSON_STOPS = re.compile(r'["\\{}\[\]]')

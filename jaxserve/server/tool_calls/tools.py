@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from jaxserve.errors import InvalidRequest
-from jaxserve.server.schema.arguments import is_within
+from jaxserve.server.schema.decode import is_within
 from jaxserve.server.schema.openai import ChatRequest, NamedTool, ResponseFormat, Tool
 from jaxserve.server.schema.sampling import answer_schema
 from jaxserve.server.schema.tools import CUSTOM_PARAMETERS
