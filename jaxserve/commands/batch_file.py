@@ -15,14 +15,7 @@ from jaxserve.commands.server import load_models
 from jaxserve.commands.start_output import StartOutput
 from jaxserve.server.api.batch_service import InnerClient
 from jaxserve.server.http.app import App
-from jaxserve.server.kept.batch_lines import (
-    LINE_FACTOR,
-    BadLine,
-    BatchError,
-    lines,
-    output_of,
-    read_line,
-)
+from jaxserve.server.kept import batch_lines
 from jaxserve.server.served.models import NO_LIMIT, NO_SECONDS
 from jaxserve.server.served.specs import ModelSpec
 from jaxserve.server.settings import ServerConfig
@@ -75,15 +68,19 @@ class FileRun:
     async def _process(self, number: int, text: bytes | None) -> None:
         try:
             try:
-                line = read_line(text)
+                line = batch_lines.read_line(text)
                 if line.custom_id in self._seen:
-                    raise BadLine(
+                    raise batch_lines.BadLine(
                         "duplicate_custom_id", "an earlier line has this custom_id", line.custom_id
                     )
                 self._seen.add(line.custom_id)
-                output = output_of(line.custom_id, await self._client.answer(line), None)
-            except BadLine as bad:
-                output = output_of(bad.custom_id, None, BatchError(bad.code, str(bad), number))
+                output = batch_lines.output_of(
+                    line.custom_id, await self._client.answer(line), None
+                )
+            except batch_lines.BadLine as bad:
+                output = batch_lines.output_of(
+                    bad.custom_id, None, batch_lines.BatchError(bad.code, str(bad), number)
+                )
         finally:
             self._places.release()
         self.num_done += 1
@@ -119,5 +116,5 @@ def run_batch(specs: Iterable[ModelSpec], config: ServerConfig, source: Path, si
 async def _run(app: App, file: BinaryIO, out: BinaryIO) -> FileRun:
     slots = sum(model.admission.num_slots for model in app.models.all)
     batch = FileRun(InnerClient(app.asgi, app.config, False), out, LINES_A_SLOT * slots)
-    await batch.run(lines(file, LINE_FACTOR * app.config.max_body_bytes))
+    await batch.run(batch_lines.lines(file, batch_lines.LINE_FACTOR * app.config.max_body_bytes))
     return batch

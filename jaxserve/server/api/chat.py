@@ -23,6 +23,7 @@ from jaxserve.server.api.conversations import (
 from jaxserve.server.api.endpoint_request import EndpointRequest
 from jaxserve.server.api.generation import Choice, ChoicePart, Generation
 from jaxserve.server.api.streaming import DONE, event, respond
+from jaxserve.server.schema import sampling as sampling_fields
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.schema.logprobs import ChatLogprobs, TokenTexts
 from jaxserve.server.schema.openai import (
@@ -34,15 +35,6 @@ from jaxserve.server.schema.openai import (
     ChunkChoice,
     FunctionCall,
     PromptLogprobs,
-)
-from jaxserve.server.schema.sampling import (
-    GUIDED,
-    check_sizes,
-    check_stream,
-    form_field,
-    most_tokens,
-    sampling_params,
-    with_ends,
 )
 from jaxserve.server.served.models import ServedModel
 from jaxserve.server.tool_calls.tools import ToolUse, tool_use
@@ -66,10 +58,10 @@ async def prepare(request: EndpointRequest, body: ChatRequest) -> Generation:
         InvalidRequest: a field is wrong, which the error names.
         Overloaded: the queue is full.
     """
-    check_stream(body)
+    sampling_fields.check_stream(body)
     model = request.find_model(body.model)
-    max_tokens = model.max_tokens(most_tokens(body, request.renamed))
-    request.renamed.setdefault("structured_outputs", form_field(body))
+    max_tokens = model.max_tokens(sampling_fields.most_tokens(body, request.renamed))
+    request.renamed.setdefault("structured_outputs", sampling_fields.form_field(body))
     model.tokenizer()  # raises if the model has no tokenizer
     dialect = model.dialect
     may_choose = request.config.enable_auto_tool_choice
@@ -101,8 +93,8 @@ def chat_sampling(
     Raises:
         InvalidRequest: a field is wrong, which the error names.
     """
-    check_sizes(body, model.limits.vocab_size)
-    sampling = sampling_params(
+    sampling_fields.check_sizes(body, model.limits.vocab_size)
+    sampling = sampling_fields.sampling_params(
         body, model.default_sampling, max_tokens, _wanted_logprobs(body), body.prompt_logprobs
     )
     if body.thinking_token_budget not in (None, -1):  # unlimited, as vLLM has it
@@ -111,11 +103,11 @@ def chat_sampling(
         sampling = replace(sampling, skip_special_tokens=False)
     ends = [*(sampling.stop_token_ids or ()), *model.limits.eos_token_ids]
     if more := [token for token in model.dialect.stop_token_ids if token not in ends]:
-        sampling = with_ends(sampling, more)
+        sampling = sampling_fields.with_ends(sampling, more)
     if tools is None or tools.grammar is None:
         return sampling
-    field = form_field(body)
-    if body.structured_outputs is not None or field in GUIDED:
+    field = sampling_fields.form_field(body)
+    if body.structured_outputs is not None or field in sampling_fields.GUIDED:
         raise InvalidRequest(
             f"{field} and calls of tools that must be well formed exclude each other", field
         )

@@ -12,15 +12,7 @@ from jaxserve.server.api.endpoint_request import EndpointRequest
 from jaxserve.server.api.query import Query
 from jaxserve.server.api.streaming import json_response
 from jaxserve.server.kept.conversation_store import Conversation, ConversationStore
-from jaxserve.server.schema.response_items import (
-    ConversationItems,
-    ConversationRequest,
-    ConversationUpdate,
-    DeletedConversation,
-    InputItem,
-    InputItems,
-    strip_hosted,
-)
+from jaxserve.server.schema import response_items
 from jaxserve.server.schema.responses import check_metadata, check_served
 
 # OpenAI's limit of the items of one request.
@@ -37,7 +29,7 @@ def _conversation(request: Request) -> Conversation:
 
 
 def _add(
-    request: EndpointRequest, conversation: Conversation, items: list[InputItem]
+    request: EndpointRequest, conversation: Conversation, items: list[response_items.InputItem]
 ) -> list[dict[str, Any]]:
     """Add a client's items to a conversation, and return them in the form in which they are listed.
 
@@ -62,7 +54,7 @@ async def create_conversation(http_request: Request) -> Response:
         ApiError, InvalidRequest: the body is wrong, or the server stores no conversations.
     """
     request = EndpointRequest(http_request)
-    body = request.parse(ConversationRequest, prepare=strip_hosted)
+    body = request.parse(response_items.ConversationRequest, prepare=response_items.strip_hosted)
     check_metadata(body.metadata)
     conversation = Conversation(http_request.scope["jaxserve.key"], body.metadata or {})
     _add(request, conversation, body.items or [])
@@ -85,7 +77,7 @@ async def update_conversation(http_request: Request) -> Response:
     Raises:
         ApiError, InvalidRequest: there is no such conversation, or the body is wrong.
     """
-    body = EndpointRequest(http_request).parse(ConversationUpdate)
+    body = EndpointRequest(http_request).parse(response_items.ConversationUpdate)
     check_metadata(body.metadata)
     conversation = _conversation(http_request)
     conversation.shown.metadata = body.metadata
@@ -101,7 +93,7 @@ async def delete_conversation(http_request: Request) -> Response:
     """
     conversation = _conversation(http_request)
     _store(http_request).forget(conversation)
-    return json_response(DeletedConversation(conversation.shown.id))
+    return json_response(response_items.DeletedConversation(conversation.shown.id))
 
 
 async def add_items(http_request: Request) -> Response:
@@ -111,13 +103,13 @@ async def add_items(http_request: Request) -> Response:
         ApiError, InvalidRequest: there is no such conversation, or the items are wrong.
     """
     request = EndpointRequest(http_request)
-    body = request.parse(ConversationItems, prepare=strip_hosted)
+    body = request.parse(response_items.ConversationItems, prepare=response_items.strip_hosted)
     conversation = _conversation(http_request)
     if not body.items:
         raise InvalidRequest("items is empty", "items")
     shown = _add(request, conversation, body.items)
     _store(http_request).keep(conversation)
-    return json_response(InputItems(shown, shown[0]["id"], shown[-1]["id"], False))
+    return json_response(response_items.InputItems(shown, shown[0]["id"], shown[-1]["id"], False))
 
 
 async def list_items(http_request: Request) -> Response:
@@ -128,7 +120,9 @@ async def list_items(http_request: Request) -> Response:
     """
     conversation = _conversation(http_request)
     page = Query(http_request).page(conversation.item_ids, lambda name: name, "desc")
-    return json_response(InputItems([conversation.item(name) for name in page[0]], *page[1:]))
+    return json_response(
+        response_items.InputItems([conversation.item(name) for name in page[0]], *page[1:])
+    )
 
 
 async def get_item(http_request: Request) -> Response:

@@ -26,15 +26,7 @@ from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxserve.engine.metrics import (
-    COUNTERS,
-    EXPERT_ROWS,
-    GAUGES,
-    STEP_TOKENS,
-    EngineStats,
-    Read,
-    ValueCounts,
-)
+from jaxserve.engine import metrics as engine_metrics
 from jaxserve.server.served import request_metrics as buckets
 from jaxserve.server.served.models import Models, ServedModel
 
@@ -44,14 +36,14 @@ _LABELS = ["model_name", "engine"]
 _SIZES = ["num_gpu_blocks", "kv_cache_size_tokens", "kv_cache_max_concurrency"]
 Samples = Iterable[tuple[list[str], float]]
 
-_OWN_GAUGES: dict[str, tuple[str, Read]] = {
+_OWN_GAUGES: dict[str, tuple[str, engine_metrics.Read]] = {
     "engine_programs_missing": (
         "Programs that would fit better and are still to come.",
         lambda s: s.num_programs_missing,
     ),
     "num_pages_in_use": ("Pages of KV cache that sequences hold.", lambda s: s.pages_in_use),
 }
-_OWN_COUNTERS: dict[str, tuple[str, Read]] = {
+_OWN_COUNTERS: dict[str, tuple[str, engine_metrics.Read]] = {
     "engine_steps": ("Steps computed.", lambda s: s.num_steps),
     "engine_failed_steps": ("Steps lost and computed again.", lambda s: s.num_failed_steps),
     "engine_compiles": ("Compilations that requests waited for.", lambda s: s.num_compiles),
@@ -68,7 +60,7 @@ class _HistogramRow(NamedTuple):
 
     name: str  # name without the prefix
     text: str
-    find: Callable[[ServedModel], ValueCounts]  # returns a model's histogram
+    find: Callable[[ServedModel], engine_metrics.ValueCounts]  # returns a model's histogram
     ours: tuple[float, ...]  # bounds of the buckets under jaxserve's name
     # Bounds under vLLM's name. None means vLLM's buckets of tokens, which depend on the model's
     # context length.
@@ -176,8 +168,8 @@ HISTOGRAMS = (
         "iteration_tokens_total",
         "Tokens of a step, of prompts and of answers.",
         lambda m: m.llm.step_tokens,
-        STEP_TOKENS,
-        STEP_TOKENS,
+        engine_metrics.STEP_TOKENS,
+        engine_metrics.STEP_TOKENS,
     ),
 )
 
@@ -190,10 +182,10 @@ class _Snapshot(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = [([model.name, "0"], model.llm.stats_now()) for model in self._models]
-        for name, (text, read) in (GAUGES | _OWN_GAUGES).items():
+        for name, (text, read) in (engine_metrics.GAUGES | _OWN_GAUGES).items():
             samples = [(labels, read(counts)) for labels, counts in stats]
             yield from _families(GaugeMetricFamily, name, text, samples, is_own=name in _OWN)
-        for name, (text, read) in (COUNTERS | _OWN_COUNTERS).items():
+        for name, (text, read) in (engine_metrics.COUNTERS | _OWN_COUNTERS).items():
             samples = [(labels, read(counts)) for labels, counts in stats]
             yield from _families(CounterMetricFamily, name, text, samples, is_own=name in _OWN)
         rows = [
@@ -202,7 +194,9 @@ class _Snapshot(Collector):
             for device, count in enumerate(counts.expert_rows)
         ]
         if rows:
-            yield from _families(CounterMetricFamily, *EXPERT_ROWS, rows, "device", is_own=True)
+            yield from _families(
+                CounterMetricFamily, *engine_metrics.EXPERT_ROWS, rows, "device", is_own=True
+            )
         for row in HISTOGRAMS:
             yield self._histogram(row, "jaxserve", lambda model, row=row: row.ours)
             yield self._histogram(
@@ -224,7 +218,9 @@ class _Snapshot(Collector):
             family.add_metric([model.name, "0"], cumulative, histogram.sum)
         return family
 
-    def _waiting(self, stats: list[tuple[list[str], EngineStats]]) -> Iterator[Metric]:
+    def _waiting(
+        self, stats: list[tuple[list[str], engine_metrics.EngineStats]]
+    ) -> Iterator[Metric]:
         # vLLM defers requests for other reasons than capacity, and jaxserve does not.
         samples: list[tuple[list[str], float]] = []
         for labels, counts in stats:

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import Receive, Scope, Send
 
+from jaxserve.server.api import info, token_io
 from jaxserve.server.api.anthropic import count_tokens, messages
 from jaxserve.server.api.batch_service import BatchService, InnerClient
 from jaxserve.server.api.chat import chat_completions
@@ -30,17 +31,6 @@ from jaxserve.server.api.files import (
     upload_file,
 )
 from jaxserve.server.api.infill import infill
-from jaxserve.server.api.info import (
-    get_model,
-    health,
-    list_models,
-    load,
-    model_info,
-    ready,
-    reset_prefix_cache,
-    server_info,
-    version,
-)
 from jaxserve.server.api.kept_conversations import (
     add_items,
     create_conversation,
@@ -62,12 +52,6 @@ from jaxserve.server.api.responses import (
     responses,
 )
 from jaxserve.server.api.streaming import error_response, json_response
-from jaxserve.server.api.token_io import (
-    generate,
-    render_chat,
-    render_completions,
-    render_messages,
-)
 from jaxserve.server.api.tokens import detokenize, tokenize, tokenizer_info
 from jaxserve.server.http.guard import FILES, Guard
 from jaxserve.server.http.head_checks import HeadChecks
@@ -133,21 +117,21 @@ def routes() -> list[BaseRoute]:
         Route("/v1/batches/{batch_id}/cancel", cancel_batch, methods=["POST"]),
         Route("/tokenize", tokenize, methods=["POST"]),
         Route("/detokenize", detokenize, methods=["POST"]),
-        Route("/reset_prefix_cache", reset_prefix_cache, methods=["POST"]),
-        Route("/inference/v1/generate", generate, methods=["POST"]),
-        Route("/v1/completions/render", render_completions, methods=["POST"]),
-        Route("/v1/chat/completions/render", render_chat, methods=["POST"]),
-        Route("/v1/messages/render", render_messages, methods=["POST"]),
+        Route("/reset_prefix_cache", info.reset_prefix_cache, methods=["POST"]),
+        Route("/inference/v1/generate", token_io.generate, methods=["POST"]),
+        Route("/v1/completions/render", token_io.render_completions, methods=["POST"]),
+        Route("/v1/chat/completions/render", token_io.render_chat, methods=["POST"]),
+        Route("/v1/messages/render", token_io.render_messages, methods=["POST"]),
         Route("/tokenizer_info", tokenizer_info, methods=["GET"]),
         Route("/infill", infill, methods=["POST"]),
-        Route("/v1/models", list_models, methods=["GET"]),
-        Route("/v1/models/{model:path}", get_model, methods=["GET"]),
-        Route("/health", health, methods=["GET"]),
-        Route("/ready", ready, methods=["GET"]),
-        Route("/version", version, methods=["GET"]),
-        Route("/load", load, methods=["GET"]),
-        Route("/server_info", server_info, methods=["GET"]),
-        Route("/model_info", model_info, methods=["GET"]),
+        Route("/v1/models", info.list_models, methods=["GET"]),
+        Route("/v1/models/{model:path}", info.get_model, methods=["GET"]),
+        Route("/health", info.health, methods=["GET"]),
+        Route("/ready", info.ready, methods=["GET"]),
+        Route("/version", info.version, methods=["GET"]),
+        Route("/load", info.load, methods=["GET"]),
+        Route("/server_info", info.server_info, methods=["GET"]),
+        Route("/model_info", info.model_info, methods=["GET"]),
         Route("/metrics", metrics, methods=["GET"]),
         Route("/openapi.json", openapi, methods=["GET"]),
     ]
@@ -156,7 +140,7 @@ def routes() -> list[BaseRoute]:
         Route(path, named[other].endpoint, methods=list(named[other].methods or ()))
         for path, other in _ALIASES.items()
     ]
-    return [*api, *aliases, Route("/ping", health, methods=["POST"])]
+    return [*api, *aliases, Route("/ping", info.health, methods=["POST"])]
 
 
 def _reads_no_body(path: str) -> bool:

@@ -25,15 +25,8 @@ from jaxserve.server.served.chat_template import (
 )
 from jaxserve.server.served.request_metrics import RequestMetrics
 from jaxserve.server.settings import ServerConfig
+from jaxserve.server.tool_calls import histories
 from jaxserve.server.tool_calls.dialect import Dialect
-from jaxserve.server.tool_calls.histories import (
-    PROBE,
-    PROBE_TOOLS,
-    has_text_arguments,
-    plainer_histories,
-    probe_messages,
-    with_objects,
-)
 from jaxserve.server.tool_calls.tools import introduce
 from jaxserve.text import HOW_TO_GIVE
 from jaxserve.text.generation_config import chat_sampling
@@ -202,13 +195,13 @@ class ServedModel:
             raise InvalidRequest(
                 "the chat template reads no documents: put them into a message", "documents"
             )
-        if has_text_arguments(messages) and not await self._prints_text(options):
-            messages = with_objects(messages)
+        if histories.has_text_arguments(messages) and not await self._prints_text(options):
+            messages = histories.with_objects(messages)
         try:
             return await self.render_as_it_is(messages, options)
         except RefusedMessages as error:
             source = self.tokenizer().template_source if template is None else template.source
-            forms = plainer_histories(messages, "tool_calls" in source)
+            forms = histories.plainer_histories(messages, "tool_calls" in source)
             # A template of a request may take a second of CPU time for each attempt.
             for plainer in forms if template is None else forms[-2:]:
                 with suppress(RefusedMessages):
@@ -222,11 +215,11 @@ class ServedModel:
             return self._text_printers[with_tools]
         inputs = {} if template is None else {"chat_template": template}
         if with_tools:  # the request's own tools may be refused
-            inputs["tools"] = PROBE_TOOLS
+            inputs["tools"] = histories.PROBE_TOOLS
         prints_text = False
         with suppress(InvalidRequest):
-            ids = await self.render_as_it_is(probe_messages(), inputs)
-            prints_text = PROBE in self.tokenizer().decode(ids, False)
+            ids = await self.render_as_it_is(histories.probe_messages(), inputs)
+            prints_text = histories.PROBE in self.tokenizer().decode(ids, False)
         if template is None:
             self._text_printers[with_tools] = prints_text
         return prints_text

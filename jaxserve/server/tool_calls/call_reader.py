@@ -6,6 +6,7 @@ import secrets
 import string
 from collections.abc import Collection, Mapping
 
+from jaxserve.server.tool_calls import unconstrained_calls
 from jaxserve.server.tool_calls.answer_parts import (
     AnswerPart,
     Beside,
@@ -25,15 +26,6 @@ from jaxserve.server.tool_calls.text_feed import (
     TextFeed,
     any_of,
     result_of,
-)
-from jaxserve.server.tool_calls.unconstrained_calls import (
-    MAX_MALFORMED,
-    UnconstrainedCalls,
-    close_of,
-    follows_in_list,
-    inner_mark,
-    open_list,
-    take_closes,
 )
 
 _ALPHABET = string.ascii_letters + string.digits
@@ -91,14 +83,14 @@ class CallReader:
             yield from self._read_unmarked()
         while True:
             match = None
-            if self._num_malformed < MAX_MALFORMED:
+            if self._num_malformed < unconstrained_calls.MAX_MALFORMED:
                 match = source.search(pattern)
             if match is not None:
                 self._pieces.say(source.take_to(match.start()))
                 source.settle()
                 yield from self._read_marked(source.take_to(match.end()))
                 continue
-            is_over = source.is_final or self._num_malformed >= MAX_MALFORMED
+            is_over = source.is_final or self._num_malformed >= unconstrained_calls.MAX_MALFORMED
             end = len(source.text) if is_over else source.certain_end(self._starts)
             self._pieces.say(source.take_to(end))
             source.settle()
@@ -111,7 +103,7 @@ class CallReader:
         yield from source.skip_space()
         if not (yield from source.has(*self._starts)):
             self._pieces.is_silent = False
-            self._num_malformed = MAX_MALFORMED
+            self._num_malformed = unconstrained_calls.MAX_MALFORMED
         source.rewind()
 
     def _read_unmarked(self) -> Reading[None]:
@@ -129,7 +121,7 @@ class CallReader:
             yield from self._hold(True)
         if not has_calls:
             # Without a marker the whole text must be calls. It is not, so all of it is content.
-            self._num_malformed = MAX_MALFORMED
+            self._num_malformed = unconstrained_calls.MAX_MALFORMED
 
     def _read_marked(self, mark: str) -> Reading[None]:
         """Read the calls after `mark`, which has been consumed.
@@ -154,20 +146,20 @@ class CallReader:
         if not isinstance(body, JsonCall) or not body.answers:
             return False
         try:
-            yield from open_list(source, form)
+            yield from unconstrained_calls.open_list(source, form)
             calls = yield from body.read(source, self._tools)
             if calls or (yield from source.takes_behind_space(*form.separators)):
                 return False
         except FormatMismatch:
             return False
-        yield from take_closes(source, form, mark)
+        yield from unconstrained_calls.take_closes(source, form, mark)
         self._pieces.leave_out_space()
         return True
 
     def _begins(self, mark: str) -> Reading[bool]:
         source = self._source
         try:
-            yield from inner_mark(source, self._format, mark)
+            yield from unconstrained_calls.inner_mark(source, self._format, mark)
             yield from self._format.body.begins(source)
         except FormatMismatch:
             return False
@@ -177,7 +169,9 @@ class CallReader:
 
     def _hold(self, is_unmarked: bool) -> Reading[None]:
         text = yield from self._source.rest()
-        chosen = UnconstrainedCalls(self._format, self._tools, text, self._num_malformed)
+        chosen = unconstrained_calls.UnconstrainedCalls(
+            self._format, self._tools, text, self._num_malformed
+        )
         for part in chosen.read(is_unmarked):
             if part is None:
                 self._pieces.leave_out_space()
@@ -193,16 +187,16 @@ class CallReader:
         """
         source, form, body, has_called = self._source, self._format, self._format.body, False
         try:
-            mark = (yield from inner_mark(source, form, mark)) or mark
-            yield from open_list(source, form)
+            mark = (yield from unconstrained_calls.inner_mark(source, form, mark)) or mark
+            yield from unconstrained_calls.open_list(source, form)
             while True:
                 if isinstance(body, JsonCall | HeadedCall):
                     has_called = yield from self._stream_call(body, has_called)
                 else:
                     has_called = yield from self._read_call(body)
-                if (yield from follows_in_list(source, form)):
+                if (yield from unconstrained_calls.follows_in_list(source, form)):
                     continue
-                is_over = yield from take_closes(source, form, mark)
+                is_over = yield from unconstrained_calls.take_closes(source, form, mark)
                 is_over = is_over or not form.section[1]
                 if is_over or not (yield from source.takes_behind_space(form.mark)):
                     self._leave_out_cut(mark)
@@ -224,7 +218,7 @@ class CallReader:
         has_separator = bool(result_of(source.takes(*form.separators)))
         result_of(source.skip_space())
         tail = form.body.tail.strip() if isinstance(form.body, HeadedCall) else ""
-        closes = (close_of(form, mark), form.section[1], tail)
+        closes = (unconstrained_calls.close_of(form, mark), form.section[1], tail)
         if (has_separator and source.is_empty) or source.is_cut(*filter(None, closes)):
             source.take_to(len(source.text))
             source.settle()

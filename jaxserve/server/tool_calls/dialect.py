@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxserve.scheduling.slot_table import NO_TOKEN
+from jaxserve.server.tool_calls import harmony
 from jaxserve.server.tool_calls.answer import (
     AnswerFormat,
     AnswerReader,
@@ -23,19 +24,6 @@ from jaxserve.server.tool_calls.formats import (
     DEFAULT_FORMAT,
     THINKING_FORMATS,
     CallFormat,
-)
-from jaxserve.server.tool_calls.harmony import (
-    CHANNEL,
-    END,
-    HARMONY_ANSWER,
-    HARMONY_ANSWER_OR_CALL,
-    HARMONY_PARTS,
-    HARMONY_STOPS,
-    HARMONY_TURN,
-    MESSAGE,
-    START,
-    HarmonyIds,
-    harmony_messages,
 )
 from jaxserve.server.tool_calls.tools import CallUse, ToolUse
 from jaxserve.text.thinking import ThinkingMarks
@@ -132,7 +120,7 @@ class Dialect:
         """Ids of tokens that end an answer, in addition to the end tokens of the checkpoint."""
         if self.thinking is None or not self.thinking.is_harmony:
             return []
-        ids = (self._tokenizer.token_id(mark) for mark in HARMONY_STOPS)
+        ids = (self._tokenizer.token_id(mark) for mark in harmony.HARMONY_STOPS)
         return [token for token in ids if token is not None]
 
     def marks(
@@ -173,11 +161,14 @@ class Dialect:
         constraint on the answer applies from the final channel on.
         """
         assert self.thinking is not None
-        turn = f"{END}{START}assistant"
-        answer = f"{turn}{CHANNEL}final{MESSAGE}"
-        pattern, forced = HARMONY_ANSWER if is_formed else HARMONY_ANSWER_OR_CALL, answer
+        turn = f"{harmony.END}{harmony.START}assistant"
+        answer = f"{turn}{harmony.CHANNEL}final{harmony.MESSAGE}"
+        pattern, forced = (
+            harmony.HARMONY_ANSWER if is_formed else harmony.HARMONY_ANSWER_OR_CALL,
+            answer,
+        )
         if forms_calls:
-            pattern, forced = HARMONY_TURN, turn
+            pattern, forced = harmony.HARMONY_TURN, turn
         return ThinkingMarks(
             start=self.thinking.start,
             end=self.thinking.end,
@@ -199,7 +190,7 @@ class Dialect:
         described = [
             {**tool, "function": {"description": "", **tool["function"]}} for tool in tools or ()
         ]
-        return harmony_messages(messages), described or tools
+        return harmony.harmony_messages(messages), described or tools
 
     def _as_text(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return a message with calls in the form that DeepSeek's templates need.
@@ -219,7 +210,7 @@ class Dialect:
 
     def _ids(self, text: str) -> list[int]:
         ids: list[int] = []
-        for part in HARMONY_PARTS.split(text):
+        for part in harmony.HARMONY_PARTS.split(text):
             token = self._tokenizer.token_id(part) if part else None
             ids += [token] if token is not None else self._tokenizer.encode_word(part)
         return ids
@@ -264,11 +255,14 @@ class Dialect:
         start = self.start(prompt)
         return AnswerFormat(use, self.thinking, start, end, call, with_thoughts=with_thoughts)
 
-    def _harmony_ids(self) -> HarmonyIds | None:
-        channel, end = self._tokenizer.token_id(CHANNEL), self._tokenizer.token_id(END)
+    def _harmony_ids(self) -> harmony.HarmonyIds | None:
+        channel, end = (
+            self._tokenizer.token_id(harmony.CHANNEL),
+            self._tokenizer.token_id(harmony.END),
+        )
         if channel is None or end is None:
             return None
-        return HarmonyIds(channel, end, tuple(self._tokenizer.encode_word("analysis")))
+        return harmony.HarmonyIds(channel, end, tuple(self._tokenizer.encode_word("analysis")))
 
 
 # Each row: texts, and the format of a template that contains all of them. The first match applies.

@@ -6,19 +6,9 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from jaxserve.server.tool_calls import literals
 from jaxserve.server.tool_calls.answer_parts import NAME, Tools, WrittenCall, make_call
 from jaxserve.server.tool_calls.call_context import CallBody, CallContext, after_space
-from jaxserve.server.tool_calls.literals import (
-    MAX_DEPTH,
-    Cursor,
-    RepeatedKey,
-    convert,
-    is_finite,
-    property_schema,
-    read_json,
-    resolve,
-    types_of,
-)
 from jaxserve.server.tool_calls.text_feed import (
     MAX_HEAD,
     FormatMismatch,
@@ -34,7 +24,7 @@ _BARE_KEY = re.compile(r"[^{}\[\],:<>]{1,256}:")
 _BARE_ITEM = re.compile(r"[-+.\w]{1,64}\s*[,\]]")
 
 
-class BraceReader(Cursor):
+class BraceReader(literals.Cursor):
     """Parser of an object in braces, up to the end of the call around it.
 
     A marker ends a string only if the text after it continues the object or ends the call. Markers
@@ -76,7 +66,7 @@ class BraceReader(Cursor):
         return values
 
     def _open(self, mark: str, close: str) -> None:
-        if len(self._closing) > MAX_DEPTH or not self.take(mark):
+        if len(self._closing) > literals.MAX_DEPTH or not self.take(mark):
             raise ValueError("no object, or nested too deep")
         self._closing.append(close)
 
@@ -102,7 +92,7 @@ class BraceReader(Cursor):
                 raise ValueError("not a key")
             self.is_repeated |= key in values
             self._note(":", self._position - 1)
-            values[key] = self._value(property_schema(schema, key))
+            values[key] = self._value(literals.property_schema(schema, key))
             self._separate("}")
         self._closing.pop()
         return values
@@ -117,9 +107,9 @@ class BraceReader(Cursor):
         return items
 
     def _value(self, schema: Any) -> Any:
-        schema = resolve(schema, self._root)
+        schema = literals.resolve(schema, self._root)
         if self.take(self._quote):
-            text, types = self._string(), types_of(schema, self._root)
+            text, types = self._string(), literals.types_of(schema, self._root)
             if not types or "string" in types:
                 return text
             return self._converted(text, schema)
@@ -137,8 +127,8 @@ class BraceReader(Cursor):
 
     def _converted(self, text: str, schema: Any) -> Any:
         try:
-            return convert(text, schema, self._root)
-        except RepeatedKey:
+            return literals.convert(text, schema, self._root)
+        except literals.RepeatedKey:
             self.is_repeated = True
             return None
 
@@ -210,10 +200,10 @@ class BraceReader(Cursor):
 
 def _bare(text: str) -> Any:
     try:
-        value = read_json(text)
+        value = literals.read_json(text)
     except ValueError:
         return text
-    return value if is_finite(value) else text
+    return value if literals.is_finite(value) else text
 
 
 @dataclass(frozen=True)

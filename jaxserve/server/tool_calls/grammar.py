@@ -7,18 +7,8 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from jaxserve.server.tool_calls import call_rules
 from jaxserve.server.tool_calls.call_bodies import KeyedCall, PythonCalls, XmlCall
-from jaxserve.server.tool_calls.call_rules import (
-    Function,
-    Unformable,
-    arguments_schema,
-    escaped,
-    json_rule,
-    object_rules,
-    python_rules,
-    spelled,
-    tagged_rules,
-)
 from jaxserve.server.tool_calls.custom_tools import raw_head, takes_raw_text
 from jaxserve.server.tool_calls.formats import CallFormat
 from jaxserve.server.tool_calls.harmony import CHANNEL, CONSTRAIN, END, MESSAGE, START
@@ -28,7 +18,7 @@ MAX_CALLS = 16
 
 def grammar_of_calls(
     form: CallFormat,
-    functions: Sequence[Function],
+    functions: Sequence[call_rules.Function],
     spell: Callable[[str], str],
     *,
     most: int = MAX_CALLS,
@@ -52,7 +42,7 @@ def grammar_of_calls(
         InvalidRequest: the name of a property is not a valid Python keyword argument.
     """
     if not form.has_grammar:
-        raise Unformable
+        raise call_rules.Unformable
     if form.is_harmony:
         return _harmony_grammar(functions, spell, may_answer, answer_schema, may_think)
     if any(function.lark is not None for function in functions):
@@ -60,7 +50,9 @@ def grammar_of_calls(
     if isinstance(form.body, XmlCall | KeyedCall):
         return _tagged_grammar(form, functions, spell, most, may_answer, answer_schema)
     rules = list(
-        python_rules(functions) if form.is_python else object_rules(form, functions, spell)
+        call_rules.python_rules(functions)
+        if form.is_python
+        else call_rules.object_rules(form, functions, spell)
     )
     listed = "call"
     if most > 1:
@@ -77,7 +69,7 @@ def grammar_of_calls(
     elif answer_schema is not None:
         # An answer may begin like a call, so the otherwise optional marker is required.
         first = f"{opener} calls" if form.is_optional_mark else "calls"
-        rules += [f"start: {first} | answer", f"answer: {json_rule(answer_schema)}"]
+        rules += [f"start: {first} | answer", f"answer: {call_rules.json_rule(answer_schema)}"]
     else:
         rules += _free_rules(form, spell, most)
     return "\n".join(rules)
@@ -85,7 +77,7 @@ def grammar_of_calls(
 
 def _raw_grammar(
     form: CallFormat,
-    functions: Sequence[Function],
+    functions: Sequence[call_rules.Function],
     spell: Callable[[str], str],
     most: int,
     may_answer: bool,
@@ -93,7 +85,7 @@ def _raw_grammar(
 ) -> str:
     """Return a grammar of calls of which some contain raw text."""
     if not takes_raw_text(form):
-        raise Unformable
+        raise call_rules.Unformable
     plain = [function for function in functions if function.lark is None]
     raw = [function for function in functions if function.lark is not None]
     mark, before, others = spell(form.mark), "", ""
@@ -104,7 +96,7 @@ def _raw_grammar(
             form, plain, spell, most=most, may_answer=may_answer, answer_schema=answer_schema
         )
     elif answer_schema is not None:
-        others = f"start: answer\nanswer: {json_rule(answer_schema)}"
+        others = f"start: answer\nanswer: {call_rules.json_rule(answer_schema)}"
     elif may_answer:
         rules = _free_rules(form, spell, most)
         others = "\n".join(["start: ANSWER", *(r for r in rules if not r.startswith("start:"))])
@@ -113,7 +105,7 @@ def _raw_grammar(
 
 def _tagged_grammar(
     form: CallFormat,
-    functions: Sequence[Function],
+    functions: Sequence[call_rules.Function],
     spell: Callable[[str], str],
     most: int,
     may_answer: bool,
@@ -121,17 +113,17 @@ def _tagged_grammar(
 ) -> str:
     """Return a grammar of tagged calls. Line breaks between tags are as in the model's training."""
     before, behind = form.section
-    parts = spelled(form.starts[0], spell)
+    parts = call_rules.spelled(form.starts[0], spell)
     if may_answer and len(parts) > 1 and any(part.startswith("<[") for part in parts):
-        raise Unformable  # free text can end at one token, or at a string, but not at a mixture
-    mark = " ".join(spelled(form.mark, spell))
-    rules = [*tagged_rules(form, functions, spell), r"NL: /\n/"]
+        raise call_rules.Unformable  # free text can end at one token, or at a string, but not at a mixture
+    mark = " ".join(call_rules.spelled(form.mark, spell))
+    rules = [*call_rules.tagged_rules(form, functions, spell), r"NL: /\n/"]
     call = f"call NL? {spell(form.close)}" if form.close else "call"
     again = f" (NL? {mark} {call}){{0,{most - 1}}}" if most > 1 else ""
     if not before:
         opener, inside = mark, call
     else:
-        opener, closer = (" ".join(spelled(text, spell)) for text in (before, behind))
+        opener, closer = (" ".join(call_rules.spelled(text, spell)) for text in (before, behind))
         inside = f"NL? {mark} {call}{'' if form.has_own_section else again} NL? {closer}"
     rules.append(f"after: {inside}")
     repeats = form.has_own_section or not before
@@ -140,7 +132,7 @@ def _tagged_grammar(
     if not may_answer:
         rules.append("start: calls")
     elif answer_schema is not None:
-        rules += ["start: calls | answer", f"answer: {json_rule(answer_schema)}"]
+        rules += ["start: calls | answer", f"answer: {call_rules.json_rule(answer_schema)}"]
     else:
         rules += _free_rules(form, spell, most)
     return "\n".join(rules)
@@ -178,7 +170,7 @@ def _free_rules(form: CallFormat, spell: Callable[[str], str], most: int) -> Ite
     opener = form.section[0] or form.mark
     mark = spell(opener)
     # However it is tokenized, a marker within free text would be read as the beginning of a call.
-    no_mark = rf"~/(.|\n)*{escaped(opener)}(.|\n)*/"
+    no_mark = rf"~/(.|\n)*{call_rules.escaped(opener)}(.|\n)*/"
     if form.is_optional_mark:
         # Text that begins like a call must be a call.
         opening = r"\[" if form.is_array else r"\{"
@@ -190,12 +182,12 @@ def _free_rules(form: CallFormat, spell: Callable[[str], str], most: int) -> Ite
         yield f"start: ANSWER ({mark} after ANSWER){{0,{most}}}"
     else:
         yield f"start: (before after){{0,{most}}} ANSWER"
-        yield rf"before[lazy]: /(.|\n)*{escaped(opener)}/"
+        yield rf"before[lazy]: /(.|\n)*{call_rules.escaped(opener)}/"
     yield rf"ANSWER: /(.|\n)*/ & {no_mark}"
 
 
 def _harmony_grammar(
-    functions: Sequence[Function],
+    functions: Sequence[call_rules.Function],
     spell: Callable[[str], str],
     may_answer: bool,
     answer_schema: dict[str, Any] | None,
@@ -210,8 +202,8 @@ def _harmony_grammar(
     names = " | ".join(f"call{index}" for index in range(len(functions)))
     rules = [
         f'call: {spell(CHANNEL)} "commentary to=functions." ({names})',
-        rf"FREE: /(.|\n)*/ & ~/(.|\n)*{escaped(END)}(.|\n)*/",
-        rf"until_end[lazy]: /(.|\n)*{escaped(END)}/",
+        rf"FREE: /(.|\n)*/ & ~/(.|\n)*{call_rules.escaped(END)}(.|\n)*/",
+        rf"until_end[lazy]: /(.|\n)*{call_rules.escaped(END)}/",
         f'thoughts: {spell(CHANNEL)} "analysis" {message} {free} {turn}',
         f'preamble: {spell(CHANNEL)} "commentary" {message} {free} {turn}',
     ]
@@ -222,7 +214,7 @@ def _harmony_grammar(
             continue
         name = json.dumps(function.name + " ")
         rules.append(f'call{index}: {name} {spell(CONSTRAIN)} "json" {message} args{index}')
-        rules.append(f"args{index}: {json_rule(arguments_schema(function))}")
+        rules.append(f"args{index}: {call_rules.json_rule(call_rules.arguments_schema(function))}")
     before = "thoughts? " if may_think else ""
     if not may_answer:
         return "\n".join([*rules, f"start: {before}call"])
@@ -230,18 +222,18 @@ def _harmony_grammar(
         rules.append(f'answer: {spell(CHANNEL)} "final" {message} FREE')
     else:
         rules.append(f'answer: {spell(CHANNEL)} "final " {spell(CONSTRAIN)} "json" {message} json')
-        rules.append(f"json: {json_rule(answer_schema)}")
+        rules.append(f"json: {call_rules.json_rule(answer_schema)}")
     return "\n".join([*rules, f"start: {before}(preamble? call | answer)"])
 
 
-def input_rule(index: int, function: Function) -> str:
+def input_rule(index: int, function: call_rules.Function) -> str:
     """Return the Lark rule for the raw text of the function with number `index`."""
     return f"input{index}: %lark {{\n{function.lark}\n}}"
 
 
 def raw_grammar(
     form: CallFormat,
-    raw: Sequence[Function],
+    raw: Sequence[call_rules.Function],
     others: str,
     mark: str,
     before: str,
