@@ -6,8 +6,7 @@ A metric that vLLM 0.33 has too (its `v1/metrics/loggers.py`) appears as `jaxser
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
 
 from prometheus_client import (
     CollectorRegistry,
@@ -27,7 +26,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxserve.engine import metrics as engine_metrics
-from jaxserve.server.served import request_metrics as buckets
 from jaxserve.server.served.models import Models, ServedModel
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -55,125 +53,6 @@ _OWN_COUNTERS: dict[str, tuple[str, engine_metrics.Read]] = {
 _OWN = _OWN_GAUGES.keys() | _OWN_COUNTERS.keys()
 
 
-class _HistogramRow(NamedTuple):
-    """A row of `HISTOGRAMS`."""
-
-    name: str  # name without the prefix
-    text: str
-    find: Callable[[ServedModel], engine_metrics.ValueCounts]  # returns a model's histogram
-    ours: tuple[float, ...]  # bounds of the buckets under jaxserve's name
-    # Bounds under vLLM's name. None means vLLM's buckets of tokens, which depend on the model's
-    # context length.
-    theirs: tuple[float, ...] | None = None
-
-
-_SECONDS = (buckets.LONG, buckets.VLLM_LATENCY)
-HISTOGRAMS = (
-    _HistogramRow(
-        "time_to_first_token_seconds",
-        "From a request's arrival to its first token.",
-        lambda m: m.request_metrics.time_to_first_token,
-        buckets.SHORT,
-        buckets.VLLM_FIRST_TOKEN,
-    ),
-    _HistogramRow(
-        "inter_token_latency_seconds",
-        "Between tokens of a request.",
-        lambda m: m.request_metrics.inter_token_latency,
-        buckets.SHORT,
-        buckets.VLLM_BETWEEN_TOKENS,
-    ),
-    _HistogramRow(
-        "request_time_per_output_token_seconds",
-        "Mean time between tokens of a completion.",
-        lambda m: m.request_metrics.time_per_output_token,
-        buckets.SHORT,
-        buckets.VLLM_BETWEEN_TOKENS,
-    ),
-    _HistogramRow(
-        "e2e_request_latency_seconds",
-        "From a completion's arrival to its end.",
-        lambda m: m.request_metrics.e2e_latency,
-        *_SECONDS,
-    ),
-    _HistogramRow(
-        "request_queue_time_seconds",
-        "From a completion's arrival at the engine to its first slot.",
-        lambda m: m.request_metrics.queue_time,
-        *_SECONDS,
-    ),
-    _HistogramRow(
-        "request_prefill_time_seconds",
-        "From a completion's first slot to its first token.",
-        lambda m: m.request_metrics.prefill_time,
-        *_SECONDS,
-    ),
-    _HistogramRow(
-        "request_decode_time_seconds",
-        "From a completion's first token to its last.",
-        lambda m: m.request_metrics.decode_time,
-        *_SECONDS,
-    ),
-    _HistogramRow(
-        "request_inference_time_seconds",
-        "From a completion's first slot to its last token.",
-        lambda m: m.request_metrics.inference_time,
-        *_SECONDS,
-    ),
-    _HistogramRow(
-        "request_prompt_tokens",
-        "Prompt tokens of a request.",
-        lambda m: m.request_metrics.prompt_tokens,
-        buckets.TOKENS,
-    ),
-    _HistogramRow(
-        "request_prefill_kv_computed_tokens",
-        "Prompt tokens of a completion that were computed, not found in the prefix cache.",
-        lambda m: m.request_metrics.computed_tokens,
-        buckets.TOKENS,
-    ),
-    _HistogramRow(
-        "request_generation_tokens",
-        "Tokens drawn for a completion.",
-        lambda m: m.request_metrics.generation_tokens,
-        buckets.TOKENS,
-    ),
-    _HistogramRow(
-        "request_max_num_generation_tokens",
-        "Tokens of a request's longest completion.",
-        lambda m: m.request_metrics.most_generation_tokens,
-        buckets.TOKENS,
-    ),
-    _HistogramRow(
-        "request_params_max_tokens",
-        "The max_tokens of a completion's request.",
-        lambda m: m.request_metrics.max_tokens,
-        buckets.TOKENS,
-    ),
-    _HistogramRow(
-        "request_params_n",
-        "Completions of a request.",
-        lambda m: m.request_metrics.num_completions,
-        buckets.NUM_COMPLETIONS,
-        buckets.NUM_COMPLETIONS,
-    ),
-    _HistogramRow(
-        "request_num_preemptions",
-        "Times that a completion was sent back to wait.",
-        lambda m: m.request_metrics.num_preemptions,
-        buckets.NUM_PREEMPTIONS,
-        buckets.NUM_PREEMPTIONS,
-    ),
-    _HistogramRow(
-        "iteration_tokens_total",
-        "Tokens of a step, of prompts and of answers.",
-        lambda m: m.llm.step_tokens,
-        engine_metrics.STEP_TOKENS,
-        engine_metrics.STEP_TOKENS,
-    ),
-)
-
-
 class _Snapshot(Collector):
     """Collector of all models' metrics. It waits for no engine, so a hanging engine is visible."""
 
@@ -197,11 +76,15 @@ class _Snapshot(Collector):
             yield from _families(
                 CounterMetricFamily, *engine_metrics.EXPERT_ROWS, rows, "device", is_own=True
             )
-        for row in HISTOGRAMS:
-            yield self._histogram(row, "jaxserve", lambda model, row=row: row.ours)
-            yield self._histogram(
-                row, "vllm", lambda model, row=row: row.theirs or model.request_metrics.vllm_tokens
-            )
+        columns = zip(*(model.request_metrics.histograms for model in self._models), strict=True)
+        for column in columns:
+            name, text = column[0].name, column[0].text
+            yield self._histogram(f"jaxserve:{name}", text, [(h, h.ours) for h in column])
+            yield self._histogram(f"vllm:{name}", text, [(h, h.theirs) for h in column])
+        steps = [(model.llm.step_tokens, engine_metrics.STEP_TOKENS) for model in self._models]
+        for prefix in ("jaxserve", "vllm"):
+            text = "Tokens of a step, of prompts and of answers."
+            yield self._histogram(f"{prefix}:iteration_tokens_total", text, steps)
         yield from self._waiting(stats)
         yield from self._requests()
         yield from self._prompt_tokens()
@@ -209,13 +92,12 @@ class _Snapshot(Collector):
         yield self._cache_config("vllm")
 
     def _histogram(
-        self, row: _HistogramRow, prefix: str, bounds: Callable[[ServedModel], Iterable[float]]
+        self, name: str, text: str, rows: list[tuple[engine_metrics.ValueCounts, Iterable[float]]]
     ) -> Metric:
-        family = HistogramMetricFamily(f"{prefix}:{row.name}", row.text, labels=_LABELS)
-        for model in self._models:
-            histogram = row.find(model)
-            cumulative = histogram.cumulative(bounds(model))
-            family.add_metric([model.name, "0"], cumulative, histogram.sum)
+        # A row has the histogram of a model, and the bounds of its buckets.
+        family = HistogramMetricFamily(name, text, labels=_LABELS)
+        for model, (histogram, bounds) in zip(self._models, rows, strict=True):
+            family.add_metric([model.name, "0"], histogram.cumulative(bounds), histogram.sum)
         return family
 
     def _waiting(

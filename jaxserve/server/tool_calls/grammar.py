@@ -115,7 +115,8 @@ def _tagged_grammar(
     before, behind = form.section
     parts = call_rules.spelled(form.starts[0], spell)
     if may_answer and len(parts) > 1 and any(part.startswith("<[") for part in parts):
-        raise call_rules.Unformable  # free text can end at one token, or at a string, but not at a mixture
+        # Free text can end at one token, or at a string, but not at a mixture.
+        raise call_rules.Unformable
     mark = " ".join(call_rules.spelled(form.mark, spell))
     rules = [*call_rules.tagged_rules(form, functions, spell), r"NL: /\n/"]
     call = f"call NL? {spell(form.close)}" if form.close else "call"
