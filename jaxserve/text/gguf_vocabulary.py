@@ -228,9 +228,7 @@ def end_texts(types: Mapping[str, int]) -> set[str]:
 
 
 def gguf_ends(metadata: Mapping[str, Any]) -> list[Any]:
-    """Return the ids of tokens that end an answer, without checking them, the metadata's ids
-    first.
-    """
+    """Return the unchecked ids of tokens that end an answer, the metadata's ids first."""
     tokens = metadata.get("tokenizer.ggml.tokens")
     tokens = tokens if isinstance(tokens, list) else []
     types = metadata.get("tokenizer.ggml.token_type")

@@ -109,9 +109,7 @@ class _Writer:
         self._size = 0
 
     def _put(self, name: str, right: str) -> str:
-        """Write a rule (lower-case `name`) or terminal (upper-case), and return its numbered
-        name.
-        """
+        """Write a rule (lower-case `name`) or a terminal, and return its numbered name."""
         named = f"{name}{len(self.lines)}"
         self._size += len(right)
         if self._size > _MAX_SIZE:
@@ -152,9 +150,7 @@ class _Writer:
         return getattr(self, f"_write_{kind}")(form, ending)
 
     def _regular(self, form: Mapping[str, Any], stop: str | None = None) -> str | None:
-        """Return the terminal of a format and its end `stop`, or None if the format is not
-        regular.
-        """
+        """Return the terminal of a format and its end `stop`, or None if it is not regular."""
         kind, behind = form.get("type"), f" {stop}" if stop else ""
         if kind == "const_string":
             value = text_field(form, "value")
@@ -261,9 +257,7 @@ class _Writer:
     def _write_behind(
         self, run: list[Mapping[str, Any]], element: Mapping[str, Any], ending: _Ending
     ) -> str:
-        """Write the regular formats of `run` and the format after them, which ends free text
-        in `run`.
-        """
+        """Write the regular formats `run` and the format after them, which ends their free text."""
         if not run:
             return self.write(element, ending)
         if run[-1].get("type") != "any_text":

@@ -360,9 +360,7 @@ def _spent(parts: Iterator[str], budget: Budget) -> Iterator[str]:
 
 
 class _Namespace(Namespace):
-    """Jinja's namespace without names that begin with an underscore, which give access to
-    Python.
-    """
+    """Jinja's namespace without names that begin with an underscore: they give access to Python."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # `self` may be a name
         for name in dict(*args[1:], **kwargs):

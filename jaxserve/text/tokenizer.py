@@ -154,9 +154,7 @@ class Tokenizer:
         return other
 
     def with_content_format(self, content_format: str) -> Self:
-        """Return a copy of this tokenizer whose chat templates receive content in the given
-        form.
-        """
+        """Return a copy of this tokenizer whose chat templates get content in the given form."""
         other = copy.copy(self)
         other._content_format = content_format
         templates = self._templates.items()
@@ -210,9 +208,7 @@ class Tokenizer:
         return self._encode(text, None)
 
     def encode_word(self, text: str) -> list[int]:
-        """Return the token ids of a text without surrounding special tokens and without
-        checks of ids.
-        """
+        """Return the token ids of a text, unchecked and without special tokens around them."""
         return self._encode(text, False)
 
     def _encode(self, text: str, add_special_tokens: bool | None) -> list[int]:
@@ -310,9 +306,7 @@ class Tokenizer:
         options: Mapping[str, Any],
         seconds: float,
     ) -> list[str]:
-        """Return the rendered text in pieces, which are cut within added tokens in untrusted
-        data.
-        """
+        """Return the rendered text in pieces, cut within the added tokens in untrusted data."""
         # The mark is random, so input cannot contain it. The text is split at it for encoding.
         mark = f"\ue000{secrets.token_hex(8)}\ue001"
         end = f"\ue002{mark[1:-1]}"

@@ -179,9 +179,7 @@ class ResponseStore:
         self._trim()
 
     def _count(self, turn: Turn) -> None:
-        """Count the bytes that this turn needs, or 0 if it is too large to store (then it
-        evicts no other).
-        """
+        """Count the bytes of a turn, or 0 if it is too large to store (it then evicts no other)."""
         size = turn.num_bytes if turn.num_bytes <= self._most_bytes else 0
         self._turns.count(turn.owner, size - turn.counted)
         turn.counted = size

@@ -57,9 +57,7 @@ class InputItem(msgspec.Struct, kw_only=True):
 
 
 class ResponseTool(msgspec.Struct, kw_only=True):
-    """Tool that may be called: a function, a custom tool with text input, or a namespace of
-    tools.
-    """
+    """Tool that may be called: a function, a custom tool with text input, or a namespace."""
 
     type: str
     name: str | None = None

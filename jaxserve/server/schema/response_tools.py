@@ -103,9 +103,7 @@ def tool_choice(
 
 
 def _allowed(tool: ToolReference, tools: list[ResponseTool] | None) -> list[NamedTool]:
-    """Return the tools that an allowed tool names: [] for a hosted tool, all tools of a
-    namespace.
-    """
+    """Return the tools that an allowed tool names: [] for a hosted tool, all of a namespace."""
     if tool.type in HOSTED_TOOLS:
         return []
     if tool.type != "namespace":

@@ -109,9 +109,7 @@ def _logit_bias(biases: Mapping[str, float] | None) -> dict[int, float] | None:
 
 
 def form_field(request: Sampling) -> str:
-    """Return the name of the field with a request's output format, `structured_outputs` by
-    default.
-    """
+    """Return the name of the field with the output format, by default `structured_outputs`."""
     for name in GUIDED:
         if getattr(request, name) is not None:
             return name

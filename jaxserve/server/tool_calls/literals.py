@@ -186,9 +186,7 @@ class Cursor:
             raise ValueError(f"no {mark} at {self._position}")
 
     def between(self, end: str) -> None:
-        """Consume a comma between items, unless the closing text `end` comes next (it is not
-        taken).
-        """
+        """Consume a comma between items, unless the closing text `end`, which stays, comes next."""
         self._skip()
         if not self._text.startswith(end, self._position):
             self.expect(",")
