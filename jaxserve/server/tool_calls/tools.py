@@ -28,7 +28,7 @@ from jaxserve.server.tool_calls.call_bodies import (
 from jaxserve.server.tool_calls.call_rules import Unformable, arguments_schema
 from jaxserve.server.tool_calls.formats import CALL_FORMATS, DEFAULT_FORMAT, CallFormat
 from jaxserve.server.tool_calls.gemma import BracedCall
-from jaxserve.server.tool_calls.grammar import MAX_CALLS, Function, grammar_of_calls
+from jaxserve.server.tool_calls.grammar import MAX_CALLS, CallGrammar, Function
 from jaxserve.structured import MAX_SCHEMA_BYTES, plain_schema
 from jaxserve.text.grammars import lark_problem, schema_problem
 from jaxserve.text.json_schemas import EnforceableSchemas, UnenforceableSchema, well_formed
@@ -157,7 +157,7 @@ def tool_use(
     grammar, may_think = None, body.thinking_token_budget is None
     if not is_auto or answer is not None or any(tool.function.strict for tool in tools):
         form = partial(
-            grammar_of_calls,
+            CallGrammar,
             functions=[_function(tool, schemas, not is_auto) for tool in callable_tools],
             spell=spell,
             most=MAX_CALLS if parallel else 1,
@@ -181,7 +181,9 @@ def _named_tools(tools: list[Tool], choice: NamedTool) -> list[Tool]:
     return named
 
 
-def _formed(call_format: CallFormat, form: Callable[[CallFormat], str]) -> tuple[CallFormat, str]:
+def _formed(
+    call_format: CallFormat, form: Callable[[CallFormat], CallGrammar]
+) -> tuple[CallFormat, str]:
     """Return a grammar of calls in the model's format, or in the default format if that fails.
 
     The format fails if it cannot express a schema, or if its grammar is too large.
@@ -193,7 +195,7 @@ def _formed(call_format: CallFormat, form: Callable[[CallFormat], str]) -> tuple
         InvalidRequest: the grammar is too large in both formats.
     """
     try:
-        grammar = form(call_format)
+        grammar = form(call_format).text()
         if len(grammar) <= MAX_SCHEMA_BYTES:  # tagged calls have larger grammars than JSON
             return call_format, grammar
     except Unformable:
@@ -201,7 +203,7 @@ def _formed(call_format: CallFormat, form: Callable[[CallFormat], str]) -> tuple
     if call_format.is_harmony:  # its reader does not find calls of other formats
         raise _too_large()
     call_format = CALL_FORMATS[DEFAULT_FORMAT]
-    grammar = form(call_format)
+    grammar = form(call_format).text()
     if len(grammar) > MAX_SCHEMA_BYTES:
         raise _too_large()
     return call_format, grammar
