@@ -80,7 +80,6 @@ class CommandParser(OneLineParser):
         return "--config" not in flags and all(f in self._option_string_actions for f in flags)
 
     def _given(self, words: list[str]) -> set[str]:
-        """Return the names that `words` set, without defaults."""
         defaults = {action: action.default for action in self._actions}
         try:
             for action in defaults:

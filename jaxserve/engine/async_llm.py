@@ -292,7 +292,6 @@ class AsyncLLM:
 
 
 def _merge(output: RequestOutput, deltas: list[Delta], reader: OutputReader) -> None:
-    """Add the deltas of one request to `output`, with one entry per completion."""
     completions: dict[int, CompletionOutput] = {}
     for delta in deltas:
         completion = completions.setdefault(delta.index, CompletionOutput(delta.index, "", []))

@@ -245,7 +245,6 @@ class EventPublisher:
         self._pub.close()
 
     def _look(self) -> None:
-        """Read the peers' messages, and reconnect if ZeroMQ has given up a peer."""
         self._pub.getsockopt(zmq.EVENTS)  # reads subscriptions, and frees messages of old peers
         if self._peer.has_given_up():
             self._peer.close()

@@ -131,10 +131,5 @@ class Recovery:
 def _sequences(
     slots: SlotTable, plan: LaunchPlan, where: np.ndarray | bool = True
 ) -> Iterable[Sequence]:
-    """Return the sequences of a plan's rows that still have their slots.
-
-    Args:
-        where: bool[R], the rows to return, by default all.
-    """
     live = (slots.generation[plan.slots] == plan.generations) & where
     return slots.sequences[plan.slots[live]].tolist()

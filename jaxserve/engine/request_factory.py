@@ -169,11 +169,7 @@ class RequestFactory:
 
 
 def _answer_length(prompt_length: int, sampling: SamplingParams, limits: Limits) -> int:
-    """Return the most tokens of an answer, at least 1.
-
-    Raises:
-        PromptTooLong: the prompt leaves no room for an answer.
-    """
+    # PromptTooLong: the prompt leaves no room for an answer.
     longest = limits.max_model_len - 1
     if prompt_length > longest:
         raise PromptTooLong(

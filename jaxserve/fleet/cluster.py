@@ -128,10 +128,7 @@ def _connect(fleet: FleetConfig) -> None:
 
 
 def _make_token() -> None:
-    """Create Ray's file with the token of a cluster, if it is missing, readable by its owner only.
-
-    Ray itself would create a file that every user can read.
-    """
+    # Ray itself would create a file that every user can read.
     before = os.umask(0o077)
     try:
         if enable_token_auth_by_default():

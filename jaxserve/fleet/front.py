@@ -120,10 +120,7 @@ class _FrontAnswer:
 
 
 def _serve_error(message: Message) -> ApiError | None:
-    """Return the error for an answer of Serve itself, or None for an answer of a replica.
-
-    Errors of replicas are JSON.
-    """
+    # Errors of replicas are JSON, those of Serve are not.
     status, headers = message["status"], {k.lower(): v for k, v in message["headers"]}
     if status < 400 or headers.get(b"content-type", b"").startswith(_JSON):
         return None

@@ -92,7 +92,6 @@ def _ranks(row: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 def _most_likely(row: np.ndarray, width: int) -> np.ndarray:
-    """Return the ids of the `width` greatest elements of float[V] in descending order."""
     if 0 < width < len(row):
         least = np.partition(row, len(row) - width)[len(row) - width]
         # Elements equal to `least` are sorted by id, and the last of them are dropped.

@@ -99,11 +99,8 @@ def _numbers(secret: bytes, page_size: int, count: int) -> np.ndarray:
 
 
 def _sums(factors: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Return u64[n, LANES]: the sum of factors u64[n, LANES, S] times tokens i32[n, S], mod 2**64.
-
-    Token ids are incremented by one. Otherwise token 0 would add zero, and pages of it would share
-    a key.
-    """
+    # Token ids are incremented by one. Otherwise token 0 would add zero, and pages of it would
+    # share a key.
     return np.einsum("nls,ns->nl", factors, tokens.astype(np.uint64) + np.uint64(1))
 
 

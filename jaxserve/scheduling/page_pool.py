@@ -81,11 +81,8 @@ class PagePool:
         return pages
 
     def _evict(self, count: int) -> None:
-        """Evict the `count` cached pages that were released first: they become blank.
-
-        One in 64 of the remaining evictable pages is evicted too, because a call costs more than
-        a page.
-        """
+        # One in 64 of the remaining evictable pages is evicted too, as a call costs more than a
+        # page.
         count += (self._num_evictable - count) // 64
         pages = self._next_evictable(count)
         self._place_of[pages] = _NOWHERE
@@ -102,7 +99,6 @@ class PagePool:
         self._num_blank += len(pages)
 
     def _next_evictable(self, count: int) -> np.ndarray:
-        """Remove the first `count` pages from the eviction queue and return them."""
         parts: list[np.ndarray] = []
         while count:
             end = min(self._head + count, self._tail)

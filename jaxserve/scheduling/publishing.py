@@ -128,10 +128,7 @@ class Publisher:
         )
 
     def _make_keys(self, slots: np.ndarray, full: np.ndarray) -> None:
-        """Compute the missing keys of each slot's first `full` pages.
-
-        Admission computed the keys of known tokens, so usually one page per slot is missing.
-        """
+        # Admission computed the keys of known tokens, so usually one page per slot is missing.
         table, size = self.slots, self.pool.page_size
         while len(slots := slots[(short := table.num_keys[slots] < full)]):
             full = full[short]

@@ -119,10 +119,7 @@ class Detokenizer:
 
 
 def _after(before: str, whole: str) -> str:
-    """Return the rest of `whole` after its common prefix with `before`.
-
-    A character that was incomplete in `before` belongs to the rest.
-    """
+    # A character that was incomplete in `before` belongs to the rest.
     pairs = enumerate(zip(before, whole, strict=False))
     same = min(len(before), len(whole))
     return whole[next((index for index, (a, b) in pairs if a != b), same) :]

@@ -265,7 +265,7 @@ class Grammars:
                 self._bytes -= len(key[1])
 
     def _is_full(self) -> bool:
-        """Return whether a format must be evicted. Even a single format may exceed the limits."""
+        # Even a single format may exceed the limits.
         constraints = (form for form in self._known.values() if isinstance(form, Constraint))
         return (
             len(self._known) > MAX_CACHED

@@ -156,12 +156,8 @@ def _regex_check(problem: Problem) -> Callable[[Any], bool]:
 
 
 def _without_faults(schema: Any, is_regex: Callable[[Any], bool] | None) -> tuple[Any, list[str]]:
-    """Return a copy of a schema without its faults, and their paths.
-
-    Args:
-        is_regex: function that checks a pattern. With None, only malformed values are faults, not
-            keywords that grammars do not support.
-    """
+    # With `is_regex` None, only malformed values are faults, not keywords that grammars cannot
+    # enforce.
     left_out: list[str] = []
     # Removing a fault may leave a reference without target, which is another fault.
     while faults := _Faults(schema, is_regex).found:

@@ -61,7 +61,6 @@ class PromptEncoder:
         self._unknown = self._unknown_id()
 
     def _unknown_id(self) -> int | None:
-        """Return the id that the model gives to unknown text, if it is the id of an added token."""
         text: str | None = getattr(self._backend.model, "unk_token", None)
         if text is not None:
             return self._backend.token_to_id(text)

@@ -109,7 +109,6 @@ class _Writer:
         self._size = 0
 
     def _put(self, name: str, right: str) -> str:
-        """Write a rule (lower-case `name`) or a terminal, and return its numbered name."""
         named = f"{name}{len(self.lines)}"
         self._size += len(right)
         if self._size > _MAX_SIZE:

@@ -127,11 +127,7 @@ def find_template(
 
 
 def _read(path: Path) -> str:
-    """Return the text of a file.
-
-    Raises:
-        InvalidRequest: the file cannot be read, or is not UTF-8.
-    """
+    # InvalidRequest: the file cannot be read, or is not UTF-8.
     try:
         with path.open("rb") as file:
             return file.read(4 * MAX_SOURCE_CHARS + 1).decode()

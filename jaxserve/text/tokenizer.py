@@ -117,11 +117,7 @@ class Tokenizer:
         return beyond
 
     def _within(self, ids: list[int], param: str) -> list[int]:
-        """Return the ids unchanged.
-
-        Raises:
-            InvalidRequest: the model has no logits for one of them.
-        """
+        # InvalidRequest: the model has no logits for one of the ids.
         if self._beyond:
             for token in ids:
                 if token in self._beyond:
@@ -330,10 +326,7 @@ class Tokenizer:
 
 
 def _not_encoded(param: str, error: TokenizerFailure) -> InvalidRequest:
-    """Return the error for a text that cannot be encoded, and log it.
-
-    The checkpoint may be at fault.
-    """
+    # The checkpoint may be at fault, so the error is logged.
     message = f"this model's tokenizer cannot encode {param}: {error}"
     _log.warning("a request is refused: %s", message)
     return InvalidRequest(message, param)

@@ -118,11 +118,6 @@ def run_throughput(arguments: argparse.Namespace) -> int:
 
 
 def _answer(llm: LLM, works: list[Work], arguments: argparse.Namespace) -> tuple[float, int, int]:
-    """Answer all prompts, and return the seconds, the prompt tokens and the generated tokens.
-
-    Raises:
-        CommandError: a request failed.
-    """
     sampling = [_sampling(arguments, work.output_tokens) for work in works]
     start = time.perf_counter()
     answers = llm.generate([work.prompt for work in works], sampling)
@@ -232,11 +227,7 @@ def run_startup(arguments: argparse.Namespace) -> int:
 
 
 def _start(settings: dict[str, Any]) -> dict[str, float]:
-    """Start an engine in another process and return the seconds that it reports.
-
-    Raises:
-        CommandError: the start failed. The message is the last line of its output.
-    """
+    # CommandError: the start failed. The message is the last line of its output.
     command = [sys.executable, "-c", WORKER, json.dumps(settings, default=str)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

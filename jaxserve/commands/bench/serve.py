@@ -138,11 +138,7 @@ def _extra(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _result_path(arguments: argparse.Namespace, model: str, date: str) -> Path | None:
-    """Return the file for the results after a check that it can be written.
-
-    Raises:
-        CommandError: the file cannot be written.
-    """
+    # Fail before the load if the results cannot be written.
     if not (arguments.save_result or arguments.append_result):
         return None
     limit = arguments.max_concurrency

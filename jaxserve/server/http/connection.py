@@ -210,11 +210,7 @@ class Connection(H11Protocol):
         return False
 
     async def _write_event(self, data: bytes) -> bool:
-        """Write a chunk of a chunked body to the transport, without the cost of ASGI and h11.
-
-        Returns:
-            False if the answer's head has not been sent. The chunk then has to be sent by ASGI.
-        """
+        # This saves the cost of ASGI and h11, which a chunk needs (False) until the head is sent.
         cycle = self.cycle
         if self.flow.write_paused and not cycle.disconnected:
             await self.flow.drain()
@@ -247,11 +243,8 @@ class Connection(H11Protocol):
             super().shutdown()
 
     def _watch_header(self) -> None:
-        """Start or stop the timer that aborts the connection after `header_timeout`.
-
-        The timer runs until the first header, or a header that has begun, is complete, and while
-        the rest of a body is missing whose request was answered without it.
-        """
+        # The timer aborts the connection after `header_timeout`. It runs until the first header, or
+        # a header that has begun, is complete, and while the rest of a body is missing.
         state, cycle = self.conn.their_state, self.cycle
         waiting = state is h11.IDLE and self.timeout_keep_alive_task is None
         if state is h11.SEND_BODY and cycle is not None and cycle.response_complete:

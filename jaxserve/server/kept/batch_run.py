@@ -222,7 +222,6 @@ class BatchRun:
             self._num_bytes += end
 
     async def _expire(self, most: int) -> None:
-        """Write an error for each line without an answer."""
         problem = batch_lines.BatchError(
             "batch_expired", "This request could not be executed before the window expired."
         )

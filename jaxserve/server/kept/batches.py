@@ -209,10 +209,7 @@ class Batches:
             self._runs.pop(batch.id, None)
 
     async def _keep_outputs(self, record: BatchRecord, run: BatchRun) -> None:
-        """Store the answers as files.
-
-        Retry until the disk accepts them, so that answers are not lost.
-        """
+        # Retried until the disk accepts them, so that answers are not lost.
         while True:
             try:
                 await self._save(record)

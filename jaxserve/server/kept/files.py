@@ -304,11 +304,7 @@ def new_file(
 
 
 def _locked(folder: Path) -> int:
-    """Return a file descriptor that holds an exclusive lock on a folder.
-
-    Raises:
-        InvalidRequest: another server holds the lock.
-    """
+    # InvalidRequest: another server holds the lock.
     lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

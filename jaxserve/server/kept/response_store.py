@@ -179,7 +179,7 @@ class ResponseStore:
         self._trim()
 
     def _count(self, turn: Turn) -> None:
-        """Count the bytes of a turn, or 0 if it is too large to store (it then evicts no other)."""
+        # A turn that is too large to store counts 0, so that it evicts no other.
         size = turn.num_bytes if turn.num_bytes <= self._most_bytes else 0
         self._turns.count(turn.owner, size - turn.counted)
         turn.counted = size
@@ -243,8 +243,5 @@ class ResponseStore:
 
 
 def _keys(turn: Turn) -> list[tuple[str | None, str]]:
-    """Return the index keys of a turn's items.
-
-    Clients choose item ids, so each owner has a namespace.
-    """
+    # Clients choose item ids, so each owner has a namespace.
     return [(turn.owner, name) for name in turn.item_ids]

@@ -274,10 +274,8 @@ def _put_tools(chat: openai.ChatRequest, body: CountRequest) -> None:
 
 
 def _system_text(content: str | list[ContentBlock] | None) -> str:
-    """Return a system prompt without Claude Code's line for billing.
-
-    That line changes with each request, so the prefix cache would never match.
-    """
+    # Claude Code's line for billing changes with each request, so the prefix cache would never
+    # match.
     texts = [content] if isinstance(content, str) else [_words(block) for block in content or ()]
     return "".join(text for text in texts if not text.startswith(_BILLING))
 
@@ -289,7 +287,6 @@ def _text(content: str | list[ContentBlock] | dict[str, Any] | None, between: st
 
 
 def _words(block: ContentBlock) -> str:
-    """Return the text of a block, or the sentence that replaces a block that is not text."""
     words = _text_of(block)
     if words is None:
         return "" if block.type == "text" else left_out(block.type)

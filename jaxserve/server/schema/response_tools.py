@@ -62,14 +62,8 @@ def seen_tools(tools: list[ResponseTool] | None) -> list[tuple[str | None, Respo
 
 
 def _chosen_name(name: str, tools: list[ResponseTool] | None) -> str:
-    """Return the flat name of a chosen tool.
-
-    It is `name` if a tool has this flat name, otherwise the flat name of the only namespace with a
-    tool `name`, otherwise `name` itself.
-
-    Raises:
-        InvalidRequest: no flat name matches, and several namespaces have the tool.
-    """
+    # Otherwise the flat name of the only namespace with such a tool, or the name itself.
+    # InvalidRequest: several namespaces have one.
     seen = [(flat_name(group, tool.name or ""), tool.name) for group, tool in seen_tools(tools)]
     if any(flat == name for flat, _ in seen):
         return name

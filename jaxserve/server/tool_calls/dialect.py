@@ -193,10 +193,7 @@ class Dialect:
         return harmony.harmony_messages(messages), described or tools
 
     def _as_text(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return a message with calls in the form that DeepSeek's templates need.
-
-        Arguments become text, and empty content becomes None or "".
-        """
+        # DeepSeek's templates need arguments as text, and None or "" instead of empty content.
         if not message.get("tool_calls"):
             return message
         calls = message["tool_calls"]

@@ -226,5 +226,4 @@ class CallGrammar:
 
 
 def _input_rule(index: int, function: Function) -> str:
-    """Return the Lark rule for the raw text of the function with number `index`."""
     return f"input{index}: %lark {{\n{function.lark}\n}}"

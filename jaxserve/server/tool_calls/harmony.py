@@ -198,11 +198,8 @@ class HarmonyReader:
             yield from self._hold()
 
     def _hold(self) -> Reading[None]:
-        """Wait for the end of the answer, and restart reading at this message with the complete
-        text.
-
-        Later text may show that the call was a quotation.
-        """
+        # Later text may show that the call was a quotation, so reading restarts with the complete
+        # text.
         self._source.rewind()
         self._held = yield from self._source.rest()
         self._source = TextFeed()

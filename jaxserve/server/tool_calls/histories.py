@@ -112,10 +112,7 @@ class _Waiting:
 
 
 def _new_call(result: dict[str, Any], names: dict[Any, str], singles: Messages) -> dict[str, Any]:
-    """Return a message with a call for a result.
-
-    It replaces the answer before it in the list, if any.
-    """
+    # The call for a result replaces the answer before it in the list, if any.
     call_id = result.get("tool_call_id")
     name = result.get("name") or names.get(call_id) or "tool"
     message = _calling(_call(call_id or _ID.format(0), name, {}))
@@ -164,7 +161,6 @@ def _numbered(messages: Messages) -> Messages:
 
 
 def _answered(messages: Messages) -> Messages:
-    """Return a conversation with an empty answer between calls and the next user message."""
     answered: Messages = []
     for message in messages:
         is_after_call = answered and (
@@ -177,7 +173,6 @@ def _answered(messages: Messages) -> Messages:
 
 
 def _in_words(messages: Messages) -> Messages:
-    """Return a conversation with calls and results as text of the assistant and the user."""
     groups: list[Messages] = []
     is_result = False
     for message in messages:

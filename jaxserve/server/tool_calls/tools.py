@@ -292,7 +292,6 @@ def introduce(
 def _answer_schema(
     response_format: ResponseFormat | None, schemas: EnforceableSchemas
 ) -> dict[str, Any] | None:
-    """Return the JSON schema of an answer without calls, or None if it is unconstrained."""
     answer = answer_schema(response_format)
     if answer is None:
         is_object = response_format is not None and response_format.type == "json_object"

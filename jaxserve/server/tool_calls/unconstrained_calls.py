@@ -181,12 +181,9 @@ class UnconstrainedCalls:
         return CallContext(form.mark, form.close, ends, self._layout)
 
     def _is_doubtful(self) -> bool:
-        """Return whether the calls may be quoted within another call.
-
-        Then the end of the other call follows them. It may look like the end of the last call, if
-        other text separates that call from the one before, or if the white space between tags
-        changes.
-        """
+        # If the calls are quoted within another call, the end of the other call follows them. It
+        # may look like the end of the last call, if other text separates that call from the one
+        # before.
         if self._is_mixed or not self._layout.is_regular:
             return True
         is_behind = False
