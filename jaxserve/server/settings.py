@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.errors import InvalidRequest
-from jaxserve.server.tool_calls.formats import CALL_FORMATS, THINKING_FORMATS
+from jaxserve.server.tool_calls.formats import CALL_FORMATS
+from jaxserve.server.tool_calls.thoughts import THINKING_FORMATS
 from jaxserve.settings.checks import exact_int, finite_float
 
 MAX_SOCKET_PATH = 107  # bytes, by Linux

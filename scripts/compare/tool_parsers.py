@@ -25,9 +25,8 @@ from textwrap import fill
 from typing import Any
 
 from jaxserve.commands.argument_types import writable_file
-from jaxserve.server.tool_calls.answer import ThoughtState
-from jaxserve.server.tool_calls.dialect import answer_reader
-from jaxserve.server.tool_calls.formats import THINKING_FORMATS
+from jaxserve.server.tool_calls.answer import answer_reader
+from jaxserve.server.tool_calls.thoughts import THINKING_FORMATS, ThoughtState
 from scripts.compare.engine import Engine, module_command
 from scripts.compare.engine_vllm import NEEDED
 from scripts.compare.environments import NotInstalled, python_of

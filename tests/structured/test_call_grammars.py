@@ -12,13 +12,14 @@ import pytest
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.schema.openai import ChatRequest, FunctionDefinition, Tool
-from jaxserve.server.tool_calls.answer import AnswerReader, ThoughtState, readers_of
+from jaxserve.server.tool_calls.answer import AnswerReader, readers_of
 from jaxserve.server.tool_calls.answer_parts import Beside, CallPart
 from jaxserve.server.tool_calls.call_bodies import HeadedCall, JsonCall
 from jaxserve.server.tool_calls.call_rules import Function, Unformable, bare
 from jaxserve.server.tool_calls.formats import CALL_FORMATS
 from jaxserve.server.tool_calls.grammar import CallGrammar
 from jaxserve.server.tool_calls.tagged_calls import TagCall
+from jaxserve.server.tool_calls.thoughts import ThoughtState
 from jaxserve.server.tool_calls.tools import CallUse, tool_use
 from jaxserve.server.tool_calls.unconstrained_calls import call_ends
 from jaxserve.structured import StructuredOutputsParams

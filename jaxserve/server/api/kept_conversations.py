@@ -12,7 +12,7 @@ from jaxserve.server.api.endpoint_request import EndpointRequest
 from jaxserve.server.api.query import Query
 from jaxserve.server.api.streaming import json_response
 from jaxserve.server.kept.conversation_store import Conversation, ConversationStore
-from jaxserve.server.schema import response_items
+from jaxserve.server.schema import response_items, response_tools
 from jaxserve.server.schema.responses import check_metadata, check_served
 
 # OpenAI's limit of the items of one request.
@@ -54,7 +54,7 @@ async def create_conversation(http_request: Request) -> Response:
         ApiError, InvalidRequest: the body is wrong, or the server stores no conversations.
     """
     request = EndpointRequest(http_request)
-    body = request.parse(response_items.ConversationRequest, prepare=response_items.strip_hosted)
+    body = request.parse(response_items.ConversationRequest, prepare=response_tools.strip_hosted)
     check_metadata(body.metadata)
     conversation = Conversation(http_request.scope["jaxserve.key"], body.metadata or {})
     _add(request, conversation, body.items or [])
@@ -103,7 +103,7 @@ async def add_items(http_request: Request) -> Response:
         ApiError, InvalidRequest: there is no such conversation, or the items are wrong.
     """
     request = EndpointRequest(http_request)
-    body = request.parse(response_items.ConversationItems, prepare=response_items.strip_hosted)
+    body = request.parse(response_items.ConversationItems, prepare=response_tools.strip_hosted)
     conversation = _conversation(http_request)
     if not body.items:
         raise InvalidRequest("items is empty", "items")

@@ -6,7 +6,7 @@ A metric that vLLM 0.33 has too (its `v1/metrics/loggers.py`) appears as `jaxser
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from prometheus_client import (
     CollectorRegistry,
@@ -92,7 +92,10 @@ class _Snapshot(Collector):
         yield self._cache_config("vllm")
 
     def _histogram(
-        self, name: str, text: str, rows: list[tuple[engine_metrics.ValueCounts, Iterable[float]]]
+        self,
+        name: str,
+        text: str,
+        rows: Sequence[tuple[engine_metrics.ValueCounts, Iterable[float]]],
     ) -> Metric:
         # A row has the histogram of a model, and the bounds of its buckets.
         family = HistogramMetricFamily(name, text, labels=_LABELS)

@@ -1,4 +1,4 @@
-"""Endpoints of OpenAI's responses: translated to chats, and stored for later requests."""
+"""Endpoints that answer OpenAI's responses: translated to chats, and stored for later requests."""
 
 from __future__ import annotations
 
@@ -16,21 +16,18 @@ from jaxserve.server.api.conversations import template_ids
 from jaxserve.server.api.endpoint_request import EndpointRequest
 from jaxserve.server.api.generation import Generation
 from jaxserve.server.api.kept_responses import StoredStream, draw
-from jaxserve.server.api.query import Query
 from jaxserve.server.api.response_events import ResponsesFormatter
 from jaxserve.server.api.streaming import JSON, encode, json_response, respond
 from jaxserve.server.kept.conversation_store import Conversation, ConversationStore
 from jaxserve.server.kept.response_store import ResponseStore, Turn
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.schema.response_items import (
-    DeletedResponse,
     InputItem,
-    InputItems,
     InputTokens,
     ResponsesResponse,
     shown_items,
-    strip_hosted,
 )
+from jaxserve.server.schema.response_tools import strip_hosted
 from jaxserve.server.schema.responses import (
     CountInputRequest,
     ResponsesRequest,
@@ -135,10 +132,6 @@ def _request(http_request: Request) -> EndpointRequest:
     return request
 
 
-def _store(http_request: Request) -> ResponseStore:
-    return http_request.app.state.served.responses
-
-
 def _input(
     http_request: Request,
     request: EndpointRequest,
@@ -146,11 +139,6 @@ def _input(
 ) -> _Input:
     served, owner = http_request.app.state.served, http_request.scope["jaxserve.key"]
     return _Input(request, body, served.responses, served.conversations, owner)
-
-
-def _turn(http_request: Request) -> Turn:
-    owner: str | None = http_request.scope["jaxserve.key"]
-    return _store(http_request).get(http_request.path_params["response_id"], owner)
 
 
 def _check(body: ResponsesRequest, store: ResponseStore) -> None:
@@ -175,7 +163,7 @@ async def responses(http_request: Request) -> Response:
     Raises:
         ApiError, InvalidRequest, Overloaded: as `EndpointRequest.parse`, `_Input` and `prepare`.
     """
-    request, store = _request(http_request), _store(http_request)
+    request, store = _request(http_request), http_request.app.state.served.responses
     body = request.parse(ResponsesRequest, endpoint_fields("responses"), strip_hosted)
     # The engine's and the chat's, while the request's own are refused above.
     request.renamed |= {"prompt": "input", "response_format": "text"}
@@ -264,66 +252,6 @@ async def _prepare(
     if generation is None:
         raise problem
     return generation
-
-
-async def get_response(http_request: Request) -> Response:
-    """Answer with a stored response, or with its events from `starting_after` on.
-
-    Raises:
-        ApiError: 404, there is no such response.
-        InvalidRequest: its events are not stored, or an argument is wrong.
-    """
-    query = Query(http_request)
-    is_stream, after = query.flag("stream"), query.integer("starting_after", -1, 0, 2**31 - 1)
-    turn = _turn(http_request)
-    if not is_stream:
-        return Response(turn.response, media_type=JSON)
-    if turn.events is None:
-        raise InvalidRequest(
-            "stream is only kept of a response that had background and stream", "stream"
-        )
-    return StoredStream(turn, after + 1)
-
-
-async def cancel_response(http_request: Request) -> Response:
-    """Cancel a response in the background, and answer with it after its end.
-
-    Raises:
-        ApiError: 404, there is no such response.
-        InvalidRequest: the response is not in the background.
-    """
-    turn = _turn(http_request)
-    if turn.task is None:
-        raise InvalidRequest("Cannot cancel a synchronous response.", "response_id")
-    if turn.cancel is not None:
-        turn.cancel()
-    while turn.is_running:
-        await turn.wait()
-    return Response(turn.response, media_type=JSON)
-
-
-async def delete_response(http_request: Request) -> Response:
-    """Delete a stored response.
-
-    Raises:
-        ApiError: 404, there is no such response.
-    """
-    turn = _turn(http_request)
-    _store(http_request).remove(turn)
-    return json_response(DeletedResponse(turn.id))
-
-
-async def list_input_items(http_request: Request) -> Response:
-    """Answer with a page of the input items of a stored response.
-
-    Raises:
-        ApiError: 404, there is no such response.
-        InvalidRequest: an argument is wrong.
-    """
-    query = Query(http_request)
-    turn = _turn(http_request)
-    page = query.page(turn.input_items(), lambda item: item["id"], "desc")
-    return json_response(InputItems(*page))
 
 
 async def count_input_tokens(http_request: Request) -> Response:

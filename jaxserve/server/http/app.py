@@ -21,6 +21,7 @@ from jaxserve.server.api import (
     infill,
     info,
     kept_conversations,
+    kept_responses,
     metrics,
     openapi,
     responses,
@@ -28,6 +29,7 @@ from jaxserve.server.api import (
     tokens,
 )
 from jaxserve.server.api.batch_service import BatchService, InnerClient
+from jaxserve.server.api.endpoint_request import Notices
 from jaxserve.server.api.streaming import error_response, json_response
 from jaxserve.server.http.guard import FILES, Guard
 from jaxserve.server.http.head_checks import HeadChecks
@@ -64,10 +66,10 @@ _ROUTES = (
     ("POST", "/v1/chat/completions", chat.chat_completions),
     ("POST", "/v1/responses", responses.responses),
     ("POST", "/v1/responses/input_tokens", responses.count_input_tokens),
-    ("GET", "/v1/responses/{response_id}", responses.get_response),
-    ("DELETE", "/v1/responses/{response_id}", responses.delete_response),
-    ("POST", "/v1/responses/{response_id}/cancel", responses.cancel_response),
-    ("GET", "/v1/responses/{response_id}/input_items", responses.list_input_items),
+    ("GET", "/v1/responses/{response_id}", kept_responses.get_response),
+    ("DELETE", "/v1/responses/{response_id}", kept_responses.delete_response),
+    ("POST", "/v1/responses/{response_id}/cancel", kept_responses.cancel_response),
+    ("GET", "/v1/responses/{response_id}/input_items", kept_responses.list_input_items),
     ("POST", "/v1/conversations", kept_conversations.create_conversation),
     ("GET", "/v1/conversations/{conversation_id}", kept_conversations.get_conversation),
     ("POST", "/v1/conversations/{conversation_id}", kept_conversations.update_conversation),

@@ -10,14 +10,14 @@ import msgspec
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.schema import openai
 from jaxserve.server.schema.decode import custom_arguments
-from jaxserve.server.schema.response_items import (
+from jaxserve.server.schema.response_items import Choice, ConversationName, InputItem, ResponseTool
+from jaxserve.server.schema.response_tools import (
     HOSTED_ITEMS,
-    Choice,
-    ConversationName,
-    InputItem,
-    ResponseTool,
+    chat_tool,
+    flat_name,
+    seen_tools,
+    tool_choice,
 )
-from jaxserve.server.schema.response_tools import chat_tool, flat_name, seen_tools, tool_choice
 
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
 # Values of `include`. Hosted tools are not run, so they have no outputs to include.

@@ -27,7 +27,7 @@ from jaxserve.server.served.request_metrics import RequestMetrics
 from jaxserve.server.settings import ServerConfig
 from jaxserve.server.tool_calls import histories
 from jaxserve.server.tool_calls.dialect import Dialect
-from jaxserve.server.tool_calls.tools import introduce
+from jaxserve.server.tool_calls.introductions import introduce
 from jaxserve.text import HOW_TO_GIVE
 from jaxserve.text.generation_config import chat_sampling
 from jaxserve.text.grammars import schema_problem

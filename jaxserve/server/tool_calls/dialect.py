@@ -12,20 +12,16 @@ from typing import Any
 
 from jaxserve.scheduling.slot_table import NO_TOKEN
 from jaxserve.server.tool_calls import harmony
-from jaxserve.server.tool_calls.answer import (
-    AnswerFormat,
-    AnswerReader,
+from jaxserve.server.tool_calls.answer import AnswerFormat
+from jaxserve.server.tool_calls.formats import CALL_FORMATS, DEFAULT_FORMAT, CallFormat
+from jaxserve.server.tool_calls.thoughts import (
+    THINKING_FORMATS,
     ThoughtState,
-    readers_of,
+    detect_thinking,
+    first_match,
     start_of,
 )
-from jaxserve.server.tool_calls.formats import (
-    CALL_FORMATS,
-    DEFAULT_FORMAT,
-    THINKING_FORMATS,
-    CallFormat,
-)
-from jaxserve.server.tool_calls.tools import CallUse, ToolUse
+from jaxserve.server.tool_calls.tools import ToolUse
 from jaxserve.text.thinking import ThinkingMarks
 
 # Number of tokens at the end of a prompt in which templates open or close thoughts.
@@ -37,31 +33,6 @@ _WITH_THOUGHTS = {
     "kimi_k3": "kimi_k3",
 }
 _TEXT_ARGUMENTS = re.compile(r"\+\s*\w+\['function'\]\['arguments'\]\s*\+")
-
-
-def answer_reader(
-    tool_call_parser: str | None,
-    reasoning_parser: str | None,
-    tools: Sequence[dict[str, Any]],
-    start: ThoughtState,
-    parallel: bool = True,
-) -> AnswerReader:
-    """Return a reader of an answer that was generated without a grammar.
-
-    Args:
-        tool_call_parser: name of the call format, None for answers without calls.
-        reasoning_parser: name of the thinking format, None for answers without thoughts.
-
-    Raises:
-        KeyError: there is no format of this name.
-    """
-    use = None
-    if tool_call_parser is not None:
-        functions = [tool["function"] for tool in tools]
-        schemas = {function["name"]: function.get("parameters") or {} for function in functions}
-        use = CallUse(CALL_FORMATS[tool_call_parser], schemas, False, parallel)
-    thinking = None if reasoning_parser is None else THINKING_FORMATS[reasoning_parser]
-    return readers_of(use, thinking, start)
 
 
 def _with_text(function: dict[str, Any]) -> dict[str, Any]:
@@ -303,24 +274,6 @@ _CALLS: tuple[tuple[tuple[str, ...], str | None], ...] = (
     (("<|python_tag|>",), "llama3_json"),
     (('"parameters"', "tools"), "llama3_json"),
 )
-_THOUGHTS: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("<|channel|>", "analysis"), "openai_gptoss"),
-    (("<|START_THINKING|>",), "cohere_command3"),
-    (("<|START_RESPONSE|>",), "cohere_command3"),
-    (("<|channel>",), "gemma4"),
-    (("</seed:think>",), "seed_oss"),
-    (("</think:opensource>",), "hy_v4"),
-    (("'<|close|>'", "'think'"), "kimi_k3"),
-    (("plamo:end_think",), "plamo3"),
-    (("[/THINK]",), "mistral"),
-    (("</think>", "</answer>"), "hunyuan_a13b"),
-    (("</think>", "<response>"), "ernie45"),
-    (("</think>", "｜Assistant｜"), "deepseek_v3"),
-    (("</think>", "<arg_key>"), "glm45"),
-    (("</think>",), "qwen3"),
-    (("Here is my response:",), "granite"),
-    (("thought process",), "granite"),
-)
 
 
 def detect_calls(template: str) -> str | None:
@@ -328,14 +281,4 @@ def detect_calls(template: str) -> str | None:
 
     It is the first row of `_CALLS` whose texts are all in the template.
     """
-    return _first(_CALLS, template)
-
-
-def detect_thinking(template: str) -> str | None:
-    """Return the name of the thinking format of a chat template, or None if no row matches."""
-    return _first(_THOUGHTS, template)
-
-
-def _first(rows: tuple[tuple[tuple[str, ...], str | None], ...], template: str) -> str | None:
-    fits = (name for signs, name in rows if all(sign in template for sign in signs))
-    return next(fits, None)
+    return first_match(_CALLS, template)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.server.tool_calls.answer_parts import (
+    AnswerBuffer,
     AnswerPart,
     Content,
     Thought,
@@ -22,7 +23,6 @@ from jaxserve.server.tool_calls.answer_parts import (
     WrittenCall,
     make_call,
 )
-from jaxserve.server.tool_calls.call_reader import MAX_MALFORMED, AnswerBuffer
 from jaxserve.server.tool_calls.custom_tools import INPUT, escaped_input
 from jaxserve.server.tool_calls.histories import single_calls
 from jaxserve.server.tool_calls.literals import EndFinder
@@ -33,6 +33,7 @@ from jaxserve.server.tool_calls.text_feed import (
     UncallableCall,
     any_of,
 )
+from jaxserve.server.tool_calls.unconstrained_calls import MAX_MALFORMED
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
