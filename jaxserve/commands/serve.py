@@ -8,8 +8,10 @@ import importlib
 import shlex
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Container
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from jaxserve.commands.options import (
@@ -27,7 +29,7 @@ from jaxserve.fleet.options import FleetConfig, check_cluster, check_gang, check
 from jaxserve.server.http.listener import bind, bind_path, check_certificates
 from jaxserve.server.http.logs import log_json
 from jaxserve.server.served.specs import ModelSpec, check_models, plan_models
-from jaxserve.server.settings import ServerConfig, check_files_dir
+from jaxserve.server.settings import ServerConfig
 from jaxserve.settings.compat import ENGINE, SERVER, served, table
 from jaxserve.settings.config import EngineConfig, check_devices, prepare_process
 from jaxserve.settings.hosts import check_secret
@@ -166,7 +168,7 @@ def serve(arguments: argparse.Namespace) -> int:
         specs = plan_models(models, engine_settings(arguments), config)
         check_models(specs)
         check_certificates(config)
-        check_files_dir(config)
+        _check_files_dir(config)
         importlib.import_module("jaxserve.server.served.chat_template").server_template(config)
         _check_hosts(specs[0].config, config, fleet)
         if not fleet.is_fleet(specs[0].config.nnodes):
@@ -252,3 +254,16 @@ def _follow(spec: ModelSpec, is_verbose: bool) -> int:
     calls = following.follow(config, output.progress, say_ready)
     output.say(f"the leader has ended, after {calls} calls of programs")
     return 0
+
+
+def _check_files_dir(config: ServerConfig) -> None:
+    if config.files_dir is None:
+        return
+    folder = Path(config.files_dir).absolute()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        reason = f"files cannot be written to {folder} ({error.strerror})"
+        raise InvalidRequest(f"files_dir: {reason}", "files_dir") from error

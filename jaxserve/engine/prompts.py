@@ -7,6 +7,8 @@ from collections.abc import Sequence as Listing
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from jaxserve.errors import InvalidRequest
 from jaxserve.settings.checks import check_content_format, exact_int, is_listing, is_neutral
 from jaxserve.settings.compat import endpoint_fields, refuse_unsupported
@@ -210,3 +212,38 @@ def tokenized(
 
     keep, side = options.get("truncate_prompt_tokens"), options.get("truncation_side")
     return truncated(prompt, keep, longest, side)
+
+
+def check_token_ids(token_ids: Any, vocab_size: int) -> np.ndarray:
+    """Return a prompt of token ids as int32[n], after checking that all are in [0, vocab_size).
+
+    Raises:
+        InvalidRequest: the prompt is invalid. The message names the first bad position.
+    """
+    if not is_listing(token_ids):
+        kind = type(token_ids).__name__
+        raise InvalidRequest(f"prompt must be text or a list of token ids, got {kind}", "prompt")
+    if len(token_ids) == 0:
+        raise InvalidRequest("prompt is empty; it needs at least one token", "prompt")
+    if isinstance(token_ids, list | tuple):
+        kinds = set(map(type, token_ids))
+        if kinds != {int} and not all(issubclass(kind, np.integer | int) for kind in kinds):
+            kinds_named = ", ".join(sorted(kind.__name__ for kind in kinds))
+            raise InvalidRequest(f"prompt token ids must be integers, got {kinds_named}", "prompt")
+        if bool in kinds:
+            raise InvalidRequest("prompt token ids must be integers, got bool", "prompt")
+    try:
+        ids = np.asarray(token_ids)
+    except (ValueError, OverflowError):
+        raise InvalidRequest("prompt must be one flat list of token ids", "prompt") from None
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise InvalidRequest(
+            f"prompt must be one flat list of token ids from 0 to {vocab_size - 1}", "prompt"
+        )
+    bad = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+    if len(bad):
+        raise InvalidRequest(
+            f"prompt token id {ids[bad[0]]} at position {bad[0]} is outside 0 to {vocab_size - 1}",
+            "prompt",
+        )
+    return ids.astype(np.int32)

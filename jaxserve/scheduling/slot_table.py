@@ -154,11 +154,8 @@ class SlotTable:
         still due. `max_stops` and `has_prompt_logprobs` are updated.
         """
         request = sequence.request
-        sampling, stops, features = (
-            request.sampling,
-            request.stop_token_ids,
-            request.sampling.features,
-        )
+        sampling, stops = request.sampling, request.stop_token_ids
+        features = sampling.features
         if self.scores_on_host and features & _LOGPROBS:
             features ^= _LOGPROBS | _LOGITS
         if sequence.lacks_prompt_logprobs:

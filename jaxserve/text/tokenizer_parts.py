@@ -1,10 +1,10 @@
-"""TokenizerParts: the parts of a tokenizer.json, with vocabulary and merges unparsed."""
+"""TokenizerParts: the parts of a tokenizer.json, vocabulary and merges unparsed, and its rules."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -86,3 +86,52 @@ def num_strings(source: memoryview, most: int) -> int:
     if pairs <= most + most // 64 + 4096:
         return min(pairs, most)
     return sum(1 for _ in islice(_STRING.finditer(source), most + 2))
+
+
+# Nested repetitions, which can make the library's search panic.
+_NESTED = re.compile(r"(?:[*+]|\{\d*,\d*\})[^(]*\)[*+{]")
+
+
+# Signs with which a pattern may match empty text at any position.
+_MAY_BE_EMPTY = re.compile(r"[*?|^$]|\\[bBAzZG]|\{0?,")
+
+
+def nodes(part: Any) -> Iterator[Any]:
+    pending = [part]
+    while pending:
+        value = pending.pop()
+        yield value
+        if isinstance(value, dict):
+            pending += reversed(value.values())
+        elif isinstance(value, list):
+            pending += reversed(value)
+
+
+def may_panic(rule: Any) -> bool:
+    if not isinstance(rule, dict):
+        return False
+    strips = rule.get("type") == "Strip" and rule.get("stop")
+    return bool(strips or _NESTED.search(str(rule.get("Regex", ""))))
+
+
+def growth(part: Any) -> float:
+    """Return the factor by which the rules of a normalizer or decoder may lengthen a text.
+
+    Unicode normalization forms are ignored: Unicode bounds their growth per character.
+    """
+    factor = 1.0
+    for value in nodes(part):
+        if not isinstance(value, dict):
+            continue
+        for name in ("prepend", "append"):
+            factor *= 1 + len(str(value.get(name) or ""))
+        content, pattern = value.get("content"), value.get("pattern")
+        if isinstance(content, str) and isinstance(pattern, dict):
+            text, regex = pattern.get("String"), pattern.get("Regex")
+            if isinstance(text, str) and text:
+                factor *= max(1.0, len(content) / len(text))
+            elif isinstance(regex, str) and regex and not _MAY_BE_EMPTY.search(regex):
+                factor *= max(1, len(content))
+            else:
+                factor *= 1 + len(content)
+    return factor

@@ -9,7 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxserve.engine.request_factory import check_token_ids
+from jaxserve.engine.prompts import check_token_ids
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.api.conversations import as_tools, template_ids
 from jaxserve.server.api.endpoint_request import EndpointRequest

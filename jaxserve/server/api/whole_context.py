@@ -13,7 +13,7 @@ from collections.abc import Sequence as Listing
 import numpy as np
 
 from jaxserve.engine.delta import Delta
-from jaxserve.engine.request_factory import check_token_ids
+from jaxserve.engine.prompts import check_token_ids
 from jaxserve.request import Request, SamplingParams
 from jaxserve.scheduling.logprobs import TokenLogprobs
 from jaxserve.server.api.generation import ChoicePart, Generation

@@ -31,10 +31,7 @@ class HttpParser(h11.Connection):
     """h11's parser, which refuses bodies that are too large or come in tiny chunks.
 
     A target in absolute form is replaced by its path, and its authority becomes the Host header
-    (RFC 9112, 3.2.2).
-
-    Args:
-        max_form_bytes: largest size of a form with a file.
+    (RFC 9112, 3.2.2). `max_form_bytes` limits forms with a file.
     """
 
     def __init__(self, max_body_bytes: int, max_form_bytes: int) -> None:
@@ -258,8 +255,7 @@ class Connection(H11Protocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         self._stop("_write_timer")
-        seconds = self._limits.write_timeout
-        self._write_timer = self.loop.call_later(seconds, self.transport.abort)
+        self._write_timer = self.loop.call_later(self._limits.write_timeout, self.transport.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -296,8 +292,7 @@ class Connection(H11Protocol):
 
 def _raw(error: ApiError, status: int) -> bytes:
     # A whole response, for data that does not reach the application.
-    body = msgspec.json.encode(error.body())
-    phrase = STATUS_PHRASES[status]
+    body, phrase = msgspec.json.encode(error.body()), STATUS_PHRASES[status]
     return (
         b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
         b"connection: close\r\n\r\n%b" % (status, phrase, len(body), body)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 import time
 from contextlib import suppress
@@ -14,6 +13,7 @@ from uuid import uuid4
 import msgspec
 
 from jaxserve.server.kept import batch_lines
+from jaxserve.server.kept.batch_lines import mark_of
 from jaxserve.server.kept.files import FileRecord, FileStore, new_file
 from jaxserve.server.schema.files import (
     Batch,
@@ -53,11 +53,6 @@ class Service(Protocol):
     def leave(self, model: str | None) -> None:
         """Release the request place of `model` that `enter` took. None is the default model."""
         ...
-
-
-def mark_of(custom_id: str) -> bytes:
-    """Return a short hash of a line's `custom_id`."""
-    return hashlib.blake2b(custom_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def append(sink: BinaryIO, data: bytes) -> None:

@@ -14,6 +14,7 @@ from jaxserve.scheduling.slot_table import NO_TOKEN
 from jaxserve.server.tool_calls import harmony
 from jaxserve.server.tool_calls.answer import AnswerFormat
 from jaxserve.server.tool_calls.formats import CALL_FORMATS, DEFAULT_FORMAT, CallFormat
+from jaxserve.server.tool_calls.histories import harmony_messages
 from jaxserve.server.tool_calls.thoughts import (
     THINKING_FORMATS,
     ThoughtState,
@@ -161,7 +162,7 @@ class Dialect:
         described = [
             {**tool, "function": {"description": "", **tool["function"]}} for tool in tools or ()
         ]
-        return harmony.harmony_messages(messages), described or tools
+        return harmony_messages(messages), described or tools
 
     def _as_text(self, message: dict[str, Any]) -> dict[str, Any]:
         # DeepSeek's templates need arguments as text, and None or "" instead of empty content.

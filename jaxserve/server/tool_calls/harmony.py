@@ -12,7 +12,6 @@ import re
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 from jaxserve.server.tool_calls.answer_parts import (
     AnswerBuffer,
@@ -24,7 +23,6 @@ from jaxserve.server.tool_calls.answer_parts import (
     make_call,
 )
 from jaxserve.server.tool_calls.custom_tools import INPUT, escaped_input
-from jaxserve.server.tool_calls.histories import single_calls
 from jaxserve.server.tool_calls.literals import EndFinder
 from jaxserve.server.tool_calls.text_feed import (
     FormatMismatch,
@@ -284,24 +282,3 @@ class HarmonyReader:
         yield from self._say(Content, _STOPS, mark)
         if end := (yield from source.takes(*_ENDS)):
             self._pieces.append(Content(end))
-
-
-def harmony_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a conversation in the form that gpt-oss's chat template can render.
-
-    The template renders one call per message, names only the result that follows it, and refuses
-    content beside thoughts and calls. So each call becomes a message of its own before its result,
-    and such content is appended to the thoughts.
-    """
-    return [_with_thoughts(message) for message in single_calls(messages)]
-
-
-_THOUGHTS = ("thinking", "reasoning_content")
-
-
-def _with_thoughts(message: dict[str, Any]) -> dict[str, Any]:
-    if not message.get("tool_calls"):
-        return message
-    fields = {key: value for key, value in message.items() if key not in _THOUGHTS}
-    thoughts = "\n\n".join(filter(None, (message.get("thinking"), message.get("content"))))
-    return {**fields, "content": "", **({"thinking": thoughts} if thoughts else {})}

@@ -223,3 +223,24 @@ def _alternating(messages: Messages, apart: dict[str, Any] | None) -> Messages:
         else:
             groups.append([message])
     return [_joined(group) for group in groups]
+
+
+def harmony_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a conversation in the form that gpt-oss's chat template can render.
+
+    The template renders one call per message, names only the result that follows it, and refuses
+    content beside thoughts and calls. So each call becomes a message of its own before its result,
+    and such content is appended to the thoughts.
+    """
+    return [_with_thoughts(message) for message in single_calls(messages)]
+
+
+_THOUGHTS = ("thinking", "reasoning_content")
+
+
+def _with_thoughts(message: dict[str, Any]) -> dict[str, Any]:
+    if not message.get("tool_calls"):
+        return message
+    fields = {key: value for key, value in message.items() if key not in _THOUGHTS}
+    thoughts = "\n\n".join(filter(None, (message.get("thinking"), message.get("content"))))
+    return {**fields, "content": "", **({"thinking": thoughts} if thoughts else {})}
