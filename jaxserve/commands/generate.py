@@ -15,16 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import jaxserve
-from jaxserve.commands.options import (
-    DEFAULT_MAX_TOKENS,
-    MODEL_HELP,
-    CommandError,
-    add_engine,
-    add_fields,
-    add_sources,
-    engine_settings,
-    given,
-)
+from jaxserve.commands import options
 from jaxserve.errors import InvalidRequest
 from jaxserve.outputs import RequestOutput
 from jaxserve.request import SamplingParams
@@ -59,7 +50,7 @@ def add_generate(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         help="a prompt; - reads one from standard input. With --skip-tokenizer-init, token ids "
         "like 1,2,3",
     )
-    parser.add_argument("--model", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("--model", metavar="MODEL", help=options.MODEL_HELP)
     parser.add_argument(
         "--chat",
         action=argparse.BooleanOptionalAction,
@@ -74,11 +65,11 @@ def add_generate(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     sampling = parser.add_argument_group(
         "sampling",
         "Defaults are what the checkpoint recommends; where it recommends nothing, "
-        f"{spell(CHAT_SAMPLING)}. {DEFAULT_MAX_TOKENS} tokens.",
+        f"{spell(CHAT_SAMPLING)}. {options.DEFAULT_MAX_TOKENS} tokens.",
     )
-    add_fields(sampling, SamplingParams, SAMPLING_FIELDS, skip_default=True)
-    add_engine(parser, excluded=OWN)
-    add_sources(parser, ["model"])
+    options.add_fields(sampling, SamplingParams, SAMPLING_FIELDS, skip_default=True)
+    options.add_engine(parser, excluded=OWN)
+    options.add_sources(parser, ["model"])
     parser.set_defaults(run=generate)
 
 
@@ -90,9 +81,11 @@ def generate(arguments: argparse.Namespace) -> int:
         InvalidRequest: a setting is out of range.
     """
     prompts = [sys.stdin.read() if text == "-" else text for text in arguments.prompts]
-    chosen: dict[str, Any] = {"max_tokens": DEFAULT_MAX_TOKENS} | given(arguments, SAMPLING_FIELDS)
+    chosen: dict[str, Any] = {"max_tokens": options.DEFAULT_MAX_TOKENS} | options.given(
+        arguments, SAMPLING_FIELDS
+    )
     SamplingParams(**chosen)  # refuses a bad value before the model is loaded
-    settings = engine_settings(arguments)
+    settings = options.engine_settings(arguments)
     check_model(arguments.model)
     check_devices(EngineConfig(**settings))
     template = arguments.chat_template
@@ -126,7 +119,7 @@ def _open(model: str | None, settings: dict[str, Any]) -> jaxserve.LLM:
     try:
         return jaxserve.LLM(model, **settings)
     except (ValueError, OSError) as error:  # wrong settings or files
-        raise CommandError(str(error)) from error
+        raise options.CommandError(str(error)) from error
 
 
 def spell(sampling: Mapping[str, float]) -> str:
@@ -152,7 +145,7 @@ def _token_ids(text: str) -> list[int]:
     try:
         return [int(part) for part in re.split(r"[,\s]+", text.strip())]
     except ValueError:
-        raise CommandError(
+        raise options.CommandError(
             f"{text!r} is not token ids like 1,2,3, and --skip-tokenizer-init takes nothing else"
         ) from None
 

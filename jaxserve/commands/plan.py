@@ -13,13 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from jaxserve.commands.options import (
-    ENGINE_FIELDS,
-    MODEL_HELP,
-    CommandError,
-    add_fields,
-    given,
-)
+from jaxserve.commands import options
 from jaxserve.settings.config import EngineConfig
 
 GIB = 2**30
@@ -50,7 +44,7 @@ def add_plan(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         "that of each. No weight is read; of a model on the hub only the configuration is fetched. "
         "Weights and cache are exact, temporaries an estimate, times predictions from data sheets.",
     )
-    parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=options.MODEL_HELP)
     parser.add_argument(
         "--device",
         metavar="NAME",
@@ -58,7 +52,7 @@ def add_plan(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         "machine's, with what is free now)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    add_fields(parser.add_argument_group("engine"), EngineConfig, ENGINE_FIELDS)
+    options.add_fields(parser.add_argument_group("engine"), EngineConfig, options.ENGINE_FIELDS)
     parser.set_defaults(run=plan)
 
 
@@ -73,10 +67,12 @@ def plan(arguments: argparse.Namespace) -> int:
     """
     planning = importlib.import_module("jaxserve.start.plan.make_plan")  # imports JAX
     try:
-        config = EngineConfig(model=arguments.model, **given(arguments, ENGINE_FIELDS))
+        config = EngineConfig(
+            model=arguments.model, **options.given(arguments, options.ENGINE_FIELDS)
+        )
         model_plan = planning.plan_model(config, arguments.device)
     except (ValueError, OSError) as error:
-        raise CommandError(str(error)) from error
+        raise options.CommandError(str(error)) from error
     if arguments.json:
         print(json.dumps(_record(model_plan)))
     else:

@@ -14,15 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jaxserve.commands.options import (
-    CommandError,
-    add_engine,
-    add_fields,
-    add_sources,
-    engine_settings,
-    given,
-    refused_names,
-)
+from jaxserve.commands import options
 from jaxserve.commands.start_output import StartOutput, Stop
 from jaxserve.errors import InvalidRequest
 from jaxserve.fleet.options import FleetConfig, check_cluster, check_gang, check_server
@@ -75,10 +67,10 @@ def add_serve(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         "--verbose", action="store_true", help="report the start at length, with all of its parts"
     )
     server = parser.add_argument_group("server")
-    add_fields(server, ServerConfig, SERVER_FIELDS)
-    add_fields(parser.add_argument_group("replicas"), FleetConfig, FLEET_FIELDS)
-    add_engine(parser, "For each model.", ["seed"], OWN_FIELDS)
-    add_sources(parser, [*OWN_FIELDS, "model"])
+    options.add_fields(server, ServerConfig, SERVER_FIELDS)
+    options.add_fields(parser.add_argument_group("replicas"), FleetConfig, FLEET_FIELDS)
+    options.add_engine(parser, "For each model.", ["seed"], OWN_FIELDS)
+    options.add_sources(parser, [*OWN_FIELDS, "model"])
     parser.set_defaults(run=serve, examine=_refuse_llama_flags, unserved=(ENGINE, SERVER))
 
 
@@ -87,7 +79,7 @@ def _refuse_llama_flags(words: list[str], ours: Container[str]) -> None:
         return
     message = llama_command(words, ours)
     if message is not None:
-        raise CommandError(message)
+        raise options.CommandError(message)
 
 
 @cache
@@ -160,12 +152,14 @@ def serve(arguments: argparse.Namespace) -> int:
     if arguments.model and not models:
         models = [arguments.model]
     elif arguments.model and arguments.origins.get("model") is None:
-        raise CommandError(f"models are {', '.join(models)}, and --model {arguments.model} besides")
+        raise options.CommandError(
+            f"models are {', '.join(models)}, and --model {arguments.model} besides"
+        )
     try:
-        served(given(arguments, refused_names(arguments, SERVER)), (), SERVER)
-        config = ServerConfig(**given(arguments, SERVER_FIELDS))
-        fleet = FleetConfig(**given(arguments, FLEET_FIELDS))
-        specs = plan_models(models, engine_settings(arguments), config)
+        served(options.given(arguments, options.refused_names(arguments, SERVER)), (), SERVER)
+        config = ServerConfig(**options.given(arguments, SERVER_FIELDS))
+        fleet = FleetConfig(**options.given(arguments, FLEET_FIELDS))
+        specs = plan_models(models, options.engine_settings(arguments), config)
         check_models(specs)
         check_certificates(config)
         _check_files_dir(config)
@@ -183,7 +177,7 @@ def serve(arguments: argparse.Namespace) -> int:
                 module = importlib.import_module("jaxserve.commands.server")  # imports JAX
             return module.serve(specs, config, listener, arguments.verbose)
     except (ValueError, OSError) as error:  # wrong settings, files or port
-        raise CommandError(str(error)) from error
+        raise options.CommandError(str(error)) from error
 
 
 def _check_engines(specs: list[ModelSpec]) -> None:

@@ -10,19 +10,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
+from jaxserve.engine import prompts as prompt_forms
 from jaxserve.engine.arguments import EngineArgs
 from jaxserve.engine.batch import RequestBatch
 from jaxserve.engine.beam_search import BeamSearch, run_searches, step_settings
 from jaxserve.engine.metrics import EngineStats, Metric, metric_values
-from jaxserve.engine.prompts import (
-    Prompt,
-    as_list,
-    chat_tokenizer,
-    one_each,
-    prompt_parts,
-    template_inputs,
-    tokenized,
-)
 from jaxserve.engine.thread import NOT_PICKLED, EngineThread, report_start
 from jaxserve.errors import InvalidRequest
 from jaxserve.outputs import BeamSearchOutput, RequestOutput
@@ -73,7 +65,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Listing[Prompt],
+        prompts: prompt_forms.Prompt | Listing[prompt_forms.Prompt],
         sampling_params: SamplingParams | Listing[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
@@ -108,7 +100,7 @@ class LLM:
 
     def _requests_of(
         self,
-        prompts: Prompt | Listing[Prompt],
+        prompts: prompt_forms.Prompt | Listing[prompt_forms.Prompt],
         sampling_params: SamplingParams | Listing[SamplingParams] | None,
         *,
         priority: int | Listing[int] | None = None,
@@ -116,18 +108,18 @@ class LLM:
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> tuple[list[Request], list[str | None]]:
         """Return the requests of prompts, and the text of each prompt or None for token ids."""
-        many = as_list(prompts)
-        settings = one_each(sampling_params, len(many), "sampling_params")
-        ranks = one_each(priority, len(many), "priority")
+        many = prompt_forms.as_list(prompts)
+        settings = prompt_forms.one_each(sampling_params, len(many), "sampling_params")
+        ranks = prompt_forms.one_each(priority, len(many), "priority")
         self._thread.check_open()
         engine = self._thread.engine
         texts: list[str | None] = []
         requests: list[Request] = []
         for prompt, params, rank in zip(many, settings, ranks, strict=True):
-            text, body, prompt_salt = prompt_parts(prompt)
+            text, body, prompt_salt = prompt_forms.prompt_parts(prompt)
             texts.append(text)
             salt = cache_salt if prompt_salt is None else prompt_salt
-            body = tokenized(
+            body = prompt_forms.tokenized(
                 body, tokenization_kwargs, engine.tokenizer, engine.limits.max_model_len
             )
             requests.append(self._requests.make(body, params, priority=rank or 0, cache_salt=salt))
@@ -198,8 +190,8 @@ class LLM:
             raise InvalidRequest("this engine has no tokenizer: pass token ids to LLM.generate")
         several = isinstance(messages, list) and messages and isinstance(messages[0], list)
         many = messages if several else [messages]
-        tokenizer = chat_tokenizer(tokenizer, chat_template, template_options)
-        inputs = template_inputs(tokenizer, template_options, free)
+        tokenizer = prompt_forms.chat_tokenizer(tokenizer, chat_template, template_options)
+        inputs = prompt_forms.template_inputs(tokenizer, template_options, free)
         if not tokenizer.has_template(bool(inputs.get("tools"))):
             raise InvalidRequest(
                 f"{NO_TEMPLATE}: pass prompts to LLM.generate, or chat_template: {HOW_TO_GIVE}",
@@ -216,7 +208,7 @@ class LLM:
 
     def enqueue(
         self,
-        prompts: Prompt | Listing[Prompt],
+        prompts: prompt_forms.Prompt | Listing[prompt_forms.Prompt],
         sampling_params: SamplingParams | Listing[SamplingParams] | None = None,
         **options: Any,
     ) -> list[str]:
@@ -267,7 +259,7 @@ class LLM:
 
     def beam_search(
         self,
-        prompts: Prompt | Listing[Prompt],
+        prompts: prompt_forms.Prompt | Listing[prompt_forms.Prompt],
         params: BeamSearchParams,
         *,
         use_tqdm: bool = False,
@@ -287,7 +279,7 @@ class LLM:
             InvalidRequest: a prompt or parameter is invalid. No request has been started.
             EngineClosed, EngineDead: the engine has ended, or a request failed.
         """
-        many = as_list(prompts)
+        many = prompt_forms.as_list(prompts)
         if not isinstance(params, BeamSearchParams):
             kind = type(params).__name__
             raise InvalidRequest(f"params must be BeamSearchParams, got {kind}", "params")

@@ -23,26 +23,17 @@ from jaxserve.server.api.conversations import (
 from jaxserve.server.api.endpoint_request import EndpointRequest
 from jaxserve.server.api.generation import Choice, ChoicePart, Generation
 from jaxserve.server.api.streaming import DONE, event, respond
+from jaxserve.server.schema import openai
 from jaxserve.server.schema import sampling as sampling_fields
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.schema.logprobs import ChatLogprobs, TokenTexts
-from jaxserve.server.schema.openai import (
-    ChatChoice,
-    ChatChunk,
-    ChatDelta,
-    ChatRequest,
-    ChatResponse,
-    ChunkChoice,
-    FunctionCall,
-    PromptLogprobs,
-)
 from jaxserve.server.served.models import ServedModel
 from jaxserve.server.tool_calls.tools import ToolUse, tool_use
 from jaxserve.settings.compat import endpoint_fields
 from jaxserve.structured import StructuredOutputsParams
 
 
-def _wanted_logprobs(body: ChatRequest) -> int | None:
+def _wanted_logprobs(body: openai.ChatRequest) -> int | None:
     if not body.logprobs:
         if body.top_logprobs:
             raise InvalidRequest("top_logprobs needs logprobs=true", "top_logprobs")
@@ -50,7 +41,7 @@ def _wanted_logprobs(body: ChatRequest) -> int | None:
     return body.top_logprobs or 0
 
 
-async def prepare(request: EndpointRequest, body: ChatRequest) -> Generation:
+async def prepare(request: EndpointRequest, body: openai.ChatRequest) -> Generation:
     """Check a chat request, render its conversation, and return its generation, not yet started.
 
     Raises:
@@ -83,7 +74,7 @@ async def prepare(request: EndpointRequest, body: ChatRequest) -> Generation:
 
 
 def chat_sampling(
-    body: ChatRequest, model: ServedModel, max_tokens: int | None, tools: ToolUse | None
+    body: openai.ChatRequest, model: ServedModel, max_tokens: int | None, tools: ToolUse | None
 ) -> SamplingParams:
     """Return the sampling parameters of a chat request, extended for its tools and thoughts.
 
@@ -122,7 +113,7 @@ async def chat_completions(http_request: Request) -> Response:
     """
     request = EndpointRequest(http_request)
     request.renamed |= {"prompt": "messages", "logprobs": "top_logprobs"}
-    body = request.parse(ChatRequest, endpoint_fields("chat"))
+    body = request.parse(openai.ChatRequest, endpoint_fields("chat"))
     if body.functions:
         request.renamed |= {"tools": "functions", "tool_choice": "function_call"}
     chat = as_tools(body)
@@ -145,7 +136,7 @@ class Echo:
     text: str = ""
 
 
-def echo_of(body: ChatRequest, role: str) -> Echo:
+def echo_of(body: openai.ChatRequest, role: str) -> Echo:
     """Return the role of a request's answers, and the text that they repeat with `echo`.
 
     By vLLM's rules, answers repeat the last message if it has their role.
@@ -169,7 +160,9 @@ class ChatFormatter:
         echo: role of the answers, and the text that they repeat.
     """
 
-    def __init__(self, body: ChatRequest, tokenizer: Any, answer_id: str, echo: Echo) -> None:
+    def __init__(
+        self, body: openai.ChatRequest, tokenizer: Any, answer_id: str, echo: Echo
+    ) -> None:
         self._body = body
         self._tokenizer = tokenizer
         self._texts = TokenTexts(tokenizer, bool(body.return_tokens_as_token_ids))
@@ -185,8 +178,8 @@ class ChatFormatter:
         self._owes_prompt = body.prompt_logprobs is not None
         self._held: list[ChoicePart] = []  # parts that wait for the log-probabilities of the prompt
 
-    def whole(self, generation: Generation) -> ChatResponse:
-        response = ChatResponse(
+    def whole(self, generation: Generation) -> openai.ChatResponse:
+        response = openai.ChatResponse(
             self._id,
             generation.created,
             generation.model.name,
@@ -204,7 +197,7 @@ class ChatFormatter:
     def _prompt_text(self, generation: Generation) -> str:
         return self._tokenizer.decode(generation.choices[0].prompt_token_ids, False)
 
-    def _of_prompt(self, generation: Generation) -> PromptLogprobs | None:
+    def _of_prompt(self, generation: Generation) -> openai.PromptLogprobs | None:
         prompt, scores = generation.choices[0].prompt_token_ids, generation.prompt_logprobs[0]
         return self._texts.prompt(prompt, scores, self._body.prompt_logprobs)
 
@@ -214,23 +207,25 @@ class ChatFormatter:
         listed = bool(self._body.logprob_token_ids)  # vLLM shows the sampled token as one of them
         return ChatLogprobs(self._texts.chat(part.token_ids, part.logprobs, listed))
 
-    def _choice(self, generation: Generation, drawn: Choice) -> ChatChoice:
+    def _choice(self, generation: Generation, drawn: Choice) -> openai.ChatChoice:
         reason, answer = generation.finish_reason(drawn), self._calls.answer(drawn.message)
         answer.role = self._echo.role
         if self._echo.text:
             answer.content = self._echo.text + (answer.content or "")
         if self._is_older and answer.tool_calls:
             call = drawn.message.calls[0]
-            answer.function_call = FunctionCall(name=call.name, arguments=call.arguments)
+            answer.function_call = openai.FunctionCall(name=call.name, arguments=call.arguments)
             answer.tool_calls = msgspec.UNSET
             reason = "function_call" if reason == "tool_calls" else reason
-        choice = ChatChoice(drawn.index, answer, self._logprobs(drawn), reason, drawn.stop_reason)
+        choice = openai.ChatChoice(
+            drawn.index, answer, self._logprobs(drawn), reason, drawn.stop_reason
+        )
         if self._ids:
             choice.token_ids = drawn.token_ids
         return choice
 
-    def _chunk(self, generation: Generation, choices: list[ChunkChoice]) -> ChatChunk:
-        chunk = ChatChunk(self._id, generation.created, generation.model.name, choices)
+    def _chunk(self, generation: Generation, choices: list[openai.ChunkChoice]) -> openai.ChatChunk:
+        chunk = openai.ChatChunk(self._id, generation.created, generation.model.name, choices)
         if self._continuous:
             chunk.usage = generation.usage(self._sent)
         elif self._usage:
@@ -243,14 +238,16 @@ class ChatFormatter:
         chunks = []
         self._sent = [0] * len(generation.choices)
         for choice in generation.choices:
-            delta = ChatDelta(self._echo.role, "")
-            chunk = self._chunk(generation, [ChunkChoice(choice.index, delta)])
+            delta = openai.ChatDelta(self._echo.role, "")
+            chunk = self._chunk(generation, [openai.ChunkChoice(choice.index, delta)])
             chunk.prompt_token_ids = choice.prompt_token_ids if self._ids else None
             if self._body.return_prompt_text:
                 chunk.prompt_text = self._prompt_text(generation)
             chunks.append(event(chunk))
             if self._echo.text:
-                repeated = ChunkChoice(choice.index, ChatDelta(content=self._echo.text))
+                repeated = openai.ChunkChoice(
+                    choice.index, openai.ChatDelta(content=self._echo.text)
+                )
                 chunks.append(event(self._chunk(generation, [repeated])))
         return b"".join(chunks)
 
@@ -266,7 +263,7 @@ class ChatFormatter:
                 part.pieces or self._owes_prompt or part.finish_reason or self._ids or part.logprobs
             ):
                 continue
-            choice = ChunkChoice(part.index, self._calls.delta(part), self._logprobs(part))
+            choice = openai.ChunkChoice(part.index, self._calls.delta(part), self._logprobs(part))
             if part.finish_reason:
                 choice.finish_reason = generation.finish_reason(generation.choices[part.index])
                 choice.stop_reason = part.stop_reason
@@ -288,7 +285,7 @@ class ChatFormatter:
         return event(error.body()) + DONE
 
 
-def _make_older(choice: ChunkChoice) -> None:
+def _make_older(choice: openai.ChunkChoice) -> None:
     delta = choice.delta
     if delta.tool_calls:
         delta.function_call, delta.tool_calls = delta.tool_calls[0].function or None, None

@@ -18,6 +18,7 @@ from jaxserve.server.api.generation import Choice, ChoicePart, Generation
 from jaxserve.server.api.infill import end_tokens, infill_prompt
 from jaxserve.server.api.streaming import DONE, event, respond
 from jaxserve.server.api.whole_context import WholeContextGeneration, draw_last, fills_context
+from jaxserve.server.schema import sampling as sampling_fields
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.schema.logprobs import CompletionLogprobs, CompletionTokens, TokenTexts, joined
 from jaxserve.server.schema.openai import (
@@ -26,14 +27,6 @@ from jaxserve.server.schema.openai import (
     CompletionResponse,
     PromptLogprobs,
     Usage,
-)
-from jaxserve.server.schema.sampling import (
-    check_sizes,
-    check_stream,
-    form_field,
-    most_tokens,
-    sampling_params,
-    with_ends,
 )
 from jaxserve.server.served.models import ServedModel
 from jaxserve.settings.compat import endpoint_fields
@@ -90,11 +83,11 @@ async def prepare_completions(
 
     Raises: as `completions`.
     """
-    check_stream(body)
-    request.renamed["structured_outputs"] = form_field(body)
+    sampling_fields.check_stream(body)
+    request.renamed["structured_outputs"] = sampling_fields.form_field(body)
     model = request.find_model(body.model)
     prompts = as_prompts(body.prompt)
-    max_tokens = most_tokens(body, request.renamed)
+    max_tokens = sampling_fields.most_tokens(body, request.renamed)
     max_tokens = DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens
     # The engine samples at least one token, which the answer to a mere echo omits.
     max_tokens = 1 if is_echo_only(body) else model.max_tokens(max_tokens)
@@ -102,13 +95,15 @@ async def prepare_completions(
     width = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
         width = wider(body.logprobs, width)
-    check_sizes(body, model.limits.vocab_size)
-    sampling = sampling_params(body, model.default_sampling, max_tokens, body.logprobs, width)
+    sampling_fields.check_sizes(body, model.limits.vocab_size)
+    sampling = sampling_fields.sampling_params(
+        body, model.default_sampling, max_tokens, body.logprobs, width
+    )
     if sampling.logprob_token_ids and is_echo_only(body):
         name = "logprob_token_ids"
         raise InvalidRequest(f"{name} needs tokens to score: max_tokens is 0", name)
     if body.suffix:
-        sampling = with_ends(sampling, end_tokens(model.tokenizer()))
+        sampling = sampling_fields.with_ends(sampling, end_tokens(model.tokenizer()))
     if body.best_of is not None and body.best_of != sampling.n:
         raise InvalidRequest("best_of must be equal to n", "best_of")
     request.admit(model, len(prompts) * sampling.n)
@@ -164,7 +159,7 @@ def _text(model: ServedModel, prompt: str | list[int], skip_special_tokens: bool
 
 def is_echo_only(body: CompletionRequest) -> bool:
     """Return whether the request asks for its prompts and no further tokens."""
-    return bool(body.echo) and most_tokens(body) == 0
+    return bool(body.echo) and sampling_fields.most_tokens(body) == 0
 
 
 class CompletionFormatter:

@@ -17,13 +17,8 @@ from jaxserve.engine.metrics import SequenceTimes
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import FinishReason, Request
 from jaxserve.scheduling.logprobs import TokenLogprobs
+from jaxserve.server.schema import openai
 from jaxserve.server.schema.errors import ApiError
-from jaxserve.server.schema.openai import (
-    CompletionTokensDetails,
-    PerRequestMetrics,
-    PromptTokensDetails,
-    Usage,
-)
 from jaxserve.server.served.admission import prompt_tokens
 from jaxserve.server.served.models import ServedModel
 from jaxserve.server.served.request_metrics import RequestMetrics, per_request_metrics
@@ -296,7 +291,7 @@ class Generation:
             most = max(len(sibling.token_ids) for sibling in siblings)
             self._metrics.completed(len(siblings), most)
 
-    def timing(self) -> PerRequestMetrics | msgspec.UnsetType | None:
+    def timing(self) -> openai.PerRequestMetrics | msgspec.UnsetType | None:
         """Return the times of the completion if the request has one.
 
         Returns:
@@ -331,7 +326,7 @@ class Generation:
         while not self.is_finished:
             await self.take()
 
-    def usage(self, sent: Listing[int] | None = None) -> Usage:
+    def usage(self, sent: Listing[int] | None = None) -> openai.Usage:
         """Return the numbers of tokens: each prompt counts once, and every choice.
 
         Args:
@@ -341,14 +336,14 @@ class Generation:
         """
         prompts = sum(len(request.prompt_token_ids) for request in self.requests)
         count = sum(len(choice.token_ids) for choice in self.choices) if sent is None else sum(sent)
-        details = PromptTokensDetails(sum(self._cached.values()), self._num_published())
-        usage = Usage(prompts, count, prompts + count, details)
+        details = openai.PromptTokensDetails(sum(self._cached.values()), self._num_published())
+        usage = openai.Usage(prompts, count, prompts + count, details)
         if sent is None and self._formats[0].thinking is not None:
             thought = [
                 self._formats[choice.prompt].num_thought(choice.token_ids, choice.message.reasoning)
                 for choice in self.choices
             ]
-            usage.completion_tokens_details = CompletionTokensDetails(sum(thought))
+            usage.completion_tokens_details = openai.CompletionTokensDetails(sum(thought))
         return usage
 
     def _num_published(self) -> int:

@@ -13,15 +13,9 @@ from jaxserve.errors import InvalidRequest
 from jaxserve.server.api.endpoint_request import EndpointRequest
 from jaxserve.server.api.generation import Choice, ChoicePart, Generation
 from jaxserve.server.api.streaming import event, respond
+from jaxserve.server.schema import sampling as sampling_fields
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.schema.openai import Sampling
-from jaxserve.server.schema.sampling import (
-    check_sizes,
-    form_field,
-    most_tokens,
-    sampling_params,
-    with_ends,
-)
 from jaxserve.settings.compat import endpoint_fields
 
 
@@ -61,11 +55,11 @@ async def infill(http_request: Request) -> Response:
     request = EndpointRequest(http_request)
     body = request.parse(InfillRequest, endpoint_fields("infill"))
     request.renamed |= {"prompt": "input_prefix", "suffix": "input_suffix"}
-    request.renamed["structured_outputs"] = form_field(body)
+    request.renamed["structured_outputs"] = sampling_fields.form_field(body)
     model = request.find_model(body.model)
-    max_tokens = model.max_tokens(most_tokens(body, request.renamed))
-    check_sizes(body, model.limits.vocab_size)
-    sampling = sampling_params(body, model.default_sampling, max_tokens)
+    max_tokens = model.max_tokens(sampling_fields.most_tokens(body, request.renamed))
+    sampling_fields.check_sizes(body, model.limits.vocab_size)
+    sampling = sampling_fields.sampling_params(body, model.default_sampling, max_tokens)
     request.admit(model, 1)
     tokenizer = model.tokenizer()
     files = "".join(f"{file.filename}\n{file.text}\n" for file in body.input_extra or ())
@@ -77,7 +71,7 @@ async def infill(http_request: Request) -> Response:
         return ids + (tokenizer.encode(body.prompt, False) if body.prompt else [])
 
     ids = await asyncio.to_thread(encode)
-    sampling = with_ends(sampling, end_tokens(tokenizer))
+    sampling = sampling_fields.with_ends(sampling, end_tokens(tokenizer))
     generation = Generation(model, [await request.engine_request(model, ids, sampling, body)])
     return await respond(http_request, generation, InfillFormatter(), bool(body.stream))
 

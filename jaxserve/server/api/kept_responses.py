@@ -11,17 +11,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from jaxserve.errors import InvalidRequest, JaxserveError
+from jaxserve.server.api import streaming
 from jaxserve.server.api.generation import Generation
 from jaxserve.server.api.query import Query
 from jaxserve.server.api.response_events import ResponsesFormatter
-from jaxserve.server.api.streaming import (
-    JSON,
-    EventResponse,
-    encode,
-    json_response,
-    send_body,
-    while_connected,
-)
 from jaxserve.server.kept.response_store import ResponseStore, Turn
 from jaxserve.server.schema.errors import ApiError, as_api_error
 from jaxserve.server.schema.response_items import DeletedResponse, InputItems
@@ -51,7 +44,7 @@ async def draw(
             parts = await generation.take()
             if turn.status == "queued":
                 turn.status = "in_progress"
-                turn.response = encode(formatter.started(generation))
+                turn.response = streaming.encode(formatter.started(generation))
             formatter.parts(generation, parts)
             turn.append(formatter.take_events())
             store.resize(turn)
@@ -77,13 +70,13 @@ def as_failure(error: BaseException, renamed: Mapping[str, str]) -> ApiError:
 
 def _fail(error: ApiError, formatter: ResponsesFormatter, turn: Turn) -> None:
     if error.code == "cancelled":
-        turn.status, turn.response = "cancelled", encode(formatter.cancelled())
+        turn.status, turn.response = "cancelled", streaming.encode(formatter.cancelled())
     else:
-        turn.status, turn.response = "failed", encode(formatter.failed(error))
+        turn.status, turn.response = "failed", streaming.encode(formatter.failed(error))
         formatter.failure(error)
 
 
-class StoredStream(EventResponse):
+class StoredStream(streaming.EventResponse):
     """Stream of the events of a background response, stored ones and new ones.
 
     Args:
@@ -101,7 +94,7 @@ class StoredStream(EventResponse):
         Raises:
             ClientGone: the client disconnected. The response is generated nevertheless.
         """
-        await while_connected(receive, self._run(send))
+        await streaming.while_connected(receive, self._run(send))
 
     async def _run(self, send: Send) -> None:
         await self.start(send)
@@ -110,12 +103,12 @@ class StoredStream(EventResponse):
             events = (turn.events or [])[self._next :]
             self._next += len(events)
             if events:
-                await send_body(send, b"".join(events))
+                await streaming.send_body(send, b"".join(events))
             elif not turn.is_running:
                 break
             else:
                 await turn.wait()
-        await send_body(send, b"", more=False)
+        await streaming.send_body(send, b"", more=False)
 
 
 def _store(http_request: Request) -> ResponseStore:
@@ -138,7 +131,7 @@ async def get_response(http_request: Request) -> Response:
     is_stream, after = query.flag("stream"), query.integer("starting_after", -1, 0, 2**31 - 1)
     turn = _turn(http_request)
     if not is_stream:
-        return Response(turn.response, media_type=JSON)
+        return Response(turn.response, media_type=streaming.JSON)
     if turn.events is None:
         raise InvalidRequest(
             "stream is only kept of a response that had background and stream", "stream"
@@ -160,7 +153,7 @@ async def cancel_response(http_request: Request) -> Response:
         turn.cancel()
     while turn.is_running:
         await turn.wait()
-    return Response(turn.response, media_type=JSON)
+    return Response(turn.response, media_type=streaming.JSON)
 
 
 async def delete_response(http_request: Request) -> Response:
@@ -171,7 +164,7 @@ async def delete_response(http_request: Request) -> Response:
     """
     turn = _turn(http_request)
     _store(http_request).remove(turn)
-    return json_response(DeletedResponse(turn.id))
+    return streaming.json_response(DeletedResponse(turn.id))
 
 
 async def list_input_items(http_request: Request) -> Response:
@@ -184,4 +177,4 @@ async def list_input_items(http_request: Request) -> Response:
     query = Query(http_request)
     turn = _turn(http_request)
     page = query.page(turn.input_items(), lambda item: item["id"], "desc")
-    return json_response(InputItems(*page))
+    return streaming.json_response(InputItems(*page))

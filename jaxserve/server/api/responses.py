@@ -20,6 +20,7 @@ from jaxserve.server.api.response_events import ResponsesFormatter
 from jaxserve.server.api.streaming import JSON, encode, json_response, respond
 from jaxserve.server.kept.conversation_store import Conversation, ConversationStore
 from jaxserve.server.kept.response_store import ResponseStore, Turn
+from jaxserve.server.schema import responses as schema
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.schema.response_items import (
     InputItem,
@@ -28,14 +29,6 @@ from jaxserve.server.schema.response_items import (
     shown_items,
 )
 from jaxserve.server.schema.response_tools import strip_hosted
-from jaxserve.server.schema.responses import (
-    CountInputRequest,
-    ResponsesRequest,
-    as_chat,
-    check_metadata,
-    conversation_id,
-    items_of,
-)
 from jaxserve.server.schema.sampling import NO_BOUND
 from jaxserve.settings.compat import endpoint_fields
 
@@ -59,14 +52,14 @@ class _Input:
     def __init__(
         self,
         request: EndpointRequest,
-        body: ResponsesRequest | CountInputRequest,
+        body: schema.ResponsesRequest | schema.CountInputRequest,
         store: ResponseStore,
         conversations: ConversationStore,
         owner: str | None,
     ) -> None:
         name, before = "previous_response_id", body.previous_response_id
         self.parent: Turn | None = None  # the stored response that is continued, or None
-        self.own = items_of(body)  # the items of the input
+        self.own = schema.items_of(body)  # the items of the input
         references = [item.id or "" for item in self.own if item.type == REFERENCE]
         if references:
             most = request.config.max_body_bytes
@@ -99,12 +92,12 @@ class _Input:
     def _join(
         self,
         store: ConversationStore,
-        body: ResponsesRequest | CountInputRequest,
+        body: schema.ResponsesRequest | schema.CountInputRequest,
         owner: str | None,
         most: int,
     ) -> Conversation | None:
         """Return the conversation that a request names, and put its items before the input's."""
-        name, conversation = "conversation", conversation_id(body)
+        name, conversation = "conversation", schema.conversation_id(body)
         if conversation is None:
             return None
         if body.previous_response_id is not None:
@@ -135,14 +128,14 @@ def _request(http_request: Request) -> EndpointRequest:
 def _input(
     http_request: Request,
     request: EndpointRequest,
-    body: ResponsesRequest | CountInputRequest,
+    body: schema.ResponsesRequest | schema.CountInputRequest,
 ) -> _Input:
     served, owner = http_request.app.state.served, http_request.scope["jaxserve.key"]
     return _Input(request, body, served.responses, served.conversations, owner)
 
 
-def _check(body: ResponsesRequest, store: ResponseStore) -> None:
-    check_metadata(body.metadata)
+def _check(body: schema.ResponsesRequest, store: ResponseStore) -> None:
+    schema.check_metadata(body.metadata)
     for name, or_none in (("max_tool_calls", ""), ("max_output_tokens", ", or -1 for no bound")):
         value = getattr(body, name)
         if value is not None and value < 1 and not (or_none and value == NO_BOUND):
@@ -164,7 +157,7 @@ async def responses(http_request: Request) -> Response:
         ApiError, InvalidRequest, Overloaded: as `EndpointRequest.parse`, `_Input` and `prepare`.
     """
     request, store = _request(http_request), http_request.app.state.served.responses
-    body = request.parse(ResponsesRequest, endpoint_fields("responses"), strip_hosted)
+    body = request.parse(schema.ResponsesRequest, endpoint_fields("responses"), strip_hosted)
     # The engine's and the chat's, while the request's own are refused above.
     request.renamed |= {"prompt": "input", "response_format": "text"}
     if body.structured_outputs is None and body.json_schema is None:
@@ -199,7 +192,7 @@ async def responses(http_request: Request) -> Response:
 
     formatter = ResponsesFormatter(body, tokenizer, keep)
     turn = Turn(formatter.id, owner, source.parent, added or shown_items(source.own), b"")
-    turn.conversation = conversation_id(body)
+    turn.conversation = schema.conversation_id(body)
     if not body.background:
         return await respond(http_request, generation, formatter, bool(body.stream))
     generation.follow(http_request.headers, http_request.scope["jaxserve.request_id"])
@@ -218,7 +211,7 @@ async def responses(http_request: Request) -> Response:
 
 
 async def _prepare(
-    request: EndpointRequest, body: ResponsesRequest, items: list[InputItem]
+    request: EndpointRequest, body: schema.ResponsesRequest, items: list[InputItem]
 ) -> Generation:
     """Return the generation for a conversation, not yet started.
 
@@ -229,7 +222,7 @@ async def _prepare(
         ApiError, InvalidRequest, Overloaded: as `chat.prepare`.
     """
     try:
-        return await prepare(request, as_chat(body, items))
+        return await prepare(request, schema.as_chat(body, items))
     except PromptTooLong as error:
         starts = [n for n, item in enumerate(items) if n and item.role == "user"]
         if body.truncation != "auto" or not starts:
@@ -244,7 +237,7 @@ async def _prepare(
         ]
         try:
             generation = await prepare(
-                request, as_chat(body, [*instructions, *items[starts[middle] :]])
+                request, schema.as_chat(body, [*instructions, *items[starts[middle] :]])
             )
             high = middle
         except PromptTooLong:
@@ -261,10 +254,10 @@ async def count_input_tokens(http_request: Request) -> Response:
         ApiError, InvalidRequest: as `EndpointRequest.parse` and `_Input`.
     """
     request = _request(http_request)
-    body = request.parse(CountInputRequest, endpoint_fields("responses"), strip_hosted)
+    body = request.parse(schema.CountInputRequest, endpoint_fields("responses"), strip_hosted)
     request.renamed |= {"prompt": "input", "response_format": "text"}
     source = _input(http_request, request, body)
-    whole = ResponsesRequest(**msgspec.structs.asdict(body))
-    chat = as_chat(whole, source.items)
+    whole = schema.ResponsesRequest(**msgspec.structs.asdict(body))
+    chat = schema.as_chat(whole, source.items)
     model = request.find_model(chat.model)
     return json_response(InputTokens(len(await template_ids(chat, model))))

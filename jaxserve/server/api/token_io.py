@@ -15,18 +15,10 @@ from jaxserve.server.api.conversations import as_tools
 from jaxserve.server.api.endpoint_request import EndpointRequest
 from jaxserve.server.api.generation import Choice, ChoicePart, Generation
 from jaxserve.server.api.streaming import DONE, event, json_response, respond
+from jaxserve.server.schema import generate as schema
 from jaxserve.server.schema.anthropic import MessagesRequest
 from jaxserve.server.schema.decode import to_schema
 from jaxserve.server.schema.errors import ApiError
-from jaxserve.server.schema.generate import (
-    DrawnToken,
-    GenerateChoice,
-    GenerateLogprobs,
-    GenerateRequest,
-    GenerateResponse,
-    ScoredToken,
-    rendered,
-)
 from jaxserve.server.schema.logprobs import ChatLogprobs, TokenTexts, rows
 from jaxserve.server.schema.openai import ChatRequest, CompletionRequest
 from jaxserve.server.schema.sampling import check_sizes, form_field, most_tokens, sampling_params
@@ -48,7 +40,7 @@ async def render_completions(http_request: Request) -> Response:
     prepared = generation.requests
     names = [f"{name}-{n}" for n in range(len(prepared))] if len(prepared) > 1 else [name]
     pairs = zip(prepared, names, strict=True)
-    return json_response([rendered(each, own_name, body) for each, own_name in pairs])
+    return json_response([schema.rendered(each, own_name, body) for each, own_name in pairs])
 
 
 async def render_chat(http_request: Request) -> Response:
@@ -75,7 +67,7 @@ async def render_messages(http_request: Request) -> Response:
 async def _render(request: EndpointRequest, body: ChatRequest, request_id: str | None) -> Response:
     generation = await chat.prepare(request, body)
     name = request.answer_id("chatcmpl", request_id)
-    response = rendered(generation.requests[0], name, body)
+    response = schema.rendered(generation.requests[0], name, body)
     response.return_token_ids = body.return_token_ids
     return json_response(response)
 
@@ -89,7 +81,7 @@ async def generate(http_request: Request) -> Response:
         Overloaded: the queue is full.
     """
     request = EndpointRequest(http_request)
-    body = request.parse(GenerateRequest, endpoint_fields("generate"))
+    body = request.parse(schema.GenerateRequest, endpoint_fields("generate"))
     request.renamed["prompt"] = "token_ids"
     model = request.find_model(body.model)
     sent = body.sampling_params
@@ -134,7 +126,11 @@ class GenerateFormatter:
     """
 
     def __init__(
-        self, body: GenerateRequest, request_id: str, tokenizer: Any, settings: CompletionRequest
+        self,
+        body: schema.GenerateRequest,
+        request_id: str,
+        tokenizer: Any,
+        settings: CompletionRequest,
     ) -> None:
         self._body = body
         self._id = request_id
@@ -142,8 +138,8 @@ class GenerateFormatter:
         self._texts = TokenTexts(tokenizer, False)
         self._sent: list[int] = []
 
-    def _choice(self, part: ChoicePart | Choice) -> GenerateChoice:
-        choice = GenerateChoice(part.index, part.token_ids)
+    def _choice(self, part: ChoicePart | Choice) -> schema.GenerateChoice:
+        choice = schema.GenerateChoice(part.index, part.token_ids)
         choice.finish_reason, choice.stop_reason = part.finish_reason, part.stop_reason
         if self._body.output_mode == "text":
             choice.text = part.text
@@ -155,10 +151,10 @@ class GenerateFormatter:
             choice.logprobs = _scores(part)
         return choice
 
-    def _response(self, choices: list[GenerateChoice]) -> GenerateResponse:
-        return GenerateResponse(self._id, choices, self._body.output_mode)
+    def _response(self, choices: list[schema.GenerateChoice]) -> schema.GenerateResponse:
+        return schema.GenerateResponse(self._id, choices, self._body.output_mode)
 
-    def whole(self, generation: Generation) -> GenerateResponse:
+    def whole(self, generation: Generation) -> schema.GenerateResponse:
         response = self._response([self._choice(choice) for choice in generation.choices])
         response.usage = generation.usage()
         response.model, response.created = generation.model.name, generation.created
@@ -199,11 +195,11 @@ class GenerateFormatter:
         return event(error.body()) + DONE
 
 
-def _scores(part: ChoicePart | Choice) -> GenerateLogprobs:
+def _scores(part: ChoicePart | Choice) -> schema.GenerateLogprobs:
     content = []
     for row in rows(part.token_ids, part.logprobs):
-        drawn = ScoredToken(row.token, row.logprob, row.rank)
-        best = [ScoredToken(token, value, n) for n, (token, value) in enumerate(row.best, 1)]
+        drawn = schema.ScoredToken(row.token, row.logprob, row.rank)
+        best = [schema.ScoredToken(token, value, n) for n, (token, value) in enumerate(row.best, 1)]
         others = [scored for scored in best if scored.token_id != row.token]
-        content.append(DrawnToken(row.token, row.logprob, row.rank, [drawn, *others]))
-    return GenerateLogprobs(content)
+        content.append(schema.DrawnToken(row.token, row.logprob, row.rank, [drawn, *others]))
+    return schema.GenerateLogprobs(content)

@@ -6,13 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxserve.server.tool_calls.answer_parts import (
-    AnswerPart,
-    Content,
-    Message,
-    TextBuilder,
-    Thought,
-)
+from jaxserve.server.tool_calls import answer_parts
 from jaxserve.server.tool_calls.call_reader import CallReader
 from jaxserve.server.tool_calls.custom_tools import RawCallReader
 from jaxserve.server.tool_calls.formats import CALL_FORMATS
@@ -85,24 +79,24 @@ class AnswerReader:
         self._calls = calls
         self._in_thoughts = None if calls_in_thoughts is None else _Thoughts(calls_in_thoughts)
         self._with_thoughts = with_thoughts
-        self.message = Message()  # the answer read so far
+        self.message = answer_parts.Message()  # the answer read so far
 
-    def feed(self, text: str, final: bool = False) -> list[AnswerPart]:
+    def feed(self, text: str, final: bool = False) -> list[answer_parts.AnswerPart]:
         """Read more text. Return the new parts of the answer that are certain by now."""
-        pieces: list[AnswerPart] = []
+        pieces: list[answer_parts.AnswerPart] = []
         for piece in self._read(text, final):
-            if self._with_thoughts or not isinstance(piece, Thought):
+            if self._with_thoughts or not isinstance(piece, answer_parts.Thought):
                 pieces.append(piece)
         for piece in pieces:
             self.message.add(piece)
         return pieces
 
-    def _read(self, text: str, final: bool) -> list[AnswerPart]:
+    def _read(self, text: str, final: bool) -> list[answer_parts.AnswerPart]:
         if self._thinking is None:
             return self._read_answer(text, final)
-        pieces: list[AnswerPart] = []
+        pieces: list[answer_parts.AnswerPart] = []
         for part in self._thinking.feed(text, final):
-            if isinstance(part, Content):
+            if isinstance(part, answer_parts.Content):
                 pieces += self._end_thoughts()
                 pieces += self._read_answer(part.text, False)
             elif self._in_thoughts is None:
@@ -116,12 +110,12 @@ class AnswerReader:
             pieces += self._read_answer("", True)
         return pieces
 
-    def _read_answer(self, text: str, final: bool) -> list[AnswerPart]:
+    def _read_answer(self, text: str, final: bool) -> list[answer_parts.AnswerPart]:
         if self._calls is None:
-            return [Content(text)] if text else []
+            return [answer_parts.Content(text)] if text else []
         return [*self._calls.feed(text, final)]
 
-    def _end_thoughts(self) -> list[AnswerPart]:
+    def _end_thoughts(self) -> list[answer_parts.AnswerPart]:
         pieces = [] if self._in_thoughts is None else self._in_thoughts.end()
         self._in_thoughts = None
         return pieces
@@ -135,31 +129,31 @@ class _Thoughts:
 
     def __init__(self, calls: CallReader | RawCallReader) -> None:
         self._calls = calls
-        self._text = TextBuilder()
+        self._text = answer_parts.TextBuilder()
         self._num_said = 0
-        self._waiting: list[AnswerPart] = []
+        self._waiting: list[answer_parts.AnswerPart] = []
 
-    def feed(self, text: str) -> list[AnswerPart]:
+    def feed(self, text: str) -> list[answer_parts.AnswerPart]:
         """Read more text. Return the parts that are certain by now."""
         self._text.add(text)
         return self._sort(self._calls.feed(text))
 
-    def _sort(self, pieces: list[AnswerPart]) -> list[AnswerPart]:
-        said: list[AnswerPart] = []
+    def _sort(self, pieces: list[answer_parts.AnswerPart]) -> list[answer_parts.AnswerPart]:
+        said: list[answer_parts.AnswerPart] = []
         for piece in pieces:
-            if isinstance(piece, Content) and not self._waiting:
+            if isinstance(piece, answer_parts.Content) and not self._waiting:
                 self._num_said += len(piece.text)
-                said.append(Thought(piece.text))
+                said.append(answer_parts.Thought(piece.text))
             else:
                 self._waiting.append(piece)
         return said
 
-    def end(self) -> list[AnswerPart]:
+    def end(self) -> list[answer_parts.AnswerPart]:
         """Return the remaining thoughts, after their end marker was found."""
         text = str(self._text)[self._num_said :]
-        return [Thought(text)] if text else []
+        return [answer_parts.Thought(text)] if text else []
 
-    def finish(self) -> list[AnswerPart]:
+    def finish(self) -> list[answer_parts.AnswerPart]:
         """Return the remaining parts at the end of the text, calls included."""
         return self._sort(self._calls.feed("", True)) + self._waiting
 

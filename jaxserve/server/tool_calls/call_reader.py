@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from jaxserve.server.tool_calls import unconstrained_calls
-from jaxserve.server.tool_calls.answer_parts import (
-    AnswerBuffer,
-    AnswerPart,
-    Beside,
-    Tools,
-    WrittenCall,
-)
+from jaxserve.server.tool_calls import answer_parts, unconstrained_calls
 from jaxserve.server.tool_calls.call_bodies import Body, HeadedCall, JsonCall, PythonCalls
 from jaxserve.server.tool_calls.formats import CallFormat
 from jaxserve.server.tool_calls.literals import EndFinder
@@ -47,10 +40,10 @@ class CallReader:
     def __init__(
         self,
         call_format: CallFormat,
-        tools: Tools | Collection[str],
+        tools: answer_parts.Tools | Collection[str],
         is_certain: bool,
         parallel: bool = True,
-        beside: Beside | None = None,
+        beside: answer_parts.Beside | None = None,
     ) -> None:
         self._format = call_format
         self._tools = tools if isinstance(tools, Mapping) else {name: {} for name in tools}
@@ -59,12 +52,12 @@ class CallReader:
         # A grammar begins calls with the first marker only. The other markers are then plain text.
         self._starts = call_format.starts[: None if self._beside is None else 1]
         self._source = TextFeed()
-        is_silent = self._beside in (Beside.NOTHING, Beside.FORM)
-        self._pieces = AnswerBuffer(parallel, call_format.id_length, is_silent)
+        is_silent = self._beside in (answer_parts.Beside.NOTHING, answer_parts.Beside.FORM)
+        self._pieces = answer_parts.AnswerBuffer(parallel, call_format.id_length, is_silent)
         self._num_malformed = 0
         self._reading = self._read()
 
-    def feed(self, text: str, final: bool = False) -> list[AnswerPart]:
+    def feed(self, text: str, final: bool = False) -> list[answer_parts.AnswerPart]:
         """Read more text. Return the new parts of the answer that are certain by now."""
         self._source.add(text, final)
         next(self._reading, None)
@@ -72,7 +65,7 @@ class CallReader:
 
     def _read(self) -> Reading[None]:
         source, pattern = self._source, any_of(self._starts)
-        if self._beside is Beside.FORM:
+        if self._beside is answer_parts.Beside.FORM:
             yield from self._read_form()
         elif self._format.is_optional_mark:
             yield from self._read_unmarked()
@@ -242,7 +235,7 @@ class CallReader:
             end = finder.find(source.text, source.position)
             text = source.take_to(len(source.text) if end is None else end)
             if is_first:
-                self._pieces.call(WrittenCall(name, text, number))
+                self._pieces.call(answer_parts.WrittenCall(name, text, number))
             elif text:
                 self._pieces.more(text)
             is_first = False

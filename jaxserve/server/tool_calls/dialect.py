@@ -11,17 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxserve.scheduling.slot_table import NO_TOKEN
-from jaxserve.server.tool_calls import harmony
+from jaxserve.server.tool_calls import harmony, thoughts
 from jaxserve.server.tool_calls.answer import AnswerFormat
 from jaxserve.server.tool_calls.formats import CALL_FORMATS, DEFAULT_FORMAT, CallFormat
 from jaxserve.server.tool_calls.histories import harmony_messages
-from jaxserve.server.tool_calls.thoughts import (
-    THINKING_FORMATS,
-    ThoughtState,
-    detect_thinking,
-    first_match,
-    start_of,
-)
 from jaxserve.server.tool_calls.tools import ToolUse
 from jaxserve.text.thinking import ThinkingMarks
 
@@ -64,8 +57,8 @@ class Dialect:
         if self.parser == "none":
             self.parser = None
         # These formats put markers around answers too, so they need a thinking format.
-        detected = detect_thinking(template) or _WITH_THOUGHTS.get(self.parser or "")
-        self.thinking = THINKING_FORMATS.get(reasoning_parser or detected or "")
+        detected = thoughts.detect_thinking(template) or _WITH_THOUGHTS.get(self.parser or "")
+        self.thinking = thoughts.THINKING_FORMATS.get(reasoning_parser or detected or "")
         if tokenizer is None:
             self.thinking = None
         # DeepSeek's templates concatenate arguments with strings, and render the calls of a message
@@ -122,8 +115,8 @@ class Dialect:
             end_token_ids=tuple(ids),
             decode=self._decode,
             start_token_id=NO_TOKEN if token is None else token,
-            is_open=start is ThoughtState.OPEN,
-            is_closed=start is ThoughtState.CLOSED,
+            is_open=start is thoughts.ThoughtState.OPEN,
+            is_closed=start is thoughts.ThoughtState.CLOSED,
         )
 
     def _harmony_marks(self, forms_calls: bool, is_formed: bool, is_held: bool) -> ThinkingMarks:
@@ -189,12 +182,16 @@ class Dialect:
         token = self._tokenizer.token_id(self.thinking.end)
         return self._tokenizer.encode_word(self.thinking.end) if token is None else [token]
 
-    def start(self, prompt: list[int]) -> ThoughtState:
+    def start(self, prompt: list[int]) -> thoughts.ThoughtState:
         """Return the state of the thoughts at the end of a prompt."""
         assert self.thinking is not None
-        start = start_of(self._tokenizer.decode(prompt[-_TAIL_TOKENS:], False), self.thinking)
+        start = thoughts.start_of(
+            self._tokenizer.decode(prompt[-_TAIL_TOKENS:], False), self.thinking
+        )
         return (
-            ThoughtState.OPEN if start is ThoughtState.FREE and self.thinking.is_always else start
+            thoughts.ThoughtState.OPEN
+            if start is thoughts.ThoughtState.FREE and self.thinking.is_always
+            else start
         )
 
     def shows_special(self, use: ToolUse | None) -> bool:
@@ -282,4 +279,4 @@ def detect_calls(template: str) -> str | None:
 
     It is the first row of `_CALLS` whose texts are all in the template.
     """
-    return first_match(_CALLS, template)
+    return thoughts.first_match(_CALLS, template)

@@ -5,14 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from jaxserve.server.tool_calls.call_bodies import (
-    Body,
-    HeadedCall,
-    JsonCall,
-    KeyedCall,
-    PythonCalls,
-    XmlCall,
-)
+from jaxserve.server.tool_calls import call_bodies
 from jaxserve.server.tool_calls.formats import CallFormat
 from jaxserve.server.tool_calls.gemma import BracedCall
 
@@ -45,34 +38,34 @@ def example_of(form: CallFormat) -> str:
     body = _example(form.body)
     if form.is_harmony:
         return f"{form.mark}{body}{form.close}"
-    if form.is_array and isinstance(form.body, JsonCall):
+    if form.is_array and isinstance(form.body, call_bodies.JsonCall):
         body = f"[{body}]"
     if form.is_optional_mark:
         return body
-    if isinstance(form.body, JsonCall) and not form.is_array and not before:
+    if isinstance(form.body, call_bodies.JsonCall) and not form.is_array and not before:
         body = f"\n{body}\n"
     return f"{before}{form.mark}{body}{form.close}{after}"
 
 
-def _example(body: Body) -> str:
+def _example(body: call_bodies.Body) -> str:
     match body:
-        case JsonCall(is_keyed=True):
+        case call_bodies.JsonCall(is_keyed=True):
             return '{"NAME": {...}}'
-        case JsonCall():
+        case call_bodies.JsonCall():
             return f'{{"{body.name}": "NAME", "{body.arguments}": {{...}}}}'
-        case HeadedCall():
+        case call_bodies.HeadedCall():
             number = ":0" if body.is_numbered else ""
             between = "" if body.before else " "
             return f"{body.before}NAME{number}{body.after or between}{{...}}{body.tail}"
-        case PythonCalls():
+        case call_bodies.PythonCalls():
             return "[NAME(ARGUMENT=VALUE, ...)]" if body.is_list else "NAME(ARGUMENT=VALUE, ...)"
-        case XmlCall():
+        case call_bodies.XmlCall():
             quote = '"' if body.is_quoted else ""
             value = "\nVALUE\n" if body.trims else "VALUE"
             close = f"{quote}{body.tag_end}"
             parameter = f"{body.parameter}{quote}ARGUMENT{close}{value}{body.parameter_end}"
             return f"{body.before}{quote}NAME{close}\n{parameter}\n...\n{body.end}\n"
-        case KeyedCall():
+        case call_bodies.KeyedCall():
             key, key_end, start, end = body.tags
             pair = f"{key}ARGUMENT{key_end}\n{start}VALUE{end}"
             return f"NAME{body.after}\n{pair}\n...\n{body.end}"
