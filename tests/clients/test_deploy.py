@@ -13,7 +13,7 @@ import yaml
 from jaxserve.commands.cli import make_parser
 from jaxserve.engine.metrics import GAUGES
 from jaxserve.server.http.app import routes
-from jaxserve.server.http.guard import OPEN_PATHS
+from jaxserve.server.http.head_checks import OPEN_PATHS
 from jaxserve.settings.config import EngineConfig
 from scripts.lib.paths import ROOT
 from tests.clients.conftest import Program

@@ -13,13 +13,8 @@ from starlette.responses import Response
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import SamplingParams
+from jaxserve.server.api import conversations
 from jaxserve.server.api.chat_calls import ChatCalls
-from jaxserve.server.api.conversations import (
-    as_template_messages,
-    as_tools,
-    render,
-    template_options,
-)
 from jaxserve.server.api.endpoint_request import EndpointRequest
 from jaxserve.server.api.generation import Choice, ChoicePart, Generation
 from jaxserve.server.api.streaming import DONE, event, respond
@@ -63,10 +58,10 @@ async def prepare(request: EndpointRequest, body: openai.ChatRequest) -> Generat
     if tools is not None and tools.grammar is not None:
         request.renamed["structured_outputs"] = "tools"
     request.admit(model, sampling.n)
-    options = await template_options(body, model)
+    options = await conversations.template_options(body, model)
     if tools is not None:
         options["tools"] = tools.described
-    prompt = await render(model, body.messages, body, options)
+    prompt = await conversations.render(model, body.messages, body, options)
     marks = dialect.marks(prompt, tools, sampling.structured_outputs is not None)
     engine_requests = [await request.engine_request(model, prompt, sampling, body, marks)]
     formats = [dialect.answer_format(prompt, tools, body.include_reasoning is not False)]
@@ -116,7 +111,7 @@ async def chat_completions(http_request: Request) -> Response:
     body = request.parse(openai.ChatRequest, endpoint_fields("chat"))
     if body.functions:
         request.renamed |= {"tools": "functions", "tool_choice": "function_call"}
-    chat = as_tools(body)
+    chat = conversations.as_tools(body)
     if body.echo and body.prompt_logprobs is None and body.logprobs and not body.stream:
         chat.prompt_logprobs = body.top_logprobs or 0
         request.renamed["prompt_logprobs"] = "echo"
@@ -149,7 +144,7 @@ def echo_of(body: openai.ChatRequest, role: str) -> Echo:
     role = role if begins else last.role
     if not body.echo or last.role != role:
         return Echo(role)
-    return Echo(role, str(as_template_messages([last])[0]["content"]))
+    return Echo(role, str(conversations.as_template_messages([last])[0]["content"]))
 
 
 class ChatFormatter:

@@ -17,12 +17,8 @@ from jaxserve.errors import InvalidRequest, PromptTooLong
 from jaxserve.request import Request
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.schema.sampling import NO_BOUND
+from jaxserve.server.served import chat_template
 from jaxserve.server.served.admission import Admission, make_admission
-from jaxserve.server.served.chat_template import (
-    RequestTemplates,
-    template_thread,
-    with_server_template,
-)
 from jaxserve.server.served.request_metrics import RequestMetrics
 from jaxserve.server.settings import ServerConfig
 from jaxserve.server.tool_calls import histories
@@ -89,10 +85,10 @@ class ServedModel:
         self.most_tokens = None if is_own_config else self.default_max_tokens
         tokenizer = llm.get_tokenizer()
         if tokenizer is not None:
-            tokenizer = with_server_template(tokenizer, config)
+            tokenizer = chat_template.with_server_template(tokenizer, config)
         self._tokenizer = tokenizer
-        self.request_templates = RequestTemplates(
-            config.trust_request_chat_template, tokenizer, thread or template_thread()
+        self.request_templates = chat_template.RequestTemplates(
+            config.trust_request_chat_template, tokenizer, thread or chat_template.template_thread()
         )
         self.dialect = Dialect(tokenizer, config.tool_call_parser, config.reasoning_parser)
         self.schemas = EnforceableSchemas(schema_problem)

@@ -4,19 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from jaxserve.server.tool_calls import answer_parts, unconstrained_calls
+from jaxserve.server.tool_calls import answer_parts, text_feed, unconstrained_calls
 from jaxserve.server.tool_calls.call_bodies import Body, HeadedCall, JsonCall, PythonCalls
 from jaxserve.server.tool_calls.formats import CallFormat
 from jaxserve.server.tool_calls.literals import EndFinder
 from jaxserve.server.tool_calls.tagged_calls import TagCall
-from jaxserve.server.tool_calls.text_feed import (
-    FormatMismatch,
-    IncompleteCall,
-    Reading,
-    TextFeed,
-    any_of,
-    result_of,
-)
 
 
 class CallReader:
@@ -51,7 +43,7 @@ class CallReader:
         self._beside = beside if is_certain else None
         # A grammar begins calls with the first marker only. The other markers are then plain text.
         self._starts = call_format.starts[: None if self._beside is None else 1]
-        self._source = TextFeed()
+        self._source = text_feed.TextFeed()
         is_silent = self._beside in (answer_parts.Beside.NOTHING, answer_parts.Beside.FORM)
         self._pieces = answer_parts.AnswerBuffer(parallel, call_format.id_length, is_silent)
         self._num_malformed = 0
@@ -63,8 +55,8 @@ class CallReader:
         next(self._reading, None)
         return self._pieces.fetch(final)
 
-    def _read(self) -> Reading[None]:
-        source, pattern = self._source, any_of(self._starts)
+    def _read(self) -> text_feed.Reading[None]:
+        source, pattern = self._source, text_feed.any_of(self._starts)
         if self._beside is answer_parts.Beside.FORM:
             yield from self._read_form()
         elif self._format.is_optional_mark:
@@ -86,7 +78,7 @@ class CallReader:
                 return
             yield
 
-    def _read_form(self) -> Reading[None]:
+    def _read_form(self) -> text_feed.Reading[None]:
         source = self._source
         yield from source.skip_space()
         if not (yield from source.has(*self._starts)):
@@ -94,7 +86,7 @@ class CallReader:
             self._num_malformed = unconstrained_calls.MAX_MALFORMED
         source.rewind()
 
-    def _read_unmarked(self) -> Reading[None]:
+    def _read_unmarked(self) -> text_feed.Reading[None]:
         """Read calls at the beginning of the text, where the marker is optional."""
         source = self._source
         yield from source.skip_space()
@@ -111,7 +103,7 @@ class CallReader:
             # Without a marker the whole text must be calls. It is not, so all of it is content.
             self._num_malformed = unconstrained_calls.MAX_MALFORMED
 
-    def _read_marked(self, mark: str) -> Reading[None]:
+    def _read_marked(self, mark: str) -> text_feed.Reading[None]:
         """Read the calls after `mark`, which has been consumed.
 
         Without calls, the marker is content.
@@ -128,7 +120,7 @@ class CallReader:
             self._pieces.say(self._source.take(len(mark)))
             self._source.settle()
 
-    def _leave_out(self, mark: str) -> Reading[bool]:
+    def _leave_out(self, mark: str) -> text_feed.Reading[bool]:
         """Consume a call that means "no call", and drop it. Return whether one came next."""
         source, form, body = self._source, self._format, self._format.body
         if not isinstance(body, JsonCall) or not body.answers:
@@ -138,24 +130,24 @@ class CallReader:
             calls = yield from body.read(source, self._tools)
             if calls or (yield from source.takes_behind_space(*form.separators)):
                 return False
-        except FormatMismatch:
+        except text_feed.FormatMismatch:
             return False
         yield from unconstrained_calls.take_closes(source, form, mark)
         self._pieces.leave_out_space()
         return True
 
-    def _begins(self, mark: str) -> Reading[bool]:
+    def _begins(self, mark: str) -> text_feed.Reading[bool]:
         source = self._source
         try:
             yield from unconstrained_calls.inner_mark(source, self._format, mark)
             yield from self._format.body.begins(source)
-        except FormatMismatch:
+        except text_feed.FormatMismatch:
             return False
         finally:
             source.rewind()
         return True
 
-    def _hold(self, is_unmarked: bool) -> Reading[None]:
+    def _hold(self, is_unmarked: bool) -> text_feed.Reading[None]:
         text = yield from self._source.rest()
         chosen = unconstrained_calls.UnconstrainedCalls(
             self._format, self._tools, text, self._num_malformed
@@ -168,7 +160,7 @@ class CallReader:
             else:
                 self._pieces.call(part)
 
-    def _read_formed(self, mark: str) -> Reading[bool]:
+    def _read_formed(self, mark: str) -> text_feed.Reading[bool]:
         """Read the calls after a marker that a grammar has formed. Return whether there was one.
 
         A call that a limit cut before its arguments is dropped.
@@ -189,8 +181,8 @@ class CallReader:
                 if is_over or not (yield from source.takes_behind_space(form.mark)):
                     self._leave_out_cut(mark)
                     return True
-        except FormatMismatch as error:
-            if self._beside is not None and isinstance(error, IncompleteCall):
+        except text_feed.FormatMismatch as error:
+            if self._beside is not None and isinstance(error, text_feed.IncompleteCall):
                 source.take_to(len(source.text))
                 source.settle()
                 return True
@@ -202,9 +194,9 @@ class CallReader:
         source, form = self._source, self._format
         if self._beside is None or not source.is_final:
             return
-        result_of(source.skip_space())
-        has_separator = bool(result_of(source.takes(*form.separators)))
-        result_of(source.skip_space())
+        text_feed.result_of(source.skip_space())
+        has_separator = bool(text_feed.result_of(source.takes(*form.separators)))
+        text_feed.result_of(source.skip_space())
         tail = form.body.tail.strip() if isinstance(form.body, HeadedCall) else ""
         closes = (unconstrained_calls.close_of(form, mark), form.section[1], tail)
         if (has_separator and source.is_empty) or source.is_cut(*filter(None, closes)):
@@ -212,18 +204,20 @@ class CallReader:
             source.settle()
         source.rewind()
 
-    def _read_call(self, body: Body) -> Reading[bool]:
+    def _read_call(self, body: Body) -> text_feed.Reading[bool]:
         if isinstance(body, TagCall):
             calls = yield from body.read_formed(self._source, self._tools)
         elif isinstance(body, PythonCalls):
             calls = yield from body.read(self._source, self._tools)
         else:
-            raise FormatMismatch
+            raise text_feed.FormatMismatch
         for call in calls:
             self._pieces.call(call)
         return True
 
-    def _stream_call(self, body: JsonCall | HeadedCall, has_called: bool) -> Reading[bool]:
+    def _stream_call(
+        self, body: JsonCall | HeadedCall, has_called: bool
+    ) -> text_feed.Reading[bool]:
         """Read a call that a grammar has formed, and return its arguments as they arrive.
 
         A call that a limit has cut is still a call if a part of it was returned.

@@ -6,18 +6,9 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from jaxserve.server.tool_calls import literals
+from jaxserve.server.tool_calls import literals, text_feed
 from jaxserve.server.tool_calls.answer_parts import NAME, Tools, WrittenCall, make_call
 from jaxserve.server.tool_calls.call_context import CallBody, CallContext, after_space
-from jaxserve.server.tool_calls.text_feed import (
-    MAX_HEAD,
-    FormatMismatch,
-    Reading,
-    RepeatedArgument,
-    TextFeed,
-    UncallableCall,
-    any_of,
-)
 
 _BARE = re.compile(r"[^,}\]]+")
 _BARE_KEY = re.compile(r"[^{}\[\],:<>]{1,256}:")
@@ -45,7 +36,7 @@ class BraceReader(literals.Cursor):
         self._quote = quote
         self._root = schema
         self._context = context
-        self._marks = any_of(tuple(filter(None, (quote, context.mark, context.close))))
+        self._marks = text_feed.any_of(tuple(filter(None, (quote, context.mark, context.close))))
         self._closing: list[str] = []  # closing brackets still due
         self.is_repeated = False  # True if an object repeats a key
 
@@ -78,7 +69,9 @@ class BraceReader(literals.Cursor):
             is_quoted = self.take(self._quote)
             self._context.layout.note("key", self._quote if is_quoted else "")
             if is_quoted:
-                end = self._text.find(self._quote, self._position, self._position + MAX_HEAD)
+                end = self._text.find(
+                    self._quote, self._position, self._position + text_feed.MAX_HEAD
+                )
                 key, behind = self._text[self._position : end], end + len(self._quote)
                 if end < 0:
                     raise ValueError("no end of a key")
@@ -187,9 +180,9 @@ class BraceReader(literals.Cursor):
         text, quote = self._text, self._quote
         if match := _BARE_KEY.match(text, start):
             start = after_space(text, match.end())
-            value = _BARE.match(text, start, start + MAX_HEAD)
+            value = _BARE.match(text, start, start + text_feed.MAX_HEAD)
             return text.startswith((quote, "{", "["), start) or not (value and quote in value[0])
-        end = text.find(quote, start + len(quote), start + MAX_HEAD)
+        end = text.find(quote, start + len(quote), start + text_feed.MAX_HEAD)
         is_quoted = text.startswith(quote, start) and end >= 0
         return is_quoted and text.startswith(":", after_space(text, end + len(quote)))
 
@@ -222,12 +215,12 @@ class BracedCall(CallBody):
         """Pattern of the end of a string that also ends its call."""
         return re.compile(rf"{re.escape(self.quote)}[\s}}\]]*\}}")
 
-    def begins(self, source: TextFeed) -> Reading[None]:
+    def begins(self, source: text_feed.TextFeed) -> text_feed.Reading[None]:
         yield from source.match(_BRACED_NAME)
 
     def read(
-        self, source: TextFeed, tools: Tools, context: CallContext
-    ) -> Reading[list[WrittenCall]]:
+        self, source: text_feed.TextFeed, tools: Tools, context: CallContext
+    ) -> text_feed.Reading[list[WrittenCall]]:
         head = yield from source.match(_BRACED_NAME)
         context.layout.note_head(head, "")
         name = head["name"]
@@ -235,12 +228,12 @@ class BracedCall(CallBody):
         try:
             values = reader.call()
         except ValueError:
-            raise FormatMismatch from None
+            raise text_feed.FormatMismatch from None
         source.take_to(reader.position)
         if name not in tools:
-            raise UncallableCall
+            raise text_feed.UncallableCall
         if reader.is_repeated:
-            raise RepeatedArgument
+            raise text_feed.RepeatedArgument
         return [make_call(name, values)]
 
 
